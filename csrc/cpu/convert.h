@@ -1,0 +1,156 @@
+// Blocks of any dtype and stride to and from the arithmetic's type. Included by kernels that are
+// compiled once per instruction set: everything here is inlined into them.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../exp_series.h"
+#include "../tensor_view.h"
+
+namespace klfast {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+KLFAST_HOST_DEVICE To convert(From from) {
+  return static_cast<To>(from);
+}
+
+template <>
+KLFAST_HOST_DEVICE float convert<float>(BFloat16 from) {
+  return math::bit_cast<float>(static_cast<uint32_t>(from.bits) << 16);
+}
+
+template <>
+KLFAST_HOST_DEVICE float convert<float>(Float16 from) {
+  const uint32_t magnitude = from.bits & 0x7fffu;
+  const uint32_t sign = (from.bits & 0x8000u) << 16;
+  // The exponent moves from bias 15 to 127 by a multiplication, which serves subnormals too.
+  const float finite = math::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
+  return math::bit_cast<float>(math::bit_cast<uint32_t>(finite) | special | sign);
+}
+
+template <>
+KLFAST_HOST_DEVICE double convert<double>(BFloat16 from) {
+  return convert<float>(from);
+}
+
+template <>
+KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
+  return convert<float>(from);
+}
+
+// To nearest, ties to even, as everybody does; NaN stays NaN.
+template <>
+KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(float from) {
+  const uint32_t bits = math::bit_cast<uint32_t>(from);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<uint16_t>(from != from ? 0x7fc0u : rounded)};
+}
+
+template <>
+KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
+  const uint32_t bits = math::bit_cast<uint32_t>(from);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal results round in the integers. Subnormal ones round in the addition of a half, whose last
+  // bit is worth 2^-24, the smallest Float16.
+  const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+  const float shifted = math::bit_cast<float>(magnitude) + 0.5f;
+  const uint32_t subnormal = math::bit_cast<uint32_t>(shifted) - math::bit_cast<uint32_t>(0.5f);
+  uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 and more round to infinity
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return {static_cast<uint16_t>(half | sign)};
+}
+
+template <>
+KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(double from) {
+  return convert<BFloat16>(static_cast<float>(from));
+}
+
+template <>
+KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
+  return convert<Float16>(static_cast<float>(from));
+}
+
+// Calls visit(T()) with the C++ type of a dtype.
+template <typename Visitor>
+KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
+  switch (dtype) {
+    case DType::kFloat64: return visit(double());
+    case DType::kFloat32: return visit(float());
+    case DType::kBFloat16: return visit(BFloat16());
+    case DType::kFloat16: return visit(Float16());
+    case DType::kBool:
+    case DType::kUInt8: return visit(uint8_t());
+    case DType::kInt8: return visit(int8_t());
+    case DType::kInt16: return visit(int16_t());
+    case DType::kInt32: return visit(int32_t());
+    case DType::kInt64: return visit(int64_t());
+  }
+}
+
+// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the memory
+// serves as it is, else in `buffer`.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t column, int64_t n,
+                                         int64_t padded, Acc* buffer) {
+  const Acc* block = buffer;
+  visit_dtype(view.dtype, [&](auto zero) __attribute__((always_inline)) {
+    using From = decltype(zero);
+    const From* from =
+        static_cast<const From*>(view.data) + row * view.row_stride + column * view.column_stride;
+    if (view.column_stride == 1) {
+      if constexpr (std::is_same_v<From, Acc>) {
+        if (n == padded) {
+          block = from;
+          return;
+        }
+      }
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i]);
+    } else {
+      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i * view.column_stride]);
+    }
+    std::fill(buffer + n, buffer + padded, Acc(0));
+  });
+  return block;
+}
+
+// Where to compute n elements of an output from `index` on: in the output's own memory, or in `buffer`,
+// which store_block then converts.
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc* output_block(const Output& output, int64_t index, int64_t n, int64_t padded,
+                                     Acc* buffer) {
+  constexpr DType own = sizeof(Acc) == 8 ? DType::kFloat64 : DType::kFloat32;
+  const bool direct = output.data != nullptr && output.dtype == own && n == padded;
+  return direct ? static_cast<Acc*>(output.data) + index : buffer;
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE void store_block(const Output& output, int64_t index, int64_t n,
+                                    const Acc* block) {
+  if (output.data == nullptr) return;
+  visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
+    using To = decltype(zero);
+    if constexpr (!std::is_integral_v<To>) {
+      To* to = static_cast<To*>(output.data) + index;
+      if (static_cast<const void*>(to) == block) return;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(block[i]);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace klfast

@@ -1,0 +1,374 @@
+// The fused pass over the tokens of a segment. setup.py compiles this file once per instruction set,
+// with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to each copy.
+//
+// Tokens go through in groups of kLanes. Token t of a sequence always meets lane t % kLanes and the same
+// instructions, whatever follows it, so that a sum depends on nothing but its own tokens: the last group
+// is filled up with masked zeros. Loops over lanes have a constant length and vectorise completely.
+
+#include "kl_penalty_kernel.h"
+
+#include <limits>
+
+#include "../estimators.h"
+#include "convert.h"
+
+namespace klfast::cpu {
+namespace {
+
+constexpr int64_t kLanes = 64;     // four vectors of AVX-512: enough independent sums
+constexpr int64_t kBlock = 1024;   // tokens between conversions; buffers stay in the first-level cache
+constexpr int64_t kMaxBlocks = 8;  // buffers of a pass
+
+template <typename Acc>
+struct LaneSums {
+  using Bits = typename math::Constants<Acc>::Bits;
+  Acc kl[kLanes] = {};
+  Acc length[kLanes] = {};
+  Acc k1[kLanes] = {};
+  Acc k2[kLanes] = {};
+  Acc k3[kLanes] = {};
+  Bits clipped[kLanes] = {};
+  Bits nonfinite[kLanes] = {};
+  Bits max_log_ratio[kLanes] = {};
+};
+
+// A block in the arithmetic's type. size is a multiple of kLanes.
+template <typename Acc>
+struct Block {
+  int64_t size;
+  const Acc* logprobs;
+  const Acc* ref_logprobs;
+  const Acc* old_logprobs;
+  const Acc* weight;
+  Acc coef;
+  Acc grad_scale;
+  Acc* value;
+  Acc* grad;
+  Acc* grad_ref;
+};
+
+template <typename Acc>
+struct Limits {
+  Acc low, high, tail, kl_clip, cap, log_cap;
+  bool k2_gradient, detached;
+};
+
+// Adds what KLStats says of a token beyond kl and length.
+template <typename Acc>
+KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
+  using Bits = typename LaneSums<Acc>::Bits;
+  constexpr Bits everything_but_sign = std::numeric_limits<Bits>::max();
+  constexpr Bits infinity = (2 * math::Constants<Acc>::kExponentBias + 1)
+                            << math::Constants<Acc>::kMantissaBits;
+  const Bits bits = math::bit_cast<Bits>(x) & everything_but_sign;
+  sums.k1[lane] += weight * estimators::k1::value(x);
+  sums.k2[lane] += weight * estimators::k2::value(x);
+  sums.k3[lane] += weight * estimators::k3::value(x);
+  sums.nonfinite[lane] += bits >= infinity ? 1 : 0;
+  sums.max_log_ratio[lane] = bits > sums.max_log_ratio[lane] ? bits : sums.max_log_ratio[lane];
+}
+
+// No limits, no importance weight, the value's own gradient: value and derivative of the formula.
+template <typename E, typename Acc, bool kGradient, bool kStatistics>
+void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
+  for (int64_t i = 0; i < block.size; i += kLanes) {
+    const Acc* logprobs = block.logprobs + i;
+    const Acc* ref_logprobs = block.ref_logprobs + i;
+    const Acc* weights = block.weight + i;
+    Acc* value = block.value + i;
+    Acc* grad = block.grad + i;
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Acc weight = weights[lane];
+      const Acc difference = logprobs[lane] - ref_logprobs[lane];
+      const Acc x = weight != Acc(0) ? difference : Acc(0);
+      const Acc weighted = weight * E::value(x);
+      value[lane] = block.coef * weighted;
+      if constexpr (kGradient) grad[lane] = block.grad_scale * (weight * E::derivative(x));
+      sums.kl[lane] += weighted;
+      sums.length[lane] += weight;
+      if constexpr (kStatistics) add_statistics(sums, lane, x, weight);
+    }
+  }
+}
+
+// Everything that Estimator can say, gradients to both log-probs, all statistics.
+template <typename E, typename Acc>
+void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
+  const bool weighs = block.old_logprobs != nullptr;
+  const Acc* olds = weighs ? block.old_logprobs : block.logprobs;  // x - x: a weight of 1
+  for (int64_t i = 0; i < block.size; i += kLanes) {
+    const Acc* logprobs = block.logprobs + i;
+    const Acc* ref_logprobs = block.ref_logprobs + i;
+    const Acc* old_logprobs = olds + i;
+    const Acc* weights = block.weight + i;
+    Acc* value = block.value + i;
+    Acc* grad = block.grad + i;
+    Acc* grad_ref = block.grad_ref + i;
+    const bool differentiable = weighs && !limits.detached;
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Acc weight = weights[lane];
+      const bool keep = weight != Acc(0);
+      const Acc x = keep ? logprobs[lane] - ref_logprobs[lane] : Acc(0);
+      const Acc log_importance =
+          keep && weighs ? logprobs[lane] - old_logprobs[lane] : Acc(0);
+
+      const bool capped = log_importance > limits.log_cap;
+      const Acc importance = capped ? limits.cap : math::exp(log_importance);
+
+      const bool inside = x >= limits.low && x <= limits.high;
+      const Acc clipped_x = math::clamp(x, limits.low, limits.high);
+      const Acc near_x = math::clamp(clipped_x, -limits.tail, limits.tail);
+      const Acc slope = E::derivative(near_x);
+      const Acc beyond = clipped_x != near_x ? (clipped_x - near_x) * slope : Acc(0);
+      const Acc f = E::value(near_x) + beyond;
+      const bool clipped_f = math::magnitude(f) > limits.kl_clip;
+      const Acc clipped_value = math::clamp(f, -limits.kl_clip, limits.kl_clip);
+      const bool dead = !inside || !(math::magnitude(f) <= limits.kl_clip);
+
+      const Acc df = limits.k2_gradient ? estimators::k2::derivative(x) : (dead ? Acc(0) : slope);
+      const Acc through_weight =
+          differentiable && !capped
+              ? (limits.k2_gradient ? estimators::k2::value(x) : clipped_value)
+              : Acc(0);
+      const Acc scaled = weight * importance;
+      const Acc weighted = scaled * clipped_value;
+      value[lane] = block.coef * weighted;
+      grad[lane] = block.grad_scale * (scaled * (df + through_weight));
+      grad_ref[lane] = -block.grad_scale * (scaled * df);
+      sums.kl[lane] += weighted;
+      sums.length[lane] += weight;
+      const bool clipped = x < limits.low || x > limits.high || clipped_f || capped;
+      sums.clipped[lane] += keep && clipped ? 1 : 0;
+      add_statistics(sums, lane, x, weight);
+    }
+  }
+}
+
+template <typename Acc>
+using Evaluate = void (*)(const Block<Acc>&, const Limits<Acc>&, LaneSums<Acc>&);
+
+template <typename E, typename Acc>
+Evaluate<Acc> choose(bool plain, bool gradient, bool statistics) {
+  if constexpr (sizeof(Acc) == 4) {
+    if (plain && gradient) {
+      return statistics ? evaluate_plain<E, Acc, true, true> : evaluate_plain<E, Acc, true, false>;
+    }
+    if (plain) {
+      return statistics ? evaluate_plain<E, Acc, false, true> : evaluate_plain<E, Acc, false, false>;
+    }
+  }
+  return evaluate_any<E, Acc>;
+}
+
+template <typename Acc>
+Evaluate<Acc> choose(const SegmentTask& task) {
+  const KlPenaltyInputs& inputs = *task.inputs;
+  const EstimatorOptions& options = inputs.options;
+  const bool plain = !options.has_limits() && !options.k2_gradient &&
+                     inputs.old_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr;
+  const bool gradient = task.grad_logprobs.data != nullptr;
+  using Choice = Evaluate<Acc> (*)(bool, bool, bool);
+#define KLFAST_CHOICE(NAME, VALUE, DERIVATIVE) choose<estimators::NAME, Acc>,
+  constexpr Choice choices[] = {KLFAST_ESTIMATORS(KLFAST_CHOICE)};
+#undef KLFAST_CHOICE
+  return choices[options.estimator](plain, gradient, task.want_statistics);
+}
+
+// Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's type.
+struct WideSums {
+  double kl[kLanes] = {};
+  double length[kLanes] = {};
+  double k1[kLanes] = {};
+  double k2[kLanes] = {};
+  double k3[kLanes] = {};
+};
+
+template <typename Acc>
+KLFAST_HOST_DEVICE void flush(Acc* lanes, double* wide) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    wide[lane] += lanes[lane];
+    lanes[lane] = 0;
+  }
+}
+
+KLFAST_HOST_DEVICE double add_lanes(double* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+// Weights of a block: the mask's, or ones; zeros beyond n.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, int64_t row, int64_t column, int64_t n,
+                                           int64_t padded, Acc* buffer) {
+  if (mask.data != nullptr) return load_block(mask, row, column, n, padded, buffer);
+  std::fill(buffer, buffer + n, Acc(1));
+  std::fill(buffer + n, buffer + padded, Acc(0));
+  return buffer;
+}
+
+bool can_be_bad(const View& mask) {
+  return mask.data != nullptr && mask.dtype != DType::kBool && mask.dtype != DType::kUInt8;
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE bool any_bad(const Acc* weights, int64_t n) {
+  int bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= !(weights[i] >= Acc(0) && weights[i] < Acc(INFINITY));
+  return bad != 0;
+}
+
+int64_t round_up_to_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+template <typename Acc>
+Limits<Acc> limits_of(const EstimatorOptions& options) {
+  return {static_cast<Acc>(options.log_ratio_low),
+          static_cast<Acc>(options.log_ratio_high),
+          static_cast<Acc>(options.linear_tail),
+          static_cast<Acc>(options.kl_clip),
+          static_cast<Acc>(options.importance_cap),
+          static_cast<Acc>(std::log(options.importance_cap)),
+          options.k2_gradient,
+          options.detached_importance};
+}
+
+template <typename Acc>
+Partial run_segment(const SegmentTask& task, const Segment& segment) {
+  const KlPenaltyInputs& in = *task.inputs;
+  const Limits<Acc> limits = limits_of<Acc>(in.options);
+  const Evaluate<Acc> evaluate = choose<Acc>(task);
+  const bool check_mask = can_be_bad(in.mask);
+  const int64_t row = in.batch.row(segment.sequence);
+  const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
+  alignas(64) Acc buffers[kMaxBlocks][kBlock];
+  alignas(64) LaneSums<Acc> sums;
+  alignas(64) WideSums wide;
+  Partial partial;
+
+  for (int64_t done = 0; done < segment.length; done += kBlock) {
+    const int64_t n = std::min(kBlock, segment.length - done);
+    const int64_t padded = round_up_to_lanes(n);
+    const int64_t column = in.batch.column(segment.sequence, segment.position + done);
+    const int64_t index = first_index + done;
+    Block<Acc> block;
+    block.size = padded;
+    block.logprobs = load_block(in.logprobs, row, column, n, padded, buffers[0]);
+    block.ref_logprobs = load_block(in.ref_logprobs, row, column, n, padded, buffers[1]);
+    block.old_logprobs = in.old_logprobs.data == nullptr
+                             ? nullptr
+                             : load_block(in.old_logprobs, row, column, n, padded, buffers[2]);
+    block.weight = load_weights(in.mask, row, column, n, padded, buffers[3]);
+    block.coef = static_cast<Acc>(in.coef);
+    block.grad_scale = static_cast<Acc>(task.grad_scale);
+    block.value = output_block(task.value, index, n, padded, buffers[4]);
+    block.grad = output_block(task.grad_logprobs, index, n, padded, buffers[5]);
+    block.grad_ref = output_block(task.grad_ref_logprobs, index, n, padded, buffers[6]);
+    evaluate(block, limits, sums);
+
+    if (task.grad_out.data != nullptr) {
+      const Acc* grad_out = load_block(task.grad_out, row, column, n, padded, buffers[7]);
+      for (Acc* grad : {block.grad, block.grad_ref}) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < padded; ++i) {
+          grad[i] = block.weight[i] != Acc(0) ? grad[i] * grad_out[i] : Acc(0);
+        }
+      }
+    }
+    store_block(task.value, index, n, block.value);
+    store_block(task.grad_logprobs, index, n, block.grad);
+    store_block(task.grad_ref_logprobs, index, n, block.grad_ref);
+    if (check_mask) partial.bad_mask |= any_bad(block.weight, n);
+    if (task.want_last_kept) {
+      for (int64_t i = n - 1; i >= 0; --i) {
+        if (block.weight[i] == Acc(0)) continue;
+        partial.last_kept = index + i;
+        break;
+      }
+    }
+    flush(sums.kl, wide.kl);
+    flush(sums.length, wide.length);
+    if (task.want_statistics) {
+      flush(sums.k1, wide.k1);
+      flush(sums.k2, wide.k2);
+      flush(sums.k3, wide.k3);
+    }
+  }
+  partial.kl = add_lanes(wide.kl);
+  partial.length = add_lanes(wide.length);
+  if (task.want_statistics) {
+    partial.k1 = add_lanes(wide.k1);
+    partial.k2 = add_lanes(wide.k2);
+    partial.k3 = add_lanes(wide.k3);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      partial.clipped += static_cast<double>(sums.clipped[lane]);
+      partial.nonfinite += static_cast<double>(sums.nonfinite[lane]);
+      partial.max_log_ratio_bits =
+          std::max<int64_t>(partial.max_log_ratio_bits, sums.max_log_ratio[lane]);
+    }
+  }
+  return partial;
+}
+
+Partial run_segment(const SegmentTask& task, const Segment& segment) {
+  return task.inputs->is_double ? run_segment<double>(task, segment)
+                                : run_segment<float>(task, segment);
+}
+
+// The sum of weights in the same order as run_segment adds them.
+template <typename Acc>
+Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
+  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc lanes[kLanes] = {};
+  alignas(64) double wide[kLanes] = {};
+  Partial partial;
+  for (int64_t done = 0; done < segment.length; done += kBlock) {
+    const int64_t n = std::min(kBlock, segment.length - done);
+    const int64_t padded = round_up_to_lanes(n);
+    const Acc* weights =
+        load_block(in.mask, in.batch.row(segment.sequence),
+                   in.batch.column(segment.sequence, segment.position + done), n, padded, buffer);
+    for (int64_t i = 0; i < padded; i += kLanes) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += weights[i + lane];
+    }
+    if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, n);
+    flush(lanes, wide);
+  }
+  partial.length = add_lanes(wide);
+  return partial;
+}
+
+Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
+  return in.is_double ? read_mask<double>(in, segment) : read_mask<float>(in, segment);
+}
+
+void scale(const Output& output, int64_t n, double factor) {
+  visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
+    using T = decltype(zero);
+    using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    T* data = static_cast<T*>(output.data);
+    if constexpr (!std::is_integral_v<T>) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) {
+        data[i] = convert<T>(convert<Acc>(data[i]) * static_cast<Acc>(factor));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+#define KLFAST_CONCAT_(a, b) a##b
+#define KLFAST_CONCAT(a, b) KLFAST_CONCAT_(a, b)
+#define KLFAST_STRING_(a) #a
+#define KLFAST_STRING(a) KLFAST_STRING_(a)
+extern const Kernels KLFAST_CONCAT(kernels_, KLFAST_INSTRUCTION_SET);
+const Kernels KLFAST_CONCAT(kernels_, KLFAST_INSTRUCTION_SET) = {
+    KLFAST_STRING(KLFAST_INSTRUCTION_SET), run_segment, read_mask, scale};
+
+}  // namespace klfast::cpu

@@ -1,0 +1,62 @@
+// The fused KL penalty: what its kernels are asked. No torch.
+
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "reductions.h"
+#include "tensor_view.h"
+
+namespace klfast {
+
+// What is computed per token: klfast.Estimator as plain data. Limits are infinite where absent.
+struct EstimatorOptions {
+  int estimator = 0;  // index into estimators::kNames
+  bool k2_gradient = false;
+  bool detached_importance = false;
+  double importance_cap = INFINITY;
+  double log_ratio_low = -INFINITY;
+  double log_ratio_high = INFINITY;
+  double linear_tail = INFINITY;
+  double kl_clip = INFINITY;
+
+  bool has_limits() const {
+    return std::isfinite(log_ratio_low) || std::isfinite(log_ratio_high) ||
+           std::isfinite(linear_tail) || std::isfinite(kl_clip);
+  }
+};
+
+struct KlPenaltyInputs {
+  Batch batch;
+  View logprobs;
+  View ref_logprobs;
+  View old_logprobs;
+  View mask;
+  EstimatorOptions options;
+  Reduction reduction = Reduction::kNone;
+  double coef = 1;
+  double normalizer = 0;  // 0 stands for none
+  bool is_double = false;
+};
+
+inline constexpr int kStatistics = 8;  // fields of klfast.KLStats, in its order
+
+struct KlPenaltyForward {
+  View scores;  // [1, S], added at the last kept token of each sequence
+  bool want_statistics = false;
+  void* result = nullptr;      // arithmetic's type; shape by reduction
+  void* length = nullptr;      // [S]
+  void* statistics = nullptr;  // [kStatistics, S]
+  Output grad_logprobs;        // gradient of a scalar result
+  Output grad_ref_logprobs;
+};
+
+struct KlPenaltyBackward {
+  View grad_out;  // per token for reduction "none"; [1, S] per sequence; one element for a scalar
+  View length;    // [1, S], the forward's
+  Output grad_logprobs;
+  Output grad_ref_logprobs;
+};
+
+}  // namespace klfast

@@ -1,0 +1,25 @@
+// klfast._C: what was built. Importing it registers the ops of ops.cpp.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "cpu/kl_penalty.h"
+#include "estimators.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Compiled kernels of klfast; importing registers torch.ops.klfast.";
+  module.def(
+      "estimator_names",
+      [] {
+        return std::vector<std::string>(std::begin(klfast::estimators::kNames),
+                                        std::end(klfast::estimators::kNames));
+      },
+      "Names of the estimators that the kernels know.");
+  module.def("instruction_set", &klfast::cpu::instruction_set,
+             "The instruction set that the CPU kernels use here; KLFAST_CPU limits it.");
+}

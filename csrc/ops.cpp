@@ -1,0 +1,280 @@
+// The ops' schemas and the rim between torch and the kernels, on LibTorch's stable ABI.
+//
+// Arguments have been checked in Python, where the messages are. What is checked again here protects
+// memory: torch.ops can be called by anyone.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/kl_penalty.h"
+#include "estimators.h"
+
+namespace klfast {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+#define KLFAST_CHECK(condition, ...) STD_TORCH_CHECK(condition, "klfast: ", __VA_ARGS__)
+
+DType dtype_of(const Tensor& tensor, const char* argument) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::Bool: return DType::kBool;
+    case ScalarType::Byte: return DType::kUInt8;
+    case ScalarType::Char: return DType::kInt8;
+    case ScalarType::Short: return DType::kInt16;
+    case ScalarType::Int: return DType::kInt32;
+    case ScalarType::Long: return DType::kInt64;
+    default: break;
+  }
+  KLFAST_CHECK(false, argument, " has a dtype that the kernels do not read");
+}
+
+bool is_floating(DType dtype) { return dtype <= DType::kFloat16; }
+
+View view_of(const Tensor& tensor, const char* argument) {
+  KLFAST_CHECK(tensor.is_cpu(), argument, " must be on the CPU");
+  KLFAST_CHECK(tensor.dim() <= 2, argument, " must have at most 2 dimensions");
+  View view;
+  view.data = tensor.numel() > 0 ? tensor.const_data_ptr() : "";
+  view.dtype = dtype_of(tensor, argument);
+  view.row_stride = tensor.dim() == 2 ? tensor.stride(0) : 0;
+  view.column_stride = tensor.dim() > 0 ? tensor.stride(tensor.dim() - 1) : 0;
+  return view;
+}
+
+// Row-less inputs of shape [n].
+View row_of(const Tensor& tensor, int64_t n, const char* argument) {
+  KLFAST_CHECK(tensor.dim() == 1 && tensor.numel() == n, argument, " must have ", n, " elements");
+  return view_of(tensor, argument);
+}
+
+View view_like(const OptionalTensor& tensor, const Tensor& logprobs, const char* argument) {
+  if (!tensor.has_value()) return View();
+  bool same = tensor->dim() == logprobs.dim();
+  for (int64_t i = 0; same && i < logprobs.dim(); ++i) same = tensor->size(i) == logprobs.size(i);
+  KLFAST_CHECK(same, argument, " must have the shape of logprobs");
+  return view_of(*tensor, argument);
+}
+
+double scalar(const OptionalTensor& tensor, double otherwise, const char* argument) {
+  if (!tensor.has_value()) return otherwise;
+  KLFAST_CHECK(tensor->dim() == 0, argument, " must be 0-dimensional");
+  return cpu::read_element(view_of(*tensor, argument), 0);
+}
+
+Batch batch_of(const Tensor& logprobs, const OptionalTensor& cu_seqlens) {
+  Batch batch;
+  batch.tokens = logprobs.numel();
+  if (!cu_seqlens.has_value()) {
+    KLFAST_CHECK(logprobs.dim() == 1 || logprobs.dim() == 2, "logprobs must be [B, T] or [N]");
+    batch.sequences = logprobs.dim() == 2 ? logprobs.size(0) : 1;
+    batch.width = logprobs.size(logprobs.dim() - 1);
+    return batch;
+  }
+  KLFAST_CHECK(logprobs.dim() == 1, "logprobs must be [N] with cu_seqlens");
+  KLFAST_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->numel() >= 1, "cu_seqlens must be [S+1]");
+  KLFAST_CHECK(cu_seqlens->is_cpu() && cu_seqlens->is_contiguous(),
+               "cu_seqlens must be contiguous on the CPU");
+  const DType dtype = dtype_of(*cu_seqlens, "cu_seqlens");
+  KLFAST_CHECK(dtype == DType::kInt64 || dtype == DType::kInt32, "cu_seqlens must be int32 or int64");
+  batch.sequences = cu_seqlens->numel() - 1;
+  batch.cu_seqlens = cu_seqlens->const_data_ptr();
+  batch.cu_seqlens_is_int64 = dtype == DType::kInt64;
+  return batch;
+}
+
+// Position of a name in a list.
+template <size_t n>
+int index_of(const std::string& name, const char* const (&names)[n], const char* argument) {
+  for (size_t i = 0; i < n; ++i) {
+    if (name == names[i]) return static_cast<int>(i);
+  }
+  KLFAST_CHECK(false, "unknown ", argument, " '", name, "'");
+}
+
+EstimatorOptions options_of(const std::string& estimator, const std::string& gradient,
+                            const std::string& importance, const std::vector<double>& limits) {
+  KLFAST_CHECK(limits.size() == 5, "limits must hold 5 numbers");
+  EstimatorOptions options;
+  options.estimator = index_of(estimator, estimators::kNames, "estimator");
+  options.k2_gradient = gradient == "k2";
+  options.detached_importance = importance == "detached";
+  options.importance_cap = limits[0];
+  options.log_ratio_low = limits[1];
+  options.log_ratio_high = limits[2];
+  options.linear_tail = limits[3];
+  options.kl_clip = limits[4];
+  return options;
+}
+
+KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logprobs,
+                          const OptionalTensor& old_logprobs, const OptionalTensor& mask,
+                          const OptionalTensor& cu_seqlens, const EstimatorOptions& options,
+                          const std::string& reduction, const OptionalTensor& coef_tensor,
+                          double coef, const OptionalTensor& normalizer_tensor, double normalizer) {
+  KlPenaltyInputs in;
+  in.batch = batch_of(logprobs, cu_seqlens);
+  in.logprobs = view_of(logprobs, "logprobs");
+  in.ref_logprobs = view_like(ref_logprobs, logprobs, "ref_logprobs");
+  in.old_logprobs = view_like(old_logprobs, logprobs, "old_logprobs");
+  in.mask = view_like(mask, logprobs, "mask");
+  for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.old_logprobs}) {
+    if (view->data == nullptr) continue;
+    KLFAST_CHECK(is_floating(view->dtype), "log-probs must be floating");
+    in.is_double = in.is_double || view->dtype == DType::kFloat64;
+  }
+  in.options = options;
+  in.reduction = static_cast<Reduction>(index_of(reduction, kReductionNames, "reduction"));
+  in.coef = scalar(coef_tensor, coef, "coef");
+  KLFAST_CHECK(std::isfinite(in.coef), "coef must be finite");
+  in.normalizer = scalar(normalizer_tensor, normalizer, "normalizer");
+  KLFAST_CHECK(in.normalizer > 0 || !normalizer_tensor.has_value(), "normalizer must be > 0");
+  KLFAST_CHECK(in.normalizer >= 0 && std::isfinite(in.normalizer), "normalizer must be finite");
+  return in;
+}
+
+void run_parallel(int64_t n, const std::function<void(int64_t, int64_t)>& body) {
+  torch::stable::parallel_for(0, n, 1, body);
+}
+
+cpu::Threads threads() {
+  return {static_cast<int>(torch::stable::get_num_threads()), run_parallel};
+}
+
+ScalarType arithmetic_type(const KlPenaltyInputs& in) {
+  return in.is_double ? ScalarType::Double : ScalarType::Float;
+}
+
+Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+
+// A gradient of logprobs' shape, or nothing of shape [0].
+Tensor empty_gradient(const Tensor& input, bool wanted) {
+  std::vector<int64_t> sizes = {0};
+  if (wanted) sizes.assign(input.sizes().begin(), input.sizes().end());
+  return empty(input, sizes, input.scalar_type());
+}
+
+Output output_of(const Tensor& tensor, bool wanted) {
+  if (!wanted || tensor.numel() == 0) return Output();
+  return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Forward kl_penalty_fwd_cpu(Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs,
+                           OptionalTensor mask, OptionalTensor cu_seqlens, OptionalTensor scores,
+                           std::string estimator, std::string gradient, std::string importance,
+                           std::vector<double> limits, std::string reduction,
+                           OptionalTensor coef_tensor, double coef,
+                           OptionalTensor normalizer_tensor, double normalizer,
+                           bool want_grad_logprobs, bool want_grad_ref_logprobs,
+                           bool want_statistics) {
+  const KlPenaltyInputs in =
+      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
+                options_of(estimator, gradient, importance, limits), reduction, coef_tensor, coef,
+                normalizer_tensor, normalizer);
+  const int64_t sequences = in.batch.sequences;
+  const ScalarType acc = arithmetic_type(in);
+  const bool per_token = in.reduction == Reduction::kNone;
+  KLFAST_CHECK(!scores.has_value() || per_token, "scores go with reduction 'none' alone");
+  KLFAST_CHECK(is_scalar(in.reduction) || !(want_grad_logprobs || want_grad_ref_logprobs),
+               "only scalar reductions have a unit gradient");
+  std::vector<int64_t> sizes;
+  if (per_token) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
+  if (!per_token && !is_scalar(in.reduction)) sizes = {sequences};
+  Tensor result = empty(logprobs, sizes, acc);
+  Tensor length = empty(logprobs, {sequences}, acc);
+  Tensor statistics = empty(logprobs, {want_statistics ? kStatistics : 0, sequences}, acc);
+  Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
+  Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
+
+  KlPenaltyForward out;
+  if (scores.has_value()) out.scores = row_of(*scores, sequences, "scores");
+  out.want_statistics = want_statistics;
+  out.result = result.mutable_data_ptr();
+  out.length = length.mutable_data_ptr();
+  out.statistics = want_statistics ? statistics.mutable_data_ptr() : nullptr;
+  out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
+  out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
+  cpu::kl_penalty_forward(in, out, threads());
+  return {result, length, statistics, grad_logprobs, grad_ref_logprobs};
+}
+
+std::tuple<Tensor, Tensor> kl_penalty_bwd_cpu(
+    Tensor grad_out, Tensor length, Tensor logprobs, Tensor ref_logprobs,
+    OptionalTensor old_logprobs, OptionalTensor mask, OptionalTensor cu_seqlens,
+    std::string estimator, std::string gradient, std::string importance,
+    std::vector<double> limits, std::string reduction, OptionalTensor coef_tensor, double coef,
+    OptionalTensor normalizer_tensor, double normalizer, bool want_grad_logprobs,
+    bool want_grad_ref_logprobs) {
+  const KlPenaltyInputs in =
+      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
+                options_of(estimator, gradient, importance, limits), reduction, coef_tensor, coef,
+                normalizer_tensor, normalizer);
+  KlPenaltyBackward out;
+  out.length = row_of(length, in.batch.sequences, "length");
+  if (in.reduction == Reduction::kNone) {
+    out.grad_out = view_like(grad_out, logprobs, "grad_out");
+  } else if (is_scalar(in.reduction)) {
+    KLFAST_CHECK(grad_out.dim() == 0, "grad_out must be 0-dimensional");
+    out.grad_out = view_of(grad_out, "grad_out");
+  } else {
+    out.grad_out = row_of(grad_out, in.batch.sequences, "grad_out");
+  }
+  Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
+  Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
+  out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
+  out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
+  cpu::kl_penalty_backward(in, out, threads());
+  return {grad_logprobs, grad_ref_logprobs};
+}
+
+void scale_cpu(Tensor tensor, Tensor factor) {
+  KLFAST_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "tensor must be contiguous on the CPU");
+  const Output output = output_of(tensor, true);
+  if (output.data == nullptr) return;
+  KLFAST_CHECK(is_floating(output.dtype), "tensor must be floating");
+  cpu::scale(output, tensor.numel(), scalar(factor, 1, "factor"), threads());
+}
+
+#define KLFAST_ESTIMATOR_SCHEMA                                                     \
+  "str estimator, str gradient, str importance, float[] limits, str reduction, "    \
+  "Tensor? coef_tensor, float coef, Tensor? normalizer_tensor, float normalizer, "  \
+  "bool want_grad_logprobs, bool want_grad_ref_logprobs"
+
+STABLE_TORCH_LIBRARY(klfast, library) {
+  library.def(
+      "kl_penalty_fwd(Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
+      "Tensor? cu_seqlens, Tensor? scores, " KLFAST_ESTIMATOR_SCHEMA
+      ", bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "kl_penalty_bwd(Tensor grad_out, Tensor length, Tensor logprobs, Tensor ref_logprobs, "
+      "Tensor? old_logprobs, Tensor? mask, Tensor? cu_seqlens, " KLFAST_ESTIMATOR_SCHEMA
+      ") -> (Tensor, Tensor)");
+  library.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) {
+  library.impl("kl_penalty_fwd", TORCH_BOX(&kl_penalty_fwd_cpu));
+  library.impl("kl_penalty_bwd", TORCH_BOX(&kl_penalty_bwd_cpu));
+  library.impl("scale_", TORCH_BOX(&scale_cpu));
+}
+
+}  // namespace
+}  // namespace klfast

@@ -1,0 +1,56 @@
+// Reductions of a batch as weights of its sequences, on the host and on devices. No torch.
+//
+// Every reduction but "none" is sum_s weight(s) * (sum of the values of sequence s), or those terms one
+// by one; the gradient of a token of s is weight(s) times its own. So one function says it all.
+
+#pragma once
+
+#include <cstring>
+
+#include "exp_series.h"
+
+namespace klfast {
+
+enum class Reduction {
+  kNone,
+  kSequenceSum,
+  kSequenceMean,
+  kTokenSum,
+  kTokenMean,
+  kSequenceMeanTokenSum,
+  kSequenceMeanTokenMean
+};
+
+inline constexpr const char* kReductionNames[] = {
+    "none",       "seq-sum",    "seq-mean", "token-sum",
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"};
+
+inline bool is_scalar(Reduction r) { return r >= Reduction::kTokenSum; }
+
+// Whether a sequence's weight depends on its mask alone, or on everybody's.
+inline bool uses_own_length(Reduction r) {
+  return r == Reduction::kSequenceMean || r == Reduction::kSequenceMeanTokenMean;
+}
+inline bool uses_totals(Reduction r) { return r >= Reduction::kTokenMean; }
+
+// What the mask adds up to over a batch.
+struct Totals {
+  double tokens = 0;     // sum of the mask
+  double sequences = 0;  // sequences with a kept token
+};
+
+// normalizer <= 0 stands for none.
+KLFAST_HOST_DEVICE double sequence_weight(Reduction reduction, double length, const Totals& totals,
+                                          double normalizer) {
+  const bool by_tokens = reduction == Reduction::kTokenMean;
+  double denominator = 1;
+  if (reduction >= Reduction::kTokenMean) {
+    denominator = normalizer > 0 ? normalizer : (by_tokens ? totals.tokens : totals.sequences);
+  }
+  if (reduction == Reduction::kSequenceMean || reduction == Reduction::kSequenceMeanTokenMean) {
+    denominator *= length;
+  }
+  return denominator > 0 ? 1 / denominator : 0;
+}
+
+}  // namespace klfast

@@ -1,0 +1,24 @@
+"""klfast: the KL penalty of reinforcement learning for language models, fused, exact and controlled."""
+
+from klfast.api import kl_penalty, kl_rewards
+from klfast.controllers import (
+    AdaptiveKLController,
+    ExponentialKLController,
+    FixedKLController,
+    get_kl_controller,
+)
+from klfast.estimator import Estimator
+from klfast.monitor import KLMonitor
+from klfast.stats import KLStats
+
+__all__ = [
+    "AdaptiveKLController",
+    "Estimator",
+    "ExponentialKLController",
+    "FixedKLController",
+    "KLMonitor",
+    "KLStats",
+    "get_kl_controller",
+    "kl_penalty",
+    "kl_rewards",
+]

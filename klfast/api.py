@@ -1,0 +1,194 @@
+"""The public functions over log-probs: validate, choose a backend, compute.
+
+Shapes: B sequences of T tokens, or N packed tokens; S sequences (B, or ``len(cu_seqlens) - 1``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from klfast import backends
+from klfast.estimator import Estimator
+from klfast.stats import KLStats
+from klfast.validation import validate_kl_penalty, validate_kl_rewards
+
+
+@overload
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: str | Estimator = "k3",
+    reduction: str = "none",
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: float | Tensor = 1.0,
+    return_stats: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: str | Estimator = "k3",
+    reduction: str = "none",
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: float | Tensor = 1.0,
+    return_stats: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, KLStats]: ...
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: str | Estimator = "k3",
+    reduction: str = "none",
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: float | Tensor = 1.0,
+    return_stats: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, KLStats]:
+    """``coef`` times the reduced KL penalty of a policy against a reference, in nats.
+
+    Per kept token ``mask * w * f(x)``, where ``x = logprobs - ref_logprobs``, f is the estimator's
+    formula and ``w = exp(logprobs - old_logprobs)`` (1 without ``old_logprobs``): see
+    :class:`klfast.Estimator`. Positive where the policy is more likely to say the token than the
+    reference. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if any is fp64).
+
+    Args:
+        logprobs: log-probs of the taken tokens under the policy: [B, T], or packed [N] with
+            ``cu_seqlens``; [N] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
+        ref_logprobs: the same under the reference; may differ in dtype. Gradients reach ``logprobs``,
+            and ``ref_logprobs`` if it requires them, in their own dtype.
+        mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
+            ``logprobs``. At a zero the inputs are not looked at: NaN there reaches neither value nor
+            gradient, which is exactly 0. None keeps all.
+        estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, or an alias
+            ``mse``, ``low_var_kl``) or an :class:`klfast.Estimator`.
+        reduction: ``"none"``: per token, in the shape of ``logprobs``, 0 where masked.
+            ``"seq-sum"``, ``"seq-mean"``: [S]; the mean of an empty sequence is 0.
+            ``"token-sum"``, ``"token-mean"``: over all tokens, 0-dim.
+            ``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``: mean over the sequences that keep a
+            token of their sum or mean, 0-dim. Means divide by the mask's sum; of nothing they are 0.
+        cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
+        old_logprobs: log-probs under the policy that sampled the tokens; a constant.
+        normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
+            (of ``token-mean`` the token count, of the others the sequence count): the global count
+            across ranks, for example.
+        coef: a number or 0-dim tensor; a constant.
+        return_stats: also return :class:`klfast.KLStats` from the same read.
+        backend: ``"auto"``, or ``"native"``, ``"triton"``, ``"reference"``: a backend asked for by
+            name works or raises.
+
+    Returns:
+        The penalty, or (penalty, stats).
+
+    Raises:
+        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
+            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+        TypeError: an argument of the wrong type or dtype.
+        RuntimeError: the backend asked for cannot run here, and why.
+
+    Differentiable once: a second derivative raises in every backend but ``reference``.
+    """
+    call = validate_kl_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        estimator,
+        reduction,
+        cu_seqlens,
+        old_logprobs,
+        normalizer,
+        coef,
+        return_stats,
+    )
+    penalty, stats = backends.resolve(backend, logprobs.device).kl_penalty(call)
+    return penalty if stats is None else (penalty, stats)
+
+
+@overload
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kl_coef: float | Tensor,
+    estimator: str | Estimator = "k1",
+    cu_seqlens: Tensor | None = None,
+    return_stats: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kl_coef: float | Tensor,
+    estimator: str | Estimator = "k1",
+    cu_seqlens: Tensor | None = None,
+    return_stats: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, KLStats]: ...
+
+
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kl_coef: float | Tensor,
+    estimator: str | Estimator = "k1",
+    cu_seqlens: Tensor | None = None,
+    return_stats: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, KLStats]:
+    """Per-token rewards of KL-shaped RL: ``-kl_coef * kl`` at every kept token, plus the score.
+
+    ``kl`` is ``mask * f(x)`` as in :func:`kl_penalty`; ``scores[s]`` is added at the last kept token of
+    sequence s. 0 where masked: the score of a sequence without a kept token has no token to go to.
+    The result carries no gradient (Ziegler et al. 2019, arXiv:1909.08593, section 2).
+
+    Args:
+        scores: [S], one per sequence, any real dtype; finite or not, they are passed on.
+        logprobs: as in :func:`kl_penalty`, like all that follow.
+        ref_logprobs: see there.
+        mask: see there.
+        kl_coef: a number or 0-dim tensor, in reward units per nat.
+        estimator: see there.
+        cu_seqlens: see there.
+        return_stats: see there.
+        backend: see there.
+
+    Returns:
+        Rewards in the shape of ``logprobs``, fp32 (fp64 for fp64 input); or (rewards, stats).
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
+    """
+    call = validate_kl_rewards(
+        scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
+    )
+    rewards, stats = backends.resolve(backend, logprobs.device).kl_penalty(call)
+    return rewards if stats is None else (rewards, stats)

@@ -1,0 +1,209 @@
+"""The readable specification: every formula the textbook way, in float64, differentiated by autograd.
+
+Runs on any device that torch has, slowly. Tests hold the fast backends to it, and it to the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from klfast.stats import KLStats
+from klfast.value_checks import are_tracing, check_values, checks_requested
+
+if TYPE_CHECKING:
+    from klfast.call import KLCall
+    from klfast.estimator import Estimator
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: x,
+    "abs": lambda x: x.abs(),
+    "k2": lambda x: x.square() / 2,
+    "k3": lambda x: torch.expm1(-x) + x,
+    "k3_ref": lambda x: torch.expm1(x) - x,
+    "r_log_r": lambda x: torch.exp(x) * x,
+}
+"""f(x) of every estimator, x = logprobs - ref_logprobs. The list that everything else reads."""
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this backend cannot serve ``device``; None, as it always can."""
+    return None
+
+
+def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
+    """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
+    if not are_tracing() and (call.logprobs.device.type == "cpu" or checks_requested()):
+        check_values(call)
+    tokens = _Tokens(call)
+    value, clipped = _token_values(tokens, call.estimator)
+    value = value * tokens.weight
+    result = _reduce(value, tokens, call)
+    if call.estimator.gradient == "none":
+        result = result.detach()
+    stats = _stats(value, clipped, tokens) if call.return_stats else None
+    return result.to(tokens.dtype), stats
+
+
+class _Tokens:
+    """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
+
+    def __init__(self, call: KLCall) -> None:
+        logprobs, mask = call.logprobs, call.mask
+        wide = torch.float64 if logprobs.device.type != "mps" else torch.float32
+        inputs = (call.logprobs, call.ref_logprobs, call.old_logprobs)
+        is_double = any(t is not None and t.dtype == torch.float64 for t in inputs)
+        self.dtype = torch.float64 if is_double else torch.float32
+        self.shape = logprobs.shape
+        keep = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0
+        self.keep = keep.reshape(-1)
+        weight = keep if mask is None else mask
+        self.weight = torch.where(keep, weight, 0).to(self.dtype).to(wide).reshape(-1)
+        self.log_ratio = self._difference(logprobs.to(wide), call.ref_logprobs.to(wide))
+        self.log_weight = None  # log of the importance weight w
+        if call.old_logprobs is not None:
+            old = call.old_logprobs.to(wide)
+            self.log_weight = self._difference(logprobs.to(wide), old)
+        self.sequence, self.sequences = _sequence_of_token(logprobs, call.cu_seqlens)
+
+    def _difference(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(self.keep, (a - b).reshape(-1), 0.0)
+
+    def sum_by_sequence(self, value: Tensor) -> Tensor:
+        """[tokens] -> [S]."""
+        return value.new_zeros(self.sequences).index_add(0, self.sequence, value)
+
+    def max_by_sequence(self, value: Tensor) -> Tensor:
+        """[tokens], none negative -> [S]; 0 for an empty sequence."""
+        return value.new_zeros(self.sequences).scatter_reduce(0, self.sequence, value, "amax")
+
+
+def _sequence_of_token(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+    """The sequence that each token belongs to, and how many sequences there are."""
+    if cu_seqlens is None:
+        sequences = logprobs.shape[0] if logprobs.dim() == 2 else 1
+        index = torch.arange(sequences, device=logprobs.device)
+        return index.repeat_interleave(logprobs.shape[-1]), sequences
+    sequences = cu_seqlens.shape[0] - 1
+    index = torch.arange(sequences, device=logprobs.device)
+    lengths = cu_seqlens.diff()
+    return index.repeat_interleave(lengths, output_size=logprobs.shape[0]), sequences
+
+
+def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
+    """w * f(x) per token with the estimator's gradient, and where a clip or cap acted."""
+    x = tokens.log_ratio
+    lo, hi = estimator.log_ratio_bounds
+    clipped = (x < lo) | (x > hi)
+    formula = _with_linear_tail(FORMULAS[estimator.name], estimator.linear_tail)
+    value = formula(x.clamp(lo, hi))
+    if estimator.kl_clip is not None:
+        value, outside = _clip_value(formula, x.clamp(lo, hi), estimator.kl_clip)
+        clipped = clipped | outside
+    weight, capped = _importance(tokens, estimator)
+    if capped is not None:
+        clipped = clipped | capped
+    weighted = value if weight is None else weight * value
+    if estimator.gradient == "k2":
+        k2 = FORMULAS["k2"](x)
+        surrogate = k2 if weight is None else weight * k2
+        weighted = weighted.detach() + (surrogate - surrogate.detach())
+    return weighted, clipped
+
+
+def _with_linear_tail(
+    formula: Callable[[Tensor], Tensor], tail: float | None
+) -> Callable[[Tensor], Tensor]:
+    """f, continued on its tangents beyond abs(x) = tail."""
+    if tail is None:
+        return formula
+    slope = torch.func.grad(lambda x: formula(x).sum())
+
+    def tailed(x: Tensor) -> Tensor:
+        nearest = x.clamp(-tail, tail)
+        on_tangent = formula(nearest.detach()) + slope(nearest.detach()) * (x - nearest.detach())
+        return torch.where(x.abs() > tail, on_tangent, formula(nearest))
+
+    return tailed
+
+
+def _clip_value(
+    formula: Callable[[Tensor], Tensor], x: Tensor, limit: float
+) -> tuple[Tensor, Tensor]:
+    """f clipped to [-limit, limit], and where. Differentiates f only where it is inside: the
+    derivative outside may have overflowed, and 0 times infinity is NaN."""
+    unclipped = formula(x.detach())
+    outside = unclipped.abs() > limit
+    inside = unclipped.abs() <= limit
+    value = formula(torch.where(inside, x, 0.0))
+    return torch.where(inside, value, unclipped.clamp(-limit, limit)), outside
+
+
+def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor | None, Tensor | None]:
+    """The weight w and where it was capped; (None, None) without old log-probs."""
+    log_weight = tokens.log_weight
+    if log_weight is None:
+        return None, None
+    capped = None
+    if estimator.importance_cap is not None:
+        log_cap = math.log(estimator.importance_cap)
+        capped = log_weight > log_cap
+        log_weight = log_weight.clamp(max=log_cap)
+    if estimator.importance == "detached":
+        log_weight = log_weight.detach()
+    return log_weight.exp(), capped
+
+
+def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
+    """coef * reduction of the weighted token values."""
+    value = call.coef * value
+    if call.scores is not None:
+        value = _add_at_last_kept_token(value, call.scores, tokens)
+    if call.reduction == "none":
+        return value.reshape(tokens.shape)
+    total = tokens.sum_by_sequence(value)
+    length = tokens.sum_by_sequence(tokens.weight)
+    nonempty = length > 0
+    if call.reduction in ("seq-mean", "seq-mean-token-mean"):
+        total = torch.where(nonempty, total / length.clamp(min=_TINY), 0.0)
+    if call.reduction in ("seq-sum", "seq-mean"):
+        return total
+    if call.reduction == "token-sum":
+        return total.sum()
+    if call.normalizer is not None:
+        return total.sum() / call.normalizer
+    count = length.sum() if call.reduction == "token-mean" else nonempty.sum()
+    return torch.where(count > 0, total.sum() / count, 0.0)
+
+
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> Tensor:
+    """value with scores[s] added at the last kept token of sequence s, if it has one."""
+    position = torch.arange(1, value.shape[0] + 1, device=value.device)
+    last = tokens.max_by_sequence(torch.where(tokens.keep, position, 0))
+    score = torch.where(last > 0, scores.to(value.dtype), 0.0)
+    return value.index_add(0, (last - 1).clamp(min=0), score) if value.numel() else value
+
+
+def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
+    value, x, weight = value.detach(), tokens.log_ratio.detach(), tokens.weight
+
+    def total(per_token: Tensor) -> Tensor:
+        return tokens.sum_by_sequence(per_token.to(weight.dtype)).to(tokens.dtype)
+
+    return KLStats(
+        kl=total(value),
+        length=total(weight),
+        k1=total(weight * FORMULAS["k1"](x)),
+        k2=total(weight * FORMULAS["k2"](x)),
+        k3=total(weight * FORMULAS["k3"](x)),
+        max_log_ratio=tokens.max_by_sequence(x.abs()).to(tokens.dtype),
+        clipped=total(clipped & tokens.keep),
+        nonfinite=total(~x.isfinite()),
+    )

@@ -1,0 +1,124 @@
+"""What is computed per token: the estimator, its gradient rule, its weight and its limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from klfast.backends.reference import FORMULAS
+from klfast.checks import check_choice, check_number
+
+ESTIMATORS = tuple(FORMULAS)
+"""Names of the estimators, in the order of the formula table."""
+
+ALIASES = {"mse": "k2", "low_var_kl": "k3"}
+GRADIENTS = ("value", "k2", "none")
+IMPORTANCE = ("differentiable", "detached")
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A per-token estimator of KL(policy || reference), as plain data.
+
+    With ``x = log_ratio = logprobs - ref_logprobs`` in nats, the value of a token is ``w * f(x)``:
+
+    ==========  ===============  ===================  ===============================================
+    name        f(x)             df/dx                what it is
+    ==========  ===============  ===================  ===============================================
+    k1          x                1                    unbiased, can be negative
+    abs         abs(x)           sign(x), 0 at 0
+    k2, mse     x**2 / 2         x                    biased; its gradient is the reverse KL's
+    k3 [#a]_    expm1(-x) + x    -expm1(-x)           unbiased, >= 0, low variance
+    k3_ref      expm1(x) - x     expm1(x)             k3 for tokens sampled from the reference
+    r_log_r     exp(x) * x       exp(x) * (1 + x)     k1 weighted for tokens sampled from the reference
+    ==========  ===============  ===================  ===============================================
+
+    .. [#a] also ``low_var_kl``.
+
+    The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to the
+    result; the weight multiplies last and is not clipped by ``kl_clip``.
+
+    Args:
+        name: one of the names above; the aliases ``mse`` and ``low_var_kl`` become ``k2`` and ``k3``.
+        gradient: ``"value"``: the derivative of the value. ``"k2"``: the value of f with the gradient
+            of ``w * x**2 / 2`` at the unclipped x (verl's ``k3+``); limits shape the value alone.
+            ``"none"``: the result carries no gradient.
+        importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient when
+            ``old_logprobs`` is given (w is 1 otherwise): ``"differentiable"`` or ``"detached"``.
+        importance_cap: ``w = min(w, importance_cap)``; no gradient flows through a capped weight.
+        log_ratio_clip: c or (lo, hi): x is clipped before f; gradient 0 outside, as ``torch.clamp``.
+        kl_clip: c: f is clipped to [-c, c]; gradient 0 outside.
+        linear_tail: c: for abs(x) > c, f continues on its tangent at c or -c: the value stays
+            finite and the gradient never dies.
+
+    Raises:
+        ValueError: an unknown name or choice, or a limit that is not a positive number.
+        TypeError: an argument of the wrong type.
+
+    Sources: J. Schulman, "Approximating KL Divergence" (2020), for k1, k2 and k3; Y. Tang and
+    R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025, arXiv:2506.09477),
+    for what their gradients estimate.
+    """
+
+    name: str = "k3"
+    gradient: str = "value"
+    importance: str = "differentiable"
+    importance_cap: float | None = None
+    log_ratio_clip: float | tuple[float, float] | None = None
+    kl_clip: float | None = None
+    linear_tail: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.name, str):
+            object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
+        check_choice("estimator", self.name, (*ESTIMATORS, *ALIASES))
+        check_choice("gradient", self.gradient, GRADIENTS)
+        check_choice("importance", self.importance, IMPORTANCE)
+        for limit in ("importance_cap", "kl_clip", "linear_tail"):
+            if (value := getattr(self, limit)) is not None:
+                check_number(limit, value, above=0)
+        _check_log_ratio_clip(self.log_ratio_clip)
+
+    @property
+    def log_ratio_bounds(self) -> tuple[float, float]:
+        """``log_ratio_clip`` as (lo, hi); infinite where there is none."""
+        clip = self.log_ratio_clip
+        if clip is None:
+            return (-math.inf, math.inf)
+        return (float(clip[0]), float(clip[1])) if isinstance(clip, tuple) else (-clip, clip)
+
+    @property
+    def limits(self) -> list[float]:
+        """[importance_cap, lo, hi, linear_tail, kl_clip] as the kernels take them; inf is no limit."""
+        absent = math.inf
+        return [
+            absent if self.importance_cap is None else float(self.importance_cap),
+            *self.log_ratio_bounds,
+            absent if self.linear_tail is None else float(self.linear_tail),
+            absent if self.kl_clip is None else float(self.kl_clip),
+        ]
+
+
+def _check_log_ratio_clip(clip: object) -> None:
+    if clip is None:
+        return
+    if not isinstance(clip, tuple):
+        check_number("log_ratio_clip", clip, above=0)
+        return
+    if len(clip) != 2:
+        raise ValueError(f"log_ratio_clip must be a number or a pair (lo, hi), got {clip!r}")
+    for bound in clip:
+        check_number("log_ratio_clip", bound)
+    if not clip[0] < clip[1]:
+        raise ValueError(f"log_ratio_clip must have lo < hi, got {clip!r}")
+
+
+_SHORTHAND = {name: Estimator(name) for name in (*ESTIMATORS, *ALIASES)}
+
+
+def as_estimator(estimator: str | Estimator) -> Estimator:
+    """The estimator that a user's argument stands for."""
+    if isinstance(estimator, Estimator):
+        return estimator
+    check_choice("estimator", estimator, tuple(_SHORTHAND))
+    return _SHORTHAND[estimator]

@@ -1,0 +1,113 @@
+"""The text of the experiment: real English that every Python installation carries.
+
+A token is one of the commonest words (with the space before it) or one character; the rest is spelled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pydoc_data.topics
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COMMON_WORDS = 600
+_PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "..."})
+_HELD_OUT_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text split into train and held-out parts, as token ids; a newline ends each paragraph.
+
+    Attributes:
+        tokens: the text of every token; a token id is an index into it.
+        train: ``[N]`` int64, nine paragraphs of ten.
+        held_out: ``[M]`` int64, every tenth paragraph; no paragraph is in both.
+    """
+
+    tokens: tuple[str, ...]
+    train: Tensor
+    held_out: Tensor
+
+    @property
+    def end(self) -> int:
+        """The token that ends a paragraph."""
+        return self.tokens.index("\n")
+
+    @property
+    def digest(self) -> str:
+        """Tells two texts apart: another Python version ships another text."""
+        parts = [self.tokens, self.train.tolist(), self.held_out.tolist()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def decode(self, ids: Tensor) -> str:
+        return "".join(self.tokens[i] for i in ids.tolist())
+
+
+def load_corpus() -> Corpus:
+    """The prose of Python's own language reference, as shipped in ``pydoc_data.topics``."""
+    return build_corpus(prose_paragraphs(pydoc_data.topics.topics))
+
+
+def prose_paragraphs(topics: dict[str, str]) -> list[str]:
+    """Paragraphs that are sentences (not code, grammar or tables), each on one line, each once."""
+    paragraphs: dict[str, None] = {}
+    for name in sorted(topics):
+        for block in re.split(r"\n\s*\n", topics[name].translate(_PLAIN)):
+            line = " ".join(block.split())
+            prose = sum(character.isalpha() or character in " .,;'" for character in line)
+            if len(line) >= 60 and prose >= 0.9 * len(line) and line.isascii():
+                paragraphs[line] = None
+    return list(paragraphs)
+
+
+def build_corpus(paragraphs: list[str]) -> Corpus:
+    held_out = paragraphs[::_HELD_OUT_EVERY]
+    train = [line for i, line in enumerate(paragraphs) if i % _HELD_OUT_EVERY]
+    counts = Counter(word for line in train for word in re.findall(r" [A-Za-z]+", line))
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:COMMON_WORDS]
+    tokens = tuple(sorted({"\n"}.union(*paragraphs))) + tuple(words)
+    ids = {token: i for i, token in enumerate(tokens)}
+    longest_first = sorted(words, key=len, reverse=True)
+    pattern = re.compile("|".join([*longest_first, "."]), re.DOTALL)
+
+    def encode(lines: list[str]) -> Tensor:
+        return torch.tensor([ids[token] for token in pattern.findall("\n".join([*lines, ""]))])
+
+    return Corpus(tokens, encode(train), encode(held_out))
+
+
+def random_windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """``[count, length]`` stretches of ``ids`` that begin anywhere."""
+    starts = torch.randint(len(ids) - length + 1, (count,), generator=generator)
+    return ids[starts[:, None] + torch.arange(length)]
+
+
+def even_windows(ids: Tensor, count: int, length: int) -> Tensor:
+    """``[count, length]`` stretches of ``ids`` spread evenly, the same ones at every call."""
+    starts = torch.linspace(0, len(ids) - length, count).long()
+    return ids[starts[:, None] + torch.arange(length)]
+
+
+def random_prompts(
+    corpus: Corpus, ids: Tensor, count: int, length: int, generator: torch.Generator
+) -> Tensor:
+    """``[count, length]`` prompts: real text up to the end of a word, none across paragraphs."""
+    starts = prompt_starts(corpus, ids, length)
+    chosen = starts[torch.randint(len(starts), (count,), generator=generator)]
+    return ids[chosen[:, None] + torch.arange(length)]
+
+
+def prompt_starts(corpus: Corpus, ids: Tensor, length: int) -> Tensor:
+    """Where a prompt of ``length`` may begin: at a word, a word following it, in one paragraph."""
+    begins_word = torch.tensor([token.startswith(" ") for token in corpus.tokens])[ids]
+    paragraph = torch.cumsum(ids == corpus.end, 0)
+    first = torch.arange(len(ids) - length)
+    after = first + length
+    whole = begins_word[first] & begins_word[after] & (paragraph[first] == paragraph[after])
+    return first[whole]

@@ -1,0 +1,192 @@
+"""Policy gradient under a KL penalty: one step of one arm.
+
+Shapes: B = prompts x group sequences, T tokens in a continuation.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast import Estimator, KLStats, kl_penalty
+from klfast.experiment.arms import ARMS, Controller
+from klfast.experiment.model import GPT, frozen_copy, perplexity, sample, token_logprobs
+from klfast.experiment.settings import Settings
+from klfast.experiment.text import Corpus, even_windows, random_prompts
+
+Row = dict[str, Any]
+
+ESTIMATOR = Estimator("k3", gradient="k2")
+"""The value is unbiased and of low variance; the gradient is the reverse KL's (k3's own is not)."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What all arms share and none changes.
+
+    Attributes:
+        corpus: the text.
+        reference: the pretrained, frozen model.
+        held_out: ``[W, context]`` windows on which fluency is measured.
+        letters: ``[V]`` how often the rewarded letter occurs in each token.
+        characters: ``[V]`` the length of each token's text.
+    """
+
+    corpus: Corpus
+    reference: GPT
+    held_out: Tensor
+    letters: Tensor
+    characters: Tensor
+
+
+@dataclass
+class ArmState:
+    """What one arm has become: all that a step reads and changes."""
+
+    name: str
+    policy: GPT
+    optimizer: torch.optim.Adam
+    controller: Controller
+    generator: torch.Generator
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sampled continuations. ``mask`` ``[B, T]`` ends with the token that ends the paragraph."""
+
+    prompts: Tensor
+    continuations: Tensor
+    mask: Tensor
+
+
+def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
+    return World(
+        corpus=corpus,
+        reference=reference,
+        held_out=even_windows(corpus.held_out, settings.held_out_windows, settings.context),
+        letters=torch.tensor([float(t.lower().count(settings.letter)) for t in corpus.tokens]),
+        characters=torch.tensor([float(len(t)) for t in corpus.tokens]),
+    )
+
+
+def new_arm(name: str, world: World, settings: Settings) -> ArmState:
+    """The arm before its first step. Every arm draws from a generator with the same seed."""
+    policy = frozen_copy(world.reference).requires_grad_(True)
+    return ArmState(
+        name=name,
+        policy=policy,
+        optimizer=torch.optim.Adam(policy.parameters(), lr=settings.learning_rate),
+        controller=ARMS[name].controller(settings),
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
+
+
+def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
+    """Samples, rewards, penalises, updates policy and coefficient; returns the step's record."""
+    started = time.perf_counter()
+    batch = sample_batch(arm, world, settings)
+    reward = letter_share(batch, world)
+    advantage = group_advantage(reward, settings.group)
+
+    with torch.no_grad():
+        ref_logprobs = token_logprobs(world.reference, batch.prompts, batch.continuations)
+    logprobs = token_logprobs(arm.policy, batch.prompts, batch.continuations)
+
+    coefficient = arm.controller.value
+    kl_gradient, stats, kl_seconds = kl_step(
+        logprobs.detach(), ref_logprobs, batch.mask, coefficient
+    )
+    reward_gradient = -advantage[:, None] * batch.mask / len(advantage)
+
+    arm.optimizer.zero_grad()
+    logprobs.backward(reward_gradient + kl_gradient)
+    torch.nn.utils.clip_grad_norm_(arm.policy.parameters(), 1.0)
+    arm.optimizer.step()
+    arm.controller.update(stats)
+
+    row = {
+        "arm": arm.name,
+        "step": len(arm.rows) + 1,
+        "reward": float(reward.mean()),
+        "coefficient": coefficient,
+        **kl_record(stats),
+        "held_out_perplexity": perplexity(arm.policy, world.held_out),
+        "kl_step_seconds": kl_seconds,
+        "step_seconds": time.perf_counter() - started,
+    }
+    arm.rows.append(row)
+    return row
+
+
+def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
+    """``group`` continuations of each of ``prompts`` prompts; a group's rows are neighbours."""
+    corpus = world.corpus
+    prompts = random_prompts(
+        corpus, corpus.train, settings.prompts, settings.prompt_length, arm.generator
+    ).repeat_interleave(settings.group, 0)
+    continuations = sample(arm.policy, prompts, settings.continuation_length, arm.generator)
+    return Batch(prompts, continuations, kept(continuations, corpus.end))
+
+
+def kept(continuations: Tensor, end: int) -> Tensor:
+    """Boolean ``[B, T]``: tokens up to and with the first that ends the paragraph."""
+    is_end = continuations == end
+    return (is_end.cumsum(1) - is_end.long()) == 0
+
+
+def letter_share(batch: Batch, world: World) -> Tensor:
+    """``[B]`` the reward: the share of the letter among the continuation's characters.
+
+    Each place left unused by ending early counts as one character that is not the letter, so that a
+    short answer is no way out.
+    """
+    letters = (world.letters[batch.continuations] * batch.mask).sum(1)
+    characters = (world.characters[batch.continuations] * batch.mask).sum(1)
+    return letters / (characters + (~batch.mask).sum(1))
+
+
+def group_advantage(reward: Tensor, group: int) -> Tensor:
+    """``[B]`` reward minus the mean of its group: continuations of the same prompt."""
+    grouped = reward.view(-1, group)
+    return (grouped - grouped.mean(1, keepdim=True)).flatten()
+
+
+def kl_step(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float
+) -> tuple[Tensor, KLStats, float]:
+    """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds they took.
+
+    In most code ``loss = policy_loss + penalty`` and one ``backward`` do the same; here the gradient
+    is taken apart so that the time is the penalty's alone, forward and backward.
+    """
+    logprobs = logprobs.requires_grad_()
+    started = time.perf_counter()
+    penalty, stats = kl_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        estimator=ESTIMATOR,
+        reduction="seq-mean-token-sum",
+        coef=coefficient,
+        return_stats=True,
+    )
+    (gradient,) = torch.autograd.grad(penalty, logprobs)
+    return gradient, stats, time.perf_counter() - started
+
+
+def kl_record(stats: KLStats) -> Row:
+    """Means per sequence and per token of each estimator, in nats."""
+    tokens = float(stats.length.sum())
+    record: Row = {}
+    for name in ("k1", "k2", "k3"):
+        total = getattr(stats, name)
+        record[f"kl_per_sequence_{name}"] = float(total.mean())
+        record[f"kl_per_token_{name}"] = float(total.sum()) / tokens
+    record["max_log_ratio"] = float(stats.max_log_ratio.max())
+    record["mean_length"] = tokens / len(stats.length)
+    return record

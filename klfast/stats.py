@@ -1,0 +1,74 @@
+"""Per-sequence statistics that come out of the same read as the penalty."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KLStats(NamedTuple):
+    """What one read of the log-probs says about the policy, one entry per sequence.
+
+    Every field is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for fp64 input), on
+    the inputs' device, without gradient. ``x`` is the unclipped log-ratio in nats; sums are over kept
+    tokens, weighted by the mask; counts and maxima are over kept tokens, unweighted.
+
+    Attributes:
+        kl: sum of the chosen estimator with its weight and limits, before ``coef``; nats per sequence.
+        length: sum of the mask (the number of kept tokens for a boolean mask).
+        k1: sum of x.
+        k2: sum of x**2 / 2.
+        k3: sum of expm1(-x) + x.
+        max_log_ratio: max of abs(x); 0 for an empty sequence, NaN if a kept x is NaN.
+        clipped: number of tokens where ``log_ratio_clip``, ``kl_clip`` or ``importance_cap`` acted.
+        nonfinite: number of tokens whose x is NaN or infinite.
+    """
+
+    kl: Tensor
+    length: Tensor
+    k1: Tensor
+    k2: Tensor
+    k3: Tensor
+    max_log_ratio: Tensor
+    clipped: Tensor
+    nonfinite: Tensor
+
+    def token_mean(self) -> Tensor:
+        """Sum of ``kl`` over sum of ``length``: nats per token, 0-dim; 0 when nothing is kept."""
+        return per_token(self.kl, self.length)
+
+    def sequence_mean(self) -> Tensor:
+        """Mean of ``kl`` over the sequences that keep a token: nats per sequence, 0-dim."""
+        return _ratio(self.kl.sum(), (self.length > 0).sum())
+
+    def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
+        """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
+
+        ``k1``, ``k2`` and ``k3`` are means per token, ``length`` the mean over sequences,
+        ``max_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the totals.
+        """
+        empty = self.kl.numel() == 0
+        largest = self.max_log_ratio.new_zeros(()) if empty else self.max_log_ratio.max()
+        scalars = {
+            "token_mean": self.token_mean(),
+            "sequence_mean": self.sequence_mean(),
+            "k1": per_token(self.k1, self.length),
+            "k2": per_token(self.k2, self.length),
+            "k3": per_token(self.k3, self.length),
+            "length": _ratio(self.length.sum(), torch.full_like(self.length, 1).sum()),
+            "max_log_ratio": largest,
+            "clipped": self.clipped.sum(),
+            "nonfinite": self.nonfinite.sum(),
+        }
+        return {prefix + name: value for name, value in scalars.items()}
+
+
+def per_token(total: Tensor, length: Tensor) -> Tensor:
+    """Sum of per-sequence totals over the sum of lengths, 0-dim; 0 when nothing is kept."""
+    return _ratio(total.sum(), length.sum())
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))

@@ -1,0 +1,160 @@
+"""Every check of the public functions' arguments that needs no data: type, shape, dtype, device, layout.
+
+What the tensors hold is checked in ``value_checks``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall
+from klfast.checks import check_choice, check_number
+from klfast.estimator import Estimator, as_estimator
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MASKS = (torch.bool, *INTEGERS, *FLOATS)
+INDICES = (torch.int32, torch.int64)
+
+
+def validate_kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    estimator: str | Estimator,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+    old_logprobs: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: float | Tensor,
+    return_stats: bool,
+) -> KLCall:
+    """Check the arguments of ``kl_penalty``, all but ``backend``."""
+    check_choice("reduction", reduction, REDUCTIONS)
+    _check_layout(logprobs, cu_seqlens)
+    _check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
+    if old_logprobs is not None:
+        _check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
+        old_logprobs = old_logprobs.detach()
+    if mask is not None:
+        _check_like("mask", mask, logprobs, MASKS)
+        mask = mask.detach()
+    if normalizer is not None:
+        if reduction not in NORMALIZED_REDUCTIONS:
+            means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
+            raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")
+        normalizer = _scalar("normalizer", normalizer, logprobs, above=0)
+    return KLCall(
+        logprobs,
+        ref_logprobs,
+        mask,
+        cu_seqlens,
+        old_logprobs,
+        as_estimator(estimator),
+        reduction,
+        _scalar("coef", coef, logprobs),
+        normalizer,
+        return_stats,
+    )
+
+
+def validate_kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    kl_coef: float | Tensor,
+    estimator: str | Estimator,
+    cu_seqlens: Tensor | None,
+    return_stats: bool,
+) -> KLCall:
+    """Check the arguments of ``kl_rewards``, all but ``backend``; the call's ``coef`` is -kl_coef."""
+    coef = _scalar("kl_coef", kl_coef, logprobs)
+    call = validate_kl_penalty(
+        logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
+    )
+    _check_tensor("scores", scores, MASKS)
+    sequences = number_of_sequences(logprobs, cu_seqlens)
+    if tuple(scores.shape) != (sequences,):
+        raise ValueError(
+            f"scores must have shape [{sequences}], one per sequence, got {_shape(scores)}"
+        )
+    _check_device("scores", scores, logprobs)
+    return call._replace(
+        logprobs=logprobs.detach(),
+        ref_logprobs=ref_logprobs.detach(),
+        coef=-coef,
+        scores=scores.detach(),
+    )
+
+
+def number_of_sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
+    """S: rows of a padded batch, pieces of a packed one."""
+    if cu_seqlens is not None:
+        return cu_seqlens.shape[0] - 1
+    return logprobs.shape[0] if logprobs.dim() == 2 else 1
+
+
+def _check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
+    _check_tensor("logprobs", logprobs, FLOATS)
+    if cu_seqlens is None:
+        if logprobs.dim() not in (1, 2):
+            raise ValueError(f"logprobs must have shape [B, T] or [N], got {_shape(logprobs)}")
+        return
+    if logprobs.dim() != 1:
+        raise ValueError(
+            f"logprobs must be packed, of shape [N], with cu_seqlens, got {_shape(logprobs)}"
+        )
+    _check_tensor("cu_seqlens", cu_seqlens, INDICES)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [S+1], got {_shape(cu_seqlens)}")
+    _check_device("cu_seqlens", cu_seqlens, logprobs)
+
+
+def _check_like(
+    argument: str, value: object, logprobs: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    tensor = _check_tensor(argument, value, dtypes)
+    if tensor.shape != logprobs.shape:
+        raise ValueError(
+            f"{argument} must have the shape of logprobs, {_shape(logprobs)}, got {_shape(tensor)}"
+        )
+    _check_device(argument, tensor, logprobs)
+
+
+def _check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        expected = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{argument} must have one of the dtypes {expected}, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{argument} must have the layout torch.strided, got {value.layout}")
+    return value
+
+
+def _check_device(argument: str, value: Tensor, logprobs: Tensor) -> None:
+    if value.device != logprobs.device:
+        raise ValueError(
+            f"{argument} must be on the device of logprobs, {logprobs.device}, got {value.device}"
+        )
+
+
+def _scalar(
+    argument: str, value: object, logprobs: Tensor, *, above: float | None = None
+) -> float | Tensor:
+    """A number, checked, or a 0-dim tensor where the kernels can read it."""
+    if not isinstance(value, Tensor):
+        return check_number(argument, value, above=above)
+    _check_tensor(argument, value, MASKS)
+    if value.dim() != 0:
+        raise ValueError(f"{argument} must be a number or a 0-dim tensor, got {_shape(value)}")
+    if value.device != logprobs.device and value.device.type == "cpu":
+        return check_number(argument, value.item(), above=above)
+    _check_device(argument, value, logprobs)
+    return value.detach()
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))

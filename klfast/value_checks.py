@@ -1,0 +1,67 @@
+"""Checks of what tensors hold: the weights of a mask, the contents of cu_seqlens, 0-dim scalars.
+
+On a CPU the native kernel refuses bad values in its own read, and these functions say what was wrong; the
+eager backend calls them before it computes. On a GPU they need a sync and run under ``KLFAST_CHECK=1``
+alone. Nothing is checked by value while tracing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from klfast.checks import check_number
+
+if TYPE_CHECKING:
+    from klfast.call import KLCall
+
+
+def are_tracing() -> bool:
+    """Whether tensors may be without data: under torch.compile or a torch.func transform."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def checks_requested() -> bool:
+    """Whether ``KLFAST_CHECK=1`` asks for the checks that need a device sync."""
+    return os.environ.get("KLFAST_CHECK") == "1"
+
+
+def check_values(call: KLCall) -> None:
+    """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        _check_mask_values(call.mask)
+    if call.cu_seqlens is not None:
+        _check_cu_seqlens_values(call.cu_seqlens, call.logprobs.shape[0])
+    if isinstance(call.coef, Tensor):
+        check_number("kl_coef" if call.scores is not None else "coef", call.coef.item())
+    if isinstance(call.normalizer, Tensor):
+        check_number("normalizer", call.normalizer.item(), above=0)
+
+
+def _check_mask_values(mask: Tensor) -> None:
+    bad = ~((mask >= 0) & (mask < torch.inf))
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"mask must hold finite weights >= 0, got {mask[where].item()} at {list(where)}"
+        )
+
+
+def _check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
+    first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
+    if first != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {first}")
+    decreasing = cu_seqlens.diff() < 0
+    if decreasing.any():
+        at = int(decreasing.nonzero()[0].item()) + 1
+        pair = cu_seqlens[at - 1 : at + 1].tolist()
+        raise ValueError(f"cu_seqlens must not decrease, got {pair[1]} after {pair[0]} at [{at}]")
+    if last != tokens:
+        raise ValueError(
+            f"cu_seqlens must end at the number of tokens in logprobs, {tokens}, got {last}"
+        )
+
+
