@@ -79,22 +79,41 @@ KLFAST_HOST_DEVICE To bit_cast(From from) {
   return to;
 }
 
+// condition ? a : b without a branch that a compiler could thread through, which would keep it from
+// vectorising.
+template <typename T>
+KLFAST_HOST_DEVICE T select(bool condition, T a, T b) {
+#ifdef __CUDA_ARCH__
+  return condition ? a : b;
+#else
+  using Bits = typename Constants<T>::Bits;
+  const Bits mask = -static_cast<Bits>(condition);
+  return bit_cast<T>((bit_cast<Bits>(a) & mask) | (bit_cast<Bits>(b) & ~mask));
+#endif
+}
+
+template <typename T>
+KLFAST_HOST_DEVICE typename Constants<T>::Bits magnitude_bits(T x) {
+  using Bits = typename Constants<T>::Bits;
+  return bit_cast<Bits>(x) & static_cast<Bits>(~(Bits(1) << (8 * sizeof(Bits) - 1)));
+}
+
 template <typename T>
 KLFAST_HOST_DEVICE T magnitude(T x) {
-  return x < T(0) ? -x : x;
+  return bit_cast<T>(magnitude_bits(x));
 }
 
 // -1, 0 or 1; NaN stays NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T sign(T x) {
-  return x > T(0) ? T(1) : (x < T(0) ? T(-1) : x);
+  return select(x > T(0), T(1), select(x < T(0), T(-1), x));
 }
 
 // NaN stays NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
-  x = x < lo ? lo : x;
-  return x > hi ? hi : x;
+  x = select(x < lo, lo, x);
+  return select(x > hi, hi, x);
 }
 
 // 2^n for a normal result.
@@ -104,18 +123,22 @@ KLFAST_HOST_DEVICE T power_of_two(typename Constants<T>::Bits n) {
   return bit_cast<T>((n + C::kExponentBias) << C::kMantissaBits);
 }
 
-// x = n ln2 + r, with n = 0 for |x| <= 1 and |r| <= ln2 / 2 beyond; tail = e^r - 1 - r.
+// Where the argument may lie. kNear promises |x| <= 1, and leaves the range reduction out; the result is
+// bit for bit the same.
+enum class Range { kNear, kAnywhere };
+
+template <typename T>
+KLFAST_HOST_DEVICE bool is_near(T x) {
+  return magnitude(x) <= T(1);
+}
+
+// x = n ln2 + r, with n = 0 where |x| <= 1 and |r| <= ln2 / 2 beyond; tail = e^r - 1 - r.
 template <typename T>
 struct Reduced {
   typename Constants<T>::Bits n;
   T r;
   T tail;
 };
-
-template <typename T>
-KLFAST_HOST_DEVICE bool is_small(T x) {
-  return magnitude(x) <= T(1);
-}
 
 template <typename T>
 KLFAST_HOST_DEVICE T series(T r) {
@@ -126,41 +149,47 @@ KLFAST_HOST_DEVICE T series(T r) {
   return q;
 }
 
-template <typename T>
-KLFAST_HOST_DEVICE Reduced<T> reduce(T x) {
+template <Range range, typename T>
+KLFAST_HOST_DEVICE Reduced<T> reduce(T x, T lowest) {
   using C = Constants<T>;
   using Bits = typename C::Bits;
-  const T scaled = is_small(x) ? T(0) : x * C::kLog2E;
-  const T shifted = scaled + C::kRound;
+  if constexpr (range == Range::kNear) return {0, x, x * x * series(x)};
+  x = clamp(x, lowest, T(C::kExpHighest));
+  const T shifted = select(is_near(x), T(0), x * C::kLog2E) + C::kRound;
   const Bits n = bit_cast<Bits>(shifted) - bit_cast<Bits>(T(C::kRound));
   const T n_float = shifted - C::kRound;
   const T r = (x - n_float * C::kLn2High) - n_float * C::kLn2Low;
   return {n, r, r * r * series(r)};
 }
 
-template <typename T>
+template <Range range, typename T>
 KLFAST_HOST_DEVICE T exp(T x) {
   using C = Constants<T>;
-  const Reduced<T> e = reduce(clamp(x, C::kExpLowest, C::kExpHighest));
+  const Reduced<T> e = reduce<range>(x, T(C::kExpLowest));
+  const T near = T(1) + (e.r + e.tail);
+  if constexpr (range == Range::kNear) return near;
   // Two factors, so that neither overflow nor underflow comes early.
   const auto half = e.n >> 1;
-  return (T(1) + (e.r + e.tail)) * power_of_two<T>(half) * power_of_two<T>(e.n - half);
+  return near * power_of_two<T>(half) * power_of_two<T>(e.n - half);
 }
 
-template <typename T>
+template <Range range, typename T>
 KLFAST_HOST_DEVICE T expm1(T x) {
   using C = Constants<T>;
-  const Reduced<T> e = reduce(clamp(x, C::kExpm1Lowest, C::kExpHighest));
+  const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
+  const T near = e.r + e.tail;
+  if constexpr (range == Range::kNear) return near;
   const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, which may overflow
-  return T(2) * (half_power * (e.r + e.tail) + (half_power - T(0.5)));
+  return T(2) * (half_power * near + (half_power - T(0.5)));
 }
 
 // e^x - 1 - x, never negative and exactly 0 at 0.
-template <typename T>
+template <Range range, typename T>
 KLFAST_HOST_DEVICE T expm1_minus_argument(T x) {
   using C = Constants<T>;
-  const Reduced<T> e = reduce(clamp(x, C::kExpm1Lowest, C::kExpHighest));
-  return is_small(x) ? e.tail : expm1(x) - x;
+  const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
+  if constexpr (range == Range::kNear) return e.tail;
+  return select(is_near(x), e.tail, expm1<range>(x) - x);
 }
 
 }  // namespace klfast::math

@@ -40,21 +40,20 @@ struct KlPenaltyInputs {
   bool is_double = false;
 };
 
-inline constexpr int kStatistics = 8;  // fields of klfast.KLStats, in its order
+inline constexpr int kStatistics = 8;  // fields of klfast.KLStats; length first, then in its order
 
 struct KlPenaltyForward {
   View scores;  // [1, S], added at the last kept token of each sequence
   bool want_statistics = false;
   void* result = nullptr;      // arithmetic's type; shape by reduction
-  void* length = nullptr;      // [S]
-  void* statistics = nullptr;  // [kStatistics, S]
+  void* sums = nullptr;        // [kStatistics, S], or [1, S] of lengths without statistics
   Output grad_logprobs;        // gradient of a scalar result
   Output grad_ref_logprobs;
 };
 
 struct KlPenaltyBackward {
   View grad_out;  // per token for reduction "none"; [1, S] per sequence; one element for a scalar
-  View length;    // [1, S], the forward's
+  View sums;      // the forward's
   Output grad_logprobs;
   Output grad_ref_logprobs;
 };

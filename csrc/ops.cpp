@@ -123,9 +123,9 @@ EstimatorOptions options_of(const std::string& estimator, const std::string& gra
 
 KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logprobs,
                           const OptionalTensor& old_logprobs, const OptionalTensor& mask,
-                          const OptionalTensor& cu_seqlens, const EstimatorOptions& options,
-                          const std::string& reduction, const OptionalTensor& coef_tensor,
-                          double coef, const OptionalTensor& normalizer_tensor, double normalizer) {
+                          const OptionalTensor& cu_seqlens, const OptionalTensor& coef_tensor,
+                          const OptionalTensor& normalizer_tensor, const EstimatorOptions& options,
+                          const std::string& reduction, double coef, double normalizer) {
   KlPenaltyInputs in;
   in.batch = batch_of(logprobs, cu_seqlens);
   in.logprobs = view_of(logprobs, "logprobs");
@@ -155,19 +155,23 @@ cpu::Threads threads() {
   return {static_cast<int>(torch::stable::get_num_threads()), run_parallel};
 }
 
-ScalarType arithmetic_type(const KlPenaltyInputs& in) {
-  return in.is_double ? ScalarType::Double : ScalarType::Float;
-}
-
-Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype) {
-  return torch::stable::new_empty(like, sizes, dtype);
+// Straight to the allocator: an op call through the dispatcher costs some microseconds here.
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
 }
 
 // A gradient of logprobs' shape, or nothing of shape [0].
 Tensor empty_gradient(const Tensor& input, bool wanted) {
   std::vector<int64_t> sizes = {0};
   if (wanted) sizes.assign(input.sizes().begin(), input.sizes().end());
-  return empty(input, sizes, input.scalar_type());
+  return empty(sizes, input.scalar_type());
 }
 
 Output output_of(const Tensor& tensor, bool wanted) {
@@ -175,22 +179,19 @@ Output output_of(const Tensor& tensor, bool wanted) {
   return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Forward kl_penalty_fwd_cpu(Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs,
-                           OptionalTensor mask, OptionalTensor cu_seqlens, OptionalTensor scores,
-                           std::string estimator, std::string gradient, std::string importance,
-                           std::vector<double> limits, std::string reduction,
-                           OptionalTensor coef_tensor, double coef,
-                           OptionalTensor normalizer_tensor, double normalizer,
-                           bool want_grad_logprobs, bool want_grad_ref_logprobs,
-                           bool want_statistics) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd_cpu(
+    Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
+    OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
+    std::string estimator, std::string gradient, std::string importance,
+    std::vector<double> limits, std::string reduction, double coef, double normalizer,
+    OptionalTensor scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
+    bool want_statistics) {
   const KlPenaltyInputs in =
-      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
-                options_of(estimator, gradient, importance, limits), reduction, coef_tensor, coef,
-                normalizer_tensor, normalizer);
+      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor,
+                normalizer_tensor, options_of(estimator, gradient, importance, limits), reduction,
+                coef, normalizer);
   const int64_t sequences = in.batch.sequences;
-  const ScalarType acc = arithmetic_type(in);
+  const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
   const bool per_token = in.reduction == Reduction::kNone;
   KLFAST_CHECK(!scores.has_value() || per_token, "scores go with reduction 'none' alone");
   KLFAST_CHECK(is_scalar(in.reduction) || !(want_grad_logprobs || want_grad_ref_logprobs),
@@ -198,9 +199,8 @@ Forward kl_penalty_fwd_cpu(Tensor logprobs, Tensor ref_logprobs, OptionalTensor 
   std::vector<int64_t> sizes;
   if (per_token) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (!per_token && !is_scalar(in.reduction)) sizes = {sequences};
-  Tensor result = empty(logprobs, sizes, acc);
-  Tensor length = empty(logprobs, {sequences}, acc);
-  Tensor statistics = empty(logprobs, {want_statistics ? kStatistics : 0, sequences}, acc);
+  Tensor result = empty(sizes, acc);
+  Tensor sums = empty({want_statistics ? kStatistics : 1, sequences}, acc);
   Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
   Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
 
@@ -208,27 +208,27 @@ Forward kl_penalty_fwd_cpu(Tensor logprobs, Tensor ref_logprobs, OptionalTensor 
   if (scores.has_value()) out.scores = row_of(*scores, sequences, "scores");
   out.want_statistics = want_statistics;
   out.result = result.mutable_data_ptr();
-  out.length = length.mutable_data_ptr();
-  out.statistics = want_statistics ? statistics.mutable_data_ptr() : nullptr;
+  out.sums = sums.mutable_data_ptr();
   out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
   out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
   cpu::kl_penalty_forward(in, out, threads());
-  return {result, length, statistics, grad_logprobs, grad_ref_logprobs};
+  return {result, sums, grad_logprobs, grad_ref_logprobs};
 }
 
 std::tuple<Tensor, Tensor> kl_penalty_bwd_cpu(
-    Tensor grad_out, Tensor length, Tensor logprobs, Tensor ref_logprobs,
-    OptionalTensor old_logprobs, OptionalTensor mask, OptionalTensor cu_seqlens,
+    Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
+    OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
     std::string estimator, std::string gradient, std::string importance,
-    std::vector<double> limits, std::string reduction, OptionalTensor coef_tensor, double coef,
-    OptionalTensor normalizer_tensor, double normalizer, bool want_grad_logprobs,
-    bool want_grad_ref_logprobs) {
+    std::vector<double> limits, std::string reduction, double coef, double normalizer,
+    Tensor grad_out, Tensor sums, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
   const KlPenaltyInputs in =
-      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
-                options_of(estimator, gradient, importance, limits), reduction, coef_tensor, coef,
-                normalizer_tensor, normalizer);
+      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor,
+                normalizer_tensor, options_of(estimator, gradient, importance, limits), reduction,
+                coef, normalizer);
   KlPenaltyBackward out;
-  out.length = row_of(length, in.batch.sequences, "length");
+  KLFAST_CHECK(sums.dim() == 2 && sums.size(0) >= 1 && sums.size(1) == in.batch.sequences,
+               "sums must be [1 or more, S]");
+  out.sums = view_of(sums, "sums");
   if (in.reduction == Reduction::kNone) {
     out.grad_out = view_like(grad_out, logprobs, "grad_out");
   } else if (is_scalar(in.reduction)) {
@@ -253,20 +253,21 @@ void scale_cpu(Tensor tensor, Tensor factor) {
   cpu::scale(output, tensor.numel(), scalar(factor, 1, "factor"), threads());
 }
 
-#define KLFAST_ESTIMATOR_SCHEMA                                                     \
+#define KLFAST_CALL_SCHEMA                                                          \
+  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "      \
+  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "            \
   "str estimator, str gradient, str importance, float[] limits, str reduction, "    \
-  "Tensor? coef_tensor, float coef, Tensor? normalizer_tensor, float normalizer, "  \
-  "bool want_grad_logprobs, bool want_grad_ref_logprobs"
+  "float coef, float normalizer, "
 
+// Returns result, sums ([8, S] with statistics, [1, S] without; row 0 is the length) and the gradients
+// of a scalar result, of shape [0] where not wanted.
 STABLE_TORCH_LIBRARY(klfast, library) {
-  library.def(
-      "kl_penalty_fwd(Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
-      "Tensor? cu_seqlens, Tensor? scores, " KLFAST_ESTIMATOR_SCHEMA
-      ", bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def(
-      "kl_penalty_bwd(Tensor grad_out, Tensor length, Tensor logprobs, Tensor ref_logprobs, "
-      "Tensor? old_logprobs, Tensor? mask, Tensor? cu_seqlens, " KLFAST_ESTIMATOR_SCHEMA
-      ") -> (Tensor, Tensor)");
+  library.def("kl_penalty_fwd(" KLFAST_CALL_SCHEMA
+              "Tensor? scores, bool want_grad_logprobs, bool want_grad_ref_logprobs, "
+              "bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def("kl_penalty_bwd(" KLFAST_CALL_SCHEMA
+              "Tensor grad_out, Tensor sums, bool want_grad_logprobs, "
+              "bool want_grad_ref_logprobs) -> (Tensor, Tensor)");
   library.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }
 

@@ -17,24 +17,34 @@ REDUCTIONS = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
 )
-NORMALIZED_REDUCTIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+SCALAR_REDUCTIONS = REDUCTIONS[3:]
+NORMALIZED_REDUCTIONS = REDUCTIONS[4:]
 """Scalar means, whose denominator ``normalizer`` replaces."""
 
 
-class KLCall(NamedTuple):
-    """Arguments of ``kl_penalty`` (and, with ``scores``, of ``kl_rewards``) after every check.
+class KLTensors(NamedTuple):
+    """The tensors of a call, in the order that the kernels take them.
 
-    Only ``logprobs`` and ``ref_logprobs`` may carry a graph; validation has detached the rest.
+    Only ``logprobs`` and ``ref_logprobs`` may carry a graph; validation has detached the rest. ``coef``
+    and ``normalizer`` are here if they are tensors, in the call's options if they are numbers.
     """
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
-    old_logprobs: Tensor | None
+    old_logprobs: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    coef: Tensor | None = None
+    normalizer: Tensor | None = None
+
+
+class KLCall(NamedTuple):
+    """Arguments of ``kl_penalty`` (and, with ``scores``, of ``kl_rewards``) after every check."""
+
+    tensors: KLTensors
     estimator: Estimator
-    reduction: str = "none"
-    coef: float | Tensor = 1.0
-    normalizer: float | Tensor | None = None
-    return_stats: bool = False
+    reduction: str
+    coef: float
+    normalizer: float | None
+    return_stats: bool
     scores: Tensor | None = None

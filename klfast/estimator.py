@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from klfast.backends.reference import FORMULAS
 from klfast.checks import check_choice, check_number
@@ -67,6 +67,7 @@ class Estimator:
     log_ratio_clip: float | tuple[float, float] | None = None
     kl_clip: float | None = None
     linear_tail: float | None = None
+    limits: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.name, str):
@@ -78,6 +79,13 @@ class Estimator:
             if (value := getattr(self, limit)) is not None:
                 check_number(limit, value, above=0)
         _check_log_ratio_clip(self.log_ratio_clip)
+        object.__setattr__(self, "limits", self._limits())
+
+    def _limits(self) -> tuple[float, ...]:
+        """(importance_cap, lo, hi, linear_tail, kl_clip) as the kernels take them; inf is no limit."""
+        others = (self.importance_cap, self.linear_tail, self.kl_clip)
+        cap, tail, clip = (math.inf if limit is None else float(limit) for limit in others)
+        return (cap, *self.log_ratio_bounds, tail, clip)
 
     @property
     def log_ratio_bounds(self) -> tuple[float, float]:
@@ -86,17 +94,6 @@ class Estimator:
         if clip is None:
             return (-math.inf, math.inf)
         return (float(clip[0]), float(clip[1])) if isinstance(clip, tuple) else (-clip, clip)
-
-    @property
-    def limits(self) -> list[float]:
-        """[importance_cap, lo, hi, linear_tail, kl_clip] as the kernels take them; inf is no limit."""
-        absent = math.inf
-        return [
-            absent if self.importance_cap is None else float(self.importance_cap),
-            *self.log_ratio_bounds,
-            absent if self.linear_tail is None else float(self.linear_tail),
-            absent if self.kl_clip is None else float(self.kl_clip),
-        ]
 
 
 def _check_log_ratio_clip(clip: object) -> None:

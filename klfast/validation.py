@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall
+from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall, KLTensors
 from klfast.checks import check_choice, check_number
 from klfast.estimator import Estimator, as_estimator
 
@@ -36,26 +36,26 @@ def validate_kl_penalty(
     _check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
     if old_logprobs is not None:
         _check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
-        old_logprobs = old_logprobs.detach()
     if mask is not None:
         _check_like("mask", mask, logprobs, MASKS)
-        mask = mask.detach()
+    if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
+        means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
+        raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")
+    coef_number, coef_tensor = _scalar("coef", coef, logprobs)
+    normalizer_number, normalizer_tensor = None, None
     if normalizer is not None:
-        if reduction not in NORMALIZED_REDUCTIONS:
-            means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
-            raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")
-        normalizer = _scalar("normalizer", normalizer, logprobs, above=0)
-    return KLCall(
+        normalizer_number, normalizer_tensor = _scalar("normalizer", normalizer, logprobs, above=0)
+    tensors = KLTensors(
         logprobs,
         ref_logprobs,
-        mask,
+        _constant(old_logprobs),
+        _constant(mask),
         cu_seqlens,
-        old_logprobs,
-        as_estimator(estimator),
-        reduction,
-        _scalar("coef", coef, logprobs),
-        normalizer,
-        return_stats,
+        coef_tensor,
+        normalizer_tensor,
+    )
+    return KLCall(
+        tensors, as_estimator(estimator), reduction, coef_number, normalizer_number, return_stats
     )
 
 
@@ -70,7 +70,7 @@ def validate_kl_rewards(
     return_stats: bool,
 ) -> KLCall:
     """Check the arguments of ``kl_rewards``, all but ``backend``; the call's ``coef`` is -kl_coef."""
-    coef = _scalar("kl_coef", kl_coef, logprobs)
+    number, tensor = _scalar("kl_coef", kl_coef, logprobs)
     call = validate_kl_penalty(
         logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
     )
@@ -81,12 +81,12 @@ def validate_kl_rewards(
             f"scores must have shape [{sequences}], one per sequence, got {_shape(scores)}"
         )
     _check_device("scores", scores, logprobs)
-    return call._replace(
+    tensors = call.tensors._replace(
         logprobs=logprobs.detach(),
         ref_logprobs=ref_logprobs.detach(),
-        coef=-coef,
-        scores=scores.detach(),
+        coef=None if tensor is None else -tensor,
     )
+    return call._replace(tensors=tensors, coef=-number, scores=scores.detach())
 
 
 def number_of_sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -141,19 +141,24 @@ def _check_device(argument: str, value: Tensor, logprobs: Tensor) -> None:
         )
 
 
+def _constant(value: Tensor | None) -> Tensor | None:
+    """The tensor without a graph."""
+    return value.detach() if value is not None and value.requires_grad else value
+
+
 def _scalar(
     argument: str, value: object, logprobs: Tensor, *, above: float | None = None
-) -> float | Tensor:
-    """A number, checked, or a 0-dim tensor where the kernels can read it."""
+) -> tuple[float, Tensor | None]:
+    """A number, checked, as (number, None); a 0-dim tensor where the kernels read it as (1, tensor)."""
     if not isinstance(value, Tensor):
-        return check_number(argument, value, above=above)
+        return check_number(argument, value, above=above), None
     _check_tensor(argument, value, MASKS)
     if value.dim() != 0:
         raise ValueError(f"{argument} must be a number or a 0-dim tensor, got {_shape(value)}")
     if value.device != logprobs.device and value.device.type == "cpu":
-        return check_number(argument, value.item(), above=above)
+        return check_number(argument, value.item(), above=above), None
     _check_device(argument, value, logprobs)
-    return value.detach()
+    return 1.0, _constant(value)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -31,14 +31,15 @@ def checks_requested() -> bool:
 
 def check_values(call: KLCall) -> None:
     """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
-    if call.mask is not None and call.mask.dtype != torch.bool:
-        _check_mask_values(call.mask)
-    if call.cu_seqlens is not None:
-        _check_cu_seqlens_values(call.cu_seqlens, call.logprobs.shape[0])
-    if isinstance(call.coef, Tensor):
-        check_number("kl_coef" if call.scores is not None else "coef", call.coef.item())
-    if isinstance(call.normalizer, Tensor):
-        check_number("normalizer", call.normalizer.item(), above=0)
+    tensors = call.tensors
+    if tensors.mask is not None and tensors.mask.dtype != torch.bool:
+        _check_mask_values(tensors.mask)
+    if tensors.cu_seqlens is not None:
+        _check_cu_seqlens_values(tensors.cu_seqlens, tensors.logprobs.shape[0])
+    if tensors.coef is not None:
+        check_number("coef" if call.scores is None else "kl_coef", tensors.coef.item())
+    if tensors.normalizer is not None:
+        check_number("normalizer", tensors.normalizer.item(), above=0)
 
 
 def _check_mask_values(mask: Tensor) -> None:

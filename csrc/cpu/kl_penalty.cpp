@@ -130,8 +130,8 @@ double from_bits(int64_t bits) {
 
 template <typename Acc>
 void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& sum) {
-  const double fields[kStatistics] = {sum.kl,
-                                      sum.length,
+  const double fields[kStatistics] = {sum.length,
+                                      sum.kl,
                                       sum.k1,
                                       sum.k2,
                                       sum.k3,
@@ -173,8 +173,8 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
     lengths[s] = sum.length;
     sums[s] = sum.kl;
-    store<Acc>(out.length, s, sum.length);
-    if (out.statistics != nullptr) store_statistics<Acc>(out.statistics, sequences, s, sum);
+    store<Acc>(out.sums, s, sum.length);
+    if (out.want_statistics) store_statistics<Acc>(out.sums, sequences, s, sum);
     if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
   }
   if (in.reduction == Reduction::kNone) return;
@@ -242,7 +242,7 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
     task.grad_out = out.grad_out;
   } else {
     std::vector<double> lengths(in.batch.sequences);
-    for (int64_t s = 0; s < in.batch.sequences; ++s) lengths[s] = read_element(out.length, s);
+    for (int64_t s = 0; s < in.batch.sequences; ++s) lengths[s] = read_element(out.sums, s);
     const std::vector<double> weights = sequence_weights(in, lengths);
     for (int64_t s = 0; s < in.batch.sequences; ++s) {
       const int64_t of = is_scalar(in.reduction) ? 0 : s;

@@ -7,7 +7,7 @@
 
 #include "kl_penalty_kernel.h"
 
-#include <limits>
+#include <algorithm>
 
 #include "../estimators.h"
 #include "convert.h"
@@ -15,9 +15,11 @@
 namespace klfast::cpu {
 namespace {
 
+using math::Range;
+
 constexpr int64_t kLanes = 64;     // four vectors of AVX-512: enough independent sums
 constexpr int64_t kBlock = 1024;   // tokens between conversions; buffers stay in the first-level cache
-constexpr int64_t kMaxBlocks = 8;  // buffers of a pass
+constexpr int64_t kBlocks = 8;     // buffers of a pass
 
 template <typename Acc>
 struct LaneSums {
@@ -54,40 +56,61 @@ struct Limits {
 };
 
 // Adds what KLStats says of a token beyond kl and length.
-template <typename Acc>
+template <Range range, typename Acc>
 KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
   using Bits = typename LaneSums<Acc>::Bits;
-  constexpr Bits everything_but_sign = std::numeric_limits<Bits>::max();
   constexpr Bits infinity = (2 * math::Constants<Acc>::kExponentBias + 1)
                             << math::Constants<Acc>::kMantissaBits;
-  const Bits bits = math::bit_cast<Bits>(x) & everything_but_sign;
+  const Bits bits = math::magnitude_bits(x);
   sums.k1[lane] += weight * estimators::k1::value(x);
   sums.k2[lane] += weight * estimators::k2::value(x);
-  sums.k3[lane] += weight * estimators::k3::value(x);
-  sums.nonfinite[lane] += bits >= infinity ? 1 : 0;
-  sums.max_log_ratio[lane] = bits > sums.max_log_ratio[lane] ? bits : sums.max_log_ratio[lane];
+  sums.k3[lane] += weight * estimators::k3::value<range>(x);
+  sums.nonfinite[lane] += bits >= infinity;
+  sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
 }
 
-// No limits, no importance weight, the value's own gradient: value and derivative of the formula.
+// A group of a block whose log-ratios are known: value and derivative of the formula.
+template <typename E, Range range, bool kGradient, bool kStatistics, typename Acc>
+KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first, const Acc* log_ratio,
+                                       LaneSums<Acc>& sums) {
+  const Acc* weights = block.weight + first;
+  Acc* value = block.value + first;
+  Acc* grad = block.grad + first;
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Acc weight = weights[lane];
+    const Acc x = log_ratio[lane];
+    const Acc weighted = weight * E::template value<range>(x);
+    value[lane] = block.coef * weighted;
+    if constexpr (kGradient) {
+      grad[lane] = block.grad_scale * (weight * E::template derivative<range>(x));
+    }
+    sums.kl[lane] += weighted;
+    sums.length[lane] += weight;
+    if constexpr (kStatistics) add_statistics<range>(sums, lane, x, weight);
+  }
+}
+
+// No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and take
+// the shorter way, to the same bits.
 template <typename E, typename Acc, bool kGradient, bool kStatistics>
 void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
-  for (int64_t i = 0; i < block.size; i += kLanes) {
-    const Acc* logprobs = block.logprobs + i;
-    const Acc* ref_logprobs = block.ref_logprobs + i;
-    const Acc* weights = block.weight + i;
-    Acc* value = block.value + i;
-    Acc* grad = block.grad + i;
+  alignas(64) Acc x[kLanes];
+  for (int64_t first = 0; first < block.size; first += kLanes) {
+    const Acc* logprobs = block.logprobs + first;
+    const Acc* ref_logprobs = block.ref_logprobs + first;
+    const Acc* weights = block.weight + first;
+    typename LaneSums<Acc>::Bits far = 0;
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const Acc weight = weights[lane];
-      const Acc difference = logprobs[lane] - ref_logprobs[lane];
-      const Acc x = weight != Acc(0) ? difference : Acc(0);
-      const Acc weighted = weight * E::value(x);
-      value[lane] = block.coef * weighted;
-      if constexpr (kGradient) grad[lane] = block.grad_scale * (weight * E::derivative(x));
-      sums.kl[lane] += weighted;
-      sums.length[lane] += weight;
-      if constexpr (kStatistics) add_statistics(sums, lane, x, weight);
+      const bool keep = weights[lane] != Acc(0);
+      x[lane] = math::select(keep, logprobs[lane] - ref_logprobs[lane], Acc(0));
+      far |= !math::is_near(x[lane]);
+    }
+    if (far) {
+      evaluate_group<E, Range::kAnywhere, kGradient, kStatistics>(block, first, x, sums);
+    } else {
+      evaluate_group<E, Range::kNear, kGradient, kStatistics>(block, first, x, sums);
     }
   }
 }
@@ -95,53 +118,55 @@ void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& 
 // Everything that Estimator can say, gradients to both log-probs, all statistics.
 template <typename E, typename Acc>
 void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
+  using math::select;
   const bool weighs = block.old_logprobs != nullptr;
-  const Acc* olds = weighs ? block.old_logprobs : block.logprobs;  // x - x: a weight of 1
-  for (int64_t i = 0; i < block.size; i += kLanes) {
-    const Acc* logprobs = block.logprobs + i;
-    const Acc* ref_logprobs = block.ref_logprobs + i;
-    const Acc* old_logprobs = olds + i;
-    const Acc* weights = block.weight + i;
-    Acc* value = block.value + i;
-    Acc* grad = block.grad + i;
-    Acc* grad_ref = block.grad_ref + i;
-    const bool differentiable = weighs && !limits.detached;
+  const bool differentiable = weighs && !limits.detached;
+  const bool k2_gradient = limits.k2_gradient;
+  const Limits<Acc> limit = limits;
+  for (int64_t first = 0; first < block.size; first += kLanes) {
+    const Acc* logprobs = block.logprobs + first;
+    const Acc* ref_logprobs = block.ref_logprobs + first;
+    const Acc* old_logprobs = (weighs ? block.old_logprobs : block.logprobs) + first;
+    const Acc* weights = block.weight + first;
+    Acc* value = block.value + first;
+    Acc* grad = block.grad + first;
+    Acc* grad_ref = block.grad_ref + first;
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const Acc weight = weights[lane];
       const bool keep = weight != Acc(0);
-      const Acc x = keep ? logprobs[lane] - ref_logprobs[lane] : Acc(0);
+      const Acc x = select(keep, logprobs[lane] - ref_logprobs[lane], Acc(0));
       const Acc log_importance =
-          keep && weighs ? logprobs[lane] - old_logprobs[lane] : Acc(0);
+          select(keep & weighs, logprobs[lane] - old_logprobs[lane], Acc(0));
+      const bool capped = log_importance > limit.log_cap;
+      const Acc importance =
+          select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
 
-      const bool capped = log_importance > limits.log_cap;
-      const Acc importance = capped ? limits.cap : math::exp(log_importance);
-
-      const bool inside = x >= limits.low && x <= limits.high;
-      const Acc clipped_x = math::clamp(x, limits.low, limits.high);
-      const Acc near_x = math::clamp(clipped_x, -limits.tail, limits.tail);
+      const bool inside = (x >= limit.low) & (x <= limit.high);
+      const bool outside = (x < limit.low) | (x > limit.high);  // NaN is neither
+      const Acc clipped_x = math::clamp(x, limit.low, limit.high);
+      const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
       const Acc slope = E::derivative(near_x);
-      const Acc beyond = clipped_x != near_x ? (clipped_x - near_x) * slope : Acc(0);
+      const Acc beyond = select(clipped_x != near_x, (clipped_x - near_x) * slope, Acc(0));
       const Acc f = E::value(near_x) + beyond;
-      const bool clipped_f = math::magnitude(f) > limits.kl_clip;
-      const Acc clipped_value = math::clamp(f, -limits.kl_clip, limits.kl_clip);
-      const bool dead = !inside || !(math::magnitude(f) <= limits.kl_clip);
+      const bool small_f = math::magnitude(f) <= limit.kl_clip;
+      const bool large_f = math::magnitude(f) > limit.kl_clip;
+      const Acc clipped_f = math::clamp(f, -limit.kl_clip, limit.kl_clip);
 
-      const Acc df = limits.k2_gradient ? estimators::k2::derivative(x) : (dead ? Acc(0) : slope);
-      const Acc through_weight =
-          differentiable && !capped
-              ? (limits.k2_gradient ? estimators::k2::value(x) : clipped_value)
-              : Acc(0);
-      const Acc scaled = weight * importance;
-      const Acc weighted = scaled * clipped_value;
+      const Acc df = select(k2_gradient, estimators::k2::derivative(x),
+                            select(inside & small_f, slope, Acc(0)));
+      const Acc through_weight = select(differentiable & !capped,
+                                        select(k2_gradient, estimators::k2::value(x), clipped_f),
+                                        Acc(0));
+      const Acc scale = weight * importance;
+      const Acc weighted = scale * clipped_f;
       value[lane] = block.coef * weighted;
-      grad[lane] = block.grad_scale * (scaled * (df + through_weight));
-      grad_ref[lane] = -block.grad_scale * (scaled * df);
+      grad[lane] = block.grad_scale * (scale * (df + through_weight));
+      grad_ref[lane] = -block.grad_scale * (scale * df);
       sums.kl[lane] += weighted;
       sums.length[lane] += weight;
-      const bool clipped = x < limits.low || x > limits.high || clipped_f || capped;
-      sums.clipped[lane] += keep && clipped ? 1 : 0;
-      add_statistics(sums, lane, x, weight);
+      sums.clipped[lane] += keep & (outside | large_f | capped);
+      add_statistics<Range::kAnywhere>(sums, lane, x, weight);
     }
   }
 }
@@ -245,7 +270,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const bool check_mask = can_be_bad(in.mask);
   const int64_t row = in.batch.row(segment.sequence);
   const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
-  alignas(64) Acc buffers[kMaxBlocks][kBlock];
+  alignas(64) Acc buffers[kBlocks][kBlock + kLanes];  // not a page apart, which would alias in the cache
   alignas(64) LaneSums<Acc> sums;
   alignas(64) WideSums wide;
   Partial partial;

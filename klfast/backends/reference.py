@@ -37,7 +37,7 @@ def unavailable(device: torch.device) -> str | None:
 
 def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
-    if not are_tracing() and (call.logprobs.device.type == "cpu" or checks_requested()):
+    if not are_tracing() and (call.tensors.logprobs.device.type == "cpu" or checks_requested()):
         check_values(call)
     tokens = _Tokens(call)
     value, clipped = _token_values(tokens, call.estimator)
@@ -53,9 +53,9 @@ class _Tokens:
     """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
 
     def __init__(self, call: KLCall) -> None:
-        logprobs, mask = call.logprobs, call.mask
+        logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, _, _ = call.tensors
         wide = torch.float64 if logprobs.device.type != "mps" else torch.float32
-        inputs = (call.logprobs, call.ref_logprobs, call.old_logprobs)
+        inputs = (logprobs, ref_logprobs, old_logprobs)
         is_double = any(t is not None and t.dtype == torch.float64 for t in inputs)
         self.dtype = torch.float64 if is_double else torch.float32
         self.shape = logprobs.shape
@@ -63,12 +63,11 @@ class _Tokens:
         self.keep = keep.reshape(-1)
         weight = keep if mask is None else mask
         self.weight = torch.where(keep, weight, 0).to(self.dtype).to(wide).reshape(-1)
-        self.log_ratio = self._difference(logprobs.to(wide), call.ref_logprobs.to(wide))
+        self.log_ratio = self._difference(logprobs.to(wide), ref_logprobs.to(wide))
         self.log_weight = None  # log of the importance weight w
-        if call.old_logprobs is not None:
-            old = call.old_logprobs.to(wide)
-            self.log_weight = self._difference(logprobs.to(wide), old)
-        self.sequence, self.sequences = _sequence_of_token(logprobs, call.cu_seqlens)
+        if old_logprobs is not None:
+            self.log_weight = self._difference(logprobs.to(wide), old_logprobs.to(wide))
+        self.sequence, self.sequences = _sequence_of_token(logprobs, cu_seqlens)
 
     def _difference(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.where(self.keep, (a - b).reshape(-1), 0.0)
@@ -160,7 +159,8 @@ def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor | None, T
 
 def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
     """coef * reduction of the weighted token values."""
-    value = call.coef * value
+    coef = call.coef if call.tensors.coef is None else call.tensors.coef.to(value.dtype)
+    value = coef * value
     if call.scores is not None:
         value = _add_at_last_kept_token(value, call.scores, tokens)
     if call.reduction == "none":
@@ -174,8 +174,9 @@ def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
         return total
     if call.reduction == "token-sum":
         return total.sum()
-    if call.normalizer is not None:
-        return total.sum() / call.normalizer
+    normalizer = call.normalizer if call.tensors.normalizer is None else call.tensors.normalizer
+    if normalizer is not None:
+        return total.sum() / normalizer
     count = length.sum() if call.reduction == "token-mean" else nonempty.sum()
     return torch.where(count > 0, total.sum() / count, 0.0)
 

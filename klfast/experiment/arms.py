@@ -1,15 +1,14 @@
-"""The arms of the experiment: the same policy gradient under different rules for the coefficient."""
+"""The arms of the experiment: one policy gradient under different rules for the coefficient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
 
 from klfast.controllers import AdaptiveKLController, ExponentialKLController, FixedKLController
 from klfast.experiment.settings import Settings
 
-Controller = Union[FixedKLController, AdaptiveKLController, ExponentialKLController]
+Controller = FixedKLController | AdaptiveKLController | ExponentialKLController
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,16 @@ def _adaptive(settings: Settings) -> Controller:
 
 def _exponential(settings: Settings) -> Controller:
     return ExponentialKLController(
-        settings.init_coef, settings.target, gain=settings.gain, unit="sequence"
+        settings.init_coef, settings.target, gain=settings.gain / settings.target, unit="sequence"
     )
 
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("none", "no penalty", False, lambda settings: FixedKLController(0.0)),
-        Arm("fixed-low", "fixed, low", False, lambda settings: FixedKLController(settings.low_coef)),
-        Arm("fixed-high", "fixed, high", False, lambda settings: FixedKLController(settings.high_coef)),
+        Arm("none", "no penalty", False, lambda s: FixedKLController(0.0)),
+        Arm("fixed-low", "fixed, low", False, lambda s: FixedKLController(s.low_coef)),
+        Arm("fixed-high", "fixed, high", False, lambda s: FixedKLController(s.high_coef)),
         Arm("adaptive", "adaptive (Ziegler)", True, _adaptive),
         Arm("exponential", "exponential", True, _exponential),
     )

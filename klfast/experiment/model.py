@@ -6,10 +6,13 @@ Shapes: B sequences, S tokens in the context so far, T new tokens, D channels, V
 from __future__ import annotations
 
 import copy
+import math
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
+
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -26,8 +29,9 @@ class Attention(nn.Module):
         if cache is not None:
             cache[:, :, :, start : start + length] = qkv[1:]
             key, value = cache[:, :, :, : start + length].unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=start == 0)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=start == 0)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return projected
 
 
 class Block(nn.Module):
@@ -41,8 +45,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, start: int, cache: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), start, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        mixed: Tensor = x + self.attention(self.attention_norm(x), start, cache)
+        return mixed + cast(Tensor, self.mlp(self.mlp_norm(mixed)))
 
 
 class GPT(nn.Module):
@@ -71,10 +75,10 @@ class GPT(nn.Module):
         x = self.tokens(ids) + self.positions.weight[start : start + ids.shape[1]]
         for i, block in enumerate(self.blocks):
             x = block(x, start, caches[i] if caches else None)
-        return F.linear(self.norm(x), self.tokens.weight)
+        return functional.linear(self.norm(x), self.tokens.weight)
 
     def new_caches(self, batch: int) -> list[Tensor]:
-        """Room for the keys and values of a full context, one ``[2, B, heads, context, D/heads]`` per layer."""
+        """Room for a full context: per layer ``[2, B, heads, S + T, D / heads]``."""
         context, width = self.positions.weight.shape
         shape = (2, batch, self.heads, context, width // self.heads)
         return [self.positions.weight.new_empty(shape) for _ in self.blocks]
@@ -112,15 +116,15 @@ def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
 def token_logprobs(model: GPT, prompts: Tensor, continuations: Tensor) -> Tensor:
     """Log-probability ``[B, T]`` of each token of ``continuations`` given all before it."""
     ids = torch.cat([prompts, continuations], 1)
-    logits = model(ids[:, :-1])[:, prompts.shape[1] - 1 :]
+    logits: Tensor = model(ids[:, :-1])[:, prompts.shape[1] - 1 :]
     return logits.log_softmax(-1).gather(-1, continuations[..., None])[..., 0]
 
 
 def cross_entropy(model: GPT, windows: Tensor) -> Tensor:
     """Mean nats per character of ``windows`` ``[B, T]``; its exponential is the perplexity."""
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    return functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def perplexity(model: GPT, windows: Tensor) -> float:
-    return float(cross_entropy(model, windows).exp())
+    return math.exp(float(cross_entropy(model, windows)))  # in float64: it can be astronomical

@@ -46,7 +46,7 @@ def pretrain_step(state: PretrainState, corpus: Corpus, settings: Settings) -> f
     )
     loss = cross_entropy(state.model, windows)
     state.optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
     state.optimizer.step()
     state.step += 1

@@ -1,10 +1,12 @@
-"""Everything that decides a run's numbers, as one plain value; and the errors a user can cause."""
+"""Everything that decides a run's numbers, as one plain value; and the error of a user."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+ARM_NAMES = ("none", "fixed-low", "fixed-high", "adaptive", "exponential")
 
 
 class CompareError(Exception):
@@ -13,24 +15,37 @@ class CompareError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run. Two runs with equal settings, text and versions give equal numbers.
+    """The settings of a run: equal settings, text, versions and threads give equal numbers.
 
-    Lengths are in tokens, KL in nats.
+    Lengths are in tokens, KL in nats per sequence.
+
+    Attributes:
+        seed: of the weights, the windows, the prompts and the samples.
+        steps: policy-gradient steps of each arm.
+        arms: their names, in the order in which they run.
+        target: the KL that the steering arms aim at.
+        letter: the reward is its share of a continuation's characters.
+        low_coef, high_coef: the coefficients of the fixed arms.
+        init_coef: where the steering arms begin.
+        horizon: of the adaptive rule.
+        gain: of the exponential rule, as the change of log(coefficient) in a step whose KL is off
+            by the whole target.
+        prompts, group: a batch is ``prompts`` prompts with ``group`` continuations each.
     """
 
     seed: int = 0
     steps: int = 100
-    arms: tuple[str, ...] = ("none", "fixed-low", "fixed-high", "adaptive", "exponential")
+    arms: tuple[str, ...] = ARM_NAMES
     target: float = 6.0
     letter: str = "e"
 
-    low_coef: float = 0.001
-    high_coef: float = 0.05
-    init_coef: float = 0.01
-    horizon: float = 256.0
-    gain: float = 0.03
+    low_coef: float = 0.005
+    high_coef: float = 0.03
+    init_coef: float = 0.03
+    horizon: float = 192.0
+    gain: float = 0.2
 
-    prompts: int = 16
+    prompts: int = 12
     group: int = 4
     prompt_length: int = 16
     continuation_length: int = 32
@@ -51,3 +66,55 @@ class Settings:
     @property
     def batch(self) -> int:
         return self.prompts * self.group
+
+
+_LEAST = {"seed": 0, "group": 2}
+_POSITIVE = (
+    *("target", "low_coef", "high_coef", "init_coef", "horizon", "gain"),
+    *("learning_rate", "pretrain_learning_rate"),
+)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises :class:`CompareError` for the first setting that makes no sense."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if field.type == "int":
+            least = _LEAST.get(field.name, 1)
+            if type(value) is not int or not least <= value < 2**63:
+                raise CompareError(f"{field.name} must be a whole number >= {least}, got {value!r}")
+        if field.name in _POSITIVE and not (
+            isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+        ):
+            raise CompareError(f"{field.name} must be a finite number > 0, got {value!r}")
+    _check_arms(settings.arms)
+    if len(settings.letter) != 1 or not settings.letter.isascii() or not settings.letter.islower():
+        raise CompareError(f"letter must be one of 'a' to 'z', got {settings.letter!r}")
+    if settings.width % settings.heads:
+        raise CompareError(
+            f"width must be a multiple of heads={settings.heads}, got {settings.width}"
+        )
+
+
+def _check_arms(arms: tuple[str, ...]) -> None:
+    expected = ", ".join(map(repr, ARM_NAMES))
+    if not arms:
+        raise CompareError(f"no arm given; expected some of {expected}")
+    for name in arms:
+        if name not in ARM_NAMES:
+            raise CompareError(f"unknown arm {name!r}; expected one of {expected}")
+        if arms.count(name) > 1:
+            raise CompareError(f"arm {name!r} is given more than once")
+
+
+def settings_to_json(settings: Settings) -> dict[str, Any]:
+    return {**asdict(settings), "arms": list(settings.arms)}
+
+
+def settings_from_json(record: object) -> Settings:
+    """The settings that :func:`settings_to_json` wrote; ValueError for anything else."""
+    if not isinstance(record, dict) or set(record) != {field.name for field in fields(Settings)}:
+        raise ValueError("the settings are incomplete or of another version")
+    settings = Settings(**{**record, "arms": tuple(record["arms"])})
+    check_settings(settings)
+    return settings

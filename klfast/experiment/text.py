@@ -1,6 +1,6 @@
 """The text of the experiment: real English that every Python installation carries.
 
-A token is one of the commonest words (with the space before it) or one character; the rest is spelled.
+A token is one of the commonest words, with the space before it, or a single character.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 COMMON_WORDS = 600
-_PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "..."})
+_PLAIN = str.maketrans(
+    {
+        **{"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"'},  # quotes
+        **{"\u2013": "-", "\u2014": "-", "\u2026": "..."},  # dashes, ellipsis
+    }
+)
 _HELD_OUT_EVERY = 10
 
 

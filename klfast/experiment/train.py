@@ -5,6 +5,7 @@ Shapes: B = prompts x group sequences, T tokens in a continuation.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from klfast import Estimator, KLStats, kl_penalty
 from klfast.experiment.arms import ARMS, Controller
 from klfast.experiment.model import GPT, frozen_copy, perplexity, sample, token_logprobs
-from klfast.experiment.settings import Settings
+from klfast.experiment.settings import CompareError, Settings
 from klfast.experiment.text import Corpus, even_windows, random_prompts
 
 Row = dict[str, Any]
@@ -104,7 +105,7 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     reward_gradient = -advantage[:, None] * batch.mask / len(advantage)
 
     arm.optimizer.zero_grad()
-    logprobs.backward(reward_gradient + kl_gradient)
+    torch.autograd.backward(logprobs, reward_gradient + kl_gradient)
     torch.nn.utils.clip_grad_norm_(arm.policy.parameters(), 1.0)
     arm.optimizer.step()
     arm.controller.update(stats)
@@ -119,6 +120,11 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
         "kl_step_seconds": kl_seconds,
         "step_seconds": time.perf_counter() - started,
     }
+    if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
+        raise CompareError(
+            f"arm {arm.name!r} diverged at step {row['step']} (a NaN or an infinity in its numbers); "
+            "try a smaller learning rate"
+        )
     arm.rows.append(row)
     return row
 
@@ -159,10 +165,10 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
 def kl_step(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float
 ) -> tuple[Tensor, KLStats, float]:
-    """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds they took.
+    """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds taken.
 
-    In most code ``loss = policy_loss + penalty`` and one ``backward`` do the same; here the gradient
-    is taken apart so that the time is the penalty's alone, forward and backward.
+    A training loop would write ``loss = policy_loss + penalty`` and one ``backward``; here the
+    gradient is taken apart so that the time is the penalty's alone, forward and backward.
     """
     logprobs = logprobs.requires_grad_()
     started = time.perf_counter()

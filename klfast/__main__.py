@@ -1,0 +1,36 @@
+"""The command line: ``python -m klfast <command>``, or ``klfast <command>``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# A command is a module with HELP, add_arguments(parser) and run(arguments) -> exit code.
+COMMANDS = {
+    "compare": "klfast.experiment.command",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; 2 for a mistake on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="klfast", description="The KL penalty of RL for language models."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, module_name in COMMANDS.items():
+        module = importlib.import_module(module_name)
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        code = 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The ``compare`` subcommand: its options, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from klfast.experiment.settings import ARM_NAMES, CompareError, Settings
+
+HELP = "train a small language model under different KL controls and write a report"
+DEFAULT_OUT = Path("runs/compare")
+
+_DEFAULTS = Settings()
+# option, setting, type, what it is
+_OPTIONS = (
+    ("--steps", "steps", int, "policy-gradient steps of each arm"),
+    ("--seed", "seed", int, "seed of everything random"),
+    ("--target", "target", float, "KL that the steering arms aim at, nats per sequence"),
+    ("--letter", "letter", str, "letter whose share is the reward"),
+    ("--low", "low_coef", float, "coefficient of the arm fixed-low"),
+    ("--high", "high_coef", float, "coefficient of the arm fixed-high"),
+    ("--init", "init_coef", float, "coefficient that the steering arms begin with"),
+    ("--horizon", "horizon", float, "horizon of the adaptive rule, in sequences"),
+    ("--gain", "gain", float, "gain of the exponential rule, per target missed and step"),
+    ("--learning-rate", "learning_rate", float, "of the policy"),
+    ("--pretrain-steps", "pretrain_steps", int, "language-model steps that make the reference"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for option, name, kind, text in _OPTIONS:
+        parser.add_argument(
+            option,
+            dest=name,
+            type=kind,
+            default=argparse.SUPPRESS,
+            help=f"{text} (default {getattr(_DEFAULTS, name)})",
+        )
+    parser.add_argument(
+        "--arms",
+        type=_names,
+        default=argparse.SUPPRESS,
+        metavar="A,B,...",
+        help=f"arms to run, of {', '.join(ARM_NAMES)} (default all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the interrupted run in the output folder"
+    )
+    parser.add_argument(
+        "--no-bench", dest="bench", action="store_false", help="leave out the closing speed table"
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: finished. 130: interrupted, what was done is reported. 2: a mistake, named on stderr."""
+    from klfast.experiment.compare import Options, compare
+
+    known = {name for _, name, _, _ in _OPTIONS} | {"arms"}
+    options = Options(
+        chosen={name: value for name, value in vars(arguments).items() if name in known},
+        out=arguments.out,
+        resume=arguments.resume,
+        bench=arguments.bench,
+    )
+    try:
+        return 0 if compare(options) else 130
+    except (CompareError, OSError) as error:
+        print(f"klfast compare: error: {error}", file=sys.stderr)
+        return 2

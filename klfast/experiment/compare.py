@@ -1,0 +1,220 @@
+"""The experiment from beginning to end: prepare, pretrain, run the arms, report, time."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+
+from klfast.experiment import folder, run
+from klfast.experiment.model import count_parameters, token_logprobs
+from klfast.experiment.plots import draw_curves
+from klfast.experiment.report import ReportData, SpeedRow, render_report
+from klfast.experiment.run import Run
+from klfast.experiment.samples import sample_texts
+from klfast.experiment.settings import CompareError, Settings, check_settings
+from klfast.experiment.summary import reading, summarise
+from klfast.experiment.text import Corpus, load_corpus, prompt_starts
+from klfast.experiment.train import build_world, new_arm, sample_batch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXTRAS = ("rich", "matplotlib", "jinja2")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asks for; ``chosen`` holds the settings that are not left at their defaults."""
+
+    chosen: dict[str, object]
+    out: Path
+    resume: bool = False
+    bench: bool = True
+
+
+def check_extras() -> None:
+    """Raises :class:`CompareError` if the packages that only the experiment needs are missing."""
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CompareError(f"the experiment needs {', '.join(missing)}: pip install 'klfast[demo]'")
+
+
+def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
+    """Runs the experiment and writes its report; False if it was interrupted (also by ``stop``).
+
+    Raises:
+        CompareError: something the user can mend is wrong. Nothing has then been computed,
+            and no file of an earlier run has been touched.
+    """
+    check_extras()
+    from rich.console import Console
+
+    console = Console()
+    experiment = prepare(options, console)
+    with interruptible() as interrupted:
+
+        def stopped() -> bool:
+            return interrupted() or (stop is not None and stop())
+
+        try:
+            _compute(experiment, stopped, console)
+        finally:
+            report = write_report(experiment, [])
+    _print_result(experiment, console)
+    finished = experiment.finished
+    if not finished:
+        console.print("Interrupted. Everything done so far is saved; go on with --resume.")
+    elif options.bench:
+        finished = _add_speed(experiment, console)
+    console.print(f"Report: {report}", soft_wrap=True, highlight=False)
+    return finished
+
+
+def prepare(options: Options, console: Console) -> Run:
+    """Checks everything that can be wrong; only then touches the folder."""
+    if options.resume:
+        return _prepare_resume(options, console)
+    settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by value below
+    check_settings(settings)
+    corpus = load_corpus()
+    check_text(corpus, settings)
+    folder.check_writable(options.out)
+    earlier = folder.set_aside(options.out)
+    if earlier is not None:
+        console.print(f"The earlier run is kept in {earlier}", soft_wrap=True, highlight=False)
+    return run.start(settings, corpus, options.out)
+
+
+def _prepare_resume(options: Options, console: Console) -> Run:
+    settings, environment = run.stored_settings(options.out)
+    for name, value in options.chosen.items():
+        stored = getattr(settings, name)
+        if value != stored:
+            raise CompareError(
+                f"cannot resume with another {name}: "
+                f"the run in {options.out} has {stored!r}, got {value!r}"
+            )
+    corpus = load_corpus()
+    now = run.environment(corpus)
+    if environment.get("text") != now["text"]:
+        raise CompareError(
+            f"cannot resume: this Python's text ({now['python']}) is not the one that the run in "
+            f"{options.out} began with ({environment.get('python')})"
+        )
+    folder.check_writable(options.out)
+    changed = [key for key in now if environment.get(key) != now[key]]
+    if changed:
+        what = ", ".join(f"{key} was {environment.get(key)} and is {now[key]}" for key in changed)
+        console.print(f"Resuming in another environment, so the last digits may differ: {what}.")
+    return run.resume(settings, corpus, options.out)
+
+
+def check_text(corpus: Corpus, settings: Settings) -> None:
+    """The text must be long enough for the windows and prompts that the settings ask for."""
+    for part in (corpus.train, corpus.held_out):
+        if len(part) <= settings.context or not len(
+            prompt_starts(corpus, part, settings.prompt_length)
+        ):
+            raise CompareError(
+                f"the text is too short for prompts of {settings.prompt_length} and "
+                f"continuations of {settings.continuation_length} tokens"
+            )
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C into a flag, so that each step is whole; a second one breaks off."""
+    seen = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if seen.is_set():
+            raise KeyboardInterrupt
+        seen.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield seen.is_set
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _compute(experiment: Run, stopped: Callable[[], bool], console: Console) -> None:
+    from klfast.experiment.terminal import progress_bars
+
+    with progress_bars(console, experiment.settings) as bars:
+        bars.show(experiment.pretraining.step, experiment.rows)
+        run.pretrain(experiment, stopped, bars.pretrained)
+        if experiment.pretrained:
+            run.train(experiment, stopped, bars.trained)
+
+
+def write_report(experiment: Run, speed: list[SpeedRow]) -> Path:
+    """Draws the curves and writes the report; returns its path."""
+    settings, rows = experiment.settings, experiment.rows
+    curves = draw_curves(rows, settings)
+    folder.write_atomic(experiment.out / folder.CURVES, curves)
+    data = ReportData(
+        settings=settings,
+        environment=run.environment(experiment.corpus),
+        parameters=count_parameters(experiment.pretraining.model),
+        summaries=summarise(rows, settings),
+        curves=curves,
+        samples=sample_texts(experiment),
+        speed=speed,
+    )
+    path = experiment.out / folder.REPORT
+    folder.write_atomic(path, render_report(data))
+    return path
+
+
+def _print_result(experiment: Run, console: Console) -> None:
+    from klfast.experiment.terminal import print_summary
+
+    summaries = summarise(experiment.rows, experiment.settings)
+    if summaries:
+        print_summary(console, summaries, experiment.settings)
+    for sentence in reading(summaries, experiment.settings):
+        console.print(f"- {sentence}", highlight=False)
+
+
+def _add_speed(experiment: Run, console: Console) -> bool:
+    """Times the KL step and adds the table to the report; False if that was interrupted."""
+    from klfast.bench import time_kl_step
+    from klfast.experiment.terminal import print_speed
+
+    try:
+        with console.status("Timing the KL step against eager PyTorch and torch.compile ..."):
+            speed: list[SpeedRow] = time_kl_step(*own_tensors(experiment))
+    except KeyboardInterrupt:
+        console.print("Interrupted: the report is complete but for the speed table.")
+        return False
+    print_speed(console, speed)
+    write_report(experiment, speed)
+    return True
+
+
+@torch.no_grad()
+def own_tensors(experiment: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``logprobs``, ``ref_logprobs``, ``mask`` ``[B, T]`` of one more batch of the last arm."""
+    settings = experiment.settings
+    world = build_world(experiment.corpus, experiment.reference, settings)
+    arm = new_arm(settings.arms[-1], world, settings)
+    arm.policy.load_state_dict(experiment.arms[arm.name].policy.state_dict())
+    batch = sample_batch(arm, world, settings)
+    return (
+        token_logprobs(arm.policy, batch.prompts, batch.continuations),
+        token_logprobs(world.reference, batch.prompts, batch.continuations),
+        batch.mask,
+    )

@@ -1,0 +1,104 @@
+"""The output folder: whole files only, and an earlier run is set aside, never overwritten."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klfast.experiment.settings import CompareError
+
+SETTINGS = "settings.json"
+METRICS = "metrics.jsonl"
+CURVES = "curves.png"
+REPORT = "report.html"
+CHECKPOINTS = "checkpoints"
+EARLIER = "earlier"
+_OURS = (SETTINGS, METRICS, CURVES, REPORT, CHECKPOINTS)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes the whole file or leaves the old one: no reader and no crash ever sees half of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def check_writable(out: Path) -> None:
+    """Makes the folder, and raises :class:`CompareError` unless files can be written in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out, prefix=".writable."):
+            pass
+    except OSError as error:
+        raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
+
+
+def set_aside(out: Path) -> Path | None:
+    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any."""
+    present = [out / name for name in _OURS if (out / name).exists()]
+    if not present:
+        return None
+    stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(p.stat().st_mtime for p in present)))
+    place = out / EARLIER / stem
+    count = 1
+    while place.exists():
+        count += 1
+        place = out / EARLIER / f"{stem}-{count}"
+    place.mkdir(parents=True)
+    for path in present:
+        path.rename(place / path.name)
+    return place
+
+
+def write_json(path: Path, value: object) -> None:
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Adds one line in one write, so that a file cut off by a crash still ends on a whole line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, buffer.getvalue())
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """What :func:`save_checkpoint` wrote; ValueError if a single bit has changed since."""
+    data = path.read_bytes()
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            damaged = archive.testzip()  # torch.load itself does not look at the checksums
+        if damaged is not None:
+            raise ValueError(f"checksum mismatch in {damaged}")
+        state = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(first_line) from None
+    if not isinstance(state, dict):
+        raise ValueError("not a checkpoint of this experiment")
+    return state

@@ -1,0 +1,139 @@
+"""The curves: four panels that read in colour, in grey and for a colour-blind eye."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from klfast.experiment.arms import ARMS
+from klfast.experiment.settings import Settings
+from klfast.experiment.train import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette; each arm has its own line and marker as well.
+_STYLES: dict[str, dict[str, Any]] = {
+    "none": {"color": "#555555", "linestyle": ":", "marker": "x"},
+    "fixed-low": {"color": "#E69F00", "linestyle": "--", "marker": "v"},
+    "fixed-high": {"color": "#56B4E9", "linestyle": "--", "marker": "^"},
+    "adaptive": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    "exponential": {"color": "#D55E00", "linestyle": "-", "marker": "s"},
+}
+_MARKERS_PER_LINE = 8
+_LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the panel's height
+
+
+def draw_curves(rows: list[Row], settings: Settings) -> bytes:
+    """The four panels as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
+    axes = figure.subplots(2, 2)
+    panels = (
+        (axes[0][0], "reward", f"Reward: share of the letter '{settings.letter}'"),
+        (axes[0][1], "kl_per_sequence_k3", "KL to the reference (k3, nats per sequence)"),
+        (axes[1][0], "coefficient", "Coefficient of the KL penalty"),
+        (axes[1][1], "held_out_perplexity", "Perplexity of held-out text (per token)"),
+    )
+    for panel, key, title in panels:
+        ends = _draw_lines(panel, key, rows, settings)
+        _dress(panel, title, settings)
+        if key == "kl_per_sequence_k3":
+            _mark_target(panel, settings)
+        _label_ends(panel, ends)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=len(labels),
+        frameon=False,
+        handlelength=4,
+    )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_lines(
+    panel: Axes, key: str, rows: list[Row], settings: Settings
+) -> list[tuple[str, float]]:
+    """One line per arm; returns each arm's last value that a logarithmic axis can show."""
+    ends = []
+    every = max(1, settings.steps // _MARKERS_PER_LINE)
+    for i, name in enumerate(settings.arms):
+        shown = [row for row in rows if row["arm"] == name and row[key] > 0]
+        panel.plot(
+            [row["step"] for row in shown],
+            [row[key] for row in shown],
+            label=ARMS[name].label,
+            linewidth=1.6,
+            markersize=5.5,
+            markevery=(i * every // len(settings.arms), every),
+            **_STYLES[name],
+        )
+        if shown:
+            ends.append((name, float(shown[-1][key])))
+    return ends
+
+
+def _dress(panel: Axes, title: str, settings: Settings) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    panel.set_title(title, loc="left", fontsize=11)
+    panel.set_xlabel("step")
+    panel.set_xlim(0, settings.steps * 1.01)
+    panel.set_yscale("log")
+    bottom, top = panel.get_ylim()
+    subs = (1.0, 2.0, 5.0) if top / bottom < 300 else (1.0,)
+    panel.yaxis.set_major_locator(LogLocator(subs=subs))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.grid(True, which="major", color="#e4e4e4", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _mark_target(panel: Axes, settings: Settings) -> None:
+    bottom, top = panel.get_ylim()
+    panel.set_ylim(max(bottom, settings.target / 20), max(top, settings.target * 2))
+    panel.axhline(settings.target, color="black", linewidth=1.2, zorder=1)
+    panel.annotate(
+        f"target {settings.target:g}",
+        (0, settings.target),
+        xytext=(4, 4),
+        textcoords="offset points",
+        fontsize=9,
+    )
+
+
+def _label_ends(panel: Axes, ends: list[tuple[str, float]]) -> None:
+    """Names each line at its end; labels that would touch are moved apart."""
+    to_share = panel.transScale + panel.transLimits
+    heights = [(float(to_share.transform((1, value))[1]), name) for name, value in ends]
+    for height, name in _spread(heights):
+        panel.annotate(
+            ARMS[name].label,
+            (1.01, height),
+            xycoords="axes fraction",
+            color=_STYLES[name]["color"],
+            fontsize=9,
+            fontweight="bold",
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def _spread(heights: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """The same labels from bottom to top, no two closer than the gap, none above the panel."""
+    placed: list[tuple[float, str]] = []
+    for height, name in sorted(heights):
+        lowest = placed[-1][0] + _LABEL_GAP if placed else 0.0
+        placed.append((max(height, lowest), name))
+    ceiling = 1.0
+    for i in range(len(placed) - 1, -1, -1):
+        height, name = placed[i]
+        placed[i] = (min(height, ceiling), name)
+        ceiling = placed[i][0] - _LABEL_GAP
+    return placed

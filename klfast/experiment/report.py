@@ -1,0 +1,47 @@
+"""The report: one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+from klfast.experiment.samples import Sample
+from klfast.experiment.settings import Settings, settings_to_json
+from klfast.experiment.summary import Summary, number, reading
+
+SpeedRow = dict[str, Any]
+"""``case``, ``impl``, ``median_ms``, ``min_ms`` and ``ratio`` (to klfast's median)."""
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """All that the report shows."""
+
+    settings: Settings
+    environment: dict[str, Any]
+    parameters: int
+    summaries: list[Summary]
+    curves: bytes
+    samples: list[Sample]
+    speed: list[SpeedRow]
+
+
+def render_report(data: ReportData) -> bytes:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("klfast.experiment", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    text = environment.get_template("report_template.html").render(
+        data=data,
+        reading=reading(data.summaries, data.settings),
+        settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},
+        curves=base64.b64encode(data.curves).decode(),
+    )
+    return text.encode()

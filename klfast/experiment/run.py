@@ -1,0 +1,219 @@
+"""A run: started afresh or taken up again, stepped, and saved so that nothing is lost.
+
+A run's state is its pretraining and its arms. Everything in them that a step reads or changes
+(weights, optimiser, random generator, controller, records) is in the checkpoints, so that a run
+taken up again gives the same numbers, bit for bit, as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klfast.experiment import folder
+from klfast.experiment.model import GPT, frozen_copy
+from klfast.experiment.pretrain import PretrainState, new_pretraining, pretrain_step
+from klfast.experiment.settings import (
+    CompareError,
+    Settings,
+    settings_from_json,
+    settings_to_json,
+)
+from klfast.experiment.text import Corpus
+from klfast.experiment.train import ArmState, Row, World, build_world, new_arm, train_step
+
+SAVE_EVERY = 10
+PRETRAIN_SAVE_EVERY = 100
+_PRETRAIN = "pretrain"
+
+Stopped = Callable[[], bool]
+
+
+@dataclass
+class Run:
+    """The whole state of an experiment and the folder that it lives in."""
+
+    settings: Settings
+    corpus: Corpus
+    out: Path
+    pretraining: PretrainState
+    arms: dict[str, ArmState] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for arm in self.arms.values() for row in arm.rows]
+
+    @property
+    def pretrained(self) -> bool:
+        return self.pretraining.step >= self.settings.pretrain_steps
+
+    @property
+    def finished(self) -> bool:
+        return len(self.rows) == self.settings.steps * len(self.settings.arms)
+
+    @property
+    def reference(self) -> GPT:
+        return frozen_copy(self.pretraining.model)
+
+
+def environment(corpus: Corpus) -> dict[str, Any]:
+    """What numbers depend on besides the settings."""
+    return {
+        "text": corpus.digest,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def start(settings: Settings, corpus: Corpus, out: Path) -> Run:
+    """A new run in an empty place of ``out``."""
+    folder.write_json(
+        out / folder.SETTINGS,
+        {"version": 1, "settings": settings_to_json(settings), "environment": environment(corpus)},
+    )
+    folder.write_rows(out / folder.METRICS, [])
+    return Run(settings, corpus, out, new_pretraining(corpus, settings))
+
+
+def stored_settings(out: Path) -> tuple[Settings, dict[str, Any]]:
+    """Settings and environment of the run in ``out``; :class:`CompareError` if there is none."""
+    path = out / folder.SETTINGS
+    if not path.is_file():
+        raise CompareError(f"nothing to resume: there is no {path}")
+    try:
+        record = json.loads(path.read_bytes())
+        return settings_from_json(record["settings"]), dict(record["environment"])
+    except (CompareError, OSError, ValueError, TypeError, KeyError) as error:
+        raise CompareError(_damaged(path, error)) from None
+
+
+def resume(settings: Settings, corpus: Corpus, out: Path) -> Run:
+    """The run in ``out`` as its checkpoints left it; all are read before anything is written."""
+    run = Run(settings, corpus, out, new_pretraining(corpus, settings))
+    path = _checkpoint(out, _PRETRAIN)
+    if path.is_file():
+        _restore(path, settings, partial(_load_pretraining, run.pretraining))
+    world = build_world(corpus, run.reference, settings)
+    for name in settings.arms:
+        path = _checkpoint(out, name)
+        if path.is_file():
+            if not run.pretrained:
+                raise CompareError(_damaged(_checkpoint(out, _PRETRAIN), "missing or unfinished"))
+            arm = run.arms[name] = new_arm(name, world, settings)
+            _restore(path, settings, partial(_load_arm, arm))
+    folder.write_rows(out / folder.METRICS, run.rows)
+    return run
+
+
+def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) -> None:
+    """Makes the reference, or goes on making it; returns early when ``stopped``."""
+    state = run.pretraining
+    saved = state.step
+    while not run.pretrained and not stopped():
+        loss = pretrain_step(state, run.corpus, run.settings)
+        on_step(state.step, loss)
+        if state.step % PRETRAIN_SAVE_EVERY == 0:
+            _save_pretraining(run)
+            saved = state.step
+    if saved != state.step:
+        _save_pretraining(run)
+
+
+def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
+    """Runs, or goes on running, one arm after the other; returns early when ``stopped``."""
+    world = build_world(run.corpus, run.reference, run.settings)
+    for name in run.settings.arms:
+        if stopped():
+            return
+        arm = run.arms.setdefault(name, new_arm(name, world, run.settings))
+        _train_arm(run, arm, world, stopped, on_step)
+
+
+def _train_arm(
+    run: Run, arm: ArmState, world: World, stopped: Stopped, on_step: Callable[[Row], None]
+) -> None:
+    steps = run.settings.steps
+    saved = len(arm.rows)
+    while len(arm.rows) < steps and not stopped():
+        row = train_step(arm, world, run.settings)
+        folder.append_row(run.out / folder.METRICS, row)
+        on_step(row)
+        if len(arm.rows) % SAVE_EVERY == 0:
+            _save_arm(run, arm)
+            saved = len(arm.rows)
+    if saved != len(arm.rows):
+        _save_arm(run, arm)
+
+
+def _checkpoint(out: Path, name: str) -> Path:
+    return out / folder.CHECKPOINTS / f"{name}.pt"
+
+
+def _save_pretraining(run: Run) -> None:
+    state = run.pretraining
+    folder.save_checkpoint(
+        _checkpoint(run.out, _PRETRAIN),
+        {
+            "settings": settings_to_json(run.settings),
+            "step": state.step,
+            "model": state.model.state_dict(),
+            "optimizer": state.optimizer.state_dict(),
+            "generator": state.generator.get_state(),
+        },
+    )
+
+
+def _load_pretraining(state: PretrainState, record: dict[str, Any]) -> None:
+    state.model.load_state_dict(record["model"])
+    state.optimizer.load_state_dict(record["optimizer"])
+    state.generator.set_state(record["generator"])
+    state.step = record["step"]
+
+
+def _save_arm(run: Run, arm: ArmState) -> None:
+    folder.save_checkpoint(
+        _checkpoint(run.out, arm.name),
+        {
+            "settings": settings_to_json(run.settings),
+            "rows": arm.rows,
+            "policy": arm.policy.state_dict(),
+            "optimizer": arm.optimizer.state_dict(),
+            "generator": arm.generator.get_state(),
+            "controller": arm.controller.state_dict(),
+        },
+    )
+
+
+def _load_arm(arm: ArmState, record: dict[str, Any]) -> None:
+    arm.policy.load_state_dict(record["policy"])
+    arm.optimizer.load_state_dict(record["optimizer"])
+    arm.generator.set_state(record["generator"])
+    arm.controller.load_state_dict(record["controller"])
+    arm.rows.extend(record["rows"])
+
+
+def _restore(path: Path, settings: Settings, load: Callable[[dict[str, Any]], None]) -> None:
+    """Loads one checkpoint; whatever is wrong with it becomes one clear error."""
+    try:
+        record = folder.load_checkpoint(path)
+        if record["settings"] != settings_to_json(settings):
+            raise ValueError("it belongs to a run with other settings")
+        load(record)
+    except Exception as error:  # a damaged file can fail in any way
+        raise CompareError(_damaged(path, error)) from None
+
+
+def _damaged(path: Path, error: Exception | str) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"cannot resume: {path} is damaged ({reason}); "
+        "start again without --resume: the earlier run's files are kept"
+    )

@@ -1,0 +1,205 @@
+"""What the records say: numbers per arm, and sentences computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+
+from klfast.experiment.arms import ARMS
+from klfast.experiment.settings import Settings
+from klfast.experiment.train import Row
+
+HELD_WITHIN = 0.2
+"""An arm held the target if its mean KL over the last third is within this share of it."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm. Unless said otherwise, means over the last third of its steps.
+
+    Attributes:
+        steps: how many it has made.
+        window: how many the means are over.
+        kl: nats per sequence (k3, the estimator that the controllers read).
+        kl_spread: standard deviation of ``kl`` from step to step; 0 for a single step.
+        kl_per_token: nats per token.
+        first_reward, first_perplexity: of the first step.
+        settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
+        kl_seconds, step_seconds: medians over all steps.
+    """
+
+    name: str
+    label: str
+    steers: bool
+    steps: int
+    window: int
+    reward: float
+    kl: float
+    kl_spread: float
+    kl_per_token: float
+    coefficient: float
+    perplexity: float
+    first_reward: float
+    first_perplexity: float
+    settled: int | None
+    kl_seconds: float
+    step_seconds: float
+
+    def miss(self, target: float) -> float:
+        """How far ``kl`` is off, as a share of the target: -0.1 is 10 % below."""
+        return self.kl / target - 1
+
+    def held(self, target: float) -> bool:
+        return abs(self.miss(target)) <= HELD_WITHIN
+
+
+def summarise(rows: Iterable[Row], settings: Settings) -> list[Summary]:
+    """One summary for each arm that has made a step, in the order of the settings."""
+    by_arm: dict[str, list[Row]] = {name: [] for name in settings.arms}
+    for row in rows:
+        by_arm[row["arm"]].append(row)
+    return [_summarise_arm(name, own, settings) for name, own in by_arm.items() if own]
+
+
+def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
+    last = rows[-max(1, len(rows) // 3) :]
+
+    def mean(key: str) -> float:
+        return fmean(row[key] for row in last)
+
+    kl = [row["kl_per_sequence_k3"] for row in last]
+    near = (
+        row["step"]
+        for row in rows
+        if abs(row["kl_per_sequence_k3"] / settings.target - 1) <= HELD_WITHIN
+    )
+    return Summary(
+        name=name,
+        label=ARMS[name].label,
+        steers=ARMS[name].steers,
+        steps=len(rows),
+        window=len(last),
+        reward=mean("reward"),
+        kl=fmean(kl),
+        kl_spread=stdev(kl) if len(kl) > 1 else 0.0,
+        kl_per_token=mean("kl_per_token_k3"),
+        coefficient=mean("coefficient"),
+        perplexity=mean("held_out_perplexity"),
+        first_reward=rows[0]["reward"],
+        first_perplexity=rows[0]["held_out_perplexity"],
+        settled=next(near, None),
+        kl_seconds=median(row["kl_step_seconds"] for row in rows),
+        step_seconds=median(row["step_seconds"] for row in rows),
+    )
+
+
+def reading(summaries: list[Summary], settings: Settings) -> list[str]:
+    """The run in plain words: every statement follows from the numbers, none is pre-written."""
+    if not summaries:
+        return ["The run was stopped before any arm made a step: there is nothing to read yet."]
+    sentences = [_unfinished(summaries, settings)]
+    sentences += [_steering(s, settings) for s in summaries if s.steers]
+    sentences += [_not_steering(s, settings) for s in summaries if not s.steers]
+    sentences += [_fluency(summaries), _trade(summaries, settings), _cost(summaries)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _unfinished(summaries: list[Summary], settings: Settings) -> str:
+    done = {s.name: s.steps for s in summaries}
+    missing = [
+        f"{ARMS[name].label} made {done.get(name, 0)} of {settings.steps} steps"
+        for name in settings.arms
+        if done.get(name, 0) < settings.steps
+    ]
+    return f"The run is not finished: {'; '.join(missing)}." if missing else ""
+
+
+def _steering(s: Summary, settings: Settings) -> str:
+    verdict = "held" if s.held(settings.target) else "did not hold"
+    start = (
+        f"It first came that close at step {s.settled}"
+        if s.settled
+        else f"No step of it came within {HELD_WITHIN:.0%} of the target"
+    )
+    spread = f", and its KL varied by ±{number(s.kl_spread)} a step" if s.window > 1 else ""
+    return (
+        f"{_name(s)} {verdict} the target: over the last {_steps(s.window)} its KL was "
+        f"{number(s.kl)} nats per sequence, {_off(s, settings.target)}. {start}{spread}."
+    )
+
+
+def _not_steering(s: Summary, settings: Settings) -> str:
+    how = f"at a coefficient of {number(s.coefficient)}" if s.coefficient else "held by nothing"
+    luck = " (close, though nothing steered it there)" if s.held(settings.target) else ""
+    return (
+        f"{_name(s)}, {how}, ended at {number(s.kl)} nats per sequence, "
+        f"{_off(s, settings.target)}{luck}."
+    )
+
+
+def _off(s: Summary, target: float) -> str:
+    miss = s.miss(target)
+    if miss >= 1:
+        return f"{number(s.kl / target)} times the target of {number(target)}"
+    if abs(miss) < 0.005:
+        return f"on the target of {number(target)}"
+    return f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} the target of {number(target)}"
+
+
+def _fluency(summaries: list[Summary]) -> str:
+    worst = max(summaries, key=lambda s: s.perplexity)
+    best = min(summaries, key=lambda s: s.perplexity)
+    if worst is best:
+        return (
+            f"Held-out perplexity went from {number(best.first_perplexity)} after the first step "
+            f"to {number(best.perplexity)}."
+        )
+    return (
+        f"Held-out perplexity, {number(best.first_perplexity)} after the first step, ended highest "
+        f"in {_mid(worst)} ({number(worst.perplexity)}) and lowest in {_mid(best)} "
+        f"({number(best.perplexity)})."
+    )
+
+
+def _trade(summaries: list[Summary], settings: Settings) -> str:
+    highest = max(summaries, key=lambda s: s.reward)
+    text = (
+        f"The share of '{settings.letter}' was {highest.first_reward:.1%} at the first step and "
+        f"rose most in {_mid(highest)}, to {highest.reward:.1%}"
+        if highest.reward > highest.first_reward
+        else f"In no arm did the share of '{settings.letter}' rise"
+    )
+    holding = [s for s in summaries if s.steers and s.held(settings.target) and s is not highest]
+    if holding:
+        best = max(holding, key=lambda s: s.reward)
+        text += f"; of the arms that held the target, most in {_mid(best)}, to {best.reward:.1%}"
+    return text + "."
+
+
+def _cost(summaries: list[Summary]) -> str:
+    kl = median(s.kl_seconds for s in summaries)
+    step = median(s.step_seconds for s in summaries)
+    return (
+        f"The KL step (penalty, gradient and statistics) took {number(kl * 1e3)} ms, "
+        f"{kl / step:.1%} of a training step of {number(step * 1e3)} ms (medians)."
+    )
+
+
+def _name(s: Summary) -> str:
+    return s.label[0].upper() + s.label[1:]
+
+
+def _mid(s: Summary) -> str:
+    return f"the arm “{s.label}”"
+
+
+def _steps(count: int) -> str:
+    return f"{count} steps" if count > 1 else "step"
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent where people read numbers."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.2e}"

@@ -1,0 +1,72 @@
+"""What torch must know of the ops without running them: shapes for tracing, and a rule for vmap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.call import SCALAR_REDUCTIONS
+from klfast.stats import KLStats
+
+_REDUCTION = 11  # position among the arguments of both ops
+
+
+def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor:
+    return tensor.new_empty(tensor.shape if wanted else (0,))
+
+
+@torch.library.register_fake("klfast::kl_penalty_fwd")
+def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs, ref_logprobs, old_logprobs, _, cu_seqlens = args[:5]
+    reduction = args[_REDUCTION]
+    grad_logprobs, grad_ref_logprobs, want_statistics = args[-3:]
+    inputs = (logprobs, ref_logprobs, old_logprobs)
+    is_double = any(t is not None and t.dtype == torch.float64 for t in inputs)
+    dtype = torch.float64 if is_double else torch.float32
+    if cu_seqlens is not None:
+        sequences = cu_seqlens.shape[0] - 1
+    else:
+        sequences = logprobs.shape[0] if logprobs.dim() == 2 else 1
+    shape = logprobs.shape if reduction == "none" else (sequences,)
+    if reduction in SCALAR_REDUCTIONS:
+        shape = ()
+    rows = len(KLStats._fields) if want_statistics else 1
+    return (
+        logprobs.new_empty(shape, dtype=dtype),
+        logprobs.new_empty((rows, sequences), dtype=dtype),
+        _empty_gradient(logprobs, grad_logprobs),
+        _empty_gradient(ref_logprobs, grad_ref_logprobs),
+    )
+
+
+@torch.library.register_fake("klfast::kl_penalty_bwd")
+def _kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    return _empty_gradient(args[0], args[-2]), _empty_gradient(args[1], args[-1])
+
+
+@torch.library.register_fake("klfast::scale_")
+def _scale(tensor: Tensor, factor: Tensor) -> None:
+    pass
+
+
+def _register_vmap(op: Any) -> None:
+    """vmap by one call per element: right for every option, and as fast as a batched op would be only
+    for large elements."""
+
+    @torch.library.register_vmap(op)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        def element(i: int) -> list[Any]:
+            return [
+                arg if dim is None else arg.select(dim, i)
+                for arg, dim in zip(args, in_dims, strict=True)
+            ]
+
+        outputs = zip(*(op(*element(i)) for i in range(info.batch_size)), strict=True)
+        stacked = tuple(torch.stack(output) for output in outputs)
+        return stacked, (0,) * len(stacked)
+
+
+_register_vmap(torch.ops.klfast.kl_penalty_fwd.default)
+_register_vmap(torch.ops.klfast.kl_penalty_bwd.default)

@@ -1,0 +1,387 @@
+"""The truth: klfast's contract in exact arithmetic on the stored inputs, token by token.
+
+Nothing here is shared with klfast. Formulas run in mpmath, derivatives are difference quotients of the
+value at 100 digits, limits are minima and maxima, reductions are loops. An estimator that is not in
+``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in mpmath as well: it
+is tested like the others without a line here.
+
+Tolerances come with the truth. A token is allowed promise 1 of design.md on each term that its formula
+adds up, a reduction the sum of what its tokens are allowed and the rounding of its additions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import NamedTuple
+
+import mpmath
+import torch
+from mpmath import mpf
+from torch import Tensor
+
+from klfast.backends.reference import FORMULAS as REFERENCE_FORMULAS
+
+mpmath.mp.dps = 100
+STEP = mpf(10) ** -25  # of a difference quotient; its error is the square of this
+
+CONTRACT = {
+    "k1": lambda x: x,
+    "abs": lambda x: abs(x),
+    "k2": lambda x: x**2 / 2,
+    "k3": lambda x: mpmath.exp(-x) - 1 + x,
+    "k3_ref": lambda x: mpmath.exp(x) - 1 - x,
+    "r_log_r": lambda x: mpmath.exp(x) * x,
+}
+"""f(x) of the estimators that design.md names."""
+
+
+class Exact:
+    """An mpmath number that torch's functions take for a tensor."""
+
+    functions = {  # noqa: RUF012
+        "abs": abs,
+        "clamp": lambda x, lo, hi: min(max(x, lo), hi),
+        "cosh": mpmath.cosh,
+        "exp": mpmath.exp,
+        "expm1": lambda x: mpmath.exp(x) - 1,
+        "log": mpmath.log,
+        "log1p": lambda x: mpmath.log(1 + x),
+        "maximum": max,
+        "minimum": min,
+        "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
+        "sign": mpmath.sign,
+        "sinh": mpmath.sinh,
+        "softplus": lambda x: mpmath.log(1 + mpmath.exp(x)),
+        "sqrt": mpmath.sqrt,
+        "square": lambda x: x * x,
+        "tanh": mpmath.tanh,
+        "where": lambda condition, x, y: x if condition else y,
+    }
+
+    def __init__(self, number):
+        self.number = number
+
+    @classmethod
+    def apply(cls, function, *arguments):
+        return cls(function(*(getattr(a, "number", a) for a in arguments)))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return cls.apply(cls.functions[function.__name__], *args, **(kwargs or {}))
+
+    def __getattr__(self, method):
+        return functools.partial(self.apply, self.functions[method], self)
+
+
+def _give_operators(names, prefix, order):
+    for name in names:
+        function = getattr(operator, name)
+
+        def method(*operands, function=function):
+            return Exact.apply(function, *operands[::order])
+
+        setattr(Exact, f"__{prefix}{name}__", method)
+
+
+_give_operators(("neg", "abs", "lt", "le", "gt", "ge"), "", 1)
+_give_operators(("add", "sub", "mul", "truediv", "pow"), "", 1)
+_give_operators(("add", "sub", "mul", "truediv", "pow"), "r", -1)
+
+
+def of_reference(name):
+    """The reference backend's formula of an estimator, in exact arithmetic."""
+    return lambda x: REFERENCE_FORMULAS[name](Exact(x)).number
+
+
+def formula(name):
+    """f(x) of an estimator, on mpmath numbers."""
+    return CONTRACT.get(name) or of_reference(name)
+
+
+def slope(function, x):
+    """The derivative by its definition; between the two sides at a kink."""
+    return (function(x + STEP) - function(x - STEP)) / (2 * STEP)
+
+
+def curvature(function, x):
+    return slope(functools.partial(slope, function), x)
+
+
+def unit_roundoff(dtype):
+    return torch.finfo(dtype).eps / 2
+
+
+def promise(x, dtype):
+    """Relative error that design.md allows a token at log-ratio x, scaled from fp32 to the dtype."""
+    bound = 4e-7 if abs(x) <= 1 else (2 + abs(x)) * 1.2e-7
+    return float(bound) * unit_roundoff(dtype) / unit_roundoff(torch.float32)
+
+
+def textbook_error(log_ratio):
+    """What a textbook formula loses to cancellation in float64, in value and autograd's derivative."""
+    return 4 * unit_roundoff(torch.float64) * max(1, abs(log_ratio))
+
+
+class Token(NamedTuple):
+    """One token's w * f(x), its derivatives, and what rounding in the arithmetic's dtype may do."""
+
+    value: mpf
+    grad: mpf
+    grad_ref: mpf
+    clipped: bool
+    value_tolerance: mpf
+    grad_tolerance: mpf
+
+
+def log_ratio_bounds(estimator):
+    clip = estimator.log_ratio_clip
+    if clip is None:
+        return -mpmath.inf, mpmath.inf
+    return clip if isinstance(clip, tuple) else (-clip, clip)
+
+
+def with_limits(estimator, x):
+    """f under log_ratio_clip, then linear_tail, then kl_clip."""
+    f = formula(estimator.name)
+    lo, hi = log_ratio_bounds(estimator)
+    x = min(max(x, mpf(lo)), mpf(hi))
+    near = nearest(estimator, x)
+    value = f(x) if near == x else f(near) + slope(f, near) * (x - near)
+    limit = mpmath.inf if estimator.kl_clip is None else mpf(estimator.kl_clip)
+    return min(max(value, -limit), limit), abs(value) > limit
+
+
+def nearest(estimator, x):
+    """The point of [-linear_tail, linear_tail] next to x."""
+    tail = mpmath.inf if estimator.linear_tail is None else mpf(estimator.linear_tail)
+    return min(max(x, -tail), tail)
+
+
+def importance(estimator, logprob, old_logprob):
+    """(w, whether it was capped)."""
+    if old_logprob is None:
+        return mpf(1), False
+    weight = mpmath.exp(logprob - old_logprob)
+    cap = mpmath.inf if estimator.importance_cap is None else mpf(estimator.importance_cap)
+    return min(weight, cap), weight > cap
+
+
+@functools.lru_cache(maxsize=200_000)
+def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
+    """A kept token with mask 1; arithmetic's dtype is for the tolerances alone."""
+    a, b = mpf(logprob), mpf(ref_logprob)
+    old = None if old_logprob is None else mpf(old_logprob)
+    x = a - b
+    weight, capped = importance(estimator, a, old)
+    value, kl_clipped = with_limits(estimator, x)
+
+    def objective(a, b):
+        """What the gradient is the gradient of."""
+        w = weight if estimator.importance == "detached" else importance(estimator, a, old)[0]
+        k2_surrogate = estimator.gradient == "k2"
+        return w * (CONTRACT["k2"](a - b) if k2_surrogate else with_limits(estimator, a - b)[0])
+
+    grad = slope(lambda a: objective(a, b), a)
+    grad_ref = slope(lambda b: objective(a, b), b)
+    if estimator.gradient == "none":
+        grad = grad_ref = mpf(0)
+    lo, hi = log_ratio_bounds(estimator)
+    return Token(
+        weight * value,
+        grad,
+        grad_ref,
+        capped or kl_clipped or not lo <= x <= hi,
+        *_tolerances(estimator, dtype, x, weight, old is not None),
+    )
+
+
+def _tolerances(estimator, dtype, x, weight, weighs):
+    """Promise 1 on every term of a token's value and gradient, not on what is left if they cancel."""
+    f, u = formula(estimator.name), unit_roundoff(dtype)
+    lo, hi = log_ratio_bounds(estimator)
+    clipped = min(max(x, mpf(lo)), mpf(hi))
+    near = nearest(estimator, clipped)
+    relative = promise(near, dtype) + 4 * u  # four more: mask, coef and limits in this dtype
+    if weighs:
+        relative += promise(max(1, abs(mpmath.log(weight))), dtype)
+    value = abs(f(near))
+    if near != clipped:
+        value += abs(slope(f, near)) * (abs(clipped) + abs(near))
+    # A derivative with a root away from 0 has no relative bound there: x itself is rounded.
+    derivative = abs(slope(f, near)) + abs(near * curvature(f, near))
+    if estimator.gradient == "k2":
+        derivative, through_weight = abs(x), x**2 / 2
+    else:
+        through_weight = value
+    if weighs and estimator.importance == "differentiable":
+        derivative += through_weight
+    textbook = 0
+    if dtype == torch.float64:
+        textbook = weight * textbook_error(x)
+    return relative * weight * value + textbook, relative * weight * derivative + textbook
+
+
+class Truth(NamedTuple):
+    """A call's results in float64, each with how far a backend may be from it."""
+
+    result: Tensor
+    grad: Tensor
+    grad_ref: Tensor
+    stats: dict[str, Tensor]
+    result_tolerance: Tensor
+    grad_tolerance: Tensor
+    stats_tolerance: dict[str, Tensor]
+
+
+def arithmetic_dtype(*inputs):
+    doubles = [t is not None and t.dtype == torch.float64 for t in inputs]
+    return torch.float64 if any(doubles) else torch.float32
+
+
+def sequences_of(shape, cu_seqlens):
+    """The indices of every sequence's tokens, among all tokens."""
+    if cu_seqlens is not None:
+        edges = cu_seqlens.tolist()
+        return [range(start, end) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+    rows, width = shape if len(shape) == 2 else (1, shape[0])
+    return [range(row * width, (row + 1) * width) for row in range(rows)]
+
+
+def kl_penalty(
+    logprobs,
+    ref_logprobs,
+    mask=None,
+    *,
+    estimator,
+    reduction="none",
+    cu_seqlens=None,
+    old_logprobs=None,
+    normalizer=None,
+    coef=1.0,
+    grad_out=None,
+) -> Truth:
+    """What klfast.kl_penalty must return, with gradients for an upstream gradient (ones by default)."""
+    dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
+    shape, count = logprobs.shape, logprobs.numel()
+    columns = [t.double().flatten().tolist() for t in (logprobs, ref_logprobs)]
+    if old_logprobs is not None:
+        columns.append(old_logprobs.double().flatten().tolist())
+    weight = [1.0] * count if mask is None else mask.double().flatten().tolist()
+    kept = {t: token(estimator, dtype, *(c[t] for c in columns)) for t in range(count) if weight[t]}
+
+    sequences = sequences_of(shape, cu_seqlens)
+    lengths = [math.fsum(weight[t] for t in sequence) for sequence in sequences]
+    share = [0.0] * count  # of a token's value in the result
+    position = [0] * count  # in the flat result
+    for s, sequence in enumerate(sequences):
+        for t in sequence:
+            share[t] = float(coef) * weight[t] / _denominator(reduction, lengths, s, normalizer)
+            position[t] = {"none": t, "seq-sum": s, "seq-mean": s}.get(reduction, 0)
+
+    sizes = {"none": list(shape), "seq-sum": [len(sequences)], "seq-mean": [len(sequences)]}
+    terms = [[] for _ in range(math.prod(sizes.get(reduction, [])))]
+    for t, truth in kept.items():
+        exact, allowed = share[t] * truth.value, abs(share[t]) * truth.value_tolerance
+        terms[position[t]].append((exact, allowed))
+    upstream = [1.0] * len(terms) if grad_out is None else grad_out.double().flatten().tolist()
+    factor = {t: share[t] * upstream[position[t]] for t in kept}
+
+    def per_token(values):
+        return _tensor([values.get(t, 0) for t in range(count)]).reshape(shape)
+
+    result, tolerance = _sums(terms, dtype)
+    stats, stats_tolerance = _stats(kept, columns, weight, sequences, lengths, dtype)
+    return Truth(
+        result.reshape(sizes.get(reduction, [])),
+        per_token({t: factor[t] * truth.grad for t, truth in kept.items()}),
+        per_token({t: factor[t] * truth.grad_ref for t, truth in kept.items()}),
+        stats,
+        tolerance.reshape(result.reshape(sizes.get(reduction, [])).shape),
+        per_token({t: abs(factor[t]) * truth.grad_tolerance for t, truth in kept.items()}),
+        stats_tolerance,
+    )
+
+
+def _denominator(reduction, lengths, s, normalizer):
+    own = lengths[s] or 1
+    sequences = sum(length > 0 for length in lengths) or 1
+    tokens = math.fsum(lengths) or 1
+    return {
+        "none": 1,
+        "seq-sum": 1,
+        "seq-mean": own,
+        "token-sum": 1,
+        "token-mean": normalizer or tokens,
+        "seq-mean-token-sum": normalizer or sequences,
+        "seq-mean-token-mean": own * (normalizer or sequences),
+    }[reduction]
+
+
+def _stats(kept, columns, weight, sequences, lengths, dtype):
+    """KLStats, field by field, with tolerances."""
+    log_ratio = {t: mpf(columns[0][t]) - mpf(columns[1][t]) for t in kept}
+    terms = {
+        "kl": lambda t: (weight[t] * kept[t].value, weight[t] * kept[t].value_tolerance),
+        "length": lambda t: (mpf(weight[t]), unit_roundoff(dtype) * weight[t]),
+    }
+    for name in ("k1", "k2", "k3"):
+        terms[name] = functools.partial(_weighted_formula, name, log_ratio, weight, dtype)
+    stats, tolerance = {}, {}
+    for name, term in terms.items():
+        per_sequence = [[term(t) for t in sequence if t in kept] for sequence in sequences]
+        stats[name], tolerance[name] = _sums(per_sequence, dtype)
+    ratios = [[abs(log_ratio[t]) for t in sequence if t in kept] for sequence in sequences]
+    stats["max_log_ratio"] = _tensor([max(r, default=0) for r in ratios])
+    tolerance["max_log_ratio"] = unit_roundoff(dtype) * stats["max_log_ratio"]
+    clipped = [sum(kept[t].clipped for t in sequence if t in kept) for sequence in sequences]
+    stats["clipped"] = _tensor(clipped)
+    stats["nonfinite"] = torch.zeros(len(sequences), dtype=torch.float64)
+    for count in ("clipped", "nonfinite"):
+        tolerance[count] = torch.zeros(len(sequences), dtype=torch.float64)
+    return stats, tolerance
+
+
+def _weighted_formula(name, log_ratio, weight, dtype, t):
+    value = weight[t] * CONTRACT[name](log_ratio[t])
+    return value, (promise(log_ratio[t], dtype) + 2 * unit_roundoff(dtype)) * abs(value)
+
+
+def _sums(terms, dtype):
+    """Sums of (term, tolerance) lists. Adding n numbers one by one rounds n - 1 times, and klfast never
+    adds more than 16 before it goes on in double."""
+    u = unit_roundoff(dtype)
+    sums = [sum(exact for exact, _ in row) for row in terms]
+    tolerances = [
+        sum(allowed + min(len(row), 16) * u * abs(exact) for exact, allowed in row) for row in terms
+    ]
+    return _tensor(sums), _tensor(tolerances)
+
+
+def _tensor(numbers):
+    return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+
+
+def assert_within(actual, expected, tolerance, what):
+    """|actual - expected| <= tolerance plus two roundings to actual's dtype.
+
+    Two, as a bf16 gradient of a scalar is rounded when the forward writes it and when the backward
+    scales it. Where the truth is beyond the dtype's range, infinity of its sign is right; what falls below
+    the range of fp32 arithmetic is exempt.
+    """
+    info = torch.finfo(actual.dtype)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    got = actual.detach().double()
+    underflow = info.smallest_normal * info.eps + 1e3 * torch.finfo(torch.float32).tiny
+    allowed = tolerance + info.eps * expected.abs() + underflow
+    wrong = ~((got - expected).abs() <= allowed)
+    overflow = (expected.abs() * (1 + info.eps) + tolerance > info.max) & (got.abs() == torch.inf)
+    wrong &= ~(overflow & (got.sign() == expected.sign()))
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}{list(at)}: got {got[at].item()!r}, truth {expected[at].item()!r}, "
+            f"allowed {allowed[at].item():.3g}, off by {(got - expected)[at].item():.3g}; "
+            f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+        )

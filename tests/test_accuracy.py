@@ -1,0 +1,222 @@
+"""Promise 1: value and gradient of every estimator to a few units in the last place, everywhere."""
+
+import functools
+import math
+
+import mpmath
+import oracle
+import pytest
+import torch
+
+import klfast
+from klfast import backends
+from klfast.backends.reference import FORMULAS as REFERENCE_FORMULAS
+from klfast.estimator import ESTIMATORS
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+LAST = {torch.float64: 709.0}
+"""The largest log-ratio of a sweep; 88 but in fp64: exp of more overflows."""
+
+
+def sweep(dtype):
+    """Log-ratios of both signs from 1e-7 to the last, and where a kernel could go wrong: around the
+    switch between series at 1, at the edges ln2/2 of exp's range reduction, close to overflow, at 0."""
+    last = LAST.get(dtype, 88.0)
+    grid = torch.logspace(-7, math.log10(last), 300, dtype=torch.float64)
+    edges = torch.arange(1, int(2 * last / math.log(2))) * (math.log(2) / 2)
+    special = torch.tensor([1.0, math.log(2), 0.5, 2.0, last, last - 0.5], dtype=torch.float64)
+    centers = torch.cat([edges[:: max(1, len(edges) // 250)], special]).to(dtype)
+    if dtype not in (torch.float32, torch.float64):
+        magnitudes = torch.cat([grid.to(dtype), centers])
+    else:
+        around = [centers.nextafter(torch.full_like(centers, way)) for way in (0, math.inf)]
+        magnitudes = torch.cat([grid.to(dtype), centers, *around])
+    return torch.cat([magnitudes, -magnitudes, torch.zeros(1, dtype=dtype)])
+
+
+def realistic_pairs(dtype):
+    """Log-probs from 0 to -20 and references 1e-6 to 60 away: x itself is rounded."""
+    logprobs = -20 * torch.rand(400, dtype=torch.float64) ** 3
+    log_ratio = 10 ** torch.empty(400, dtype=torch.float64).uniform_(-6, 1.78)
+    log_ratio *= torch.randint(0, 2, (400,)) * 2 - 1
+    return logprobs.to(dtype), (logprobs - log_ratio).to(dtype)
+
+
+@functools.cache
+def sweep_truth(estimator, dtype):
+    """(value, derivative) on the sweep."""
+    x = [mpmath.mpf(x) for x in sweep(dtype).tolist()]
+    f = oracle.formula(estimator)
+    return exact(f(x) for x in x), exact(oracle.slope(f, x) for x in x)
+
+
+def exact(numbers):
+    """mpmath numbers as an unevaluated sum of two float64 tensors."""
+    numbers = list(numbers)
+    high = [float(number) for number in numbers]
+    rest = [float(n - h) if math.isfinite(h) else 0.0 for n, h in zip(numbers, high, strict=True)]
+    return torch.tensor(high, dtype=torch.float64), torch.tensor(rest, dtype=torch.float64)
+
+
+def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0, skip=None):
+    """Relative error within the promise, plus the rounding to what a gradient is stored in.
+
+    Results below the normal range are exempt; beyond the range, infinity is right.
+    """
+    high, rest = truth
+    x = log_ratios.double()
+    promised = torch.tensor([oracle.promise(x, arithmetic) for x in x.tolist()])
+    if actual.dtype != arithmetic:
+        promised += oracle.unit_roundoff(actual.dtype)
+    error = ((actual.double() - high) - rest).abs()
+    stored = torch.finfo(actual.dtype)
+    least = max(torch.finfo(arithmetic).tiny, stored.tiny, float(oracle.STEP**2))
+    good = error <= promised * high.abs() + slack
+    good |= (high.abs() < least) & (error <= least)
+    overflows = high.abs() * (1 + promised) > stored.max
+    good |= overflows & (actual.double() == high.sign() * math.inf)
+    if skip is not None:
+        good |= skip
+    relative = error / high.abs()
+    worst = [(float(x[i]), float(relative[i])) for i in (~good).nonzero().flatten()[:3]]
+    assert good.all(), f"(x, relative error) {worst} and {int((~good).sum())} in all"
+
+
+def textbook_slack(backend, arithmetic, log_ratios):
+    """The reference computes in float64 whatever comes in, so that in fp32 it keeps the promise too; in
+    fp64 it has the cancellation of the textbook formulas, in the value and in autograd's derivative."""
+    textbook = backend == "reference" and arithmetic == torch.float64
+    if not textbook:
+        return 0.0
+    errors = [oracle.textbook_error(x) for x in log_ratios.tolist()]
+    return torch.tensor(errors, dtype=torch.float64)
+
+
+def penalty_and_grads(backend, estimator, logprobs, ref_logprobs, **options):
+    logprobs, ref_logprobs = (
+        logprobs.clone().requires_grad_(),
+        ref_logprobs.clone().requires_grad_(),
+    )
+    options |= {"estimator": estimator, "backend": backend}
+    value = klfast.kl_penalty(logprobs, ref_logprobs, **options)
+    return value.detach(), *torch.autograd.grad(value.sum(), (logprobs, ref_logprobs))
+
+
+@pytest.mark.parametrize("name", oracle.CONTRACT)
+def test_the_reference_states_the_formulas_of_the_contract(name):
+    stated = oracle.of_reference(name)
+    for x in [mpmath.mpf(x) for x in (-88, -1, -1e-7, 0, 1e-7, 0.3, 1, 5, 88)]:
+        assert mpmath.almosteq(stated(x), oracle.CONTRACT[name](x), rel_eps=mpmath.mpf(10) ** -60)
+
+
+def test_every_list_of_estimators_is_the_same():
+    assert tuple(oracle.CONTRACT) == ESTIMATORS[: len(oracle.CONTRACT)]
+    assert tuple(REFERENCE_FORMULAS) == ESTIMATORS
+    native = backends.load("native")
+    if native.unavailable(torch.device("cpu")) is None:
+        from klfast import _C
+
+        assert tuple(_C.estimator_names()) == ESTIMATORS
+
+
+@every_dtype
+@every_estimator
+def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
+    """Against ref_logprobs of 0, where the log-ratio is exact."""
+    x = sweep(dtype)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    slack = textbook_slack(backend, arithmetic, x)
+    true_value, true_derivative = sweep_truth(estimator, dtype)
+
+    value, grad, grad_ref = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
+    assert value.dtype == arithmetic
+    assert grad.dtype == grad_ref.dtype == dtype
+    assert_promised(value, true_value, x, arithmetic, slack)
+    assert_promised(grad, true_derivative, x, arithmetic, slack)
+    assert_promised(-grad_ref, true_derivative, x, arithmetic, slack)
+
+
+@pytest.mark.parametrize("return_stats", [False, True], ids=["no-stats", "stats"])
+@pytest.mark.parametrize("reduction", ["none", "token-sum"])
+@every_estimator
+def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction, return_stats):
+    """A gradient of its own read, out of the forward's, beside statistics: they are different code."""
+    x = sweep(torch.float32)
+    inside = x.abs() < 40  # so that the sum stays finite
+    logprobs = x[inside].requires_grad_()
+    true_value, true_derivative = (
+        (high[inside], rest[inside]) for high, rest in sweep_truth(estimator, torch.float32)
+    )
+    options = {"reduction": reduction, "return_stats": return_stats, "backend": backend}
+    result = klfast.kl_penalty(
+        logprobs,
+        logprobs.new_zeros(()).expand_as(logprobs).detach(),
+        estimator=estimator,
+        **options,
+    )
+    result = result[0] if return_stats else result
+    (grad,) = torch.autograd.grad(result.sum(), logprobs)
+    assert_promised(grad, true_derivative, logprobs.detach(), torch.float32)
+    if reduction == "none":
+        assert_promised(result.detach(), true_value, logprobs.detach(), torch.float32)
+
+
+@every_dtype
+@every_estimator
+def test_value_and_gradients_on_realistic_pairs(backend, estimator, dtype):
+    """Where x is rounded, a derivative keeps its relative accuracy as far as its condition allows:
+    r_log_r's has a root at -1, and there no arithmetic on a rounded x could."""
+    logprobs, ref_logprobs = realistic_pairs(dtype)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    pairs = zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True)
+    numbers = [mpmath.mpf(a) - mpmath.mpf(b) for a, b in pairs]
+    x = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    slack = textbook_slack(backend, arithmetic, x)
+    f = oracle.formula(estimator)
+    slopes = [oracle.slope(f, x) for x in numbers]
+    bends = [abs(x * oracle.curvature(f, x)) for x in numbers]
+    conditions = zip(numbers, slopes, bends, strict=True)
+    ill = torch.tensor([bend > (2 + abs(x)) * abs(slope) for x, slope, bend in conditions])
+    assert ill.float().mean() < 0.2
+
+    value, grad, grad_ref = penalty_and_grads(backend, estimator, logprobs, ref_logprobs)
+    assert_promised(value, exact(f(x) for x in numbers), x, arithmetic, slack)
+    assert_promised(grad, exact(slopes), x, arithmetic, slack, ill)
+    assert_promised(-grad_ref, exact(slopes), x, arithmetic, slack, ill)
+
+
+@every_dtype
+def test_k3_is_never_negative_and_0_at_0(backend, dtype):
+    tiny = torch.finfo(torch.float32).tiny
+    log_ratio = torch.cat(
+        [
+            10 ** torch.empty(20_000, dtype=torch.float64).uniform_(-12, 2),
+            10 ** torch.empty(1000, dtype=torch.float64).uniform_(-45, -12),
+            torch.tensor([0.0, tiny, tiny / 4], dtype=torch.float64),
+        ]
+    )
+    log_ratio = torch.cat([log_ratio, -log_ratio]).to(dtype)
+    for estimator in ("k3", "k3_ref"):
+        options = {"estimator": estimator, "backend": backend}
+        k3 = klfast.kl_penalty(log_ratio, torch.zeros_like(log_ratio), **options)
+        assert (k3 >= 0).all()
+        assert (k3[log_ratio == 0] == 0).all()
+        assert (klfast.kl_penalty(log_ratio, log_ratio, **options) == 0).all()
+
+
+@pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
+@every_dtype
+def test_mixed_dtypes_lose_nothing(backend, dtype, ref_dtype):
+    """Each input is read as it is stored; fp64 on either side makes the arithmetic fp64."""
+    logprobs = realistic_pairs(dtype)[0][:60]
+    ref_logprobs = realistic_pairs(ref_dtype)[1][:60]
+    truth = oracle.kl_penalty(logprobs, ref_logprobs, estimator=klfast.Estimator("k3"))
+    value, grad, grad_ref = penalty_and_grads(backend, "k3", logprobs, ref_logprobs)
+    assert value.dtype == oracle.arithmetic_dtype(logprobs, ref_logprobs)
+    assert (grad.dtype, grad_ref.dtype) == (dtype, ref_dtype)
+    oracle.assert_within(value, truth.result, truth.result_tolerance, "value")
+    oracle.assert_within(grad, truth.grad, truth.grad_tolerance, "grad")
+    oracle.assert_within(grad_ref, truth.grad_ref, truth.grad_tolerance, "grad_ref")
