@@ -56,10 +56,10 @@ def _register_vmap(op: Any) -> None:
     for large elements."""
 
     @torch.library.register_vmap(op)
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def element(i: int) -> list[Any]:
             return [
-                arg if dim is None else arg.select(dim, i)
+                arg.select(dim, i) if isinstance(dim, int) else arg
                 for arg, dim in zip(args, in_dims, strict=True)
             ]
 

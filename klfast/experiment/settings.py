@@ -39,11 +39,11 @@ class Settings:
     target: float = 6.0
     letter: str = "e"
 
-    low_coef: float = 0.005
+    low_coef: float = 0.01
     high_coef: float = 0.03
     init_coef: float = 0.03
-    horizon: float = 192.0
-    gain: float = 0.2
+    horizon: float = 256.0
+    gain: float = 0.1
 
     prompts: int = 12
     group: int = 4

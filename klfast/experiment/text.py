@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 COMMON_WORDS = 600
-_PLAIN = str.maketrans(
-    {
-        **{"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"'},  # quotes
-        **{"\u2013": "-", "\u2014": "-", "\u2026": "..."},  # dashes, ellipsis
-    }
-)
+_PLAIN = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--") | {0x2026: "..."}
 _HELD_OUT_EVERY = 10
 
 

@@ -122,8 +122,8 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     }
     if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
         raise CompareError(
-            f"arm {arm.name!r} diverged at step {row['step']} (a NaN or an infinity in its numbers); "
-            "try a smaller learning rate"
+            f"arm {arm.name!r} diverged at step {row['step']}: there is a NaN or an infinity among "
+            "its numbers; try a smaller learning rate"
         )
     arm.rows.append(row)
     return row

@@ -1,0 +1,107 @@
+"""The command line: options, one clear error each, exit codes, Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from klfast.__main__ import main
+from klfast.experiment import run
+from klfast.experiment.text import load_corpus
+
+SHORT = ["--steps", "2", "--arms", "adaptive", "--pretrain-steps", "2", "--no-bench"]
+
+
+def test_compare_writes_a_report_and_names_it(tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    assert main(["compare", *SHORT, "--seed", "3", "--target", "2.5", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"Report: {out / 'report.html'}")
+    settings = json.loads((out / "settings.json").read_text())["settings"]
+    assert (settings["seed"], settings["target"], settings["arms"]) == (3, 2.5, ["adaptive"])
+    names = {path.name for path in out.iterdir()}
+    assert names == {"settings.json", "metrics.jsonl", "curves.png", "report.html", "checkpoints"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", "adaptive,fixd"], "unknown arm 'fixd'; expected one of 'none', 'fixed-low'"),
+        (["--arms", ","], "no arm given"),
+        (["--steps", "0"], "steps must be a whole number >= 1, got 0"),
+        (["--target", "nan"], "target must be a finite number > 0, got nan"),
+        (["--target", "-1"], "target must be a finite number > 0, got -1.0"),
+        (["--horizon", "0"], "horizon must be a finite number > 0, got 0.0"),
+        (["--letter", "E!"], "letter must be one of 'a' to 'z', got 'E!'"),
+        (["--resume"], "nothing to resume: there is no"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    assert main(["compare", "--out", str(out), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("klfast compare: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["compare", "--steps", "many"], ["compare", "--speed", "1"], ["dance"], []]
+)
+def test_an_unknown_word_is_an_error_of_usage(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_an_output_folder_that_cannot_be_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    assert main(["compare", *SHORT, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot write to the output folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_output_folder_is_refused(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    try:
+        assert main(["compare", *SHORT, "--out", str(tmp_path)]) == 2
+    finally:
+        tmp_path.chmod(0o700)
+    assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
+    command = [sys.executable, "-m", "klfast", "compare", "--steps", "1000", "--arms"]
+    command += ["none,adaptive", "--pretrain-steps", "2", "--no-bench", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline, "no step was recorded"
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == ""
+    assert "go on with --resume" in printed
+    assert "not finished" in (tmp_path / "report.html").read_text()
+    settings, _ = run.stored_settings(tmp_path)
+    resumed = run.resume(settings, load_corpus(), tmp_path)
+    assert resumed.rows == [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(resumed.rows) >= 2
+
+
+def test_importing_klfast_leaves_the_experiment_alone():
+    heavy = ["klfast.experiment", "rich", "matplotlib", "jinja2"]
+    code = f"import klfast, sys; print([m for m in {heavy} if m in sys.modules and m != 'jinja2'])"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "[]"
