@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from klfast.call import SCALAR_REDUCTIONS, KLCall
 from klfast.stats import KLStats
 from klfast.value_checks import are_tracing, check_values
+
+
+Grads = tuple[Tensor | None, Tensor | None]
+"""Gradients to logprobs and ref_logprobs; None where not needed."""
 
 
 class Kernels(NamedTuple):
@@ -43,7 +46,6 @@ def load_error() -> str | None:
     return None
 
 
-@functools.cache
 def native_kernels() -> Kernels:
     """The ops of the extension, which must be loaded."""
     ops = torch.ops.klfast
@@ -92,15 +94,50 @@ def _stats(sums: Tensor) -> KLStats:
     return KLStats(kl, length, *others)
 
 
-def _recompute(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+def _recompute(ctx: Any, grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
     *tensors, sums = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
-    grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, sums, *needs)
+    with torch.no_grad():
+        grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, sums, *needs)
     return _wanted(grads, needs)
 
 
-def _wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+class _NotTwice(torch.autograd.Function):
+    """A gradient that says so when it is differentiated again. Without this the second derivative
+    would be silently zero, as torch's once_differentiable looks at grad_output alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, logprobs: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "klfast's compiled backends are differentiable once; "
+            "for second derivatives use backend='reference'"
+        )
+
+
+def _once(ctx: Any, grads: Grads) -> Grads:
+    """The gradients, guarded where a graph of them is being made (create_graph)."""
+    if not torch.is_grad_enabled():
+        return grads
+    inputs = ctx.saved_tensors[:2]
+    first, second = (
+        None if grad is None else _NotTwice.apply(grad, tensor)
+        for grad, tensor in zip(grads, inputs, strict=True)
+    )
+    return first, second
+
+
+def _wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
     return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
 
 
@@ -135,18 +172,18 @@ class _KLPenalty(torch.autograd.Function):
         return result, sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
         grads = ctx.unit_grads
         if grads is None:
-            return (*_recompute(ctx, grad_out), None)
+            return (*_once(ctx, _recompute(ctx, grad_out)), None)
         ctx.unit_grads = None  # handed out below: autograd may change it from here on
-        for grad in grads:
-            if grad is not None:
-                ctx.kernels.scale_(grad, grad_out)
-        return (*grads, None)
+        with torch.no_grad():
+            for grad in grads:
+                if grad is not None:
+                    ctx.kernels.scale_(grad, grad_out)
+        return (*_once(ctx, grads), None)
 
 
 class _TransformableKLPenalty(torch.autograd.Function):
@@ -169,7 +206,6 @@ class _TransformableKLPenalty(torch.autograd.Function):
         ctx.mark_non_differentiable(sums)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         nothing = (None,) * (len(ctx.needs_input_grad) - 2)
-        return (*_recompute(ctx, grad_out), *nothing)
+        return (*_once(ctx, _recompute(ctx, grad_out)), *nothing)

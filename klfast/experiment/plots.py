@@ -38,7 +38,7 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
     )
     for panel, key, title in panels:
         ends = _draw_lines(panel, key, rows, settings)
-        _dress(panel, title, settings)
+        _dress(panel, title, settings, empty=not ends)
         if key == "kl_per_sequence_k3":
             _mark_target(panel, settings)
         _label_ends(panel, ends)
@@ -78,12 +78,14 @@ def _draw_lines(
     return ends
 
 
-def _dress(panel: Axes, title: str, settings: Settings) -> None:
+def _dress(panel: Axes, title: str, settings: Settings, empty: bool) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panel.set_title(title, loc="left", fontsize=11)
     panel.set_xlabel("step")
     panel.set_xlim(0, settings.steps * 1.01)
+    if empty:
+        panel.set_ylim(0.1, 10)  # a logarithmic axis without data finds no limits of its own
     panel.set_yscale("log")
     bottom, top = panel.get_ylim()
     subs = (1.0, 2.0, 5.0) if top / bottom < 300 else (1.0,)

@@ -1,0 +1,199 @@
+"""A masked token does not exist; what is not finite on a kept one is reported and stays where it is."""
+
+import math
+
+import pytest
+import torch
+from agreement import random_inputs, same_bits
+
+import klfast
+from klfast import Estimator
+from klfast.call import REDUCTIONS
+from klfast.estimator import ESTIMATORS
+
+POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+MASK_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+SHAPE = (4, 70)
+RICH = Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0)
+FORMS = {name: Estimator(name) for name in ESTIMATORS} | {"rich": RICH}
+
+every_poison = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+every_form = pytest.mark.parametrize("estimator", FORMS.values(), ids=FORMS)
+
+
+def inputs():
+    """([logprobs, ref_logprobs, old_logprobs], keep) with a fully masked second sequence."""
+    keep = torch.rand(SHAPE) < 0.6
+    keep[1] = False
+    return list(random_inputs(SHAPE)), keep
+
+
+def everything(backend, tensors, mask, estimator, reduction, grad_out=None):
+    """[result, gradients to logprobs and ref_logprobs, and all statistics] of a call."""
+    logprobs, ref_logprobs = (t.detach().requires_grad_() for t in tensors[:2])
+    result, stats = klfast.kl_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        estimator=estimator,
+        reduction=reduction,
+        old_logprobs=tensors[2] if estimator is RICH else None,
+        return_stats=True,
+        backend=backend,
+    )
+    upstream = torch.ones_like(result) if grad_out is None else grad_out
+    grads = torch.autograd.grad(result, (logprobs, ref_logprobs), upstream)
+    return [result.detach(), *grads, *stats]
+
+
+@every_poison
+@every_reduction
+@every_form
+def test_poison_under_the_mask_changes_no_bit(backend, estimator, reduction, poison):
+    """Neither of value, nor of gradients, nor of statistics; and the gradient there is 0."""
+    tensors, keep = inputs()
+    poisoned = [torch.where(keep, t, poison) for t in tensors]
+    clean = everything(backend, tensors, keep, estimator, reduction)
+    dirty = everything(backend, poisoned, keep, estimator, reduction)
+    assert all(same_bits(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert all((grad[~keep] == 0).all() for grad in dirty[1:3])
+    assert all((grad[keep] != 0).any() for grad in dirty[1:3])
+    if reduction == "none":
+        assert (dirty[0][~keep] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES, ids=str)
+def test_a_zero_of_any_dtype_masks(backend, dtype):
+    tensors, keep = inputs()
+    poisoned = [torch.where(keep, t, math.nan) for t in tensors]
+    by_bool = everything(backend, tensors, keep, Estimator("k3"), "seq-mean")
+    by_dtype = everything(backend, poisoned, keep.to(dtype), Estimator("k3"), "seq-mean")
+    assert all(same_bits(a, b) for a, b in zip(by_bool, by_dtype, strict=True))
+
+
+def test_a_negative_zero_masks(backend):
+    tensors, keep = inputs()
+    mask = torch.where(keep, 1.0, -0.0)
+    poisoned = [torch.where(keep, t, math.nan) for t in tensors]
+    assert all(t.isfinite().all() for t in everything(backend, poisoned, mask, RICH, "token-mean"))
+
+
+@every_poison
+@every_form
+def test_an_upstream_gradient_under_the_mask_does_not_count(backend, estimator, poison):
+    tensors, keep = inputs()
+    grad_out = torch.randn(SHAPE)
+    dirty_out = torch.where(keep, grad_out, poison)
+    clean = everything(backend, tensors, keep, estimator, "none", grad_out)
+    dirty = everything(backend, tensors, keep, estimator, "none", dirty_out)
+    assert all(same_bits(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+@every_poison
+@pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean"])
+@every_form
+def test_an_upstream_gradient_of_an_empty_sequence_does_not_count(
+    backend, estimator, reduction, poison
+):
+    """A loss that divides by the length of an empty sequence sends back NaN for it, and to no other."""
+    tensors, keep = inputs()
+    grad_out = torch.randn(SHAPE[0])
+    dirty_out = grad_out.clone()
+    dirty_out[1] = poison
+    clean = everything(backend, tensors, keep, estimator, reduction, grad_out)
+    dirty = everything(backend, tensors, keep, estimator, reduction, dirty_out)
+    assert all((a == b).all() for a, b in zip(clean, dirty, strict=True))
+
+
+@every_poison
+@pytest.mark.parametrize("reduction", REDUCTIONS[1:])
+@every_form
+def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, reduction, poison):
+    tensors, keep = inputs()
+    result = everything(backend, tensors, keep, estimator, reduction)[0]
+    grad_out = torch.full_like(result, poison)
+    grads = everything(backend, tensors, keep, estimator, reduction, grad_out)[1:3]
+    assert all((grad[~keep] == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"log_ratio_clip": (100, 200)}, {"log_ratio_clip": (-200, -100)}]
+)
+@every_reduction
+def test_clips_that_exclude_0_leave_masked_tokens_0(backend, reduction, limits):
+    """f of the clipped 0 of a masked token may overflow; it is not multiplied by 0."""
+    logprobs = torch.tensor([[150.0, 0.0, 0.0]]) * (1 if limits["log_ratio_clip"][0] > 0 else -1)
+    mask = torch.tensor([[True, False, False]])
+    for name in ESTIMATORS:
+        estimator = Estimator(name, **limits)
+        one, padded = (
+            klfast.kl_penalty(
+                logprobs[:, :width],
+                torch.zeros(1, width),
+                mask[:, :width],
+                estimator=estimator,
+                reduction=reduction,
+                backend=backend,
+            )
+            for width in (1, 3)
+        )
+        assert torch.equal(padded.flatten()[:1], one.flatten()), name
+        assert (padded.flatten()[1:] == 0).all()
+
+
+@every_poison
+@pytest.mark.parametrize("side", [0, 1], ids=["logprobs", "ref_logprobs"])
+def test_what_is_not_finite_on_kept_tokens_is_counted(backend, side, poison):
+    tensors, keep = inputs()
+    tensors[side][2, :3] = poison
+    keep[2, :3] = torch.tensor([True, False, True])
+    stats = everything(backend, tensors, keep, Estimator("k1"), "none")[3:]
+    stats = klfast.KLStats(*stats)
+    assert stats.nonfinite.tolist() == [0, 0, 2, 0]
+    largest = stats.max_log_ratio
+    assert largest[[0, 1, 3]].isfinite().all()
+    assert largest[2].isnan() if math.isnan(poison) else largest[2] == math.inf
+
+
+def test_nan_outranks_infinity_in_max_log_ratio(backend):
+    for values in ([math.inf, math.nan, 1.0], [math.nan, 1.0, math.inf]):
+        _, stats = klfast.kl_penalty(
+            torch.tensor(values), torch.zeros(3), return_stats=True, backend=backend
+        )
+        assert stats.max_log_ratio.isnan()
+        assert stats.nonfinite == 2
+
+
+@every_poison
+@every_form
+def test_what_is_not_finite_stays_in_its_sequence(backend, estimator, poison):
+    tensors, keep = inputs()
+    keep[2, 5] = True
+    clean = everything(backend, tensors, keep, estimator, "seq-sum")
+    tensors[0][2, 5] = poison
+    dirty = everything(backend, tensors, keep, estimator, "seq-sum")
+    others = [0, 1, 3]
+    assert all(same_bits(a[others], b[others]) for a, b in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_nan_on_a_kept_token_is_not_hidden(backend, name):
+    """Neither by a clip: a penalty that reads 10 where the model gives NaN would train on."""
+    for estimator in (Estimator(name), Estimator(name, log_ratio_clip=20, kl_clip=10)):
+        value = klfast.kl_penalty(
+            torch.tensor([math.nan, 1.0]), torch.zeros(2), estimator=estimator, backend=backend
+        )
+        assert value[0].isnan()
+        assert value[1].isfinite()
