@@ -148,9 +148,12 @@ class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if enabled("FORCE_CUDA"):
             raise SystemExit("FORCE_CUDA=1, but this version of klfast has no CUDA kernels yet")
-        print("klfast: building CPU kernels only; GPU tensors use the reference backend", flush=True)
+        print(
+            "klfast: building CPU kernels only; GPU tensors use the reference backend", flush=True
+        )
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
-        folder = Path(self.build_temp).resolve() / "klfast"
+        variant = "".join(f"-{name.lower()}" for name in ("DEBUG", "SANITIZE") if enabled(name))
+        folder = Path(self.build_temp).resolve() / f"klfast{variant}"
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(output))

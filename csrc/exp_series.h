@@ -1,8 +1,8 @@
 // exp(x), expm1(x) and expm1(x) - x, accurate to about 1.5e-7 relative in float everywhere.
 //
-// All three share one series, q(r) = (e^r - 1 - r) / r^2 on |r| <= 1, so that a formula and its derivative
-// cost one evaluation after inlining. Textbook exp(x) - 1 - x has lost every digit at |x| = 1e-4, and
-// expm1(x) - x half of them. Branch-free, so that compilers vectorise it.
+// All three share one series, q(r) = (e^r - 1 - r) / r^2 on |r| <= 1, so that a formula and its
+// derivative cost one evaluation after inlining. Textbook exp(x) - 1 - x has lost every digit at
+// |x| = 1e-4, and expm1(x) - x half of them. Branch-free, so that compilers vectorise it.
 
 #pragma once
 
@@ -34,9 +34,14 @@ struct Constants<float> {
   static constexpr float kExpHighest = 89.0f;    // infinity from here
   // Minimax of q on [-1, 1] with the first coefficient fixed, relative error 4.9e-9.
   static constexpr int kTerms = 8;
-  static constexpr float kSeries[kTerms] = {
-      0.5f,           0.166666669663f, 0.0416667167458f,  0.00833330976887f,
-      0.00138858199459f, 0.000198444321603f, 2.53333219881e-5f, 2.76900869497e-6f};
+  static constexpr float kSeries[kTerms] = {0.5f,
+                                            0.166666669663f,
+                                            0.0416667167458f,
+                                            0.00833330976887f,
+                                            0.00138858199459f,
+                                            0.000198444321603f,
+                                            2.53333219881e-5f,
+                                            2.76900869497e-6f};
 };
 
 template <>
@@ -123,8 +128,8 @@ KLFAST_HOST_DEVICE T power_of_two(typename Constants<T>::Bits n) {
   return bit_cast<T>((n + C::kExponentBias) << C::kMantissaBits);
 }
 
-// Where the argument may lie. kNear promises |x| <= 1, and leaves the range reduction out; the result is
-// bit for bit the same.
+// Where the argument may lie. kNear promises |x| <= 1, and leaves the range reduction out; the
+// result is bit for bit the same.
 enum class Range { kNear, kAnywhere };
 
 template <typename T>

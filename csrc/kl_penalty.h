@@ -45,9 +45,9 @@ inline constexpr int kStatistics = 8;  // fields of klfast.KLStats; length first
 struct KlPenaltyForward {
   View scores;  // [1, S], added at the last kept token of each sequence
   bool want_statistics = false;
-  void* result = nullptr;      // arithmetic's type; shape by reduction
-  void* sums = nullptr;        // [kStatistics, S], or [1, S] of lengths without statistics
-  Output grad_logprobs;        // gradient of a scalar result
+  void* result = nullptr;  // arithmetic's type; shape by reduction
+  void* sums = nullptr;    // [kStatistics, S], or [1, S] of lengths without statistics
+  Output grad_logprobs;    // gradient of a scalar result
   Output grad_ref_logprobs;
 };
 

@@ -1,7 +1,7 @@
 // The ops' schemas and the rim between torch and the kernels, on LibTorch's stable ABI.
 //
-// Arguments have been checked in Python, where the messages are. What is checked again here protects
-// memory: torch.ops can be called by anyone.
+// Arguments have been checked in Python, where the messages are. What is checked again here
+// protects memory: torch.ops can be called by anyone.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -28,17 +28,28 @@ using OptionalTensor = std::optional<Tensor>;
 
 DType dtype_of(const Tensor& tensor, const char* argument) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Double: return DType::kFloat64;
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
-    case ScalarType::Bool: return DType::kBool;
-    case ScalarType::Byte: return DType::kUInt8;
-    case ScalarType::Char: return DType::kInt8;
-    case ScalarType::Short: return DType::kInt16;
-    case ScalarType::Int: return DType::kInt32;
-    case ScalarType::Long: return DType::kInt64;
-    default: break;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Bool:
+      return DType::kBool;
+    case ScalarType::Byte:
+      return DType::kUInt8;
+    case ScalarType::Char:
+      return DType::kInt8;
+    case ScalarType::Short:
+      return DType::kInt16;
+    case ScalarType::Int:
+      return DType::kInt32;
+    case ScalarType::Long:
+      return DType::kInt64;
+    default:
+      break;
   }
   KLFAST_CHECK(false, argument, " has a dtype that the kernels do not read");
 }
@@ -90,7 +101,8 @@ Batch batch_of(const Tensor& logprobs, const OptionalTensor& cu_seqlens) {
   KLFAST_CHECK(cu_seqlens->is_cpu() && cu_seqlens->is_contiguous(),
                "cu_seqlens must be contiguous on the CPU");
   const DType dtype = dtype_of(*cu_seqlens, "cu_seqlens");
-  KLFAST_CHECK(dtype == DType::kInt64 || dtype == DType::kInt32, "cu_seqlens must be int32 or int64");
+  KLFAST_CHECK(dtype == DType::kInt64 || dtype == DType::kInt32,
+               "cu_seqlens must be int32 or int64");
   batch.sequences = cu_seqlens->numel() - 1;
   batch.cu_seqlens = cu_seqlens->const_data_ptr();
   batch.cu_seqlens_is_int64 = dtype == DType::kInt64;
@@ -158,7 +170,8 @@ cpu::Threads threads() {
 // Straight to the allocator: an op call through the dispatcher costs some microseconds here.
 Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
@@ -182,14 +195,12 @@ Output output_of(const Tensor& tensor, bool wanted) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd_cpu(
     Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
     OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
-    std::string estimator, std::string gradient, std::string importance,
-    std::vector<double> limits, std::string reduction, double coef, double normalizer,
-    OptionalTensor scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
-    bool want_statistics) {
-  const KlPenaltyInputs in =
-      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor,
-                normalizer_tensor, options_of(estimator, gradient, importance, limits), reduction,
-                coef, normalizer);
+    std::string estimator, std::string gradient, std::string importance, std::vector<double> limits,
+    std::string reduction, double coef, double normalizer, OptionalTensor scores,
+    bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
+  const KlPenaltyInputs in = inputs_of(
+      logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
+      options_of(estimator, gradient, importance, limits), reduction, coef, normalizer);
   const int64_t sequences = in.batch.sequences;
   const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
   const bool per_token = in.reduction == Reduction::kNone;
@@ -218,13 +229,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd_cpu(
 std::tuple<Tensor, Tensor> kl_penalty_bwd_cpu(
     Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
     OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
-    std::string estimator, std::string gradient, std::string importance,
-    std::vector<double> limits, std::string reduction, double coef, double normalizer,
-    Tensor grad_out, Tensor sums, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
-  const KlPenaltyInputs in =
-      inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor,
-                normalizer_tensor, options_of(estimator, gradient, importance, limits), reduction,
-                coef, normalizer);
+    std::string estimator, std::string gradient, std::string importance, std::vector<double> limits,
+    std::string reduction, double coef, double normalizer, Tensor grad_out, Tensor sums,
+    bool want_grad_logprobs, bool want_grad_ref_logprobs) {
+  const KlPenaltyInputs in = inputs_of(
+      logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
+      options_of(estimator, gradient, importance, limits), reduction, coef, normalizer);
   KlPenaltyBackward out;
   KLFAST_CHECK(sums.dim() == 2 && sums.size(0) >= 1 && sums.size(1) == in.batch.sequences,
                "sums must be [1 or more, S]");
@@ -253,14 +263,14 @@ void scale_cpu(Tensor tensor, Tensor factor) {
   cpu::scale(output, tensor.numel(), scalar(factor, 1, "factor"), threads());
 }
 
-#define KLFAST_CALL_SCHEMA                                                          \
-  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "      \
-  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "            \
-  "str estimator, str gradient, str importance, float[] limits, str reduction, "    \
+#define KLFAST_CALL_SCHEMA                                                       \
+  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "   \
+  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "         \
+  "str estimator, str gradient, str importance, float[] limits, str reduction, " \
   "float coef, float normalizer, "
 
-// Returns result, sums ([8, S] with statistics, [1, S] without; row 0 is the length) and the gradients
-// of a scalar result, of shape [0] where not wanted.
+// Returns result, sums ([8, S] with statistics, [1, S] without; row 0 is the length) and the
+// gradients of a scalar result, of shape [0] where not wanted.
 STABLE_TORCH_LIBRARY(klfast, library) {
   library.def("kl_penalty_fwd(" KLFAST_CALL_SCHEMA
               "Tensor? scores, bool want_grad_logprobs, bool want_grad_ref_logprobs, "

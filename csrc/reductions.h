@@ -1,7 +1,7 @@
 // Reductions of a batch as weights of its sequences, on the host and on devices. No torch.
 //
-// Every reduction but "none" is sum_s weight(s) * (sum of the values of sequence s), or those terms one
-// by one; the gradient of a token of s is weight(s) times its own. So one function says it all.
+// Every reduction but "none" is sum_s weight(s) * (sum of the values of sequence s), or those terms
+// one by one; the gradient of a token of s is weight(s) times its own. So one function says it all.
 
 #pragma once
 
@@ -21,9 +21,13 @@ enum class Reduction {
   kSequenceMeanTokenMean
 };
 
-inline constexpr const char* kReductionNames[] = {
-    "none",       "seq-sum",    "seq-mean", "token-sum",
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"};
+inline constexpr const char* kReductionNames[] = {"none",
+                                                  "seq-sum",
+                                                  "seq-mean",
+                                                  "token-sum",
+                                                  "token-mean",
+                                                  "seq-mean-token-sum",
+                                                  "seq-mean-token-mean"};
 
 inline bool is_scalar(Reduction r) { return r >= Reduction::kTokenSum; }
 

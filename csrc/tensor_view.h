@@ -22,21 +22,25 @@ enum class DType : uint8_t {
 inline int64_t element_size(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
-    case DType::kInt64: return 8;
+    case DType::kInt64:
+      return 8;
     case DType::kFloat32:
-    case DType::kInt32: return 4;
+    case DType::kInt32:
+      return 4;
     case DType::kBFloat16:
     case DType::kFloat16:
-    case DType::kInt16: return 2;
+    case DType::kInt16:
+      return 2;
     case DType::kBool:
     case DType::kUInt8:
-    case DType::kInt8: return 1;
+    case DType::kInt8:
+      return 1;
   }
   return 0;
 }
 
-// An input of shape [rows, columns] with any strides, in elements; data is null for an absent input.
-// A packed input has one row.
+// An input of shape [rows, columns] with any strides, in elements; data is null for an absent
+// input. A packed input has one row.
 struct View {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;

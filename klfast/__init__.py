@@ -1,4 +1,4 @@
-"""klfast: the KL penalty of reinforcement learning for language models, fused, exact and controlled."""
+"""klfast: the KL penalty of reinforcement learning for language models."""
 
 from klfast.api import kl_penalty, kl_rewards
 from klfast.controllers import (

@@ -67,24 +67,26 @@ def kl_penalty(
 
     Per kept token ``mask * w * f(x)``, where ``x = logprobs - ref_logprobs``, f is the estimator's
     formula and ``w = exp(logprobs - old_logprobs)`` (1 without ``old_logprobs``): see
-    :class:`klfast.Estimator`. Positive where the policy is more likely to say the token than the
-    reference. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if any is fp64).
+    :class:`klfast.Estimator`. x is positive where the policy is more likely than the reference to
+    say the token. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if any is
+    fp64).
 
     Args:
         logprobs: log-probs of the taken tokens under the policy: [B, T], or packed [N] with
             ``cu_seqlens``; [N] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
-        ref_logprobs: the same under the reference; may differ in dtype. Gradients reach ``logprobs``,
-            and ``ref_logprobs`` if it requires them, in their own dtype.
+        ref_logprobs: the same under the reference; may differ in dtype. Gradients reach
+            ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
-            ``logprobs``. At a zero the inputs are not looked at: NaN there reaches neither value nor
-            gradient, which is exactly 0. None keeps all.
+            ``logprobs``. At a zero the inputs are not looked at: NaN there reaches neither value
+            nor gradient, which is exactly 0. None keeps all.
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, or an alias
             ``mse``, ``low_var_kl``) or an :class:`klfast.Estimator`.
         reduction: ``"none"``: per token, in the shape of ``logprobs``, 0 where masked.
             ``"seq-sum"``, ``"seq-mean"``: [S]; the mean of an empty sequence is 0.
             ``"token-sum"``, ``"token-mean"``: over all tokens, 0-dim.
             ``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``: mean over the sequences that keep a
-            token of their sum or mean, 0-dim. Means divide by the mask's sum; of nothing they are 0.
+            token of their sum or mean, 0-dim. Means divide by the mask's sum; of nothing they are
+            0.
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
         old_logprobs: log-probs under the policy that sampled the tokens; a constant.
         normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
@@ -166,9 +168,9 @@ def kl_rewards(
 ) -> Tensor | tuple[Tensor, KLStats]:
     """Per-token rewards of KL-shaped RL: ``-kl_coef * kl`` at every kept token, plus the score.
 
-    ``kl`` is ``mask * f(x)`` as in :func:`kl_penalty`; ``scores[s]`` is added at the last kept token of
-    sequence s. 0 where masked: the score of a sequence without a kept token has no token to go to.
-    The result carries no gradient (Ziegler et al. 2019, arXiv:1909.08593, section 2).
+    ``kl`` is ``mask * f(x)`` as in :func:`kl_penalty`; ``scores[s]`` is added at the last kept
+    token of sequence s. 0 where masked: the score of a sequence without a kept token has no token
+    to go to. The result carries no gradient (Ziegler et al. 2019, arXiv:1909.08593, section 2).
 
     Args:
         scores: [S], one per sequence, any real dtype; finite or not, they are passed on.

@@ -25,8 +25,9 @@ NORMALIZED_REDUCTIONS = REDUCTIONS[4:]
 class KLTensors(NamedTuple):
     """The tensors of a call, in the order that the kernels take them.
 
-    Only ``logprobs`` and ``ref_logprobs`` may carry a graph; validation has detached the rest. ``coef``
-    and ``normalizer`` are here if they are tensors, in the call's options if they are numbers.
+    Only ``logprobs`` and ``ref_logprobs`` may carry a graph; validation has detached the rest.
+    ``coef`` and ``normalizer`` are here if they are tensors, in the call's options if they are
+    numbers.
     """
 
     logprobs: Tensor

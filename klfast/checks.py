@@ -26,7 +26,9 @@ def check_number(
     if least is not None:
         wanted += f" >= {least}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{argument} must be {wanted}, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{argument} must be {wanted}, got {value!r} of type {type(value).__name__}"
+        )
     number = float(value)
     too_low = (above is not None and number <= above) or (least is not None and number < least)
     if not math.isfinite(number) or too_low:

@@ -22,31 +22,33 @@ class Estimator:
 
     With ``x = log_ratio = logprobs - ref_logprobs`` in nats, the value of a token is ``w * f(x)``:
 
-    ==========  ===============  ===================  ===============================================
-    name        f(x)             df/dx                what it is
-    ==========  ===============  ===================  ===============================================
-    k1          x                1                    unbiased, can be negative
-    abs         abs(x)           sign(x), 0 at 0
-    k2, mse     x**2 / 2         x                    biased; its gradient is the reverse KL's
-    k3 [#a]_    expm1(-x) + x    -expm1(-x)           unbiased, >= 0, low variance
-    k3_ref      expm1(x) - x     expm1(x)             k3 for tokens sampled from the reference
-    r_log_r     exp(x) * x       exp(x) * (1 + x)     k1 weighted for tokens sampled from the reference
-    ==========  ===============  ===================  ===============================================
+    ========== =============== ================== =============================================
+    name       f(x)            df/dx              what it is
+    ========== =============== ================== =============================================
+    k1         x               1                  unbiased, can be negative
+    abs        abs(x)          sign(x), 0 at 0
+    k2, mse    x**2 / 2        x                  biased; its gradient is the reverse KL's
+    k3 [#a]_   expm1(-x) + x   -expm1(-x)         unbiased, >= 0, low variance
+    k3_ref     expm1(x) - x    expm1(x)           k3 for tokens sampled from the reference
+    r_log_r    exp(x) * x      exp(x) * (1 + x)   weighted k1 for tokens from the reference
+    ========== =============== ================== =============================================
 
     .. [#a] also ``low_var_kl``.
 
-    The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to the
-    result; the weight multiplies last and is not clipped by ``kl_clip``.
+    The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to
+    the result; the weight multiplies last and is not clipped by ``kl_clip``.
 
     Args:
-        name: one of the names above; the aliases ``mse`` and ``low_var_kl`` become ``k2`` and ``k3``.
-        gradient: ``"value"``: the derivative of the value. ``"k2"``: the value of f with the gradient
-            of ``w * x**2 / 2`` at the unclipped x (verl's ``k3+``); limits shape the value alone.
-            ``"none"``: the result carries no gradient.
+        name: one of the names above; the aliases ``mse`` and ``low_var_kl`` become ``k2`` and
+            ``k3``.
+        gradient: ``"value"``: the derivative of the value. ``"k2"``: the value of f with the
+            gradient of ``w * x**2 / 2`` at the unclipped x (verl's ``k3+``); limits shape the value
+            alone. ``"none"``: the result carries no gradient.
         importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient when
             ``old_logprobs`` is given (w is 1 otherwise): ``"differentiable"`` or ``"detached"``.
         importance_cap: ``w = min(w, importance_cap)``; no gradient flows through a capped weight.
-        log_ratio_clip: c or (lo, hi): x is clipped before f; gradient 0 outside, as ``torch.clamp``.
+        log_ratio_clip: c or (lo, hi): x is clipped before f; gradient 0 outside, as
+            ``torch.clamp``.
         kl_clip: c: f is clipped to [-c, c]; gradient 0 outside.
         linear_tail: c: for abs(x) > c, f continues on its tangent at c or -c: the value stays
             finite and the gradient never dies.
@@ -56,8 +58,8 @@ class Estimator:
         TypeError: an argument of the wrong type.
 
     Sources: J. Schulman, "Approximating KL Divergence" (2020), for k1, k2 and k3; Y. Tang and
-    R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025, arXiv:2506.09477),
-    for what their gradients estimate.
+    R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025,
+    arXiv:2506.09477), for what their gradients estimate.
     """
 
     name: str = "k3"
@@ -82,7 +84,7 @@ class Estimator:
         object.__setattr__(self, "limits", self._limits())
 
     def _limits(self) -> tuple[float, ...]:
-        """(importance_cap, lo, hi, linear_tail, kl_clip) as the kernels take them; inf is no limit."""
+        """(importance_cap, lo, hi, linear_tail, kl_clip) as the kernels take them; inf for none."""
         others = (self.importance_cap, self.linear_tail, self.kl_clip)
         cap, tail, clip = (math.inf if limit is None else float(limit) for limit in others)
         return (cap, *self.log_ratio_bounds, tail, clip)

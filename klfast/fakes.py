@@ -52,8 +52,7 @@ def _scale(tensor: Tensor, factor: Tensor) -> None:
 
 
 def _register_vmap(op: Any) -> None:
-    """vmap by one call per element: right for every option, and as fast as a batched op would be only
-    for large elements."""
+    """Vmap by one call per element: right for every option, and fast where elements are large."""
 
     @torch.library.register_vmap(op)
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

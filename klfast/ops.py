@@ -1,9 +1,9 @@
-"""Loads the extension, and joins its ops to torch: fakes, vmap, and the autograd.Function.
+"""Loads the extension, and makes its ops differentiable.
 
-The Function is shared by every compiled backend: a backend brings ``Kernels``, the Function decides what
-to compute when. For a scalar reduction the forward writes the unit gradient in the same read; the first
-backward scales that in place and hands it out, every later one computes the gradient anew, since what
-was handed out belongs to autograd and may have been changed since.
+The autograd.Function is shared by every compiled backend: a backend brings ``Kernels``, the
+Function decides what to compute when. For a scalar reduction the forward writes the unit gradient
+in the same read; the first backward scales that in place and hands it out, every later one computes
+the gradient anew, since what was handed out belongs to autograd and may have been changed since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from klfast.call import SCALAR_REDUCTIONS, KLCall
 from klfast.stats import KLStats
 from klfast.value_checks import are_tracing, check_values
-
 
 Grads = tuple[Tensor | None, Tensor | None]
 """Gradients to logprobs and ref_logprobs; None where not needed."""
@@ -81,11 +80,13 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
         and (tensors.logprobs.requires_grad or tensors.ref_logprobs.requires_grad)
     )
     if differentiable and are_tracing():
-        return _TransformableKLPenalty.apply(*tensors, kernels, options, call.return_stats)
+        outputs = _TransformableKLPenalty.apply(*tensors, kernels, options, call.return_stats)
+        return outputs[0], outputs[1]
     if differentiable:
         # Few arguments: torch looks at each of them in Python.
         plan = (tensors[2:], kernels, options, call.return_stats)
-        return _KLPenalty.apply(tensors.logprobs, tensors.ref_logprobs, plan)
+        outputs = _KLPenalty.apply(tensors.logprobs, tensors.ref_logprobs, plan)
+        return outputs[0], outputs[1]
     return kernels.forward(*tensors, *options, call.scores, False, False, call.return_stats)[:2]
 
 
@@ -105,7 +106,8 @@ def _recompute(ctx: Any, grad_out: Tensor) -> Grads:
 
 class _NotTwice(torch.autograd.Function):
     """A gradient that says so when it is differentiated again. Without this the second derivative
-    would be silently zero, as torch's once_differentiable looks at grad_output alone."""
+    would be silently zero, as torch's once_differentiable looks at grad_output alone.
+    """
 
     generate_vmap_rule = True
 
@@ -144,8 +146,8 @@ def _wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
 def _holds_unit_gradient(tensor: Tensor) -> bool:
     """Whether a dtype can hold a gradient that has not met grad_output yet.
 
-    In fp16 the share of one token in a mean underflows, where the gradient of a loss that was scaled
-    for fp16 does not.
+    In fp16 the share of one token in a mean underflows, where the gradient of a loss that was
+    scaled for fp16 does not.
     """
     return tensor.dtype != torch.float16
 

@@ -11,12 +11,13 @@ from torch import Tensor
 class KLStats(NamedTuple):
     """What one read of the log-probs says about the policy, one entry per sequence.
 
-    Every field is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for fp64 input), on
-    the inputs' device, without gradient. ``x`` is the unclipped log-ratio in nats; sums are over kept
-    tokens, weighted by the mask; counts and maxima are over kept tokens, unweighted.
+    Every field is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for fp64 input),
+    on the inputs' device, without gradient. ``x`` is the unclipped log-ratio in nats; sums are over
+    kept tokens, weighted by the mask; counts and maxima are over kept tokens, unweighted.
 
     Attributes:
-        kl: sum of the chosen estimator with its weight and limits, before ``coef``; nats per sequence.
+        kl: sum of the chosen estimator with its weight and limits, before ``coef``; nats per
+            sequence.
         length: sum of the mask (the number of kept tokens for a boolean mask).
         k1: sum of x.
         k2: sum of x**2 / 2.

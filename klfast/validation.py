@@ -1,4 +1,4 @@
-"""Every check of the public functions' arguments that needs no data: type, shape, dtype, device, layout.
+"""Every check of arguments that needs no data: type, shape, dtype, device, layout.
 
 What the tensors hold is checked in ``value_checks``.
 """
@@ -69,7 +69,7 @@ def validate_kl_rewards(
     cu_seqlens: Tensor | None,
     return_stats: bool,
 ) -> KLCall:
-    """Check the arguments of ``kl_rewards``, all but ``backend``; the call's ``coef`` is -kl_coef."""
+    """Check the arguments of ``kl_rewards``, all but ``backend``. The call's coef is -kl_coef."""
     number, tensor = _scalar("kl_coef", kl_coef, logprobs)
     call = validate_kl_penalty(
         logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
@@ -149,7 +149,7 @@ def _constant(value: Tensor | None) -> Tensor | None:
 def _scalar(
     argument: str, value: object, logprobs: Tensor, *, above: float | None = None
 ) -> tuple[float, Tensor | None]:
-    """A number, checked, as (number, None); a 0-dim tensor where the kernels read it as (1, tensor)."""
+    """A checked number as (number, None), or a 0-dim tensor for the kernels as (1, tensor)."""
     if not isinstance(value, Tensor):
         return check_number(argument, value, above=above), None
     _check_tensor(argument, value, MASKS)

@@ -1,8 +1,8 @@
 """Checks of what tensors hold: the weights of a mask, the contents of cu_seqlens, 0-dim scalars.
 
-On a CPU the native kernel refuses bad values in its own read, and these functions say what was wrong; the
-eager backend calls them before it computes. On a GPU they need a sync and run under ``KLFAST_CHECK=1``
-alone. Nothing is checked by value while tracing.
+On a CPU the native kernel refuses bad values in its own read, and these functions say what was
+wrong; the eager backend calls them before it computes. On a GPU they need a sync and run under
+``KLFAST_CHECK=1`` alone. Nothing is checked by value while tracing.
 """
 
 from __future__ import annotations
@@ -64,5 +64,3 @@ def _check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(
             f"cu_seqlens must end at the number of tokens in logprobs, {tokens}, got {last}"
         )
-
-

@@ -305,6 +305,7 @@ def kl_penalty(
 
 
 def _denominator(reduction, lengths, s, normalizer):
+    normalizer = None if normalizer is None else float(normalizer)
     own = lengths[s] or 1
     sequences = sum(length > 0 for length in lengths) or 1
     tokens = math.fsum(lengths) or 1

@@ -81,6 +81,16 @@ def test_cached_sampling_draws_from_the_model(model):
     torch.testing.assert_close(chosen, token_logprobs(model, prompts, drawn))
 
 
+def test_a_seed_names_one_model():
+    def weights(seed):
+        gpt = GPT(vocabulary=20, context=12, layers=1, width=16, heads=2)
+        gpt.initialise(torch.Generator().manual_seed(seed))
+        return torch.cat([parameter.flatten() for parameter in gpt.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
 def test_perplexity_of_an_untrained_model_is_about_the_vocabulary(model):
     windows = torch.randint(20, (8, 12), generator=torch.Generator().manual_seed(1))
     assert perplexity(model, windows) == pytest.approx(20, rel=0.05)

@@ -101,31 +101,29 @@ def test_an_upstream_gradient_under_the_mask_does_not_count(backend, estimator, 
     assert all(same_bits(a, b) for a, b in zip(clean, dirty, strict=True))
 
 
-@every_poison
 @pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean"])
 @every_form
-def test_an_upstream_gradient_of_an_empty_sequence_does_not_count(
-    backend, estimator, reduction, poison
-):
+def test_an_upstream_gradient_of_an_empty_sequence_does_not_count(backend, estimator, reduction):
     """A loss that divides by the length of an empty sequence sends back NaN for it, and to no other."""
     tensors, keep = inputs()
     grad_out = torch.randn(SHAPE[0])
-    dirty_out = grad_out.clone()
-    dirty_out[1] = poison
     clean = everything(backend, tensors, keep, estimator, reduction, grad_out)
-    dirty = everything(backend, tensors, keep, estimator, reduction, dirty_out)
-    assert all((a == b).all() for a, b in zip(clean, dirty, strict=True))
+    for poison in POISON.values():
+        grad_out[1] = poison
+        dirty = everything(backend, tensors, keep, estimator, reduction, grad_out)
+        assert all((a == b).all() for a, b in zip(clean, dirty, strict=True))
 
 
-@every_poison
-@pytest.mark.parametrize("reduction", REDUCTIONS[1:])
+@every_reduction
 @every_form
-def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, reduction, poison):
+def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, reduction):
+    """Of an overflowed fp16 loss, for example."""
     tensors, keep = inputs()
     result = everything(backend, tensors, keep, estimator, reduction)[0]
-    grad_out = torch.full_like(result, poison)
-    grads = everything(backend, tensors, keep, estimator, reduction, grad_out)[1:3]
-    assert all((grad[~keep] == 0).all() for grad in grads)
+    for poison in POISON.values():
+        grad_out = torch.full_like(result, poison)
+        grads = everything(backend, tensors, keep, estimator, reduction, grad_out)[1:3]
+        assert all((grad[~keep] == 0).all() for grad in grads)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_clips_that_exclude_0_leave_masked_tokens_0(backend, reduction, limits):
     logprobs = torch.tensor([[150.0, 0.0, 0.0]]) * (1 if limits["log_ratio_clip"][0] > 0 else -1)
     mask = torch.tensor([[True, False, False]])
     for name in ESTIMATORS:
-        estimator = Estimator(name, **limits)
+        estimator = Estimator(name, log_ratio_clip=clip)
         one, padded = (
             klfast.kl_penalty(
                 logprobs[:, :width],

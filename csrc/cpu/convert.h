@@ -62,8 +62,8 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
   const uint32_t bits = math::bit_cast<uint32_t>(from);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Normal results round in the integers. Subnormal ones round in the addition of a half, whose last
-  // bit is worth 2^-24, the smallest Float16.
+  // Normal results round in the integers. Subnormal ones round in the addition of a half, whose
+  // last bit is worth 2^-24, the smallest Float16.
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
   const float shifted = math::bit_cast<float>(magnitude) + 0.5f;
   const uint32_t subnormal = math::bit_cast<uint32_t>(shifted) - math::bit_cast<uint32_t>(0.5f);
@@ -87,21 +87,30 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
 template <typename Visitor>
 KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
   switch (dtype) {
-    case DType::kFloat64: return visit(double());
-    case DType::kFloat32: return visit(float());
-    case DType::kBFloat16: return visit(BFloat16());
-    case DType::kFloat16: return visit(Float16());
+    case DType::kFloat64:
+      return visit(double());
+    case DType::kFloat32:
+      return visit(float());
+    case DType::kBFloat16:
+      return visit(BFloat16());
+    case DType::kFloat16:
+      return visit(Float16());
     case DType::kBool:
-    case DType::kUInt8: return visit(uint8_t());
-    case DType::kInt8: return visit(int8_t());
-    case DType::kInt16: return visit(int16_t());
-    case DType::kInt32: return visit(int32_t());
-    case DType::kInt64: return visit(int64_t());
+    case DType::kUInt8:
+      return visit(uint8_t());
+    case DType::kInt8:
+      return visit(int8_t());
+    case DType::kInt16:
+      return visit(int16_t());
+    case DType::kInt32:
+      return visit(int32_t());
+    case DType::kInt64:
+      return visit(int64_t());
   }
 }
 
-// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the memory
-// serves as it is, else in `buffer`.
+// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the
+// memory serves as it is, else in `buffer`.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t column, int64_t n,
                                          int64_t padded, Acc* buffer) {
@@ -127,8 +136,8 @@ KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t 
   return block;
 }
 
-// Where to compute n elements of an output from `index` on: in the output's own memory, or in `buffer`,
-// which store_block then converts.
+// Where to compute n elements of an output from `index` on: in the output's own memory, or in
+// `buffer`, which store_block then converts.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc* output_block(const Output& output, int64_t index, int64_t n, int64_t padded,
                                      Acc* buffer) {

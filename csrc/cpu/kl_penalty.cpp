@@ -1,5 +1,5 @@
-// Splits a batch into segments, runs the kernels over them on all threads, and adds their partial sums
-// in the order of positions: the result does not depend on threads or on other sequences.
+// Splits a batch into segments, runs the kernels over them on all threads, and adds their partial
+// sums in the order of positions: the result does not depend on threads or on other sequences.
 
 #include "kl_penalty.h"
 
@@ -14,7 +14,7 @@
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kSegment = 16384;       // tokens; fixed, as it shapes the sum of a long sequence
+constexpr int64_t kSegment = 16384;        // tokens; fixed, as it shapes the sum of a long sequence
 constexpr int64_t kTokensPerTask = 32768;  // below this, threads cost more than they bring
 
 int64_t segments_of(int64_t length) { return (length + kSegment - 1) / kSegment; }
@@ -109,7 +109,8 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
   return lengths;
 }
 
-std::vector<double> sequence_weights(const KlPenaltyInputs& in, const std::vector<double>& lengths) {
+std::vector<double> sequence_weights(const KlPenaltyInputs& in,
+                                     const std::vector<double>& lengths) {
   const Totals totals = add_up(lengths);
   std::vector<double> weights(lengths.size());
   for (size_t s = 0; s < lengths.size(); ++s) {
@@ -130,14 +131,9 @@ double from_bits(int64_t bits) {
 
 template <typename Acc>
 void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& sum) {
-  const double fields[kStatistics] = {sum.length,
-                                      sum.kl,
-                                      sum.k1,
-                                      sum.k2,
-                                      sum.k3,
-                                      from_bits<Acc>(sum.max_log_ratio_bits),
-                                      sum.clipped,
-                                      sum.nonfinite};
+  const double fields[kStatistics] = {
+      sum.length,  sum.kl,       sum.k1, sum.k2, sum.k3, from_bits<Acc>(sum.max_log_ratio_bits),
+      sum.clipped, sum.nonfinite};
   for (int field = 0; field < kStatistics; ++field) {
     store<Acc>(data, field * sequences + s, fields[field]);
   }

@@ -1,9 +1,11 @@
-// The fused pass over the tokens of a segment. setup.py compiles this file once per instruction set,
-// with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to each copy.
+// The fused pass over the tokens of a segment. setup.py compiles this file once per instruction
+// set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to
+// each copy.
 //
-// Tokens go through in groups of kLanes. Token t of a sequence always meets lane t % kLanes and the same
-// instructions, whatever follows it, so that a sum depends on nothing but its own tokens: the last group
-// is filled up with masked zeros. Loops over lanes have a constant length and vectorise completely.
+// Tokens go through in groups of kLanes. Token t of a sequence always meets lane t % kLanes and the
+// same instructions, whatever follows it, so that a sum depends on nothing but its own tokens: the
+// last group is filled up with masked zeros. Loops over lanes have a constant length and vectorise
+// completely.
 
 #include "kl_penalty_kernel.h"
 
@@ -17,9 +19,10 @@ namespace {
 
 using math::Range;
 
-constexpr int64_t kLanes = 64;     // four vectors of AVX-512: enough independent sums
-constexpr int64_t kBlock = 1024;   // tokens between conversions; buffers stay in the first-level cache
-constexpr int64_t kBlocks = 8;     // buffers of a pass
+constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
+constexpr int64_t kBlock =
+    1024;                       // tokens between conversions; buffers stay in the first-level cache
+constexpr int64_t kBlocks = 8;  // buffers of a pass
 
 template <typename Acc>
 struct LaneSums {
@@ -91,8 +94,8 @@ KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first, c
   }
 }
 
-// No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and take
-// the shorter way, to the same bits.
+// No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and
+// take the shorter way, to the same bits.
 template <typename E, typename Acc, bool kGradient, bool kStatistics>
 void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
   alignas(64) Acc x[kLanes];
@@ -136,11 +139,9 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       const Acc weight = weights[lane];
       const bool keep = weight != Acc(0);
       const Acc x = select(keep, logprobs[lane] - ref_logprobs[lane], Acc(0));
-      const Acc log_importance =
-          select(keep & weighs, logprobs[lane] - old_logprobs[lane], Acc(0));
+      const Acc log_importance = select(keep & weighs, logprobs[lane] - old_logprobs[lane], Acc(0));
       const bool capped = log_importance > limit.log_cap;
-      const Acc importance =
-          select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
+      const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
 
       const bool inside = (x >= limit.low) & (x <= limit.high);
       const bool outside = (x < limit.low) | (x > limit.high);  // NaN is neither
@@ -155,9 +156,9 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
 
       const Acc df = select(k2_gradient, estimators::k2::derivative(x),
                             select(inside & small_f, slope, Acc(0)));
-      const Acc through_weight = select(differentiable & !capped,
-                                        select(k2_gradient, estimators::k2::value(x), clipped_f),
-                                        Acc(0));
+      const Acc through_weight =
+          select(differentiable & !capped, select(k2_gradient, estimators::k2::value(x), clipped_f),
+                 Acc(0));
       const Acc scale = weight * importance;
       const Acc weighted = scale * clipped_f;
       value[lane] = block.coef * weighted;
@@ -181,7 +182,8 @@ Evaluate<Acc> choose(bool plain, bool gradient, bool statistics) {
       return statistics ? evaluate_plain<E, Acc, true, true> : evaluate_plain<E, Acc, true, false>;
     }
     if (plain) {
-      return statistics ? evaluate_plain<E, Acc, false, true> : evaluate_plain<E, Acc, false, false>;
+      return statistics ? evaluate_plain<E, Acc, false, true>
+                        : evaluate_plain<E, Acc, false, false>;
     }
   }
   return evaluate_any<E, Acc>;
@@ -201,7 +203,8 @@ Evaluate<Acc> choose(const SegmentTask& task) {
   return choices[options.estimator](plain, gradient, task.want_statistics);
 }
 
-// Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's type.
+// Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's
+// type.
 struct WideSums {
   double kl[kLanes] = {};
   double length[kLanes] = {};
@@ -270,7 +273,8 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const bool check_mask = can_be_bad(in.mask);
   const int64_t row = in.batch.row(segment.sequence);
   const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
-  alignas(64) Acc buffers[kBlocks][kBlock + kLanes];  // not a page apart, which would alias in the cache
+  alignas(64)
+      Acc buffers[kBlocks][kBlock + kLanes];  // not a page apart, which would alias in the cache
   alignas(64) LaneSums<Acc> sums;
   alignas(64) WideSums wide;
   Partial partial;

@@ -13,8 +13,8 @@ struct Segment {
   int64_t length;
 };
 
-// What a segment adds to its sequence. Sums are of fp32 (fp64) terms in a fixed order that depends on
-// positions alone.
+// What a segment adds to its sequence. Sums are of fp32 (fp64) terms in a fixed order that depends
+// on positions alone.
 struct Partial {
   double kl = 0;
   double length = 0;
@@ -23,16 +23,17 @@ struct Partial {
   double k3 = 0;
   double clipped = 0;
   double nonfinite = 0;
-  int64_t max_log_ratio_bits = 0;  // of a non-negative float or double: ordered as integers, NaN last
-  int64_t last_kept = -1;          // index among all tokens
+  int64_t max_log_ratio_bits =
+      0;                   // of a non-negative float or double: ordered as integers, NaN last
+  int64_t last_kept = -1;  // index among all tokens
   bool bad_mask = false;
 };
 
 // One pass over a segment's tokens.
 struct SegmentTask {
   const KlPenaltyInputs* inputs;
-  View grad_out;           // per token, or absent
-  double grad_scale = 1;   // factor of every token's gradient
+  View grad_out;          // per token, or absent
+  double grad_scale = 1;  // factor of every token's gradient
   bool want_statistics = false;
   bool want_last_kept = false;
   Output value;  // arithmetic's type; coef * weighted value

@@ -1,7 +1,7 @@
 """The backends, the order in which ``auto`` tries them, and the choice.
 
-A backend is a module with ``unavailable(device) -> str | None`` (why it cannot serve the device, with
-what to install; None if it can) and ``kl_penalty(call) -> (Tensor, KLStats | None)``.
+A backend is a module with ``unavailable(device) -> str | None`` (why it cannot serve the device,
+with what to install; None if it can) and ``kl_penalty(call) -> (Tensor, KLStats | None)``.
 A new backend is one such file and one row here.
 """
 

@@ -1,4 +1,4 @@
-"""The readable specification: every formula the textbook way, in float64, differentiated by autograd.
+"""The readable specification: textbook formulas in float64, differentiated by autograd.
 
 Runs on any device that torch has, slowly. Tests hold the fast backends to it, and it to the oracle.
 """
@@ -94,7 +94,7 @@ def _sequence_of_token(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[Ten
 
 
 def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
-    """w * f(x) per token with the estimator's gradient, and where a clip or cap acted."""
+    """W * f(x) per token with the estimator's gradient, and where a clip or cap acted."""
     x = tokens.log_ratio
     lo, hi = estimator.log_ratio_bounds
     clipped = (x < lo) | (x > hi)
@@ -133,8 +133,9 @@ def _with_linear_tail(
 def _clip_value(
     formula: Callable[[Tensor], Tensor], x: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """f clipped to [-limit, limit], and where. Differentiates f only where it is inside: the
-    derivative outside may have overflowed, and 0 times infinity is NaN."""
+    """F clipped to [-limit, limit], and where. Differentiates f only where it is inside: the
+    derivative outside may have overflowed, and 0 times infinity is NaN.
+    """
     unclipped = formula(x.detach())
     outside = unclipped.abs() > limit
     inside = unclipped.abs() <= limit
@@ -158,7 +159,7 @@ def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor | None, T
 
 
 def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
-    """coef * reduction of the weighted token values."""
+    """Coef * reduction of the weighted token values."""
     coef = call.coef if call.tensors.coef is None else call.tensors.coef.to(value.dtype)
     value = coef * value
     if call.scores is not None:
@@ -185,7 +186,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> Tensor:
-    """value with scores[s] added at the last kept token of sequence s, if it has one."""
+    """Value with scores[s] added at the last kept token of sequence s, if it has one."""
     position = torch.arange(1, value.shape[0] + 1, device=value.device)
     last = tokens.max_by_sequence(torch.where(tokens.keep, position, 0))
     score = torch.where(last > 0, scores.to(value.dtype), 0.0)

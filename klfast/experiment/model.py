@@ -63,9 +63,11 @@ class GPT(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Draws the weights from ``generator`` alone, so that a seed names one model."""
         with torch.no_grad():
-            for parameter in self.parameters():
+            for name, parameter in self.named_parameters():
                 if parameter.dim() == 2:
                     parameter.normal_(0.0, 0.02, generator=generator)
+                elif name.endswith("bias"):
+                    parameter.zero_()
 
     def forward(self, ids: Tensor, start: int = 0, caches: list[Tensor] | None = None) -> Tensor:
         """``[B, T]`` at positions from ``start`` -> logits ``[B, T, V]``.

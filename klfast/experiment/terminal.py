@@ -86,7 +86,7 @@ def print_summary(console: Console, summaries: list[Summary], settings: Settings
         title_justify="left",
     )
     table.add_column("arm", no_wrap=True)
-    headings = ("reward", "KL", "off target", "coef", "perplexity", "KL step ms")
+    headings = ("reward", "KL", "off target", "coef", "ppl", "KL step ms")
     for heading in headings:
         table.add_column(heading, justify="right")
     for s in summaries:

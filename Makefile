@@ -1,0 +1,61 @@
+# Each target sets up what it needs, once: .venv with the versions of constraints.txt, and the build.
+#   make demo     train a small language model under KL control, and write a report
+#   make test     lint and every test
+#   make lint     ruff, mypy, clang-format
+#   make bench    time klfast against eager PyTorch and torch.compile
+#   make asan     the tests of the kernels under AddressSanitizer and UBSan
+#   make format   rewrite sources in the house style
+# PYTHON chooses the interpreter for .venv (3.10 to 3.13).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
+CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+
+.PHONY: demo test lint bench asan format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/built
+	$(BIN)/klfast compare $(DEMO_OPTIONS)
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+
+bench: $(VENV)/built
+	$(BIN)/klfast bench
+
+# The sanitizers' runtimes must be there before Python starts. Leaks are Python's own.
+asan: $(VENV)/built
+	SANITIZE=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/asan .
+	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider -m "not subprocess" \
+	  tests/test_layouts.py tests/test_masking.py tests/test_reductions.py tests/test_errors.py tests/test_fuzz.py
+
+format: $(VENV)/built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_SOURCES)
+
+clean:
+	rm -rf $(VENV) build klfast/_C*.so klfast/_build_info.json *.egg-info
+
+# torch first and by its pinned version, so that nothing that depends on it chooses another.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) setuptools pybind11 ninja numpy
+	$(PIP) clang-format hypothesis jinja2 matplotlib mpmath mypy pre-commit pytest pytest-benchmark rich ruff
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
+	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $@

@@ -1,0 +1,219 @@
+"""Promise 3, bit for bit: a sequence's numbers depend on its own tokens and on nothing else."""
+
+import pytest
+import torch
+from agreement import random_inputs, same_bits
+
+import klfast
+from klfast import Estimator
+from klfast.call import REDUCTIONS
+from klfast.estimator import ESTIMATORS
+
+FORMS = {name: Estimator(name) for name in ESTIMATORS} | {
+    "rich": Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0),
+    "k2-gradient": Estimator("k3", gradient="k2", importance="detached"),
+}
+WEIGHED = ("rich", "k2-gradient")
+LENGTHS = (1, 63, 64, 65, 200, 1024, 1025)
+LONG = (16_384, 16_385, 70_001)
+PER_SEQUENCE = ("none", "seq-sum", "seq-mean")
+
+every_form = pytest.mark.parametrize("form", FORMS)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+
+
+@pytest.fixture
+def compiled(backend):
+    """A backend with kernels of its own; torch's float64 ops differ by where a vector register ends."""
+    if backend == "reference":
+        pytest.skip("the reference's fp64 results are torch's, which do not promise this")
+    return backend
+
+
+class Sequence:
+    """Inputs of one sequence, or of many side by side, of shape [..., T]."""
+
+    def __init__(self, logprobs, ref_logprobs, old_logprobs, mask):
+        self.tensors = (logprobs, ref_logprobs, old_logprobs, mask)
+
+    @classmethod
+    def random(cls, length, dtype=torch.float32):
+        return cls(*random_inputs((length,), dtype), torch.rand(length) < 0.8)
+
+    def map(self, function):
+        return Sequence(*(function(t) for t in self.tensors))
+
+    @classmethod
+    def join(cls, sequences, function):
+        columns = zip(*(s.tensors for s in sequences), strict=True)
+        return cls(*(function(list(column)) for column in columns))
+
+    def compute(self, backend, form, cu_seqlens=None):
+        """{name: tensor} of shape [..., T] or [S]: values, both gradients, sums, means, statistics."""
+        found = {}
+        for reduction in PER_SEQUENCE:
+            logprobs, ref_logprobs = (t.detach().requires_grad_() for t in self.tensors[:2])
+            result, stats = klfast.kl_penalty(
+                logprobs,
+                ref_logprobs,
+                self.tensors[3],
+                estimator=FORMS[form],
+                reduction=reduction,
+                old_logprobs=self.tensors[2] if form in WEIGHED else None,
+                cu_seqlens=cu_seqlens,
+                coef=0.3,
+                return_stats=True,
+                backend=backend,
+            )
+            upstream = torch.full_like(result, 0.7)
+            inputs = [logprobs, ref_logprobs]
+            both = torch.autograd.grad(result, inputs, upstream, retain_graph=True)
+            found[reduction] = result.detach()
+            found[f"{reduction} grad"], found[f"{reduction} grad_ref"] = both
+            found |= {f"{reduction} {name}": value for name, value in stats._asdict().items()}
+        return found
+
+
+def is_per_token(name):
+    return name == "none" or "grad" in name
+
+
+def of_sequence(found, tokens, sequence):
+    """One sequence's part of what a batch gave: ``tokens`` and ``sequence`` index it."""
+    return {
+        name: value[tokens] if is_per_token(name) else value[sequence].reshape(1)
+        for name, value in found.items()
+    }
+
+
+def assert_same(alone, other):
+    different = [name for name in alone if not same_bits(alone[name], other[name])]
+    assert not different
+
+
+@every_dtype
+@every_form
+def test_a_sequence_is_the_same_alone_padded_packed_and_in_any_company(compiled, form, dtype):
+    check_company(compiled, form, dtype, LENGTHS)
+
+
+@pytest.mark.parametrize("form", ["k3", "rich"])
+def test_a_long_sequence_is_the_same_in_any_company(backend, form):
+    check_company(backend, form, torch.float32, LONG)
+
+
+@every_form
+def test_the_reference_in_fp32_too(form):
+    check_company("reference", form, torch.float32, LENGTHS)
+
+
+def check_company(backend, form, dtype, lengths):
+    """Each sequence alone against: in a right-padded batch, permuted, and packed (so shifted)."""
+    sequences = [Sequence.random(length, dtype) for length in lengths]
+    alone = [s.compute(backend, form) for s in sequences]
+
+    width = max(lengths) + 37
+    pad = [s.map(lambda t: torch.nn.functional.pad(t, (0, width - len(t)))) for s in sequences]
+    order = torch.randperm(len(lengths)).tolist()
+    padded = Sequence.join([pad[i] for i in order], torch.stack).compute(backend, form)
+    for row, i in enumerate(order):
+        part = of_sequence(padded, (row, slice(lengths[i])), row)
+        assert_same(alone[i], part)
+
+    packed_order = [*order, *order[::-1]]
+    edges = torch.tensor([0] + [lengths[i] for i in packed_order]).cumsum(0)
+    packed = Sequence.join([sequences[i] for i in packed_order], torch.cat)
+    found = packed.compute(backend, form, edges)
+    for s, i in enumerate(packed_order):
+        assert_same(alone[i], of_sequence(found, slice(edges[s], edges[s + 1]), s))
+
+
+@pytest.mark.parametrize("padding", [1, 27, 64, 1000, 20_000])
+def test_right_padding_changes_nothing(backend, padding):
+    sequence = Sequence.random(1000)
+    alone = sequence.compute(backend, "k3")
+    padded = sequence.map(lambda t: torch.nn.functional.pad(t, (0, padding)))
+    assert_same(alone, of_sequence(padded.compute(backend, "k3"), slice(1000), 0))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 16])
+def test_the_place_in_memory_changes_nothing(backend, offset):
+    """Unaligned, and with a stride: other loads, the same numbers."""
+    sequence = Sequence.random(1500)
+    alone = sequence.compute(backend, "k3")
+    moved = sequence.map(lambda t: torch.cat([t[:offset], t])[offset:])
+    strided = sequence.map(lambda t: torch.stack([t] * 2, dim=1).flatten()[::2])
+    assert not strided.tensors[0].is_contiguous()
+    assert_same(alone, moved.compute(backend, "k3"))
+    assert_same(alone, strided.compute(backend, "k3"))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("form", ["k3", "rich"])
+def test_threads_and_runs_change_nothing(backend, form, reduction, set_num_threads):
+    shapes = {"wide": (2, 70_001), "tall": (300, 400)}
+    for shape in shapes.values():
+        logprobs, ref_logprobs, old_logprobs = random_inputs(shape)
+        mask = torch.rand(shape) < 0.8
+        logprobs.requires_grad_()
+
+        def run(tensors=(logprobs, ref_logprobs, mask), old_logprobs=old_logprobs):
+            result, stats = klfast.kl_penalty(
+                *tensors,
+                estimator=FORMS[form],
+                reduction=reduction,
+                old_logprobs=old_logprobs if form in WEIGHED else None,
+                return_stats=True,
+                backend=backend,
+            )
+            (grad,) = torch.autograd.grad(result.sum(), tensors[0])
+            return [result.detach(), grad, *stats]
+
+        set_num_threads(1)
+        one = run()
+        for threads in (2, 2, 3):
+            set_num_threads(threads)
+            assert all(same_bits(a, b) for a, b in zip(one, run(), strict=True))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_the_dtype_of_cu_seqlens_changes_nothing(backend, index_dtype):
+    sequence = Sequence.random(500)
+    edges = torch.tensor([0, 100, 100, 499, 500])
+    one = sequence.compute(backend, "k3", edges)
+    assert_same(one, sequence.compute(backend, "k3", edges.to(index_dtype)))
+
+
+@every_form
+def test_asking_for_statistics_changes_nothing(backend, form):
+    logprobs, ref_logprobs, old_logprobs = random_inputs((3, 500))
+    options = {"estimator": FORMS[form], "backend": backend}
+    options["old_logprobs"] = old_logprobs if form in WEIGHED else None
+    for reduction in REDUCTIONS:
+        alone = klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, **options)
+        beside, _ = klfast.kl_penalty(
+            logprobs, ref_logprobs, reduction=reduction, return_stats=True, **options
+        )
+        assert same_bits(alone, beside), reduction
+
+
+@every_form
+def test_asking_for_a_gradient_changes_no_value(backend, form):
+    logprobs, ref_logprobs, old_logprobs = random_inputs((3, 500))
+    options = {"estimator": FORMS[form], "backend": backend}
+    options["old_logprobs"] = old_logprobs if form in WEIGHED else None
+    for reduction in REDUCTIONS:
+        without = klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, **options)
+        one, both = (
+            klfast.kl_penalty(
+                logprobs.clone().requires_grad_(),
+                ref_logprobs.clone().requires_grad_(ref_too),
+                reduction=reduction,
+                **options,
+            )
+            for ref_too in (False, True)
+        )
+        assert same_bits(without, one.detach()), reduction
+        assert same_bits(without, both.detach()), reduction
