@@ -51,6 +51,10 @@ def enabled(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
+def variants() -> list[str]:
+    return [name.lower() for name in ("DEBUG", "SANITIZE") if enabled(name)]
+
+
 def include_flags() -> list[str]:
     # pip's pybind11 first: torch's own copy refuses TORCH_TARGET_VERSION.
     paths = [pybind11.get_include(), *cpp_extension.include_paths(), sysconfig.get_path("include")]
@@ -152,8 +156,7 @@ class NinjaBuild(build_ext):
             "klfast: building CPU kernels only; GPU tensors use the reference backend", flush=True
         )
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
-        variant = "".join(f"-{name.lower()}" for name in ("DEBUG", "SANITIZE") if enabled(name))
-        folder = Path(self.build_temp).resolve() / f"klfast{variant}"
+        folder = ROOT / "build" / "-".join(["klfast", sys.implementation.cache_tag, *variants()])
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(output))

@@ -37,13 +37,12 @@ struct LaneSums {
   Bits max_log_ratio[kLanes] = {};
 };
 
-// A block in the arithmetic's type. size is a multiple of kLanes.
+// A block in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
 template <typename Acc>
 struct Block {
   int64_t size;
-  const Acc* logprobs;
-  const Acc* ref_logprobs;
-  const Acc* old_logprobs;
+  const Acc* log_ratio;       // logprobs - ref_logprobs
+  const Acc* log_importance;  // logprobs - old_logprobs; null without
   const Acc* weight;
   Acc coef;
   Acc grad_scale;
@@ -72,10 +71,11 @@ KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x,
   sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
 }
 
-// A group of a block whose log-ratios are known: value and derivative of the formula.
+// A group of a block: value and derivative of the formula.
 template <typename E, Range range, bool kGradient, bool kStatistics, typename Acc>
-KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first, const Acc* log_ratio,
+KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first,
                                        LaneSums<Acc>& sums) {
+  const Acc* log_ratio = block.log_ratio + first;
   const Acc* weights = block.weight + first;
   Acc* value = block.value + first;
   Acc* grad = block.grad + first;
@@ -98,22 +98,14 @@ KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first, c
 // take the shorter way, to the same bits.
 template <typename E, typename Acc, bool kGradient, bool kStatistics>
 void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
-  alignas(64) Acc x[kLanes];
   for (int64_t first = 0; first < block.size; first += kLanes) {
-    const Acc* logprobs = block.logprobs + first;
-    const Acc* ref_logprobs = block.ref_logprobs + first;
-    const Acc* weights = block.weight + first;
+    const Acc* log_ratio = block.log_ratio + first;
     typename LaneSums<Acc>::Bits far = 0;
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const bool keep = weights[lane] != Acc(0);
-      x[lane] = math::select(keep, logprobs[lane] - ref_logprobs[lane], Acc(0));
-      far |= !math::is_near(x[lane]);
-    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(log_ratio[lane]);
     if (far) {
-      evaluate_group<E, Range::kAnywhere, kGradient, kStatistics>(block, first, x, sums);
+      evaluate_group<E, Range::kAnywhere, kGradient, kStatistics>(block, first, sums);
     } else {
-      evaluate_group<E, Range::kNear, kGradient, kStatistics>(block, first, x, sums);
+      evaluate_group<E, Range::kNear, kGradient, kStatistics>(block, first, sums);
     }
   }
 }
@@ -122,14 +114,13 @@ void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& 
 template <typename E, typename Acc>
 void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
   using math::select;
-  const bool weighs = block.old_logprobs != nullptr;
+  const bool weighs = block.log_importance != nullptr;
   const bool differentiable = weighs && !limits.detached;
   const bool k2_gradient = limits.k2_gradient;
   const Limits<Acc> limit = limits;
   for (int64_t first = 0; first < block.size; first += kLanes) {
-    const Acc* logprobs = block.logprobs + first;
-    const Acc* ref_logprobs = block.ref_logprobs + first;
-    const Acc* old_logprobs = (weighs ? block.old_logprobs : block.logprobs) + first;
+    const Acc* log_ratio = block.log_ratio + first;
+    const Acc* log_importances = (weighs ? block.log_importance : block.log_ratio) + first;
     const Acc* weights = block.weight + first;
     Acc* value = block.value + first;
     Acc* grad = block.grad + first;
@@ -138,8 +129,8 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const Acc weight = weights[lane];
       const bool keep = weight != Acc(0);
-      const Acc x = select(keep, logprobs[lane] - ref_logprobs[lane], Acc(0));
-      const Acc log_importance = select(keep & weighs, logprobs[lane] - old_logprobs[lane], Acc(0));
+      const Acc x = log_ratio[lane];
+      const Acc log_importance = select(weighs, log_importances[lane], Acc(0));
       const bool capped = log_importance > limit.log_cap;
       const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
 
@@ -230,14 +221,54 @@ KLFAST_HOST_DEVICE double add_lanes(double* lanes) {
   return lanes[0];
 }
 
-// Weights of a block: the mask's, or ones; zeros beyond n.
+// A part of a sequence, and where it lies in the inputs.
+struct Part {
+  int64_t row;
+  int64_t column;
+  int64_t size;
+  int64_t padded;  // size rounded up to whole groups
+};
+
+// Weights of a part: the mask's, or ones; zeros beyond its size.
 template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, int64_t row, int64_t column, int64_t n,
-                                           int64_t padded, Acc* buffer) {
-  if (mask.data != nullptr) return load_block(mask, row, column, n, padded, buffer);
-  std::fill(buffer, buffer + n, Acc(1));
-  std::fill(buffer + n, buffer + padded, Acc(0));
+KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Part& part, Acc* buffer) {
+  if (mask.data != nullptr) {
+    return load_block(mask, part.row, part.column, part.size, part.padded, buffer);
+  }
+  std::fill(buffer, buffer + part.size, Acc(1));
+  std::fill(buffer + part.size, buffer + part.padded, Acc(0));
   return buffer;
+}
+
+template <typename Acc, typename From>
+KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weights, int64_t n,
+                                 Acc* difference) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    difference[i] =
+        math::select(weights[i] != Acc(0), convert<Acc>(a[i]) - convert<Acc>(b[i]), Acc(0));
+  }
+}
+
+// a - b where the weight is not 0, else 0: what is masked is never looked at.
+template <typename Acc>
+KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part& part,
+                                        const Acc* weights, Acc* difference, Acc* buffer) {
+  std::fill(difference + part.size, difference + part.padded, Acc(0));
+  if (a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
+    visit_dtype(a.dtype, [&](auto zero) __attribute__((always_inline)) {
+      using From = decltype(zero);
+      if constexpr (!std::is_integral_v<From>) {
+        subtract(static_cast<const From*>(a.data) + part.row * a.row_stride + part.column,
+                 static_cast<const From*>(b.data) + part.row * b.row_stride + part.column, weights,
+                 part.size, difference);
+      }
+    });
+    return;
+  }
+  const Acc* loaded = load_block(a, part.row, part.column, part.size, part.padded, difference);
+  const Acc* other = load_block(b, part.row, part.column, part.size, part.padded, buffer);
+  subtract(loaded, other, weights, part.padded, difference);
 }
 
 bool can_be_bad(const View& mask) {
@@ -251,7 +282,11 @@ KLFAST_HOST_DEVICE bool any_bad(const Acc* weights, int64_t n) {
   return bad != 0;
 }
 
-int64_t round_up_to_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+Part part_of(const Batch& batch, const Segment& segment, int64_t done) {
+  const int64_t size = std::min(kBlock, segment.length - done);
+  return {batch.row(segment.sequence), batch.column(segment.sequence, segment.position + done),
+          size, (size + kLanes - 1) / kLanes * kLanes};
+}
 
 template <typename Acc>
 Limits<Acc> limits_of(const EstimatorOptions& options) {
@@ -271,7 +306,6 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const Limits<Acc> limits = limits_of<Acc>(in.options);
   const Evaluate<Acc> evaluate = choose<Acc>(task);
   const bool check_mask = can_be_bad(in.mask);
-  const int64_t row = in.batch.row(segment.sequence);
   const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
   alignas(64)
       Acc buffers[kBlocks][kBlock + kLanes];  // not a page apart, which would alias in the cache
@@ -280,31 +314,33 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   Partial partial;
 
   for (int64_t done = 0; done < segment.length; done += kBlock) {
-    const int64_t n = std::min(kBlock, segment.length - done);
-    const int64_t padded = round_up_to_lanes(n);
-    const int64_t column = in.batch.column(segment.sequence, segment.position + done);
+    const Part part = part_of(in.batch, segment, done);
+    const int64_t n = part.size;
     const int64_t index = first_index + done;
     Block<Acc> block;
-    block.size = padded;
-    block.logprobs = load_block(in.logprobs, row, column, n, padded, buffers[0]);
-    block.ref_logprobs = load_block(in.ref_logprobs, row, column, n, padded, buffers[1]);
-    block.old_logprobs = in.old_logprobs.data == nullptr
-                             ? nullptr
-                             : load_block(in.old_logprobs, row, column, n, padded, buffers[2]);
-    block.weight = load_weights(in.mask, row, column, n, padded, buffers[3]);
+    block.size = part.padded;
+    block.weight = load_weights(in.mask, part, buffers[0]);
+    load_difference(in.logprobs, in.ref_logprobs, part, block.weight, buffers[1], buffers[7]);
+    block.log_ratio = buffers[1];
+    block.log_importance = nullptr;
+    if (in.old_logprobs.data != nullptr) {
+      load_difference(in.logprobs, in.old_logprobs, part, block.weight, buffers[2], buffers[7]);
+      block.log_importance = buffers[2];
+    }
     block.coef = static_cast<Acc>(in.coef);
     block.grad_scale = static_cast<Acc>(task.grad_scale);
-    block.value = output_block(task.value, index, n, padded, buffers[4]);
-    block.grad = output_block(task.grad_logprobs, index, n, padded, buffers[5]);
-    block.grad_ref = output_block(task.grad_ref_logprobs, index, n, padded, buffers[6]);
+    block.value = output_block(task.value, index, n, part.padded, buffers[3]);
+    block.grad = output_block(task.grad_logprobs, index, n, part.padded, buffers[4]);
+    block.grad_ref = output_block(task.grad_ref_logprobs, index, n, part.padded, buffers[5]);
     evaluate(block, limits, sums);
 
     if (task.grad_out.data != nullptr) {
-      const Acc* grad_out = load_block(task.grad_out, row, column, n, padded, buffers[7]);
+      const Acc* grad_out =
+          load_block(task.grad_out, part.row, part.column, n, part.padded, buffers[6]);
       for (Acc* grad : {block.grad, block.grad_ref}) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < padded; ++i) {
-          grad[i] = block.weight[i] != Acc(0) ? grad[i] * grad_out[i] : Acc(0);
+        for (int64_t i = 0; i < part.padded; ++i) {
+          grad[i] = math::select(block.weight[i] != Acc(0), grad[i] * grad_out[i], Acc(0));
         }
       }
     }
@@ -356,16 +392,13 @@ Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
   alignas(64) double wide[kLanes] = {};
   Partial partial;
   for (int64_t done = 0; done < segment.length; done += kBlock) {
-    const int64_t n = std::min(kBlock, segment.length - done);
-    const int64_t padded = round_up_to_lanes(n);
-    const Acc* weights =
-        load_block(in.mask, in.batch.row(segment.sequence),
-                   in.batch.column(segment.sequence, segment.position + done), n, padded, buffer);
-    for (int64_t i = 0; i < padded; i += kLanes) {
+    const Part part = part_of(in.batch, segment, done);
+    const Acc* weights = load_weights(in.mask, part, buffer);
+    for (int64_t i = 0; i < part.padded; i += kLanes) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += weights[i + lane];
     }
-    if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, n);
+    if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, part.size);
     flush(lanes, wide);
   }
   partial.length = add_lanes(wide);

@@ -1,0 +1,145 @@
+"""What is timed: an op, a dtype and a shape; and the inputs it is timed on.
+
+Shapes: B sequences of T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+KEPT = 0.8
+"""Share of the tokens that the random mask keeps."""
+
+SPREAD = 0.1
+"""Standard deviation of the log-ratio, in nats."""
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Op:
+    """One way of asking for the k3 penalty.
+
+    Attributes:
+        name: as on the command line.
+        reduction: of :func:`klfast.kl_penalty`.
+        backward: whether the gradient of ``logprobs`` is computed too.
+        stats: whether the statistics are.
+        reads: how often the two log-probs and the mask must be read at the least.
+    """
+
+    name: str
+    reduction: str
+    backward: bool = False
+    stats: bool = False
+    reads: int = 1
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Op("forward", "seq-sum"),
+        Op("stats", "seq-sum", stats=True),
+        Op("one-read", "token-mean", backward=True),
+        Op("two-pass", "seq-sum", backward=True, reads=2),
+    )
+}
+"""``one-read`` and ``two-pass`` are forward+backward: of a scalar, where the forward can write the
+gradient as it reads, and of per-sequence sums, where the backward must read again."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op on a dtype (a key of ``DTYPES``) and a shape [B, T]."""
+
+    op: Op
+    dtype: str
+    shape: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op.name} {self.dtype} {list(self.shape)}"
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def input_bytes(self) -> int:
+        """Two log-probs and a boolean mask."""
+        return self.tokens * (2 * DTYPES[self.dtype].itemsize + 1)
+
+    @property
+    def least_bytes(self) -> int:
+        """What must move whoever computes it: the reads, and the gradient if there is one."""
+        written = self.tokens * DTYPES[self.dtype].itemsize if self.op.backward else 0
+        return self.op.reads * self.input_bytes + written
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of inputs.
+
+    Attributes:
+        logprobs, ref_logprobs, mask: [B, T].
+        grad_out: what the backward starts from: [B] for ``seq-sum``, None (one) for a scalar.
+        storage: the memory that holds the first three and nothing else, int64; None if they are
+            not laid out together.
+    """
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    mask: Tensor
+    grad_out: Tensor | None = None
+    storage: Tensor | None = None
+
+
+def make_inputs(case: Case, copies: int) -> list[Inputs]:
+    """Sets of random inputs in memory of their own."""
+    return [_random_inputs(case) for _ in range(copies)]
+
+
+def copy_inputs(
+    op: Op, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, copies: int
+) -> list[Inputs]:
+    """Sets of inputs that are copies of the given tensors."""
+    return [
+        Inputs(
+            logprobs.detach().clone().requires_grad_(op.backward),
+            ref_logprobs.detach().clone(),
+            mask.clone(),
+            _grad_out(op, logprobs.shape[0]),
+        )
+        for _ in range(copies)
+    ]
+
+
+def _random_inputs(case: Case) -> Inputs:
+    """In one block of memory, so that a plain read of the block is a read of the same bytes."""
+    dtype = DTYPES[case.dtype]
+    sizes = [case.tokens * item for item in (dtype.itemsize, dtype.itemsize, torch.bool.itemsize)]
+    padded = [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    storage = torch.zeros(sum(padded), dtype=torch.uint8)
+    parts = [part[:size] for part, size in zip(storage.split(padded), sizes, strict=True)]
+    logprobs, ref_logprobs = (part.view(dtype).view(case.shape) for part in parts[:2])
+    mask = parts[2].view(torch.bool).view(case.shape)
+    logprobs.uniform_(-4, 0)
+    ref_logprobs.normal_(std=SPREAD).add_(logprobs)
+    mask.bernoulli_(KEPT)
+    return Inputs(
+        logprobs.detach().requires_grad_(case.op.backward),
+        ref_logprobs,
+        mask,
+        _grad_out(case.op, case.shape[0]),
+        storage.view(torch.int64),
+    )
+
+
+def _grad_out(op: Op, sequences: int) -> Tensor | None:
+    return torch.rand(sequences) if op.backward and op.reduction == "seq-sum" else None

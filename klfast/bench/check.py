@@ -1,0 +1,94 @@
+"""Nothing is timed before its result is right: outputs against klfast's reference in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import klfast
+from klfast.bench.cases import Inputs, Op
+
+TOLERANCE = 1e-4
+"""Of the largest entry. Wide: it tells a wrong candidate from a right one, not a good from a better."""
+
+ROUNDING = 1e-6
+"""Of the terms: ``exp(-x) - 1`` in fp32 has lost its digits where x is small, and is not wrong."""
+
+_ROWS_TOKENS = 1 << 21
+
+
+class WrongResult(Exception):  # noqa: N818  # said in the words of the message
+    """A candidate that computes something else; its text is the whole message."""
+
+
+def named_outputs(op: Op, outputs: Any) -> dict[str, Tensor]:
+    """What a candidate returned, by name."""
+    if op.backward:
+        return {"penalty": outputs[0], "gradient": outputs[1]}
+    if op.stats:
+        return {"penalty": outputs[0], **outputs[1]._asdict()}
+    return {"penalty": outputs}
+
+
+def truth(op: Op, inputs: Inputs) -> dict[str, Tensor]:
+    """The outputs in float64, a block of rows at a time, as float64 graphs are large."""
+    normalizer = inputs.mask.sum() if op.reduction == "token-mean" else None
+    rows = max(1, _ROWS_TOKENS // max(1, inputs.mask.shape[1]))
+    blocks = [
+        _truth_of_rows(op, inputs, slice(first, first + rows), normalizer)
+        for first in range(0, inputs.mask.shape[0], rows)
+    ]
+    joined = {name: [block[name] for block in blocks] for name in blocks[0]}
+    return {
+        name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
+        for name, parts in joined.items()
+    }
+
+
+def _truth_of_rows(
+    op: Op, inputs: Inputs, rows: slice, normalizer: Tensor | None
+) -> dict[str, Tensor]:
+    logprobs = inputs.logprobs[rows].detach().double().requires_grad_(op.backward)
+    penalty, stats = klfast.kl_penalty(
+        logprobs,
+        inputs.ref_logprobs[rows].double(),
+        inputs.mask[rows],
+        reduction=op.reduction,
+        normalizer=normalizer,
+        return_stats=True,
+        backend="reference",
+    )
+    if not op.backward:
+        return named_outputs(op, (penalty, stats) if op.stats else penalty)
+    grad_out = None if inputs.grad_out is None else inputs.grad_out[rows].double()
+    gradient = torch.autograd.grad(penalty, logprobs, grad_out)[0]
+    return named_outputs(op, (penalty.detach(), gradient))
+
+
+def check_outputs(
+    name: str, op: Op, inputs: Inputs, expected: dict[str, Tensor], outputs: Any
+) -> None:
+    """Raises :class:`WrongResult` if what the candidate ``name`` returned is not the truth."""
+    sizes = _sizes(op, inputs)
+    for output, actual in named_outputs(op, outputs).items():
+        want = expected[output]
+        relative = max(TOLERANCE, torch.finfo(actual.dtype).eps if output == "gradient" else 0)
+        largest = float(want.abs().max()) if want.numel() else 0.0
+        allowed = relative * largest + ROUNDING * sizes[output == "gradient"]
+        try:
+            torch.testing.assert_close(actual.detach().double(), want, rtol=0, atol=allowed)
+        except AssertionError as error:
+            detail = " ".join(str(error).split())
+            raise WrongResult(f"{name} computes a wrong {output} ({op.name}): {detail}") from None
+
+
+def _sizes(op: Op, inputs: Inputs) -> tuple[float, float]:
+    """How large the terms are that a penalty or a statistic, and a gradient, is made of."""
+    x = torch.where(inputs.mask, inputs.logprobs.detach() - inputs.ref_logprobs, 0)
+    term = 1 + float(x.abs().max())
+    if op.reduction == "token-mean":
+        return term, 1 / max(1, int(inputs.mask.sum()))
+    grad_out = 1.0 if inputs.grad_out is None else float(inputs.grad_out.abs().max())
+    return term * int(inputs.mask.sum(-1).max()), grad_out

@@ -1,0 +1,197 @@
+"""One case from inputs to rows: make the inputs, check every candidate, time all of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from klfast.bench.bandwidth import PROBES, fastest_probe
+from klfast.bench.candidates import COMPILE, KLFAST, Candidate, build_candidates
+from klfast.bench.cases import Case, Inputs, Op, make_inputs
+from klfast.bench.check import check_outputs, truth
+from klfast.bench.timing import Timing, interleave
+
+ROUNDS = 20
+
+READ = "read"
+"""The plain read of the inputs, among the candidates."""
+
+ROTATED_BYTES = 128 << 20
+MAX_COPIES = 8
+SMALLEST_READ = 1 << 20
+"""Below this a read measures the call, not the memory."""
+
+_WORKING_BYTES_PER_TOKEN = 48
+_SPARE_BYTES = 1 << 30
+
+
+class Skip(Exception):  # noqa: N818  # not an error: the case is left out, visibly
+    """Why a case cannot be measured here."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of one case.
+
+    Attributes:
+        case: name of the case.
+        op, dtype, shape: the case.
+        impl: ``klfast``, ``eager``, ``torch.compile`` or ``read``.
+        median_ms, min_ms: of a call, over the rounds.
+        ratio: this candidate's median over klfast's: how many times faster klfast is; 1 for klfast
+            itself. None for ``read``.
+        rounds, calls: how many timings, and calls in each.
+        bytes: the least that must move.
+        gb_per_s: ``bytes`` over the median, in 1e9 bytes per second; None where the inputs are so
+            small that the call is measured, not the memory.
+        read_share: ``gb_per_s`` as a share of that of ``read`` in the same rounds.
+    """
+
+    case: str
+    op: str
+    dtype: str
+    shape: list[int]
+    impl: str
+    median_ms: float
+    min_ms: float
+    ratio: float | None
+    rounds: int
+    calls: int
+    bytes: int
+    gb_per_s: float | None
+    read_share: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure.
+
+    Attributes:
+        rounds: of each case.
+        reused: one set of inputs, in cache from an untimed call before each timing; otherwise sets
+            that rotate.
+        with_compile: whether ``torch.compile`` is among the rivals.
+    """
+
+    rounds: int = ROUNDS
+    reused: bool = False
+    with_compile: bool = True
+
+
+def measure(
+    case: Case, plan: Plan, after_round: Callable[[], None] = lambda: None
+) -> tuple[list[Row], str | None]:
+    """The rows of a case, klfast first; and the name of the probe behind its ``read``.
+
+    Raises:
+        Skip: the case does not fit into memory.
+        WrongResult: a candidate computes something else.
+    """
+    copies = 1 if plan.reused else rotation(case.input_bytes)
+    check_memory(case, copies)
+    inputs = make_inputs(case, copies)
+    candidates = checked_candidates(case.op, inputs[0], plan.with_compile)
+    probe = fastest_probe(inputs, plan.reused) if case.input_bytes >= SMALLEST_READ else None
+    everyone = candidates if probe is None else {**candidates, READ: PROBES[probe]}
+    timings = interleave(
+        everyone, inputs, plan.rounds, warm=plan.reused, after_round=after_round
+    )
+    return rows_of(case, timings), probe
+
+
+def rotation(input_bytes: int) -> int:
+    """How many sets of inputs take turns: enough to be larger than caches, if small ones allow it."""
+    return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / max(1, input_bytes))))
+
+
+def checked_candidates(op: Op, inputs: Inputs, with_compile: bool) -> dict[str, Candidate]:
+    """The candidates, each called once and found right.
+
+    ``torch.compile`` is left out with a warning where it does not work, as it needs a C++ compiler.
+    """
+    expected = truth(op, inputs)
+    candidates = build_candidates(op, with_compile)
+    if COMPILE in candidates and (reason := _failure(candidates[COMPILE], inputs)):
+        del candidates[COMPILE]
+        warnings.warn(f"{COMPILE} is left out, as it fails here: {reason}", stacklevel=2)
+    for name, call in candidates.items():
+        check_outputs(name, op, inputs, expected, call(inputs))
+    return candidates
+
+
+def _failure(call: Candidate, inputs: Inputs) -> str | None:
+    """Why a call fails, in one line; None if it does not."""
+    try:
+        call(inputs)
+    except Exception as error:  # its compilers fail in many ways
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def rows_of(case: Case, timings: dict[str, Timing]) -> list[Row]:
+    read = timings.get(READ)
+    read_speed = None if read is None else case.input_bytes / read.median
+    return [_row(case, name, timings, read_speed) for name in timings]
+
+
+def _row(case: Case, name: str, timings: dict[str, Timing], read_speed: float | None) -> Row:
+    timing = timings[name]
+    moved = case.input_bytes if name == READ else case.least_bytes
+    speed = None if read_speed is None else moved / timing.median
+    return Row(
+        case=case.name,
+        op=case.op.name,
+        dtype=case.dtype,
+        shape=list(case.shape),
+        impl=name,
+        median_ms=timing.median * 1e3,
+        min_ms=timing.best * 1e3,
+        ratio=None if name == READ else timing.median / timings[KLFAST].median,
+        rounds=len(timing.seconds),
+        calls=timing.calls,
+        bytes=moved,
+        gb_per_s=None if speed is None else speed / 1e9,
+        read_share=None if speed is None or read_speed is None else speed / read_speed,
+    )
+
+
+def check_memory(case: Case, copies: int) -> None:
+    """Raises :class:`Skip` if the inputs and eager's temporaries would not fit."""
+    needed = copies * case.input_bytes + _WORKING_BYTES_PER_TOKEN * case.tokens + _SPARE_BYTES
+    free = available_memory()
+    if free is not None and needed > free:
+        raise Skip(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line), None)
+
+
+def as_speed_rows(case: str, timings: dict[str, Timing]) -> list[dict[str, Any]]:
+    """The rows of a case as plain data: case, impl, median_ms, min_ms and ratio."""
+    return [
+        {
+            "case": case,
+            "impl": name,
+            "median_ms": timing.median * 1e3,
+            "min_ms": timing.best * 1e3,
+            "ratio": timing.median / timings[KLFAST].median,
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def time_inputs(op: Op, inputs: Sequence[Inputs], plan: Plan) -> dict[str, Timing]:
+    """Checks and times the candidates on given sets of inputs."""
+    return interleave(
+        checked_candidates(op, inputs[0], plan.with_compile), inputs, plan.rounds, warm=plan.reused
+    )

@@ -1,0 +1,64 @@
+"""Every instruction set that this processor has: one wheel serves all, so each copy of the kernels counts.
+
+The copy that this process uses is tested by all other files; here the others, in processes of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from klfast import backends
+
+TESTS = ("test_accuracy.py", "test_determinism.py", "test_reductions.py")
+FAST = "native and not long_sums and not threads"
+RUN = """
+import sys, pytest
+from klfast import _C
+print("uses", _C.instruction_set(), flush=True)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _needs_native():
+    reason = backends.load("native").unavailable(torch.device("cpu"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def run(instruction_set, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", *arguments],
+        env=os.environ | {"KLFAST_CPU": instruction_set},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_keeps_the_promises(instruction_set):
+    from klfast import _C
+
+    if instruction_set == _C.instruction_set():
+        pytest.skip(f"{instruction_set}: what this process uses, and every other file tests")
+    options = ["-q", "-x", "-k", FAST, "-p", "no:cacheprovider", *TESTS]
+    done = run(instruction_set, RUN, *options)
+    if "which this processor does not have" in done.stderr:
+        pytest.skip(f"this processor does not have {instruction_set}")
+    if "uses baseline" in done.stdout and instruction_set != "baseline":
+        pytest.skip(f"this build has no kernels for {instruction_set}")
+    assert f"uses {instruction_set}\n" in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def test_an_unknown_instruction_set_is_refused():
+    done = run("sse9", "import klfast._C as c; c.instruction_set()")
+    assert done.returncode != 0
+    assert "KLFAST_CPU must be 'baseline', 'avx2' or 'avx512', got 'sse9'" in done.stderr

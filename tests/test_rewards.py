@@ -1,0 +1,180 @@
+"""kl_rewards: -kl_coef * kl at every kept token, and the score at the last one."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from agreement import random_inputs, same_bits
+
+import klfast
+from klfast import Estimator
+from klfast.estimator import ESTIMATORS
+
+LAYOUTS = {
+    "padded": ((3, 11), None),
+    "one-sequence": ((19,), None),
+    "packed": ((23,), [0, 0, 7, 8, 8, 20, 23, 23]),
+}
+every_layout = pytest.mark.parametrize(("shape", "edges"), LAYOUTS.values(), ids=LAYOUTS)
+
+
+def sequences_of(shape, edges):
+    return oracle.sequences_of(shape, None if edges is None else torch.tensor(edges))
+
+
+def expected_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, estimator, edges):
+    """(rewards, tolerance) in float64 by loops."""
+    truth = oracle.kl_penalty(
+        logprobs, ref_logprobs, mask, estimator=estimator, coef=-kl_coef,
+        cu_seqlens=None if edges is None else torch.tensor(edges),
+    )  # fmt: skip
+    rewards, tolerance = truth.result.flatten(), truth.result_tolerance.flatten()
+    kept = [True] * rewards.numel() if mask is None else (mask != 0).flatten().tolist()
+    for score, sequence in zip(scores.tolist(), sequences_of(logprobs.shape, edges), strict=True):
+        last = [t for t in sequence if kept[t]][-1:]
+        for t in last:
+            rewards[t] += score
+            tolerance[t] += oracle.unit_roundoff(torch.float32) * abs(score)
+    return rewards.reshape(logprobs.shape), tolerance.reshape(logprobs.shape)
+
+
+@pytest.mark.parametrize("kl_coef", [0.2, torch.tensor(0.2)], ids=["number", "tensor"])
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask-with-gaps"])
+@every_layout
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_rewards_agree_with_the_oracle(backend, name, shape, edges, masked, kl_coef):
+    logprobs, ref_logprobs, _ = random_inputs(shape)
+    scores = torch.randn(len(sequences_of(shape, edges)))
+    mask = torch.rand(shape) < 0.6 if masked else None
+    estimator = Estimator(name, kl_clip=2.0)
+    rewards, stats = klfast.kl_rewards(
+        scores,
+        logprobs,
+        ref_logprobs,
+        mask,
+        kl_coef=kl_coef,
+        estimator=estimator,
+        cu_seqlens=None if edges is None else torch.tensor(edges),
+        return_stats=True,
+        backend=backend,
+    )
+    truth, tolerance = expected_rewards(
+        scores, logprobs, ref_logprobs, mask, float(kl_coef), estimator, edges
+    )
+    oracle.assert_within(rewards, truth, tolerance, "rewards")
+    kl = oracle.kl_penalty(
+        logprobs, ref_logprobs, mask, estimator=estimator,
+        cu_seqlens=None if edges is None else torch.tensor(edges),
+    )  # fmt: skip
+    oracle.assert_within(stats.kl, kl.stats["kl"], kl.stats_tolerance["kl"], "stats.kl")
+
+
+def rewards_of(backend, scores, mask, logprobs=None, kl_coef=0.5):
+    mask = torch.tensor(mask)
+    logprobs = torch.ones(mask.shape) if logprobs is None else logprobs
+    return klfast.kl_rewards(
+        torch.tensor(scores), logprobs, torch.zeros(mask.shape), mask, kl_coef=kl_coef,
+        backend=backend,
+    )  # fmt: skip
+
+
+def test_rewards_by_hand(backend):
+    """x = 1 everywhere; gaps, one kept token, none, and all."""
+    mask = [[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+    rewards = rewards_of(backend, [10.0, 20.0, 30.0, 40.0], mask)
+    assert rewards.tolist() == [
+        [-0.5, 0, 9.5, 0],
+        [19.5, 0, 0, 0],
+        [0, 0, 0, 0],
+        [-0.5, -0.5, -0.5, 39.5],
+    ]
+
+
+def test_the_weight_of_the_last_token_does_not_touch_the_score(backend):
+    assert rewards_of(backend, [10.0], [[1.0, 0.25, 0.0]]).tolist() == [[-0.5, 9.875, 0]]
+
+
+@pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
+def test_scores_are_passed_on_as_they_are(backend, score):
+    rewards = rewards_of(backend, [score, 1.0], [[1, 1], [1, 1]])
+    assert rewards[0, 0] == -0.5
+    assert rewards[1].tolist() == [-0.5, 0.5]
+    assert rewards[0, 1].isnan() if math.isnan(score) else rewards[0, 1] == score
+
+
+@pytest.mark.parametrize("score", [math.inf, math.nan])
+def test_the_score_of_a_sequence_without_tokens_goes_nowhere(backend, score):
+    assert rewards_of(backend, [score, 1.0], [[0, 0], [0, 1]]).tolist() == [[0, 0], [0, 0.5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool], ids=str)
+def test_scores_of_any_dtype(backend, dtype):
+    scores = torch.tensor([1, 0], dtype=dtype)
+    rewards = klfast.kl_rewards(
+        scores, torch.zeros(2, 2), torch.zeros(2, 2), kl_coef=0.1, backend=backend
+    )
+    assert rewards.dtype == torch.float32
+    assert rewards.tolist() == [[0, 1], [0, 0]]
+
+
+def test_strided_scores(backend):
+    scores = torch.tensor([1.0, 9.0, 2.0, 9.0])[::2]
+    rewards = klfast.kl_rewards(
+        scores, torch.zeros(2, 1), torch.zeros(2, 1), kl_coef=0.1, backend=backend
+    )
+    assert rewards.tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize("last", [0, 16_383, 16_384, 40_000, 69_999])
+def test_the_last_kept_token_of_a_long_sequence(backend, last):
+    mask = torch.zeros(2, 70_000, dtype=torch.bool)
+    mask[:, 0] = True
+    mask[1, last] = True
+    rewards = klfast.kl_rewards(
+        torch.tensor([5.0, 7.0]), torch.ones(2, 70_000), torch.ones(2, 70_000), mask, kl_coef=0.1,
+        backend=backend,
+    )  # fmt: skip
+    assert rewards.count_nonzero() == 2
+    assert rewards[0, 0] == 5
+    assert rewards[1, last] == 7
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0,)], ids=str)
+def test_nothing_to_reward(backend, shape):
+    sequences = shape[0] if len(shape) == 2 else 1
+    rewards = klfast.kl_rewards(
+        torch.ones(sequences), torch.zeros(shape), torch.zeros(shape), kl_coef=0.1, backend=backend
+    )
+    assert rewards.shape == shape
+
+
+def test_what_is_under_the_mask_changes_no_bit(backend):
+    logprobs, _, _ = random_inputs((3, 8))
+    mask = torch.rand(3, 8) < 0.5
+    clean = rewards_of(backend, [1.0, 2.0, 3.0], mask.tolist(), logprobs)
+    dirty = torch.where(mask, logprobs, math.nan)
+    assert same_bits(clean, rewards_of(backend, [1.0, 2.0, 3.0], mask.tolist(), dirty))
+
+
+def test_rewards_carry_no_gradient(backend):
+    scores, logprobs, ref_logprobs = (torch.zeros(3, requires_grad=True) for _ in range(3))
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            rewards, stats = klfast.kl_rewards(
+                scores, logprobs[:, None], ref_logprobs[:, None], kl_coef=0.1, return_stats=True,
+                backend=backend,
+            )  # fmt: skip
+        assert not rewards.requires_grad
+        assert not any(field.requires_grad for field in stats)
+        assert rewards.is_leaf
+
+
+def test_the_penalty_and_the_reward_are_one_number(backend):
+    """Of the same estimator, and k1 by default."""
+    logprobs, ref_logprobs, _ = random_inputs((3, 8))
+    rewards = klfast.kl_rewards(
+        torch.zeros(3), logprobs, ref_logprobs, kl_coef=0.25, backend=backend
+    )
+    penalty = klfast.kl_penalty(logprobs, ref_logprobs, estimator="k1", coef=-0.25, backend=backend)
+    assert same_bits(rewards, penalty)

@@ -1,0 +1,161 @@
+"""KLStats: every field against the oracle, its means, its dict, and that it carries no gradient."""
+
+import oracle
+import pytest
+import torch
+from agreement import random_inputs
+
+import klfast
+from klfast import Estimator, KLStats
+from klfast.estimator import ESTIMATORS
+
+OPTIONS = {
+    "plain": {},
+    "log_ratio_clip": {"log_ratio_clip": (-0.4, 0.8)},
+    "kl_clip": {"kl_clip": 0.2},
+    "cap": {"importance_cap": 1.1},
+    "tail": {"linear_tail": 0.3},
+    "all": {"log_ratio_clip": 1.0, "linear_tail": 0.5, "kl_clip": 0.6, "importance_cap": 1.1},
+}
+
+
+def stats_of(backend, logprobs, ref_logprobs, mask=None, **options):
+    return klfast.kl_penalty(
+        logprobs, ref_logprobs, mask, return_stats=True, backend=backend, **options
+    )[1]
+
+
+@pytest.mark.parametrize("weights", ["bool", "float"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_field_agrees_with_the_oracle(backend, name, options, weights):
+    """With a coefficient, which is no part of the statistics, and a sequence that keeps nothing."""
+    logprobs, ref_logprobs, old_logprobs = random_inputs((4, 9))
+    mask = torch.rand(4, 9) < 0.7
+    mask[2] = False
+    if weights == "float":
+        mask = mask * torch.rand(4, 9)
+    call = {"estimator": Estimator(name, **options), "old_logprobs": old_logprobs}
+    truth = oracle.kl_penalty(logprobs, ref_logprobs, mask, **call)
+    stats = stats_of(backend, logprobs, ref_logprobs, mask, coef=-3.0, **call)
+    assert set(truth.stats) == set(KLStats._fields)
+    for field, value in stats._asdict().items():
+        oracle.assert_within(value, truth.stats[field], truth.stats_tolerance[field], field)
+
+
+def test_fields_by_hand(backend):
+    """x of 1, -2 | 4 | none kept, under k1 clipped to [-3, 3]."""
+    stats = stats_of(
+        backend,
+        torch.tensor([[1.0, -2.0], [4.0, 9.0], [7.0, 7.0]]),
+        torch.zeros(3, 2),
+        torch.tensor([[1.0, 0.5], [1.0, 0.0], [0.0, 0.0]]),
+        estimator=Estimator("k1", log_ratio_clip=3),
+    )
+    assert stats.kl.tolist() == [0, 3, 0]
+    assert stats.length.tolist() == [1.5, 1, 0]
+    assert stats.k1.tolist() == [0, 4, 0]
+    assert stats.k2.tolist() == [1.5, 8, 0]
+    k3 = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    k3 = torch.expm1(-k3) + k3
+    expected = torch.stack([k3[0] + k3[1] / 2, k3[2], torch.zeros(())])
+    torch.testing.assert_close(stats.k3.double(), expected, rtol=1e-6, atol=0)
+    assert stats.max_log_ratio.tolist() == [2, 4, 0]
+    assert stats.clipped.tolist() == [0, 1, 0]
+    assert stats.nonfinite.tolist() == [0, 0, 0]
+
+
+def test_a_bound_that_is_reached_has_not_acted(backend):
+    logprobs = torch.tensor([0.5, -0.5, 0.75])
+    for options in ({"log_ratio_clip": 0.5}, {"kl_clip": 0.5}):
+        estimator = Estimator("k1", **options)
+        assert stats_of(backend, logprobs, torch.zeros(3), estimator=estimator).clipped == 1
+
+
+def test_a_token_that_is_limited_twice_counts_once(backend):
+    estimator = Estimator("k1", log_ratio_clip=2.0, kl_clip=1.0, importance_cap=1.0)
+    stats = stats_of(
+        backend,
+        torch.tensor([3.0, 0.5]),
+        torch.zeros(2),
+        estimator=estimator,
+        old_logprobs=torch.tensor([2.0, 0.5]),
+    )
+    assert stats.clipped == 1
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
+def test_statistics_do_not_depend_on_the_reduction(backend, reduction):
+    logprobs, ref_logprobs, _ = random_inputs((3, 50))
+    expected = stats_of(backend, logprobs, ref_logprobs, reduction="token-sum")
+    got = stats_of(backend, logprobs, ref_logprobs, reduction=reduction, coef=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean"])
+@pytest.mark.parametrize("gradient", ["value", "k2", "none"])
+def test_statistics_carry_no_gradient(backend, gradient, reduction):
+    logprobs, ref_logprobs, _ = (t.requires_grad_() for t in random_inputs((3, 5)))
+    estimator = Estimator("k3", gradient=gradient)
+    stats = stats_of(backend, logprobs, ref_logprobs, estimator=estimator, reduction=reduction)
+    assert not any(field.requires_grad for field in stats)
+    assert not stats.token_mean().requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_fields_have_the_dtype_of_the_arithmetic(backend, dtype):
+    logprobs, ref_logprobs, _ = random_inputs((3, 5), dtype)
+    for field in stats_of(backend, logprobs, ref_logprobs):
+        assert field.shape == (3,)
+        assert field.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def example():
+    """Two sequences of 4 and 1 tokens, and one that keeps none."""
+    fields = {
+        "kl": [6.0, 3.0, 0.0],
+        "length": [4.0, 1.0, 0.0],
+        "k1": [5.0, -1.0, 0.0],
+        "k2": [2.0, 0.5, 0.0],
+        "k3": [7.5, 2.5, 0.0],
+        "max_log_ratio": [1.5, 8.0, 0.0],
+        "clipped": [1.0, 2.0, 0.0],
+        "nonfinite": [0.0, 3.0, 0.0],
+    }
+    return KLStats(**{name: torch.tensor(values) for name, values in fields.items()})
+
+
+def test_token_mean_is_per_kept_token():
+    assert example().token_mean() == 9 / 5
+
+
+def test_sequence_mean_leaves_out_what_keeps_nothing():
+    assert example().sequence_mean() == 9 / 2
+
+
+def test_means_of_nothing_are_0():
+    empty = KLStats(*(torch.zeros(size) for size in [2] * 8))
+    assert empty.token_mean() == 0
+    assert empty.sequence_mean() == 0
+
+
+def test_as_dict_is_flat_and_0_dim():
+    logged = example().as_dict()
+    assert {name: value.item() for name, value in logged.items()} == {
+        "kl/token_mean": pytest.approx(1.8),
+        "kl/sequence_mean": 4.5,
+        "kl/k1": pytest.approx(0.8),
+        "kl/k2": 0.5,
+        "kl/k3": 2.0,
+        "kl/length": pytest.approx(5 / 3),
+        "kl/max_log_ratio": 8.0,
+        "kl/clipped": 3.0,
+        "kl/nonfinite": 3.0,
+    }
+    assert all(value.dim() == 0 for value in logged.values())
+    assert set(example().as_dict("train/")) == {f"train/{name[3:]}" for name in logged}
+
+
+def test_as_dict_of_no_sequences():
+    logged = KLStats(*(torch.zeros(0) for _ in range(8))).as_dict()
+    assert all(value == 0 for value in logged.values())
