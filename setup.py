@@ -163,7 +163,9 @@ class NinjaBuild(build_ext):
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         subprocess.run([ninja_command(), "-C", str(folder), *jobs], check=True)
         info = json.dumps(build_info(), indent=2) + "\n"
-        (output.parent / "_build_info.json").write_text(info)
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        for package in {output.parent, ROOT / "klfast" if in_place else output.parent}:
+            (package / "_build_info.json").write_text(info)
 
 
 setup(

@@ -8,6 +8,7 @@ from klfast.controllers import (
     get_kl_controller,
 )
 from klfast.estimator import Estimator
+from klfast.info import info
 from klfast.monitor import KLMonitor
 from klfast.stats import KLStats
 
@@ -19,6 +20,7 @@ __all__ = [
     "KLMonitor",
     "KLStats",
     "get_kl_controller",
+    "info",
     "kl_penalty",
     "kl_rewards",
 ]

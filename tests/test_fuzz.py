@@ -22,6 +22,11 @@ MASKS = (
 )
 
 
+def junk(values, size):
+    """Memory that no result may depend on."""
+    return values.new_full(size, torch.nan if values.is_floating_point() else 1)
+
+
 def contiguous(values):
     return values.contiguous()
 
@@ -32,14 +37,14 @@ def transposed(values):
 
 def stepped(values):
     """Every third column of a wider tensor, from the second on."""
-    wide = values.new_full((*values.shape[:-1], 3 * values.shape[-1] + 2), torch.nan)
+    wide = junk(values, (*values.shape[:-1], 3 * values.shape[-1] + 2))
     wide[..., 1 : 3 * values.shape[-1] + 1 : 3] = values
     return wide[..., 1 : 3 * values.shape[-1] + 1 : 3]
 
 
 def sliced(values):
     """A window of a larger tensor: rows far apart, nothing aligned."""
-    frame = values.new_full([size + 3 for size in values.shape], torch.nan)
+    frame = junk(values, [size + 3 for size in values.shape])
     window = tuple(slice(1, size + 1) for size in values.shape)
     frame[window] = values
     return frame[window]

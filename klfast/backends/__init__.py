@@ -47,6 +47,11 @@ def why_not(device: torch.device) -> dict[str, str | None]:
     return {name: load(name).unavailable(device) for name in MODULES}
 
 
+def first_available(reasons: dict[str, str | None]) -> str:
+    """The backend that ``auto`` takes, given what ``why_not`` says."""
+    return next(name for name, reason in reasons.items() if reason is None)
+
+
 def resolve(backend: str, device: torch.device) -> Backend:
     """The backend to use. ``auto`` takes the first that can; a name never falls back.
 
@@ -68,7 +73,7 @@ def _choose(backend: str, device: torch.device) -> Backend:
             raise RuntimeError(f"backend {backend!r} cannot run on {device.type}: {reason}")
         return module
     reasons = why_not(device)
-    name = next(name for name, reason in reasons.items() if reason is None)
+    name = first_available(reasons)
     if name == "reference":
         because = "; ".join(f"{other}: {reason}" for other, reason in reasons.items() if reason)
         warnings.warn(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from klfast.bench.cases import OPS, Case, Op, copy_inputs, make_inputs
-from klfast.bench.measure import Plan, as_speed_rows, rotation, time_inputs
+from klfast.bench.cases import OPS, Case, Inputs, Op, copy_inputs, make_inputs
+from klfast.bench.measure import Plan, rotation, rows_of, time_inputs
 
 LARGE = (512, 8192)
 STEPS = {"forward": OPS["forward"], "forward+backward": OPS["one-read"]}
+KEYS = ("impl", "median_ms", "min_ms", "ratio")
 
 
 def time_kl_step(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, plan: Plan | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    plan: Plan | None = None,
+    large: tuple[int, int] = LARGE,
 ) -> list[dict[str, Any]]:
     """Times the k3 penalty on these tensors and on random ones of [512, 8192], fp32.
 
@@ -27,6 +34,7 @@ def time_kl_step(
         ref_logprobs: [B, T].
         mask: [B, T], boolean.
         plan: how to measure; the default is 20 rounds over rotating copies.
+        large: the shape of the random tensors.
 
     Returns:
         One dict for each case and implementation: ``case`` (such as ``"forward [512, 8192]"``),
@@ -37,13 +45,29 @@ def time_kl_step(
     Raises:
         klfast.bench.check.WrongResult: an implementation computes something else.
     """
-    plan = plan or Plan()
-    rows: list[dict[str, Any]] = []
-    for name, op in STEPS.items():
+
+    def own(op: Op) -> list[Inputs]:
         copies = rotation(logprobs.nbytes + ref_logprobs.nbytes + mask.nbytes)
-        own = copy_inputs(op, logprobs, ref_logprobs, mask, copies)
-        timings = time_inputs(op, own, plan)
-        rows += as_speed_rows(f"{name}, this run's {list(logprobs.shape)}", timings)
-    for name, op in STEPS.items():
-        rows += as_speed_rows(f"{name} {list(LARGE)}", _time_large(op, plan))
+        return copy_inputs(op, logprobs, ref_logprobs, mask, copies)
+
+    def random(op: Op) -> list[Inputs]:
+        case = Case(op, "fp32", large)
+        return make_inputs(case, rotation(case.input_bytes))
+
+    rows: list[dict[str, Any]] = []
+    for label, make in {
+        f"{list(logprobs.shape)} of this run": own,
+        str(list(large)): random,
+    }.items():
+        rows += _rows(label, make, plan or Plan())
+    return rows
+
+
+def _rows(label: str, make: Callable[[Op], list[Inputs]], plan: Plan) -> list[dict[str, Any]]:
+    rows = []
+    for step, op in STEPS.items():
+        inputs = make(op)
+        case = Case(op, "fp32", tuple(inputs[0].mask.shape))
+        for row in rows_of(case, time_inputs(op, inputs, plan)):
+            rows.append({"case": f"{step} {label}", **{key: getattr(row, key) for key in KEYS}})
     return rows

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from klfast.bench.bandwidth import PROBES, fastest_probe
 from klfast.bench.candidates import COMPILE, KLFAST, Candidate, build_candidates
@@ -97,9 +96,7 @@ def measure(
     candidates = checked_candidates(case.op, inputs[0], plan.with_compile)
     probe = fastest_probe(inputs, plan.reused) if case.input_bytes >= SMALLEST_READ else None
     everyone = candidates if probe is None else {**candidates, READ: PROBES[probe]}
-    timings = interleave(
-        everyone, inputs, plan.rounds, warm=plan.reused, after_round=after_round
-    )
+    timings = interleave(everyone, inputs, plan.rounds, warm=plan.reused, after_round=after_round)
     return rows_of(case, timings), probe
 
 
@@ -174,20 +171,6 @@ def available_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line), None)
-
-
-def as_speed_rows(case: str, timings: dict[str, Timing]) -> list[dict[str, Any]]:
-    """The rows of a case as plain data: case, impl, median_ms, min_ms and ratio."""
-    return [
-        {
-            "case": case,
-            "impl": name,
-            "median_ms": timing.median * 1e3,
-            "min_ms": timing.best * 1e3,
-            "ratio": timing.median / timings[KLFAST].median,
-        }
-        for name, timing in timings.items()
-    ]
 
 
 def time_inputs(op: Op, inputs: Sequence[Inputs], plan: Plan) -> dict[str, Timing]:

@@ -1,0 +1,169 @@
+"""What a benchmark leaves behind: its conditions, a table on the terminal, JSON."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klfast.bench.cases import KEPT, SPREAD
+from klfast.bench.measure import Plan, Row
+
+HEADINGS = ("case", "impl", "median ms", "min ms", "klfast is", "GB/s", "of read")
+
+
+@dataclass
+class Results:
+    """What has been measured so far.
+
+    Attributes:
+        rows: one for each case and candidate.
+        probes: case -> the reduction behind its ``read``.
+        skipped: case -> why it was left out.
+        notes: what else a reader must know.
+        finished: whether every case was reached.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    probes: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    finished: bool = False
+
+
+def conditions(plan: Plan) -> dict[str, Any]:
+    """Where, when and how it is measured."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "instruction_set": instruction_set(),
+        "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "versions": {
+            "klfast": _klfast_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": commit(),
+        "estimator": "k3",
+        "mask_kept": KEPT,
+        "log_ratio_std": SPREAD,
+        "rounds": plan.rounds,
+        "inputs": "reused" if plan.reused else "rotated",
+    }
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def instruction_set() -> str | None:
+    """What the extension's kernels use here; None without the extension."""
+    try:
+        from klfast import _C
+    except ImportError:
+        return None
+    return _C.instruction_set()
+
+
+def _klfast_version() -> str | None:
+    try:
+        return importlib.metadata.version("klfast")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the working tree that klfast runs from, ``-dirty`` if changed; None outside one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def to_json(results: Results, where: dict[str, Any]) -> dict[str, Any]:
+    return {"conditions": where, **asdict(results)}
+
+
+def cells(row: Row, first: bool) -> tuple[str, ...]:
+    """A line of the table; the case is named on its first line."""
+    return (
+        row.case if first else "",
+        row.impl,
+        f"{row.median_ms:.4g}",
+        f"{row.min_ms:.4g}",
+        "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.2f}x",
+        "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
+        "" if row.read_share is None else f"{row.read_share:.0%}",
+    )
+
+
+def lines_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    cases = [""] + [row.case for row in rows]
+    return [cells(row, row.case != before) for row, before in zip(rows, cases, strict=False)]
+
+
+def summary(where: dict[str, Any]) -> str:
+    """The conditions in one paragraph."""
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    return (
+        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; {versions}, "
+        f"commit {where['commit']}; {where['date']}, load {where['load_before']}. k3, random mask "
+        f"that keeps {where['mask_kept']:.0%}, log-ratio of {where['log_ratio_std']} nats; "
+        f"{where['rounds']} interleaved rounds, inputs {where['inputs']}. GB/s: the least bytes of "
+        f"the case over the median; read: torch's fastest plain reduction of the inputs' bytes."
+    )
+
+
+def print_results(results: Results, where: dict[str, Any]) -> None:
+    """The table, what was left out and why, and the conditions."""
+    print_table(lines_of(results.rows))
+    for case, reason in results.skipped.items():
+        print(f"left out: {case}: {reason}")
+    for note in results.notes:
+        print(note)
+    print(summary(where))
+
+
+def print_table(lines: Sequence[tuple[str, ...]]) -> None:
+    """With rich if it is installed, else plainly."""
+    if importlib.util.find_spec("rich") is None:
+        _print_plainly([HEADINGS, *lines])
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
+    for number, line in enumerate(lines):
+        table.add_row(*line, end_section=number + 1 == len(lines) or bool(lines[number + 1][0]))
+    Console().print(table)
+
+
+def _print_plainly(lines: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        left, right = line[:2], line[2:]
+        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:2], strict=True)]
+        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[2:], strict=True)]
+        print("  ".join(padded).rstrip())

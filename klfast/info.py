@@ -1,0 +1,79 @@
+"""What is installed here, and which backend serves which device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klfast import backends, ops
+
+HELP = "versions, build, and which backend serves which device"
+_BUILD_INFO = Path(__file__).parent / "_build_info.json"
+
+
+def info() -> dict[str, Any]:
+    """Versions, build and backends as plain data, readable even where the extension does not load.
+
+    Returns:
+        ``versions``: klfast, torch, python. ``build``: what setup.py recorded, or None.
+        ``extension``: None if it loaded, else why not. ``cpu``: the instruction set in use, or
+        None. ``backends``: for each device type, ``auto``: the backend's name, and ``why_not``: for
+        each backend, None or why it cannot serve the device.
+    """
+    error = ops.load_error()
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return {
+        "versions": {
+            "klfast": metadata.version("klfast"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "build": json.loads(_BUILD_INFO.read_text()) if _BUILD_INFO.exists() else None,
+        "extension": error,
+        "cpu": None if error else _instruction_set(),
+        "backends": {device: _choice(torch.device(device)) for device in devices},
+    }
+
+
+def _instruction_set() -> str:
+    from klfast import _C
+
+    return _C.instruction_set()
+
+
+def _choice(device: torch.device) -> dict[str, Any]:
+    why_not = backends.why_not(device)
+    return {"auto": backends.first_available(why_not), "why_not": why_not}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``klfast info``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print ``info()``."""
+    facts = info()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print("\n".join(_lines(facts)))
+    return 0
+
+
+def _lines(facts: Any, indent: str = "") -> list[str]:
+    """Nested dicts as indented text."""
+    lines = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
+        else:
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            lines.append(f"{indent}{key}: {'-' if shown is None else shown}")
+    return lines

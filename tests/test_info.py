@@ -1,0 +1,42 @@
+"""What klfast says about itself."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+import klfast
+from klfast import backends
+from klfast.__main__ import main
+
+
+def test_info_is_json_and_names_a_backend_for_the_cpu():
+    facts = json.loads(json.dumps(klfast.info()))
+    assert facts["versions"]["torch"] == torch.__version__
+    cpu = facts["backends"]["cpu"]
+    assert list(cpu["why_not"]) == list(backends.MODULES)
+    assert cpu["why_not"][cpu["auto"]] is None
+    assert backends.resolve("auto", torch.device("cpu")) is backends.load(cpu["auto"])
+
+
+def test_build_info_is_kept_beside_the_extension():
+    facts = klfast.info()
+    assert facts["extension"] is None, "the tests need the extension"
+    assert facts["build"]["instruction_sets"][0] == "baseline"
+    assert facts["cpu"] in facts["build"]["instruction_sets"]
+
+
+def test_a_load_failure_is_told_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(klfast.ops, "load_error", lambda: "the extension was not built")
+    facts = klfast.info()
+    assert facts["extension"] == "the extension was not built"
+    assert facts["cpu"] is None
+    assert facts["backends"]["cpu"]["auto"] == "reference"
+
+
+def test_the_command_prints_text_and_json(capsys):
+    assert main(["info"]) == 0
+    assert "auto: native" in capsys.readouterr().out
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == klfast.info()
