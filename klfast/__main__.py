@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # A command is a module with HELP, add_arguments(parser) and run(arguments) -> exit code.
 COMMANDS = {
+    "bench": "klfast.bench.command",
     "compare": "klfast.experiment.command",
     "info": "klfast.info",
 }

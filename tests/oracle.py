@@ -346,7 +346,10 @@ def _stats(kept, columns, weight, sequences, lengths, dtype):
 
 def _weighted_formula(name, log_ratio, weight, dtype, t):
     value = weight[t] * CONTRACT[name](log_ratio[t])
-    return value, (promise(log_ratio[t], dtype) + 2 * unit_roundoff(dtype)) * abs(value)
+    tolerance = (promise(log_ratio[t], dtype) + 2 * unit_roundoff(dtype)) * abs(value)
+    if dtype == torch.float64:
+        tolerance += weight[t] * textbook_error(log_ratio[t])
+    return value, tolerance
 
 
 def _sums(terms, dtype):

@@ -195,6 +195,19 @@ def test_no_gradient_flows_through_a_capped_weight(backend, name, importance):
     assert capped == pytest.approx((2 * free[0], 2 * free[1]), rel=1e-14)
 
 
+@pytest.mark.parametrize("reduction", ["none", "token-sum"])
+def test_without_old_logprobs_there_is_no_weight_to_cap(backend, reduction):
+    logprobs, ref_logprobs, _ = (t.requires_grad_() for t in tokens())
+    options = {"reduction": reduction, "return_stats": True, "backend": backend}
+    free, _ = klfast.kl_penalty(logprobs, ref_logprobs, **options)
+    estimator = Estimator("k3", importance_cap=0.5)
+    capped, stats = klfast.kl_penalty(logprobs, ref_logprobs, estimator=estimator, **options)
+    assert torch.equal(capped, free)
+    assert stats.clipped == 0
+    grads = [torch.autograd.grad(value.sum(), (logprobs, ref_logprobs)) for value in (free, capped)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
 def test_old_logprobs_are_a_constant(backend):
     logprobs, ref_logprobs, old_logprobs = (t.requires_grad_() for t in tokens())
     value = klfast.kl_penalty(logprobs, ref_logprobs, old_logprobs=old_logprobs, backend=backend)

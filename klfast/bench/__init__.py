@@ -1,4 +1,4 @@
-"""How fast klfast is on this machine: ``python -m klfast bench``, and the table that ends ``compare``."""
+"""How fast klfast is here: ``python -m klfast bench``, and the table that ends ``compare``."""
 
 from klfast.bench.kl_step import time_kl_step
 

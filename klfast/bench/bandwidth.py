@@ -1,4 +1,4 @@
-"""The read bandwidth of this machine: the inputs' own bytes, read by torch's plainest reductions."""
+"""The read bandwidth of this machine: the inputs' own bytes, read by torch's plain reductions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PROBES: dict[str, Probe] = {
     "amax of int16": lambda inputs: _whole(inputs).view(torch.int16).amax(),
     "amax of uint8": lambda inputs: _whole(inputs).view(torch.uint8).amax(),
 }
-"""Reductions that torch splits over its threads and vectorises. Which is fastest differs by machine and
-by cache level; none is known to be at the roof, so the fastest is the best estimate of it from below."""
+"""Reductions that torch splits over its threads and vectorises. Which is fastest differs by machine
+and cache level. None is known to be at the roof: the fastest is an estimate of it from below."""
 
 
 def fastest_probe(inputs: Sequence[Inputs], warm: bool) -> str:

@@ -126,7 +126,7 @@ def _random_inputs(case: Case) -> Inputs:
     sizes = [case.tokens * item for item in (dtype.itemsize, dtype.itemsize, torch.bool.itemsize)]
     padded = [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
     storage = torch.zeros(sum(padded), dtype=torch.uint8)
-    parts = [part[:size] for part, size in zip(storage.split(padded), sizes, strict=True)]
+    parts = [part[:size] for part, size in zip(torch.split(storage, padded), sizes, strict=True)]
     logprobs, ref_logprobs = (part.view(dtype).view(case.shape) for part in parts[:2])
     mask = parts[2].view(torch.bool).view(case.shape)
     logprobs.uniform_(-4, 0)

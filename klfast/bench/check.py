@@ -11,7 +11,7 @@ import klfast
 from klfast.bench.cases import Inputs, Op
 
 TOLERANCE = 1e-4
-"""Of the largest entry. Wide: it tells a wrong candidate from a right one, not a good from a better."""
+"""Of the largest entry. Wide: it tells wrong from right, not good from better."""
 
 ROUNDING = 1e-6
 """Of the terms: ``exp(-x) - 1`` in fp32 has lost its digits where x is small, and is not wrong."""

@@ -26,8 +26,8 @@ def time_kl_step(
     """Times the k3 penalty on these tensors and on random ones of [512, 8192], fp32.
 
     Two steps: forward to per-sequence sums, and forward+backward of the mean over tokens. Three
-    implementations, interleaved: klfast, the frameworks' eager formula, ``torch.compile`` of it. All
-    are checked against float64 first.
+    implementations, interleaved: klfast, the frameworks' eager formula, ``torch.compile`` of it.
+    All are checked against float64 first.
 
     Args:
         logprobs: [B, T].
@@ -39,8 +39,8 @@ def time_kl_step(
     Returns:
         One dict for each case and implementation: ``case`` (such as ``"forward [512, 8192]"``),
         ``impl`` (``"klfast"``, ``"eager"``, ``"torch.compile"``), ``median_ms`` and ``min_ms`` of a
-        call, and ``ratio``: the median over klfast's median, that is how many times faster klfast is
-        (1 for klfast itself).
+        call, and ``ratio``: the median over klfast's median, that is how many times faster klfast
+        is (1 for klfast itself).
 
     Raises:
         klfast.bench.check.WrongResult: an implementation computes something else.
@@ -67,7 +67,8 @@ def _rows(label: str, make: Callable[[Op], list[Inputs]], plan: Plan) -> list[di
     rows = []
     for step, op in STEPS.items():
         inputs = make(op)
-        case = Case(op, "fp32", tuple(inputs[0].mask.shape))
+        sequences, tokens = inputs[0].mask.shape
+        case = Case(op, "fp32", (sequences, tokens))
         for row in rows_of(case, time_inputs(op, inputs, plan)):
             rows.append({"case": f"{step} {label}", **{key: getattr(row, key) for key in KEYS}})
     return rows

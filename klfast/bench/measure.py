@@ -101,7 +101,7 @@ def measure(
 
 
 def rotation(input_bytes: int) -> int:
-    """How many sets of inputs take turns: enough to be larger than caches, if small ones allow it."""
+    """How many sets of inputs take turns: enough to exceed caches, unless they are small."""
     return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / max(1, input_bytes))))
 
 

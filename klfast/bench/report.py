@@ -90,7 +90,7 @@ def _klfast_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the working tree that klfast runs from, ``-dirty`` if changed; None outside one."""
+    """The commit that klfast runs from, ``-dirty`` if changed since; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     folder = Path(__file__).parent
     try:

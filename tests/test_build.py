@@ -1,0 +1,38 @@
+"""What the build must have made, beyond working."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from klfast import ops
+from klfast.estimator import ESTIMATORS
+
+KERNELS = sorted(Path(__file__).parents[1].glob("build/klfast-*/kl_penalty_kernel_avx*.o"))
+
+
+def test_the_extension_knows_every_estimator():
+    assert ops.load_error() is None
+    from klfast import _C
+
+    assert tuple(_C.estimator_names()) == ESTIMATORS
+
+
+@pytest.mark.skipif(
+    not KERNELS or shutil.which("nm") is None, reason="no x86 build folder, or no nm"
+)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_code_for_newer_processors_shares_no_symbol(path: Path):
+    """The linker keeps one copy of a weak symbol. If that were an AVX-512 one, older machines would
+    stop at an illegal instruction.
+    """
+    symbols = subprocess.run(
+        ["nm", "--defined-only", path], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    shared = [line for line in symbols if line.split()[-2] in ("W", "V", "u")]
+    exported = [line.split()[-1] for line in symbols if line.split()[-2] in ("T", "D", "R")]
+    assert shared == []
+    assert len(exported) == 1, "the table of kernels"
