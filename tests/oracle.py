@@ -1,17 +1,18 @@
 """The truth: klfast's contract in exact arithmetic on the stored inputs, token by token.
 
-Nothing here is shared with klfast. Formulas run in mpmath, derivatives are difference quotients of the
-value at 100 digits, limits are minima and maxima, reductions are loops. An estimator that is not in
-``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in mpmath as well: it
-is tested like the others without a line here.
+Nothing here is shared with klfast. Formulas run in mpmath, derivatives are difference quotients of
+the value at 100 digits, limits are minima and maxima, reductions are loops. An estimator that is not
+in ``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in mpmath as
+well: it is tested like the others without a line here.
 
-Tolerances come with the truth. A token is allowed promise 1 of design.md on each term that its formula
-adds up, a reduction the sum of what its tokens are allowed and the rounding of its additions.
+Tolerances come with the truth. A token is allowed promise 1 of design.md on each term that its
+formula adds up, a reduction the sum of what its tokens are allowed and the rounding of its additions.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from typing import NamedTuple
@@ -114,13 +115,13 @@ def unit_roundoff(dtype):
 
 
 def promise(x, dtype):
-    """Relative error that design.md allows a token at log-ratio x, scaled from fp32 to the dtype."""
+    """Relative error that design.md allows a token at log-ratio x, scaled from fp32 to dtype."""
     bound = 4e-7 if abs(x) <= 1 else (2 + abs(x)) * 1.2e-7
     return float(bound) * unit_roundoff(dtype) / unit_roundoff(torch.float32)
 
 
 def textbook_error(log_ratio):
-    """What a textbook formula loses to cancellation in float64, in value and autograd's derivative."""
+    """What cancels in a textbook formula in float64, and in its derivative by autograd."""
     return 4 * unit_roundoff(torch.float64) * max(1, abs(log_ratio))
 
 
@@ -143,7 +144,7 @@ def log_ratio_bounds(estimator):
 
 
 def with_limits(estimator, x):
-    """f under log_ratio_clip, then linear_tail, then kl_clip."""
+    """(f under log_ratio_clip, then linear_tail, then kl_clip; whether kl_clip acted)."""
     f = formula(estimator.name)
     lo, hi = log_ratio_bounds(estimator)
     x = min(max(x, mpf(lo)), mpf(hi))
@@ -198,7 +199,7 @@ def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
 
 
 def _tolerances(estimator, dtype, x, weight, weighs):
-    """Promise 1 on every term of a token's value and gradient, not on what is left if they cancel."""
+    """Promise 1 on every term of a token's value and gradient: terms may cancel."""
     f, u = formula(estimator.name), unit_roundoff(dtype)
     lo, hi = log_ratio_bounds(estimator)
     clipped = min(max(x, mpf(lo)), mpf(hi))
@@ -220,7 +221,8 @@ def _tolerances(estimator, dtype, x, weight, weighs):
     textbook = 0
     if dtype == torch.float64:
         textbook = weight * textbook_error(x)
-    return relative * weight * value + textbook, relative * weight * derivative + textbook
+    kink = 10 * STEP * weight  # where both sides of a difference quotient grow
+    return relative * weight * value + textbook, relative * weight * derivative + textbook + kink
 
 
 class Truth(NamedTuple):
@@ -244,7 +246,7 @@ def sequences_of(shape, cu_seqlens):
     """The indices of every sequence's tokens, among all tokens."""
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()
-        return [range(start, end) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        return [range(start, end) for start, end in itertools.pairwise(edges)]
     rows, width = shape if len(shape) == 2 else (1, shape[0])
     return [range(row * width, (row + 1) * width) for row in range(rows)]
 
@@ -262,7 +264,7 @@ def kl_penalty(
     coef=1.0,
     grad_out=None,
 ) -> Truth:
-    """What klfast.kl_penalty must return, with gradients for an upstream gradient (ones by default)."""
+    """What klfast.kl_penalty must return, and the gradients for ``grad_out`` (ones by default)."""
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     shape, count = logprobs.shape, logprobs.numel()
     columns = [t.double().flatten().tolist() for t in (logprobs, ref_logprobs)]
@@ -353,8 +355,11 @@ def _weighted_formula(name, log_ratio, weight, dtype, t):
 
 
 def _sums(terms, dtype):
-    """Sums of (term, tolerance) lists. Adding n numbers one by one rounds n - 1 times, and klfast never
-    adds more than 16 before it goes on in double."""
+    """Sums of lists of (term, tolerance), each list's own.
+
+    Adding n numbers one by one rounds n - 1 times, and klfast never adds more than 16 in the
+    arithmetic's dtype before it goes on in double.
+    """
     u = unit_roundoff(dtype)
     sums = [sum(exact for exact, _ in row) for row in terms]
     tolerances = [
@@ -371,8 +376,8 @@ def assert_within(actual, expected, tolerance, what):
     """|actual - expected| <= tolerance plus two roundings to actual's dtype.
 
     Two, as a bf16 gradient of a scalar is rounded when the forward writes it and when the backward
-    scales it. Where the truth is beyond the dtype's range, infinity of its sign is right; what falls below
-    the range of fp32 arithmetic is exempt.
+    scales it. Where the truth is beyond the dtype's range, infinity of its sign is right; what falls
+    below the range of fp32 arithmetic is exempt.
     """
     info = torch.finfo(actual.dtype)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"

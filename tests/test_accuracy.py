@@ -22,8 +22,11 @@ LAST = {torch.float64: 709.0}
 
 
 def sweep(dtype):
-    """Log-ratios of both signs from 1e-7 to the last, and where a kernel could go wrong: around the
-    switch between series at 1, at the edges ln2/2 of exp's range reduction, close to overflow, at 0."""
+    """Log-ratios of both signs from 1e-7 to the last, and where a kernel could go wrong.
+
+    That is around the switch between series at 1, at the edges ln2/2 of exp's range reduction, close
+    to overflow, and at 0.
+    """
     last = LAST.get(dtype, 88.0)
     grid = torch.logspace(-7, math.log10(last), 300, dtype=torch.float64)
     edges = torch.arange(1, int(2 * last / math.log(2))) * (math.log(2) / 2)
@@ -54,7 +57,7 @@ def sweep_truth(estimator, dtype):
 
 
 def exact(numbers):
-    """mpmath numbers as an unevaluated sum of two float64 tensors."""
+    """Numbers of mpmath as an unevaluated sum of two float64 tensors."""
     numbers = list(numbers)
     high = [float(number) for number in numbers]
     rest = [float(n - h) if math.isfinite(h) else 0.0 for n, h in zip(numbers, high, strict=True)]
@@ -86,8 +89,11 @@ def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0, skip=None)
 
 
 def textbook_slack(backend, arithmetic, log_ratios):
-    """The reference computes in float64 whatever comes in, so that in fp32 it keeps the promise too; in
-    fp64 it has the cancellation of the textbook formulas, in the value and in autograd's derivative."""
+    """What the reference is allowed beyond the promise.
+
+    It computes in float64 whatever comes in, so that it keeps the promise in fp32; in fp64 it has the
+    cancellation of the textbook formulas.
+    """
     textbook = backend == "reference" and arithmetic == torch.float64
     if not textbook:
         return 0.0
@@ -143,7 +149,7 @@ def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
 @pytest.mark.parametrize("reduction", ["none", "token-sum"])
 @every_estimator
 def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction, return_stats):
-    """A gradient of its own read, out of the forward's, beside statistics: they are different code."""
+    """The gradient of its own read, out of the forward's, beside statistics: all different code."""
     x = sweep(torch.float32)
     inside = x.abs() < 40  # so that the sum stays finite
     logprobs = x[inside].requires_grad_()
@@ -167,8 +173,10 @@ def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction
 @every_dtype
 @every_estimator
 def test_value_and_gradients_on_realistic_pairs(backend, estimator, dtype):
-    """Where x is rounded, a derivative keeps its relative accuracy as far as its condition allows:
-    r_log_r's has a root at -1, and there no arithmetic on a rounded x could."""
+    """Where x is rounded, a derivative is as accurate as its condition allows.
+
+    That of r_log_r has a root at -1, and there no arithmetic on a rounded x keeps a relative bound.
+    """
     logprobs, ref_logprobs = realistic_pairs(dtype)
     arithmetic = torch.promote_types(dtype, torch.float32)
     pairs = zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True)

@@ -493,9 +493,33 @@ def test_anomaly_detection_finds_nothing_in_good_gradients_and_nan_in_bad(backen
         torch.testing.assert_close(logprobs.grad, expected)
         bad = logprobs.detach().clone()
         bad[1, 2] = torch.nan
-        penalty = klfast.kl_penalty(bad.requires_grad_(), ref_logprobs, **options).sum()
+        bad.requires_grad_()
+        penalty = klfast.kl_penalty(bad, ref_logprobs.detach(), **options).sum()
         with pytest.raises(RuntimeError, match="returned nan values"):
             penalty.backward()
+
+
+@pytest.mark.parametrize("needs", [(True, False), (True, True)], ids=["logprobs", "both"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["k2", "k3", "k3_ref", "r_log_r"])
+@one_of_each_kind
+def test_a_kept_nan_is_nan_in_the_gradient_too(backend, reduction, name, dtype, needs):
+    """Not 0, which would hide it; and not one or the other by who asks in what dtype."""
+    logprobs, ref_logprobs = leaves(2, 3, dtype=dtype)
+    with torch.no_grad():
+        logprobs[1, 2] = torch.nan
+    penalty = klfast.kl_penalty(
+        logprobs,
+        ref_logprobs.requires_grad_(needs[1]),
+        estimator=name,
+        reduction=reduction,
+        backend=backend,
+    )
+    penalty.sum().backward()
+    expected = torch.zeros(2, 3, dtype=torch.bool)
+    expected[1, 2] = True
+    assert torch.equal(logprobs.grad.isnan(), expected)
+    assert not needs[1] or torch.equal(ref_logprobs.grad.isnan(), expected)
 
 
 def test_under_distributed_data_parallel(backend, tmp_path):

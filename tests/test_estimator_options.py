@@ -1,4 +1,4 @@
-"""Every field of Estimator on every estimator: value, gradients and the order in which limits act."""
+"""Every field of Estimator on every estimator: values, gradients, and the order of the limits."""
 
 import math
 
@@ -188,7 +188,7 @@ def test_gradient_none_carries_no_graph(backend, name):
 @pytest.mark.parametrize("importance", ["differentiable", "detached"])
 @every_estimator
 def test_no_gradient_flows_through_a_capped_weight(backend, name, importance):
-    """w would be e: capped at 2, only f's own derivative remains, twice."""
+    """The weight would be e: capped at 2, only f's own derivative remains, twice."""
     estimator = Estimator(name, importance=importance, importance_cap=2.0)
     free = value_and_grad(backend, Estimator(name), -0.75)
     capped = value_and_grad(backend, estimator, -0.75, old_logprob=-1.75)

@@ -1,7 +1,7 @@
-"""What each estimator's value and gradient estimate, summed over every token of a small categorical.
+"""What each estimator's value and gradient estimate, in expectation over a small categorical.
 
-With the sampling probabilities as weights, a sum over the vocabulary is the expectation itself: nothing
-here is sampled. design.md section 2 is the table.
+With the sampling probabilities as weights, a sum over the vocabulary is the expectation itself:
+nothing here is sampled. design.md section 2 is the table.
 """
 
 import pytest
@@ -23,7 +23,7 @@ class Policies:
         self.old = (self.logits.detach() + 0.5 * torch.randn(TOKENS).double()).log_softmax(-1)
 
     def expectation(self, backend, estimator, sampled_from, old_logprobs=None):
-        """E of the penalty over tokens from a policy, and its gradient with respect to the logits."""
+        """E of the penalty over tokens from a policy, and its gradient in the logits."""
         value = klfast.kl_penalty(
             self.pi,
             self.ref,

@@ -1,6 +1,7 @@
-"""Every instruction set that this processor has: one wheel serves all, so each copy of the kernels counts.
+"""Every instruction set that this processor has: one wheel serves all, so each copy counts.
 
-The copy that this process uses is tested by all other files; here the others, in processes of their own.
+The copy that this process uses is tested by all other files; here are the others, in processes of
+their own.
 """
 
 import os

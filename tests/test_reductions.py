@@ -103,7 +103,7 @@ def test_normalizer_replaces_the_outer_denominator(backend, reduction, shape, ed
 
 
 def test_reductions_by_hand(backend):
-    """x of 1, 2 | 4 | masked under k1 with weights 1, 1 | 2 | 0."""
+    """Log-ratios 1, 2 | 4 | masked under k1 with weights 1, 1 | 2 | 0."""
     logprobs = torch.tensor([[1.0, 2.0], [4.0, 9.0], [7.0, 7.0]])
     mask = torch.tensor([[1, 1], [2, 0], [0, 0]])
     expected = {

@@ -44,7 +44,7 @@ def test_every_field_agrees_with_the_oracle(backend, name, options, weights):
 
 
 def test_fields_by_hand(backend):
-    """x of 1, -2 | 4 | none kept, under k1 clipped to [-3, 3]."""
+    """Log-ratios 1, -2 | 4 | none kept, under k1 clipped to [-3, 3]."""
     stats = stats_of(
         backend,
         torch.tensor([[1.0, -2.0], [4.0, 9.0], [7.0, 7.0]]),

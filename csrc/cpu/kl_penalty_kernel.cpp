@@ -136,7 +136,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
 
       const bool inside = (x >= limit.low) & (x <= limit.high);
       const bool outside = (x < limit.low) | (x > limit.high);  // NaN is neither
-      const Acc clipped_x = math::clamp(x, limit.low, limit.high);
+      const Acc clipped_x = select(keep, math::clamp(x, limit.low, limit.high), Acc(0));
       const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
       const Acc slope = E::derivative(near_x);
       const Acc beyond = select(clipped_x != near_x, (clipped_x - near_x) * slope, Acc(0));
@@ -271,6 +271,15 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part
   subtract(loaded, other, weights, part.padded, difference);
 }
 
+// grad *= factor where the weight is not 0; exactly 0 elsewhere, whatever stands there.
+template <typename Acc>
+KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* weights, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    grad[i] = math::select(weights[i] != Acc(0), grad[i] * factor[i], Acc(0));
+  }
+}
+
 bool can_be_bad(const View& mask) {
   return mask.data != nullptr && mask.dtype != DType::kBool && mask.dtype != DType::kUInt8;
 }
@@ -337,12 +346,12 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     if (task.grad_out.data != nullptr) {
       const Acc* grad_out =
           load_block(task.grad_out, part.row, part.column, n, part.padded, buffers[6]);
-      for (Acc* grad : {block.grad, block.grad_ref}) {
-#pragma GCC ivdep
-        for (int64_t i = 0; i < part.padded; ++i) {
-          grad[i] = math::select(block.weight[i] != Acc(0), grad[i] * grad_out[i], Acc(0));
-        }
-      }
+      multiply_kept(block.grad, grad_out, block.weight, part.padded);
+      multiply_kept(block.grad_ref, grad_out, block.weight, part.padded);
+    } else if (!std::isfinite(task.grad_scale)) {  // 0 * infinity where masked
+      std::fill(buffers[6], buffers[6] + part.padded, Acc(1));
+      multiply_kept(block.grad, buffers[6], block.weight, part.padded);
+      multiply_kept(block.grad_ref, buffers[6], block.weight, part.padded);
     }
     store_block(task.value, index, n, block.value);
     store_block(task.grad_logprobs, index, n, block.grad);
@@ -417,7 +426,10 @@ void scale(const Output& output, int64_t n, double factor) {
     if constexpr (!std::is_integral_v<T>) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
-        data[i] = convert<T>(convert<Acc>(data[i]) * static_cast<Acc>(factor));
+        // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+        const Acc value = convert<Acc>(data[i]);
+        const Acc scaled = value * static_cast<Acc>(factor);
+        data[i] = convert<T>(math::select(value != Acc(0), scaled, Acc(0)));
       }
     }
   });

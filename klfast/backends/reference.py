@@ -99,9 +99,10 @@ def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor
     lo, hi = estimator.log_ratio_bounds
     clipped = (x < lo) | (x > hi)
     formula = _with_linear_tail(FORMULAS[estimator.name], estimator.linear_tail)
-    value = formula(x.clamp(lo, hi))
+    clipped_x = torch.where(tokens.keep, x.clamp(lo, hi), 0.0)
+    value = formula(clipped_x)
     if estimator.kl_clip is not None:
-        value, outside = _clip_value(formula, x.clamp(lo, hi), estimator.kl_clip)
+        value, outside = _clip_value(formula, clipped_x, estimator.kl_clip)
         clipped = clipped | outside
     weight, capped = _importance(tokens, estimator)
     if capped is not None:

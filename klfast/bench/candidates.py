@@ -25,11 +25,9 @@ COMPILE = "torch.compile"
 
 def klfast_forward(op: Op) -> Forward:
     def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Any:
-        if op.stats:
-            return klfast.kl_penalty(
-                logprobs, ref_logprobs, mask, reduction=op.reduction, return_stats=True
-            )
-        return klfast.kl_penalty(logprobs, ref_logprobs, mask, reduction=op.reduction)
+        return klfast.kl_penalty(  # type: ignore[call-overload]  # return_stats is no literal
+            logprobs, ref_logprobs, mask, reduction=op.reduction, return_stats=op.stats
+        )
 
     return forward
 

@@ -64,7 +64,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.op.name} {self.dtype} {list(self.shape)}"
+        return f"{self.op.name} {self.dtype} {self.shape[0]}x{self.shape[1]}"
 
     @property
     def tokens(self) -> int:

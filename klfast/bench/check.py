@@ -51,37 +51,33 @@ def _truth_of_rows(
     op: Op, inputs: Inputs, rows: slice, normalizer: Tensor | None
 ) -> dict[str, Tensor]:
     logprobs = inputs.logprobs[rows].detach().double().requires_grad_(op.backward)
-    penalty, stats = klfast.kl_penalty(
+    outputs = klfast.kl_penalty(  # type: ignore[call-overload]  # return_stats is no literal
         logprobs,
         inputs.ref_logprobs[rows].double(),
         inputs.mask[rows],
         reduction=op.reduction,
         normalizer=normalizer,
-        return_stats=True,
+        return_stats=op.stats,
         backend="reference",
     )
     if not op.backward:
-        return named_outputs(op, (penalty, stats) if op.stats else penalty)
+        return named_outputs(op, outputs)
     grad_out = None if inputs.grad_out is None else inputs.grad_out[rows].double()
-    gradient = torch.autograd.grad(penalty, logprobs, grad_out)[0]
-    return named_outputs(op, (penalty.detach(), gradient))
+    gradient = torch.autograd.grad(outputs, logprobs, grad_out)[0]
+    return named_outputs(op, (outputs.detach(), gradient))
 
 
-def check_outputs(
-    name: str, op: Op, inputs: Inputs, expected: dict[str, Tensor], outputs: Any
-) -> None:
-    """Raises :class:`WrongResult` if what the candidate ``name`` returned is not the truth."""
-    sizes = _sizes(op, inputs)
-    for output, actual in named_outputs(op, outputs).items():
-        want = expected[output]
-        relative = max(TOLERANCE, torch.finfo(actual.dtype).eps if output == "gradient" else 0)
+def tolerances(op: Op, inputs: Inputs, expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each output may be from the truth, absolutely."""
+    value_size, gradient_size = _sizes(op, inputs)
+    allowed = {}
+    for name, want in expected.items():
+        is_gradient = name == "gradient"
+        relative = torch.finfo(inputs.logprobs.dtype).eps if is_gradient else 0.0
         largest = float(want.abs().max()) if want.numel() else 0.0
-        allowed = relative * largest + ROUNDING * sizes[output == "gradient"]
-        try:
-            torch.testing.assert_close(actual.detach().double(), want, rtol=0, atol=allowed)
-        except AssertionError as error:
-            detail = " ".join(str(error).split())
-            raise WrongResult(f"{name} computes a wrong {output} ({op.name}): {detail}") from None
+        size = gradient_size if is_gradient else value_size
+        allowed[name] = max(TOLERANCE, relative) * largest + ROUNDING * size
+    return allowed
 
 
 def _sizes(op: Op, inputs: Inputs) -> tuple[float, float]:
@@ -92,3 +88,21 @@ def _sizes(op: Op, inputs: Inputs) -> tuple[float, float]:
         return term, 1 / max(1, int(inputs.mask.sum()))
     grad_out = 1.0 if inputs.grad_out is None else float(inputs.grad_out.abs().max())
     return term * int(inputs.mask.sum(-1).max()), grad_out
+
+
+def check_outputs(
+    name: str,
+    op: Op,
+    outputs: Any,
+    expected: dict[str, Tensor],
+    allowed: dict[str, float],
+) -> None:
+    """Raises :class:`WrongResult` if what the candidate ``name`` returned is not the truth."""
+    for output, actual in named_outputs(op, outputs).items():
+        try:
+            torch.testing.assert_close(
+                actual.detach().double(), expected[output], rtol=0, atol=allowed[output]
+            )
+        except AssertionError as error:
+            detail = " ".join(str(error).split())
+            raise WrongResult(f"{name} computes a wrong {output} ({op.name}): {detail}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from klfast.bench.bandwidth import PROBES, fastest_probe
 from klfast.bench.candidates import COMPILE, KLFAST, Candidate, build_candidates
 from klfast.bench.cases import Case, Inputs, Op, make_inputs
-from klfast.bench.check import check_outputs, truth
+from klfast.bench.check import check_outputs, tolerances, truth
 from klfast.bench.timing import Timing, interleave
 
 ROUNDS = 20
@@ -111,12 +111,13 @@ def checked_candidates(op: Op, inputs: Inputs, with_compile: bool) -> dict[str, 
     ``torch.compile`` is left out with a warning where it does not work, as it needs a C++ compiler.
     """
     expected = truth(op, inputs)
+    allowed = tolerances(op, inputs, expected)
     candidates = build_candidates(op, with_compile)
     if COMPILE in candidates and (reason := _failure(candidates[COMPILE], inputs)):
         del candidates[COMPILE]
         warnings.warn(f"{COMPILE} is left out, as it fails here: {reason}", stacklevel=2)
     for name, call in candidates.items():
-        check_outputs(name, op, inputs, expected, call(inputs))
+        check_outputs(name, op, call(inputs), expected, allowed)
     return candidates
 
 

@@ -18,7 +18,7 @@ import torch
 from klfast.bench.cases import KEPT, SPREAD
 from klfast.bench.measure import Plan, Row
 
-HEADINGS = ("case", "impl", "median ms", "min ms", "klfast is", "GB/s", "of read")
+HEADINGS = ("case", "impl", "median ms", "min ms", "ratio", "GB/s", "of read")
 
 
 @dataclass
@@ -129,8 +129,9 @@ def summary(where: dict[str, Any]) -> str:
         f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; {versions}, "
         f"commit {where['commit']}; {where['date']}, load {where['load_before']}. k3, random mask "
         f"that keeps {where['mask_kept']:.0%}, log-ratio of {where['log_ratio_std']} nats; "
-        f"{where['rounds']} interleaved rounds, inputs {where['inputs']}. GB/s: the least bytes of "
-        f"the case over the median; read: torch's fastest plain reduction of the inputs' bytes."
+        f"{where['rounds']} interleaved rounds, inputs {where['inputs']}. ratio: that median over "
+        f"klfast's. GB/s: the least bytes of the case over the median. read: torch's fastest plain "
+        f"reduction of the inputs' bytes."
     )
 
 
@@ -149,10 +150,11 @@ def print_table(lines: Sequence[tuple[str, ...]]) -> None:
     if importlib.util.find_spec("rich") is None:
         _print_plainly([HEADINGS, *lines])
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
     for number, line in enumerate(lines):

@@ -60,13 +60,9 @@ def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
 
     console = Console()
     experiment = prepare(options, console)
-    with interruptible() as interrupted:
-
-        def stopped() -> bool:
-            return interrupted() or (stop is not None and stop())
-
+    with one_thread():
         try:
-            _compute(experiment, stopped, console)
+            _compute(experiment, stop, console)
         finally:
             report = write_report(experiment, [])
     _print_result(experiment, console)
@@ -150,10 +146,26 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _compute(experiment: Run, stopped: Callable[[], bool], console: Console) -> None:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Numbers then do not depend on the cores of a machine; the model is too small to miss them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console) -> None:
     from klfast.experiment.terminal import progress_bars
 
-    with progress_bars(console, experiment.settings) as bars:
+    bars_shown = progress_bars(console, experiment.settings)
+    with interruptible() as interrupted, bars_shown as bars:
+
+        def stopped() -> bool:
+            return interrupted() or (stop is not None and stop())
+
         bars.show(experiment.pretraining.step, experiment.rows)
         run.pretrain(experiment, stopped, bars.pretrained)
         if experiment.pretrained:
@@ -201,7 +213,8 @@ def _add_speed(experiment: Run, console: Console) -> bool:
         console.print("Interrupted: the report is complete but for the speed table.")
         return False
     print_speed(console, speed)
-    write_report(experiment, speed)
+    with one_thread():
+        write_report(experiment, speed)
     return True
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from klfast.experiment.arms import ARMS
 from klfast.experiment.settings import Settings
+from klfast.experiment.summary import number
 from klfast.experiment.train import Row
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "exponential": {"color": "#D55E00", "linestyle": "-", "marker": "s"},
 }
 _MARKERS_PER_LINE = 8
+_PERPLEXITY_CAP = 5  # times the first step's; beyond, arms that keep their fluency look all alike
 _LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the panel's height
 
 
@@ -30,10 +32,11 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
 
     figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
     axes = figure.subplots(2, 2)
+    zero = " (no penalty: 0)" if "none" in settings.arms else ""
     panels = (
         (axes[0][0], "reward", f"Reward: share of the letter '{settings.letter}'"),
         (axes[0][1], "kl_per_sequence_k3", "KL to the reference (k3, nats per sequence)"),
-        (axes[1][0], "coefficient", "Coefficient of the KL penalty"),
+        (axes[1][0], "coefficient", f"Coefficient of the KL penalty{zero}"),
         (axes[1][1], "held_out_perplexity", "Perplexity of held-out text (per token)"),
     )
     for panel, key, title in panels:
@@ -41,6 +44,9 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
         _dress(panel, title, settings, empty=not ends)
         if key == "kl_per_sequence_k3":
             _mark_target(panel, settings)
+        if key == "held_out_perplexity" and rows:
+            ends = _cap(panel, ends, _PERPLEXITY_CAP * rows[0][key])
+        _set_ticks(panel)
         _label_ends(panel, ends)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(
@@ -79,22 +85,28 @@ def _draw_lines(
 
 
 def _dress(panel: Axes, title: str, settings: Settings, empty: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     panel.set_title(title, loc="left", fontsize=11)
     panel.set_xlabel("step")
     panel.set_xlim(0, settings.steps * 1.01)
     if empty:
         panel.set_ylim(0.1, 10)  # a logarithmic axis without data finds no limits of its own
     panel.set_yscale("log")
-    bottom, top = panel.get_ylim()
-    subs = (1.0, 2.0, 5.0) if top / bottom < 300 else (1.0,)
-    panel.yaxis.set_major_locator(LogLocator(subs=subs))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.grid(True, which="major", color="#e4e4e4", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _set_ticks(panel: Axes) -> None:
+    """Plain numbers, more of them in a decade the fewer decades there are."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    bottom, top = panel.get_ylim()
+    several = (1.0, 2.0, 5.0) if top / bottom < 1000 else (1.0,)
+    subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0) if top / bottom < 15 else several
+    panel.yaxis.set_major_locator(LogLocator(subs=subs))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _mark_target(panel: Axes, settings: Settings) -> None:
@@ -107,7 +119,20 @@ def _mark_target(panel: Axes, settings: Settings) -> None:
         xytext=(4, 4),
         textcoords="offset points",
         fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
     )
+
+
+def _cap(panel: Axes, ends: list[tuple[str, float]], cap: float) -> list[tuple[str, float]]:
+    """Cuts the panel off at ``cap`` and says in it where the lines that leave it end."""
+    if panel.get_ylim()[1] <= cap:
+        return ends
+    panel.set_ylim(top=cap)
+    beyond = [(name, value) for name, value in ends if value > cap]
+    if beyond:
+        text = "; ".join(f"{ARMS[name].label} ends at {number(value)}" for name, value in beyond)
+        panel.annotate(text, (0.98, 0.94), xycoords="axes fraction", ha="right", fontsize=9)
+    return [(name, value) for name, value in ends if value <= cap]
 
 
 def _label_ends(panel: Axes, ends: list[tuple[str, float]]) -> None:

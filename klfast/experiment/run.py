@@ -69,7 +69,6 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "text": corpus.digest,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
     }
 
 

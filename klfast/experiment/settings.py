@@ -15,7 +15,7 @@ class CompareError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run: equal settings, text, versions and threads give equal numbers.
+    """The settings of a run: equal settings, text and versions give equal numbers.
 
     Lengths are in tokens, KL in nats per sequence.
 
@@ -39,16 +39,16 @@ class Settings:
     target: float = 6.0
     letter: str = "e"
 
-    low_coef: float = 0.01
+    low_coef: float = 0.008
     high_coef: float = 0.03
     init_coef: float = 0.03
     horizon: float = 256.0
     gain: float = 0.1
 
-    prompts: int = 12
+    prompts: int = 10
     group: int = 4
     prompt_length: int = 16
-    continuation_length: int = 32
+    continuation_length: int = 24
     learning_rate: float = 1e-3
 
     pretrain_steps: int = 600
@@ -57,7 +57,7 @@ class Settings:
     layers: int = 2
     width: int = 96
     heads: int = 4
-    held_out_windows: int = 48
+    held_out_windows: int = 32
 
     @property
     def context(self) -> int:
