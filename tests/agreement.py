@@ -27,8 +27,8 @@ def random_inputs(shape, dtype=torch.float32, spread=1.0):
 def assert_agrees(backend, logprobs, ref_logprobs, mask=None, *, upstream=1.0, **options):
     """Result, both gradients and statistics of a call are the oracle's, within its tolerances.
 
-    The gradient is asked for in the ways that backends compute differently: to both inputs, to one, and
-    a second time. ``upstream`` scales the uneven gradient that comes in.
+    The gradient is asked for in the ways that backends compute differently: to both inputs, to one,
+    and a second time. ``upstream`` scales the uneven gradient that comes in.
     """
     logprobs = logprobs.detach().requires_grad_()
     ref_logprobs = ref_logprobs.detach().requires_grad_()

@@ -1,12 +1,12 @@
 """The truth: klfast's contract in exact arithmetic on the stored inputs, token by token.
 
 Nothing here is shared with klfast. Formulas run in mpmath, derivatives are difference quotients of
-the value at 100 digits, limits are minima and maxima, reductions are loops. An estimator that is not
-in ``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in mpmath as
-well: it is tested like the others without a line here.
+the value at 100 digits, limits are minima and maxima, reductions are loops. An estimator that is
+not in ``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in
+mpmath as well: it is tested like the others without a line here.
 
 Tolerances come with the truth. A token is allowed promise 1 of design.md on each term that its
-formula adds up, a reduction the sum of what its tokens are allowed and the rounding of its additions.
+formula adds up, a reduction the sum of what its tokens are allowed and the rounding of its sum.
 """
 
 from __future__ import annotations
@@ -376,8 +376,8 @@ def assert_within(actual, expected, tolerance, what):
     """|actual - expected| <= tolerance plus two roundings to actual's dtype.
 
     Two, as a bf16 gradient of a scalar is rounded when the forward writes it and when the backward
-    scales it. Where the truth is beyond the dtype's range, infinity of its sign is right; what falls
-    below the range of fp32 arithmetic is exempt.
+    scales it. Where the truth is beyond the dtype's range, infinity of its sign is right; what
+    falls below the range of fp32 arithmetic is exempt.
     """
     info = torch.finfo(actual.dtype)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"

@@ -24,8 +24,8 @@ LAST = {torch.float64: 709.0}
 def sweep(dtype):
     """Log-ratios of both signs from 1e-7 to the last, and where a kernel could go wrong.
 
-    That is around the switch between series at 1, at the edges ln2/2 of exp's range reduction, close
-    to overflow, and at 0.
+    That is around the switch between series at 1, at the edges ln2/2 of exp's range reduction,
+    close to overflow, and at 0.
     """
     last = LAST.get(dtype, 88.0)
     grid = torch.logspace(-7, math.log10(last), 300, dtype=torch.float64)
@@ -91,8 +91,8 @@ def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0, skip=None)
 def textbook_slack(backend, arithmetic, log_ratios):
     """What the reference is allowed beyond the promise.
 
-    It computes in float64 whatever comes in, so that it keeps the promise in fp32; in fp64 it has the
-    cancellation of the textbook formulas.
+    It computes in float64 whatever comes in, so that it keeps the promise in fp32; in fp64 it has
+    the cancellation of the textbook formulas.
     """
     textbook = backend == "reference" and arithmetic == torch.float64
     if not textbook:

@@ -1,4 +1,4 @@
-"""Every reduction, its denominators and its factor: padded, packed, one sequence, nothing at all."""
+"""Every reduction, its denominators and its factor: padded, packed, one sequence, nothing."""
 
 import math
 

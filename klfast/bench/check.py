@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 ROUNDING = 1e-6
 """Of the terms: ``exp(-x) - 1`` in fp32 has lost its digits where x is small, and is not wrong."""
 
-_ROWS_TOKENS = 1 << 21
+_TOKENS_PER_BLOCK = 1 << 18
 
 
 class WrongResult(Exception):  # noqa: N818  # said in the words of the message
@@ -35,7 +35,7 @@ def named_outputs(op: Op, outputs: Any) -> dict[str, Tensor]:
 def truth(op: Op, inputs: Inputs) -> dict[str, Tensor]:
     """The outputs in float64, a block of rows at a time, as float64 graphs are large."""
     normalizer = inputs.mask.sum() if op.reduction == "token-mean" else None
-    rows = max(1, _ROWS_TOKENS // max(1, inputs.mask.shape[1]))
+    rows = max(1, _TOKENS_PER_BLOCK // max(1, inputs.mask.shape[1]))
     blocks = [
         _truth_of_rows(op, inputs, slice(first, first + rows), normalizer)
         for first in range(0, inputs.mask.shape[0], rows)

@@ -111,7 +111,7 @@ def cells(row: Row, first: bool) -> tuple[str, ...]:
         row.impl,
         f"{row.median_ms:.4g}",
         f"{row.min_ms:.4g}",
-        "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.2f}x",
+        "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.3g}x",
         "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
         "" if row.read_share is None else f"{row.read_share:.0%}",
     )
@@ -154,7 +154,7 @@ def print_table(lines: Sequence[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE, show_edge=False, padding=0)
     for number, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
     for number, line in enumerate(lines):

@@ -72,4 +72,7 @@ def interleave(
 
 def _calls_per_timing(timer: timeit.Timer) -> int:
     timer.timeit(1)
-    return max(1, math.ceil(LEAST_SECONDS / min(timer.repeat(3, 1))))
+    seconds = timer.timeit(1)
+    if seconds < LEAST_SECONDS:
+        seconds = min(timer.repeat(3, 1))
+    return max(1, math.ceil(LEAST_SECONDS / seconds))

@@ -15,7 +15,8 @@ class CompareError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run: equal settings, text and versions give equal numbers.
+    """The settings of a run: equal settings, text, versions and processors give equal
+    numbers.
 
     Lengths are in tokens, KL in nats per sequence.
 
@@ -39,17 +40,17 @@ class Settings:
     target: float = 6.0
     letter: str = "e"
 
-    low_coef: float = 0.008
-    high_coef: float = 0.03
+    low_coef: float = 0.012
+    high_coef: float = 0.05
     init_coef: float = 0.03
-    horizon: float = 256.0
+    horizon: float = 320.0
     gain: float = 0.1
 
     prompts: int = 10
     group: int = 4
     prompt_length: int = 16
     continuation_length: int = 24
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
 
     pretrain_steps: int = 600
     pretrain_batch: int = 32

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -84,6 +85,7 @@ def print_summary(console: Console, summaries: list[Summary], settings: Settings
     table = Table(
         title=f"Last third of the steps; target {number(settings.target)} nats per sequence",
         title_justify="left",
+        box=box.SIMPLE,
     )
     table.add_column("arm", no_wrap=True)
     headings = ("reward", "KL", "off target", "coef", "ppl", "KL step ms")
@@ -103,10 +105,10 @@ def print_summary(console: Console, summaries: list[Summary], settings: Settings
 
 
 def print_speed(console: Console, speed: list[SpeedRow]) -> None:
-    table = Table(title="Speed of the KL step; ratio to klfast", title_justify="left")
+    table = Table(title="Speed of the KL step", title_justify="left", box=box.SIMPLE)
     table.add_column("case")
     table.add_column("implementation", no_wrap=True)
-    for heading in ("median ms", "fastest ms", "ratio"):
+    for heading in ("median ms", "fastest ms", "times klfast's"):
         table.add_column(heading, justify="right")
     for row in speed:
         table.add_row(

@@ -1,0 +1,262 @@
+"""The benchmark: nothing wrong is timed, nothing flatters, and its output says what it is."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from klfast.__main__ import main
+from klfast.bench import candidates, command, measure, report, time_kl_step
+from klfast.bench.bandwidth import PROBES
+from klfast.bench.cases import DTYPES, OPS, Case, make_inputs
+from klfast.bench.check import WrongResult, check_outputs, named_outputs, tolerances, truth
+from klfast.bench.measure import Plan, checked_candidates, rows_of
+from klfast.bench.timing import Timing, interleave
+
+QUICK = ["bench", "--quick", "--no-compile", "--rounds", "2"]
+ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("op", "fp32", "bf16"),
+    [("forward", 9, 5), ("stats", 9, 5), ("one-read", 13, 7), ("two-pass", 22, 12)],
+)
+def test_bytes_per_token_are_the_least_that_must_move(op, fp32, bf16):
+    assert Case(OPS[op], "fp32", (3, 5)).least_bytes == fp32 * 15
+    assert Case(OPS[op], "bf16", (3, 5)).least_bytes == bf16 * 15
+
+
+@dtypes
+def test_the_storage_that_the_read_reads_is_the_inputs(dtype):
+    inputs = make_inputs(Case(OPS["forward"], dtype, (7, 9)), 2)[1]
+    assert inputs.storage.nbytes % 64 == 0
+    assert inputs.storage.nbytes - Case(OPS["forward"], dtype, (7, 9)).input_bytes < 3 * 64
+    inputs.storage.zero_()
+    for tensor in (inputs.logprobs, inputs.ref_logprobs, inputs.mask):
+        assert tensor.shape == (7, 9)
+        assert not tensor.any()
+    for read in PROBES.values():
+        assert read(inputs) == 0
+
+
+@ops
+@dtypes
+def test_every_candidate_is_right(op, dtype):
+    inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
+    assert list(checked_candidates(op, inputs, with_compile=False)) == ["klfast", "eager"]
+
+
+@pytest.mark.parametrize("op", [OPS["forward"], OPS["one-read"]], ids=["forward", "one-read"])
+@pytest.mark.parametrize("spread", [0, 1e-6, 1e-3, 5])
+def test_eager_rounding_near_on_policy_is_not_called_wrong(op, spread):
+    inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
+    torch.add(inputs.logprobs.detach(), torch.randn(6, 130), alpha=spread, out=inputs.ref_logprobs)
+    assert checked_candidates(op, inputs, with_compile=False)
+
+
+@ops
+@dtypes
+def test_a_wrong_result_is_an_error(op, dtype):
+    inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
+    expected = truth(op, inputs)
+    allowed = tolerances(op, inputs, expected)
+    right = candidates.build_candidates(op, with_compile=False)["eager"](inputs)
+    check_outputs("eager", op, right, expected, allowed)
+    for name in named_outputs(op, right):
+        wrong = {**expected, name: expected[name] * 1.03 + 0.03 * expected[name].abs().max() + 1e-3}
+        with pytest.raises(WrongResult, match=f"eager computes a wrong {name}"):
+            check_outputs("eager", op, right, wrong, allowed)
+
+
+def test_a_mask_that_is_ignored_is_an_error(monkeypatch):
+    inputs = make_inputs(Case(OPS["forward"], "fp32", (6, 130)), 1)[0]
+    tokens = candidates.eager_tokens
+    monkeypatch.setattr(candidates, "eager_tokens", lambda a, b, mask: tokens(a, b, mask | True))
+    with pytest.raises(WrongResult, match="eager computes a wrong penalty"):
+        checked_candidates(OPS["forward"], inputs, with_compile=False)
+
+
+def test_rounds_alternate_and_inputs_rotate():
+    seen = []
+
+    def called(name):
+        return lambda inputs: seen.append((name, inputs)) or sum(range(400_000))
+
+    timings = interleave({"a": called("a"), "b": called("b"), "c": called("c")}, [0, 1], 3)
+    assert [inputs for _, inputs in seen] == [n % 2 for n in range(len(seen))]
+    assert [name for name, _ in seen[-9:]] == [*"abc", *"cba", *"abc"]
+    assert len(seen) == 3 * 2 + 9  # two calls of each, untimed, come first
+    assert all(len(timing.seconds) == 3 and timing.calls == 1 for timing in timings.values())
+
+
+def test_short_calls_are_repeated_within_a_timing():
+    timing = interleave({"short": lambda inputs: None}, [0], 2)["short"]
+    assert timing.calls > 100
+    assert 0 < timing.best <= timing.median < 1e-3
+
+
+def test_reused_inputs_are_warmed_before_every_timing():
+    seen = []
+    slow = {"a": lambda inputs: seen.append(1) or sum(range(400_000))}
+    interleave(slow, [0], 3, warm=True)
+    assert len(seen) == 2 + 2 * 3
+
+
+def test_ratio_speed_and_share_are_of_medians():
+    case = Case(OPS["one-read"], "fp32", (1000, 1000))
+    seconds = {"klfast": [2e-3, 1e-3, 9e-3], "eager": [8e-3] * 3, "read": [1e-3] * 3}
+    ours, eager, read = rows_of(case, {name: Timing(s, 1) for name, s in seconds.items()})
+    assert (ours.median_ms, ours.min_ms, ours.ratio) == pytest.approx((2, 1, 1))
+    assert eager.ratio == pytest.approx(4)
+    assert read.ratio is None
+    assert (ours.bytes, read.bytes) == (13_000_000, 9_000_000)
+    assert ours.gb_per_s == pytest.approx(6.5)
+    assert ours.read_share == pytest.approx(6.5 / 9)
+    assert read.read_share == 1
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    assert main([*QUICK, "--shapes", "16x256,64x4096", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    data = json.loads(out.read_text())
+    assert data["finished"]
+    names = [f"{op} {dtype} {s}" for s in ("16x256", "64x4096") for op in OPS for dtype in DTYPES]
+    assert list(dict.fromkeys(row["case"] for row in data["rows"])) == names
+    for name in names:
+        assert name in printed.out
+        assert name in printed.err
+        rows = {row["impl"]: row for row in data["rows"] if row["case"] == name}
+        assert set(rows) - {"read"} == {"klfast", "eager"}
+        assert ("read" in rows) == (name in data["probes"]) == name.endswith("64x4096")
+        assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows.values())
+        assert (rows["klfast"]["gb_per_s"] is None) == name.endswith("16x256")
+    where = data["conditions"]
+    assert set(where["versions"]) == {"klfast", "torch", "python"}
+    assert where["versions"]["torch"] == torch.__version__
+    assert where["threads"] == torch.get_num_threads()
+    assert (where["rounds"], where["inputs"]) == (2, "rotated")
+    assert {"device", "date", "commit", "instruction_set"} <= set(where)
+
+
+def test_the_table_does_without_rich(monkeypatch, capsys):
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert main([*QUICK, "--dtypes", "fp32", "--ops", "forward"]) == 0
+    heading, ours, *_ = capsys.readouterr().out.splitlines()
+    assert heading.split()[:2] == ["case", "impl"]
+    assert ours.startswith("forward fp32 16x256  klfast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "512"], "a shape must be sequences x tokens, such as 512x8192, got '512'"),
+        (["--shapes", "0x4"], "got '0x4'"),
+        (["--shapes", ""], "got ''"),
+        (["--dtypes", "fp32,fp8"], "expected some of 'fp32', 'bf16', got 'fp8'"),
+        (["--ops", "sideways"], "expected some of 'forward', 'stats', 'one-read', 'two-pass'"),
+        (["--rounds", "0"], "must be a whole number >= 1, got '0'"),
+        (["--rounds", "many"], "must be a whole number >= 1, got 'many'"),
+    ],
+)
+def test_a_mistake_is_a_clear_error_of_usage(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "reason"), [("", "is a folder"), ("no/x.json", "no folder")])
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, capsys, name, reason):
+    assert main([*QUICK, "--out", str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("klfast bench: error: cannot write to")
+    assert reason in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_wrong_candidate_ends_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(candidates, "eager_token_mean", lambda a, b, mask: (a - b).sum())
+    assert main([*QUICK, "--ops", "one-read"]) == 1
+    printed = capsys.readouterr()
+    assert "klfast bench: error: eager computes a wrong penalty (one-read)" in printed.err
+    assert printed.out == ""
+
+
+def test_a_case_without_memory_is_left_out_visibly(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(measure, "available_memory", lambda: 3 << 29)
+    out = tmp_path / "bench.json"
+    shapes = ["--shapes", "65536x65536,16x256", "--ops", "forward", "--dtypes", "fp32"]
+    assert main([*QUICK, *shapes, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "left out: forward fp32 65536x65536: needs" in printed
+    data = json.loads(out.read_text())
+    assert list(data["skipped"]) == ["forward fp32 65536x65536"]
+    assert {row["case"] for row in data["rows"]} == {"forward fp32 16x256"}
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
+    def measured(case, plan, after_round):
+        if case.dtype == "bf16":
+            raise KeyboardInterrupt
+        return measure.measure(case, plan, after_round)
+
+    monkeypatch.setattr(command, "measure", measured)
+    out = tmp_path / "bench.json"
+    assert main([*QUICK, "--ops", "forward", "--out", str(out)]) == 130
+    data = json.loads(out.read_text())
+    assert not data["finished"]
+    assert {row["case"] for row in data["rows"]} == {"forward fp32 16x256"}
+    assert "Interrupted" in capsys.readouterr().out
+
+
+def test_a_compiler_that_fails_is_left_out_with_the_reason(monkeypatch, tmp_path):
+    def broken(op):
+        def forward(*tensors):
+            raise RuntimeError("no C++ compiler\nand a long trace")
+
+        return forward
+
+    monkeypatch.setattr(candidates, "compiled_forward", broken)
+    out = tmp_path / "bench.json"
+    arguments = ["bench", "--quick", "--ops", "forward", "--dtypes", "fp32", "--out", str(out)]
+    assert main(arguments) == 0
+    data = json.loads(out.read_text())
+    assert {row["impl"] for row in data["rows"]} == {"klfast", "eager"}
+    assert data["notes"] == [
+        "forward fp32 16x256: torch.compile is left out, as it fails here: "
+        "RuntimeError: no C++ compiler"
+    ]
+
+
+# Inductor's own imports deprecate things.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_kl_step_is_timed_on_the_runs_tensors_and_on_large_ones():
+    logprobs = -torch.rand(6, 20)
+    mask = torch.rand(6, 20) < 0.9
+    rows = time_kl_step(logprobs, logprobs + 0.1, mask, plan=Plan(rounds=2), large=(8, 64))
+    cases = [
+        "forward [6, 20] of this run",
+        "forward+backward [6, 20] of this run",
+        "forward [8, 64]",
+        "forward+backward [8, 64]",
+    ]
+    assert [(row["case"], row["impl"]) for row in rows] == [
+        (case, impl) for case in cases for impl in ("klfast", "eager", "torch.compile")
+    ]
+    for row in rows:
+        ours = next(r for r in rows if (r["case"], r["impl"]) == (row["case"], "klfast"))
+        assert set(row) == {"case", "impl", "median_ms", "min_ms", "ratio"}
+        assert 0 < row["min_ms"] <= row["median_ms"]
+        assert row["ratio"] == pytest.approx(row["median_ms"] / ours["median_ms"])
+
+
+def test_importing_klfast_leaves_the_benchmark_alone():
+    code = "import klfast, sys; print('klfast.bench' in sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "False"

@@ -1,0 +1,125 @@
+"""Python threads that call at once, and processes that fork."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from agreement import random_inputs, same_bits
+from fresh import run_fresh
+
+import klfast
+from klfast.call import REDUCTIONS
+
+
+def value_and_grad(logprobs, ref_logprobs, reduction, backend):
+    leaf = logprobs.detach().requires_grad_()
+    penalty = klfast.kl_penalty(leaf, ref_logprobs, reduction=reduction, backend=backend)
+    penalty.sum().backward()
+    return penalty.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
+def test_python_threads_that_call_at_once_get_the_same_bits(backend, reduction, set_num_threads):
+    set_num_threads(2)
+    logprobs, ref_logprobs, _ = random_inputs((4, 16500))
+    expected = value_and_grad(logprobs, ref_logprobs, reduction, backend)
+    start = threading.Barrier(6)
+    results = []
+
+    def work():
+        start.wait()
+        for _ in range(3):
+            results.append(value_and_grad(logprobs, ref_logprobs, reduction, backend))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 18
+    assert all(same_bits(a, b) for got in results for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_threads_may_share_one_graph(reduction):
+    """Only one of them can be handed the unit gradient."""
+    logprobs, ref_logprobs, _ = random_inputs((4, 300))
+    logprobs.requires_grad_()
+    penalty = klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, backend="native").sum()
+    (expected,) = torch.autograd.grad(
+        klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, backend="native").sum(),
+        logprobs,
+    )
+    results = []
+
+    def work():
+        (grad,) = torch.autograd.grad(penalty, logprobs, retain_graph=True)
+        results.append(grad.clone())
+        grad.fill_(torch.nan)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    assert all(same_bits(grad, expected) for grad in results)
+
+
+def test_a_long_call_lets_other_python_threads_run():
+    """The tensor is one number seen 2^27 times: a call takes tenths of a second and no memory."""
+    logprobs = torch.zeros(1, 1).expand(1, 2**27)
+    span = []
+
+    def work():
+        begin = time.perf_counter()
+        klfast.kl_penalty(logprobs, logprobs, reduction="token-sum", backend="native")
+        span.extend((begin, time.perf_counter()))
+
+    worker = threading.Thread(target=work)
+    ticks = []
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.002)
+        ticks.append(time.perf_counter())
+    begin, end = span
+    assert end - begin > 0.05, "too quick to tell"
+    middle = [tick for tick in ticks if begin + 0.02 < tick < end - 0.02]
+    assert len(middle) >= 3
+
+
+FORK = """
+import os, signal, time, torch, klfast
+torch.set_num_threads(2)
+
+def work(tokens):
+    logprobs = torch.full((tokens,), -1.0, requires_grad=True)
+    ref_logprobs = torch.full((tokens,), -2.0)
+    klfast.kl_penalty(
+        logprobs, ref_logprobs, estimator="k1", reduction="token-mean", backend="native"
+    ).backward()
+    assert abs(logprobs.grad.sum().item() - 1) < 1e-4
+
+work(2**20)  # starts OpenMP's threads, which a forked child does not have
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # a hang ends as a failure
+    {in_child}
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize(
+    "in_child",
+    ["work(100); work(2**15 - 2)", "torch.set_num_threads(1); work(2**20)"],
+    ids=["small", "one-thread"],
+)
+def test_a_forked_child_does_not_hang_where_eager_torch_does_not(in_child):
+    """Beyond 2^15 tokens and one thread, eager torch itself waits for OpenMP's lost threads."""
+    assert run_fresh(FORK.format(in_child=in_child)) == "done"
