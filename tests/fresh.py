@@ -6,7 +6,7 @@ import sys
 
 
 def run_fresh(code, *options, timeout=60, **environment):
-    """Standard output of ``python *options -c code``; fails with its errors unless it exits with 0."""
+    """Standard output of ``python *options -c code``, which must exit with 0."""
     process = subprocess.run(
         [sys.executable, *options, "-c", code],
         capture_output=True,

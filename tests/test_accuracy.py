@@ -215,6 +215,28 @@ def test_k3_is_never_negative_and_0_at_0(backend, dtype):
         assert (klfast.kl_penalty(log_ratio, log_ratio, **options) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@every_estimator
+def test_beyond_the_range_of_exp_results_saturate(backend, estimator, dtype):
+    """To infinity of the right sign or to what is left, and never to NaN, for finite log-ratios."""
+    magnitudes = torch.tensor([89.0, 104.0, 150.0, 710.0, 746.0, 1e4, 1e15], dtype=dtype)
+    x = torch.cat([magnitudes, -magnitudes])
+    f = oracle.formula(estimator)
+    numbers = [mpmath.mpf(value) for value in x.tolist()]
+    value, grad, _ = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
+    assert_promised(value, exact(f(number) for number in numbers), x, dtype)
+    assert_promised(grad, exact(oracle.slope(f, number) for number in numbers), x, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("estimator", ["k3", "k3_ref"])
+def test_k3_is_not_negative_at_infinity_either(backend, estimator, dtype):
+    x = torch.tensor([math.inf, -math.inf], dtype=dtype)
+    k3 = klfast.kl_penalty(x, torch.zeros_like(x), estimator=estimator, backend=backend)
+    assert not k3.isfinite().any()
+    assert not (k3 < 0).any()
+
+
 @pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
 @every_dtype
 def test_mixed_dtypes_lose_nothing(backend, dtype, ref_dtype):

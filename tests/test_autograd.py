@@ -82,9 +82,7 @@ def test_gradcheck_of_every_option(backend, options, needs):
 @pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["logprobs", "ref_logprobs"])
 def test_a_gradient_does_not_depend_on_who_else_asks(backend, reduction, needs):
     both = leaves(3, 70, dtype=torch.float64)
-    some = [
-        t.detach().clone().requires_grad_(need) for t, need in zip(both, needs, strict=True)
-    ]
+    some = [t.detach().clone().requires_grad_(need) for t, need in zip(both, needs, strict=True)]
     for inputs in (both, some):
         result = klfast.kl_penalty(*inputs, reduction=reduction, backend=backend)
         result.sum().backward()
@@ -118,7 +116,7 @@ def test_each_gradient_has_the_dtype_of_its_input(backend, dtypes, reduction):
 
 @every_reduction
 def test_a_tensor_against_itself_gets_both_gradients(backend, reduction):
-    """x is 0 whatever the tensor holds, so the two cancel."""
+    """The log-ratio is 0 whatever the tensor holds, so the two cancel."""
     logprobs, _ = leaves(3, 5)
     penalty = klfast.kl_penalty(
         logprobs, logprobs, estimator="r_log_r", reduction=reduction, backend=backend
@@ -149,9 +147,7 @@ def test_an_expanded_leaf_gets_the_sum_over_its_copies(backend, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_reduction
-def test_a_second_backward_is_right_after_the_first_gradient_was_changed(
-    backend, reduction, dtype
-):
+def test_a_second_backward_is_right_after_the_first_gradient_was_changed(backend, reduction, dtype):
     inputs = leaves(3, 70, dtype=dtype)
     result = klfast.kl_penalty(*inputs, reduction=reduction, backend=backend)
     grad_output = torch.ones_like(result)
@@ -270,7 +266,7 @@ def test_without_a_need_there_is_no_graph(backend, reduction):
 @pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs", "mask"])
 @one_of_each_kind
 def test_a_constant_may_come_out_of_inference_mode(backend, reduction, argument):
-    """Where reference models run. Eager code takes it, as `logprobs - ref_logprobs` saves neither."""
+    """Where reference models run. Eager code takes it: a difference saves neither of its terms."""
     logprobs, _ = leaves(3, 5)
     with torch.inference_mode():
         constants = {
@@ -359,7 +355,7 @@ def test_a_second_derivative_raises_where_it_would_be_wrong(reduction, loss):
         )
 
     (grad,) = torch.autograd.grad(loss(penalty, leaf), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once.*backend='reference'"):
+    with pytest.raises(RuntimeError, match=r"differentiable once.*backend='reference'"):
         torch.autograd.grad(grad.square().sum(), leaf)
 
 
@@ -463,17 +459,13 @@ def test_hooks_on_leaves_see_and_replace_the_gradient(backend, reduction):
     assert same_bits(seen[0], expected[1])
 
 
-@pytest.mark.parametrize("reduction", NORMALIZED_REDUCTIONS)
-def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(backend, reduction):
+def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(backend):
     """A token's share of 4M is 2e-7, below fp16's precision; times 65536 it is not."""
     tokens, scale = 2**22, 65536.0
     x = torch.linspace(-2, 2, 2**11, dtype=torch.float16).repeat(tokens // 2**11)
     logprobs = x.reshape(1, -1).requires_grad_()
     ref_logprobs = torch.zeros(1, tokens, dtype=torch.float16)
-    normalizer = float(tokens) if reduction == "seq-mean-token-sum" else None
-    penalty = klfast.kl_penalty(
-        logprobs, ref_logprobs, reduction=reduction, normalizer=normalizer, backend=backend
-    )
+    penalty = klfast.kl_penalty(logprobs, ref_logprobs, reduction="token-mean", backend=backend)
     (scale * penalty).backward()
     exact = -torch.expm1(-x.double()) * scale / tokens
     error = (logprobs.grad[0].double() - exact).abs()
@@ -501,8 +493,8 @@ def test_anomaly_detection_finds_nothing_in_good_gradients_and_nan_in_bad(backen
 
 @pytest.mark.parametrize("needs", [(True, False), (True, True)], ids=["logprobs", "both"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["k2", "k3", "k3_ref", "r_log_r"])
-@one_of_each_kind
+@pytest.mark.parametrize("name", ["k2", "k3"])
+@pytest.mark.parametrize("reduction", ["none", "token-mean"])
 def test_a_kept_nan_is_nan_in_the_gradient_too(backend, reduction, name, dtype, needs):
     """Not 0, which would hide it; and not one or the other by who asks in what dtype."""
     logprobs, ref_logprobs = leaves(2, 3, dtype=dtype)

@@ -109,7 +109,10 @@ def test_a_sequence_is_the_same_alone_padded_packed_and_in_any_company(backend, 
 
 @slow_forms
 def test_a_long_sequence_is_the_same_in_any_company(backend, form):
+    """And in fp64, where the order of additions shows in the last bit."""
     check_company(backend, form, torch.float32, LONG)
+    if backend in COMPILED:
+        check_company(backend, form, torch.float64, LONG)
 
 
 @every_form

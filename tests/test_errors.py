@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names the argument, what it must be, and what it got; nothing computed."""
+"""Bad input: one clear error that names the argument, what it must be, and what it got."""
 
 import math
 import re
@@ -170,7 +170,7 @@ VALUES = {
             (-1.0, torch.float32),
             (-0.5, torch.bfloat16),
             (-1.0, torch.float16),
-            (-1e-300, torch.float64),
+            (-1e-30, torch.float64),
             (-1, torch.int8),
             (-1, torch.int64),
             (NAN, torch.float32),

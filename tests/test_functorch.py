@@ -237,6 +237,7 @@ def test_functional_call(backend):
             strict=True,
         )
     )
+
     def close(actual, expected):  # three matrix products in different orders
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
@@ -255,7 +256,7 @@ def test_nested_grad_raises_on_native_and_works_on_the_reference(reduction):
         penalty = scalar_penalty(backend, reduction)
         return grad(lambda t: grad(penalty)(t.square(), ref_logprobs).sum())
 
-    with pytest.raises(RuntimeError, match="differentiable once.*backend='reference'"):
+    with pytest.raises(RuntimeError, match=r"differentiable once.*backend='reference'"):
         slope("native")(logprobs)
     x = logprobs.square() - ref_logprobs
     share = {"none": 1, "seq-mean": 7, "token-mean": 21}[reduction]

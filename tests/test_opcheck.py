@@ -1,4 +1,4 @@
-"""The ops as torch sees them: schemas, fakes, every output written, and no crash whatever comes in."""
+"""The ops as torch sees them: schemas, fakes, every output written, no crash whatever comes in."""
 
 import pytest
 import torch
@@ -293,7 +293,7 @@ def test_a_direct_scale_with_a_wrong_argument_raises_and_changes_nothing(tensor,
 
 @pytest.mark.parametrize("argument", ["ref_logprobs", "mask", "coef_tensor"])
 def test_a_direct_call_with_a_meta_tensor_is_traced(argument):
-    """torch sends it to the fakes: nothing is read, and the result says that it holds nothing."""
+    """The dispatcher sends it to the fakes: nothing is read, the result holds nothing."""
     shape = () if argument == "coef_tensor" else (3, 4)
     arguments = replaced({argument: torch.ones(shape, device="meta")})
     arguments["logprobs"] = arguments["logprobs"].to("meta")

@@ -12,6 +12,7 @@ from klfast.estimator import ESTIMATORS
 OPTIONS = {
     "plain": {},
     "log_ratio_clip": {"log_ratio_clip": (-0.4, 0.8)},
+    "clip-above-0": {"log_ratio_clip": (0.1, 0.8)},
     "kl_clip": {"kl_clip": 0.2},
     "cap": {"importance_cap": 1.1},
     "tail": {"linear_tail": 0.3},

@@ -101,8 +101,13 @@ class Inputs:
 
 
 def make_inputs(case: Case, copies: int) -> list[Inputs]:
-    """Sets of random inputs in memory of their own."""
-    return [_random_inputs(case) for _ in range(copies)]
+    """Sets of random inputs: the same values, each in memory of its own."""
+    storage = torch.zeros(sum(_padded(_sizes(case))), dtype=torch.uint8)
+    first = _inputs_in(storage, case)
+    first.logprobs.detach().uniform_(-4, 0)
+    first.ref_logprobs.normal_(std=SPREAD).add_(first.logprobs.detach())
+    first.mask.bernoulli_(KEPT)
+    return [first, *(_inputs_in(storage.clone(), case) for _ in range(copies - 1))]
 
 
 def copy_inputs(
@@ -120,22 +125,26 @@ def copy_inputs(
     ]
 
 
-def _random_inputs(case: Case) -> Inputs:
-    """In one block of memory, so that a plain read of the block is a read of the same bytes."""
-    dtype = DTYPES[case.dtype]
-    sizes = [case.tokens * item for item in (dtype.itemsize, dtype.itemsize, torch.bool.itemsize)]
-    padded = [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    storage = torch.zeros(sum(padded), dtype=torch.uint8)
-    parts = [part[:size] for part, size in zip(torch.split(storage, padded), sizes, strict=True)]
-    logprobs, ref_logprobs = (part.view(dtype).view(case.shape) for part in parts[:2])
-    mask = parts[2].view(torch.bool).view(case.shape)
-    logprobs.uniform_(-4, 0)
-    ref_logprobs.normal_(std=SPREAD).add_(logprobs)
-    mask.bernoulli_(KEPT)
+def _sizes(case: Case) -> list[int]:
+    """Bytes of the two log-probs and of the mask."""
+    itemsize = DTYPES[case.dtype].itemsize
+    return [case.tokens * size for size in (itemsize, itemsize, torch.bool.itemsize)]
+
+
+def _padded(sizes: list[int]) -> list[int]:
+    return [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
+
+
+def _inputs_in(storage: Tensor, case: Case) -> Inputs:
+    """The inputs as views of one block of bytes, so that a plain read can read the same bytes."""
+    sizes = _sizes(case)
+    blocks = torch.split(storage.view(torch.uint8), _padded(sizes))
+    parts = [block[:size] for block, size in zip(blocks, sizes, strict=True)]
+    logprobs, ref_logprobs = (part.view(DTYPES[case.dtype]).view(case.shape) for part in parts[:2])
     return Inputs(
-        logprobs.detach().requires_grad_(case.op.backward),
+        logprobs.requires_grad_(case.op.backward),
         ref_logprobs,
-        mask,
+        parts[2].view(torch.bool).view(case.shape),
         _grad_out(case.op, case.shape[0]),
         storage.view(torch.int64),
     )

@@ -44,7 +44,7 @@ class Settings:
     high_coef: float = 0.05
     init_coef: float = 0.03
     horizon: float = 320.0
-    gain: float = 0.1
+    gain: float = 0.15
 
     prompts: int = 10
     group: int = 4

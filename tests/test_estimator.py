@@ -1,0 +1,169 @@
+"""Estimator as a value: frozen, comparable, and right as soon as it exists."""
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+import torch
+
+import klfast
+from klfast import Estimator
+from klfast.estimator import ALIASES, ESTIMATORS, GRADIENTS, IMPORTANCE
+
+FULL = {
+    "name": "k2",
+    "gradient": "k2",
+    "importance": "detached",
+    "importance_cap": 2.0,
+    "log_ratio_clip": (-1.0, 3.0),
+    "kl_clip": 5.0,
+    "linear_tail": 4.0,
+}
+
+
+def test_the_default_is_plain_k3():
+    assert Estimator() == Estimator(
+        name="k3",
+        gradient="value",
+        importance="differentiable",
+        importance_cap=None,
+        log_ratio_clip=None,
+        kl_clip=None,
+        linear_tail=None,
+    )
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_name_is_shorthand_for_an_estimator(backend, name):
+    logprobs, ref_logprobs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    by_name, by_value = (
+        klfast.kl_penalty(logprobs, ref_logprobs, estimator=estimator, backend=backend)
+        for estimator in (name, Estimator(name))
+    )
+    assert torch.equal(by_name, by_value)
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_an_alias_is_its_estimator(alias, name):
+    assert Estimator(alias).name == name
+    assert Estimator(alias) == Estimator(name)
+    assert hash(Estimator(alias)) == hash(Estimator(name))
+
+
+def test_it_is_frozen():
+    estimator = Estimator()
+    for field in dataclasses.fields(Estimator):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(estimator, field.name, None)
+    assert estimator == Estimator()
+
+
+@pytest.mark.parametrize("field", FULL)
+def test_every_field_counts_for_equality(field):
+    default = {f.name: f.default for f in dataclasses.fields(Estimator) if f.init}
+    assert Estimator(**FULL) != Estimator(**{**FULL, field: default[field]})
+    assert len({Estimator(**FULL), Estimator(**FULL), Estimator()}) == 2
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda estimator: pickle.loads(pickle.dumps(estimator)),
+        dataclasses.replace,
+        lambda estimator: eval(repr(estimator), {"Estimator": Estimator}),
+    ],
+    ids=["copy", "deepcopy", "pickle", "replace", "repr"],
+)
+def test_it_survives_being_copied(duplicate):
+    estimator = Estimator(**FULL)
+    again = duplicate(estimator)
+    assert again == estimator
+    assert again.limits == estimator.limits
+
+
+def test_replacing_a_field_brings_the_rest_up_to_date():
+    wider = dataclasses.replace(Estimator(**FULL), log_ratio_clip=7)
+    assert wider.log_ratio_bounds == (-7.0, 7.0)
+    assert wider.limits[1:3] == (-7.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("clip", "bounds"),
+    [
+        (None, (-math.inf, math.inf)),
+        (2, (-2.0, 2.0)),
+        (0.5, (-0.5, 0.5)),
+        ((-1, 3), (-1.0, 3.0)),
+        ((0.5, 1.5), (0.5, 1.5)),
+        ((-2, -1), (-2.0, -1.0)),
+    ],
+)
+def test_log_ratio_clip_is_one_bound_or_two(clip, bounds):
+    assert Estimator(log_ratio_clip=clip).log_ratio_bounds == bounds
+
+
+LIMITS = ("importance_cap", "log_ratio_clip", "kl_clip", "linear_tail")
+
+
+@pytest.mark.parametrize("value", [0, -1, -0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", LIMITS)
+def test_a_limit_is_a_finite_number_above_0(field, value):
+    with pytest.raises(ValueError, match=rf"^{field} must be a finite number > 0, got {value}$"):
+        Estimator(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "value", ["1", True, 1j, [1.0], torch.tensor(1.0)], ids=lambda v: type(v).__name__
+)
+@pytest.mark.parametrize("field", LIMITS)
+def test_a_limit_is_a_number(field, value):
+    with pytest.raises(TypeError, match=f"^{field} must be a finite number > 0, got .* of type"):
+        Estimator(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("clip", "error", "message"),
+    [
+        ((1.0,), ValueError, r"log_ratio_clip must be .* a pair \(lo, hi\), got \(1.0,\)"),
+        ((1, 2, 3), ValueError, r"log_ratio_clip must be .* a pair \(lo, hi\), got \(1, 2, 3\)"),
+        ((), ValueError, r"log_ratio_clip must be .* a pair \(lo, hi\), got \(\)"),
+        ((2, 1), ValueError, r"log_ratio_clip must have lo < hi, got \(2, 1\)"),
+        ((1, 1), ValueError, r"log_ratio_clip must have lo < hi, got \(1, 1\)"),
+        ((-math.inf, 1), ValueError, "log_ratio_clip must be a finite number, got -inf"),
+        ((0, math.nan), ValueError, "log_ratio_clip must be a finite number, got nan"),
+        (("0", 1), TypeError, "log_ratio_clip must be a finite number, got '0' of type str"),
+        ((None, 1), TypeError, "log_ratio_clip must be a finite number, got None of type NoneType"),
+    ],
+    ids=str,
+)
+def test_a_pair_of_bounds_is_two_rising_numbers(clip, error, message):
+    with pytest.raises(error, match=message):
+        Estimator(log_ratio_clip=clip)
+
+
+@pytest.mark.parametrize(
+    ("field", "called", "choices"),
+    [
+        ("name", "estimator", (*ESTIMATORS, *ALIASES)),
+        ("gradient", "gradient", GRADIENTS),
+        ("importance", "importance", IMPORTANCE),
+    ],
+)
+def test_a_wrong_choice_lists_the_right_ones(field, called, choices):
+    listed = ", ".join(map(repr, choices))
+    with pytest.raises(ValueError, match=f"^unknown {called} 'k9'; expected one of {listed}$"):
+        Estimator(**{field: "k9"})
+    for value in (None, 3, ["k3"]):
+        with pytest.raises(TypeError, match=f"^unknown {called} .*; expected one of {listed}$"):
+            Estimator(**{field: value})
+
+
+def test_there_are_no_other_fields():
+    with pytest.raises(TypeError, match="clip_range"):
+        Estimator("k3", clip_range=0.2)
+    with pytest.raises(TypeError, match="limits"):
+        Estimator("k3", limits=(1.0,) * 5)

@@ -1,0 +1,49 @@
+"""Importing klfast costs torch and nothing more."""
+
+from fresh import run_fresh
+
+HEAVY = ["triton", "numpy", "matplotlib", "rich", "jinja2"]
+
+BLOCKED = f"""
+import sys
+for name in {HEAVY}:
+    sys.modules[name] = None  # from here on, importing it raises
+import warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own
+import torch, klfast
+logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+penalty, stats = klfast.kl_penalty(
+    logprobs, torch.tensor([[-1.5, -2.0]]), reduction="token-sum", estimator="k1", return_stats=True
+)
+penalty.backward()
+controller = klfast.AdaptiveKLController(0.1, 6.0)
+controller.update(stats)
+print(penalty.item(), logprobs.grad.tolist(), controller.value < 0.1)
+"""
+
+
+def test_nothing_but_torch_is_needed():
+    assert run_fresh(BLOCKED) == "0.5 [[1.0, 1.0]] True"
+
+
+def test_importing_warns_of_nothing_and_loads_neither_experiment_nor_extension():
+    """The extension is loaded at the first call: without it, klfast still imports."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import klfast; "
+        "print(sorted(name for name in set(sys.modules) - before "
+        "if not name.startswith('klfast') or name.split('.')[1:2] in "
+        "(['experiment'], ['bench'], ['_C'])))"
+    )
+    loaded = run_fresh(code, "-W", "error")
+    added = set(eval(loaded))
+    assert not {name for name in added if name.startswith("klfast.")}
+    assert not {name for name in added if name.split(".")[0] in HEAVY}
+    assert not {name for name in added if name.startswith("torch._dynamo")}
+
+
+def test_everything_public_is_named_once():
+    import klfast
+
+    assert sorted(klfast.__all__) == klfast.__all__
+    assert all(hasattr(klfast, name) for name in klfast.__all__)
+    assert len(set(klfast.__all__)) == len(klfast.__all__)
