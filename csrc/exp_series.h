@@ -188,13 +188,14 @@ KLFAST_HOST_DEVICE T expm1(T x) {
   return T(2) * (half_power * near + (half_power - T(0.5)));
 }
 
-// e^x - 1 - x, never negative and exactly 0 at 0.
+// e^x - 1 - x, never negative, exactly 0 at 0, infinite at both infinities.
 template <Range range, typename T>
 KLFAST_HOST_DEVICE T expm1_minus_argument(T x) {
   using C = Constants<T>;
   const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
   if constexpr (range == Range::kNear) return e.tail;
-  return select(is_near(x), e.tail, expm1<range>(x) - x);
+  const T below_infinity = select(x > T(C::kExpHighest), T(C::kExpHighest), x);
+  return select(is_near(x), e.tail, expm1<range>(x) - below_infinity);
 }
 
 }  // namespace klfast::math

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import SCALAR_REDUCTIONS
+from klfast.dtypes import arithmetic_dtype
 from klfast.stats import KLStats
 
 _REDUCTION = 11  # position among the arguments of both ops
@@ -22,9 +23,7 @@ def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprobs, ref_logprobs, old_logprobs, _, cu_seqlens = args[:5]
     reduction = args[_REDUCTION]
     grad_logprobs, grad_ref_logprobs, want_statistics = args[-3:]
-    inputs = (logprobs, ref_logprobs, old_logprobs)
-    is_double = any(t is not None and t.dtype == torch.float64 for t in inputs)
-    dtype = torch.float64 if is_double else torch.float32
+    dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     if cu_seqlens is not None:
         sequences = cu_seqlens.shape[0] - 1
     else:

@@ -73,11 +73,8 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
         call.coef,
         call.normalizer or 0.0,
     )
-    differentiable = (
-        estimator.gradient != "none"
-        and call.scores is None
-        and torch.is_grad_enabled()
-        and (tensors.logprobs.requires_grad or tensors.ref_logprobs.requires_grad)
+    differentiable = torch.is_grad_enabled() and (
+        tensors.logprobs.requires_grad or tensors.ref_logprobs.requires_grad
     )
     if differentiable and are_tracing():
         outputs = _TransformableKLPenalty.apply(*tensors, kernels, options, call.return_stats)

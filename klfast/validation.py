@@ -10,12 +10,8 @@ from torch import Tensor
 
 from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall, KLTensors
 from klfast.checks import check_choice, check_number
+from klfast.dtypes import FLOATS, INDICES, MASKS
 from klfast.estimator import Estimator, as_estimator
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MASKS = (torch.bool, *INTEGERS, *FLOATS)
-INDICES = (torch.int32, torch.int64)
 
 
 def validate_kl_penalty(
@@ -45,18 +41,18 @@ def validate_kl_penalty(
     normalizer_number, normalizer_tensor = None, None
     if normalizer is not None:
         normalizer_number, normalizer_tensor = _scalar("normalizer", normalizer, logprobs, above=0)
+    chosen = as_estimator(estimator)
+    has_gradient = chosen.gradient != "none"
     tensors = KLTensors(
-        logprobs,
-        ref_logprobs,
+        logprobs if has_gradient else logprobs.detach(),
+        ref_logprobs if has_gradient else ref_logprobs.detach(),
         _constant(old_logprobs),
         _constant(mask),
-        cu_seqlens,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
         coef_tensor,
         normalizer_tensor,
     )
-    return KLCall(
-        tensors, as_estimator(estimator), reduction, coef_number, normalizer_number, return_stats
-    )
+    return KLCall(tensors, chosen, reduction, coef_number, normalizer_number, return_stats)
 
 
 def validate_kl_rewards(

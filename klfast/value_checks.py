@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks import check_number
+from klfast.dtypes import arithmetic_dtype
 
 if TYPE_CHECKING:
     from klfast.call import KLCall
@@ -33,7 +34,7 @@ def check_values(call: KLCall) -> None:
     """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
     tensors = call.tensors
     if tensors.mask is not None and tensors.mask.dtype != torch.bool:
-        _check_mask_values(tensors.mask)
+        _check_mask_values(tensors.mask.to(arithmetic_dtype(*tensors[:3])))
     if tensors.cu_seqlens is not None:
         _check_cu_seqlens_values(tensors.cu_seqlens, tensors.logprobs.shape[0])
     if tensors.coef is not None:

@@ -114,10 +114,13 @@ void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& 
 template <typename E, typename Acc>
 void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
   using math::select;
+  using K2 = estimators::k2;
   const bool weighs = block.log_importance != nullptr;
   const bool differentiable = weighs && !limits.detached;
   const bool k2_gradient = limits.k2_gradient;
   const Limits<Acc> limit = limits;
+  const bool clips_x = limit.low > -Acc(INFINITY) || limit.high < Acc(INFINITY);
+  const bool clips_f = limit.kl_clip < Acc(INFINITY);
   for (int64_t first = 0; first < block.size; first += kLanes) {
     const Acc* log_ratio = block.log_ratio + first;
     const Acc* log_importances = (weighs ? block.log_importance : block.log_ratio) + first;
@@ -131,29 +134,32 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       const bool keep = weight != Acc(0);
       const Acc x = log_ratio[lane];
       const Acc log_importance = select(weighs, log_importances[lane], Acc(0));
-      const bool capped = log_importance > limit.log_cap;
+      const bool capped = weighs & (log_importance > limit.log_cap);
       const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
 
-      const bool inside = (x >= limit.low) & (x <= limit.high);
-      const bool outside = (x < limit.low) | (x > limit.high);  // NaN is neither
+      // Clips let NaN pass, as torch.clamp does, and like it give it no gradient.
+      const bool outside = (x < limit.low) | (x > limit.high);
+      const bool inside = !clips_x | ((x >= limit.low) & (x <= limit.high));
       const Acc clipped_x = select(keep, math::clamp(x, limit.low, limit.high), Acc(0));
       const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
+      const bool in_tail = clipped_x != near_x;
       const Acc slope = E::derivative(near_x);
-      const Acc beyond = select(clipped_x != near_x, (clipped_x - near_x) * slope, Acc(0));
-      const Acc f = E::value(near_x) + beyond;
-      const bool small_f = math::magnitude(f) <= limit.kl_clip;
+      const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
       const bool large_f = math::magnitude(f) > limit.kl_clip;
+      const bool small_f = !clips_f | (math::magnitude(f) <= limit.kl_clip);
       const Acc clipped_f = math::clamp(f, -limit.kl_clip, limit.kl_clip);
 
-      const Acc df = select(k2_gradient, estimators::k2::derivative(x),
-                            select(inside & small_f, slope, Acc(0)));
-      const Acc through_weight =
-          select(differentiable & !capped, select(k2_gradient, estimators::k2::value(x), clipped_f),
-                 Acc(0));
+      // Derivatives of the token's value through x, and through x and the importance weight.
+      const bool alive = inside & small_f;
+      const Acc df = select(k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
+      const Acc limited =
+          select(alive & !in_tail, E::value_plus_derivative(near_x), clipped_f + df);
+      const Acc through_both = select(k2_gradient, K2::value_plus_derivative(x), limited);
+      const Acc derivative = select(differentiable & !capped, through_both, df);
       const Acc scale = weight * importance;
       const Acc weighted = scale * clipped_f;
       value[lane] = block.coef * weighted;
-      grad[lane] = block.grad_scale * (scale * (df + through_weight));
+      grad[lane] = block.grad_scale * (scale * derivative);
       grad_ref[lane] = -block.grad_scale * (scale * df);
       sums.kl[lane] += weighted;
       sums.length[lane] += weight;
@@ -188,7 +194,7 @@ Evaluate<Acc> choose(const SegmentTask& task) {
                      inputs.old_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr;
   const bool gradient = task.grad_logprobs.data != nullptr;
   using Choice = Evaluate<Acc> (*)(bool, bool, bool);
-#define KLFAST_CHOICE(NAME, VALUE, DERIVATIVE) choose<estimators::NAME, Acc>,
+#define KLFAST_CHOICE(NAME, ...) choose<estimators::NAME, Acc>,
   constexpr Choice choices[] = {KLFAST_ESTIMATORS(KLFAST_CHOICE)};
 #undef KLFAST_CHOICE
   return choices[options.estimator](plain, gradient, task.want_statistics);

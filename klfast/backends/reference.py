@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from klfast.dtypes import arithmetic_dtype
 from klfast.stats import KLStats
 from klfast.value_checks import are_tracing, check_values, checks_requested
 
@@ -43,8 +44,6 @@ def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
     value, clipped = _token_values(tokens, call.estimator)
     value = value * tokens.weight
     result = _reduce(value, tokens, call)
-    if call.estimator.gradient == "none":
-        result = result.detach()
     stats = _stats(value, clipped, tokens) if call.return_stats else None
     return result.to(tokens.dtype), stats
 
@@ -55,18 +54,16 @@ class _Tokens:
     def __init__(self, call: KLCall) -> None:
         logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, _, _ = call.tensors
         wide = torch.float64 if logprobs.device.type != "mps" else torch.float32
-        inputs = (logprobs, ref_logprobs, old_logprobs)
-        is_double = any(t is not None and t.dtype == torch.float64 for t in inputs)
-        self.dtype = torch.float64 if is_double else torch.float32
+        self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
-        keep = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0
-        self.keep = keep.reshape(-1)
-        weight = keep if mask is None else mask
-        self.weight = torch.where(keep, weight, 0).to(self.dtype).to(wide).reshape(-1)
-        self.log_ratio = self._difference(logprobs.to(wide), ref_logprobs.to(wide))
+        weight = torch.ones_like(logprobs) if mask is None else mask
+        self.weight = weight.detach().to(self.dtype).to(wide).reshape(-1)
+        self.keep = self.weight != 0
+        logprobs = logprobs.to(wide)
+        self.log_ratio = self._difference(logprobs, ref_logprobs.to(wide))
         self.log_weight = None  # log of the importance weight w
         if old_logprobs is not None:
-            self.log_weight = self._difference(logprobs.to(wide), old_logprobs.to(wide))
+            self.log_weight = self._difference(logprobs, old_logprobs.to(wide))
         self.sequence, self.sequences = _sequence_of_token(logprobs, cu_seqlens)
 
     def _difference(self, a: Tensor, b: Tensor) -> Tensor:
@@ -99,7 +96,9 @@ def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor
     lo, hi = estimator.log_ratio_bounds
     clipped = (x < lo) | (x > hi)
     formula = _with_linear_tail(FORMULAS[estimator.name], estimator.linear_tail)
-    clipped_x = torch.where(tokens.keep, x.clamp(lo, hi), 0.0)
+    clipped_x = x
+    if estimator.log_ratio_clip is not None:
+        clipped_x = torch.where(tokens.keep, x.clamp(lo, hi), 0.0)
     value = formula(clipped_x)
     if estimator.kl_clip is not None:
         value, outside = _clip_value(formula, clipped_x, estimator.kl_clip)
@@ -124,9 +123,10 @@ def _with_linear_tail(
     slope = torch.func.grad(lambda x: formula(x).sum())
 
     def tailed(x: Tensor) -> Tensor:
-        nearest = x.clamp(-tail, tail)
-        on_tangent = formula(nearest.detach()) + slope(nearest.detach()) * (x - nearest.detach())
-        return torch.where(x.abs() > tail, on_tangent, formula(nearest))
+        beyond = x.abs() > tail
+        nearest = x.detach().clamp(-tail, tail)
+        on_tangent = formula(nearest) + slope(nearest) * (x - nearest)
+        return torch.where(beyond, on_tangent, formula(torch.where(beyond, nearest, x)))
 
     return tailed
 
