@@ -37,6 +37,25 @@ struct LaneSums {
   Bits max_log_ratio[kLanes] = {};
 };
 
+// The memory of the inputs' next block, fetched group by group while this one is computed:
+// arithmetic and memory then work at the same time, which hardware prefetching alone does not bring
+// about.
+struct Ahead {
+  static constexpr int kInputs = 4;
+  const char* memory[kInputs] = {};
+  int64_t bytes_per_group[kInputs] = {};
+
+  KLFAST_HOST_DEVICE void fetch(int64_t group) const {
+    constexpr int64_t cache_line = 64;
+    for (int input = 0; input < kInputs; ++input) {
+      const char* begin = memory[input] + group * bytes_per_group[input];
+      for (int64_t i = 0; i < bytes_per_group[input]; i += cache_line) {
+        __builtin_prefetch(begin + i);
+      }
+    }
+  }
+};
+
 // A block in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
 template <typename Acc>
 struct Block {
@@ -49,6 +68,7 @@ struct Block {
   Acc* value;
   Acc* grad;
   Acc* grad_ref;
+  Ahead ahead;
 };
 
 template <typename Acc>
@@ -71,21 +91,24 @@ KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x,
   sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
 }
 
+// What a pass stores per token.
+enum class Store { kNothing, kValue, kGradient };
+
 // A group of a block: value and derivative of the formula.
-template <typename E, Range range, bool kGradient, bool kStatistics, typename Acc>
+template <typename E, Range range, Store stores, bool kStatistics, typename Acc>
 KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first,
                                        LaneSums<Acc>& sums) {
   const Acc* log_ratio = block.log_ratio + first;
   const Acc* weights = block.weight + first;
-  Acc* value = block.value + first;
-  Acc* grad = block.grad + first;
+  [[maybe_unused]] Acc* value = block.value + first;
+  [[maybe_unused]] Acc* grad = block.grad + first;
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Acc weight = weights[lane];
     const Acc x = log_ratio[lane];
     const Acc weighted = weight * E::template value<range>(x);
-    value[lane] = block.coef * weighted;
-    if constexpr (kGradient) {
+    if constexpr (stores == Store::kValue) value[lane] = block.coef * weighted;
+    if constexpr (stores == Store::kGradient) {
       grad[lane] = block.grad_scale * (weight * E::template derivative<range>(x));
     }
     sums.kl[lane] += weighted;
@@ -96,16 +119,17 @@ KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first,
 
 // No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and
 // take the shorter way, to the same bits.
-template <typename E, typename Acc, bool kGradient, bool kStatistics>
+template <typename E, typename Acc, Store stores, bool kStatistics>
 void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
   for (int64_t first = 0; first < block.size; first += kLanes) {
+    block.ahead.fetch(first / kLanes);
     const Acc* log_ratio = block.log_ratio + first;
     typename LaneSums<Acc>::Bits far = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(log_ratio[lane]);
     if (far) {
-      evaluate_group<E, Range::kAnywhere, kGradient, kStatistics>(block, first, sums);
+      evaluate_group<E, Range::kAnywhere, stores, kStatistics>(block, first, sums);
     } else {
-      evaluate_group<E, Range::kNear, kGradient, kStatistics>(block, first, sums);
+      evaluate_group<E, Range::kNear, stores, kStatistics>(block, first, sums);
     }
   }
 }
@@ -122,6 +146,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
   const bool clips_x = limit.low > -Acc(INFINITY) || limit.high < Acc(INFINITY);
   const bool clips_f = limit.kl_clip < Acc(INFINITY);
   for (int64_t first = 0; first < block.size; first += kLanes) {
+    block.ahead.fetch(first / kLanes);
     const Acc* log_ratio = block.log_ratio + first;
     const Acc* log_importances = (weighs ? block.log_importance : block.log_ratio) + first;
     const Acc* weights = block.weight + first;
@@ -172,16 +197,19 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
 template <typename Acc>
 using Evaluate = void (*)(const Block<Acc>&, const Limits<Acc>&, LaneSums<Acc>&);
 
+template <typename E, typename Acc, Store stores>
+Evaluate<Acc> choose_plain(bool statistics) {
+  return statistics ? evaluate_plain<E, Acc, stores, true> : evaluate_plain<E, Acc, stores, false>;
+}
+
+// Only fp32 arithmetic has plain passes; fp64 is for checking, not for speed.
 template <typename E, typename Acc>
-Evaluate<Acc> choose(bool plain, bool gradient, bool statistics) {
-  if constexpr (sizeof(Acc) == 4) {
-    if (plain && gradient) {
-      return statistics ? evaluate_plain<E, Acc, true, true> : evaluate_plain<E, Acc, true, false>;
-    }
-    if (plain) {
-      return statistics ? evaluate_plain<E, Acc, false, true>
-                        : evaluate_plain<E, Acc, false, false>;
-    }
+Evaluate<Acc> choose(bool plain, Store stores, bool statistics) {
+  if constexpr (std::is_same_v<Acc, float>) {
+    if (plain && stores == Store::kNothing)
+      return choose_plain<E, Acc, Store::kNothing>(statistics);
+    if (plain && stores == Store::kValue) return choose_plain<E, Acc, Store::kValue>(statistics);
+    if (plain) return choose_plain<E, Acc, Store::kGradient>(statistics);
   }
   return evaluate_any<E, Acc>;
 }
@@ -190,14 +218,19 @@ template <typename Acc>
 Evaluate<Acc> choose(const SegmentTask& task) {
   const KlPenaltyInputs& inputs = *task.inputs;
   const EstimatorOptions& options = inputs.options;
+  const bool stores_value = task.value.data != nullptr;
+  const bool stores_gradient = task.grad_logprobs.data != nullptr;
   const bool plain = !options.has_limits() && !options.k2_gradient &&
-                     inputs.old_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr;
-  const bool gradient = task.grad_logprobs.data != nullptr;
-  using Choice = Evaluate<Acc> (*)(bool, bool, bool);
+                     inputs.old_logprobs.data == nullptr &&
+                     task.grad_ref_logprobs.data == nullptr && !(stores_value && stores_gradient);
+  const Store stores = stores_value      ? Store::kValue
+                       : stores_gradient ? Store::kGradient
+                                         : Store::kNothing;
+  using Choice = Evaluate<Acc> (*)(bool, Store, bool);
 #define KLFAST_CHOICE(NAME, ...) choose<estimators::NAME, Acc>,
   constexpr Choice choices[] = {KLFAST_ESTIMATORS(KLFAST_CHOICE)};
 #undef KLFAST_CHOICE
-  return choices[options.estimator](plain, gradient, task.want_statistics);
+  return choices[options.estimator](plain, stores, task.want_statistics);
 }
 
 // Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's
@@ -315,6 +348,21 @@ Limits<Acc> limits_of(const EstimatorOptions& options) {
           options.detached_importance};
 }
 
+Ahead ahead_of(const KlPenaltyInputs& in, const Part& part) {
+  Ahead ahead;
+  int input = 0;
+  for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.mask, &in.old_logprobs}) {
+    if (view->data != nullptr && view->column_stride == 1) {
+      const int64_t size = element_size(view->dtype);
+      const int64_t next = part.row * view->row_stride + part.column + kBlock;
+      ahead.memory[input] = static_cast<const char*>(view->data) + next * size;
+      ahead.bytes_per_group[input] = kLanes * size;
+    }
+    ++input;
+  }
+  return ahead;
+}
+
 template <typename Acc>
 Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const KlPenaltyInputs& in = *task.inputs;
@@ -334,6 +382,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     const int64_t index = first_index + done;
     Block<Acc> block;
     block.size = part.padded;
+    block.ahead = ahead_of(in, part);
     block.weight = load_weights(in.mask, part, buffers[0]);
     load_difference(in.logprobs, in.ref_logprobs, part, block.weight, buffers[1], buffers[7]);
     block.log_ratio = buffers[1];
