@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 
-def run_fresh(code, *options, timeout=60, **environment):
-    """Standard output of ``python *options -c code``, which must exit with 0."""
+def run_fresh(code, *options, arguments=(), timeout=60, **environment):
+    """Standard output of ``python *options -c code *arguments``, which must exit with 0."""
     process = subprocess.run(
-        [sys.executable, *options, "-c", code],
+        [sys.executable, *options, "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from agreement import assert_agrees, random_inputs, same_bits
+from fresh import run_fresh
 
 import klfast
 from klfast import Estimator
@@ -514,28 +515,31 @@ def test_a_kept_nan_is_nan_in_the_gradient_too(backend, reduction, name, dtype, 
     assert not needs[1] or torch.equal(ref_logprobs.grad.isnan(), expected)
 
 
-def test_under_distributed_data_parallel(backend, tmp_path):
-    """Hooks on parameters, buckets, and gradients as views of them."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+PARALLEL = """
+import sys, torch, klfast
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1
+)
+model = torch.nn.Linear(4, 6)
+tokens, ref_logprobs = torch.randn(3, 4), torch.randn(3, 6)
+
+def loss(module):
+    logprobs = module(tokens).log_softmax(-1)
+    return 3 * klfast.kl_penalty(
+        logprobs, ref_logprobs, reduction="token-mean", coef=0.1, backend="native"
     )
-    try:
-        model = torch.nn.Linear(4, 6)
-        tokens = torch.randn(3, 4)
-        ref_logprobs = torch.randn(3, 6)
 
-        def penalty(module):
-            logprobs = module(tokens).log_softmax(-1)
-            return klfast.kl_penalty(
-                logprobs, ref_logprobs, reduction="token-mean", coef=0.1, backend=backend
-            )
+expected = torch.autograd.grad(loss(model), list(model.parameters()))
+parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+for _ in range(2):
+    parallel.zero_grad(set_to_none=False)
+    loss(parallel).backward()
+torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
+torch.distributed.destroy_process_group()
+print("equal")
+"""
 
-        expected = torch.autograd.grad(3 * penalty(model), list(model.parameters()))
-        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        for _ in range(2):
-            parallel.zero_grad(set_to_none=False)
-            (3 * penalty(parallel)).backward()
-        for parameter, grad in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, grad)
-    finally:
-        torch.distributed.destroy_process_group()
+
+def test_under_distributed_data_parallel(tmp_path):
+    """Hooks on parameters, buckets, and gradients as views of them."""
+    assert run_fresh(PARALLEL, arguments=[str(tmp_path / "store")]) == "equal"
