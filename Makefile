@@ -37,7 +37,7 @@ asan: $(VENV)/built
 	SANITIZE=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/asan .
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider -m "not subprocess" \
+	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
 	  tests/test_layouts.py tests/test_masking.py tests/test_reductions.py tests/test_errors.py tests/test_fuzz.py
 
 format: $(VENV)/built

@@ -29,7 +29,10 @@ def check_number(
         raise TypeError(
             f"{argument} must be {wanted}, got {value!r} of type {type(value).__name__}"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     too_low = (above is not None and number <= above) or (least is not None and number < least)
     if not math.isfinite(number) or too_low:
         raise ValueError(f"{argument} must be {wanted}, got {value!r}")

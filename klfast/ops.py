@@ -8,13 +8,13 @@ the gradient anew, since what was handed out belongs to autograd and may have be
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from klfast.call import SCALAR_REDUCTIONS, KLCall
 from klfast.stats import KLStats
@@ -32,9 +32,7 @@ class Kernels(NamedTuple):
     scale_: Callable[[Tensor, Tensor], None]
 
 
-@functools.cache
-def load_error() -> str | None:
-    """Load the extension. Why it cannot be loaded, in one sentence; None once it is."""
+def _load() -> str | None:
     try:
         importlib.import_module("klfast._C")
     except ModuleNotFoundError:
@@ -43,6 +41,14 @@ def load_error() -> str | None:
         return f"the extension does not load with torch {torch.__version__}: {error}"
     importlib.import_module("klfast.fakes")
     return None
+
+
+_LOAD_ERROR = _load()
+
+
+def load_error() -> str | None:
+    """Why the extension could not be loaded, in one sentence; None if it was."""
+    return _LOAD_ERROR
 
 
 def native_kernels() -> Kernels:
@@ -71,10 +77,19 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
         estimator.limits,
         call.reduction,
         call.coef,
-        call.normalizer or 0.0,
+        0.0 if call.normalizer is None else call.normalizer,
     )
-    differentiable = torch.is_grad_enabled() and (
-        tensors.logprobs.requires_grad or tensors.ref_logprobs.requires_grad
+    # A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
+    # the Functions refuse, do not show in requires_grad either.
+    differentiable = (
+        torch.is_grad_enabled()
+        and call.scores is None
+        and (
+            tensors.logprobs.requires_grad
+            or tensors.ref_logprobs.requires_grad
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        )
     )
     if differentiable and are_tracing():
         outputs = _TransformableKLPenalty.apply(*tensors, kernels, options, call.return_stats)
@@ -88,13 +103,28 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
 
 
 def _stats(sums: Tensor) -> KLStats:
-    length, kl, *others = sums.unbind(0)
+    length, kl, *others = sums.clone().unbind(0)  # the user's own: backward reads sums
     return KLStats(kl, length, *others)
+
+
+def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Save for backward; autograd refuses inference tensors, which are kept as they are."""
+    if torch.compiler.is_compiling():  # which knows none
+        ctx.inference = (None,) * len(tensors)
+    else:
+        ctx.inference = tuple(t if t is not None and t.is_inference() else None for t in tensors)
+    kept = zip(tensors, ctx.inference, strict=True)
+    ctx.save_for_backward(*(t if other is None else None for t, other in kept))
+
+
+def _saved(ctx: Any) -> list[Tensor | None]:
+    pairs = zip(ctx.saved_tensors, ctx.inference, strict=True)
+    return [other if t is None else t for t, other in pairs]
 
 
 def _recompute(ctx: Any, grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
-    *tensors, sums = ctx.saved_tensors
+    *tensors, sums = _saved(ctx)
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
         grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, sums, *needs)
@@ -128,7 +158,7 @@ def _once(ctx: Any, grads: Grads) -> Grads:
     """The gradients, guarded where a graph of them is being made (create_graph)."""
     if not torch.is_grad_enabled():
         return grads
-    inputs = ctx.saved_tensors[:2]
+    inputs = _saved(ctx)[:2]
     first, second = (
         None if grad is None else _NotTwice.apply(grad, tensor)
         for grad, tensor in zip(grads, inputs, strict=True)
@@ -149,6 +179,14 @@ def _holds_unit_gradient(tensor: Tensor) -> bool:
     return tensor.dtype != torch.float16
 
 
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a backward is for many grad_outputs at once (``is_grads_batched``)."""
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 class _KLPenalty(torch.autograd.Function):
     """Outside torch.func: ctx style, 10 us cheaper than setup_context."""
 
@@ -163,7 +201,7 @@ class _KLPenalty(torch.autograd.Function):
         unit = is_scalar and _holds_unit_gradient(logprobs) and _holds_unit_gradient(ref_logprobs)
         wants = needs if unit else (False, False)
         result, sums, *unit_grads = kernels.forward(*tensors, *options, None, *wants, return_stats)
-        ctx.save_for_backward(*tensors, sums)
+        _save(ctx, (*tensors, sums))
         ctx.kernels, ctx.options = kernels, options
         ctx.unit_grads = _wanted(unit_grads, needs) if unit else None
         ctx.mark_non_differentiable(sums)
@@ -177,6 +215,9 @@ class _KLPenalty(torch.autograd.Function):
         grads = ctx.unit_grads
         if grads is None:
             return (*_once(ctx, _recompute(ctx, grad_out)), None)
+        if _is_batched(grad_out):
+            first, second = (None if grad is None else grad * grad_out for grad in grads)
+            return (*_once(ctx, (first, second)), None)
         ctx.unit_grads = None  # handed out below: autograd may change it from here on
         with torch.no_grad():
             for grad in grads:
@@ -200,7 +241,7 @@ class _TransformableKLPenalty(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, kernels, options, _ = inputs
         _, sums = output
-        ctx.save_for_backward(*tensors, sums)
+        _save(ctx, (*tensors, sums))
         ctx.kernels, ctx.options = kernels, options
         ctx.mark_non_differentiable(sums)
 

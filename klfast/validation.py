@@ -66,10 +66,10 @@ def validate_kl_rewards(
     return_stats: bool,
 ) -> KLCall:
     """Check the arguments of ``kl_rewards``, all but ``backend``. The call's coef is -kl_coef."""
-    number, tensor = _scalar("kl_coef", kl_coef, logprobs)
     call = validate_kl_penalty(
         logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
     )
+    number, tensor = _scalar("kl_coef", kl_coef, logprobs)
     _check_tensor("scores", scores, MASKS)
     sequences = number_of_sequences(logprobs, cu_seqlens)
     if tuple(scores.shape) != (sequences,):
@@ -125,8 +125,9 @@ def _check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...])
     if value.dtype not in dtypes:
         expected = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{argument} must have one of the dtypes {expected}, got {value.dtype}")
-    if value.layout != torch.strided:
-        raise ValueError(f"{argument} must have the layout torch.strided, got {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise ValueError(f"{argument} must have the layout torch.strided, got {kind}")
     return value
 
 
@@ -146,6 +147,9 @@ def _scalar(
     argument: str, value: object, logprobs: Tensor, *, above: float | None = None
 ) -> tuple[float, Tensor | None]:
     """A checked number as (number, None), or a 0-dim tensor for the kernels as (1, tensor)."""
+    if isinstance(value, float) and torch.compiler.is_compiling():
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        return 1.0, value * torch.ones((), dtype=torch.float64, device=logprobs.device)
     if not isinstance(value, Tensor):
         return check_number(argument, value, above=above), None
     _check_tensor(argument, value, MASKS)

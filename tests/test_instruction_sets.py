@@ -26,7 +26,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def _needs_native():
-    reason = backends.load("native").unavailable(torch.device("cpu"))
+    reason = backends.MODULES["native"].unavailable(torch.device("cpu"))
     if reason is not None:
         pytest.skip(reason)
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "../exp_series.h"
 #include "../tensor_view.h"
@@ -18,10 +19,29 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Bool {
+  uint8_t byte;
+};
+
+// The dtypes that log-probs and results may have.
+template <typename T>
+inline constexpr bool is_floating =
+    std::is_floating_point_v<T> || std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
 template <typename To, typename From>
 KLFAST_HOST_DEVICE To convert(From from) {
   return static_cast<To>(from);
+}
+
+// As torch reads it: any byte but 0 is true.
+template <>
+KLFAST_HOST_DEVICE float convert<float>(Bool from) {
+  return from.byte != 0 ? 1.0f : 0.0f;
+}
+
+template <>
+KLFAST_HOST_DEVICE double convert<double>(Bool from) {
+  return from.byte != 0 ? 1.0 : 0.0;
 }
 
 template <>
@@ -96,6 +116,7 @@ KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
     case DType::kFloat16:
       return visit(Float16());
     case DType::kBool:
+      return visit(Bool());
     case DType::kUInt8:
       return visit(uint8_t());
     case DType::kInt8:
@@ -152,7 +173,7 @@ KLFAST_HOST_DEVICE void store_block(const Output& output, int64_t index, int64_t
   if (output.data == nullptr) return;
   visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
     using To = decltype(zero);
-    if constexpr (!std::is_integral_v<To>) {
+    if constexpr (is_floating<To>) {
       To* to = static_cast<To*>(output.data) + index;
       if (static_cast<const void*>(to) == block) return;
 #pragma GCC ivdep

@@ -64,6 +64,7 @@ void check_cu_seqlens(const Batch& batch) {
 // length; the tokens per segment say how many.
 void for_each(int64_t n, int64_t tokens, const Threads& threads,
               const std::function<void(int64_t)>& body) {
+  kernels();  // chosen here: an error inside a parallel region loses its message
   if (tokens <= kTokensPerTask || threads.count <= 1) {
     for (int64_t i = 0; i < n; ++i) body(i);
     return;

@@ -297,7 +297,7 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part
   if (a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
     visit_dtype(a.dtype, [&](auto zero) __attribute__((always_inline)) {
       using From = decltype(zero);
-      if constexpr (!std::is_integral_v<From>) {
+      if constexpr (is_floating<From>) {
         subtract(static_cast<const From*>(a.data) + part.row * a.row_stride + part.column,
                  static_cast<const From*>(b.data) + part.row * b.row_stride + part.column, weights,
                  part.size, difference);
@@ -478,13 +478,13 @@ void scale(const Output& output, int64_t n, double factor) {
     using T = decltype(zero);
     using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
     T* data = static_cast<T*>(output.data);
-    if constexpr (!std::is_integral_v<T>) {
+    if constexpr (is_floating<T>) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
         // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
         const Acc value = convert<Acc>(data[i]);
         const Acc scaled = value * static_cast<Acc>(factor);
-        data[i] = convert<T>(math::select(value != Acc(0), scaled, Acc(0)));
+        data[i] = convert<T>(math::select(value != Acc(0), scaled, value));
       }
     }
   });

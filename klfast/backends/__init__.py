@@ -7,23 +7,17 @@ A new backend is one such file and one row here.
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from klfast.backends import native, reference
 from klfast.checks import check_choice
 
 if TYPE_CHECKING:
     from klfast.call import KLCall
     from klfast.stats import KLStats
-
-MODULES = {
-    "native": "klfast.backends.native",
-    "reference": "klfast.backends.reference",
-}
-"""Name -> module, in the order that ``auto`` tries them. The last serves every device."""
 
 
 class Backend(Protocol):
@@ -34,17 +28,15 @@ class Backend(Protocol):
     def kl_penalty(self, call: KLCall) -> tuple[torch.Tensor, KLStats | None]: ...
 
 
-_chosen: dict[tuple[str, str], Backend] = {}
+MODULES: dict[str, Backend] = {"native": native, "reference": reference}
+"""In the order that ``auto`` tries them. The last serves every device."""
 
-
-def load(name: str) -> Backend:
-    """The module of a backend."""
-    return cast(Backend, importlib.import_module(MODULES[name]))
+_told: set[str] = set()
 
 
 def why_not(device: torch.device) -> dict[str, str | None]:
     """For each backend, why it cannot serve ``device``; None if it can."""
-    return {name: load(name).unavailable(device) for name in MODULES}
+    return {name: module.unavailable(device) for name, module in MODULES.items()}
 
 
 def first_available(reasons: dict[str, str | None]) -> str:
@@ -56,29 +48,32 @@ def resolve(backend: str, device: torch.device) -> Backend:
     """The backend to use. ``auto`` takes the first that can; a name never falls back.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError, TypeError: an unknown name.
         RuntimeError: a backend asked for by name that cannot serve the device, and why.
     """
-    chosen = _chosen.get((backend, device.type))
-    if chosen is None:
-        chosen = _chosen[(backend, device.type)] = _choose(backend, device)
-    return chosen
-
-
-def _choose(backend: str, device: torch.device) -> Backend:
     check_choice("backend", backend, ("auto", *MODULES))
-    if backend != "auto":
-        module = load(backend)
-        if (reason := module.unavailable(device)) is not None:
-            raise RuntimeError(f"backend {backend!r} cannot run on {device.type}: {reason}")
+    if backend == "auto":
+        for module in MODULES.values():
+            if module.unavailable(device) is None:
+                break
+        if module is reference and not torch.compiler.is_compiling():
+            _tell_of_reference(device)
         return module
-    reasons = why_not(device)
-    name = first_available(reasons)
-    if name == "reference":
-        because = "; ".join(f"{other}: {reason}" for other, reason in reasons.items() if reason)
-        warnings.warn(
-            f"klfast uses its slow reference backend on {device.type} ({because})",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return load(name)
+    module = MODULES[backend]
+    if (reason := module.unavailable(device)) is not None:
+        raise RuntimeError(f"backend {backend!r} cannot run on {device.type}: {reason}")
+    return module
+
+
+def _tell_of_reference(device: torch.device) -> None:
+    """Warn, once for each kind of device, that ``auto`` has only the slow backend left."""
+    if device.type in _told:
+        return
+    _told.add(device.type)
+    reasons = why_not(device).items()
+    because = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
+    warnings.warn(
+        f"klfast uses its slow reference backend on {device.type} ({because})",
+        RuntimeWarning,
+        stacklevel=4,
+    )
