@@ -23,6 +23,7 @@ struct Constants;
 template <>
 struct Constants<float> {
   using Bits = int32_t;
+  using Unsigned = uint32_t;
   static constexpr int kMantissaBits = 23;
   static constexpr Bits kExponentBias = 127;
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -47,6 +48,7 @@ struct Constants<float> {
 template <>
 struct Constants<double> {
   using Bits = int64_t;
+  using Unsigned = uint64_t;
   static constexpr int kMantissaBits = 52;
   static constexpr Bits kExponentBias = 1023;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
@@ -125,7 +127,8 @@ KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
 template <typename T>
 KLFAST_HOST_DEVICE T power_of_two(typename Constants<T>::Bits n) {
   using C = Constants<T>;
-  return bit_cast<T>((n + C::kExponentBias) << C::kMantissaBits);
+  // Unsigned, as n is anything where the argument was NaN.
+  return bit_cast<T>(static_cast<typename C::Unsigned>(n + C::kExponentBias) << C::kMantissaBits);
 }
 
 // Where the argument may lie. kNear promises |x| <= 1, and leaves the range reduction out; the

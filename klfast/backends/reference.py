@@ -171,7 +171,7 @@ def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
     length = tokens.sum_by_sequence(tokens.weight)
     nonempty = length > 0
     if call.reduction in ("seq-mean", "seq-mean-token-mean"):
-        total = torch.where(nonempty, total / length.clamp(min=_TINY), 0.0)
+        total = total / torch.where(nonempty, length, 1.0)
     if call.reduction in ("seq-sum", "seq-mean"):
         return total
     if call.reduction == "token-sum":
@@ -181,9 +181,6 @@ def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
         return total.sum() / normalizer
     count = length.sum() if call.reduction == "token-mean" else nonempty.sum()
     return torch.where(count > 0, total.sum() / count, 0.0)
-
-
-_TINY = torch.finfo(torch.float64).tiny
 
 
 def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> Tensor:
