@@ -21,7 +21,7 @@ demo: $(VENV)/built
 	$(BIN)/klfast compare $(DEMO_OPTIONS)
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 -p no:benchmark
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -53,7 +53,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) setuptools pybind11 ninja numpy
-	$(PIP) clang-format hypothesis jinja2 matplotlib mpmath mypy pre-commit pytest pytest-benchmark rich ruff
+	$(PIP) clang-format hypothesis jinja2 matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)

@@ -128,6 +128,8 @@ def ninja_command() -> str:
 
 
 def commit() -> str | None:
+    if shutil.which("git") is None:
+        return None
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

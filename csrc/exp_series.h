@@ -82,7 +82,7 @@ template <typename To, typename From>
 KLFAST_HOST_DEVICE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
-  memcpy(&to, &from, sizeof(to));
+  std::memcpy(&to, &from, sizeof(to));
   return to;
 }
 

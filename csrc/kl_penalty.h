@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cmath>
-#include <vector>
 
 #include "reductions.h"
 #include "tensor_view.h"

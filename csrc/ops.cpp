@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -152,7 +153,9 @@ KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logprobs,
   in.options = options;
   in.reduction = static_cast<Reduction>(index_of(reduction, kReductionNames, "reduction"));
   in.coef = scalar(coef_tensor, coef, "coef");
-  KLFAST_CHECK(std::isfinite(in.coef), "coef must be finite");
+  const double largest =
+      in.is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  KLFAST_CHECK(std::abs(in.coef) <= largest, "coef must be finite");
   in.normalizer = scalar(normalizer_tensor, normalizer, "normalizer");
   KLFAST_CHECK(in.normalizer > 0 || !normalizer_tensor.has_value(), "normalizer must be > 0");
   KLFAST_CHECK(in.normalizer >= 0 && std::isfinite(in.normalizer), "normalizer must be finite");
@@ -198,9 +201,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd_cpu(
     std::string estimator, std::string gradient, std::string importance, std::vector<double> limits,
     std::string reduction, double coef, double normalizer, OptionalTensor scores,
     bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
-  const KlPenaltyInputs in = inputs_of(
+  KlPenaltyInputs in = inputs_of(
       logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
       options_of(estimator, gradient, importance, limits), reduction, coef, normalizer);
+  if (scores.has_value()) in.coef = -in.coef;  // a penalty is taken off the score
   const int64_t sequences = in.batch.sequences;
   const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
   const bool per_token = in.reduction == Reduction::kNone;

@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <cstring>
-
 #include "exp_series.h"
 
 namespace klfast {
@@ -31,11 +29,13 @@ inline constexpr const char* kReductionNames[] = {"none",
 
 inline bool is_scalar(Reduction r) { return r >= Reduction::kTokenSum; }
 
-// Whether a sequence's weight depends on its mask alone, or on everybody's.
-inline bool uses_own_length(Reduction r) {
+// Whether a sequence's weight depends on its own mask, and whether on everybody's.
+KLFAST_HOST_DEVICE bool uses_own_length(Reduction r) {
   return r == Reduction::kSequenceMean || r == Reduction::kSequenceMeanTokenMean;
 }
-inline bool uses_totals(Reduction r) { return r >= Reduction::kTokenMean; }
+KLFAST_HOST_DEVICE bool uses_totals(Reduction r, double normalizer) {
+  return r >= Reduction::kTokenMean && !(normalizer > 0);
+}
 
 // What the mask adds up to over a batch.
 struct Totals {
@@ -49,11 +49,10 @@ KLFAST_HOST_DEVICE double sequence_weight(Reduction reduction, double length, co
   const bool by_tokens = reduction == Reduction::kTokenMean;
   double denominator = 1;
   if (reduction >= Reduction::kTokenMean) {
-    denominator = normalizer > 0 ? normalizer : (by_tokens ? totals.tokens : totals.sequences);
+    const double count = by_tokens ? totals.tokens : totals.sequences;
+    denominator = uses_totals(reduction, normalizer) ? count : normalizer;
   }
-  if (reduction == Reduction::kSequenceMean || reduction == Reduction::kSequenceMeanTokenMean) {
-    denominator *= length;
-  }
+  if (uses_own_length(reduction)) denominator *= length;
   return denominator > 0 ? 1 / denominator : 0;
 }
 

@@ -94,8 +94,7 @@ def kl_penalty(
             across ranks, for example.
         coef: a number or 0-dim tensor; a constant.
         return_stats: also return :class:`klfast.KLStats` from the same read.
-        backend: ``"auto"``, or ``"native"``, ``"triton"``, ``"reference"``: a backend asked for by
-            name works or raises.
+        backend: ``"auto"``, ``"native"`` or ``"reference"``: one asked for by name works or raises.
 
     Returns:
         The penalty, or (penalty, stats).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from klfast.backends.reference import FORMULAS
 from klfast.checks import check_choice, check_number
@@ -69,7 +69,6 @@ class Estimator:
     log_ratio_clip: float | tuple[float, float] | None = None
     kl_clip: float | None = None
     linear_tail: float | None = None
-    limits: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.name, str):
@@ -80,11 +79,19 @@ class Estimator:
         for limit in ("importance_cap", "kl_clip", "linear_tail"):
             if (value := getattr(self, limit)) is not None:
                 check_number(limit, value, above=0)
+        clip: object = self.log_ratio_clip
+        if isinstance(clip, list):  # a pair as JSON gives it
+            object.__setattr__(self, "log_ratio_clip", tuple(clip))
         _check_log_ratio_clip(self.log_ratio_clip)
-        object.__setattr__(self, "limits", self._limits())
+        object.__setattr__(self, "_limits", self._all_limits())  # no field, and made once
 
-    def _limits(self) -> tuple[float, ...]:
+    @property
+    def limits(self) -> tuple[float, ...]:
         """(importance_cap, lo, hi, linear_tail, kl_clip) as the kernels take them; inf for none."""
+        limits: tuple[float, ...] = self._limits  # type: ignore[attr-defined]  # not a field
+        return limits
+
+    def _all_limits(self) -> tuple[float, ...]:
         others = (self.importance_cap, self.linear_tail, self.kl_clip)
         cap, tail, clip = (math.inf if limit is None else float(limit) for limit in others)
         return (cap, *self.log_ratio_bounds, tail, clip)

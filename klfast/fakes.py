@@ -50,6 +50,16 @@ def _scale(tensor: Tensor, factor: Tensor) -> None:
     pass
 
 
+def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """What vmap returns over no element: the outputs' shapes come from an element of zeros."""
+    element = [
+        arg.new_zeros(arg.movedim(dim, 0).shape[1:]) if isinstance(dim, int) else arg
+        for arg, dim in zip(args, in_dims, strict=True)
+    ]
+    outputs = tuple(output.new_empty((0, *output.shape)) for output in op(*element))
+    return outputs, (0,) * len(outputs)
+
+
 def _register_vmap(op: Any) -> None:
     """Vmap by one call per element: right for every option, and fast where elements are large."""
 
@@ -61,6 +71,8 @@ def _register_vmap(op: Any) -> None:
                 for arg, dim in zip(args, in_dims, strict=True)
             ]
 
+        if info.batch_size == 0:
+            return _empty_batch(op, in_dims, args)
         outputs = zip(*(op(*element(i)) for i in range(info.batch_size)), strict=True)
         stacked = tuple(torch.stack(output) for output in outputs)
         return stacked, (0,) * len(stacked)

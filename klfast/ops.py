@@ -139,7 +139,7 @@ class _NotTwice(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad: Tensor, logprobs: Tensor) -> Tensor:
+    def forward(grad: Tensor, *depends_on: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
@@ -154,15 +154,12 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
-def _once(ctx: Any, grads: Grads) -> Grads:
+def _once(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
     """The gradients, guarded where a graph of them is being made (create_graph)."""
     if not torch.is_grad_enabled():
         return grads
-    inputs = _saved(ctx)[:2]
-    first, second = (
-        None if grad is None else _NotTwice.apply(grad, tensor)
-        for grad, tensor in zip(grads, inputs, strict=True)
-    )
+    depends_on = (*_saved(ctx)[:2], grad_out)
+    first, second = (None if grad is None else _NotTwice.apply(grad, *depends_on) for grad in grads)
     return first, second
 
 
@@ -214,16 +211,16 @@ class _KLPenalty(torch.autograd.Function):
             return None, None, None
         grads = ctx.unit_grads
         if grads is None:
-            return (*_once(ctx, _recompute(ctx, grad_out)), None)
+            return (*_once(ctx, _recompute(ctx, grad_out), grad_out), None)
         if _is_batched(grad_out):
             first, second = (None if grad is None else grad * grad_out for grad in grads)
-            return (*_once(ctx, (first, second)), None)
+            return (*_once(ctx, (first, second), grad_out), None)
         ctx.unit_grads = None  # handed out below: autograd may change it from here on
         with torch.no_grad():
             for grad in grads:
                 if grad is not None:
                     ctx.kernels.scale_(grad, grad_out)
-        return (*_once(ctx, grads), None)
+        return (*_once(ctx, grads, grad_out), None)
 
 
 class _TransformableKLPenalty(torch.autograd.Function):
@@ -248,4 +245,4 @@ class _TransformableKLPenalty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         nothing = (None,) * (len(ctx.needs_input_grad) - 2)
-        return (*_once(ctx, _recompute(ctx, grad_out)), *nothing)
+        return (*_once(ctx, _recompute(ctx, grad_out), grad_out), *nothing)

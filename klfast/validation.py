@@ -5,12 +5,14 @@ What the tensors hold is checked in ``value_checks``.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall, KLTensors
 from klfast.checks import check_choice, check_number
-from klfast.dtypes import FLOATS, INDICES, MASKS
+from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
 from klfast.estimator import Estimator, as_estimator
 
 
@@ -65,7 +67,7 @@ def validate_kl_rewards(
     cu_seqlens: Tensor | None,
     return_stats: bool,
 ) -> KLCall:
-    """Check the arguments of ``kl_rewards``, all but ``backend``. The call's coef is -kl_coef."""
+    """Check the arguments of ``kl_rewards``, all but ``backend``."""
     call = validate_kl_penalty(
         logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
     )
@@ -80,9 +82,9 @@ def validate_kl_rewards(
     tensors = call.tensors._replace(
         logprobs=logprobs.detach(),
         ref_logprobs=ref_logprobs.detach(),
-        coef=None if tensor is None else -tensor,
+        coef=tensor,
     )
-    return call._replace(tensors=tensors, coef=-number, scores=scores.detach())
+    return call._replace(tensors=tensors, coef=number, scores=scores.detach())
 
 
 def number_of_sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -147,12 +149,12 @@ def _scalar(
     argument: str, value: object, logprobs: Tensor, *, above: float | None = None
 ) -> tuple[float, Tensor | None]:
     """A checked number as (number, None), or a 0-dim tensor for the kernels as (1, tensor)."""
-    if isinstance(value, float) and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and type(value) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
-        return 1.0, value * torch.ones((), dtype=torch.float64, device=logprobs.device)
+        return 1.0, cast(float, value) * torch.ones((), dtype=torch.float64, device=logprobs.device)
     if not isinstance(value, Tensor):
         return check_number(argument, value, above=above), None
-    _check_tensor(argument, value, MASKS)
+    _check_tensor(argument, value, (*FLOATS, *INTEGERS))
     if value.dim() != 0:
         raise ValueError(f"{argument} must be a number or a 0-dim tensor, got {_shape(value)}")
     if value.device != logprobs.device and value.device.type == "cpu":

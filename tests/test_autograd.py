@@ -543,3 +543,18 @@ print("equal")
 def test_under_distributed_data_parallel(tmp_path):
     """Hooks on parameters, buckets, and gradients as views of them."""
     assert run_fresh(PARALLEL, arguments=[str(tmp_path / "store")]) == "equal"
+
+
+@pytest.mark.parametrize("wanted", ["scale", "ref_logprobs"])
+def test_a_mixed_second_derivative_raises(wanted):
+    """Differentiating the gradient by anything else it depends on is a second derivative too."""
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    ref_logprobs = torch.tensor([-1.5, -2.2], requires_grad=True)
+    scale = torch.tensor(2.0, requires_grad=True)
+    penalty = scale * klfast.kl_penalty(
+        logprobs, ref_logprobs, reduction="token-sum", backend="native"
+    )
+    (grad,) = torch.autograd.grad(penalty, logprobs, create_graph=True)
+    by = scale if wanted == "scale" else ref_logprobs
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.square().sum() + by.square().sum(), by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from klfast import ops
 from klfast.estimator import ESTIMATORS
 
-KERNELS = sorted(Path(__file__).parents[1].glob("build/klfast-*/kl_penalty_kernel_avx*.o"))
+FOLDER = f"build/klfast-{sys.implementation.cache_tag}"
+KERNELS = sorted((Path(__file__).parents[1] / FOLDER).glob("kl_penalty_kernel_avx*.o"))
 
 
 def test_the_extension_knows_every_estimator():

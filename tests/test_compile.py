@@ -248,3 +248,14 @@ print([round(slope, 4) for slope in logprobs.grad[0].tolist()])
 
 def test_the_first_call_of_a_process_may_be_a_compiled_one():
     assert eval(run_fresh(FIRST_CALL)) == [0.0, 0.1967]
+
+
+def test_an_integer_normalizer_may_change(backend):
+    def penalty(logprobs, ref_logprobs, count):
+        return klfast.kl_penalty(
+            logprobs, ref_logprobs, reduction="token-mean", normalizer=count, backend=backend
+        )
+
+    function = compiled(penalty)
+    for count in (3, 5, 8):
+        assert_like_eager(penalty, function, inputs(3, 7), count, exactly=False)

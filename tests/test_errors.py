@@ -376,3 +376,8 @@ def test_an_estimator_is_checked_where_it_is_made():
     """So that a call which is handed one has nothing to refuse."""
     with pytest.raises(ValueError, match="kl_clip must be a finite number > 0, got 0"):
         Estimator("k3", kl_clip=0)
+
+
+def test_a_coefficient_beyond_the_arithmetics_dtype(backend):
+    with pytest.raises(ValueError, match=r"^coef must be finite .*, got 1e\+39"):
+        klfast.kl_penalty(torch.zeros(2), torch.zeros(2), coef=1e39, backend=backend)

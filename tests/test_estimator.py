@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 import pickle
 
@@ -117,7 +118,7 @@ def test_a_limit_is_a_finite_number_above_0(field, value):
 
 
 @pytest.mark.parametrize(
-    "value", ["1", True, 1j, [1.0], torch.tensor(1.0)], ids=lambda v: type(v).__name__
+    "value", ["1", True, 1j, {1.0}, torch.tensor(1.0)], ids=lambda v: type(v).__name__
 )
 @pytest.mark.parametrize("field", LIMITS)
 def test_a_limit_is_a_number(field, value):
@@ -167,3 +168,8 @@ def test_there_are_no_other_fields():
         Estimator("k3", clip_range=0.2)
     with pytest.raises(TypeError, match="limits"):
         Estimator("k3", limits=(1.0,) * 5)
+
+
+def test_plain_data_makes_the_round_trip_through_json():
+    estimator = Estimator(**FULL)
+    assert Estimator(**json.loads(json.dumps(dataclasses.asdict(estimator)))) == estimator

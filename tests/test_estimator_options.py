@@ -7,7 +7,7 @@ import torch
 from agreement import assert_agrees
 
 import klfast
-from klfast import Estimator
+from klfast import Estimator, kl_penalty
 from klfast.estimator import ALIASES, ESTIMATORS
 
 LIMITS = {
@@ -213,3 +213,27 @@ def test_old_logprobs_are_a_constant(backend):
     value = klfast.kl_penalty(logprobs, ref_logprobs, old_logprobs=old_logprobs, backend=backend)
     grads = torch.autograd.grad(value.sum(), (logprobs, old_logprobs), allow_unused=True)
     assert grads[1] is None
+
+
+@pytest.mark.parametrize(
+    ("logprob", "ref_logprob", "old_logprob"),
+    [(-110.0, -1.0, -1.0), (-96.0, -1.0, -1.0), (-1.0, -1.0, -101.0), (-300.0, -1.0, -1.0)],
+)
+def test_a_weighted_token_is_finite_where_weight_or_formula_alone_is_not(
+    backend, logprob, ref_logprob, old_logprob
+):
+    """In fp32 exp(-109) is 0 and exp(109) infinite; their product, 1, is what was asked for."""
+    logprobs = torch.tensor([logprob], requires_grad=True)
+    penalty = kl_penalty(
+        logprobs,
+        torch.tensor([ref_logprob]),
+        old_logprobs=torch.tensor([old_logprob]),
+        reduction="token-sum",
+        backend=backend,
+    )
+    penalty.backward()
+    x, log_weight = logprob - ref_logprob, logprob - old_logprob
+    weight = math.exp(log_weight)
+    expected = math.exp(log_weight - x) + weight * (x - 1)
+    assert penalty.item() == pytest.approx(expected, rel=1e-6)
+    assert logprobs.grad.item() == pytest.approx(weight * x, rel=1e-6, abs=1e-30)

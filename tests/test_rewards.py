@@ -178,3 +178,15 @@ def test_the_penalty_and_the_reward_are_one_number(backend):
     )
     penalty = klfast.kl_penalty(logprobs, ref_logprobs, estimator="k1", coef=-0.25, backend=backend)
     assert same_bits(rewards, penalty)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float16], ids=str)
+def test_a_coefficient_in_any_dtype_is_taken_off(backend, dtype):
+    rewards = klfast.kl_rewards(
+        torch.zeros(1),
+        torch.tensor([[1.0]]),
+        torch.tensor([[0.0]]),
+        kl_coef=torch.tensor(1, dtype=dtype),
+        backend=backend,
+    )
+    assert rewards.tolist() == [[-1.0]]

@@ -3,8 +3,8 @@
 
 #include "kl_penalty.h"
 
+#include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <stdexcept>
 #include <vector>
 
@@ -89,9 +89,13 @@ Totals add_up(const std::vector<double>& lengths) {
   return totals;
 }
 
-// Sum of every sequence's mask: known without a mask, one read of it otherwise.
+// Sum of every sequence's mask, where weights depend on it: known without a mask, one read
+// otherwise.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
+  if (!uses_own_length(in.reduction) && !uses_totals(in.reduction, in.normalizer)) {
+    return std::vector<double>(in.batch.sequences, 1);
+  }
   std::vector<double> lengths(in.batch.sequences, 0);
   if (in.mask.data == nullptr) {
     for (int64_t s = 0; s < in.batch.sequences; ++s) {

@@ -15,7 +15,8 @@ struct Threads {
   void (*run)(int64_t n, const std::function<void(int64_t, int64_t)>& body);
 };
 
-// All throw std::runtime_error on a bad mask or bad cu_seqlens, before memory is at risk.
+// Both throw std::runtime_error on bad cu_seqlens before they read by them; the forward also on a
+// bad mask, after its read.
 void kl_penalty_forward(const KlPenaltyInputs&, const KlPenaltyForward&, const Threads&);
 void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const Threads&);
 

@@ -77,6 +77,11 @@ struct Limits {
   bool k2_gradient, detached;
 };
 
+inline Limits<double> widen(const Limits<float>& limit) {
+  return {limit.low, limit.high,    limit.tail,        limit.kl_clip,
+          limit.cap, limit.log_cap, limit.k2_gradient, limit.detached};
+}
+
 // Adds what KLStats says of a token beyond kl and length.
 template <Range range, typename Acc>
 KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
@@ -134,62 +139,103 @@ void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& 
   }
 }
 
-// Everything that Estimator can say, gradients to both log-probs, all statistics.
+// What a kept token comes to: its weighted value, and the derivatives of that by logprobs and by
+// -ref_logprobs.
+template <typename Acc>
+struct Token {
+  Acc value;
+  Acc derivative;
+  Acc ref_derivative;
+  bool clipped;
+};
+
+// Everything that Estimator can say, of one token.
 template <typename E, typename Acc>
-void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
+KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
+                                             Acc weight, Acc x, Acc log_importance) {
   using math::select;
   using K2 = estimators::k2;
-  const bool weighs = block.log_importance != nullptr;
-  const bool differentiable = weighs && !limits.detached;
-  const bool k2_gradient = limits.k2_gradient;
-  const Limits<Acc> limit = limits;
-  const bool clips_x = limit.low > -Acc(INFINITY) || limit.high < Acc(INFINITY);
+  const bool clips_x = (limit.low > -Acc(INFINITY)) | (limit.high < Acc(INFINITY));
   const bool clips_f = limit.kl_clip < Acc(INFINITY);
+  const bool differentiable = weighs & !limit.detached;
+
+  const bool capped = weighs & (log_importance > limit.log_cap);
+  const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
+
+  // A clip lets NaN pass, as torch.clamp does.
+  const bool outside = (x < limit.low) | (x > limit.high);
+  const bool inside = !clips_x | ((x >= limit.low) & (x <= limit.high));
+  const Acc clipped_x = select(keep, math::clamp(x, limit.low, limit.high), Acc(0));
+  const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
+  const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
+  const Acc slope = E::derivative(near_x);
+  const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
+  const bool large_f = math::magnitude(f) > limit.kl_clip;
+  const bool small_f = !clips_f | (math::magnitude(f) <= limit.kl_clip);
+  const Acc clipped_f = math::clamp(f, -limit.kl_clip, limit.kl_clip);
+
+  // Derivatives of the value through x, and through x and the importance weight.
+  const bool alive = inside & small_f;
+  const Acc df = select(limit.k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
+  const Acc limited = select(alive & !in_tail, E::value_plus_derivative(near_x), clipped_f + df);
+  const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
+  const Acc derivative = select(differentiable & !capped, through_both, df);
+  const Acc scale = weight * importance;
+  return {scale * clipped_f, scale * derivative, scale * df, keep & (outside | large_f | capped)};
+}
+
+// Beyond this the importance weight or the formula may leave fp32's range where their product does
+// not.
+template <typename Acc>
+KLFAST_HOST_DEVICE bool is_extreme(Acc x) {
+  return math::magnitude(x) > Acc(80);
+}
+
+// Gradients to both log-probs, all statistics. In fp32 a weighted token with an extreme ratio is
+// computed again in fp64; which one is depends on the token alone.
+template <typename E, typename Acc>
+void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
+  const bool weighs = block.log_importance != nullptr;
+  const Limits<Acc> limit = limits;
+  alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
   for (int64_t first = 0; first < block.size; first += kLanes) {
     block.ahead.fetch(first / kLanes);
     const Acc* log_ratio = block.log_ratio + first;
     const Acc* log_importances = (weighs ? block.log_importance : block.log_ratio) + first;
     const Acc* weights = block.weight + first;
-    Acc* value = block.value + first;
-    Acc* grad = block.grad + first;
-    Acc* grad_ref = block.grad_ref + first;
+    typename LaneSums<Acc>::Bits extreme = 0;
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const Acc weight = weights[lane];
-      const bool keep = weight != Acc(0);
       const Acc x = log_ratio[lane];
-      const Acc log_importance = select(weighs, log_importances[lane], Acc(0));
-      const bool capped = weighs & (log_importance > limit.log_cap);
-      const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
-
-      // Clips let NaN pass, as torch.clamp does, and like it give it no gradient.
-      const bool outside = (x < limit.low) | (x > limit.high);
-      const bool inside = !clips_x | ((x >= limit.low) & (x <= limit.high));
-      const Acc clipped_x = select(keep, math::clamp(x, limit.low, limit.high), Acc(0));
-      const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
-      const bool in_tail = clipped_x != near_x;
-      const Acc slope = E::derivative(near_x);
-      const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
-      const bool large_f = math::magnitude(f) > limit.kl_clip;
-      const bool small_f = !clips_f | (math::magnitude(f) <= limit.kl_clip);
-      const Acc clipped_f = math::clamp(f, -limit.kl_clip, limit.kl_clip);
-
-      // Derivatives of the token's value through x, and through x and the importance weight.
-      const bool alive = inside & small_f;
-      const Acc df = select(k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
-      const Acc limited =
-          select(alive & !in_tail, E::value_plus_derivative(near_x), clipped_f + df);
-      const Acc through_both = select(k2_gradient, K2::value_plus_derivative(x), limited);
-      const Acc derivative = select(differentiable & !capped, through_both, df);
-      const Acc scale = weight * importance;
-      const Acc weighted = scale * clipped_f;
-      value[lane] = block.coef * weighted;
-      grad[lane] = block.grad_scale * (scale * derivative);
-      grad_ref[lane] = -block.grad_scale * (scale * df);
-      sums.kl[lane] += weighted;
+      const Acc log_importance = math::select(weighs, log_importances[lane], Acc(0));
+      const Token<Acc> token =
+          evaluate_token<E>(limit, weighs, weight != Acc(0), weight, x, log_importance);
+      values[lane] = token.value;
+      derivatives[lane] = token.derivative;
+      ref_derivatives[lane] = token.ref_derivative;
+      extreme |= weighs & (is_extreme(x) | is_extreme(log_importance));
       sums.length[lane] += weight;
-      sums.clipped[lane] += keep & (outside | large_f | capped);
+      sums.clipped[lane] += token.clipped;
       add_statistics<Range::kAnywhere>(sums, lane, x, weight);
+    }
+    if constexpr (std::is_same_v<Acc, float>) {
+      for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
+        const Acc x = log_ratio[lane];
+        if (!is_extreme(x) && !is_extreme(log_importances[lane])) continue;
+        const Token<double> token = evaluate_token<E, double>(
+            widen(limit), weighs, weights[lane] != Acc(0), weights[lane], x, log_importances[lane]);
+        values[lane] = static_cast<Acc>(token.value);
+        derivatives[lane] = static_cast<Acc>(token.derivative);
+        ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);
+      }
+    }
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      block.value[first + lane] = block.coef * values[lane];
+      block.grad[first + lane] = block.grad_scale * derivatives[lane];
+      block.grad_ref[first + lane] = -block.grad_scale * ref_derivatives[lane];
+      sums.kl[lane] += values[lane];
     }
   }
 }
@@ -403,7 +449,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
           load_block(task.grad_out, part.row, part.column, n, part.padded, buffers[6]);
       multiply_kept(block.grad, grad_out, block.weight, part.padded);
       multiply_kept(block.grad_ref, grad_out, block.weight, part.padded);
-    } else if (!std::isfinite(task.grad_scale)) {  // 0 * infinity where masked
+    } else if (!std::isfinite(static_cast<Acc>(task.grad_scale))) {  // 0 * infinity where masked
       std::fill(buffers[6], buffers[6] + part.padded, Acc(1));
       multiply_kept(block.grad, buffers[6], block.weight, part.padded);
       multiply_kept(block.grad_ref, buffers[6], block.weight, part.padded);

@@ -53,9 +53,7 @@ def resolve(backend: str, device: torch.device) -> Backend:
     """
     check_choice("backend", backend, ("auto", *MODULES))
     if backend == "auto":
-        for module in MODULES.values():
-            if module.unavailable(device) is None:
-                break
+        module = MODULES[first_available(why_not(device))]
         if module is reference and not torch.compiler.is_compiling():
             _tell_of_reference(device)
         return module

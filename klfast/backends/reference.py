@@ -1,6 +1,7 @@
 """The readable specification: textbook formulas in float64, differentiated by autograd.
 
 Runs on any device that torch has, slowly. Tests hold the fast backends to it, and it to the oracle.
+At an infinite log-ratio k3's textbook formula is NaN, where the kernels give its limit, infinity.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Tokens:
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
         weight = torch.ones_like(logprobs) if mask is None else mask
-        self.weight = weight.detach().to(self.dtype).to(wide).reshape(-1)
+        self.weight = weight.detach().to(self.dtype).to(wide).flatten()
         self.keep = self.weight != 0
         logprobs = logprobs.to(wide)
         self.log_ratio = self._difference(logprobs, ref_logprobs.to(wide))
@@ -67,7 +68,7 @@ class _Tokens:
         self.sequence, self.sequences = _sequence_of_token(logprobs, cu_seqlens)
 
     def _difference(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(self.keep, (a - b).reshape(-1), 0.0)
+        return torch.where(self.keep, (a - b).flatten(), 0.0)
 
     def sum_by_sequence(self, value: Tensor) -> Tensor:
         """[tokens] -> [S]."""
@@ -110,7 +111,8 @@ def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor
     if estimator.gradient == "k2":
         k2 = FORMULAS["k2"](x)
         surrogate = k2 if weight is None else weight * k2
-        weighted = weighted.detach() + (surrogate - surrogate.detach())
+        pass_gradient = surrogate - surrogate.detach()
+        weighted = weighted.detach() + torch.where(surrogate.isfinite(), pass_gradient, 0.0)
     return weighted, clipped
 
 
@@ -162,7 +164,7 @@ def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor | None, T
 def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
     """Coef * reduction of the weighted token values."""
     coef = call.coef if call.tensors.coef is None else call.tensors.coef.to(value.dtype)
-    value = coef * value
+    value = (coef if call.scores is None else -coef) * value
     if call.scores is not None:
         value = _add_at_last_kept_token(value, call.scores, tokens)
     if call.reduction == "none":
