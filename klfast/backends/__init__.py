@@ -53,7 +53,7 @@ def resolve(backend: str, device: torch.device) -> Backend:
     """
     check_choice("backend", backend, ("auto", *MODULES))
     if backend == "auto":
-        module = MODULES[first_available(why_not(device))]
+        module = next(m for m in MODULES.values() if m.unavailable(device) is None)
         if module is reference and not torch.compiler.is_compiling():
             _tell_of_reference(device)
         return module
