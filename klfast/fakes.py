@@ -9,6 +9,7 @@ from torch import Tensor
 
 from klfast.call import SCALAR_REDUCTIONS
 from klfast.dtypes import arithmetic_dtype
+from klfast.layout import number_of_sequences
 from klfast.stats import KLStats
 
 _REDUCTION = 11  # position among the arguments of both ops
@@ -24,10 +25,7 @@ def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     reduction = args[_REDUCTION]
     grad_logprobs, grad_ref_logprobs, want_statistics = args[-3:]
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
-    if cu_seqlens is not None:
-        sequences = cu_seqlens.shape[0] - 1
-    else:
-        sequences = logprobs.shape[0] if logprobs.dim() == 2 else 1
+    sequences = number_of_sequences(logprobs, cu_seqlens)
     shape = logprobs.shape if reduction == "none" else (sequences,)
     if reduction in SCALAR_REDUCTIONS:
         shape = ()

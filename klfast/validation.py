@@ -14,6 +14,7 @@ from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall, KLTensors
 from klfast.checks import check_choice, check_number
 from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
 from klfast.estimator import Estimator, as_estimator
+from klfast.layout import number_of_sequences
 
 
 def validate_kl_penalty(
@@ -85,13 +86,6 @@ def validate_kl_rewards(
         coef=tensor,
     )
     return call._replace(tensors=tensors, coef=number, scores=scores.detach())
-
-
-def number_of_sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
-    """S: rows of a padded batch, pieces of a packed one."""
-    if cu_seqlens is not None:
-        return cu_seqlens.shape[0] - 1
-    return logprobs.shape[0] if logprobs.dim() == 2 else 1
 
 
 def _check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:

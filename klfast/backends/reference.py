@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from klfast.dtypes import arithmetic_dtype
+from klfast.layout import number_of_sequences
 from klfast.stats import KLStats
 from klfast.value_checks import are_tracing, check_values, checks_requested
 
@@ -81,12 +82,10 @@ class _Tokens:
 
 def _sequence_of_token(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
     """The sequence that each token belongs to, and how many sequences there are."""
-    if cu_seqlens is None:
-        sequences = logprobs.shape[0] if logprobs.dim() == 2 else 1
-        index = torch.arange(sequences, device=logprobs.device)
-        return index.repeat_interleave(logprobs.shape[-1]), sequences
-    sequences = cu_seqlens.shape[0] - 1
+    sequences = number_of_sequences(logprobs, cu_seqlens)
     index = torch.arange(sequences, device=logprobs.device)
+    if cu_seqlens is None:
+        return index.repeat_interleave(logprobs.shape[-1]), sequences
     lengths = cu_seqlens.diff()
     return index.repeat_interleave(lengths, output_size=logprobs.shape[0]), sequences
 
