@@ -41,18 +41,23 @@ struct KlPenaltyInputs {
 
 inline constexpr int kStatistics = 8;  // fields of klfast.KLStats; length first, then in its order
 
+// What the forward keeps per sequence, in the arithmetic's type: row 0 is the weight of its tokens
+// in the result (sequence_weight), which is all that the backward needs; the statistics follow if
+// wanted.
+constexpr int per_sequence_rows(bool statistics) { return statistics ? 1 + kStatistics : 1; }
+
 struct KlPenaltyForward {
   View scores;  // [1, S], added at the last kept token of each sequence
   bool want_statistics = false;
-  void* result = nullptr;  // arithmetic's type; shape by reduction
-  void* sums = nullptr;    // [kStatistics, S], or [1, S] of lengths without statistics
-  Output grad_logprobs;    // gradient of a scalar result
+  void* result = nullptr;        // arithmetic's type; shape by reduction
+  void* per_sequence = nullptr;  // [per_sequence_rows, S]
+  Output grad_logprobs;          // gradient of a scalar result
   Output grad_ref_logprobs;
 };
 
 struct KlPenaltyBackward {
   View grad_out;  // per token for reduction "none"; [1, S] per sequence; one element for a scalar
-  View sums;      // the forward's
+  View weights;   // [1, S], row 0 of the forward's per_sequence
   Output grad_logprobs;
   Output grad_ref_logprobs;
 };

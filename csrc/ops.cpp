@@ -215,7 +215,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd_cpu(
   if (per_token) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (!per_token && !is_scalar(in.reduction)) sizes = {sequences};
   Tensor result = empty(sizes, acc);
-  Tensor sums = empty({want_statistics ? kStatistics : 1, sequences}, acc);
+  Tensor per_sequence = empty({per_sequence_rows(want_statistics), sequences}, acc);
   Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
   Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
 
@@ -223,26 +223,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd_cpu(
   if (scores.has_value()) out.scores = row_of(*scores, sequences, "scores");
   out.want_statistics = want_statistics;
   out.result = result.mutable_data_ptr();
-  out.sums = sums.mutable_data_ptr();
+  out.per_sequence = per_sequence.mutable_data_ptr();
   out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
   out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
   cpu::kl_penalty_forward(in, out, threads());
-  return {result, sums, grad_logprobs, grad_ref_logprobs};
+  return {result, per_sequence, grad_logprobs, grad_ref_logprobs};
 }
 
 std::tuple<Tensor, Tensor> kl_penalty_bwd_cpu(
     Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
     OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
     std::string estimator, std::string gradient, std::string importance, std::vector<double> limits,
-    std::string reduction, double coef, double normalizer, Tensor grad_out, Tensor sums,
+    std::string reduction, double coef, double normalizer, Tensor grad_out, Tensor per_sequence,
     bool want_grad_logprobs, bool want_grad_ref_logprobs) {
   const KlPenaltyInputs in = inputs_of(
       logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
       options_of(estimator, gradient, importance, limits), reduction, coef, normalizer);
   KlPenaltyBackward out;
-  KLFAST_CHECK(sums.dim() == 2 && sums.size(0) >= 1 && sums.size(1) == in.batch.sequences,
-               "sums must be [1 or more, S]");
-  out.sums = view_of(sums, "sums");
+  KLFAST_CHECK(per_sequence.dim() == 2 && per_sequence.size(0) >= 1 &&
+                   per_sequence.size(1) == in.batch.sequences,
+               "per_sequence must be [1 or more, S]");
+  out.weights = view_of(per_sequence, "per_sequence");
   if (in.reduction == Reduction::kNone) {
     out.grad_out = view_like(grad_out, logprobs, "grad_out");
   } else if (is_scalar(in.reduction)) {
@@ -273,14 +274,14 @@ void scale_cpu(Tensor tensor, Tensor factor) {
   "str estimator, str gradient, str importance, float[] limits, str reduction, " \
   "float coef, float normalizer, "
 
-// Returns result, sums ([8, S] with statistics, [1, S] without; row 0 is the length) and the
+// Returns result, per_sequence ([1, S] of weights, [9, S] with statistics after them) and the
 // gradients of a scalar result, of shape [0] where not wanted.
 STABLE_TORCH_LIBRARY(klfast, library) {
   library.def("kl_penalty_fwd(" KLFAST_CALL_SCHEMA
               "Tensor? scores, bool want_grad_logprobs, bool want_grad_ref_logprobs, "
               "bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def("kl_penalty_bwd(" KLFAST_CALL_SCHEMA
-              "Tensor grad_out, Tensor sums, bool want_grad_logprobs, "
+              "Tensor grad_out, Tensor per_sequence, bool want_grad_logprobs, "
               "bool want_grad_ref_logprobs) -> (Tensor, Tensor)");
   library.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }

@@ -29,7 +29,7 @@ def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = logprobs.shape if reduction == "none" else (sequences,)
     if reduction in SCALAR_REDUCTIONS:
         shape = ()
-    rows = len(KLStats._fields) if want_statistics else 1
+    rows = 1 + (len(KLStats._fields) if want_statistics else 0)
     return (
         logprobs.new_empty(shape, dtype=dtype),
         logprobs.new_empty((rows, sequences), dtype=dtype),

@@ -60,12 +60,12 @@ def native_kernels() -> Kernels:
 def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:
     """The penalty by ``kernels``, differentiable once, and its statistics if asked for."""
     try:
-        result, sums = _run(call, kernels)
+        result, per_sequence = _run(call, kernels)
     except RuntimeError:
         if not are_tracing():
             check_values(call)  # says what value the kernel has refused
         raise
-    return result, _stats(sums) if call.return_stats else None
+    return result, _stats(per_sequence) if call.return_stats else None
 
 
 def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,9 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
     return kernels.forward(*tensors, *options, call.scores, False, False, call.return_stats)[:2]
 
 
-def _stats(sums: Tensor) -> KLStats:
-    length, kl, *others = sums.clone().unbind(0)  # the user's own: backward reads sums
+def _stats(per_sequence: Tensor) -> KLStats:
+    """The rows after the weights, as the user's own: backward reads what the kernel wrote."""
+    length, kl, *others = per_sequence[1:].clone().unbind(0)
     return KLStats(kl, length, *others)
 
 
@@ -124,10 +125,10 @@ def _saved(ctx: Any) -> list[Tensor | None]:
 
 def _recompute(ctx: Any, grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
-    *tensors, sums = _saved(ctx)
+    *tensors, per_sequence = _saved(ctx)
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
-        grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, sums, *needs)
+        grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, per_sequence, *needs)
     return _wanted(grads, needs)
 
 
@@ -197,13 +198,15 @@ class _KLPenalty(torch.autograd.Function):
         is_scalar = options[4] in SCALAR_REDUCTIONS
         unit = is_scalar and _holds_unit_gradient(logprobs) and _holds_unit_gradient(ref_logprobs)
         wants = needs if unit else (False, False)
-        result, sums, *unit_grads = kernels.forward(*tensors, *options, None, *wants, return_stats)
-        _save(ctx, (*tensors, sums))
+        result, per_sequence, *unit_grads = kernels.forward(
+            *tensors, *options, None, *wants, return_stats
+        )
+        _save(ctx, (*tensors, per_sequence))
         ctx.kernels, ctx.options = kernels, options
         ctx.unit_grads = _wanted(unit_grads, needs) if unit else None
-        ctx.mark_non_differentiable(sums)
+        ctx.mark_non_differentiable(per_sequence)
         ctx.set_materialize_grads(False)
-        return result, sums
+        return result, per_sequence
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
@@ -237,10 +240,10 @@ class _TransformableKLPenalty(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, kernels, options, _ = inputs
-        _, sums = output
-        _save(ctx, (*tensors, sums))
+        _, per_sequence = output
+        _save(ctx, (*tensors, per_sequence))
         ctx.kernels, ctx.options = kernels, options
-        ctx.mark_non_differentiable(sums)
+        ctx.mark_non_differentiable(per_sequence)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:

@@ -73,9 +73,9 @@ def forward_arguments(reduction="none", statistics=False, **changes):
 
 def backward_arguments(reduction="none", **changes):
     grads = changes.pop("grads", (True, True))
-    replaced = {name: changes.pop(name) for name in ("grad_out", "sums") if name in changes}
-    result, sums, _, _ = FORWARD(*forward_arguments(reduction, **changes))
-    outputs = {"grad_out": torch.rand_like(result), "sums": sums, **replaced}
+    replaced = {name: changes.pop(name) for name in ("grad_out", "per_sequence") if name in changes}
+    result, per_sequence, _, _ = FORWARD(*forward_arguments(reduction, **changes))
+    outputs = {"grad_out": torch.rand_like(result), "per_sequence": per_sequence, **replaced}
     return (*common(reduction, **changes).values(), *outputs.values(), *grads)
 
 
@@ -236,9 +236,9 @@ def test_a_direct_call_with_wrong_cu_seqlens_raises(cu_seqlens):
     arguments = tuple(replaced(changes).values())
     with pytest.raises(RuntimeError, match="cu_seqlens"):
         FORWARD(*arguments, None, True, True, True)
-    sums = torch.ones(1, max(cu_seqlens.numel() - 1, 0))
+    per_sequence = torch.ones(1, max(cu_seqlens.numel() - 1, 0))
     with pytest.raises(RuntimeError, match="cu_seqlens"):
-        BACKWARD(*arguments, torch.ones(()), sums, True, True)
+        BACKWARD(*arguments, torch.ones(()), per_sequence, True, True)
 
 
 def test_a_direct_forward_with_wrong_extras_raises():
@@ -262,10 +262,10 @@ def test_a_direct_forward_with_wrong_extras_raises():
         ("seq-sum", {"grad_out": torch.ones(2)}),
         ("seq-sum", {"grad_out": torch.ones(3, 1)}),
         ("token-mean", {"grad_out": torch.ones(1)}),
-        ("token-mean", {"sums": torch.ones(1, 2)}),
-        ("token-mean", {"sums": torch.ones(3)}),
-        ("token-mean", {"sums": torch.ones(0, 3)}),
-        ("token-mean", {"sums": torch.ones(1, 3, dtype=torch.complex64)}),
+        ("token-mean", {"per_sequence": torch.ones(1, 2)}),
+        ("token-mean", {"per_sequence": torch.ones(3)}),
+        ("token-mean", {"per_sequence": torch.ones(0, 3)}),
+        ("token-mean", {"per_sequence": torch.ones(1, 3, dtype=torch.complex64)}),
     ],
     ids=str,
 )

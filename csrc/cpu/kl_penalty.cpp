@@ -114,12 +114,15 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
   return lengths;
 }
 
+// In the arithmetic's precision, as the backward will read them: every gradient of a call is then
+// the same, whoever computes it.
 std::vector<double> sequence_weights(const KlPenaltyInputs& in,
                                      const std::vector<double>& lengths) {
   const Totals totals = add_up(lengths);
   std::vector<double> weights(lengths.size());
   for (size_t s = 0; s < lengths.size(); ++s) {
-    weights[s] = sequence_weight(in.reduction, lengths[s], totals, in.normalizer);
+    const double weight = sequence_weight(in.reduction, lengths[s], totals, in.normalizer);
+    weights[s] = in.is_double ? weight : static_cast<float>(weight);
   }
   return weights;
 }
@@ -140,7 +143,7 @@ void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& s
       sum.length,  sum.kl,       sum.k1, sum.k2, sum.k3, from_bits<Acc>(sum.max_log_ratio_bits),
       sum.clipped, sum.nonfinite};
   for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(data, field * sequences + s, fields[field]);
+    store<Acc>(data, (1 + field) * sequences + s, fields[field]);
   }
 }
 
@@ -174,12 +177,12 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
     lengths[s] = sum.length;
     sums[s] = sum.kl;
-    store<Acc>(out.sums, s, sum.length);
-    if (out.want_statistics) store_statistics<Acc>(out.sums, sequences, s, sum);
+    if (out.want_statistics) store_statistics<Acc>(out.per_sequence, sequences, s, sum);
     if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
   }
-  if (in.reduction == Reduction::kNone) return;
   const std::vector<double> weights = sequence_weights(in, lengths);
+  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.per_sequence, s, weights[s]);
+  if (in.reduction == Reduction::kNone) return;
   double total = 0;
   for (int64_t s = 0; s < sequences; ++s) {
     const double term = lengths[s] > 0 ? weights[s] * sums[s] : 0;
@@ -242,12 +245,9 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
   if (in.reduction == Reduction::kNone) {
     task.grad_out = out.grad_out;
   } else {
-    std::vector<double> lengths(in.batch.sequences);
-    for (int64_t s = 0; s < in.batch.sequences; ++s) lengths[s] = read_element(out.sums, s);
-    const std::vector<double> weights = sequence_weights(in, lengths);
     for (int64_t s = 0; s < in.batch.sequences; ++s) {
       const int64_t of = is_scalar(in.reduction) ? 0 : s;
-      scales[s] *= weights[s] * read_element(out.grad_out, of);
+      scales[s] *= read_element(out.weights, s) * read_element(out.grad_out, of);
     }
   }
   for_each(segments.count(), in.batch.tokens, threads, [&](int64_t i) {
