@@ -3,6 +3,7 @@
 #   make test     lint and every test
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
+#   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make format   rewrite sources in the house style
 # PYTHON chooses the interpreter for .venv (3.10 to 3.13).
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
 CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
 
-.PHONY: demo test lint bench asan format clean
+.PHONY: demo test lint bench gpu-check asan format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -31,6 +32,10 @@ lint: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/klfast bench
+
+# GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK_OPTIONS)
 
 # The sanitizers' runtimes must be there before Python starts. Leaks are Python's own.
 asan: $(VENV)/built

@@ -1,6 +1,11 @@
-"""Builds klfast._C with ninja: CPU kernels once per instruction set, and the rim to torch.
+"""Builds klfast._C with ninja: CPU kernels per instruction set, CUDA kernels, the rim to torch.
 
-Environment: CXX, MAX_JOBS, DEBUG=1 (-O0 -g), SANITIZE=1 (AddressSanitizer and UBSan), FORCE_CUDA=1.
+CUDA kernels are built where torch has CUDA and a toolkit is found (CUDA_HOME, nvcc on the PATH, or
+/usr/local/cuda); FORCE_CUDA=1 builds them for any torch, FORCE_CUDA=0 for none. torch's own
+BuildExtension refuses .cu files on a torch without CUDA, hence none of it here.
+
+Environment: CXX, MAX_JOBS, DEBUG=1 (-O0 -g), SANITIZE=1 (AddressSanitizer and UBSan), WERROR=1,
+FORCE_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, NVCC_THREADS.
 """
 
 from __future__ import annotations
@@ -8,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,9 +33,17 @@ KERNELS = "csrc/cpu/kl_penalty_kernel.cpp"
 SOURCES = (
     "csrc/cpu/instruction_sets.cpp",
     "csrc/cpu/kl_penalty.cpp",
+    "csrc/cpu/ops.cpp",
     "csrc/module.cpp",
     "csrc/ops.cpp",
 )
+CUDA_SOURCES = (
+    "csrc/cuda/arrivals.cu",
+    "csrc/cuda/kl_penalty.cu",
+    "csrc/cuda/ops.cpp",
+    "csrc/cuda/problem.cu",
+)
+CUDA_ARCHS = "8.0 9.0 10.0+PTX"
 # No -ffast-math: it folds the rounding trick of exp_series.h away, and the result is wrong.
 MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 X86_FLAGS = {
@@ -37,6 +51,8 @@ X86_FLAGS = {
     # Left alone, GCC takes 256-bit vectors here: 28 % slower.
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
+# No contraction: the formulas say where they fuse, so that every kernel gives the same bits.
+NVCC_FLAGS = ("-std=c++17", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 
 
 def is_x86() -> bool:
@@ -51,8 +67,81 @@ def enabled(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
+def cuda_home() -> Path | None:
+    """The CUDA toolkit, if there is one."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    candidates = [Path(named)] if named else []
+    if on_path is not None:
+        candidates.append(Path(on_path).resolve().parents[1])
+    candidates.append(Path("/usr/local/cuda"))
+    return next((home for home in candidates if (home / "bin" / "nvcc").exists()), None)
+
+
+def builds_cuda() -> bool:
+    """Whether CUDA kernels are built; says why not where they might be expected."""
+    forced = os.environ.get("FORCE_CUDA")
+    if forced == "0" or (forced is None and torch.version.cuda is None):
+        return False
+    if cuda_home() is not None:
+        return True
+    if enabled("FORCE_CUDA"):
+        raise SystemExit("FORCE_CUDA=1, but no CUDA toolkit was found; set CUDA_HOME")
+    print(
+        "klfast: NO CUDA KERNELS: torch has CUDA, but no toolkit (nvcc) was found; set CUDA_HOME.\n"
+        "klfast: GPU tensors will use Triton, or the slow reference backend.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return False
+
+
+def nvcc(*arguments: str) -> str:
+    home = cuda_home()
+    assert home is not None
+    command = [str(home / "bin" / "nvcc"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def cuda_archs() -> list[str]:
+    """Compute capabilities to build for, as TORCH_CUDA_ARCH_LIST writes them: "9.0", "10.0+PTX"."""
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    archs = (asked or CUDA_ARCHS).replace(";", " ").split()
+    if asked:
+        return archs
+    known = nvcc("--list-gpu-arch").split()
+    archs = [arch for arch in archs if f"compute_{arch_number(arch)}" in known]
+    return [*archs[:-1], archs[-1].removesuffix("+PTX") + "+PTX"]
+
+
+def arch_number(arch: str) -> str:
+    return arch.removesuffix("+PTX").replace(".", "")
+
+
+def arch_flags() -> list[str]:
+    flags = []
+    for arch in cuda_archs():
+        n = arch_number(arch)
+        flags.append(f"-gencode=arch=compute_{n},code=sm_{n}")
+        if arch.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{n},code=compute_{n}")
+    return flags
+
+
+def nvcc_flags() -> list[str]:
+    threads = os.environ.get("NVCC_THREADS", str(min(len(cuda_archs()), os.cpu_count() or 1)))
+    flags = [*NVCC_FLAGS, *arch_flags(), f"--threads={threads}"]
+    flags += ["-O0", "-g", "-G"] if enabled("DEBUG") else ["-O3"]
+    if "CXX" in os.environ:
+        flags.append(f"-ccbin={os.environ['CXX']}")
+    if enabled("WERROR"):
+        flags += ["-Werror=all-warnings", "-Xptxas=-warn-spills"]
+    return flags
+
+
 def variants() -> list[str]:
-    return [name.lower() for name in ("DEBUG", "SANITIZE") if enabled(name)]
+    names = [name.lower() for name in ("DEBUG", "SANITIZE") if enabled(name)]
+    return [*names, "cuda"] if builds_cuda() else names
 
 
 def include_flags() -> list[str]:
@@ -68,6 +157,10 @@ def compile_flags() -> list[str]:
         flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]
     if is_x86():
         flags.append("-DKLFAST_X86")
+    if enabled("WERROR"):
+        flags.append("-Werror")
+    if builds_cuda():
+        flags.append("-DKLFAST_CUDA")
     flags.append(f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}")
     return flags
 
@@ -81,7 +174,13 @@ def link_flags() -> list[str]:
     if not enabled("DEBUG") and not enabled("SANITIZE"):
         flags.append("-s")
     # libtorch must stay in DT_NEEDED: without it the stable ABI's CUDA symbols are silently null.
-    return ["-shared", *flags, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    flags = ["-shared", *flags, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    return [*flags, *cuda_link_flags()] if builds_cuda() else flags
+
+
+def cuda_link_flags() -> list[str]:
+    """The static runtime: the module then loads on machines without CUDA too."""
+    return [f"-L{cuda_home()}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
 
 def ninja_quote(words: list[str] | tuple[str, ...]) -> str:
@@ -96,10 +195,12 @@ def ninja_file(output: Path) -> str:
     """The build as a ninja file: one object per source, and per instruction set for the kernels."""
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     common = ninja_quote([*compile_flags(), *include_flags()])
-    objects = {f"{Path(source).stem}.o": (source, ()) for source in SOURCES}
+    objects = {source.replace("/", "_") + ".o": (source, ()) for source in SOURCES}
     for name, flags in instruction_sets().items():
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
         objects[f"kl_penalty_kernel_{name}.o"] = (KERNELS, flags)
+    if builds_cuda():
+        objects |= {source.replace("/", "_") + ".o": (source, ()) for source in CUDA_SOURCES}
     lines = [
         "rule compile",
         f"  command = {ninja_quote(cxx)} -MMD -MF $out.d {common} $flags -c $in -o $out",
@@ -108,8 +209,17 @@ def ninja_file(output: Path) -> str:
         "rule link",
         f"  command = {ninja_quote(cxx)} $in -o $out {ninja_quote(link_flags())}",
     ]
+    if builds_cuda():
+        compiler = ninja_quote([f"{cuda_home()}/bin/nvcc", *nvcc_flags()])
+        lines += [
+            "rule compile_cuda",
+            f"  command = {compiler} -MMD -MF $out.d -c $in -o $out",
+            "  deps = gcc",
+            "  depfile = $out.d",
+        ]
     for name, (source, flags) in objects.items():
-        lines += [f"build {name}: compile {ninja_path(ROOT / source)}"]
+        rule = "compile_cuda" if source.endswith(".cu") else "compile"
+        lines += [f"build {name}: {rule} {ninja_path(ROOT / source)}"]
         lines += [f"  flags = {ninja_quote(flags)}"]
     lines += [f"build {ninja_path(output)}: link {' '.join(objects)}", ""]
     return "\n".join(lines)
@@ -136,12 +246,21 @@ def commit() -> str | None:
     return git.stdout.strip() or None
 
 
+def cuda_version() -> str:
+    """Of the toolkit: "13.0"."""
+    found = re.search(r"release (\d+\.\d+)", nvcc("--version"))
+    assert found is not None
+    return found.group(1)
+
+
 def build_info() -> dict[str, object]:
     """What was built, for klfast.info(): readable even where the module does not load."""
+    cuda = builds_cuda()
     return {
         "torch": torch.__version__,
-        "cuda": None,
-        "cuda_archs": [],
+        "cuda": cuda_version() if cuda else None,
+        "cuda_archs": cuda_archs() if cuda else [],
+        "nvcc_flags": nvcc_flags() if cuda else [],
         "compile_flags": compile_flags(),
         "instruction_sets": list(instruction_sets()),
         "commit": commit(),
@@ -152,11 +271,6 @@ class NinjaBuild(build_ext):
     """Compiles with ninja: in parallel, and only what has changed."""
 
     def build_extension(self, ext: Extension) -> None:
-        if enabled("FORCE_CUDA"):
-            raise SystemExit("FORCE_CUDA=1, but this version of klfast has no CUDA kernels yet")
-        print(
-            "klfast: building CPU kernels only; GPU tensors use the reference backend", flush=True
-        )
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         folder = ROOT / "build" / "-".join(["klfast", sys.implementation.cache_tag, *variants()])
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +285,6 @@ class NinjaBuild(build_ext):
 
 
 setup(
-    ext_modules=[Extension("klfast._C", [KERNELS, *SOURCES])],
+    ext_modules=[Extension("klfast._C", [KERNELS, *SOURCES, *CUDA_SOURCES])],
     cmdclass={"build_ext": NinjaBuild},
 )

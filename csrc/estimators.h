@@ -40,6 +40,11 @@ KLFAST_ESTIMATORS(KLFAST_DEFINE_ESTIMATOR)
 #undef KLFAST_DEFINE_FORMULA
 #undef KLFAST_DEFINE_ESTIMATOR
 
+// index_of_k1 and so on, in the order of the table.
+#define KLFAST_INDEX_OF(NAME, ...) index_of_##NAME,
+enum Index { KLFAST_ESTIMATORS(KLFAST_INDEX_OF) };
+#undef KLFAST_INDEX_OF
+
 #define KLFAST_NAME_OF(NAME, ...) NAME::name,
 inline constexpr const char* kNames[] = {KLFAST_ESTIMATORS(KLFAST_NAME_OF)};
 #undef KLFAST_NAME_OF

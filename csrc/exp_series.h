@@ -6,14 +6,11 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define KLFAST_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define KLFAST_HOST_DEVICE inline __attribute__((always_inline))
-#endif
+#include "host_device.h"
 
 namespace klfast::math {
 
@@ -148,13 +145,33 @@ struct Reduced {
   T tail;
 };
 
+// a * b + c, rounded once wherever that is one instruction. CUDA kernels are compiled without
+// contraction, so that this alone decides where they fuse, and every copy of a formula gives the
+// same bits; host compilers contract the plain expression.
+template <typename T>
+KLFAST_HOST_DEVICE T fma(T a, T b, T c) {
+#if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// q * r^(k + 1) + the series' terms from k down. Each coefficient is a compile-time constant:
+// device code cannot index a constexpr array of the host.
+template <int k, typename T>
+KLFAST_HOST_DEVICE T horner(T q, T r) {
+  constexpr T coefficient = Constants<T>::kSeries[k];
+  q = fma(q, r, coefficient);
+  if constexpr (k > 0) return horner<k - 1>(q, r);
+  return q;
+}
+
 template <typename T>
 KLFAST_HOST_DEVICE T series(T r) {
-  using C = Constants<T>;
-  T q = C::kSeries[C::kTerms - 1];
-#pragma GCC unroll 16
-  for (int k = C::kTerms - 2; k >= 0; --k) q = q * r + C::kSeries[k];
-  return q;
+  constexpr int last = Constants<T>::kTerms - 1;
+  constexpr T coefficient = Constants<T>::kSeries[last];
+  return horner<last - 1>(coefficient, r);
 }
 
 template <Range range, typename T>
@@ -166,7 +183,7 @@ KLFAST_HOST_DEVICE Reduced<T> reduce(T x, T lowest) {
   const T shifted = select(is_near(x), T(0), x * C::kLog2E) + C::kRound;
   const Bits n = bit_cast<Bits>(shifted) - bit_cast<Bits>(T(C::kRound));
   const T n_float = shifted - C::kRound;
-  const T r = (x - n_float * C::kLn2High) - n_float * C::kLn2Low;
+  const T r = fma(-n_float, T(C::kLn2Low), x - n_float * C::kLn2High);
   return {n, r, r * r * series(r)};
 }
 

@@ -36,6 +36,9 @@ struct KlPenaltyInputs {
   Reduction reduction = Reduction::kNone;
   double coef = 1;
   double normalizer = 0;  // 0 stands for none
+  View coef_tensor;  // one element each, in place of the numbers: where reading them on the host
+  View normalizer_tensor;  // would stall a device
+  bool negate = false;     // a penalty that is taken off a score
   bool is_double = false;
 };
 

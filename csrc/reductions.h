@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "exp_series.h"
+#include "host_device.h"
 
 namespace klfast {
 
@@ -27,7 +27,7 @@ inline constexpr const char* kReductionNames[] = {"none",
                                                   "seq-mean-token-sum",
                                                   "seq-mean-token-mean"};
 
-inline bool is_scalar(Reduction r) { return r >= Reduction::kTokenSum; }
+KLFAST_HOST_DEVICE bool is_scalar(Reduction r) { return r >= Reduction::kTokenSum; }
 
 // Whether a sequence's weight depends on its own mask, and whether on everybody's.
 KLFAST_HOST_DEVICE bool uses_own_length(Reduction r) {

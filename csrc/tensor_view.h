@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace klfast {
 
 enum class DType : uint8_t {
@@ -19,7 +21,7 @@ enum class DType : uint8_t {
   kInt64
 };
 
-inline int64_t element_size(DType dtype) {
+KLFAST_HOST_DEVICE int64_t element_size(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
     case DType::kInt64:
@@ -63,22 +65,22 @@ struct Batch {
   const void* cu_seqlens = nullptr;
   bool cu_seqlens_is_int64 = false;
 
-  bool packed() const { return cu_seqlens != nullptr; }
+  KLFAST_HOST_DEVICE bool packed() const { return cu_seqlens != nullptr; }
 
   // Index of a sequence's first token among all tokens.
-  int64_t start(int64_t sequence) const {
+  KLFAST_HOST_DEVICE int64_t start(int64_t sequence) const {
     if (!packed()) return sequence * width;
     return cu_seqlens_is_int64 ? static_cast<const int64_t*>(cu_seqlens)[sequence]
                                : static_cast<const int32_t*>(cu_seqlens)[sequence];
   }
 
-  int64_t length(int64_t sequence) const {
+  KLFAST_HOST_DEVICE int64_t length(int64_t sequence) const {
     return packed() ? start(sequence + 1) - start(sequence) : width;
   }
 
   // Where in the inputs' views a sequence's token lies.
-  int64_t row(int64_t sequence) const { return packed() ? 0 : sequence; }
-  int64_t column(int64_t sequence, int64_t position) const {
+  KLFAST_HOST_DEVICE int64_t row(int64_t sequence) const { return packed() ? 0 : sequence; }
+  KLFAST_HOST_DEVICE int64_t column(int64_t sequence, int64_t position) const {
     return packed() ? start(sequence) + position : position;
   }
 };

@@ -19,7 +19,6 @@ def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor:
     return tensor.new_empty(tensor.shape if wanted else (0,))
 
 
-@torch.library.register_fake("klfast::kl_penalty_fwd")
 def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprobs, ref_logprobs, old_logprobs, _, cu_seqlens = args[:5]
     reduction = args[_REDUCTION]
@@ -38,12 +37,10 @@ def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-@torch.library.register_fake("klfast::kl_penalty_bwd")
 def _kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty_gradient(args[0], args[-2]), _empty_gradient(args[1], args[-1])
 
 
-@torch.library.register_fake("klfast::scale_")
 def _scale(tensor: Tensor, factor: Tensor) -> None:
     pass
 
@@ -58,10 +55,9 @@ def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> An
     return outputs, (0,) * len(outputs)
 
 
-def _register_vmap(op: Any) -> None:
+def _vmap_by_element(op: Any) -> Any:
     """Vmap by one call per element: right for every option, and fast where elements are large."""
 
-    @torch.library.register_vmap(op)
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def element(i: int) -> list[Any]:
             return [
@@ -75,6 +71,15 @@ def _register_vmap(op: Any) -> None:
         stacked = tuple(torch.stack(output) for output in outputs)
         return stacked, (0,) * len(stacked)
 
+    return vmap
 
-_register_vmap(torch.ops.klfast.kl_penalty_fwd.default)
-_register_vmap(torch.ops.klfast.kl_penalty_bwd.default)
+
+def register(namespace: str) -> None:
+    """Register fakes and vmap rules for the ops of ``csrc/ops.cpp`` under a namespace."""
+    ops = getattr(torch.ops, namespace)
+    fakes = {"kl_penalty_fwd": _kl_penalty_fwd, "kl_penalty_bwd": _kl_penalty_bwd, "scale_": _scale}
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{namespace}::{name}", fake)
+    for name in ("kl_penalty_fwd", "kl_penalty_bwd"):
+        op = getattr(ops, name).default
+        torch.library.register_vmap(op, _vmap_by_element(op))

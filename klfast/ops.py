@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from klfast.call import SCALAR_REDUCTIONS, KLCall
+from klfast.fakes import register
 from klfast.stats import KLStats
 from klfast.value_checks import are_tracing, check_values
 
@@ -31,6 +32,15 @@ class Kernels(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor]]
     scale_: Callable[[Tensor, Tensor], None]
 
+    @classmethod
+    def of(cls, namespace: Any) -> Kernels:
+        """Those of ``torch.ops.<namespace>``."""
+        return cls(
+            namespace.kl_penalty_fwd.default,
+            namespace.kl_penalty_bwd.default,
+            namespace.scale_.default,
+        )
+
 
 def _load() -> str | None:
     try:
@@ -39,7 +49,7 @@ def _load() -> str | None:
         return "the extension was not built; run pip install --no-build-isolation ."
     except ImportError as error:
         return f"the extension does not load with torch {torch.__version__}: {error}"
-    importlib.import_module("klfast.fakes")
+    register("klfast")
     return None
 
 
@@ -53,8 +63,7 @@ def load_error() -> str | None:
 
 def native_kernels() -> Kernels:
     """The ops of the extension, which must be loaded."""
-    ops = torch.ops.klfast
-    return Kernels(ops.kl_penalty_fwd.default, ops.kl_penalty_bwd.default, ops.scale_.default)
+    return Kernels.of(torch.ops.klfast)
 
 
 def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:

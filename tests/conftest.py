@@ -4,13 +4,18 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
-
-from klfast import backends
+from hypothesis import HealthCheck, settings
+from targets import TARGETS, serving
 
 # Fuzzing draws the same examples in every run; `HYPOTHESIS_PROFILE=explore` looks for new ones.
-settings.register_profile("klfast", deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+# The fixture of the backends is the same for all examples of a test.
+common = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("klfast", derandomize=True, **common)
+settings.register_profile("explore", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "klfast"))
 
 
@@ -19,13 +24,12 @@ def pytest_configure():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
 
 
-@pytest.fixture(params=backends.MODULES, scope="session")
+@pytest.fixture(params=TARGETS)
 def backend(request):
-    """The name of every backend that serves the CPU."""
-    reason = backends.MODULES[request.param].unavailable(torch.device("cpu"))
-    if reason is not None:
-        pytest.skip(f"backend {request.param}: {reason}")
-    return request.param
+    """The name of a backend, for every backend and device there is (see ``targets``)."""
+    target = TARGETS[request.param]
+    with serving(target):
+        yield target.backend
 
 
 @pytest.fixture(autouse=True)

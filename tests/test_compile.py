@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
 from klfast import Estimator
+from klfast.backends import native
 from klfast.call import REDUCTIONS
 
 # Both are torch's own: dynamo makes a Function object to trace any autograd.Function whatever, and
@@ -259,3 +260,14 @@ def test_an_integer_normalizer_may_change(backend):
     function = compiled(penalty)
     for count in (3, 5, 8):
         assert_like_eager(penalty, function, inputs(3, 7), count, exactly=False)
+
+
+def test_whether_cuda_kernels_can_run_is_a_constant_to_the_compiler():
+    """Asking the extension is nothing that dynamo could trace."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def add_one_if_unavailable(x):
+        return x + (native.unavailable(torch.device("cuda", 0)) is not None)
+
+    unavailable = native.unavailable(torch.device("cuda", 0)) is not None
+    assert add_one_if_unavailable(torch.zeros(())).item() == unavailable

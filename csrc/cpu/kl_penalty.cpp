@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "convert.h"
+#include "blocks.h"
 #include "kl_penalty_kernel.h"
 
 namespace klfast::cpu {

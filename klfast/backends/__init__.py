@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from klfast.backends import native, reference
+from klfast.backends import native, reference, triton
 from klfast.checks import check_choice
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Backend(Protocol):
     def kl_penalty(self, call: KLCall) -> tuple[torch.Tensor, KLStats | None]: ...
 
 
-MODULES: dict[str, Backend] = {"native": native, "reference": reference}
+MODULES: dict[str, Backend] = {"native": native, "triton": triton, "reference": reference}
 """In the order that ``auto`` tries them. The last serves every device."""
 
 _told: set[str] = set()

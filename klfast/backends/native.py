@@ -1,6 +1,8 @@
-"""The compiled C++ kernels (CPU)."""
+"""The compiled kernels: C++ on the CPU, CUDA on NVIDIA GPUs."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -8,15 +10,39 @@ from torch import Tensor
 from klfast import ops
 from klfast.call import KLCall
 from klfast.stats import KLStats
+from klfast.value_checks import are_tracing, check_values, checks_requested
 
 
 def unavailable(device: torch.device) -> str | None:
     """Why this backend cannot serve ``device``; None if it can."""
     if (error := ops.load_error()) is not None:
         return error
+    if device.type == "cuda":
+        return _cuda_problem(device.index)
     return None if device.type == "cpu" else f"the extension has no kernels for {device.type}"
+
+
+def _cuda_problem(index: int | None) -> str | None:
+    """Why the CUDA kernels cannot run on a device; None if they can."""
+    if torch.version.hip is not None:
+        return "the extension's kernels are for NVIDIA GPUs; on this one, pip install triton"
+    return _ask_cuda(torch.cuda.current_device() if index is None else index)
+
+
+# A question about the machine: torch.compile takes the answer for a constant. Set as
+# torch.compiler.assume_constant_result does, which would import all of dynamo.
+_cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _ask_cuda(index: int) -> str | None:
+    from klfast import _C
+
+    return _C.cuda_problem(index) or None
 
 
 def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
+    if checks_requested() and call.tensors.logprobs.is_cuda and not are_tracing():
+        check_values(call)  # on a CPU the kernels do it as they read
     return ops.kl_penalty(call, ops.native_kernels())

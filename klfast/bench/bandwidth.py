@@ -32,6 +32,13 @@ PROBES: dict[str, Probe] = {
 """Reductions that torch splits over its threads and vectorises. Which is fastest differs by machine
 and cache level. None is known to be at the roof: the fastest is an estimate of it from below."""
 
+GPU_PROBES: dict[str, Probe] = {
+    **PROBES,
+    "sum of float32": lambda inputs: _whole(inputs).view(torch.float32).sum(),
+    "amax of float32": lambda inputs: _whole(inputs).view(torch.float32).amax(),
+}
+"""To a GPU, denormal numbers are like others."""
+
 
 def fastest_probe(inputs: Sequence[Inputs], warm: bool) -> str:
     """The name of the probe that reads these inputs fastest."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import klfast
-from klfast.bench.cases import Inputs, Op
+from klfast.bench.cases import Case, Inputs, Op
 from klfast.stats import KLStats
 
-Forward = Callable[[Tensor, Tensor, Tensor], Any]
-"""(logprobs, ref_logprobs, mask) -> the penalty, or (penalty, KLStats)."""
+Forward = Callable[..., Any]
+"""(logprobs, ref_logprobs, mask[, cu_seqlens]) -> the penalty, or (penalty, KLStats)."""
 
 Candidate = Callable[[Inputs], Any]
 """What is called in a timing. Returns the penalty, (penalty, KLStats) or (penalty, gradient)."""
@@ -21,12 +21,24 @@ Candidate = Callable[[Inputs], Any]
 KLFAST = "klfast"
 EAGER = "eager"
 COMPILE = "torch.compile"
+AUTOTUNED = "torch.compile max-autotune"
+
+MODES = {COMPILE: None, AUTOTUNED: "max-autotune-no-cudagraphs"}
+"""Name -> ``mode`` of ``torch.compile``. CUDA graphs are timed apart, for every candidate."""
 
 
-def klfast_forward(op: Op) -> Forward:
-    def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Any:
+def klfast_forward(op: Op, backend: str = "auto") -> Forward:
+    def forward(
+        logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Any:
         return klfast.kl_penalty(  # type: ignore[call-overload]  # return_stats is no literal
-            logprobs, ref_logprobs, mask, reduction=op.reduction, return_stats=op.stats
+            logprobs,
+            ref_logprobs,
+            mask,
+            reduction=op.reduction,
+            cu_seqlens=cu_seqlens,
+            return_stats=op.stats,
+            backend=backend,
         )
 
     return forward
@@ -42,8 +54,20 @@ def eager_seq_sum(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tenso
     return eager_tokens(logprobs, ref_logprobs, mask).sum(-1)
 
 
-def eager_token_mean(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+def eager_token_mean(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor | None = None
+) -> Tensor:
     return eager_tokens(logprobs, ref_logprobs, mask).sum() / mask.sum()
+
+
+def eager_packed_seq_sum(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """Per-sequence sums of packed tokens by ``index_add``, which torch.compile can fuse."""
+    tokens = eager_tokens(logprobs, ref_logprobs, mask)
+    position = torch.arange(len(tokens), dtype=cu_seqlens.dtype, device=tokens.device)
+    sequence = torch.bucketize(position, cu_seqlens[1:], out_int32=True, right=True)
+    return tokens.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, tokens)
 
 
 def eager_stats(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, KLStats]:
@@ -63,16 +87,21 @@ def eager_stats(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> tuple[T
     return kl, stats
 
 
-def eager_forward(op: Op) -> Forward:
+def eager_forward(op: Op, packed: bool = False) -> Forward:
     if op.stats:
         return eager_stats
-    return {"seq-sum": eager_seq_sum, "token-mean": eager_token_mean}[op.reduction]
+    seq_sum = eager_packed_seq_sum if packed else eager_seq_sum
+    return {"seq-sum": seq_sum, "token-mean": eager_token_mean}[op.reduction]
 
 
 def compiled_forward(op: Op) -> Forward:
     """Compiled for one shape, and alone in dynamo's cache: the rival at its best."""
     torch.compiler.reset()
-    compiled: Forward = torch.compile(eager_forward(op), fullgraph=True, dynamic=False)
+    return _compiled(eager_forward(op))
+
+
+def _compiled(forward: Forward, mode: str | None = None) -> Forward:
+    compiled: Forward = torch.compile(forward, fullgraph=True, dynamic=False, mode=mode)
     return compiled
 
 
@@ -80,7 +109,7 @@ def candidate(op: Op, forward: Forward) -> Candidate:
     """A forward, with the backward behind it if the op has one."""
 
     def run_forward(inputs: Inputs) -> Any:
-        return forward(inputs.logprobs, inputs.ref_logprobs, inputs.mask)
+        return forward(*inputs.arguments)
 
     def run_both(inputs: Inputs) -> Any:
         penalty = run_forward(inputs)
@@ -95,3 +124,21 @@ def build_candidates(op: Op, with_compile: bool) -> dict[str, Candidate]:
     if with_compile:
         forwards[COMPILE] = compiled_forward(op)
     return {name: candidate(op, forward) for name, forward in forwards.items()}
+
+
+def build_gpu_candidates(
+    case: Case, backends: Sequence[str], modes: Sequence[str]
+) -> dict[str, Candidate]:
+    """Name -> candidate: klfast's backends by their names, eager, and compiled in each mode.
+
+    Args:
+        case: what they compute.
+        backends: of klfast.
+        modes: keys of ``MODES``.
+    """
+    torch.compiler.reset()  # alone in dynamo's cache
+    eager = eager_forward(case.op, case.packed)
+    forwards = {backend: klfast_forward(case.op, backend) for backend in backends}
+    forwards[EAGER] = eager
+    forwards |= {name: _compiled(eager, MODES[name]) for name in modes}
+    return {name: candidate(case.op, forward) for name, forward in forwards.items()}

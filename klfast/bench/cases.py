@@ -1,6 +1,6 @@
 """What is timed: an op, a dtype and a shape; and the inputs it is timed on.
 
-Shapes: B sequences of T tokens.
+Shapes: B sequences of T tokens; packed, N = B * T tokens of B sequences whose lengths differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ KEPT = 0.8
 
 SPREAD = 0.1
 """Standard deviation of the log-ratio, in nats."""
+
+UNEVEN = 0.75
+"""Packed sequences have evenly spread lengths, from 1 - UNEVEN to 1 + UNEVEN times their mean."""
 
 _ALIGNMENT = 64
 
@@ -56,15 +59,20 @@ gradient as it reads, and of per-sequence sums, where the backward must read aga
 
 @dataclass(frozen=True)
 class Case:
-    """An op on a dtype (a key of ``DTYPES``) and a shape [B, T]."""
+    """An op on a dtype (a key of ``DTYPES``) and a shape [B, T].
+
+    ``packed``: on as many tokens and sequences, packed, of T tokens on average.
+    """
 
     op: Op
     dtype: str
     shape: tuple[int, int]
+    packed: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.op.name} {self.dtype} {self.shape[0]}x{self.shape[1]}"
+        layout = " packed" if self.packed else ""
+        return f"{self.op.name} {self.dtype} {self.shape[0]}x{self.shape[1]}{layout}"
 
     @property
     def tokens(self) -> int:
@@ -87,10 +95,11 @@ class Inputs:
     """One set of inputs.
 
     Attributes:
-        logprobs, ref_logprobs, mask: [B, T].
+        logprobs, ref_logprobs, mask: [B, T], or packed [N].
         grad_out: what the backward starts from: [B] for ``seq-sum``, None (one) for a scalar.
         storage: the memory that holds the first three and nothing else, int64; None if they are
             not laid out together.
+        cu_seqlens: [B+1], int32, of packed inputs; else None.
     """
 
     logprobs: Tensor
@@ -98,11 +107,18 @@ class Inputs:
     mask: Tensor
     grad_out: Tensor | None = None
     storage: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """What a forward takes."""
+        packed = () if self.cu_seqlens is None else (self.cu_seqlens,)
+        return (self.logprobs, self.ref_logprobs, self.mask, *packed)
 
 
-def make_inputs(case: Case, copies: int) -> list[Inputs]:
+def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> list[Inputs]:
     """Sets of random inputs: the same values, each in memory of its own."""
-    storage = torch.zeros(sum(_padded(_sizes(case))), dtype=torch.uint8)
+    storage = torch.zeros(sum(_padded(_sizes(case))), dtype=torch.uint8, device=device)
     first = _inputs_in(storage, case)
     first.logprobs.detach().uniform_(-4, 0)
     first.ref_logprobs.normal_(std=SPREAD).add_(first.logprobs.detach())
@@ -119,7 +135,7 @@ def copy_inputs(
             logprobs.detach().clone().requires_grad_(op.backward),
             ref_logprobs.detach().clone(),
             mask.clone(),
-            _grad_out(op, logprobs.shape[0]),
+            _grad_out(op, logprobs.shape[0], logprobs.device),
         )
         for _ in range(copies)
     ]
@@ -138,17 +154,32 @@ def _padded(sizes: list[int]) -> list[int]:
 def _inputs_in(storage: Tensor, case: Case) -> Inputs:
     """The inputs as views of one block of bytes, so that a plain read can read the same bytes."""
     sizes = _sizes(case)
+    shape = (case.tokens,) if case.packed else case.shape
     blocks = torch.split(storage.view(torch.uint8), _padded(sizes))
     parts = [block[:size] for block, size in zip(blocks, sizes, strict=True)]
-    logprobs, ref_logprobs = (part.view(DTYPES[case.dtype]).view(case.shape) for part in parts[:2])
+    logprobs, ref_logprobs = (part.view(DTYPES[case.dtype]).view(shape) for part in parts[:2])
     return Inputs(
         logprobs.requires_grad_(case.op.backward),
         ref_logprobs,
-        parts[2].view(torch.bool).view(case.shape),
-        _grad_out(case.op, case.shape[0]),
+        parts[2].view(torch.bool).view(shape),
+        _grad_out(case.op, case.shape[0], storage.device),
         storage.view(torch.int64),
+        boundaries(*case.shape).to(storage.device) if case.packed else None,
     )
 
 
-def _grad_out(op: Op, sequences: int) -> Tensor | None:
-    return torch.rand(sequences) if op.backward and op.reduction == "seq-sum" else None
+def _grad_out(op: Op, sequences: int, device: torch.device) -> Tensor | None:
+    needed = op.backward and op.reduction == "seq-sum"
+    return torch.rand(sequences, device=device) if needed else None
+
+
+def boundaries(sequences: int, tokens: int) -> Tensor:
+    """[sequences + 1], int32: lengths around ``tokens``, in a random order that never changes."""
+    steps = torch.arange(sequences, device="cpu") * 2 - (sequences - 1)  # what they add cancels
+    lengths = tokens + torch.round(steps * (UNEVEN * tokens / max(1, sequences - 1))).to(
+        torch.int32
+    )
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(0), device="cpu")
+    cu_seqlens = torch.zeros(sequences + 1, dtype=torch.int32, device="cpu")
+    cu_seqlens[1:] = lengths[order].cumsum(0)
+    return cu_seqlens

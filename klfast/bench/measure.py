@@ -106,19 +106,37 @@ def rotation(input_bytes: int) -> int:
 
 
 def checked_candidates(op: Op, inputs: Inputs, with_compile: bool) -> dict[str, Candidate]:
-    """The candidates, each called once and found right.
+    """The candidates, each called once and found right."""
+    return check_candidates(build_candidates(op, with_compile), op, inputs)
 
-    ``torch.compile`` is left out with a warning where it does not work, as it needs a C++ compiler.
+
+def check_candidates(
+    candidates: dict[str, Candidate],
+    op: Op,
+    inputs: Inputs,
+    failed: dict[str, str] | None = None,
+) -> dict[str, Candidate]:
+    """Calls each candidate once, and returns those that are right.
+
+    ``torch.compile`` is left out with a warning where it does not work, as it needs a compiler. So
+    is any other that goes wrong, if there is a ``failed`` (name -> why) to say so in.
     """
     expected = truth(op, inputs)
     allowed = tolerances(op, inputs, expected)
-    candidates = build_candidates(op, with_compile)
-    if COMPILE in candidates and (reason := _failure(candidates[COMPILE], inputs)):
-        del candidates[COMPILE]
-        warnings.warn(f"{COMPILE} is left out, as it fails here: {reason}", stacklevel=2)
+    working = {}
     for name, call in candidates.items():
-        check_outputs(name, op, call(inputs), expected, allowed)
-    return candidates
+        if name.startswith(COMPILE) and (reason := _failure(call, inputs)):
+            warnings.warn(f"{name} is left out, as it fails here: {reason}", stacklevel=2)
+            continue
+        try:
+            check_outputs(name, op, call(inputs), expected, allowed)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[name] = one_line(error)
+        else:
+            working[name] = call
+    return working
 
 
 def _failure(call: Candidate, inputs: Inputs) -> str | None:
@@ -126,8 +144,14 @@ def _failure(call: Candidate, inputs: Inputs) -> str | None:
     try:
         call(inputs)
     except Exception as error:  # its compilers fail in many ways
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return one_line(error)
     return None
+
+
+def one_line(error: Exception) -> str:
+    """An error's type and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def rows_of(case: Case, timings: dict[str, Timing]) -> list[Row]:

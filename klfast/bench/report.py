@@ -8,7 +8,8 @@ import importlib.util
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,15 @@ class Results:
         rows: one for each case and candidate.
         probes: case -> the reduction behind its ``read``.
         skipped: case -> why it was left out.
+        failed: case -> what went wrong.
         notes: what else a reader must know.
         finished: whether every case was reached.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     finished: bool = False
 
@@ -43,24 +46,32 @@ class Results:
 def conditions(plan: Plan) -> dict[str, Any]:
     """Where, when and how it is measured."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "device": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "instruction_set": instruction_set(),
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "versions": {
-            "klfast": _klfast_version(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "commit": commit(),
         "estimator": "k3",
         "mask_kept": KEPT,
         "log_ratio_std": SPREAD,
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "klfast": version("klfast"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
     }
 
 
@@ -82,16 +93,21 @@ def instruction_set() -> str | None:
     return _C.instruction_set()
 
 
-def _klfast_version() -> str | None:
+def version(package: str) -> str | None:
     try:
-        return importlib.metadata.version("klfast")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
 def commit() -> str | None:
-    """The commit that klfast runs from, ``-dirty`` if changed since; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """The commit that klfast runs from, ``-dirty`` if changed since; None outside a checkout.
+
+    ``KLFAST_COMMIT`` says it where the sources have come without their history.
+    """
+    if told := os.environ.get("KLFAST_COMMIT"):
+        return told
+    command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--exclude=*"]
     folder = Path(__file__).parent
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -117,9 +133,11 @@ def cells(row: Row, first: bool) -> tuple[str, ...]:
     )
 
 
-def lines_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def lines_of(
+    rows: Sequence[Any], to_cells: Callable[[Any, bool], tuple[str, ...]] = cells
+) -> list[tuple[str, ...]]:
     cases = [""] + [row.case for row in rows]
-    return [cells(row, row.case != before) for row, before in zip(rows, cases, strict=False)]
+    return [to_cells(row, row.case != before) for row, before in zip(rows, cases, strict=False)]
 
 
 def summary(where: dict[str, Any]) -> str:
@@ -135,27 +153,34 @@ def summary(where: dict[str, Any]) -> str:
     )
 
 
-def print_results(results: Results, where: dict[str, Any]) -> None:
+def print_results(
+    results: Results,
+    summary_text: str,
+    headings: Sequence[str] = HEADINGS,
+    to_cells: Callable[[Any, bool], tuple[str, ...]] = cells,
+) -> None:
     """The table, what was left out and why, and the conditions."""
-    print_table(lines_of(results.rows))
+    print_table(headings, lines_of(results.rows, to_cells))
     for case, reason in results.skipped.items():
         print(f"left out: {case}: {reason}")
+    for case, reason in results.failed.items():
+        print(f"failed: {case}: {reason}")
     for note in results.notes:
         print(note)
-    print(summary(where))
+    print(summary_text)
 
 
-def print_table(lines: Sequence[tuple[str, ...]]) -> None:
-    """With rich if it is installed, else plainly."""
-    if importlib.util.find_spec("rich") is None:
-        _print_plainly([HEADINGS, *lines])
+def print_table(headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
+    """With rich on a terminal, else plainly: rich would cut lines to the width of no terminal."""
+    if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
+        _print_plainly([tuple(headings), *lines])
         return
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, show_edge=False, padding=0)
-    for number, heading in enumerate(HEADINGS):
+    for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
     for number, line in enumerate(lines):
         table.add_row(*line, end_section=number + 1 == len(lines) or bool(lines[number + 1][0]))

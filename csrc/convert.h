@@ -1,14 +1,13 @@
-// Blocks of any dtype and stride to and from the arithmetic's type. Included by kernels that are
-// compiled once per instruction set: everything here is inlined into them.
+// Elements of any dtype to and from the arithmetic's type, on the host and on devices. Included by
+// kernels that are compiled once per instruction set: everything here is inlined into them.
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
-#include "../exp_series.h"
-#include "../tensor_view.h"
+#include "exp_series.h"
+#include "tensor_view.h"
 
 namespace klfast {
 namespace {
@@ -51,12 +50,18 @@ KLFAST_HOST_DEVICE float convert<float>(BFloat16 from) {
 
 template <>
 KLFAST_HOST_DEVICE float convert<float>(Float16 from) {
+#ifdef __CUDA_ARCH__
+  float converted;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(from.bits));
+  return converted;
+#else
   const uint32_t magnitude = from.bits & 0x7fffu;
   const uint32_t sign = (from.bits & 0x8000u) << 16;
   // The exponent moves from bias 15 to 127 by a multiplication, which serves subnormals too.
   const float finite = math::bit_cast<float>(magnitude << 13) * 0x1p112f;
   const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
   return math::bit_cast<float>(math::bit_cast<uint32_t>(finite) | special | sign);
+#endif
 }
 
 template <>
@@ -72,13 +77,24 @@ KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
 // To nearest, ties to even, as everybody does; NaN stays NaN.
 template <>
 KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(float from) {
+#ifdef __CUDA_ARCH__
+  BFloat16 converted;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(converted.bits) : "f"(from));
+  return converted;
+#else
   const uint32_t bits = math::bit_cast<uint32_t>(from);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return {static_cast<uint16_t>(from != from ? 0x7fc0u : rounded)};
+#endif
 }
 
 template <>
 KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
+#ifdef __CUDA_ARCH__
+  Float16 converted;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(converted.bits) : "f"(from));
+  return converted;
+#else
   const uint32_t bits = math::bit_cast<uint32_t>(from);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -91,6 +107,7 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
   half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 and more round to infinity
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return {static_cast<uint16_t>(half | sign)};
+#endif
 }
 
 template <>
@@ -104,6 +121,9 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
 }
 
 // Calls visit(T()) with the C++ type of a dtype.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable  // a host function may bring a visitor for the host
+#endif
 template <typename Visitor>
 KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
   switch (dtype) {
@@ -128,58 +148,6 @@ KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
     case DType::kInt64:
       return visit(int64_t());
   }
-}
-
-// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the
-// memory serves as it is, else in `buffer`.
-template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t column, int64_t n,
-                                         int64_t padded, Acc* buffer) {
-  const Acc* block = buffer;
-  visit_dtype(view.dtype, [&](auto zero) __attribute__((always_inline)) {
-    using From = decltype(zero);
-    const From* from =
-        static_cast<const From*>(view.data) + row * view.row_stride + column * view.column_stride;
-    if (view.column_stride == 1) {
-      if constexpr (std::is_same_v<From, Acc>) {
-        if (n == padded) {
-          block = from;
-          return;
-        }
-      }
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i]);
-    } else {
-      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i * view.column_stride]);
-    }
-    std::fill(buffer + n, buffer + padded, Acc(0));
-  });
-  return block;
-}
-
-// Where to compute n elements of an output from `index` on: in the output's own memory, or in
-// `buffer`, which store_block then converts.
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc* output_block(const Output& output, int64_t index, int64_t n, int64_t padded,
-                                     Acc* buffer) {
-  constexpr DType own = sizeof(Acc) == 8 ? DType::kFloat64 : DType::kFloat32;
-  const bool direct = output.data != nullptr && output.dtype == own && n == padded;
-  return direct ? static_cast<Acc*>(output.data) + index : buffer;
-}
-
-template <typename Acc>
-KLFAST_HOST_DEVICE void store_block(const Output& output, int64_t index, int64_t n,
-                                    const Acc* block) {
-  if (output.data == nullptr) return;
-  visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
-    using To = decltype(zero);
-    if constexpr (is_floating<To>) {
-      To* to = static_cast<To*>(output.data) + index;
-      if (static_cast<const void*>(to) == block) return;
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(block[i]);
-    }
-  });
 }
 
 }  // namespace

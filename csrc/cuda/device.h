@@ -1,0 +1,40 @@
+// What the kernels take from CUDA; tests compile them against an emulation of it on the host.
+
+#pragma once
+
+#include <cstdint>
+
+#ifdef KLFAST_EMULATE_CUDA
+#include "cuda_emulator.h"
+#else
+#include <cuda_runtime.h>
+#define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
+  kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+#endif
+
+namespace klfast::cuda {
+
+inline constexpr int kWarp = 32;               // lanes
+inline constexpr int kWarps = 8;               // of a block
+inline constexpr int kBlock = kWarp * kWarps;  // threads
+
+// The same value, of which the compiler knows nothing more. Where a switch over dtypes stands in a
+// loop, this keeps it from preparing addresses for each of them before the loop, in registers that
+// all but one case leave unused.
+__device__ __forceinline__ int64_t opaque(int64_t value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(value));
+#endif
+  return value;
+}
+
+// The same for what a warp keeps in shared memory: read when it is used, not before.
+template <typename T>
+__device__ __forceinline__ const T& opaque(const T* value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(value));
+#endif
+  return *value;
+}
+
+}  // namespace klfast::cuda

@@ -1,0 +1,41 @@
+// What a launch is asked to do, in one argument.
+
+#pragma once
+
+#include "../kl_penalty.h"
+#include "../token.h"
+#include "work.h"
+
+namespace klfast::cuda {
+
+// What a kernel can do. The plain ones leave out limits and importance weights, the plainest also
+// statistics and the search for the last kept token.
+enum class Pass { kPlain, kPlainStatistics, kAny };
+
+template <Pass pass>
+inline constexpr bool is_plain = pass != Pass::kAny;
+template <Pass pass>
+inline constexpr bool adds_statistics = pass != Pass::kPlain;
+
+struct Task {
+  KlPenaltyInputs in;
+  Limits<double> limits;
+  Grid grid;
+  Output grad_logprobs;
+  Output grad_ref_logprobs;
+  bool backward = false;
+  // Forward.
+  Output value;  // per token: coef * weighted value
+  View scores;
+  bool want_statistics = false;
+  bool weights_known = false;  // row 0 of per_sequence has been written by a pass over the lengths
+  void* result = nullptr;      // of a reduction
+  void* per_sequence = nullptr;
+  double* partials = nullptr;
+  unsigned* arrivals = nullptr;  // null: every block finishes its own sequences
+  // Backward.
+  View grad_out;
+  View weights;
+};
+
+}  // namespace klfast::cuda

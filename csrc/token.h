@@ -1,0 +1,92 @@
+// One token under everything that klfast.Estimator can say, on the host and on devices. Included by
+// kernels that are compiled once per instruction set: everything here is inlined into them.
+
+#pragma once
+
+#include <cmath>
+
+#include "estimators.h"
+#include "kl_penalty.h"
+
+namespace klfast {
+namespace {
+
+using math::Range;
+
+template <typename Acc>
+struct Limits {
+  Acc low, high, tail, kl_clip, cap, log_cap;
+  bool k2_gradient, detached;
+};
+
+KLFAST_HOST_DEVICE Limits<double> widen(const Limits<float>& limit) {
+  return {limit.low, limit.high,    limit.tail,        limit.kl_clip,
+          limit.cap, limit.log_cap, limit.k2_gradient, limit.detached};
+}
+
+template <typename Acc>
+Limits<Acc> limits_of(const EstimatorOptions& options) {
+  return {static_cast<Acc>(options.log_ratio_low),
+          static_cast<Acc>(options.log_ratio_high),
+          static_cast<Acc>(options.linear_tail),
+          static_cast<Acc>(options.kl_clip),
+          static_cast<Acc>(options.importance_cap),
+          static_cast<Acc>(std::log(options.importance_cap)),
+          options.k2_gradient,
+          options.detached_importance};
+}
+
+// What a kept token comes to: its weighted value, and the derivatives of that by logprobs and by
+// -ref_logprobs.
+template <typename Acc>
+struct Token {
+  Acc value;
+  Acc derivative;
+  Acc ref_derivative;
+  bool clipped;
+};
+
+// Everything that Estimator can say, of one token.
+template <typename E, typename Acc>
+KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
+                                             Acc weight, Acc x, Acc log_importance) {
+  using math::select;
+  using K2 = estimators::k2;
+  const bool clips_x = (limit.low > -Acc(INFINITY)) | (limit.high < Acc(INFINITY));
+  const bool clips_f = limit.kl_clip < Acc(INFINITY);
+  const bool differentiable = weighs & !limit.detached;
+
+  const bool capped = weighs & (log_importance > limit.log_cap);
+  const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
+
+  // A clip lets NaN pass, as torch.clamp does.
+  const bool outside = (x < limit.low) | (x > limit.high);
+  const bool inside = (!clips_x) | ((x >= limit.low) & (x <= limit.high));
+  const Acc clipped_x = select(keep, math::clamp(x, limit.low, limit.high), Acc(0));
+  const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
+  const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
+  const Acc slope = E::derivative(near_x);
+  const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
+  const bool large_f = math::magnitude(f) > limit.kl_clip;
+  const bool small_f = (!clips_f) | (math::magnitude(f) <= limit.kl_clip);
+  const Acc clipped_f = math::clamp(f, -limit.kl_clip, limit.kl_clip);
+
+  // Derivatives of the value through x, and through x and the importance weight.
+  const bool alive = inside & small_f;
+  const Acc df = select(limit.k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
+  const Acc limited = select(alive & !in_tail, E::value_plus_derivative(near_x), clipped_f + df);
+  const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
+  const Acc derivative = select(differentiable & !capped, through_both, df);
+  const Acc scale = weight * importance;
+  return {scale * clipped_f, scale * derivative, scale * df, keep && (outside | large_f | capped)};
+}
+
+// Beyond this the importance weight or the formula may leave fp32's range where their product does
+// not.
+template <typename Acc>
+KLFAST_HOST_DEVICE bool is_extreme(Acc x) {
+  return math::magnitude(x) > Acc(80);
+}
+
+}  // namespace
+}  // namespace klfast

@@ -1,0 +1,647 @@
+"""The kernels of the Triton backend; ``triton_launch`` is their host side.
+
+A sequence is cut into segments of ``SEGMENT`` tokens, and a program runs over one segment, tile by
+tile. Shapes: S sequences, P slots for segments, one program each.
+
+- padded [S, T]: slot s * ceil(T / SEGMENT) + i is segment i of row s;
+- packed [N]: slot cu_seqlens[s] // SEGMENT + s + i is. This rises strictly and stays below
+  N // SEGMENT + S, so that the grid is known without reading cu_seqlens; slots between the last
+  segment of a sequence and the first of the next stay unused.
+
+Numbers depend on nothing but a sequence's own tokens. Floating sums are pairwise trees over
+positions: ``tl.sum`` of more than two elements adds in an order that the compiler chooses with the
+layout. Kernels are launched without fusion of multiplications and additions, so that every compiled
+variant computes the same bits. What cu_seqlens holds is not trusted: whatever it is, no access
+leaves the tensors.
+
+Doubles arrive as the int64 of their bits, as Triton rounds a float argument to fp32.
+"""
+
+import inspect
+
+import triton
+import triton.language as tl
+
+from klfast.backends.triton_math import bits_of, constant, k1_value, k2_value, k3_value
+from klfast.backends.triton_tokens import evaluate_tile
+
+TILE = tl.constexpr(1024)
+SEGMENT = tl.constexpr(4096)
+"""Tokens; both shape the sums."""
+
+LENGTH = tl.constexpr(0)
+KL = tl.constexpr(1)
+K1 = tl.constexpr(2)
+K2 = tl.constexpr(3)
+K3 = tl.constexpr(4)
+MAX_LOG_RATIO = tl.constexpr(5)
+CLIPPED = tl.constexpr(6)
+NONFINITE = tl.constexpr(7)
+LAST_KEPT = tl.constexpr(8)
+"""Rows of the partial results [9, P], in fp64: the statistics in their order, and one more."""
+
+
+@triton.jit
+def tree_sum(x, SIZE: tl.constexpr):
+    """[SIZE] -> scalar: sums of neighbours, sums of neighbouring sums, ...; past 32 in fp64."""
+    for level in tl.static_range(1, 13):
+        if (SIZE >> level) > 0:
+            if level == 6:
+                x = x.to(tl.float64)
+            x = tl.sum(tl.reshape(x, (SIZE >> level, 2)), axis=1)
+    return tl.sum(x, axis=0).to(tl.float64)
+
+
+@triton.jit
+def number(pointer, bits):
+    """A double: what a 0-dim tensor holds, or the number of these bits where there is none."""
+    if pointer is None:
+        value = bits.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        value = tl.load(pointer).to(tl.float64)
+    return value
+
+
+@triton.jit
+def edge(cu_seqlens, index, tokens, valid):
+    """Where sequence ``index`` starts, inside [0, tokens]."""
+    at = tl.load(cu_seqlens + index, mask=valid, other=0).to(tl.int64)
+    return tl.minimum(tl.maximum(at, 0), tokens)
+
+
+@triton.jit
+def find_sequence(cu_seqlens, slot, sequences, tokens):
+    """The last sequence whose first slot is not behind ``slot``, by a search in 128 ways."""
+    first = sequences * 0
+    span = sequences
+    while span > 1:
+        step = tl.cdiv(span, 128)
+        probe = first + tl.arange(0, 128) * step
+        valid = probe < first + span
+        slots = edge(cu_seqlens, probe, tokens, valid) // SEGMENT + probe
+        before = tl.sum((valid & (slots <= slot)).to(tl.int32), axis=0)
+        first += tl.maximum(before - 1, 0) * step
+        span = tl.minimum(step, sequences - first)
+    return first
+
+
+@triton.jit
+def locate(cu_seqlens, sequences, width):
+    """(sequence, its first token, its length, the segment's position in it) of this program.
+
+    ``width`` is T of a padded batch, N of a packed one.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    if cu_seqlens is None:
+        per_sequence = tl.maximum(tl.cdiv(width, SEGMENT), 1)
+        sequence = slot // per_sequence
+        start = sequence * width
+        length = width
+        position = (slot - sequence * per_sequence) * SEGMENT
+    else:
+        sequence = find_sequence(cu_seqlens, slot, sequences, width)
+        start = edge(cu_seqlens, sequence, width, True)
+        length = edge(cu_seqlens, sequence + 1, width, True) - start
+        position = (slot - start // SEGMENT - sequence) * SEGMENT
+    return sequence, start, length, position
+
+
+@triton.jit
+def place(pointer, row, row_stride, first, stride, offset, LAYOUT: tl.constexpr):
+    """Pointers to tokens first + offset of a row.
+
+    ``LAYOUT`` says what is known of memory: "aligned" that a tile starts at a multiple of 8
+    elements and of 16 bytes, "unit" that tokens lie side by side, "strided" nothing.
+    """
+    if LAYOUT == "strided":
+        pointers = pointer + row * row_stride + (first + offset) * stride
+    else:
+        pointers = pointer + row * row_stride + first + offset
+    if LAYOUT == "aligned":
+        bytes_of_8: tl.constexpr = max(8, pointer.dtype.element_ty.primitive_bitwidth)
+        pointers = tl.multiple_of(pointers, [min(16, bytes_of_8)])
+    return pointers
+
+
+@triton.jit
+def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYOUT: tl.constexpr):
+    """(weights, where they are not 0): the mask's, ones without a mask, and zeros outside."""
+    if mask is None:
+        keep = inside
+        weight = tl.where(keep, 1.0, 0.0).to(ACC)
+    else:
+        pointers = place(mask, row, row_stride, first, stride, offset, LAYOUT)
+        weight = tl.load(pointers, mask=inside, other=0)
+        if mask.dtype.element_ty == tl.int1:
+            keep = weight
+            weight = tl.where(keep, 1.0, 0.0).to(ACC)
+        else:
+            weight = weight.to(ACC)
+            keep = weight != 0
+    return weight, keep
+
+
+@triton.jit
+def sequence_weight(
+    length, tokens, sequences, normalizer, REDUCTION: tl.constexpr, NORMALIZED: tl.constexpr, ACC
+):
+    """What a sequence's sum counts in the result, as ``sequence_weight`` of csrc/reductions.h.
+
+    Rounded to the arithmetic's type, as the backward will read it: every gradient of a call is then
+    the same, whoever computes it.
+    """
+    denominator = tl.full(length.shape, 1.0, tl.float64)
+    if REDUCTION == "token-mean":
+        denominator = denominator * (normalizer if NORMALIZED else tokens)
+    if REDUCTION == "seq-mean-token-sum" or REDUCTION == "seq-mean-token-mean":
+        denominator = denominator * (normalizer if NORMALIZED else sequences)
+    if REDUCTION == "seq-mean" or REDUCTION == "seq-mean-token-mean":
+        denominator = denominator * length
+    divisible = denominator > 0
+    weight = tl.where(divisible, 1.0 / tl.where(divisible, denominator, 1.0), 0.0)
+    return weight.to(ACC).to(tl.float64)
+
+
+@triton.jit
+def gradient_scale(
+    coef,
+    weights,
+    grad_out,
+    grad_out_stride,
+    normalizer,
+    sequence,
+    sequences,
+    width,
+    GRADIENT: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What the gradient of every token of a sequence is multiplied with.
+
+    ``GRADIENT``: "token", "sequence" or "scalar" is what grad_out holds. "unit" is a gradient
+    without one; "unit-of-shape" also without weights, which follow from a padded batch's shape.
+    """
+    scale = coef
+    if GRADIENT == "unit-of-shape":
+        length = width.to(tl.float64)
+        full = tl.where(width > 0, sequences.to(tl.float64), 0.0)
+        scale *= sequence_weight(
+            length, full * length, full, normalizer, REDUCTION, NORMALIZED, ACC
+        )
+    if GRADIENT == "unit":
+        scale *= tl.load(weights + sequence).to(tl.float64)
+    if GRADIENT == "sequence":
+        upstream = tl.load(grad_out + sequence * grad_out_stride).to(tl.float64)
+        scale *= tl.load(weights + sequence).to(tl.float64) * upstream
+    if GRADIENT == "scalar":
+        upstream = tl.load(grad_out).to(tl.float64)
+        scale *= tl.load(weights + sequence).to(tl.float64) * upstream
+    return scale.to(ACC)
+
+
+@triton.jit
+def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
+    """To a contiguous output, by way of fp32 where it is narrower."""
+    at = place(pointer, 0, 0, token, 1, offset, LAYOUT)
+    if pointer.dtype.element_ty != tl.float64:
+        value = value.to(tl.float32)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit
+def store_partial(partials, row: tl.constexpr, slots, value):
+    tl.store(partials + row * slots + tl.program_id(0), value.to(tl.float64))
+
+
+def kernel(function):
+    """``triton.jit`` without variants for what numbers and addresses are divisible by.
+
+    So a new length or coefficient never compiles anything; ``LAYOUT`` says what is worth saying.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    numbers = [p.name for p in parameters if p.annotation is tl.int64]
+    pointers = [p.name for p in parameters if p.annotation is inspect.Parameter.empty]
+    return triton.jit(
+        function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers
+    )
+
+
+@kernel
+def kl_penalty_kernel(
+    logprobs,
+    ref_logprobs,
+    old_logprobs,
+    mask,
+    cu_seqlens,
+    coef_tensor,
+    normalizer_tensor,
+    grad_out,
+    weights,
+    value,
+    grad_logprobs,
+    grad_ref_logprobs,
+    partials,
+    coef: tl.int64,
+    normalizer: tl.int64,
+    cap: tl.int64,
+    log_cap: tl.int64,
+    low: tl.int64,
+    high: tl.int64,
+    tail: tl.int64,
+    clip: tl.int64,
+    sequences: tl.int64,
+    width: tl.int64,
+    slots: tl.int64,
+    logprobs_row: tl.int64,
+    logprobs_stride: tl.int64,
+    ref_logprobs_row: tl.int64,
+    ref_logprobs_stride: tl.int64,
+    old_logprobs_row: tl.int64,
+    old_logprobs_stride: tl.int64,
+    mask_row: tl.int64,
+    mask_stride: tl.int64,
+    grad_out_row: tl.int64,
+    grad_out_stride: tl.int64,
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    SUM: tl.constexpr,
+    FORM: tl.constexpr,
+    ACC: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    REWARDS: tl.constexpr,
+):
+    """One read of a segment: values and gradients per token, partial sums; None where not wanted.
+
+    weights is [S]. Where no kernel follows that would write them (no sums), they are written here.
+    """
+    sequence, start, length, position = locate(cu_seqlens, sequences, width)
+    token = start + position  # among all tokens, as outputs are laid out
+    count = tl.minimum(tl.maximum(length - position, 0), SEGMENT).to(tl.int32)
+    if LAYOUT == "aligned":
+        token = tl.multiple_of(token, 8)
+        count = tl.multiple_of(count, 8)
+    if cu_seqlens is None:
+        row, first = sequence, position
+    else:
+        row, first = sequence * 0, token
+
+    coef = number(coef_tensor, coef)
+    if REWARDS:
+        coef = -coef  # a penalty is taken off the score
+    normalizer = number(normalizer_tensor, normalizer)
+    scale = gradient_scale(
+        coef,
+        weights,
+        grad_out,
+        grad_out_stride,
+        normalizer,
+        sequence,
+        sequences,
+        width,
+        GRADIENT,
+        REDUCTION,
+        NORMALIZED,
+        ACC,
+    )
+    coef = coef.to(ACC)
+    cap = number(None, cap).to(ACC)
+    log_cap = number(None, log_cap).to(ACC)
+    low = number(None, low).to(ACC)
+    high = number(None, high).to(ACC)
+    tail = number(None, tail).to(ACC)
+    clip = number(None, clip).to(ACC)
+
+    kl_sums = tl.zeros((TILE,), ACC)
+    lengths = tl.zeros((TILE,), ACC)
+    k1_sums = tl.zeros((TILE,), ACC)
+    k2_sums = tl.zeros((TILE,), ACC)
+    k3_sums = tl.zeros((TILE,), ACC)
+    largest = bits_of(tl.zeros((TILE,), ACC))
+    limited_counts = tl.zeros((TILE,), tl.int32)
+    nonfinite_counts = tl.zeros((TILE,), tl.int32)
+    last_kept = tl.full((TILE,), -1, tl.int32)
+    for done in range(0, count, TILE):
+        offset = done + tl.arange(0, TILE)
+        inside = offset < count
+        weight, keep = load_weights(
+            mask, row, mask_row, first, mask_stride, offset, inside, ACC, LAYOUT
+        )
+        at = place(logprobs, row, logprobs_row, first, logprobs_stride, offset, LAYOUT)
+        logprob = tl.load(at, mask=inside, other=0).to(ACC)
+        at = place(
+            ref_logprobs, row, ref_logprobs_row, first, ref_logprobs_stride, offset, LAYOUT
+        )
+        # Selected, never multiplied: what is masked is not looked at.
+        x = tl.where(keep, logprob - tl.load(at, mask=inside, other=0).to(ACC), 0.0)
+        log_importance = x
+        if FORM.weighs:
+            at = place(
+                old_logprobs, row, old_logprobs_row, first, old_logprobs_stride, offset, LAYOUT
+            )
+            old_logprob = tl.load(at, mask=inside, other=0).to(ACC)
+            log_importance = tl.where(keep, logprob - old_logprob, 0.0)
+
+        weighted, grad, grad_ref, limited = evaluate_tile(
+            x,
+            log_importance,
+            weight,
+            keep,
+            low,
+            high,
+            tail,
+            clip,
+            cap,
+            log_cap,
+            VALUE,
+            DERIVATIVE,
+            SUM,
+            FORM,
+        )
+        if value is not None:
+            store(value, token, offset, tl.where(keep, coef * weighted, 0.0), inside, LAYOUT)
+        upstream = tl.full((TILE,), 1.0, ACC)
+        if GRADIENT == "token":
+            at = place(grad_out, row, grad_out_row, first, grad_out_stride, offset, LAYOUT)
+            upstream = tl.load(at, mask=inside, other=0).to(ACC)
+        if grad_logprobs is not None:
+            grad = tl.where(keep, scale * grad * upstream, 0.0)
+            store(grad_logprobs, token, offset, grad, inside, LAYOUT)
+        if grad_ref_logprobs is not None:
+            grad_ref = tl.where(keep, -scale * grad_ref * upstream, 0.0)
+            store(grad_ref_logprobs, token, offset, grad_ref, inside, LAYOUT)
+
+        kl_sums += weighted
+        lengths += weight
+        if REWARDS:
+            last_kept = tl.where(keep, offset, last_kept)
+        if STATISTICS:
+            k1_sums += weight * k1_value(x)
+            k2_sums += weight * k2_value(x)
+            k3_sums += weight * k3_value(x)
+            magnitude = bits_of(tl.abs(x))
+            infinity = bits_of(constant(x, float("inf"), float("inf")))
+            largest = tl.maximum(largest, magnitude)
+            nonfinite_counts += (magnitude >= infinity).to(tl.int32)
+            limited_counts += limited.to(tl.int32)
+
+    if partials is None:
+        if value is not None and position == 0:
+            tl.store(weights + sequence, 1.0)
+    else:
+        store_partial(partials, KL, slots, tree_sum(kl_sums, TILE))
+        if mask is not None:
+            store_partial(partials, LENGTH, slots, tree_sum(lengths, TILE))
+        if REWARDS:
+            last = tl.max(last_kept, axis=0)
+            store_partial(partials, LAST_KEPT, slots, tl.where(last < 0, -1, token + last))
+        if STATISTICS:
+            store_partial(partials, K1, slots, tree_sum(k1_sums, TILE))
+            store_partial(partials, K2, slots, tree_sum(k2_sums, TILE))
+            store_partial(partials, K3, slots, tree_sum(k3_sums, TILE))
+            maximum = tl.max(largest, axis=0).to(ACC, bitcast=True).to(tl.float64)
+            # A conversion may give NaN a sign, by which it would be the smallest.
+            store_partial(partials, MAX_LOG_RATIO, slots, tl.abs(maximum))
+            store_partial(partials, CLIPPED, slots, tl.sum(limited_counts, axis=0))
+            store_partial(partials, NONFINITE, slots, tl.sum(nonfinite_counts, axis=0))
+
+
+@kernel
+def lengths_kernel(
+    mask,
+    cu_seqlens,
+    partials,
+    sequences: tl.int64,
+    width: tl.int64,
+    mask_row: tl.int64,
+    mask_stride: tl.int64,
+    ACC: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Sums of the mask [P], added as ``kl_penalty_kernel`` adds them."""
+    sequence, start, length, position = locate(cu_seqlens, sequences, width)
+    count = tl.minimum(tl.maximum(length - position, 0), SEGMENT).to(tl.int32)
+    if LAYOUT == "aligned":
+        count = tl.multiple_of(count, 8)
+        position = tl.multiple_of(position, 8)
+    if cu_seqlens is None:
+        row, first = sequence, position
+    else:
+        row, first = sequence * 0, start + position
+    lengths = tl.zeros((TILE,), ACC)
+    for done in range(0, count, TILE):
+        offset = done + tl.arange(0, TILE)
+        weight, _ = load_weights(
+            mask, row, mask_row, first, mask_stride, offset, offset < count, ACC, LAYOUT
+        )
+        lengths += weight
+    tl.store(partials + tl.program_id(0), tree_sum(lengths, TILE))
+
+
+@triton.jit
+def segments_of(cu_seqlens, sequence, valid, sequences, width):
+    """(first slot, number of segments, number of tokens) of sequences [n]."""
+    if cu_seqlens is None:
+        per_sequence = tl.maximum(tl.cdiv(width, SEGMENT), 1)
+        first = sequence * per_sequence
+        tokens = tl.where(valid, width, 0)
+    else:
+        start = edge(cu_seqlens, sequence, width, valid)
+        end = edge(cu_seqlens, sequence + 1, width, valid)
+        first = start // SEGMENT + sequence
+        tokens = tl.where(valid, tl.maximum(end - start, 0), 0)
+    return first, tl.cdiv(tokens, SEGMENT), tokens
+
+
+@triton.jit
+def maximum(a, b):
+    """The larger of doubles that are not negative, or -1, by their bits: NaN is above everything."""
+    largest = tl.maximum(a.to(tl.int64, bitcast=True), b.to(tl.int64, bitcast=True))
+    return largest.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def store_statistics(statistics, sequences, valid, length, kl, k1, k2, k3, largest, clipped, bad):
+    """KLStats [8, S], in its order."""
+    tl.store(statistics + LENGTH * sequences, length, mask=valid)
+    tl.store(statistics + KL * sequences, kl, mask=valid)
+    tl.store(statistics + K1 * sequences, k1, mask=valid)
+    tl.store(statistics + K2 * sequences, k2, mask=valid)
+    tl.store(statistics + K3 * sequences, k3, mask=valid)
+    tl.store(statistics + MAX_LOG_RATIO * sequences, largest, mask=valid)
+    tl.store(statistics + CLIPPED * sequences, clipped, mask=valid)
+    tl.store(statistics + NONFINITE * sequences, bad, mask=valid)
+
+
+@kernel
+def combine_kernel(
+    partials,
+    cu_seqlens,
+    coef_tensor,
+    normalizer_tensor,
+    scores,
+    per_sequence,
+    result,
+    sums,
+    coef: tl.int64,
+    normalizer: tl.int64,
+    sequences: tl.int64,
+    width: tl.int64,
+    slots: tl.int64,
+    ACC: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    SCALAR: tl.constexpr,
+    MASKED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """From segments to sequences: weights (if ``WEIGHTS``), statistics, result, None if not wanted.
+
+    A scalar result needs all sequences in one program. Where there are more than BLOCK,
+    ``total_kernel`` goes on with what is stored in sums [2, S], lengths and values.
+    """
+    sequence = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = sequence < sequences
+    first, segments, tokens = segments_of(cu_seqlens, sequence, valid, sequences, width)
+    length = tl.zeros((BLOCK,), tl.float64)
+    kl = tl.zeros((BLOCK,), tl.float64)
+    k1 = tl.zeros((BLOCK,), tl.float64)
+    k2 = tl.zeros((BLOCK,), tl.float64)
+    k3 = tl.zeros((BLOCK,), tl.float64)
+    largest = tl.zeros((BLOCK,), tl.float64)
+    clipped = tl.zeros((BLOCK,), tl.float64)
+    nonfinite = tl.zeros((BLOCK,), tl.float64)
+    last_kept = tl.full((BLOCK,), -1.0, tl.float64)
+    if partials is not None:
+        most = tl.max(segments, axis=0)
+        for i in tl.range(0, most, loop_unroll_factor=1 if STATISTICS else 4):
+            here = i < segments
+            at = partials + first + i
+            if MASKED:
+                length += tl.load(at + LENGTH * slots, mask=here, other=0.0)
+            if SUMMED:
+                kl += tl.load(at + KL * slots, mask=here, other=0.0)
+            if STATISTICS:
+                k1 += tl.load(at + K1 * slots, mask=here, other=0.0)
+                k2 += tl.load(at + K2 * slots, mask=here, other=0.0)
+                k3 += tl.load(at + K3 * slots, mask=here, other=0.0)
+                part = tl.load(at + MAX_LOG_RATIO * slots, mask=here, other=0.0)
+                largest = maximum(largest, part)
+                clipped += tl.load(at + CLIPPED * slots, mask=here, other=0.0)
+                nonfinite += tl.load(at + NONFINITE * slots, mask=here, other=0.0)
+            if scores is not None:
+                part = tl.load(at + LAST_KEPT * slots, mask=here, other=-1.0)
+                last_kept = maximum(last_kept, part)
+    if not MASKED:
+        length = tokens.to(tl.float64)
+    if sums is not None:
+        tl.store(sums + sequence, length, mask=valid)
+        tl.store(sums + sequences + sequence, kl, mask=valid)
+    else:
+        all_tokens = tl.zeros((), tl.float64)
+        nonempty = tl.zeros((), tl.float64)
+        if SCALAR:
+            all_tokens = tree_sum(length, BLOCK)
+            nonempty = tl.sum((length > 0).to(tl.int32), axis=0).to(tl.float64)
+        normalizer = number(normalizer_tensor, normalizer)
+        weight = sequence_weight(
+            length, all_tokens, nonempty, normalizer, REDUCTION, NORMALIZED, ACC
+        )
+        if WEIGHTS:
+            tl.store(per_sequence + sequence, weight, mask=valid)
+        if result is not None:
+            coef = number(coef_tensor, coef)
+            term = tl.where(length > 0, weight * kl, 0.0)
+            if SCALAR:
+                tl.store(result, coef * tree_sum(term, BLOCK))
+            elif scores is None:
+                tl.store(result + sequence, coef * term, mask=valid)
+    if STATISTICS:
+        store_statistics(
+            per_sequence + sequences + sequence,
+            sequences,
+            valid,
+            length,
+            kl,
+            k1,
+            k2,
+            k3,
+            largest,
+            clipped,
+            nonfinite,
+        )
+    if scores is not None:
+        kept = last_kept >= 0
+        at = result + tl.where(kept, last_kept, 0.0).to(tl.int64)
+        score = tl.load(scores + sequence, mask=kept, other=0).to(ACC)
+        tl.store(at, tl.load(at, mask=kept, other=0.0) + score, mask=kept)
+
+
+@kernel
+def total_kernel(
+    sums,
+    coef_tensor,
+    normalizer_tensor,
+    per_sequence,
+    result,
+    coef: tl.int64,
+    normalizer: tl.int64,
+    sequences: tl.int64,
+    ACC: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """From sequences to a scalar result, by one program; ``combine_kernel`` does it for few."""
+    all_tokens = tl.zeros((BLOCK,), tl.float64)
+    nonempty = tl.zeros((BLOCK,), tl.float64)
+    for done in range(0, sequences, BLOCK):
+        sequence = done + tl.arange(0, BLOCK)
+        length = tl.load(sums + sequence, mask=sequence < sequences, other=0.0)
+        all_tokens += length
+        nonempty += tl.where(length > 0, 1.0, 0.0)
+    all_tokens = tree_sum(all_tokens, BLOCK)
+    nonempty = tree_sum(nonempty, BLOCK)
+    normalizer = number(normalizer_tensor, normalizer)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for done in range(0, sequences, BLOCK):
+        sequence = done + tl.arange(0, BLOCK)
+        valid = sequence < sequences
+        length = tl.load(sums + sequence, mask=valid, other=0.0)
+        kl = tl.load(sums + sequences + sequence, mask=valid, other=0.0)
+        weight = sequence_weight(
+            length, all_tokens, nonempty, normalizer, REDUCTION, NORMALIZED, ACC
+        )
+        if WEIGHTS:
+            tl.store(per_sequence + sequence, weight, mask=valid)
+        total += tl.where(length > 0, weight * kl, 0.0)
+    if result is not None:
+        tl.store(result, number(coef_tensor, coef) * tree_sum(total, BLOCK))
+
+
+@kernel
+def scale_kernel(
+    tensor, factor, size: tl.int64, ACC: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """tensor [size] *= factor, by any number of programs; nothing where factor is 1."""
+    factor = tl.load(factor).to(ACC)
+    if factor != 1:
+        begin = tl.program_id(0).to(tl.int64) * TILE
+        for first in range(begin, size, tl.num_programs(0) * TILE):
+            offset = tl.arange(0, TILE)
+            left = size - first
+            if LAYOUT == "aligned":
+                left = tl.multiple_of(left, 8)
+            inside = offset < left
+            at = place(tensor, 0, 0, first, 1, offset, LAYOUT)
+            value = tl.load(at, mask=inside, other=0).to(ACC)
+            # 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+            tl.store(at, tl.where(value == 0, value, value * factor), mask=inside)

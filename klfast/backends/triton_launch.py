@@ -1,0 +1,365 @@
+"""The host side of the Triton kernels: what the ops of ``klfast_triton`` run.
+
+Arguments have been checked in Python before. The kernels stay inside their tensors whatever these
+hold; shapes are taken at their word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import struct
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from klfast.backends import triton_kernels as kernels
+from klfast.backends.triton_math import ESTIMATORS
+from klfast.backends.triton_tokens import Form
+from klfast.call import NORMALIZED_REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.dtypes import arithmetic_dtype
+from klfast.layout import number_of_sequences
+from klfast.stats import KLStats
+
+_SEGMENT = kernels.SEGMENT.value
+_TILE = kernels.TILE.value
+_ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
+_OWN_LENGTH = ("seq-mean", "seq-mean-token-mean")
+_FEW, _MANY = 128, 1024  # sequences of a program that combines
+_SCALE_PROGRAMS = 1024  # enough for any device, and few to start for nothing
+_DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
+
+
+def _bits(number: float) -> int:
+    """A double as the integer of the same bits: Triton rounds float arguments to fp32."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
+
+
+class _Formulas(NamedTuple):
+    """An estimator as the kernels take it."""
+
+    functions: dict[str, Any]
+    weighs: bool
+    limits: tuple[int, ...]
+
+
+@functools.cache
+def _formulas(
+    estimator: str, gradient: str, importance: str, limits: tuple[float, ...], weighs: bool
+) -> _Formulas:
+    cap, low, high, tail, clip = limits
+    form = Form(
+        weighs=weighs,
+        detached=importance == "detached",
+        caps=weighs and math.isfinite(cap),
+        clips_log_ratio=math.isfinite(low) or math.isfinite(high),
+        linear_tail=math.isfinite(tail),
+        clips_value=math.isfinite(clip),
+        k2_gradient=gradient == "k2",
+    )
+    formula = ESTIMATORS[estimator]
+    functions = {
+        "VALUE": formula.value,
+        "DERIVATIVE": formula.derivative,
+        "SUM": formula.value_plus_derivative,
+        "FORM": form,
+    }
+    numbers = (cap, math.log(cap), low, high, tail, clip)
+    return _Formulas(functions, weighs, tuple(map(_bits, numbers)))
+
+
+class _Batch(NamedTuple):
+    """A batch's shape: S sequences of T tokens, or of N in all; P slots for segments."""
+
+    sequences: int
+    width: int
+    slots: int
+    cu_seqlens: Tensor | None
+
+
+def _batch(logprobs: Tensor, cu_seqlens: Tensor | None) -> _Batch:
+    sequences, width = number_of_sequences(logprobs, cu_seqlens), logprobs.shape[-1]
+    if cu_seqlens is None:
+        return _Batch(sequences, width, sequences * max(1, -(-width // _SEGMENT)), None)
+    return _Batch(sequences, width, width // _SEGMENT + sequences, cu_seqlens)
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, int]:
+    """From a row to the next and from a token to the next, in elements."""
+    if tensor is None or tensor.dim() == 0:
+        return 0, 0
+    if tensor.dim() == 1:
+        return 0, tensor.stride(0)
+    row, column = tensor.stride()
+    return row, column
+
+
+def _layout(batch: _Batch, *tensors: Tensor | None) -> str:
+    """The ``LAYOUT`` of kernels that read these tensors."""
+    aligned = batch.cu_seqlens is None and batch.width % 8 == 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        row, column = _strides(tensor)
+        if column != 1:
+            return "strided"
+        aligned = aligned and row % 8 == 0 and tensor.data_ptr() % 16 == 0
+    return "aligned" if aligned else "unit"
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the tensor's GPU the current one, where kernels are launched."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def _gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class _Call:
+    """What both ops are given, and the launches that they share."""
+
+    def __init__(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        old_logprobs: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        coef_tensor: Tensor | None,
+        normalizer_tensor: Tensor | None,
+        estimator: str,
+        gradient: str,
+        importance: str,
+        limits: list[float],
+        reduction: str,
+        coef: float,
+        normalizer: float,
+    ) -> None:
+        self.inputs = (logprobs, ref_logprobs, old_logprobs, mask)
+        self.batch = _batch(logprobs, cu_seqlens)
+        self.scalars = (coef_tensor, normalizer_tensor)
+        self.numbers = (_bits(coef), _bits(normalizer))
+        weighs = old_logprobs is not None
+        self.formulas = _formulas(estimator, gradient, importance, tuple(limits), weighs)
+        self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
+        self.normalized = normalizer > 0 or normalizer_tensor is not None
+        self.reduction = reduction
+        self.options = {
+            "ACC": _ACC[self.dtype],
+            "REDUCTION": reduction,
+            "NORMALIZED": self.normalized,
+            **_DEFINED,
+        }
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.inputs[0].device)
+
+    def read_tokens(
+        self,
+        gradient: str,
+        weights: Tensor | None,
+        grads: tuple[Tensor | None, Tensor | None],
+        *,
+        grad_out: Tensor | None = None,
+        value: Tensor | None = None,
+        partials: Tensor | None = None,
+        statistics: bool = False,
+        rewards: bool = False,
+    ) -> None:
+        """``kl_penalty_kernel`` over the batch."""
+        batch = self.batch
+        per_token = grad_out if gradient == "token" else None
+        wide = self.dtype == torch.float64 or self.formulas.weighs  # more registers per token
+        kernels.kl_penalty_kernel[(batch.slots,)](
+            *self.inputs,
+            batch.cu_seqlens,
+            *self.scalars,
+            grad_out,
+            weights,
+            value,
+            *grads,
+            partials,
+            *self.numbers,
+            *self.formulas.limits,
+            batch.sequences,
+            batch.width,
+            batch.slots,
+            *(stride for tensor in self.inputs for stride in _strides(tensor)),
+            *_strides(grad_out),
+            **self.formulas.functions,
+            **self.options,
+            LAYOUT=_layout(batch, *self.inputs, per_token),
+            GRADIENT=gradient,
+            STATISTICS=statistics,
+            REWARDS=rewards,
+            num_warps=8 if wide else 4,
+        )
+
+    def combine(
+        self,
+        partials: Tensor | None,
+        per_sequence: Tensor,
+        result: Tensor | None,
+        *,
+        weights: bool,
+        statistics: bool = False,
+        scores: Tensor | None = None,
+    ) -> None:
+        """From partial results to per_sequence and the result."""
+        batch = self.batch
+        scalar = self.reduction in SCALAR_REDUCTIONS
+        few = batch.sequences <= _FEW
+        many = scalar and batch.sequences > _MANY
+        block = _FEW if few or many or not scalar else _MANY
+        sums = self.empty(2, batch.sequences, dtype=torch.float64) if many else None
+        kernels.combine_kernel[(-(-batch.sequences // block),)](
+            partials,
+            batch.cu_seqlens,
+            *self.scalars,
+            scores,
+            per_sequence,
+            result,
+            sums,
+            *self.numbers,
+            batch.sequences,
+            batch.width,
+            batch.slots,
+            **self.options,
+            SCALAR=scalar,
+            MASKED=self.inputs[3] is not None,
+            SUMMED=statistics or (result is not None and scores is None),
+            WEIGHTS=weights,
+            STATISTICS=statistics,
+            BLOCK=block,
+            num_warps=4 if block == _FEW else 16,
+        )
+        if many:
+            kernels.total_kernel[(1,)](
+                sums,
+                *self.scalars,
+                per_sequence,
+                result,
+                *self.numbers,
+                batch.sequences,
+                **self.options,
+                WEIGHTS=weights,
+                BLOCK=_MANY,
+                num_warps=8,
+            )
+
+    def weights_need_a_pass(self) -> bool:
+        """Whether weights of sequences depend on what mask and cu_seqlens hold."""
+        by_totals = self.reduction in NORMALIZED_REDUCTIONS and not self.normalized
+        by_length = self.reduction in _OWN_LENGTH
+        uneven = self.inputs[3] is not None or self.batch.cu_seqlens is not None
+        return uneven and (by_totals or by_length)
+
+    def find_weights(self, per_sequence: Tensor) -> None:
+        """The weights alone, before any token is read: the gradients of a mean need them."""
+        batch, mask = self.batch, self.inputs[3]
+        lengths = None
+        if mask is not None:
+            lengths = self.empty(batch.slots, dtype=torch.float64)
+            kernels.lengths_kernel[(batch.slots,)](
+                mask,
+                batch.cu_seqlens,
+                lengths,
+                batch.sequences,
+                batch.width,
+                *_strides(mask),
+                ACC=self.options["ACC"],
+                LAYOUT=_layout(batch, mask),
+                num_warps=4,
+                **_DEFINED,
+            )
+        self.combine(lengths, per_sequence, None, weights=True)
+
+
+def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op ``kl_penalty_fwd`` of ``csrc/ops.cpp``."""
+    *of_call, scores, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = args
+    call = _Call(*of_call)
+    logprobs, ref_logprobs = call.inputs[:2]
+    sequences, slots = call.batch.sequences, call.batch.slots
+    shape = tuple(logprobs.shape) if call.reduction == "none" else (sequences,)
+    result = call.empty(*(() if call.reduction in SCALAR_REDUCTIONS else shape))
+    per_sequence = call.empty(1 + (len(KLStats._fields) if want_statistics else 0), sequences)
+    grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
+    outputs = (result, per_sequence, *(call.empty(0) if g is None else g for g in grads))
+    if sequences == 0:
+        result.zero_()
+        return outputs
+
+    per_token = call.reduction == "none"
+    gradient = "none"
+    partials = None
+    if not per_token or want_statistics or scores is not None:
+        rows = 9 if want_statistics or scores is not None else 2
+        partials = call.empty(rows, slots, dtype=torch.float64)
+    with _device_of(logprobs):
+        if want_grad_logprobs or want_grad_ref_logprobs:
+            gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
+        if gradient == "unit":
+            call.find_weights(per_sequence)
+        call.read_tokens(
+            gradient,
+            per_sequence,
+            grads,
+            value=result if per_token else None,
+            partials=partials,
+            statistics=want_statistics,
+            rewards=scores is not None,
+        )
+        if partials is not None:
+            call.combine(
+                partials,
+                per_sequence,
+                None if per_token and scores is None else result,
+                weights=gradient != "unit",
+                statistics=want_statistics,
+                scores=None if scores is None else scores.contiguous(),
+            )
+    return outputs
+
+
+def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """The op ``kl_penalty_bwd`` of ``csrc/ops.cpp``."""
+    *of_call, grad_out, per_sequence, want_grad_logprobs, want_grad_ref_logprobs = args
+    call = _Call(*of_call)
+    logprobs, ref_logprobs = call.inputs[:2]
+    grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
+    gradient = "scalar" if call.reduction in SCALAR_REDUCTIONS else "sequence"
+    if call.reduction == "none":
+        gradient = "token"
+    if call.batch.slots > 0:
+        with _device_of(logprobs):
+            call.read_tokens(gradient, per_sequence.contiguous(), grads, grad_out=grad_out)
+    first, second = (call.empty(0) if grad is None else grad for grad in grads)
+    return first, second
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    """The op ``scale_`` of ``csrc/ops.cpp``."""
+    size = tensor.numel()
+    if size == 0:
+        return
+    aligned = size % 8 == 0 and tensor.data_ptr() % 16 == 0
+    with _device_of(tensor):
+        kernels.scale_kernel[(min(-(-size // _TILE), _SCALE_PROGRAMS),)](
+            tensor,
+            factor,
+            size,
+            ACC=_ACC[arithmetic_dtype(tensor)],
+            LAYOUT="aligned" if aligned else "unit",
+            num_warps=4,
+            **_DEFINED,
+        )

@@ -1,0 +1,160 @@
+"""What one token comes to, in Triton: everything that ``klfast.Estimator`` can say.
+
+The algebra is that of ``evaluate_token`` in ``csrc/cpu/kl_penalty_kernel.cpp``.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from klfast.backends.triton_math import clamp, exp, k2_derivative, k2_sum
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, beyond the estimator's formula: the limits that are there."""
+
+    weighs: bool  # with old log-probs
+    detached: bool
+    caps: bool
+    clips_log_ratio: bool
+    linear_tail: bool
+    clips_value: bool
+    k2_gradient: bool
+
+
+@triton.jit
+def importance_weight(log_importance, keep, cap, log_cap, FORM: tl.constexpr):
+    """(w, where it was capped)."""
+    importance = exp(log_importance)
+    capped = keep & False
+    if FORM.caps:
+        capped = keep & (log_importance > log_cap)
+        importance = tl.where(capped, cap, importance)
+    return importance, capped
+
+
+@triton.jit
+def evaluate(
+    x,
+    log_importance,
+    weight,
+    keep,
+    low,
+    high,
+    tail,
+    clip,
+    cap,
+    log_cap,
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    SUM: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """(weighted value, its derivatives by logprobs and by -ref_logprobs, where a limit acted)."""
+    # A clip lets NaN pass, as torch.clamp does.
+    limited = keep & False
+    alive = x == x if FORM.clips_log_ratio else keep | True
+    clipped_x = x
+    if FORM.clips_log_ratio:
+        limited = keep & ((x < low) | (x > high))
+        alive = (x >= low) & (x <= high)
+        clipped_x = tl.where(keep, clamp(x, low, high), 0.0)
+    near_x = clipped_x
+    if FORM.linear_tail:
+        near_x = clamp(clipped_x, -tail, tail)
+    slope = DERIVATIVE(near_x)
+    f = VALUE(near_x)
+    in_tail = keep & False
+    if FORM.linear_tail:
+        in_tail = (clipped_x < -tail) | (clipped_x > tail)
+        f += tl.where(in_tail, (clipped_x - near_x) * slope, 0.0)
+    if FORM.clips_value:
+        limited |= keep & (tl.abs(f) > clip)
+        alive &= tl.abs(f) <= clip
+        f = clamp(f, -clip, clip)
+
+    through_x = tl.where(alive, slope, 0.0)
+    if FORM.k2_gradient:
+        through_x = k2_derivative(x)
+    if not FORM.weighs:
+        return weight * f, weight * through_x, weight * through_x, limited
+
+    importance, capped = importance_weight(log_importance, keep, cap, log_cap, FORM)
+    through_both = through_x
+    if not FORM.detached:
+        if FORM.k2_gradient:
+            through_both = k2_sum(x)
+        else:
+            through_both = tl.where(alive & ~in_tail, SUM(near_x), f + through_x)
+        through_both = tl.where(capped, through_x, through_both)
+    scale = weight * importance
+    return scale * f, scale * through_both, scale * through_x, limited | capped
+
+
+@triton.jit
+def is_extreme(x):
+    """Beyond this the weight or the formula may leave fp32's range where their product does not."""
+    return tl.abs(x) > 80
+
+
+@triton.jit
+def evaluate_tile(
+    x,
+    log_importance,
+    weight,
+    keep,
+    low,
+    high,
+    tail,
+    clip,
+    cap,
+    log_cap,
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    SUM: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """``evaluate``, where a weighted fp32 token with an extreme ratio is computed again in fp64.
+
+    Which one is depends on the token alone.
+    """
+    value, grad, grad_ref, limited = evaluate(
+        x,
+        log_importance,
+        weight,
+        keep,
+        low,
+        high,
+        tail,
+        clip,
+        cap,
+        log_cap,
+        VALUE,
+        DERIVATIVE,
+        SUM,
+        FORM,
+    )
+    if FORM.weighs and x.dtype == tl.float32:
+        extreme = is_extreme(x) | is_extreme(log_importance)
+        if tl.max(extreme.to(tl.int32), axis=0) > 0:
+            wide_value, wide_grad, wide_grad_ref, _ = evaluate(
+                x.to(tl.float64),
+                log_importance.to(tl.float64),
+                weight.to(tl.float64),
+                keep,
+                low.to(tl.float64),
+                high.to(tl.float64),
+                tail.to(tl.float64),
+                clip.to(tl.float64),
+                cap.to(tl.float64),
+                log_cap.to(tl.float64),
+                VALUE,
+                DERIVATIVE,
+                SUM,
+                FORM,
+            )
+            value = tl.where(extreme, wide_value.to(tl.float32), value)
+            grad = tl.where(extreme, wide_grad.to(tl.float32), grad)
+            grad_ref = tl.where(extreme, wide_grad_ref.to(tl.float32), grad_ref)
+    return value, grad, grad_ref, limited

@@ -1,0 +1,133 @@
+"""The conditions and the table of a benchmark on a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from klfast.bench.cases import KEPT, SPREAD, UNEVEN
+from klfast.bench.gpu import Ceilings, GpuPlan, GpuRow
+from klfast.bench.gpu_timing import GRAPH_CALLS
+from klfast.bench.report import (
+    Results,
+    commit,
+    cpu_model,
+    now,
+    print_results,
+    version,
+    versions,
+)
+
+HEADINGS = (
+    "case",
+    "impl",
+    "kernel us",
+    "min us",
+    "ratio",
+    "graph us",
+    "host us",
+    "GB/s",
+    "of read",
+    "of copy",
+    "MB",
+)
+
+_CLOCKS = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "temperature.gpu",
+    "power.draw",
+)
+
+
+def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> dict[str, Any]:
+    """Where, when and how it is measured. To be asked for while the clocks are still up."""
+    return {
+        "date": now(),
+        **device_facts(place),
+        "clocks": clocks(place),
+        "host": {"processor": cpu_model(), "cores": os.cpu_count()},
+        "versions": {**versions(), "triton": version("triton"), "cuda": torch.version.cuda},
+        "commit": commit(),
+        "estimator": "k3",
+        "mask_kept": KEPT,
+        "log_ratio_std": SPREAD,
+        "packed_lengths": [1 - UNEVEN, 1 + UNEVEN],
+        "rounds": plan.rounds,
+        "graph_calls": GRAPH_CALLS,
+        "budget_s": plan.budget,
+        "ceilings": asdict(ceilings),
+    }
+
+
+def device_facts(place: torch.device) -> dict[str, Any]:
+    """The name and the measures of the chip; of no GPU, the processor's name."""
+    if place.type != "cuda":
+        return {"device": cpu_model()}
+    properties = torch.cuda.get_device_properties(place)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+    }
+
+
+def clocks(place: torch.device) -> dict[str, str] | None:
+    """What nvidia-smi says of the driver, the clocks, the heat and the power; None without it."""
+    if place.type != "cuda" or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
+    command += ["--id", f"GPU-{torch.cuda.get_device_properties(place).uuid}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return None
+    values = done.stdout.strip().split(", ")
+    return dict(zip(_CLOCKS, values, strict=False))
+
+
+def gpu_cells(row: GpuRow, first: bool) -> tuple[str, ...]:
+    """A line of the table; the case is named on its first line."""
+    return (
+        row.case if first else "",
+        row.impl,
+        f"{row.kernel_ms * 1e3:.4g}",
+        f"{row.kernel_min_ms * 1e3:.4g}",
+        "" if row.ratio is None else f"{row.ratio:.3g}x",
+        "-" if row.graph_ms is None else f"{row.graph_ms * 1e3:.4g}",
+        f"{row.host_ms * 1e3:.4g}",
+        f"{row.gb_per_s:.1f}",
+        f"{row.read_share:.0%}",
+        f"{row.copy_share:.0%}",
+        f"{row.peak_bytes / 1e6:.4g}",
+    )
+
+
+def gpu_summary(where: dict[str, Any]) -> str:
+    """The conditions in one paragraph."""
+    named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    ceilings = where["ceilings"]
+    return (
+        f"{where['device']}, clocks {where['clocks']}; {named}, commit {where['commit']}; "
+        f"{where['date']}. k3, random mask that keeps {where['mask_kept']:.0%}, log-ratio of "
+        f"{where['log_ratio_std']} nats; {where['rounds']} interleaved rounds. kernel: on the "
+        f"device, L2 flushed. ratio: that over the first line's. graph: per call in a CUDA graph "
+        f"of {where['graph_calls']}, inputs in L2 where they fit. host: to queue a call. GB/s: the "
+        f"least bytes of the case over the kernel's median. of read, of copy: of "
+        f"{ceilings['read_gb_per_s']:.0f} GB/s read and {ceilings['copy_gb_per_s']:.0f} GB/s "
+        f"copied in the same run, where no call took {ceilings['nothing_us']:.2g} us. MB: memory "
+        f"above the inputs."
+    )
+
+
+def print_gpu_results(results: Results, where: dict[str, Any]) -> None:
+    """The table, what was left out and why, and the conditions."""
+    print_results(results, gpu_summary(where), HEADINGS, gpu_cells)

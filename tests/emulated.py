@@ -1,0 +1,49 @@
+"""The CUDA kernels on CPU tensors: their own source, compiled against an emulation of CUDA.
+
+``tests/emulator/cuda_emulator.h`` runs every thread of a block as a fiber. What this cannot show is
+speed, memory ordering and what nvcc makes of the source; that is for a GPU.
+"""
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+from klfast import fakes, ops
+
+TESTS = Path(__file__).parent
+SOURCES = [str(TESTS / "emulator" / name) for name in ("kernels.cpp", "ops.cpp")]
+FLAGS = (
+    "-O1",
+    "-g0",
+    "-std=c++17",
+    "-ffp-contract=off",  # as on the device: formulas say where they fuse
+    "-DKLFAST_EMULATE_CUDA",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    "-Wno-unknown-pragmas",
+)
+
+
+@functools.cache
+def kernels():
+    """The emulated ops, built on first use."""
+    folder = TESTS.parent / "build" / f"emulator-{sys.implementation.cache_tag}"
+    folder.mkdir(parents=True, exist_ok=True)
+    before = os.environ["PATH"]
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])  # for ninja
+    try:
+        cpp_extension.load(
+            "klfast_emulated",
+            SOURCES,
+            extra_cflags=list(FLAGS),
+            extra_include_paths=[str(TESTS / "emulator")],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    finally:
+        os.environ["PATH"] = before
+    fakes.register("klfast_emulated")
+    return ops.Kernels.of(torch.ops.klfast_emulated)

@@ -1,0 +1,4 @@
+// The CUDA kernels, compiled for the host.
+
+#include "../../csrc/cuda/arrivals.cu"
+#include "../../csrc/cuda/kl_penalty.cu"

@@ -1,0 +1,37 @@
+"""A device for the GPU benchmark's logic on a machine without one: the host's clock, no graphs."""
+
+import time
+
+from klfast.bench.gpu_timing import Cuda
+
+
+class FakeGpu:
+    """Runs what is queued when it is read, in order, and keeps a log of what was asked for."""
+
+    def __init__(self, place=None, free=1 << 40):
+        self.place, self.free = place, free
+        self.log = []
+
+    def queue(self, call, *, cold, head_start):
+        self.log.append(("queue", cold))
+        begin = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - begin
+        return lambda: seconds
+
+    def capture(self, call, calls):
+        self.log.append(("capture", calls))
+        return lambda: [call() for _ in range(calls)]
+
+    def synchronize(self):
+        self.log.append(("synchronize",))
+
+    def peak_bytes(self, call):
+        call()
+        return 4096
+
+    def free_bytes(self):
+        return self.free
+
+
+assert {name for name in vars(Cuda) if not name.startswith("_")} <= set(vars(FakeGpu))

@@ -1,0 +1,63 @@
+"""Who is tested: a backend on a device. The CUDA kernels are tested without a GPU too, emulated."""
+
+import contextlib
+from typing import NamedTuple
+
+import emulated
+import pytest
+import torch
+
+from klfast import backends, ops
+from klfast.backends import native
+from klfast.value_checks import are_tracing, check_values
+
+
+class Target(NamedTuple):
+    """A backend of the table, and where its tensors are made."""
+
+    backend: str
+    device: str = "cpu"
+    is_emulated: bool = False
+
+
+def _all_targets():
+    targets = {
+        name: Target(name)
+        for name, module in backends.MODULES.items()
+        if module.unavailable(torch.device("cpu")) is None
+    }
+    targets["native-emulated"] = Target("native", is_emulated=True)
+    if torch.cuda.is_available():
+        targets |= {f"{name}-cuda": Target(name, "cuda") for name in backends.MODULES}
+    return targets
+
+
+TARGETS = _all_targets()
+
+
+def _emulate():
+    """The native backend, on a GPU under KLFAST_CHECK=1: kernels leave values unchecked there."""
+    kernels = emulated.kernels()
+
+    def kl_penalty(call):
+        if not are_tracing():
+            check_values(call)
+        return ops.kl_penalty(call, kernels)
+
+    return kl_penalty
+
+
+@contextlib.contextmanager
+def serving(target):
+    """Tests written for the CPU and a backend's name, on another target."""
+    if target.device != "cpu":
+        reason = backends.MODULES[target.backend].unavailable(torch.device(target.device))
+        assert reason is None, f"backend {target.backend} on {target.device}: {reason}"
+    with pytest.MonkeyPatch.context() as patch:
+        if target.is_emulated:
+            patch.setattr(native, "kl_penalty", _emulate())
+        if target.device == "cpu":
+            yield
+        else:
+            with torch.device(target.device):
+                yield

@@ -1,0 +1,175 @@
+"""Tables and picture of results; a GPU's are made up here, and are no measurement."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import report  # noqa: E402
+
+BYTES_PER_TOKEN = {"forward": 9, "one-read": 13}
+SPEEDS = {"native": 900.0, "triton": 800.0, "eager": 100.0, "torch.compile": 450.0, "read": 1000.0}
+
+
+def made_up_row(op, shape, impl, packed=False):
+    """At a made-up speed: a million bytes and no time beside it give half of it."""
+    least = BYTES_PER_TOKEN[op] * shape[0] * shape[1]
+    speed = SPEEDS[impl] * least / (least + 1_000_000)
+    return {
+        "case": f"{op} fp32 {shape[0]}x{shape[1]}" + (" packed" if packed else ""),
+        "op": op,
+        "dtype": "fp32",
+        "shape": shape,
+        "packed": packed,
+        "impl": impl,
+        "kernel_ms": least / speed / 1e6,
+        "kernel_min_ms": least / speed / 1e6,
+        "graph_ms": None if impl == "eager" else 0.002,
+        "host_ms": 0.0125,
+        "ratio": None if impl == "read" else SPEEDS["native"] / SPEEDS[impl],
+        "rounds": 3,
+        "bytes": least,
+        "gb_per_s": speed,
+        "read_share": speed / 1000,
+        "copy_share": speed / 950,
+        "peak_bytes": 1_500_000,
+    }
+
+
+@pytest.fixture
+def made_up():
+    """Results such as `klfast bench --device cuda` writes."""
+    places = [([8, 512], False), ([256, 8192], False), ([256, 8192], True)]
+    return {
+        "conditions": {
+            "date": "2000-01-01T00:00:00+00:00",
+            "device": "made-up device",
+            "clocks": {"clocks.sm": "1 MHz"},
+            "versions": {"klfast": "0", "torch": "0"},
+            "commit": "0000000",
+            "rounds": 3,
+            "graph_calls": 10,
+            "log_ratio_std": 0.1,
+            "ceilings": {"read_gb_per_s": 1000.0, "copy_gb_per_s": 950.0, "nothing_us": 1.0},
+        },
+        "rows": [
+            made_up_row(op, shape, impl, packed)
+            for shape, packed in places
+            for op in BYTES_PER_TOKEN
+            for impl in SPEEDS
+        ],
+        "skipped": {"forward fp32 4096x16384": "the budget was used up"},
+        "failed": {},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A readme that asks for a table of the CPU and for the GPU's part, and the results."""
+    (tmp_path / "cpu.json").write_text((ROOT / "benchmarks/results/cpu.json").read_text())
+    (tmp_path / "README.md").write_text(
+        "before\n<!-- benchmark:cpu -->\nold\n<!-- end -->\nbetween\n"
+        "<!-- benchmark:gpu -->\n<!-- end -->\nafter\n"
+    )
+    return tmp_path
+
+
+def run(folder, *options):
+    arguments = ["--results", str(folder), "--readme", str(folder / "README.md"), *options]
+    return report.main(arguments)
+
+
+def test_the_readme_is_what_the_results_say():
+    assert report.main(["--check"]) == 0
+
+
+def test_what_is_not_what_the_results_say_is_found_and_mended(folder, capsys):
+    assert run(folder, "--check") == 1
+    assert "README.md is not what the results say" in capsys.readouterr().out
+    assert run(folder) == 0
+    assert run(folder, "--check") == 0
+    text = (folder / "README.md").read_text()
+    assert "old" not in text
+    assert [part in text for part in ("before\n", "\nbetween\n", "\nafter\n")] == [True] * 3
+
+
+def test_every_number_of_a_table_is_of_the_file(folder):
+    run(folder)
+    data = json.loads((folder / "cpu.json").read_text())
+    lines = [line for line in (folder / "README.md").read_text().splitlines() if line[:2] == "| "]
+    ours = [row for row in data["rows"] if row["impl"] == "klfast"]
+    assert len(lines) == len(ours) + 1
+    for line, row in zip(lines[1:], ours, strict=True):
+        assert f"| {row['dtype']} | {row['median_ms']:.3g} |" in line
+        assert line.startswith(f"| {row['shape']} {report.OPS[row['op']]} |")
+
+
+def test_without_a_gpus_results_there_is_no_number_of_one(folder):
+    run(folder)
+    assert (
+        f"<!-- benchmark:gpu -->\n{report.NO_GPU}\n<!-- end -->"
+        in (folder / "README.md").read_text()
+    )
+    assert not (folder / "gpu.md").exists()
+
+
+def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
+    (folder / "gpu.json").write_text(json.dumps(made_up))
+    assert run(folder) == 0
+    assert run(folder, "--check") == 0
+    readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
+    assert report.NO_GPU not in readme
+    assert "made-up device, clocks.sm 1 MHz" in readme
+    assert f"({'benchmarks/results/' + report.PICTURE})" in readme
+    assert "packed [256, 8192] forward" in everything
+    assert "packed" not in readme.split("between")[1].split("Medians")[0]
+    assert "Left out: forward fp32 4096x16384: the budget was used up." in everything
+    assert (folder / report.PICTURE).stat().st_size > 10_000
+
+
+def test_a_line_of_kernels(made_up):
+    case = next(c for c in report.cases_of(made_up) if "256x8192" in report.ours(c)["case"])
+    line = report.kernel_table([case]).splitlines()[-1]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    row = case["native"]
+    assert cells[:2] == ["[256, 8192] forward to per-sequence sums", "fp32"]
+    assert cells[2] == f"{row['kernel_ms'] * 1e3:.3g}"
+    assert cells[4:7] == ["9x", "2x", ""]  # eager, torch.compile, and a rival that was left out
+    assert cells[7] == f"{row['gb_per_s']:.3g}"
+    assert cells[-1] == "1.5"
+
+
+def test_a_line_of_launches(made_up):
+    line = report.launch_table(report.cases_of(made_up)[:1]).splitlines()[-1]
+    assert [cell.strip() for cell in line.strip("|").split("|")][2:] == [
+        "2 / 12.5",
+        "2 / 12.5",
+        "- / 12.5",
+        "2 / 12.5",
+        "- / -",
+    ]
+
+
+def test_results_that_are_not_there_are_named(folder):
+    (folder / "README.md").write_text("<!-- benchmark:nothing -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="no results for benchmark:nothing; expected one of 'cpu'"):
+        run(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (1e-5, "<0.001"),
+        (0.0577, "0.0577"),
+        (2.5, "2.5"),
+        (999.4, "999"),
+        (3456.7, "3457"),
+    ],
+)
+def test_numbers_have_three_digits_and_no_exponent(value, text):
+    assert report.number(value) == text

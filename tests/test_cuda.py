@@ -1,0 +1,435 @@
+"""What only a GPU can show: streams, graphs, syncs, memory, and sizes that no CPU test reaches.
+
+Numbers are compared with the reference in float64, or bit for bit with another call. Under
+``KLFAST_REQUIRE_CUDA=1`` nothing is skipped but what the GPU has too little memory for: a backend
+that is missing fails.
+"""
+
+import os
+
+import pytest
+import torch
+from agreement import INTEGERS, same_bits
+
+import klfast
+from klfast import backends
+from klfast.call import REDUCTIONS
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+DEVICES = [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
+
+SMALL = 1 << 20
+"""Bytes that a call may take besides its outputs, whatever the size of its inputs."""
+
+RELATIVE = 1e-5
+"""Of a sum of k3's terms, which are all positive: 1e-6 promised of each at |x| < 6, and the
+roundings on the longest path through a reduction tree."""
+
+OF_LENGTH, OF_K1 = (1 + klfast.KLStats._fields.index(name) for name in ("length", "k1"))
+"""Their places among the outputs that are compared."""
+
+LARGE_ROWS, LARGE_TOKENS = 2049, 1 << 20  # 2**31 + 2**20 elements
+LARGE_MEMORY = 48 << 30
+
+CASES = {
+    "none, forward": ((33, 1000), False, "none", False),
+    "seq-sum, forward": ((33, 1000), False, "seq-sum", False),
+    "few long rows, forward": ((2, 300_000), False, "seq-sum", False),
+    "seq-sum, two passes": ((33, 1000), False, "seq-sum", True),
+    "token-mean, one read": ((33, 1000), False, "token-mean", True),
+    "few long rows, one read": ((2, 300_000), False, "token-mean", True),
+    "seq-mean-token-mean": ((33, 1000), False, "seq-mean-token-mean", True),
+    "packed, two passes": ((7, 3000), True, "seq-mean", True),
+    "packed, one read": ((7, 3000), True, "token-mean", True),
+}
+"""Name -> (shape, packed, reduction, backward)."""
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture(params=["native", "triton"])
+def backend(request):
+    """The name of every backend that is to serve a GPU."""
+    if request.param not in backends.MODULES:
+        reason = "not in this version"
+    else:
+        reason = backends.MODULES[request.param].unavailable(torch.device("cuda"))
+    if reason is not None:
+        refuse = pytest.fail if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" else pytest.skip
+        refuse(f"backend {request.param}: {reason}")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back():
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def make_inputs(shape, dtype=torch.float32, packed=False, device="cuda"):
+    """(logprobs, ref_logprobs, mask, cu_seqlens or None)."""
+    sequences, tokens = shape
+    cu_seqlens = None
+    if packed:
+        shape = (sequences * tokens,)
+        cuts = torch.randint(0, shape[0] + 1, (sequences - 1,)).sort().values.tolist()
+        cu_seqlens = torch.tensor([0, *cuts, shape[0]], dtype=torch.int32, device=device)
+    logprobs = (-4 * torch.rand(shape)).to(device, dtype)
+    ref_logprobs = (logprobs - torch.randn(shape).to(device)).to(dtype)
+    mask = (torch.rand(shape) < 0.8).to(device)
+    return logprobs, ref_logprobs, mask, cu_seqlens
+
+
+def compute(backend, inputs, reduction, backward=True, **options):
+    """[penalty, statistics, gradient of logprobs with an uneven gradient coming in]."""
+    logprobs, ref_logprobs, mask, cu_seqlens = inputs
+    logprobs = logprobs.detach().requires_grad_(backward)
+    penalty, stats = klfast.kl_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        return_stats=True,
+        backend=backend,
+        **options,
+    )
+    outputs = [penalty.detach(), *stats]
+    if backward:
+        grad_out = torch.linspace(1, 1.75, penalty.numel(), device=penalty.device)
+        outputs += torch.autograd.grad(penalty, logprobs, grad_out.view_as(penalty).to(penalty))
+    return outputs
+
+
+def call_of(backend, case, inputs):
+    _, _, reduction, backward = case
+    return lambda: compute(backend, inputs, reduction, backward)
+
+
+def inputs_of(case, dtype=torch.float32):
+    shape, packed, *_ = case
+    return make_inputs(shape, dtype, packed)
+
+
+def assert_same_bits(actual, expected):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def assert_right(outputs, inputs, reduction, backward=True):
+    """Outputs are those of the reference in float64 on the CPU."""
+    logprobs, ref_logprobs, mask, cu_seqlens = (None if t is None else t.cpu() for t in inputs)
+    wide = (logprobs.double(), ref_logprobs.double(), mask, cu_seqlens)
+    expected = compute("reference", wide, reduction, backward)
+    largest = [float(want.abs().max()) if want.numel() else 0.0 for want in expected]
+    largest[OF_K1] = largest[OF_LENGTH]  # k1's terms cancel, the others' do not
+    for actual, want, size in zip(outputs, expected, largest, strict=True):
+        rounding = torch.finfo(actual.dtype).eps
+        torch.testing.assert_close(
+            actual.cpu().double(), want, rtol=RELATIVE + rounding, atol=RELATIVE * size
+        )
+
+
+def capture(call, stream=None):
+    """(graph of one call, its outputs)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = call()
+    return graph, outputs
+
+
+def overwrite(inputs, others):
+    for tensor, other in zip(inputs, others, strict=True):
+        if tensor is not None:
+            tensor.copy_(other)
+
+
+def different_bits(outputs, expected):
+    """How many entries differ, on the device."""
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    for one, other in zip(outputs, expected, strict=True):
+        integer = INTEGERS[one.element_size()]
+        total += (one.contiguous().view(integer) != other.contiguous().view(integer)).sum()
+    return total
+
+
+@cases
+@dtypes
+def test_replays_give_the_bits_of_eager_calls(backend, case, dtype):
+    inputs = inputs_of(case, dtype)
+    call = call_of(backend, case, inputs)
+    graph, outputs = capture(call)
+    for _ in range(3):
+        overwrite(inputs, inputs_of(case, dtype))
+        graph.replay()
+        replayed = [output.clone() for output in outputs]
+        assert_same_bits(replayed, call())
+        for _ in range(10):  # counters have reset themselves
+            graph.replay()
+            assert_same_bits(outputs, replayed)
+    assert_right(replayed, inputs, *case[2:])
+
+
+@cases
+def test_replays_on_one_stream_and_eager_calls_on_that_of_the_capture(backend, case):
+    """What a capture has reserved is its own: calls on its stream do not share it."""
+    capturing, replaying = torch.cuda.Stream(), torch.cuda.Stream()
+    captured, eager = inputs_of(case), inputs_of(case)
+    expected = [call_of(backend, case, inputs)() for inputs in (captured, eager)]
+    graph, outputs = capture(call_of(backend, case, captured), capturing)
+    call = call_of(backend, case, eager)
+    torch.cuda.synchronize()
+    wrong = []
+    for _ in range(50):
+        with torch.cuda.stream(replaying):
+            graph.replay()
+            wrong.append(different_bits(outputs, expected[0]))
+        with torch.cuda.stream(capturing):
+            wrong.append(different_bits(call(), expected[1]))
+    torch.cuda.synchronize()
+    assert torch.stack(wrong).tolist() == [0] * 100
+
+
+@cases
+def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    inputs = [inputs_of(case) for _ in streams]
+    calls = [call_of(backend, case, each) for each in inputs]
+    expected = [call() for call in calls]
+    torch.cuda.synchronize()
+    wrong = []
+    for _ in range(200):
+        for stream, call, want in zip(streams, calls, expected, strict=True):
+            with torch.cuda.stream(stream):
+                wrong.append(different_bits(call(), want))
+    torch.cuda.synchronize()
+    assert torch.stack(wrong).tolist() == [0] * 400
+
+
+@cases
+def test_a_call_waits_for_its_own_stream(backend, case):
+    """The inputs are written by what that stream does before; another stream would be too early."""
+    inputs = inputs_of(case)
+    news = inputs_of(case)
+    call = call_of(backend, case, inputs)
+    expected = call_of(backend, case, news)()
+    call()  # what is loaded lazily is there
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # about 50 ms
+        overwrite(inputs, news)
+        outputs = call()
+        different = different_bits(outputs, expected)
+    side.synchronize()
+    assert different.item() == 0
+
+
+@pytest.fixture
+def syncs_raise():
+    """A switch: from the moment it is called, what synchronizes raises."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+# That it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@dtypes
+def test_no_call_waits_for_the_device(backend, reduction, packed, dtype, syncs_raise):
+    inputs = make_inputs((5, 300), dtype, packed)
+    options = {"coef": torch.tensor(0.1, device="cuda")}
+    if reduction not in REDUCTIONS[:4]:
+        options["normalizer"] = torch.tensor(9.0, device="cuda")
+    expected = compute(backend, inputs, reduction, **options)
+    syncs_raise()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones((), device="cuda").item()
+    outputs = compute(backend, inputs, reduction, **options)
+    different = different_bits(outputs, expected)
+    torch.cuda.set_sync_debug_mode("default")
+    assert different.item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_rewards_do_not_wait_for_the_device(backend, packed, syncs_raise):
+    logprobs, ref_logprobs, mask, cu_seqlens = make_inputs((5, 300), packed=packed)
+    scores = torch.randn(5, device="cuda")
+
+    options = {"kl_coef": torch.tensor(0.1, device="cuda"), "cu_seqlens": cu_seqlens}
+
+    def rewards():
+        return klfast.kl_rewards(scores, logprobs, ref_logprobs, mask, backend=backend, **options)
+
+    expected = rewards()
+    syncs_raise()
+    outputs = rewards()
+    torch.cuda.set_sync_debug_mode("default")
+    assert same_bits(outputs, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_every_device_serves_its_own_tensors(backend, device, packed):
+    """Whichever is the current one."""
+    inputs = make_inputs((5, 300), packed=packed, device=device)
+    with torch.cuda.device(0):
+        outputs = compute(backend, inputs, "seq-sum")
+    assert {str(output.device) for output in outputs} == {device}
+    assert_right(outputs, inputs, "seq-sum")
+
+
+@pytest.mark.parametrize("shape", [(3, 70_001), (70_001, 3)], ids=["long", "many"])
+@pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean"])
+@dtypes
+def test_more_than_65535_tokens_or_sequences(backend, shape, reduction, dtype):
+    inputs = make_inputs(shape, dtype)
+    assert_right(compute(backend, inputs, reduction), inputs, reduction)
+
+
+@pytest.fixture
+def large_inputs():
+    """[2049, 2**20] in bf16, more than 2**31 elements; random, made in place."""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    if memory < LARGE_MEMORY:
+        pytest.skip(f"needs {LARGE_MEMORY >> 30} GiB of device memory, there are {memory >> 30}")
+    shape = (LARGE_ROWS, LARGE_TOKENS)
+    logprobs = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    ref_logprobs, mask = torch.empty_like(logprobs), torch.empty_like(logprobs, dtype=torch.bool)
+    for rows in logprobs.split(64), ref_logprobs.split(64):
+        for part in rows:
+            part.uniform_(-4, 0)
+    for part in mask.split(64):
+        part.bernoulli_(0.8)
+    return logprobs, ref_logprobs, mask, None
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-sum"])
+def test_more_than_two_to_the_31_elements(backend, large_inputs, reduction):
+    """Each sequence has the bits that it has in a batch of few."""
+    assert large_inputs[0].numel() > 1 << 31
+    *outputs, gradient = compute_with_ones(backend, large_inputs, reduction)
+    for start in range(0, LARGE_ROWS, 128):
+        rows = slice(start, start + 128)
+        few = tuple(None if tensor is None else tensor[rows] for tensor in large_inputs)
+        expected = compute_with_ones(backend, few, reduction)
+        actual = [*(output[rows] for output in outputs), gradient[rows]]
+        assert_same_bits(actual, expected)
+
+
+def test_a_sequence_of_more_than_two_to_the_31_tokens(backend, large_inputs):
+    """Packed: one that long, and one that begins behind it."""
+    logprobs, ref_logprobs, mask, _ = (t if t is None else t.view(-1) for t in large_inputs)
+    end, cut = logprobs.numel(), (1 << 31) + 12_345
+    cu_seqlens = torch.tensor([0, cut, end], device="cuda")
+    inputs = (logprobs, ref_logprobs, mask, cu_seqlens)
+    outputs = compute_with_ones(backend, inputs, "seq-sum")
+    behind = tuple(tensor[cut:] for tensor in inputs[:3])
+    alone = compute_with_ones(backend, (*behind, torch.tensor([0, end - cut]).cuda()), "seq-sum")
+    assert_same_bits([output[1:] for output in outputs[:-1]], alone[:-1])
+    assert same_bits(outputs[-1][cut:], alone[-1])
+    total = sum(
+        klfast.kl_penalty(*parts, reduction="token-sum", backend=backend).double()
+        for parts in zip(*(tensor[:cut].split(1 << 24) for tensor in inputs[:3]), strict=True)
+    )
+    torch.testing.assert_close(outputs[0][0].double(), total, rtol=RELATIVE, atol=0)
+    assert outputs[OF_LENGTH][0].item() == pytest.approx(mask[:cut].sum().item(), rel=RELATIVE)
+
+
+def compute_with_ones(backend, inputs, reduction):
+    """[penalty, statistics, gradient of the penalty's sum]: a row's do not tell its place."""
+    logprobs, ref_logprobs, mask, cu_seqlens = inputs
+    logprobs = logprobs.detach().requires_grad_()
+    penalty, stats = klfast.kl_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        return_stats=True,
+        backend=backend,
+    )
+    ones = torch.ones((), device=penalty.device).expand_as(penalty)
+    return [penalty.detach(), *stats, *torch.autograd.grad(penalty, logprobs, ones)]
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("reduction", "backward"),
+    [
+        ("none", False),
+        ("none", True),
+        ("seq-sum", False),
+        ("seq-sum", True),
+        ("token-mean", False),
+        ("token-mean", True),
+        ("seq-mean-token-mean", True),
+    ],
+)
+@pytest.mark.parametrize("shape", [(256, 8192), (2, 1 << 20)], ids=["many", "long"])
+def test_the_peak_is_the_outputs_and_a_little(backend, shape, dtype, reduction, backward):
+    logprobs, ref_logprobs, mask, _ = make_inputs(shape, dtype)
+    logprobs.requires_grad_(backward)
+
+    def call():
+        options = {"reduction": reduction, "backend": backend}
+        penalty = klfast.kl_penalty(logprobs, ref_logprobs, mask, **options)
+        if not backward:
+            return [penalty]
+        ones = torch.ones((), device="cuda").expand_as(penalty)
+        return [penalty, *torch.autograd.grad(penalty, logprobs, ones)]
+
+    outputs = sum(output.nbytes for output in call())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= outputs + SMALL
+    del kept
+    assert torch.cuda.memory_allocated() - before <= SMALL
+
+
+# For compute-sanitizer, where everything is 10 to 100 times slower.
+@pytest.mark.sanitizer
+@dtypes
+@pytest.mark.parametrize(
+    ("shape", "packed", "reduction"),
+    [
+        ((3, 77), False, "none"),
+        ((3, 77), False, "seq-sum"),
+        ((3, 77), True, "seq-mean"),
+        ((1, 9001), False, "token-mean"),
+        ((2, 9001), True, "seq-mean-token-sum"),
+    ],
+)
+def test_small(backend, shape, packed, reduction, dtype):
+    inputs = make_inputs(shape, dtype, packed)
+    assert_right(compute(backend, inputs, reduction), inputs, reduction)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_small_rewards(backend, packed):
+    logprobs, ref_logprobs, mask, cu_seqlens = make_inputs((3, 77), packed=packed)
+    scores = torch.randn(3, device="cuda")
+    tensors = (scores, logprobs, ref_logprobs, mask)
+    rewards = klfast.kl_rewards(*tensors, kl_coef=0.1, cu_seqlens=cu_seqlens, backend=backend)
+    wide = [t.cpu() if t.dtype == torch.bool else t.cpu().double() for t in tensors]
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.cpu()
+    expected = klfast.kl_rewards(*wide, kl_coef=0.1, cu_seqlens=cu_seqlens, backend="reference")
+    torch.testing.assert_close(rewards.cpu().double(), expected, rtol=RELATIVE, atol=RELATIVE)

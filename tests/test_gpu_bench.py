@@ -1,0 +1,284 @@
+"""The benchmark's GPU part, without one: its logic on CPU tensors and a device that is a fake."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_gpu import FakeGpu
+
+from klfast.__main__ import main
+from klfast.bench import candidates, gpu, gpu_timing
+from klfast.bench.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
+from klfast.bench.cases import DTYPES, OPS, Case, boundaries, make_inputs
+from klfast.bench.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
+from klfast.bench.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
+from klfast.bench.measure import Skip, check_candidates
+from klfast.bench.timing import Timing
+
+CPU = torch.device("cpu")
+GPU_OPS = pytest.mark.parametrize("op", [OPS[name] for name in gpu.OPS], ids=gpu.OPS)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """`klfast bench --device cuda`, on the CPU."""
+    monkeypatch.setattr(gpu, "find_place", lambda: CPU)
+    monkeypatch.setattr(gpu, "Cuda", FakeGpu)
+    monkeypatch.setattr(gpu, "_CEILING_BYTES", 1 << 20)
+    monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 64])
+def test_packed_lengths_differ_and_add_up(sequences):
+    lengths = boundaries(sequences, 100).diff()
+    assert lengths.sum() == 100 * sequences
+    assert lengths.min() == (100 if sequences == 1 else 25)
+    assert lengths.max() == (100 if sequences == 1 else 175)
+    assert torch.equal(lengths, boundaries(sequences, 100).diff())
+
+
+@GPU_OPS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_every_candidate_is_right(op, dtype, packed):
+    case = Case(op, dtype, (6, 130), packed)
+    inputs = make_inputs(case, 1)[0]
+    assert inputs.storage.nbytes - case.input_bytes < 3 * 64
+    built = build_gpu_candidates(case, ["native", "reference"], ())
+    assert list(check_candidates(built, op, inputs)) == ["native", "reference", "eager"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
+def test_both_modes_of_the_compiler_are_right_on_packed_tokens():
+    case = Case(OPS["two-pass"], "fp32", (3, 40), packed=True)
+    built = build_gpu_candidates(case, [], tuple(MODES))
+    assert list(check_candidates(built, case.op, make_inputs(case, 1)[0])) == ["eager", *MODES]
+
+
+def test_a_round_is_queued_whole_before_any_time_is_read_and_the_order_alternates():
+    log = []
+
+    def measured(name):
+        def queue():
+            log.append(name)
+            return lambda: log.append(f"read {name}") or float(len(log))
+
+        return queue
+
+    seconds = alternate({name: measured(name) for name in "ab"}, 2, lambda: log.append("wait"))
+    assert log == [*"ab", "wait", "read a", "read b", *"ba", "wait", "read b", "read a"]
+    assert seconds == {"a": [4, 10], "b": [5, 9]}
+
+
+def test_kernels_are_timed_cold_and_graphs_warm():
+    device = FakeGpu()
+    timing = time_on(device, {"a": lambda: time.sleep(1e-4)}, 4)["a"]
+    assert device.log.count(("queue", True)) == len(timing.kernel.seconds) == 4
+    assert device.log.count(("queue", False)) == len(timing.graph.seconds) == 3
+    assert ("capture", GRAPH_CALLS) in device.log
+    assert timing.host.calls == HOST_CALLS
+    for each in (timing.kernel, timing.graph, timing.host):  # of a graph, of each of its calls
+        assert 1e-4 <= each.median < 5e-3
+    assert timing.peak_bytes == 4096
+
+
+def test_the_host_is_given_the_head_start_that_it_needs():
+    given = []
+
+    class Noting(FakeGpu):
+        def queue(self, call, *, cold, head_start):
+            given.append((cold, head_start))
+            return super().queue(call, cold=cold, head_start=head_start)
+
+    time_on(Noting(), {"slow": lambda: time.sleep(2e-3)}, 1)
+    assert all(head_start >= 2e-3 for cold, head_start in given if cold)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_events_enclose_the_call_alone_behind_a_head_start(monkeypatch, cold):
+    """With torch.cuda played by a log: what a GPU is asked for, in what order."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, end):
+            return 2.0  # ms
+
+    cache = SimpleNamespace(L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("sleep", cycles)))
+    monkeypatch.setattr(gpu_timing, "LEAST_FLUSH", 1)
+    device = gpu_timing.Cuda(CPU)
+    assert device._flush.nbytes == 2 * cache.L2_cache_size
+    device._flush = SimpleNamespace(zero_=lambda: log.append("flush"))
+    read = device.queue(lambda: log.append("call"), cold=cold, head_start=1e-3)
+    (sleep, cycles), *rest = log
+    assert sleep == "sleep"
+    assert cycles / 2e9 > 2e-3
+    assert rest == [*(["flush"] if cold else []), "event", "call", "event"]
+    assert read() == pytest.approx(2e-3)
+
+
+def test_what_cannot_be_captured_says_why_and_is_timed_otherwise():
+    class NoGraphs(FakeGpu):
+        def capture(self, call, calls):
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    timing = time_on(NoGraphs(), {"a": lambda: None}, 1)["a"]
+    assert timing.graph is None
+    assert timing.capture_error.startswith("RuntimeError: operation not permitted")
+    assert "\n" not in timing.capture_error
+
+
+def test_rows_hold_what_the_clock_and_the_bytes_say():
+    case = Case(OPS["one-read"], "fp32", (1000, 1000))
+
+    def timing(ms):
+        return GpuTiming(
+            Timing([ms / 1e3, ms / 2e3, ms / 1e3], 1), None, Timing([5e-6], HOST_CALLS), 12
+        )
+
+    timings = {"native": timing(2), "eager": timing(8), "read": timing(1), "copy": timing(3)}
+    ours, eager, read, copy = gpu_rows(case, timings, Ceilings(18.0, 13.0, 1.0))
+    assert (ours.kernel_ms, ours.kernel_min_ms, ours.ratio, ours.rounds) == (2, 1, 1, 3)
+    assert (eager.ratio, read.ratio, copy.ratio) == (4, None, None)
+    assert (ours.bytes, read.bytes, copy.bytes) == (13_000_000, 9_000_000, 18_000_000)
+    assert (ours.gb_per_s, read.gb_per_s, copy.gb_per_s) == pytest.approx((6.5, 9, 6))
+    assert (ours.read_share, ours.copy_share) == pytest.approx((6.5 / 18, 0.5))
+    assert (ours.graph_ms, ours.host_ms, ours.peak_bytes) == (None, pytest.approx(5e-3), 12)
+
+
+def test_a_budget_is_shared_by_the_cases_that_are_left():
+    times = iter([0.0, 0.0, 30.0, 100.0])
+    clock = Clock(100.0, cases=4, now=lambda: next(times))
+    assert clock.next_case() == 25
+    assert clock.next_case() == pytest.approx(70 / 3)
+    with pytest.raises(Skip, match="the budget of 100 s was used up"):
+        clock.next_case()
+
+
+def test_a_case_that_is_short_of_time_does_without_autotuning():
+    assert modes_within(100.0, with_compile=True) == tuple(MODES)
+    assert modes_within(100.0, with_compile=False) == ()
+    with pytest.warns(UserWarning, match=f"{AUTOTUNED} is left out, to stay within the budget"):
+        assert modes_within(1.0, with_compile=True) == (COMPILE,)
+
+
+def test_a_promised_gpu_needs_every_backend(monkeypatch):
+    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native", "missing"))
+    monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
+    assert usable_backends(CPU) == (["native"], "missing: not in this version")
+    monkeypatch.setenv("KLFAST_REQUIRE_CUDA", "1")
+    with pytest.raises(gpu.NoBackend, match="klfast cannot be timed on cpu: missing: not in this"):
+        usable_backends(CPU)
+
+
+def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
+    out = tmp_path / "gpu.json"
+    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
+    assert main(command) == 0
+    data = json.loads(out.read_text())
+    assert data["finished"]
+    assert data["failed"] == data["skipped"] == {}
+    names = [f"{op} {dtype} 16x256" for op in gpu.OPS for dtype in DTYPES]
+    names += [f"{name} packed" for name in names]
+    assert list(dict.fromkeys(row["case"] for row in data["rows"])) == names
+    assert set(data["probes"]) == set(names)
+    printed = capsys.readouterr().out
+    for name in names:
+        assert name in printed
+        rows = {row["impl"]: row for row in data["rows"] if row["case"] == name}
+        assert {"native", "eager", "read", "copy"} <= set(rows)
+        assert next(iter(rows)) == "native"
+        assert all(0 < row["kernel_min_ms"] <= row["kernel_ms"] for row in rows.values())
+    where = data["conditions"]
+    assert set(where["versions"]) == {"klfast", "torch", "python", "triton", "cuda"}
+    assert where["ceilings"]["read_gb_per_s"] > 0
+    assert {"device", "clocks", "date", "commit", "graph_calls"} <= set(where)
+
+
+def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(candidates, "eager_token_mean", lambda a, b, mask, cu=None: (a - b).sum())
+    out = tmp_path / "gpu.json"
+    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    assert main([*command, "--out", str(out)]) == 1
+    data = json.loads(out.read_text())
+    cases = ["one-read fp32 16x256", "one-read fp32 16x256 packed"]
+    assert list(data["failed"]) == [f"{case}, eager" for case in cases]
+    for case in cases:
+        impls = {row["impl"] for row in data["rows"] if row["case"] == case}
+        assert "eager" not in impls
+        assert "native" in impls
+    failure = "failed: one-read fp32 16x256, eager: WrongResult: eager computes a wrong penalty"
+    assert failure in capsys.readouterr().out
+
+
+def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native",))
+    forward = candidates.klfast_forward
+
+    def broken(op, backend="auto"):
+        def fail(*tensors):
+            raise RuntimeError("no kernel image\nand a long trace")
+
+        return fail if op.backward else forward(op, backend)
+
+    monkeypatch.setattr(candidates, "klfast_forward", broken)
+    out = tmp_path / "gpu.json"
+    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    assert main([*command, "--out", str(out)]) == 1
+    data = json.loads(out.read_text())
+    assert data["failed"]["two-pass fp32 16x256"] == "NoBackend: no backend of klfast works"
+    assert data["failed"]["two-pass fp32 16x256, native"] == "RuntimeError: no kernel image"
+    assert {row["op"] for row in data["rows"]} == {"forward"}
+
+
+def test_what_does_not_fit_is_left_out_visibly(fake_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "Cuda", lambda place: FakeGpu(place, free=1 << 16))
+    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
+    assert main(command) == 0
+    assert "left out: forward fp32 16x256: needs 0.0 GiB of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--packed", "4x64"], "--packed needs --device cuda"),
+        (["--budget", "5"], "--budget needs --device cuda"),
+        (["--device", "cuda", "--reuse-inputs"], "--reuse-inputs needs --device cpu"),
+        (["--device", "cuda"], "torch sees no CUDA device here"),
+    ],
+)
+def test_a_device_that_does_not_fit_the_options_is_a_mistake(
+    monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("missing",))
+    assert main(["bench", "--device", "cuda", "--quick"]) == 1
+    assert "klfast cannot be timed on cpu: missing: not in this" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_events_graphs_and_peaks_of_a_device():
+    """The bandwidth and the memory that a plain copy of 256 MiB shows are those of a GPU."""
+    device = gpu_timing.Cuda(torch.device("cuda", 0))
+    source = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
+    timing = time_on(device, {"clone": source.clone}, 5)["clone"]
+    assert timing.capture_error is None
+    assert timing.peak_bytes == source.nbytes
+    for seconds in (timing.kernel.median, timing.graph.median):
+        assert 5e10 < 2 * source.nbytes / seconds < 5e13

@@ -1,0 +1,227 @@
+"""The driver of ``make gpu-check``, with steps that need no GPU: what fails shows, hiding none."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import gpu_check  # noqa: E402
+from gpu_check import Check, Phase, Step, judge  # noqa: E402
+
+# A script finds its neighbours only without this, which `make gpu-check` sets for the tests.
+WITHOUT_SAFEPATH = {k: value for k, value in os.environ.items() if k != "PYTHONSAFEPATH"}
+
+STEPS = ["environment", "build", "cuda", "tests"]
+STEPS += ["memcheck", "racecheck", "initcheck", "synccheck", "benchmark"]
+
+
+def python(name, code, **options):
+    return Step(name, [sys.executable, "-c", code], **options)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs phases of (seconds, lane, lane, ...); returns the check."""
+
+    def run(*plan):
+        phases = [Phase(until, list(lanes)) for until, *lanes in plan]
+        check = Check(phases, tmp_path / "out", tmp_path / "work")
+        check.run()
+        return check
+
+    return run
+
+
+def statuses(check):
+    return {outcome.name: outcome.status for outcome in check.outcomes}
+
+
+def test_a_dry_run_lists_every_step_and_does_nothing(tmp_path):
+    """On a machine without a GPU."""
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu_check.py", "--dry-run"],
+        env={**WITHOUT_SAFEPATH, "OUT": str(tmp_path / "out")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    listed = [line.split(":")[0].split(", ")[-1].strip() for line in done.stdout.splitlines()]
+    assert [name for name in listed if not name.startswith("until")] == STEPS
+    assert "KLFAST_REQUIRE_CUDA=1" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_of_it_ends_within_nine_minutes_and_the_benchmark_has_its_share(tmp_path):
+    *before, last = gpu_check.phases(tmp_path)
+    assert last.until < 9 * 60
+    assert last.until - before[-1].until - gpu_check.BENCH_OVERHEAD >= 180
+    assert [step.name for step in last.steps] == ["benchmark"]
+
+
+def test_no_step_reaches_for_a_network(tmp_path):
+    build = next(
+        s for phase in gpu_check.phases(tmp_path) for s in phase.steps if s.name == "build"
+    )
+    assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(build.command)
+
+
+def test_a_step_that_fails_hides_no_other(run):
+    check = run(
+        (60, [python("bad", "print('why'); raise SystemExit(3)"), python("good", "")]),
+        (60, [python("late", "print('7 passed in 1.20s')", must_print=gpu_check.PASSED)]),
+    )
+    assert statuses(check) == {"bad": "failed", "good": "ok", "late": "ok"}
+    assert not check.passed
+    assert check.outcomes[0].detail == "exit code 3"
+    assert check.outcomes[2].detail == "7 passed in 1.20s"
+    data = json.loads((check.out / "gpu-check.json").read_text())
+    assert [step["status"] for step in data["steps"]] == ["failed", "ok", "ok"]
+    assert data["passed"] is False
+    assert len(data["sources"]) == 64
+    log = (check.out / "gpu-check.log").read_text()
+    assert "===== bad: failed\nwhy" in log
+
+
+def test_nothing_follows_what_is_needed(run):
+    check = run((60, [python("build", "exit(1)", needed=True)]), (60, [python("tests", "")]))
+    assert statuses(check) == {"build": "failed", "tests": "not run"}
+    assert check.outcomes[1].detail == "build failed"
+
+
+def test_a_step_that_hangs_is_ended_with_its_children(run, tmp_path):
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)"
+    )
+    begun = time.monotonic()
+    check = run((10, [python("slow", code), python("next", "")]), (0, [python("late", "")]))
+    assert statuses(check) == {"slow": "timeout", "next": "ok", "late": "not run"}
+    assert check.outcomes[-1].detail == "no time was left"
+    assert time.monotonic() - begun < 30
+    status = Path(f"/proc/{pid.read_text()}/status")
+    deadline = time.monotonic() + 5
+    while status.exists() and "(zombie)" not in status.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_lanes_run_at_once(run, tmp_path):
+    """Each waits for a file of the other."""
+
+    def meet(mine, other):
+        return python(
+            mine,
+            "import pathlib, time\n"
+            f"folder = pathlib.Path({str(tmp_path)!r})\n"
+            f"(folder / {mine!r}).touch()\n"
+            f"while not (folder / {other!r}).exists(): time.sleep(0.01)",
+        )
+
+    assert run((30, [meet("a", "b")], [meet("b", "a")])).passed
+
+
+def test_a_stop_ends_what_runs_and_begins_nothing(tmp_path):
+    plan = [Phase(60, [[python("slow", "import time; time.sleep(60)"), python("next", "")]])]
+    check = Check(plan, tmp_path / "out", tmp_path / "work")
+    threading.Timer(1.0, check.stop).start()
+    check.run()
+    assert statuses(check) == {"slow": "failed", "next": "not run"}
+
+
+def test_the_benchmark_is_told_what_time_it_has(run):
+    code = "import sys; print('budget', sys.argv[1])"
+    step = Step("bench", [sys.executable, "-c", code, "{budget}"], must_print=r"budget \d+")
+    assert int(run((100, [step])).outcomes[0].detail.split()[1]) in range(50, 61)
+    assert run((1000, [step])).outcomes[0].detail == f"budget {gpu_check.BENCH_BUDGET}"
+
+
+def test_results_replace_older_ones_at_the_end(run, tmp_path):
+    """Until then the tests, of the README for one, see what is committed."""
+    results = tmp_path / "out" / "gpu.json"
+    results.parent.mkdir()
+    results.write_text("old")
+    new = f"import pathlib; pathlib.Path({str(tmp_path / 'work' / 'gpu.json')!r}).write_text('new')"
+    look = f"print(open({str(results)!r}).read())"
+    check = run((60, [python("new", new), python("look", look, must_print="old")]))
+    assert check.passed
+    assert results.read_text() == "new"
+
+
+def test_a_command_that_is_not_there_fails(run):
+    check = run((60, [Step("tool", ["/no/such/tool"])]))
+    assert statuses(check) == {"tool": "failed"}
+    assert "No such file" in check.outcomes[0].detail
+
+
+def test_what_the_environment_says_is_in_the_json(run):
+    check = run((60, [python("environment", "print('a warning'); print('{\"device\": \"x\"}')")]))
+    assert json.loads((check.out / "gpu-check.json").read_text())["device"] == "x"
+
+
+SANITIZER = gpu_check.sanitizer("memcheck")
+TESTS = gpu_check.suite("tests")
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "output", "status"),
+    [
+        (SANITIZER, 0, "========= ERROR SUMMARY: 0 errors\n", "ok"),
+        (
+            SANITIZER,
+            0,
+            "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+            "ok",
+        ),
+        (SANITIZER, 0, "========= RACECHECK SUMMARY: 1 hazard displayed", "failed"),
+        (SANITIZER, 9, "========= ERROR SUMMARY: 2 errors\n", "failed"),
+        (SANITIZER, 0, "24 passed in 3.00s: but no sanitizer has run", "failed"),
+        (TESTS, 0, "== 24 passed, 1 skipped in 75.30s (0:01:15) ==", "ok"),
+        (TESTS, 0, "SKIPPED [2] tests/test_cuda.py:9: no nm\n1 passed in 1.00s", "ok"),
+        (TESTS, 0, "SKIPPED [2] tests/test_a.py:9: no CUDA device\n1 passed in 1.00s", "failed"),
+        (TESTS, 0, "SKIPPED [2] tests/test_a.py:9: needs a gpu\n1 passed in 1.00s", "failed"),
+        (
+            TESTS,
+            0,
+            "SKIPPED [2] tests/test_a.py:9: has no kernels for cuda\n1 passed in 1.00s",
+            "failed",
+        ),
+        (TESTS, 0, "SKIPPED [9] tests/conftest.py:9: runs on GPUs\n1 passed in 1.00s", "ok"),
+        (TESTS, 1, "1 failed, 23 passed in 3.00s", "failed"),
+        (TESTS, 0, "no tests ran in 0.01s", "failed"),
+    ],
+)
+def test_a_success_is_what_has_run_and_found_nothing(step, code, output, status):
+    assert judge(step, code, output)[0] == status
+
+
+def test_the_end_is_a_table(run, capsys):
+    check = run((60, [python("bad", "print('the reason'); exit(1)"), python("good", "")]))
+    gpu_check.show_results(check)
+    printed = capsys.readouterr().out
+    assert "--- bad\nthe reason" in printed
+    assert "| bad | failed |" in printed
+    assert "| good | ok |" in printed
+    assert "FAILED in" in printed.splitlines()[-1]
+
+
+def test_without_a_gpu_the_environment_fails():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu_check.py", "--environment"],
+        env={**WITHOUT_SAFEPATH, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "a CUDA device that torch sees" in done.stdout

@@ -1,0 +1,43 @@
+"""The Triton kernels against the oracle without a GPU: Triton's interpreter, in its own process.
+
+Triton decides at its import whether it compiles or interprets.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SELECTED = [
+    "triton_interpreted_suite.py",
+    "test_stats.py",
+    "test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
+    "test_masking.py::test_masked_gradients_are_0_under_any_upstream_gradient",
+    "test_rewards.py::test_scores_of_any_dtype",
+]
+"""Tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
+
+pytest.importorskip("triton", reason="the Triton backend needs triton: pip install triton")
+
+
+def run_interpreted(*arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_interpreter", *arguments]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    options = ("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist", "-k", "triton")
+    return subprocess.run(
+        [*command, *options], cwd=HERE, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("selected", SELECTED)
+def test_kernels_pass_in_the_interpreter(selected):
+    process = run_interpreted(selected)
+    assert process.returncode == 0, process.stdout + process.stderr
+    summary = process.stdout.strip().splitlines()[-1]
+    assert re.search(r"\b[1-9]\d* passed", summary), process.stdout
+    assert "skipped" not in summary

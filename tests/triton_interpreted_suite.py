@@ -1,0 +1,198 @@
+"""What ``test_triton_interpreted`` runs beside tests of every backend: bits, bounds, the seams.
+
+Small shapes, as the interpreter takes milliseconds for a program.
+"""
+
+import math
+
+import pytest
+import torch
+from agreement import assert_agrees, random_inputs, same_bits
+
+import klfast
+from klfast import Estimator
+from klfast.backends import triton_launch
+from klfast.call import REDUCTIONS
+
+BACKEND = "triton"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MASKS = {
+    "no-mask": lambda shape: None,
+    "bool": lambda shape: torch.rand(shape) < 0.7,
+    "float": lambda shape: torch.rand(shape) * (torch.rand(shape) < 0.7),
+}
+LAYOUTS = {
+    "padded": ((3, 16), None),
+    "odd": ((3, 11), None),
+    "one": ((19,), None),
+    "packed": ((23,), [0, 0, 7, 8, 8, 20, 23, 23]),
+}
+RICH = Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0)
+SEAMS = (1, 1023, 1024, 1025, 4095, 4096, 4097, 8200)
+"""Around tiles of 1024 and segments of 4096 tokens."""
+
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+
+def packing(edges, dtype=torch.int64):
+    return None if edges is None else torch.tensor(edges, dtype=dtype)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("shape", "edges"), LAYOUTS.values(), ids=LAYOUTS)
+@every_reduction
+def test_reductions(reduction, shape, edges, mask):
+    logprobs, ref_logprobs, _ = random_inputs(shape)
+    options = {"estimator": Estimator("k3"), "cu_seqlens": packing(edges, torch.int32)}
+    assert_agrees(BACKEND, logprobs, ref_logprobs, mask(shape), reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
+def test_dtypes_mix(dtype, ref_dtype):
+    logprobs, ref_logprobs = random_inputs((2, 9), dtype)[0], random_inputs((2, 9), ref_dtype)[1]
+    mask = MASKS["bool"]((2, 9))
+    options = {"estimator": Estimator("r_log_r"), "reduction": "seq-mean-token-mean"}
+    assert_agrees(BACKEND, logprobs, ref_logprobs, mask, **options)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64], ids=str)
+def test_scalars_are_read_from_tensors(kind):
+    logprobs, ref_logprobs, _ = random_inputs((3, 8))
+    scalars = {"coef": torch.tensor(3, dtype=kind), "normalizer": torch.tensor(7, dtype=kind)}
+    options = {"estimator": Estimator("k2"), "reduction": "token-mean"}
+    assert_agrees(BACKEND, logprobs, ref_logprobs, **options, **scalars)
+
+
+@pytest.mark.parametrize("importance", ["differentiable", "detached"])
+@pytest.mark.parametrize("name", ["k3", "k3_ref", "r_log_r"])
+def test_products_of_extremes(name, importance):
+    """Weight and formula leave fp32's range where their product does not."""
+    log_ratio = torch.tensor([-100.0, -90.0, 85.0, 95.0, 100.0, 3.0])
+    log_weight = torch.tensor([-95.0, -85.0, -83.0, -100.0, 20.0, -90.0])
+    logprobs = torch.zeros(6)
+    old_logprobs, ref_logprobs = -log_weight, -log_ratio
+    options = {"estimator": Estimator(name, importance=importance), "old_logprobs": old_logprobs}
+    assert_agrees(BACKEND, logprobs, ref_logprobs, **options)
+
+
+@pytest.mark.parametrize("few_and_many", [(128, 1024), (2, 64), (2, 4)], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS[1:])
+def test_any_way_to_combine_sequences(monkeypatch, reduction, few_and_many):
+    """Of a few in one program, of more in one program, and of many in several."""
+    monkeypatch.setattr(triton_launch, "_FEW", few_and_many[0])
+    monkeypatch.setattr(triton_launch, "_MANY", few_and_many[1])
+    logprobs, ref_logprobs, _ = random_inputs((7, 5))
+    mask = MASKS["float"]((7, 5))
+    mask[3] = 0
+    options = {"estimator": Estimator("k3"), "reduction": reduction}
+    assert_agrees(BACKEND, logprobs, ref_logprobs, mask, **options)
+
+
+def compute(tensors, cu_seqlens=None, **options):
+    """Values, gradients and everything per sequence."""
+    logprobs, ref_logprobs = (t.detach().requires_grad_() for t in tensors[:2])
+    options = {"estimator": RICH, "old_logprobs": tensors[2], "coef": 0.3} | options
+    options |= {"cu_seqlens": cu_seqlens, "backend": BACKEND}
+    result, stats = klfast.kl_penalty(
+        logprobs, ref_logprobs, tensors[3], return_stats=True, **options
+    )
+    grads = torch.autograd.grad(result.sum(), (logprobs, ref_logprobs))
+    return result.detach(), grads, stats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_sequence_is_the_same_alone_padded_packed_and_strided(dtype):
+    sequences = [(*random_inputs((n,), dtype), torch.rand(n) < 0.8) for n in SEAMS]
+    width = max(SEAMS) + 5
+    pad = [[torch.nn.functional.pad(t, (0, width - len(t))) for t in s] for s in sequences]
+    batch = compute([torch.stack(column) for column in zip(*pad, strict=True)])
+    strided = compute([torch.stack(column).t().contiguous().t() for column in zip(*pad, strict=True)])
+    edges = torch.tensor([0, *SEAMS]).cumsum(0)
+    packed = compute([torch.cat(column) for column in zip(*sequences, strict=True)], edges)
+    for s, sequence in enumerate(sequences):
+        value, grads, stats = compute(sequence)
+        for other, tokens in (
+            (batch, (s, slice(SEAMS[s]))),
+            (strided, (s, slice(SEAMS[s]))),
+            (packed, slice(edges[s], edges[s + 1])),
+        ):
+            assert same_bits(value, other[0][tokens])
+            assert all(same_bits(a, b[tokens]) for a, b in zip(grads, other[1], strict=True))
+            assert all(same_bits(a, b[s : s + 1]) for a, b in zip(stats, other[2], strict=True))
+
+
+@every_reduction
+def test_both_ways_to_a_gradient_give_the_same_bits(reduction):
+    """Out of the forward's read, and by a second read."""
+    logprobs, ref_logprobs, _ = random_inputs((3, 40))
+    mask = torch.rand(3, 40) * (torch.rand(3, 40) < 0.7)
+    logprobs.requires_grad_()
+    result = klfast.kl_penalty(logprobs, ref_logprobs, mask, reduction=reduction, backend=BACKEND)
+    total = result.sum()
+    first, second = (torch.autograd.grad(total, logprobs, retain_graph=True)[0] for _ in range(2))
+    assert same_bits(first, second)
+
+
+BAD_EDGES = {
+    "negative": [-(2**40), 3, 9],
+    "beyond": [0, 2**40, 2**62],
+    "falling": [0, 9, 2],
+    "all-beyond": [2**33, 2**33, 2**33],
+    "swapped": [9, 0, 9],
+}
+
+
+@pytest.mark.parametrize("edges", BAD_EDGES.values(), ids=BAD_EDGES)
+@every_reduction
+def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
+    """Every output lies between sentinels; the ops do not look at what cu_seqlens holds."""
+    guarded = []
+
+    def between_sentinels(shape, *, dtype, device):
+        buffer = torch.full((math.prod(shape) + 128,), 77.0, dtype=dtype, device=device)
+        guarded.append(buffer)
+        return buffer[64 : buffer.numel() - 64].view(shape)
+
+    monkeypatch.setattr(triton_launch.torch, "empty", between_sentinels)
+    logprobs, ref_logprobs, _ = random_inputs((9,))
+    limits = Estimator("k3").limits
+    call = (logprobs, ref_logprobs, None, torch.ones(9), torch.tensor(edges), None, None)
+    call += ("k3", "value", "differentiable", limits, reduction, 1.0, 0.0)
+    scalar = reduction in REDUCTIONS[3:]
+    _, per_sequence, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, True)
+    grad_out = torch.ones({"none": (9,)}.get(reduction, () if scalar else (2,)))
+    triton_launch.kl_penalty_bwd(*call, grad_out, per_sequence, True, True)
+    assert guarded
+    assert all((buffer[:64] == 77).all() and (buffer[-64:] == 77).all() for buffer in guarded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 8, 1100])
+def test_scale_multiplies_in_place_and_keeps_zeros(size, dtype):
+    tensor = torch.randn(size, dtype=torch.float64).to(dtype)
+    tensor[::2] = 0
+    for factor in (1.0, 2.0, math.inf):
+        expected = torch.where(tensor == 0, 0, tensor * factor)
+        scaled = tensor.clone()
+        triton_launch.scale_(scaled, torch.tensor(factor))
+        assert torch.equal(scaled, expected)
+
+
+@pytest.mark.parametrize(("shape", "edges"), LAYOUTS.values(), ids=LAYOUTS)
+def test_rewards(shape, edges):
+    logprobs, ref_logprobs, _ = random_inputs(shape)
+    cu_seqlens = packing(edges)
+    sequences = len(edges) - 1 if edges else (shape[0] if len(shape) == 2 else 1)
+    call = (torch.randn(sequences).double(), logprobs, ref_logprobs, torch.rand(shape) < 0.5)
+    options = {"kl_coef": torch.tensor(0.1), "cu_seqlens": cu_seqlens}
+    ours, truth = (
+        klfast.kl_rewards(*call, backend=backend, **options) for backend in (BACKEND, "reference")
+    )
+    torch.testing.assert_close(ours, truth)
+
+
+def test_the_kernels_state_every_estimator():
+    from klfast.backends.triton_math import ESTIMATORS
+
+    assert tuple(ESTIMATORS) == klfast.estimator.ESTIMATORS
