@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ def _scale(tensor: Tensor, factor: Tensor) -> None:
     pass
 
 
+_FAKES: dict[str, Callable[..., Any]] = {
+    "kl_penalty_fwd": _kl_penalty_fwd,
+    "kl_penalty_bwd": _kl_penalty_bwd,
+    "scale_": _scale,
+}
+
+
 def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
     """What vmap returns over no element: the outputs' shapes come from an element of zeros."""
     element = [
@@ -77,8 +85,7 @@ def _vmap_by_element(op: Any) -> Any:
 def register(namespace: str) -> None:
     """Register fakes and vmap rules for the ops of ``csrc/ops.cpp`` under a namespace."""
     ops = getattr(torch.ops, namespace)
-    fakes = {"kl_penalty_fwd": _kl_penalty_fwd, "kl_penalty_bwd": _kl_penalty_bwd, "scale_": _scale}
-    for name, fake in fakes.items():
+    for name, fake in _FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake)
     for name in ("kl_penalty_fwd", "kl_penalty_bwd"):
         op = getattr(ops, name).default

@@ -130,7 +130,7 @@ template <typename T>
 __global__ void __launch_bounds__(kBlock)
     scale_kernel(T* const data, const int64_t n, const __grid_constant__ View factor_view) {
   using Acc = typename Source<T>::Acc;
-  constexpr int W = Source<T>::kWidth;
+  constexpr int W = kWidth<T, Pass::kPlain>;
   const double factor = read_element(factor_view, 0);
   if (factor == 1) return;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock * W;
@@ -225,7 +225,8 @@ void launch_kl_penalty(const Task& task, const Launch& on) {
 // Lanes as wide as those of the kernel that follows: its sums of the mask are then the same.
 void launch_lengths(const Task& task, const Launch& on) {
   if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
-  const bool wide = !is_mixed(task.in) && element_size(task.in.logprobs.dtype) == 2;
+  const bool wide =
+      !is_mixed(task.in) && asks_plainly(task.in) && element_size(task.in.logprobs.dtype) == 2;
   launch(wide ? lengths_kernel<float, 8> : lengths_kernel<float, 4>, task, on);
 }
 
@@ -273,7 +274,7 @@ void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {
-      const int64_t per_block = kBlock * Source<T>::kWidth;
+      const int64_t per_block = kBlock * kWidth<T, Pass::kPlain>;
       const int64_t blocks = std::min(kMostBlocks, (n + per_block - 1) / per_block);
       KLFAST_LAUNCH(scale_kernel<T>, static_cast<unsigned>(blocks), kBlock,
                     static_cast<cudaStream_t>(on.stream), static_cast<T*>(x.data), n, factor);

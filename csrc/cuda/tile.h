@@ -16,16 +16,21 @@ struct Mixed {};
 template <typename T>
 struct Source {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  static constexpr int kWidth = 16 / sizeof(T);
-  using Raw = Chunk<T, kWidth>;
+  using Element = T;  // as it is kept until all inputs have been fetched
 };
 
 template <typename A>
 struct Source<Mixed<A>> {
   using Acc = A;
-  static constexpr int kWidth = 16 / sizeof(A);
-  using Raw = Chunk<A, kWidth>;
+  using Element = A;  // converted at once
 };
+
+// Tokens of a lane at a time: 16 bytes of an input, and never more than the registers of a pass
+// allow.
+template <typename T, Pass pass>
+inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass == Pass::kAny
+                                  ? 4
+                                  : 16 / static_cast<int>(sizeof(typename Source<T>::Element));
 
 // The tokens of a tile.
 struct Tile {
@@ -83,16 +88,18 @@ __device__ __forceinline__ void load_converted(const View& view, int64_t offset,
 
 // Fetched and not looked at yet, so that all inputs are on their way before the first is used; a
 // mixed source has to convert at once.
-template <typename T, typename Raw>
-__device__ __forceinline__ Raw fetch(const View& view, int64_t offset, int size, const Place& at) {
-  Raw raw;
-  if constexpr (std::is_same_v<Raw, Chunk<T, Source<T>::kWidth>>) {
+template <typename T, int W>
+__device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const View& view,
+                                                                       int64_t offset, int size,
+                                                                       const Place& at) {
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
     const Row<T> row = {static_cast<const T*>(view.data) + offset, view.column_stride, size};
-    raw = load_chunk<T, Source<T>::kWidth>(row, at.position, at.end);
+    return load_chunk<T, W>(row, at.position, at.end);
   } else {
-    load_converted<false>(view, offset, size, at, raw);
+    Chunk<typename Source<T>::Element, W> chunk;
+    load_converted<false>(view, offset, size, at, chunk);
+    return chunk;
   }
-  return raw;
 }
 
 // The mask's weights, or ones; zeros beyond the sequence's end.
@@ -107,13 +114,12 @@ __device__ __forceinline__ void load_weights(const View& mask, const Tile& tile,
 }
 
 // A lane's chunk of every input, as it was fetched.
-template <typename T>
+template <typename T, int W>
 struct Fetched {
-  using Raw = typename Source<T>::Raw;
-  Raw logprobs;
-  Raw ref_logprobs;
-  Raw old_logprobs;
-  Chunk<typename Source<T>::Acc, Source<T>::kWidth> weight;
+  Chunk<typename Source<T>::Element, W> logprobs;
+  Chunk<typename Source<T>::Element, W> ref_logprobs;
+  Chunk<typename Source<T>::Element, W> old_logprobs;
+  Chunk<typename Source<T>::Acc, W> weight;
 };
 
 // What a lane works on at a time, and what comes of it: a part of its chunk, for want of registers.
@@ -129,24 +135,23 @@ struct Tokens {
   bool clipped[W];
 };
 
-template <typename T, Pass pass>
-__device__ __forceinline__ Fetched<T> fetch_all(const KlPenaltyInputs& in, const Tile& tile,
-                                                const Place& at) {
-  using Raw = typename Source<T>::Raw;
-  Fetched<T> fetched;
-  fetched.logprobs = fetch<T, Raw>(in.logprobs, tile.logprobs, tile.size, at);
-  fetched.ref_logprobs = fetch<T, Raw>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+template <typename T, Pass pass, int W>
+__device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Tile& tile,
+                                                   const Place& at) {
+  Fetched<T, W> fetched;
+  fetched.logprobs = fetch<T, W>(in.logprobs, tile.logprobs, tile.size, at);
+  fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
   fetched.old_logprobs = fetched.logprobs;
   if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
-    fetched.old_logprobs = fetch<T, Raw>(in.old_logprobs, tile.old_logprobs, tile.size, at);
+    fetched.old_logprobs = fetch<T, W>(in.old_logprobs, tile.old_logprobs, tile.size, at);
   }
   load_weights(in.mask, tile, at, fetched.weight);
   return fetched;
 }
 
-template <Pass pass, typename T, typename Acc, int W>
-__device__ __forceinline__ void take_tokens(const Fetched<T>& fetched, int first, bool weighs,
-                                            Tokens<Acc, W>& tokens) {
+template <Pass pass, typename T, int kFetched, typename Acc, int W>
+__device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
+                                            bool weighs, Tokens<Acc, W>& tokens) {
   tokens.weighs = weighs;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
@@ -357,11 +362,11 @@ template <typename T, Pass pass, typename Acc>
 __device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits<Acc>& limit,
                                                   const Factors<Acc>& factors,
                                                   const Tile& warp_tile) {
-  constexpr int W = Source<T>::kWidth;
+  constexpr int W = kWidth<T, pass>;
   constexpr int kGroup = W < 4 ? W : 4;
   LaneSums<Acc> sums;
   visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
-    const Fetched<T> fetched = fetch_all<T, pass>(task.in, tile, at);
+    const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, tile, at);
 #pragma unroll
     for (int first = 0; first < W; first += kGroup) {
       Tokens<Acc, kGroup> tokens;

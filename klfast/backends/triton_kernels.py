@@ -222,9 +222,7 @@ def kernel(function):
     parameters = inspect.signature(function).parameters.values()
     numbers = [p.name for p in parameters if p.annotation is tl.int64]
     pointers = [p.name for p in parameters if p.annotation is inspect.Parameter.empty]
-    return triton.jit(
-        function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers
-    )
+    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
 
 
 @kernel
@@ -333,9 +331,7 @@ def kl_penalty_kernel(
         )
         at = place(logprobs, row, logprobs_row, first, logprobs_stride, offset, LAYOUT)
         logprob = tl.load(at, mask=inside, other=0).to(ACC)
-        at = place(
-            ref_logprobs, row, ref_logprobs_row, first, ref_logprobs_stride, offset, LAYOUT
-        )
+        at = place(ref_logprobs, row, ref_logprobs_row, first, ref_logprobs_stride, offset, LAYOUT)
         # Selected, never multiplied: what is masked is not looked at.
         x = tl.where(keep, logprob - tl.load(at, mask=inside, other=0).to(ACC), 0.0)
         log_importance = x
@@ -459,7 +455,7 @@ def segments_of(cu_seqlens, sequence, valid, sequences, width):
 
 @triton.jit
 def maximum(a, b):
-    """The larger of doubles that are not negative, or -1, by their bits: NaN is above everything."""
+    """The larger of doubles that are -1 or not negative, by their bits: NaN is above all."""
     largest = tl.maximum(a.to(tl.int64, bitcast=True), b.to(tl.int64, bitcast=True))
     return largest.to(tl.float64, bitcast=True)
 
@@ -628,10 +624,8 @@ def total_kernel(
 
 
 @kernel
-def scale_kernel(
-    tensor, factor, size: tl.int64, ACC: tl.constexpr, LAYOUT: tl.constexpr
-):
-    """tensor [size] *= factor, by any number of programs; nothing where factor is 1."""
+def scale_kernel(tensor, factor, size: tl.int64, ACC: tl.constexpr, LAYOUT: tl.constexpr):
+    """A tensor [size] *= factor, by any number of programs; nothing where factor is 1."""
     factor = tl.load(factor).to(ACC)
     if factor != 1:
         begin = tl.program_id(0).to(tl.int64) * TILE

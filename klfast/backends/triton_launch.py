@@ -163,6 +163,14 @@ class _Call:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.inputs[0].device)
 
+    def present(self, grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
+        """The gradients as ops return them: of shape [0] where not wanted."""
+        first, second = (
+            self.empty(0, dtype=to.dtype) if grad is None else grad
+            for grad, to in zip(grads, self.inputs[:2], strict=True)
+        )
+        return first, second
+
     def read_tokens(
         self,
         gradient: str,
@@ -294,7 +302,7 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     result = call.empty(*(() if call.reduction in SCALAR_REDUCTIONS else shape))
     per_sequence = call.empty(1 + (len(KLStats._fields) if want_statistics else 0), sequences)
     grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
-    outputs = (result, per_sequence, *(call.empty(0) if g is None else g for g in grads))
+    outputs = (result, per_sequence, *call.present(grads))
     if sequences == 0:
         result.zero_()
         return outputs
@@ -343,8 +351,7 @@ def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     if call.batch.slots > 0:
         with _device_of(logprobs):
             call.read_tokens(gradient, per_sequence.contiguous(), grads, grad_out=grad_out)
-    first, second = (call.empty(0) if grad is None else grad for grad in grads)
-    return first, second
+    return call.present(grads)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

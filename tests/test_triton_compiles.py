@@ -1,0 +1,250 @@
+"""The Triton kernels become machine code for GPUs that are not here, and good machine code."""
+
+import functools
+import inspect
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the Triton backend needs triton: pip install triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: nothing is compiled here", allow_module_level=True)
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton_compile import build, build_nvidia, instructions, resources
+
+from klfast.backends import triton_kernels, triton_launch
+from klfast.backends.triton_math import ESTIMATORS
+from klfast.backends.triton_tokens import Form
+from klfast.call import REDUCTIONS
+
+FLOATS = ("fp32", "bf16", "fp16", "fp64")
+ARCHITECTURES = (80, 90, 100)
+PLAIN = Form(False, False, False, False, False, False, False)
+EVERYTHING = Form(True, False, True, True, True, True, False)
+K2_DETACHED = Form(True, True, True, False, False, False, True)
+
+
+def constants(estimator="k3", **others):
+    formula = ESTIMATORS[estimator]
+    return {
+        "VALUE": formula.value,
+        "DERIVATIVE": formula.derivative,
+        "SUM": formula.value_plus_derivative,
+        "FORM": PLAIN,
+        "ACC": tl.float32,
+        "LAYOUT": "aligned",
+        "REDUCTION": "token-mean",
+        "NORMALIZED": False,
+        "GRADIENT": "none",
+        "STATISTICS": False,
+        "REWARDS": False,
+    } | others
+
+
+def token_kernel(dtype="fp32", capability=90, outputs=("partials",), inputs=None, **options):
+    """``kl_penalty_kernel`` for one dtype, as ``triton_launch`` compiles it."""
+    wide = dtype == "fp64"
+    result = "*fp64" if wide else "*fp32"
+    types = {"partials": "*fp64", "value": result}
+    pointers = {"logprobs": f"*{dtype}", "ref_logprobs": f"*{dtype}", "mask": "*i1"}
+    pointers |= {"weights": result} | (inputs or {})
+    pointers |= {name: types.get(name, f"*{dtype}") for name in outputs}
+    options = constants(**{"ACC": tl.float64 if wide else tl.float32} | options)
+    warps = 8 if wide or options["FORM"].weighs else 4
+    kernel = triton_kernels.kl_penalty_kernel
+    return build_nvidia(kernel, pointers, options, capability, warps)
+
+
+@functools.cache
+def unit_gradient_kernel(estimator, dtype, capability=90):
+    outputs = ("partials", "grad_logprobs")
+    return token_kernel(dtype, capability, outputs, estimator=estimator, GRADIENT="unit")
+
+
+def assert_no_spills(compiled):
+    used = resources(compiled)
+    assert used.stack == used.local == 0, used
+    assert used.registers < 255, used
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_compiles_without_spills(estimator, dtype):
+    assert_no_spills(unit_gradient_kernel(estimator, dtype))
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_dtype_compiles_on_every_architecture(dtype, capability):
+    assert_no_spills(unit_gradient_kernel("k3", dtype, capability))
+
+
+VARIANTS = {
+    "value": {"outputs": ("value",), "REDUCTION": "none"},
+    "statistics": {"STATISTICS": True},
+    "rewards": {"outputs": ("value", "partials"), "REWARDS": True, "REDUCTION": "none"},
+    "backward": {
+        "outputs": ("grad_logprobs", "grad_ref_logprobs"),
+        "inputs": {"grad_out": "*fp32"},
+        "GRADIENT": "token",
+    },
+    "packed": {"inputs": {"cu_seqlens": "*i32"}, "LAYOUT": "unit"},
+    "strided": {"LAYOUT": "strided", "inputs": {"mask": "*bf16"}},
+    "scalars": {
+        "outputs": ("partials", "grad_logprobs"),
+        "inputs": {"coef_tensor": "*bf16", "normalizer_tensor": "*i64"},
+        "GRADIENT": "unit-of-shape",
+        "NORMALIZED": True,
+    },
+    "mixed": {
+        "dtype": "fp64",
+        "outputs": ("partials", "grad_ref_logprobs"),
+        "inputs": {"ref_logprobs": "*bf16", "grad_ref_logprobs": "*bf16"},
+        "GRADIENT": "unit",
+    },
+    "everything": {
+        "outputs": ("partials", "grad_logprobs", "grad_ref_logprobs"),
+        "inputs": {"old_logprobs": "*fp32"},
+        "FORM": EVERYTHING,
+        "GRADIENT": "unit",
+        "STATISTICS": True,
+    },
+    "k2-gradient": {
+        "outputs": ("grad_logprobs",),
+        "inputs": {"old_logprobs": "*fp32", "grad_out": "*fp32"},
+        "FORM": K2_DETACHED,
+        "GRADIENT": "scalar",
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_kind_of_pass_compiles_without_spills(variant):
+    assert_no_spills(token_kernel(**variant))
+
+
+COMBINE = {
+    "ACC": tl.float32,
+    "REDUCTION": "token-mean",
+    "NORMALIZED": False,
+    "SCALAR": True,
+    "MASKED": True,
+    "SUMMED": True,
+    "WEIGHTS": True,
+    "STATISTICS": True,
+}
+RESULTS = {"per_sequence": "*fp32", "result": "*fp32"}
+
+
+@pytest.mark.parametrize(("block", "warps"), [(128, 4), (1024, 16)], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_combining_compiles_without_spills(packed, block, warps):
+    pointers = RESULTS | {"partials": "*fp64"} | ({"cu_seqlens": "*i64"} if packed else {})
+    options = COMBINE | {"BLOCK": block}
+    assert_no_spills(
+        build_nvidia(triton_kernels.combine_kernel, pointers, options, 90, num_warps=warps)
+    )
+
+
+def test_the_small_kernels_compile_without_spills():
+    total = RESULTS | {"sums": "*fp64"}
+    lengths = {"mask": "*i1", "partials": "*fp64"}
+    layout = {"ACC": tl.float32, "LAYOUT": "aligned"}
+    scaled = {"tensor": "*bf16", "factor": "*fp32"}
+    for kernel, pointers, options, warps in (
+        (triton_kernels.total_kernel, total, COMBINE | {"BLOCK": 1024}, 8),
+        (triton_kernels.lengths_kernel, lengths, layout, 4),
+        (triton_kernels.scale_kernel, scaled, layout, 4),
+    ):
+        names = inspect.signature(kernel.fn).parameters
+        options = {name: value for name, value in options.items() if name in names}
+        assert_no_spills(build_nvidia(kernel, pointers, options, 90, num_warps=warps))
+
+
+@pytest.mark.parametrize(("dtype", "loads"), [("fp32", 4), ("bf16", 2)])
+def test_aligned_inputs_are_read_16_bytes_at_a_time(dtype, loads):
+    """Eight tokens of each of two inputs per thread, and their gradients written likewise."""
+    code = instructions(unit_gradient_kernel("k3", dtype))
+    assert sum(name.startswith("LDG.E.128") for name in code) == loads
+    assert sum(name.startswith("STG.E.128") for name in code) == loads // 2
+    assert not any(name.startswith(("ATOM", "RED.")) for name in code)
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"FORM": EVERYTHING, "STATISTICS": True}, {"LAYOUT": "unit"}], ids=str
+)
+def test_kernels_compile_for_amd(variant):
+    pointers = {
+        "logprobs": "*bf16",
+        "ref_logprobs": "*bf16",
+        "old_logprobs": "*bf16",
+        "mask": "*i1",
+        "weights": "*fp32",
+        "grad_logprobs": "*bf16",
+        "partials": "*fp64",
+    }
+    options = constants(GRADIENT="unit", **variant)
+    compiled = build(
+        triton_kernels.kl_penalty_kernel, pointers, options, GPUTarget("hip", "gfx942", 64), 8
+    )
+    assert "gfx942" in compiled.asm["amdgcn"]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The set of variants that calls would compile; nothing is launched."""
+    target = GPUTarget("cuda", 90, 32)
+    variants = set()
+
+    def record(kernel, *args, grid, warmup, **options):
+        backend = make_backend(target)
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, rest = bind(*args, **options)
+        variants.add((kernel.fn.__name__, str(specialization), str(sorted(rest.items()))))
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    return variants
+
+
+def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
+    """Forward and backward of a batch, as the ops launch them."""
+
+    def tensor():
+        return torch.zeros(rows * width + offset)[offset:].view((-1,) if packed else (rows, width))
+
+    logprobs = tensor()
+    edges = torch.arange(rows + 1) * width if packed else None
+    limits = (float("inf"), -float("inf"), float("inf"), float("inf"), float("inf"))
+    call = (logprobs, tensor(), None, tensor(), edges, None, None, "k3", "value", "differentiable")
+    call += (limits, reduction, coef, normalizer)
+    scalar = reduction in REDUCTIONS[3:]
+    _, per_sequence, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, False, True)
+    shape = {"none": logprobs.shape}.get(reduction, () if scalar else (rows,))
+    triton_launch.kl_penalty_bwd(*call, torch.zeros(shape), per_sequence, True, False)
+    triton_launch.scale_(logprobs.flatten(), torch.ones(()))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
+def test_nothing_is_compiled_for_a_new_size_or_number(launched, reduction, packed):
+    """Sizes differ in value, in divisibility, and in the registers that hold them."""
+    launch(2, 24, reduction, 1.0, 0.0, packed)
+    once = set(launched)
+    for rows, width, coef in ((1, 8, 0.0), (16, 1024, 1.0), (17, 5000, -0.25), (100, 4096, 1e300)):
+        launch(rows, width, reduction, coef, 0.0, packed)
+    assert launched == once
+
+
+def test_lengths_and_addresses_that_are_not_aligned_have_one_variant_more(launched):
+    launch(3, 7, "token-mean", 1.0, 0.0, packed=False)
+    once = set(launched)
+    for rows, width, offset in ((1, 1, 0), (2, 4097, 0), (5, 333, 1), (3, 64, 3)):
+        launch(rows, width, "token-mean", 2.0, 0.0, packed=False, offset=offset)
+    assert {name for name in launched if name[0] == "kl_penalty_kernel"} == {
+        name for name in once if name[0] == "kl_penalty_kernel"
+    }
