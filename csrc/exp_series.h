@@ -134,7 +134,11 @@ enum class Range { kNear, kAnywhere };
 
 template <typename T>
 KLFAST_HOST_DEVICE bool is_near(T x) {
+#ifdef __CUDA_ARCH__
+  return fabs(x) <= T(1);  // the absolute value is part of the comparison
+#else
   return magnitude(x) <= T(1);
+#endif
 }
 
 // x = n ln2 + r, with n = 0 where |x| <= 1 and |r| <= ln2 / 2 beyond; tail = e^r - 1 - r.

@@ -31,10 +31,11 @@ __device__ __forceinline__ int64_t opaque(int64_t value) {
 // The same for what a warp keeps in shared memory: read when it is used, not before.
 template <typename T>
 __device__ __forceinline__ const T& opaque(const T* value) {
+  int offset = 0;  // not the pointer, which would no longer be known to point to shared memory
 #ifdef __CUDA_ARCH__
-  asm volatile("" : "+l"(value));
+  asm volatile("" : "+r"(offset));
 #endif
-  return *value;
+  return value[offset];
 }
 
 }  // namespace klfast::cuda

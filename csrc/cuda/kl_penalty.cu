@@ -45,11 +45,12 @@ __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& 
   return scalars;
 }
 
-// The tiles of this block's slots: run(tile, sequence) -> LaneSums. Then finish(slot, segment,
-// sums) by one thread of each slot. A tile's sum and a segment's do not depend on how many warps
-// share in the work.
-template <bool kStatistics, typename Run, typename Finish>
-__device__ __forceinline__ void run_slots(const Task& task, const Run& run, const Finish& finish) {
+// The tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
+// LaneSums. Then finish(slot, segment, sums) by one thread of each slot. A tile's sum and a
+// segment's do not depend on how many warps share in the work.
+template <bool kStatistics, typename Locate, typename Run, typename Finish>
+__device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
+                                          const Finish& finish) {
   __shared__ Sums tile_sums[kWarps * kTilesPerSegment];
   const int warps = task.grid.warps_per_segment;
   const int group = threadIdx.x / kWarp / warps;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Run& run, cons
 #pragma unroll 1
   for (int tile = warp; tile * kTile < segment.size; tile += warps) {
     const int64_t position = segment.position + tile * kTile;
-    if (first_lane) tile_of_warp = tile_at(task, segment, position);
+    if (first_lane) tile_of_warp = locate(segment, position);
     __syncwarp();
     const auto lane_sums = run(tile_of_warp, segment.sequence);
     __syncwarp();
@@ -85,11 +86,14 @@ __device__ __forceinline__ void run_slots(const Task& task, const Run& run, cons
 }
 
 // Enough warps to hide the latency of memory, at the registers that leaves each.
-template <Pass pass>
-inline constexpr int kBlocksPerProcessor = pass == Pass::kPlain ? 3 : 2;
+template <typename T, Pass pass>
+inline constexpr int kBlocksPerProcessor =
+    pass == Pass::kPlain && kWidth<T, pass> <= 4           ? 4
+    : pass == Pass::kPlain || pass == Pass::kPlainGradient ? 3
+                                                           : 2;
 
 template <typename T, Pass pass>
-__global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<pass>)
+__global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
     kl_penalty_kernel(const __grid_constant__ Task task) {
   using Acc = typename Source<T>::Acc;
   constexpr bool kStatistics = adds_statistics<pass>;
@@ -97,6 +101,9 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<pass>)
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<kStatistics>(
       task,
+      [&](const Segment& segment, int64_t position) {
+        return tile_at<T, pass>(task, segment, position);
+      },
       [&](const Tile& tile, int64_t sequence) {
         const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
         return run_tile<T, pass>(task, narrow<Acc>(task.limits), factors, tile);
@@ -119,7 +126,11 @@ __global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constan
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<false>(
-      task, [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
+      task,
+      [&](const Segment& segment, int64_t position) {
+        return tile_at<Mixed<Acc>, Pass::kAny>(task, segment, position);
+      },
+      [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
       [&](int64_t slot, const Segment&, const Sums& sums) {
         put<false>(partials, slot, sums, false);
       });
@@ -205,13 +216,20 @@ void launch_kl_penalty(const Task& task, const Launch& on) {
     if (asks_plainly(task.in) && adds_more) {
       return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
     }
+    const bool wants_gradient =
+        task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr;
+    if (asks_plainly(task.in) && wants_gradient) {
+      return launch(kl_penalty_kernel<T, Pass::kPlainGradient>, task, on);
+    }
     if (asks_plainly(task.in)) return launch(kl_penalty_kernel<T, Pass::kPlain>, task, on);
   }
   launch(kl_penalty_kernel<T, Pass::kAny>, task, on);
 }
 
-void launch_kl_penalty(const Task& task, const Launch& on) {
+void launch_kl_penalty(Task task, const Launch& on) {
   const KlPenaltyInputs& in = task.in;
+  task.stores_tokens = task.value.data != nullptr || task.grad_logprobs.data != nullptr ||
+                       task.grad_ref_logprobs.data != nullptr;
   if (is_mixed(in)) {
     return in.is_double ? launch(kl_penalty_kernel<Mixed<double>, Pass::kAny>, task, on)
                         : launch(kl_penalty_kernel<Mixed<float>, Pass::kAny>, task, on);

@@ -8,14 +8,17 @@
 
 namespace klfast::cuda {
 
-// What a kernel can do. The plain ones leave out limits and importance weights, the plainest also
-// statistics and the search for the last kept token.
-enum class Pass { kPlain, kPlainStatistics, kAny };
+// What a kernel can do. The plain ones leave out limits and importance weights; only
+// kPlainStatistics and kAny know statistics and the last kept token, and only kPlain has no
+// gradient.
+enum class Pass { kPlain, kPlainGradient, kPlainStatistics, kAny };
 
 template <Pass pass>
 inline constexpr bool is_plain = pass != Pass::kAny;
 template <Pass pass>
-inline constexpr bool adds_statistics = pass != Pass::kPlain;
+inline constexpr bool adds_statistics = pass == Pass::kPlainStatistics || pass == Pass::kAny;
+template <Pass pass>
+inline constexpr bool has_gradient = pass != Pass::kPlain;
 
 struct Task {
   KlPenaltyInputs in;
@@ -24,6 +27,7 @@ struct Task {
   Output grad_logprobs;
   Output grad_ref_logprobs;
   bool backward = false;
+  bool stores_tokens = false;  // a value or a gradient of each
   // Forward.
   Output value;  // per token: coef * weighted value
   View scores;

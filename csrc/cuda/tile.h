@@ -34,8 +34,9 @@ inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass =
 
 // The tokens of a tile.
 struct Tile {
-  int64_t index;  // of the first among all tokens
-  int size;       // up to the sequence's end: more than kTile where the sequence goes on
+  int64_t index;   // of the first among all tokens
+  int size;        // up to the sequence's end: more than kTile where the sequence goes on
+  bool is_smooth;  // whole words of every input are aligned, and the mask is of bytes
   // Where it starts in each input, in elements.
   int64_t logprobs;
   int64_t ref_logprobs;
@@ -50,17 +51,36 @@ __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batc
                         : segment.sequence * view.row_stride + position * view.column_stride;
 }
 
+template <typename T, int W>
+__device__ __forceinline__ bool is_smooth(const View& view, int64_t offset) {
+  const T* const first = static_cast<const T*>(view.data) + offset;
+  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Words<T, W>::kBytes == 0;
+}
+
+template <typename T, Pass pass>
 __device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment,
                                         int64_t position) {
+  constexpr int W = kWidth<T, pass>;
   const KlPenaltyInputs& in = task.in;
   const int64_t rest = segment.length - position;
-  return {segment.start + position,
-          static_cast<int>(rest < 2 * kTile ? rest : 2 * kTile),
-          offset_of(in.logprobs, in.batch, segment, position),
-          offset_of(in.ref_logprobs, in.batch, segment, position),
-          offset_of(in.old_logprobs, in.batch, segment, position),
-          offset_of(in.mask, in.batch, segment, position),
-          offset_of(task.grad_out, in.batch, segment, position)};
+  Tile tile;
+  tile.index = segment.start + position;
+  tile.size = static_cast<int>(rest < 2 * kTile ? rest : 2 * kTile);
+  tile.logprobs = offset_of(in.logprobs, in.batch, segment, position);
+  tile.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment, position);
+  tile.old_logprobs = offset_of(in.old_logprobs, in.batch, segment, position);
+  tile.mask = offset_of(in.mask, in.batch, segment, position);
+  tile.grad_out = offset_of(task.grad_out, in.batch, segment, position);
+  tile.is_smooth = false;
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
+    tile.is_smooth =
+        is_smooth<T, W>(in.logprobs, tile.logprobs) &&
+        is_smooth<T, W>(in.ref_logprobs, tile.ref_logprobs) &&
+        (in.old_logprobs.data == nullptr || is_smooth<T, W>(in.old_logprobs, tile.old_logprobs)) &&
+        (in.mask.data == nullptr ||
+         (in.mask.dtype == DType::kBool && is_smooth<Bool, W>(in.mask, tile.mask)));
+  }
+  return tile;
 }
 
 // Where a lane is in a tile.
@@ -135,9 +155,38 @@ struct Tokens {
   bool clipped[W];
 };
 
+// By the shortest way, which most tiles can go.
+template <typename T, Pass pass, int W>
+__device__ __forceinline__ Fetched<T, W> fetch_smooth(const KlPenaltyInputs& in, const Tile& tile,
+                                                      const Place& at) {
+  using Acc = typename Source<T>::Acc;
+  const auto load = [&](const View& view, int64_t offset) {
+    return load_aligned<T, W>(static_cast<const T*>(view.data) + offset + at.position);
+  };
+  Fetched<T, W> fetched;
+  fetched.logprobs = load(in.logprobs, tile.logprobs);
+  fetched.ref_logprobs = load(in.ref_logprobs, tile.ref_logprobs);
+  fetched.old_logprobs = fetched.logprobs;
+  if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
+    fetched.old_logprobs = load(in.old_logprobs, tile.old_logprobs);
+  }
+  Chunk<Bool, W> mask;
+#pragma unroll
+  for (int i = 0; i < W; ++i) mask.element[i] = {1};
+  if (in.mask.data != nullptr) {
+    mask = load_aligned<Bool, W>(static_cast<const Bool*>(in.mask.data) + tile.mask + at.position);
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i) fetched.weight.element[i] = convert<Acc>(mask.element[i]);
+  return fetched;
+}
+
 template <typename T, Pass pass, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Tile& tile,
                                                    const Place& at) {
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
+    if (tile.is_smooth && at.end <= tile.size) return fetch_smooth<T, pass, W>(in, tile, at);
+  }
   Fetched<T, W> fetched;
   fetched.logprobs = fetch<T, W>(in.logprobs, tile.logprobs, tile.size, at);
   fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
@@ -216,10 +265,12 @@ __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
       const bool is_far = (far >> i & 1) != 0;
       const Acc value =
           is_far ? E::template value<Range::kAnywhere>(x) : E::template value<Range::kNear>(x);
-      const Acc derivative = is_far ? E::template derivative<Range::kAnywhere>(x)
-                                    : E::template derivative<Range::kNear>(x);
       tokens.value.element[i] = weight * value;
-      tokens.derivative.element[i] = weight * derivative;
+      if constexpr (has_gradient<pass>) {
+        const Acc derivative = is_far ? E::template derivative<Range::kAnywhere>(x)
+                                      : E::template derivative<Range::kNear>(x);
+        tokens.derivative.element[i] = weight * derivative;
+      }
     } else {
       const Acc log_importance = tokens.log_importance.element[i];
       const Token<Acc> token =
@@ -328,6 +379,7 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
     for (int i = 0; i < W; ++i) value.element[i] = factors.coef * tokens.value.element[i];
     store_chunk(static_cast<Acc*>(task.value.data) + index, count, value);
   }
+  if constexpr (!has_gradient<pass>) return;
   if (task.grad_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr) return;
   Chunk<Acc, W> grad_out;
 #pragma unroll
@@ -373,7 +425,9 @@ __device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits
       take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr, tokens);
       evaluate<pass>(task.in.options.estimator, limit, tokens);
       add_tokens<pass>(tokens, at.position + first, sums);
-      store_results<T, pass>(task, factors, tile, Place{at.position + first, at.end}, tokens);
+      if (task.stores_tokens) {
+        store_results<T, pass>(task, factors, tile, Place{at.position + first, at.end}, tokens);
+      }
     }
   });
   return sums;
