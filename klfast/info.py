@@ -21,24 +21,41 @@ def info() -> dict[str, Any]:
     """Versions, build and backends as plain data, readable even where the extension does not load.
 
     Returns:
-        ``versions``: klfast, torch, python. ``build``: what setup.py recorded, or None.
-        ``extension``: None if it loaded, else why not. ``cpu``: the instruction set in use, or
-        None. ``backends``: for each device type, ``auto``: the backend's name, and ``why_not``: for
-        each backend, None or why it cannot serve the device.
+        ``versions``: klfast, torch, its CUDA (or None), triton (or None), python. ``build``: what
+        setup.py recorded (torch, CUDA, architectures, flags, commit), or None. ``extension``: None
+        if it loaded, else why not. ``cpu``: the instruction set in use, or None. ``devices``: name
+        and compute capability of each GPU. ``backends``: for each kind of device, ``auto``: the
+        backend's name, and ``why_not``: for each backend, None or why it cannot serve the device.
     """
     error = ops.load_error()
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = ["cpu", *(f"cuda:{index}" for index in gpus)]
     return {
         "versions": {
             "klfast": metadata.version("klfast"),
             "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": _version("triton"),
             "python": platform.python_version(),
         },
         "build": json.loads(_BUILD_INFO.read_text()) if _BUILD_INFO.exists() else None,
         "extension": error,
         "cpu": None if error else _instruction_set(),
+        "devices": {f"cuda:{index}": _gpu(index) for index in gpus},
         "backends": {device: _choice(torch.device(device)) for device in devices},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> dict[str, str]:
+    major, minor = torch.cuda.get_device_capability(index)
+    return {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
 
 
 def _instruction_set() -> str:

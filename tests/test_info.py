@@ -20,6 +20,19 @@ def test_info_is_json_and_names_a_backend_for_the_cpu():
     assert backends.resolve("auto", torch.device("cpu")) is backends.MODULES[cpu["auto"]]
 
 
+def test_info_describes_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    facts = klfast.info()
+    assert facts["devices"]["cuda:1"] == {"name": "GPU 1", "capability": "9.1"}
+    assert list(facts["backends"]) == ["cpu", "cuda:0", "cuda:1"]
+    for choice in facts["backends"].values():
+        assert list(choice["why_not"]) == list(backends.MODULES)
+        assert choice["why_not"][choice["auto"]] is None
+
+
 def test_build_info_is_kept_beside_the_extension():
     facts = klfast.info()
     assert facts["extension"] is None, "the tests need the extension"
