@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
-CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/emulator/*)
 
 .PHONY: demo test lint bench gpu-check asan format clean
 .DELETE_ON_ERROR:
@@ -58,7 +58,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) setuptools pybind11 ninja numpy
-	$(PIP) clang-format hypothesis jinja2 matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff
+	$(PIP) clang-format hypothesis jinja2 matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff "triton; sys_platform == 'linux'"
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)

@@ -94,7 +94,8 @@ def kl_penalty(
             across ranks, for example.
         coef: a number or 0-dim tensor; a constant.
         return_stats: also return :class:`klfast.KLStats` from the same read.
-        backend: ``"auto"``, ``"native"`` or ``"reference"``: one asked for by name works or raises.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
+            works or raises.
 
     Returns:
         The penalty, or (penalty, stats).

@@ -86,8 +86,8 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
     store<Acc>(task.result, sequence, scalars.coef * term);
   }
   if (task.scores.data != nullptr && sums.last_kept >= 0) {
-    static_cast<Acc*>(task.value.data)[sums.last_kept] +=
-        static_cast<Acc>(read_element(task.scores, sequence));
+    Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
+    *reward = __ldcg(reward) + static_cast<Acc>(read_element(task.scores, sequence));
   }
   return term;
 }

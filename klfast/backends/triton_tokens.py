@@ -1,6 +1,6 @@
 """What one token comes to, in Triton: everything that ``klfast.Estimator`` can say.
 
-The algebra is that of ``evaluate_token`` in ``csrc/cpu/kl_penalty_kernel.cpp``.
+The algebra is that of ``evaluate_token`` in ``csrc/token.h``.
 """
 
 from typing import NamedTuple
