@@ -67,21 +67,30 @@ def enabled(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
+def is_toolkit(home: Path) -> bool:
+    """Whether nvcc and the runtime are there: an nvcc on the PATH may be a mere wrapper."""
+    headers = [home / "include", *home.glob("targets/*/include")]
+    return (home / "bin" / "nvcc").exists() and any(
+        (folder / "cuda_runtime.h").exists() for folder in headers
+    )
+
+
 def cuda_home() -> Path | None:
     """The CUDA toolkit, if there is one."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        if not is_toolkit(Path(named)):
+            raise SystemExit(f"CUDA_HOME must be a CUDA toolkit, got {named!r}")
+        return Path(named)
     on_path = shutil.which("nvcc")
-    candidates = [Path(named)] if named else []
-    if on_path is not None:
-        candidates.append(Path(on_path).resolve().parents[1])
-    candidates.append(Path("/usr/local/cuda"))
-    return next((home for home in candidates if (home / "bin" / "nvcc").exists()), None)
+    candidates = [Path(on_path).resolve().parents[1]] if on_path is not None else []
+    return next(filter(is_toolkit, [*candidates, Path("/usr/local/cuda")]), None)
 
 
 def builds_cuda() -> bool:
     """Whether CUDA kernels are built; says why not where they might be expected."""
     forced = os.environ.get("FORCE_CUDA")
-    if forced == "0" or (forced is None and torch.version.cuda is None):
+    if forced == "0" or (not forced and torch.version.cuda is None):
         return False
     if cuda_home() is not None:
         return True
@@ -106,7 +115,10 @@ def nvcc(*arguments: str) -> str:
 def cuda_archs() -> list[str]:
     """Compute capabilities to build for, as TORCH_CUDA_ARCH_LIST writes them: "9.0", "10.0+PTX"."""
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    archs = (asked or CUDA_ARCHS).replace(";", " ").split()
+    archs = (asked or CUDA_ARCHS).replace(";", " ").replace(",", " ").split()
+    for arch in archs:
+        if not re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch):
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST must list numbers as '9.0+PTX', got {arch!r}")
     if asked:
         return archs
     known = nvcc("--list-gpu-arch").split()
@@ -133,7 +145,7 @@ def nvcc_flags() -> list[str]:
     flags = [*NVCC_FLAGS, *arch_flags(), f"--threads={threads}"]
     flags += ["-O0", "-g", "-G"] if enabled("DEBUG") else ["-O3"]
     if "CXX" in os.environ:
-        flags.append(f"-ccbin={os.environ['CXX']}")
+        flags.append(f"-ccbin={shlex.split(os.environ['CXX'])[-1]}")
     if enabled("WERROR"):
         flags += ["-Werror=all-warnings", "-Xptxas=-warn-spills"]
     return flags
@@ -180,7 +192,11 @@ def link_flags() -> list[str]:
 
 def cuda_link_flags() -> list[str]:
     """The static runtime: the module then loads on machines without CUDA too."""
-    return [f"-L{cuda_home()}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    home = cuda_home()
+    assert home is not None
+    folders = [home / "lib64", home / "lib", *home.glob("targets/*/lib")]
+    paths = [f"-L{folder}" for folder in folders if folder.exists()]
+    return [*paths, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
 
 def ninja_quote(words: list[str] | tuple[str, ...]) -> str:
@@ -271,6 +287,15 @@ class NinjaBuild(build_ext):
     """Compiles with ninja: in parallel, and only what has changed."""
 
     def build_extension(self, ext: Extension) -> None:
+        if builds_cuda() and torch.version.cuda is not None:
+            major = cuda_version().split(".")[0]
+            if major != torch.version.cuda.split(".")[0]:
+                print(
+                    f"klfast: CUDA {cuda_version()} builds the kernels, torch has CUDA "
+                    f"{torch.version.cuda}: they need a driver for CUDA {major} or later",
+                    file=sys.stderr,
+                    flush=True,
+                )
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         folder = ROOT / "build" / "-".join(["klfast", sys.implementation.cache_tag, *variants()])
         folder.mkdir(parents=True, exist_ok=True)

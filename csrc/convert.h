@@ -77,7 +77,7 @@ KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
 // To nearest, ties to even, as everybody does; NaN stays NaN.
 template <>
 KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(float from) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   BFloat16 converted;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(converted.bits) : "f"(from));
   return converted;

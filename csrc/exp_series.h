@@ -209,7 +209,8 @@ KLFAST_HOST_DEVICE T expm1(T x) {
   const T near = e.r + e.tail;
   if constexpr (range == Range::kNear) return near;
   const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, which may overflow
-  return T(2) * (half_power * near + (half_power - T(0.5)));
+  // Near 0 that is `near`, but for half of a subnormal number.
+  return select(is_near(x), near, T(2) * (half_power * near + (half_power - T(0.5))));
 }
 
 // e^x - 1 - x, never negative, exactly 0 at 0, infinite at both infinities.

@@ -40,6 +40,10 @@ struct KlPenaltyInputs {
   View normalizer_tensor;  // would stall a device
   bool negate = false;     // a penalty that is taken off a score
   bool is_double = false;
+
+  KLFAST_HOST_DEVICE bool is_normalized() const {
+    return normalizer > 0 || normalizer_tensor.data != nullptr;
+  }
 };
 
 inline constexpr int kStatistics = 8;  // fields of klfast.KLStats; length first, then in its order

@@ -10,15 +10,19 @@
 #include "estimators.h"
 #ifdef KLFAST_CUDA
 #include "cuda/kl_penalty.h"
+// As in cuda/ops.cpp.
+extern "C" int aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
+    __attribute__((weak));
 #endif
 
 namespace py = pybind11;
 
 namespace {
 
-std::string cuda_problem([[maybe_unused]] int device) {
+std::string cuda_problem() {
 #ifdef KLFAST_CUDA
-  return klfast::cuda::problem(device);
+  if (aoti_torch_get_current_cuda_stream == nullptr) return "this torch has no CUDA streams";
+  return klfast::cuda::problem();
 #else
   return "the extension was built without CUDA kernels; set CUDA_HOME to a CUDA toolkit and build "
          "it again";
@@ -36,8 +40,8 @@ PYBIND11_MODULE(_C, module) {
                                         std::end(klfast::estimators::kNames));
       },
       "Names of the estimators that the kernels know.");
-  module.def("cuda_problem", &cuda_problem, py::arg("device"),
-             "Why the CUDA kernels cannot run on a device; empty if they can.");
+  module.def("cuda_problem", &cuda_problem,
+             "Why the CUDA kernels cannot run on the current device; empty if they can.");
   module.def("instruction_set", &klfast::cpu::instruction_set,
              "The instruction set that the CPU kernels use here; KLFAST_CPU limits it.");
 }

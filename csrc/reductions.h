@@ -33,8 +33,8 @@ KLFAST_HOST_DEVICE bool is_scalar(Reduction r) { return r >= Reduction::kTokenSu
 KLFAST_HOST_DEVICE bool uses_own_length(Reduction r) {
   return r == Reduction::kSequenceMean || r == Reduction::kSequenceMeanTokenMean;
 }
-KLFAST_HOST_DEVICE bool uses_totals(Reduction r, double normalizer) {
-  return r >= Reduction::kTokenMean && !(normalizer > 0);
+KLFAST_HOST_DEVICE bool uses_totals(Reduction r, bool is_normalized) {
+  return r >= Reduction::kTokenMean && !is_normalized;
 }
 
 // What the mask adds up to over a batch.
@@ -43,17 +43,19 @@ struct Totals {
   double sequences = 0;  // sequences with a kept token
 };
 
-// normalizer <= 0 stands for none.
+// A normalizer, where there is one, is taken as it is; nothing else is divided by 0.
 KLFAST_HOST_DEVICE double sequence_weight(Reduction reduction, double length, const Totals& totals,
-                                          double normalizer) {
-  const bool by_tokens = reduction == Reduction::kTokenMean;
+                                          bool is_normalized, double normalizer) {
+  if (uses_own_length(reduction) && !(length > 0)) return 0;
   double denominator = 1;
-  if (reduction >= Reduction::kTokenMean) {
-    const double count = by_tokens ? totals.tokens : totals.sequences;
-    denominator = uses_totals(reduction, normalizer) ? count : normalizer;
+  if (uses_totals(reduction, is_normalized)) {
+    denominator = reduction == Reduction::kTokenMean ? totals.tokens : totals.sequences;
+    if (!(denominator > 0)) return 0;
+  } else if (reduction >= Reduction::kTokenMean) {
+    denominator = normalizer;
   }
   if (uses_own_length(reduction)) denominator *= length;
-  return denominator > 0 ? 1 / denominator : 0;
+  return 1 / denominator;
 }
 
 }  // namespace klfast

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from klfast.call import SCALAR_REDUCTIONS, KLCall
 from klfast.fakes import register
 from klfast.stats import KLStats
-from klfast.value_checks import are_tracing, check_values
+from klfast.value_checks import are_tracing, check_coef, check_values
 
 Grads = tuple[Tensor | None, Tensor | None]
 """Gradients to logprobs and ref_logprobs; None where not needed."""
@@ -71,8 +71,11 @@ def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:
     try:
         result, per_sequence = _run(call, kernels)
     except RuntimeError:
-        if not are_tracing():
-            check_values(call)  # says what value the kernel has refused
+        # Says what value has been refused: of tensors by the CPU kernels, which look at them, of
+        # numbers by all.
+        if not are_tracing() and call.tensors.logprobs.device.type == "cpu":
+            check_values(call)
+        check_coef(call, call.coef)
         raise
     return result, _stats(per_sequence) if call.return_stats else None
 

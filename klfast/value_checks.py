@@ -37,13 +37,17 @@ def check_values(call: KLCall) -> None:
         _check_mask_values(tensors.mask.to(arithmetic_dtype(*tensors[:3])))
     if tensors.cu_seqlens is not None:
         _check_cu_seqlens_values(tensors.cu_seqlens, tensors.logprobs.shape[0])
-    coef = call.coef if tensors.coef is None else tensors.coef.item()
-    dtype = arithmetic_dtype(*tensors[:3])
+    check_coef(call, call.coef if tensors.coef is None else tensors.coef.item())
+    if tensors.normalizer is not None:
+        check_number("normalizer", tensors.normalizer.item(), above=0)
+
+
+def check_coef(call: KLCall, coef: float) -> None:
+    """Raise ValueError unless the coefficient is finite in the arithmetic's dtype."""
+    dtype = arithmetic_dtype(*call.tensors[:3])
     name = "coef" if call.scores is None else "kl_coef"
     if abs(check_number(name, coef)) > torch.finfo(dtype).max:
         raise ValueError(f"{name} must be finite in the arithmetic's dtype, {dtype}, got {coef!r}")
-    if tensors.normalizer is not None:
-        check_number("normalizer", tensors.normalizer.item(), above=0)
 
 
 def _check_mask_values(mask: Tensor) -> None:

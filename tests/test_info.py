@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import torch
@@ -25,6 +26,7 @@ def test_info_describes_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     facts = klfast.info()
     assert facts["devices"]["cuda:1"] == {"name": "GPU 1", "capability": "9.1"}
     assert list(facts["backends"]) == ["cpu", "cuda:0", "cuda:1"]

@@ -93,7 +93,7 @@ Totals add_up(const std::vector<double>& lengths) {
 // otherwise.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
-  if (!uses_own_length(in.reduction) && !uses_totals(in.reduction, in.normalizer)) {
+  if (!uses_own_length(in.reduction) && !uses_totals(in.reduction, in.is_normalized())) {
     return std::vector<double>(in.batch.sequences, 1);
   }
   std::vector<double> lengths(in.batch.sequences, 0);
@@ -121,7 +121,8 @@ std::vector<double> sequence_weights(const KlPenaltyInputs& in,
   const Totals totals = add_up(lengths);
   std::vector<double> weights(lengths.size());
   for (size_t s = 0; s < lengths.size(); ++s) {
-    const double weight = sequence_weight(in.reduction, lengths[s], totals, in.normalizer);
+    const double weight =
+        sequence_weight(in.reduction, lengths[s], totals, in.is_normalized(), in.normalizer);
     weights[s] = in.is_double ? weight : static_cast<float>(weight);
   }
   return weights;

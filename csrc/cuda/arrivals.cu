@@ -2,6 +2,7 @@
 // launch needs neither an allocation nor a memset.
 
 #include <mutex>
+#include <stdexcept>
 #include <unordered_map>
 
 #include "device.h"
@@ -54,7 +55,9 @@ unsigned* arrivals_of_stream(int device, void* stream) {
 }
 
 void zero(unsigned* arrivals, void* stream) {
-  cudaMemsetAsync(arrivals, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+  const cudaError_t error =
+      cudaMemsetAsync(arrivals, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
 
 }  // namespace klfast::cuda

@@ -41,7 +41,8 @@ template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
                                             int64_t sequence, double length, const Totals& totals) {
   if (task.weights_known) return static_cast<const Acc*>(task.per_sequence)[sequence];
-  return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals, scalars.normalizer));
+  return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals,
+                                          task.in.is_normalized(), scalars.normalizer));
 }
 
 // Before anything is summed: without a mask the lengths of a padded batch are known, and where a
@@ -85,9 +86,10 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   if (in.reduction != Reduction::kNone && !is_scalar(in.reduction)) {
     store<Acc>(task.result, sequence, scalars.coef * term);
   }
-  if (task.scores.data != nullptr && sums.last_kept >= 0) {
+  // The upper bound is for cu_seqlens that overlap: then a sum may hold what nobody wrote.
+  if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
     Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
-    *reward = __ldcg(reward) + static_cast<Acc>(read_element(task.scores, sequence));
+    *reward += static_cast<Acc>(read_element(task.scores, sequence));
   }
   return term;
 }
@@ -123,7 +125,7 @@ __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& sca
                                             const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
   Totals totals;
-  if (!uses_totals(in.reduction, scalars.normalizer) || task.weights_known) return totals;
+  if (!uses_totals(in.reduction, in.is_normalized()) || task.weights_known) return totals;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
     totals.tokens += length;
@@ -172,6 +174,7 @@ __device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     is_last = atomicAdd(arrivals, 1u) == gridDim.x - 1;
     if (is_last) *arrivals = 0;
   }

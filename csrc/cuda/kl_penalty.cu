@@ -65,8 +65,12 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   if (first_lane) segment = found;
   __syncwarp();
   Sums* const tiles = tile_sums + group * kTilesPerSegment;
+  const bool follows = segment.sequence == task.in.batch.sequences;
+  if (follows && segment.size > 0) {
+    store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
+  }
 #pragma unroll 1
-  for (int tile = warp; tile * kTile < segment.size; tile += warps) {
+  for (int tile = warp; tile * kTile < segment.size && !follows; tile += warps) {
     const int64_t position = segment.position + tile * kTile;
     if (first_lane) tile_of_warp = locate(segment, position);
     __syncwarp();
@@ -147,10 +151,19 @@ __global__ void __launch_bounds__(kBlock)
   const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock * W;
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * W; i < n;
        i += step) {
+    Chunk<T, W> chunk = {};
+    if (i + W <= n && reinterpret_cast<uintptr_t>(data) % Words<T, W>::kBytes == 0) {
+      chunk = load_aligned<T, W, Memory::kReadWrite>(data + i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if (i + j < n) chunk.element[j] = data[i + j];
+      }
+    }
     Chunk<Acc, W> values;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      const Acc value = i + j < n ? convert<Acc>(data[i + j]) : Acc(0);
+      const Acc value = convert<Acc>(chunk.element[j]);
       // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
       values.element[j] = value != Acc(0) ? value * static_cast<Acc>(factor) : value;
     }
@@ -194,10 +207,9 @@ bool wants_gradient(const KlPenaltyForward& out) {
 
 // Whether the weights of a gradient depend on lengths that only the device knows.
 bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
-  const bool normalized = in.normalizer > 0 || in.normalizer_tensor.data != nullptr;
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
   return wants_gradient(out) && unknown &&
-         (uses_own_length(in.reduction) || uses_totals(in.reduction, normalized ? 1 : 0));
+         (uses_own_length(in.reduction) || uses_totals(in.reduction, in.is_normalized()));
 }
 
 Task task_of(const KlPenaltyInputs& in) {
@@ -216,9 +228,9 @@ void launch_kl_penalty(const Task& task, const Launch& on) {
     if (asks_plainly(task.in) && adds_more) {
       return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
     }
-    const bool wants_gradient =
+    const bool stores_gradient =
         task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr;
-    if (asks_plainly(task.in) && wants_gradient) {
+    if (asks_plainly(task.in) && stores_gradient) {
       return launch(kl_penalty_kernel<T, Pass::kPlainGradient>, task, on);
     }
     if (asks_plainly(task.in)) return launch(kl_penalty_kernel<T, Pass::kPlain>, task, on);
@@ -250,8 +262,11 @@ void launch_lengths(const Task& task, const Launch& on) {
 
 }  // namespace
 
-int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward&) {
-  return needs_last_block(in) ? Sums::kFields * grid_of(in.batch).slots : 0;
+int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
+  if (!needs_last_block(in)) return 0;
+  const bool all = !asks_plainly(in) || out.want_statistics || out.scores.data != nullptr;
+  const int64_t fields = all ? Sums::kFields : Sums::kLength + 1;
+  return fields * std::max<int64_t>(1, grid_of(in.batch).slots);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {

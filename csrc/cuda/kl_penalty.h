@@ -35,8 +35,8 @@ unsigned* arrivals_of_stream(int device, void* stream);
 // Zeroes one counter in the order of the stream.
 void zero(unsigned* arrivals, void* stream);
 
-// Why kernels cannot run on a device (no driver, one too old, no code for its architecture); empty
-// if they can.
-std::string problem(int device);
+// Why kernels cannot run on the current device (no driver, one too old, no code for its
+// architecture); empty if they can.
+std::string problem();
 
 }  // namespace klfast::cuda

@@ -57,7 +57,10 @@ struct Words {
   using Word = typename WordOf<kBytes>::type;
 };
 
-template <typename T, int W>
+// What a kernel also writes must not go through the read-only path.
+enum class Memory { kReadOnly, kReadWrite };
+
+template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
   using Ws = Words<T, W>;
   union {
@@ -66,7 +69,8 @@ __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
   } loaded;
 #pragma unroll
   for (int i = 0; i < Ws::kCount; ++i) {
-    loaded.words[i] = __ldg(reinterpret_cast<const typename Ws::Word*>(from) + i);
+    const auto* word = reinterpret_cast<const typename Ws::Word*>(from) + i;
+    loaded.words[i] = memory == Memory::kReadOnly ? __ldg(word) : __ldcg(word);
   }
   return loaded.chunk;
 }
@@ -132,7 +136,7 @@ __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int positio
   const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Ws::kBytes == 0;
   if (dense && aligned && end <= row.size) return load_aligned<T, W>(from);
   if constexpr (Ws::kShifts) {
-    if (dense && end + W <= row.size) return load_shifted<T, W>(from);
+    if (dense && !aligned && end <= row.size) return load_shifted<T, W>(from);
   }
   return load_single<T, W>(row, position);
 }

@@ -37,14 +37,16 @@ struct Cuda {
     cuda::Launch launch;
     launch.stream = current_stream(device);
     // Back in the allocator's hands when this returns: later work on the stream comes after.
-    const Tensor partials = empty({cuda::partials_needed(in, out)}, ScalarType::Double, device);
-    launch.partials = static_cast<double*>(partials.mutable_data_ptr());
-    launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
-    std::optional<Tensor> counter;
-    if (launch.arrivals == nullptr) {
-      counter = empty({1}, ScalarType::Int, device);
-      launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
-      cuda::zero(launch.arrivals, launch.stream);
+    std::optional<Tensor> partials, counter;
+    if (const int64_t needed = cuda::partials_needed(in, out); needed > 0) {
+      partials = empty({needed}, ScalarType::Double, device);
+      launch.partials = static_cast<double*>(partials->mutable_data_ptr());
+      launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
+      if (launch.arrivals == nullptr) {
+        counter = empty({1}, ScalarType::Int, device);
+        launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
+        cuda::zero(launch.arrivals, launch.stream);
+      }
     }
     cuda::kl_penalty_forward(in, out, launch);
   }

@@ -15,15 +15,9 @@ std::string version(int number) {
 
 }  // namespace
 
-std::string problem(int device) {
-  int before = 0;
-  cudaError_t error = cudaGetDevice(&before);
-  if (error == cudaSuccess) error = cudaSetDevice(device);
-  if (error == cudaSuccess) {
-    cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, probe);
-    cudaSetDevice(before);
-  }
+std::string problem() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, probe);
   cudaGetLastError();  // told here, not at the next launch
   if (error == cudaSuccess) return "";
   int driver = 0;

@@ -385,7 +385,9 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
   if (task.backward && task.in.reduction == Reduction::kNone) {
-    load_converted<false>(task.grad_out, tile.grad_out, tile.size, at, grad_out);
+    const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + tile.grad_out,
+                          task.grad_out.column_stride, tile.size};
+    grad_out = load_chunk<Acc, W>(row, at.position, at.end);
   }
   if (task.grad_logprobs.data != nullptr) {
     store_gradient<T>(task.grad_logprobs, index, count, factors.gradient, tokens.derivative,
@@ -395,6 +397,26 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
     const Chunk<Acc, W>& derivative = is_plain<pass> ? tokens.derivative : tokens.ref_derivative;
     store_gradient<T>(task.grad_ref_logprobs, index, count, -factors.gradient, derivative,
                       tokens.weight, grad_out);
+  }
+}
+
+__device__ __forceinline__ void store_zero(const Output& output, int64_t index) {
+  if (output.data == nullptr) return;
+  visit_dtype(output.dtype, [&](auto zero) {
+    using To = decltype(zero);
+    if constexpr (is_floating<To>) static_cast<To*>(output.data)[index] = To{};
+  });
+}
+
+// Nothing at all for tokens that belong to no sequence.
+__device__ __forceinline__ void store_zeros(const Task& task, const Segment& segment, int first,
+                                            int step) {
+#pragma unroll 1
+  for (int64_t i = first; i < segment.size; i += step) {
+    const int64_t index = segment.start + segment.position + i;
+    store_zero(task.value, index);
+    store_zero(task.grad_logprobs, index);
+    store_zero(task.grad_ref_logprobs, index);
   }
 }
 

@@ -18,7 +18,8 @@ inline constexpr int64_t kSegment = kTile * kTilesPerSegment;
 // A slot is room for one segment. In a padded batch every row has the same number of them. In a
 // packed one lengths are on the device, where the host does not look: sequence s starts at slot
 // floor(cu_seqlens[s] / kSegment) + s, which leaves room enough for each, and one to spare for
-// some.
+// some. One more sequence, number S, is what follows the last, where a buffer is longer than its
+// sequences: it has no sums, and its tokens get zeros.
 struct Grid {
   int64_t slots;
   int64_t slots_per_row;  // padded
@@ -29,7 +30,7 @@ struct Grid {
 inline Grid grid_of(const Batch& batch) {
   Grid grid;
   grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegment - 1) / kSegment);
-  grid.slots = batch.packed() ? batch.tokens / kSegment + batch.sequences
+  grid.slots = batch.packed() ? batch.tokens / kSegment + batch.sequences + 1
                               : batch.sequences * grid.slots_per_row;
   const int64_t typical_length =
       batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
@@ -74,11 +75,12 @@ __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& gr
 __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Grid& grid,
                                                     int64_t slot) {
   if (!batch.packed()) {
-    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);
+    if ((slot >> 32) != 0) return slot / grid.slots_per_row;
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);  // is quicker
   }
   const int lane = threadIdx.x % kWarp;
   int64_t low = 0;
-  int64_t high = batch.sequences;
+  int64_t high = batch.sequences + 1;
   while (high - low > 1) {
     const int64_t step = (high - low + kWarp - 1) / kWarp;
     const int64_t probe = low + lane * step;
@@ -105,12 +107,15 @@ __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Gri
                                                    int64_t slot) {
   if (slot >= grid.slots) return {0, 0, 0, 0, 0, false};
   const int64_t s = sequence_of_slot(batch, grid, slot);
-  const Sequence sequence = sequence_at(batch, s);
+  const bool follows = s == batch.sequences;
+  const int64_t end = start_of(batch, s);
+  const Sequence sequence = follows ? Sequence{end, batch.tokens - end} : sequence_at(batch, s);
   const int64_t position = (slot - first_slot(batch, grid, s)) * kSegment;
-  const bool exists = position == 0 || (position > 0 && position < sequence.length);
-  if (!exists) return {s, sequence.start, sequence.length, 0, 0, false};
+  const bool has_tokens = position >= 0 && position < sequence.length;
+  if (!has_tokens) return {s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
   const int64_t rest = sequence.length - position;
-  return {s, sequence.start, sequence.length, position, rest < kSegment ? rest : kSegment, true};
+  return {s,       sequence.start, sequence.length, position, rest < kSegment ? rest : kSegment,
+          !follows};
 }
 
 __device__ __forceinline__ int64_t segments_of(int64_t length) {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -26,19 +24,28 @@ def _cuda_problem(index: int | None) -> str | None:
     """Why the CUDA kernels cannot run on a device; None if they can."""
     if torch.version.hip is not None:
         return "the extension's kernels are for NVIDIA GPUs; on this one, pip install triton"
-    return _ask_cuda(torch.cuda.current_device() if index is None else index)
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if index is None:
+        index = torch.cuda.current_device()
+    if index in _ready:
+        return None
+    from klfast import _C
 
+    with torch.cuda.device(index):
+        problem = _C.cuda_problem()
+    if problem:
+        return problem  # and not remembered: it may pass
+    _ready.add(index)
+    return None
+
+
+_ready: set[int] = set()
+"""Devices that have been asked, and can run the kernels."""
 
 # A question about the machine: torch.compile takes the answer for a constant. Set as
 # torch.compiler.assume_constant_result does, which would import all of dynamo.
 _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _ask_cuda(index: int) -> str | None:
-    from klfast import _C
-
-    return _C.cuda_problem(index) or None
 
 
 def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:

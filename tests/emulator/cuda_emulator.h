@@ -163,10 +163,10 @@ inline void run_block(int threads, std::mt19937& random) {
     b.fibers[i].uc_link = nullptr;
     makecontext(&b.fibers[i], run_fiber, 0);
   }
-  std::shuffle(order.begin(), order.end(), random);
   for (bool running = true; running;) {
     running = false;
     b.progressed = false;
+    std::shuffle(order.begin(), order.end(), random);
     for (int i : order) {
       if (b.done[i]) continue;
       resume(i);

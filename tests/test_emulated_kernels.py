@@ -1,0 +1,90 @@
+"""What the CUDA kernels do with values that nobody has checked: on a GPU nobody looks."""
+
+import emulated
+import pytest
+import torch
+
+from klfast import Estimator
+
+N = 40_000
+GARBAGE = {
+    "overlapping": [0, N, 8192, 8192],
+    "decreasing": [0, 20_000, 10_000, N],
+    "beyond": [0, 3 * N, 5 * N],
+    "negative": [-N, -1, N],
+    "all-the-same": [N, N, N],
+    "no-sequence": [0],
+    "not-from-zero": [9000, 9001, N],
+}
+
+
+def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None, grads=False):
+    """The op itself, as nothing but Python would check its arguments."""
+    torch.manual_seed(0)
+    logprobs, ref_logprobs = -torch.rand(2, n)
+    options = Estimator("k3")
+    return emulated.kernels().forward(
+        logprobs,
+        ref_logprobs,
+        None,
+        mask,
+        cu_seqlens,
+        None,
+        normalizer,
+        options.name,
+        options.gradient,
+        options.importance,
+        options.limits,
+        reduction,
+        1.0,
+        0.0,
+        scores,
+        grads,
+        grads,
+        not grads,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("cu_seqlens", GARBAGE.values(), ids=GARBAGE)
+def test_kernels_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seqlens, reduction):
+    cu_seqlens = torch.tensor(cu_seqlens)
+    sequences = cu_seqlens.numel() - 1
+    is_scalar = reduction not in ("none", "seq-sum")
+    scores = torch.ones(sequences) if reduction == "none" else None
+    forward(N, cu_seqlens, reduction, scores=scores)
+    result, per_sequence, *_ = forward(N, cu_seqlens, reduction, grads=is_scalar)
+    assert result.shape == ({"none": (N,), "seq-sum": (sequences,)}.get(reduction, ()))
+    assert per_sequence.shape[1] == sequences
+
+
+@pytest.mark.parametrize("n", [16, 8192, 30_000])
+@pytest.mark.parametrize("grads", [False, True])
+def test_tokens_after_the_last_sequence_are_zero(n, grads):
+    """A packed buffer that is longer than its sequences, with numbers that nothing masks."""
+    cu_seqlens = torch.tensor([0, 5, 12])
+    reduction = "token-sum" if grads else "none"
+    outputs = forward(n, cu_seqlens, reduction, grads=grads)
+    alone = forward(n, torch.tensor([0, 5, 12, n]), reduction, grads=grads)
+    per_token = outputs[2:] if grads else outputs[:1]
+    for output, whole in zip(per_token, alone[2:] if grads else alone[:1], strict=True):
+        assert torch.equal(output[:12], whole[:12])
+        assert output[:12].all()
+        assert not output[12:].any()
+
+
+@pytest.mark.parametrize("normalizer", [0.0, -2.0, float("nan")])
+@pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 3, 10])], ids=["1-d", "packed"])
+def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduction, normalizer):
+    """It is taken as it is, and shows, as in eager PyTorch."""
+    mask = torch.arange(10) % 3 == 0
+    bad = torch.tensor(normalizer)
+    result, _, grad, grad_ref = forward(
+        10, cu_seqlens, reduction, mask=mask, normalizer=bad, grads=True
+    )
+    good = forward(10, cu_seqlens, reduction, mask=mask, normalizer=torch.tensor(1.0), grads=True)
+    torch.testing.assert_close(result, good[0] / normalizer, equal_nan=True)
+    for found, of_one in ((grad, good[2]), (grad_ref, good[3])):
+        torch.testing.assert_close(found[mask], of_one[mask] / normalizer, equal_nan=True)
+        assert not found[~mask].any()
