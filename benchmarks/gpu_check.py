@@ -46,6 +46,9 @@ BENCH_BUDGET = 210
 BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
 
+LAST_WORDS = 5
+"""Seconds for a step that is ended to say what it has found."""
+
 Environment = Mapping[str, str]
 
 INSTALLED = {
@@ -59,6 +62,14 @@ SANITIZED = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # every tensor has bounds of its own
 }
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider"]
+ON_CUDA = "cuda and not (triton and (test_fuzz or test_estimator_options))"
+"""The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
+two files that ask Triton for thousands of variants, more than there is time to compile: its
+interpreter runs them elsewhere."""
+NOT_HERE = [
+    f"--ignore=tests/{name}.py"
+    for name in ("test_cuda", "test_cuda_build", "test_triton_compiles", "test_triton_interpreted")
+]
 PASSED = r"\d+ passed.* in [\d.]+s"
 SKIPPED_GPU = (
     r"(?im)^SKIPPED \[\d+\] \S+: .*(\b(no|needs an?|without an?) (CUDA|GPU)|(for|on) cuda\b)"
@@ -144,9 +155,9 @@ def phases(work: Path) -> list[Phase]:
             [
                 [  # streams, graphs, syncs, memory, large sizes; then what other machines run too
                     suite("cuda", "-n", "2", "-v", "tests/test_cuda.py"),
-                    suite("tests", "-n", "8", "-q", "--ignore", "tests/test_cuda.py", "tests"),
+                    suite("tests", "-n", "10", "-v", "-k", ON_CUDA, *NOT_HERE, "tests"),
                 ],
-                [sanitizer(t) for t in ("memcheck", "racecheck", "initcheck", "synccheck")],
+                *([sanitizer(t)] for t in ("memcheck", "racecheck", "initcheck", "synccheck")),
             ],
         ),
         Phase(530, [[Step("benchmark", bench, INSTALLED, must_print=r"JSON: .*")]]),
@@ -220,7 +231,7 @@ class Check:
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env={**os.environ, **step.environment},
+                    env={**os.environ, **self._architecture(), **step.environment},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
@@ -260,6 +271,11 @@ class Check:
         path = self.logs / f"{name}.log"
         return path.read_bytes() if path.exists() else b""
 
+    def _architecture(self) -> Environment:
+        """What to compile for: this device alone, which takes a third of the time of all."""
+        capability = self._environment().get("capability")
+        return {"TORCH_CUDA_ARCH_LIST": capability} if capability else {}
+
     def _environment(self) -> dict[str, Any]:
         """What the step of that name has printed."""
         lines = self.log("environment").splitlines()
@@ -270,7 +286,12 @@ class Check:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a step's whole process group, and waits for the step."""
+    """Ends a step's whole process group, and waits for the step: first as Ctrl-C does, so that
+    pytest says what has failed so far.
+    """
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(LAST_WORDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from targets import TARGETS, serving
+from torch.utils._pytree import tree_map_only
 
 # Fuzzing draws the same examples in every run; `HYPOTHESIS_PROFILE=explore` looks for new ones.
 # The fixture of the backends is the same for all examples of a test.
@@ -30,6 +31,17 @@ def backend(request):
     target = TARGETS[request.param]
     with serving(target):
         yield target.backend
+
+
+@pytest.fixture(autouse=True)
+def _move_parameters(request):
+    """Tensors among a test's parameters, made on the CPU at its import, to the target's device."""
+    parameters = getattr(request.node, "callspec", None)
+    target = TARGETS.get(parameters.params.get("backend")) if parameters else None
+    if target is None or target.device == "cpu":
+        return
+    for name, value in parameters.params.items():
+        parameters.params[name] = tree_map_only(torch.Tensor, lambda t: t.to(target.device), value)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Who is tested: a backend on a device. The CUDA kernels are tested without a GPU too, emulated."""
 
 import contextlib
+import os
 from typing import NamedTuple
 
 import emulated
@@ -27,7 +28,8 @@ def _all_targets():
         if module.unavailable(torch.device("cpu")) is None
     }
     targets["native-emulated"] = Target("native", is_emulated=True)
-    if torch.cuda.is_available():
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"  # which it does on the CPU
+    if torch.cuda.is_available() and not interprets:
         targets |= {f"{name}-cuda": Target(name, "cuda") for name in backends.MODULES}
     return targets
 

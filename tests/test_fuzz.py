@@ -98,8 +98,8 @@ def calls(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
 
     def uniform(low, high):
-        values = torch.rand(shape, generator=generator, dtype=torch.float64)
-        return low + (high - low) * values
+        values = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return low + (high - low) * values.to(torch.get_default_device())
 
     def place(values, dtype):
         strides = [s for s in STRIDES if values.dim() == 2 or s is not transposed]

@@ -15,7 +15,10 @@ import torch
 from klfast import backends
 
 TESTS = ("test_accuracy.py", "test_determinism.py")
-NAMES = "native and (sweep or every_pass or realistic or alone or padding or memory)"
+NAMES = (
+    "native and not emulated and not cuda and "
+    "(sweep or every_pass or realistic or alone or padding or memory)"
+)
 RUN = """
 import sys, pytest
 from klfast import _C

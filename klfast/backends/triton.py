@@ -55,13 +55,7 @@ def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
     if not are_tracing() and (call.tensors.logprobs.device.type == "cpu" or checks_requested()):
         check_values(call)
-    of_triton = torch.ops.klfast_triton
-    kernels = ops.Kernels(
-        of_triton.kl_penalty_fwd.default,
-        of_triton.kl_penalty_bwd.default,
-        of_triton.scale_.default,
-    )
-    return ops.kl_penalty(call, kernels)
+    return ops.kl_penalty(call, ops.Kernels.of(torch.ops.klfast_triton))
 
 
 def _define() -> torch.library.Library:

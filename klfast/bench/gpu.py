@@ -26,7 +26,7 @@ COPY = "copy"
 """The plain copy of the inputs, among the candidates, as ``READ`` is."""
 
 KLFAST_BACKENDS = ("native", "triton")
-SHAPES = ((256, 8192), (4096, 16384), (64, 2048), (8, 512))
+SHAPES = ((256, 8192), (8, 512), (4096, 16384), (64, 2048))
 PACKED_SHAPES = ((256, 8192),)
 OPS = ("forward", "one-read", "two-pass")
 
@@ -159,12 +159,7 @@ def usable_backends(place: torch.device) -> tuple[list[str], str]:
     Raises:
         NoBackend: none does, or under ``KLFAST_REQUIRE_CUDA=1`` not all do.
     """
-    reasons = {
-        name: backends.MODULES[name].unavailable(place)
-        if name in backends.MODULES
-        else "not in this version"
-        for name in KLFAST_BACKENDS
-    }
+    reasons = {name: backends.MODULES[name].unavailable(place) for name in KLFAST_BACKENDS}
     usable = [name for name, reason in reasons.items() if reason is None]
     missing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     if not usable or (missing and os.environ.get("KLFAST_REQUIRE_CUDA") == "1"):
