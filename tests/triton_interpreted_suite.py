@@ -162,6 +162,7 @@ BAD_EDGES = {
     "falling": [0, 9, 2],
     "all-beyond": [2**33, 2**33, 2**33],
     "swapped": [9, 0, 9],
+    "no-sequence": [0],
 }
 
 
@@ -183,10 +184,28 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
     call += ("k3", "value", "differentiable", limits, reduction, 1.0, 0.0)
     scalar = reduction in REDUCTIONS[3:]
     _, per_sequence, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, True)
-    grad_out = torch.ones({"none": (9,)}.get(reduction, () if scalar else (2,)))
+    sequences = len(edges) - 1
+    grad_out = torch.ones({"none": (9,)}.get(reduction, () if scalar else (sequences,)))
     triton_launch.kl_penalty_bwd(*call, grad_out, per_sequence, True, True)
     assert guarded
     assert all((buffer[:64] == 77).all() and (buffer[-64:] == 77).all() for buffer in guarded)
+
+
+@pytest.mark.parametrize("edges", [[0, 5, 12], [0]], ids=["short", "no-sequence"])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
+    """A packed buffer that is longer than its sequences, with numbers that nothing masks."""
+    n, end = 1500, edges[-1]
+    logprobs, ref_logprobs, _ = random_inputs((n,))
+    call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)
+    call += ("k3", "value", "differentiable", Estimator("k3").limits)
+    call += ("token-sum" if scalar else "none", 1.0, 0.0)
+    result, per_sequence, *grads = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, False)
+    grad_out = torch.ones(()) if scalar else torch.ones(n)
+    grads += triton_launch.kl_penalty_bwd(*call, grad_out, per_sequence, True, True)
+    for per_token in [grad for grad in grads if grad.numel()] + ([] if scalar else [result]):
+        assert per_token[:end].all()
+        assert not per_token[end:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

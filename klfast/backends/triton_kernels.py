@@ -210,6 +210,16 @@ def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def store_zeros(pointer, first, count):
+    """To ``count`` places of an output, if it is wanted."""
+    if pointer is not None:
+        zeros = tl.zeros((TILE,), pointer.dtype.element_ty)
+        for tile in range(tl.cdiv(count, TILE)):
+            offset = tile * TILE + tl.arange(0, TILE)
+            tl.store(pointer + first + offset, zeros, mask=offset < count)
+
+
+@triton.jit
 def store_partial(partials, row: tl.constexpr, slots, value):
     tl.store(partials + row * slots + tl.program_id(0), value.to(tl.float64))
 
@@ -384,6 +394,14 @@ def kl_penalty_kernel(
             largest = tl.maximum(largest, magnitude)
             nonfinite_counts += (magnitude >= infinity).to(tl.int32)
             limited_counts += limited.to(tl.int32)
+
+    if cu_seqlens is not None:
+        if (sequence == sequences - 1) & (position == 0):
+            # What follows the last sequence, in a buffer longer than its sequences.
+            end = start + length
+            store_zeros(value, end, width - end)
+            store_zeros(grad_logprobs, end, width - end)
+            store_zeros(grad_ref_logprobs, end, width - end)
 
     if partials is None:
         if value is not None and position == 0:

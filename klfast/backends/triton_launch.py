@@ -304,7 +304,8 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
     outputs = (result, per_sequence, *call.present(grads))
     if sequences == 0:
-        result.zero_()
+        for output in (result, *call.present(grads)):
+            output.zero_()
         return outputs
 
     per_token = call.reduction == "none"
@@ -348,10 +349,14 @@ def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     gradient = "scalar" if call.reduction in SCALAR_REDUCTIONS else "sequence"
     if call.reduction == "none":
         gradient = "token"
-    if call.batch.slots > 0:
+    present = call.present(grads)
+    if call.batch.sequences == 0:
+        for grad in present:
+            grad.zero_()
+    elif call.batch.slots > 0:
         with _device_of(logprobs):
             call.read_tokens(gradient, per_sequence.contiguous(), grads, grad_out=grad_out)
-    return call.present(grads)
+    return present
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
