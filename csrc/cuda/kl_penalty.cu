@@ -191,8 +191,11 @@ bool is_mixed(const KlPenaltyInputs& in) {
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
 }
 
-bool asks_plainly(const KlPenaltyInputs& in) {
-  return !in.options.has_limits() && !in.options.k2_gradient && in.old_logprobs.data == nullptr;
+// Whether a plain kernel serves. Only dtypes that are trained in have them; others are for
+// checking, not for speed.
+bool is_plain_call(const KlPenaltyInputs& in) {
+  return !in.options.has_limits() && !in.options.k2_gradient && in.old_logprobs.data == nullptr &&
+         !in.is_double && !is_mixed(in);
 }
 
 // Whether sums of several blocks must be added: of every sequence, or of those too long for one.
@@ -220,20 +223,19 @@ Task task_of(const KlPenaltyInputs& in) {
   return task;
 }
 
-// Only dtypes that are trained in have plain kernels; others are for checking, not for speed.
 template <typename T>
 void launch_kl_penalty(const Task& task, const Launch& on) {
   if constexpr (!std::is_same_v<typename Source<T>::Acc, double>) {
     const bool adds_more = task.want_statistics || task.scores.data != nullptr;
-    if (asks_plainly(task.in) && adds_more) {
+    if (is_plain_call(task.in) && adds_more) {
       return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
     }
     const bool stores_gradient =
         task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr;
-    if (asks_plainly(task.in) && stores_gradient) {
+    if (is_plain_call(task.in) && stores_gradient) {
       return launch(kl_penalty_kernel<T, Pass::kPlainGradient>, task, on);
     }
-    if (asks_plainly(task.in)) return launch(kl_penalty_kernel<T, Pass::kPlain>, task, on);
+    if (is_plain_call(task.in)) return launch(kl_penalty_kernel<T, Pass::kPlain>, task, on);
   }
   launch(kl_penalty_kernel<T, Pass::kAny>, task, on);
 }
@@ -255,8 +257,7 @@ void launch_kl_penalty(Task task, const Launch& on) {
 // Lanes as wide as those of the kernel that follows: its sums of the mask are then the same.
 void launch_lengths(const Task& task, const Launch& on) {
   if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
-  const bool wide =
-      !is_mixed(task.in) && asks_plainly(task.in) && element_size(task.in.logprobs.dtype) == 2;
+  const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
   launch(wide ? lengths_kernel<float, 8> : lengths_kernel<float, 4>, task, on);
 }
 
@@ -264,7 +265,7 @@ void launch_lengths(const Task& task, const Launch& on) {
 
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   if (!needs_last_block(in)) return 0;
-  const bool all = !asks_plainly(in) || out.want_statistics || out.scores.data != nullptr;
+  const bool all = !is_plain_call(in) || out.want_statistics || out.scores.data != nullptr;
   const int64_t fields = all ? Sums::kFields : Sums::kLength + 1;
   return fields * std::max<int64_t>(1, grid_of(in.batch).slots);
 }
