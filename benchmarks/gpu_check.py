@@ -242,7 +242,7 @@ class Check:
                 return "failed", f"{command[0]}: {error.strerror}"
             self.running.add(process)
             try:
-                code = process.wait(seconds)
+                code = process.wait(max(seconds - LAST_WORDS, seconds / 2))
             except subprocess.TimeoutExpired:
                 kill(process)
                 return "timeout", f"had {seconds:.0f} s"
