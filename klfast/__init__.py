@@ -1,5 +1,6 @@
 """klfast: the KL penalty of reinforcement learning for language models."""
 
+from klfast import compat
 from klfast.api import kl_penalty, kl_rewards
 from klfast.controllers import (
     AdaptiveKLController,
@@ -19,6 +20,7 @@ __all__ = [
     "FixedKLController",
     "KLMonitor",
     "KLStats",
+    "compat",
     "get_kl_controller",
     "info",
     "kl_penalty",

@@ -1,0 +1,108 @@
+"""What the frameworks' files share: choosing a preset, and the shapes and dtypes they expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from klfast.api import kl_penalty
+from klfast.checks import check_choice
+from klfast.estimator import Estimator
+
+
+def choose(
+    argument: str, mode: object, presets: Mapping[str, Estimator], *others: str
+) -> Estimator:
+    """The preset that a framework's word stands for; ``others`` are words with another meaning."""
+    check_choice(argument, mode, (*presets, *others))
+    return presets[str(mode)]
+
+
+def per_token(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: Estimator,
+    mask: Tensor | None = None,
+    *,
+    old_logprobs: Tensor | None = None,
+    exact: bool = False,
+) -> Tensor:
+    """The estimator of every token, in nats, of the shape of ``logprobs``: [T], [B, T], [..., T].
+
+    Args:
+        logprobs: of the taken tokens under the policy.
+        ref_logprobs: under the reference.
+        estimator: which one.
+        mask: 0 where the token does not exist: its value is 0 and its gradient too.
+        old_logprobs: of the policy that sampled, where there is a weight.
+        exact: the order of the frameworks: the value is limited after the exp, whose overflow makes
+            the gradient NaN; the mask is multiplied, which lets NaN through; the result has the
+            inputs' dtype, where otherwise it is fp32 for the lower ones.
+    """
+    limit = estimator.kl_clip if exact and estimator.gradient == "value" else None
+    value = kl_penalty(
+        _rows(logprobs),
+        _rows(ref_logprobs),
+        None if mask is None or exact else _rows(mask),
+        estimator=estimator if limit is None else replace(estimator, kl_clip=None),
+        old_logprobs=None if old_logprobs is None else _rows(old_logprobs),
+    ).view(logprobs.shape)
+    if not exact:
+        return value
+    if limit is not None:
+        value = value.clamp(-limit, limit)
+    value = value.to(torch.promote_types(logprobs.dtype, ref_logprobs.dtype))
+    return value if mask is None else value * mask
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., T] as [N, T]; up to two dimensions as they are."""
+    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+
+
+def full_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
+    """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, eagerly.
+
+    ``mask * sum over V of p * (logprobs - ref_logprobs)``. A word that the policy never says
+    (-inf) adds 0, and a masked token is 0, its gradient too, whatever it holds; ``exact=True``:
+    NaN, as in the frameworks.
+
+    Raises:
+        ValueError: there is no vocabulary dimension (log-probs of the taken tokens alone make no
+            sense here), or ``ref_logprobs`` or ``mask`` has another shape.
+    """
+    if logprobs.dim() < 2 or logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            "logprobs and ref_logprobs must be log-probs of the whole vocabulary, of one shape "
+            f"[..., V], got {list(logprobs.shape)} and {list(ref_logprobs.shape)}"
+        )
+    if mask is not None and mask.shape != logprobs.shape[:-1]:
+        raise ValueError(
+            "mask must have the shape of logprobs without the vocabulary, "
+            f"{list(logprobs.shape[:-1])}, got {list(mask.shape)}"
+        )
+    if not exact:
+        counts = logprobs != -torch.inf
+        if mask is not None:
+            counts = counts & (mask != 0).unsqueeze(-1)
+        logprobs = torch.where(counts, logprobs, 0.0)
+        ref_logprobs = torch.where(counts, ref_logprobs, 0.0)
+    terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
+    kl = terms.sum(-1)
+    return kl if mask is None else kl * mask
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros in the shape of a tensor that take no memory: a reference that leaves k1 as it is."""
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def straight_through(value: Tensor, surrogate: Tensor) -> Tensor:
+    """The value of one tensor with the gradient of another."""
+    return value.detach() + (surrogate - surrogate.detach())

@@ -1,0 +1,81 @@
+"""OpenRLHF (proved equal to 0.11.2): ``openrlhf.models.utils`` and its controllers.
+
+Use ``from klfast.compat.openrlhf import compute_approx_kl, ...`` in place of OpenRLHF's own, or
+``klfast.compat.patch("openrlhf")``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from klfast.api import kl_penalty, kl_rewards
+from klfast.compat.common import choose, per_token, straight_through, zeros_like
+from klfast.compat.presets import OPENRLHF
+from klfast.controllers import AdaptiveKLController, FixedKLController
+from klfast.estimator import Estimator
+
+__all__ = ["AdaptiveKLController", "FixedKLController", "compute_approx_kl", "compute_reward"]
+
+UNBIASED = Estimator("k2", importance="detached", importance_cap=10)
+"""Its gradient w * x * dx, with w = min(exp(log_probs - log_probs_old), 10)."""
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    log_probs_old: Tensor | None = None,
+    kl_estimator: str = "k1",
+    unbiased_gradient: bool = False,
+) -> Tensor:
+    """OpenRLHF's per-token KL, fp32, in nats, shaped as ``log_probs``, limited to [-10, 10].
+
+    ``kl_estimator``: ``k1``, ``k2`` or ``k3`` (see ``presets.OPENRLHF``). ``unbiased_gradient``:
+    the same value with the gradient of ``w * x**2 / 2``, where x is the log-ratio and
+    ``w = min(exp(log_probs - log_probs_old), 10)`` a constant, 1 without ``log_probs_old``.
+
+    Differs from OpenRLHF: k3 keeps its digits near 0; fp64 stays fp64. As there, the gradient is 0
+    where the limit acts (k3: once x < -2.61), unless it is the unbiased one.
+    """
+    estimator = choose("kl_estimator", kl_estimator, OPENRLHF)
+    if not unbiased_gradient:
+        return per_token(log_probs, log_probs_base, estimator)
+    if log_probs_old is None:
+        return per_token(log_probs, log_probs_base, replace(estimator, gradient="k2"))
+    value = per_token(log_probs, log_probs_base, replace(estimator, gradient="none"))
+    surrogate = kl_penalty(
+        log_probs, log_probs_base, estimator=UNBIASED, old_logprobs=log_probs_old
+    )
+    return straight_through(value, surrogate)
+
+
+def compute_reward(
+    r: Tensor | float,
+    kl_coef: float,
+    kl: Tensor,
+    action_mask: Tensor | None = None,
+    reward_clip_range: tuple[float, float] | None = None,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """OpenRLHF's per-token reward: ``-kl_coef * kl``, plus ``r[b]`` at the last action token.
+
+    ``r``: [B] or one number for all; ``kl``, ``action_mask``: [B, T]; a ``kl_coef`` <= 0 counts as
+    0; ``r`` is first clipped to ``reward_clip_range``. No gradient.
+
+    Differs from OpenRLHF: the reward is 0 where masked (theirs is ``-kl_coef * kl``, NaN from
+    padding included) and low-precision ``kl`` gives fp32; ``exact=True`` takes both back. A
+    sequence without an action token has no reward (theirs gives ``r[b]`` to its last slot).
+    """
+    scores = torch.as_tensor(r, device=kl.device).expand(kl.shape[0])
+    if reward_clip_range is not None:
+        scores = scores.clamp(*reward_clip_range)
+    kl_coef = max(kl_coef, 0.0)
+    rewards = kl_rewards(scores, kl, zeros_like(kl), action_mask, kl_coef=kl_coef)
+    if not exact:
+        return rewards
+    if action_mask is not None:
+        rewards = torch.where(action_mask != 0, rewards, -kl_coef * kl)
+    return rewards.to(kl.dtype)

@@ -1,0 +1,53 @@
+"""What each framework calls its KL estimators, as ``klfast.Estimator`` values.
+
+All of them are data for ``klfast.kl_penalty(..., estimator=...)``. A limit on the value stops the
+gradient where it acts, as the frameworks' own ``clamp`` does: k3 limited to 10 has none once
+``logprobs - ref_logprobs < -2.61``. ``KLStats.clipped`` counts those tokens, which no framework
+does; verl's ``k3+`` and ``Estimator("k3", linear_tail=c)`` keep a gradient there.
+
+Read from the frameworks' sources of July to September 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from klfast.estimator import Estimator
+
+K3_LIMITED = Estimator("k3", kl_clip=10)
+"""The value limited to 10. Several frameworks limit it after an exp that may have overflowed."""
+
+K3_LIMITED_TWICE = Estimator("k3", log_ratio_clip=20, kl_clip=10)
+"""The log-ratio limited to 20 before the exp, the value to 10 after it."""
+
+_PLAIN = {"kl": Estimator("k1"), "abs": Estimator("abs"), "mse": Estimator("k2")}
+
+_VERL = {
+    **_PLAIN,
+    "k1": Estimator("k1"),
+    "k2": Estimator("k2"),
+    "k3": K3_LIMITED_TWICE,
+    "low_var_kl": K3_LIMITED_TWICE,
+}
+
+VERL = {**_VERL, **{name + "+": replace(e, gradient="k2") for name, e in _VERL.items()}}
+"""A ``+`` keeps the value and takes the gradient of k2."""
+
+OPENRLHF = {name: Estimator(name, kl_clip=10) for name in ("k1", "k2", "k3")}
+ROLL = {**_PLAIN, "k3": K3_LIMITED}
+TRL_PPO = _PLAIN
+"""TRL up to 0.11."""
+TRL_GRPO = Estimator("k3")
+"""TRL 1.x, and torchrl. With ``old_logprobs`` it is ``use_bias_correction_kl``."""
+TRL_RLOO = Estimator("k1")
+TRLX = {"reward": Estimator("k1"), "kl": Estimator("k3_ref")}
+"""The reward is shaped with k1; what the controller sees is k3 with the ratio upside down."""
+
+SKYRL = {"k3": K3_LIMITED_TWICE}
+MS_SWIFT = {"k3": K3_LIMITED_TWICE}
+NEMO_RL = {"k3": K3_LIMITED_TWICE}
+"""Takes ``old_logprobs=logprobs.detach()``: a weight of 1 with the gradient of the ratio."""
+SLIME = {"k3": Estimator("k3"), "low_var_kl": K3_LIMITED}
+AREAL = SLIME
+OPEN_INSTRUCT = {f"kl{n}": Estimator(f"k{n}", log_ratio_clip=40) for n in (1, 2, 3)}
+"""Its fourth, ``ratio * x``, is ``kl1`` with ``old_logprobs``."""

@@ -1,0 +1,62 @@
+"""ROLL: ``roll.utils.functionals.compute_approx_kl`` and ``roll.utils.kl_controller``.
+
+ROLL is installed from source and has no releases; this is its main branch of 2026. Use
+``from klfast.compat.roll import compute_approx_kl, ...`` in place of ROLL's own, or
+``klfast.compat.patch("roll")``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from klfast.compat.common import choose, full_kl, per_token
+from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
+from klfast.compat.presets import ROLL
+from klfast.controllers import FixedKLController
+
+__all__ = ["AdaptiveKLController", "FixedKLController", "compute_approx_kl", "get_kl_controller"]
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    action_mask: Tensor | None = None,
+    kl_penalty: str = "kl",
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """ROLL's per-token KL, in nats, of the shape of ``log_probs``, 0 where masked.
+
+    ``kl_penalty``: ``kl``, ``abs``, ``mse`` or ``k3`` (limited to 10; see ``presets.ROLL``), or
+    ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary, of
+    shape [...]; computed eagerly.
+
+    Differs from ROLL, unless ``exact=True``: the gradient of k3 is 0, not NaN, where exp overflows
+    (log-ratios below -88 in fp32); NaN under the mask stays there; low-precision inputs give fp32.
+    Besides, k3 keeps its digits near 0. Like ROLL's, its gradient is 0 once x < -2.61.
+
+    Raises:
+        ValueError: an unknown ``kl_penalty``; ``full`` of tensors without a vocabulary dimension,
+            or whose mask does not have the shape [...] (ROLL sums over the wrong dimension there).
+    """
+    if kl_penalty == "full":
+        return full_kl(log_probs, log_probs_base, action_mask, exact=exact)
+    estimator = choose("kl_penalty", kl_penalty, ROLL, "full")
+    return per_token(log_probs, log_probs_base, estimator, action_mask, exact=exact)
+
+
+def get_kl_controller(
+    init_kl_coef: float, target_kl: float | None = None, kl_horizon: float | None = None
+) -> AdaptiveKLController | FixedKLController:
+    """Fixed if ``target_kl`` is None, else adaptive; the horizon is 10,000 if None.
+
+    ``target_kl`` is in nats per token.
+
+    Raises:
+        TypeError, ValueError: as the controllers.
+    """
+    if target_kl is None:
+        return FixedKLController(init_kl_coef)
+    return AdaptiveKLController(
+        init_kl_coef, target_kl, 10_000 if kl_horizon is None else kl_horizon
+    )

@@ -1,0 +1,83 @@
+"""Adaptive KL for TRL's trainers. Needs transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from klfast.controllers import AdaptiveKLController
+
+STATE = "klfast.AdaptiveKLCallback"
+"""Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""
+
+
+class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be there
+    """Steers the ``beta`` of a ``trl.GRPOTrainer`` or ``trl.RLOOTrainer`` towards a target KL.
+
+    ``trainer.add_callback(AdaptiveKLCallback(trainer, target=0.05))``. After each optimizer step
+    ``beta *= 1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon`` (Ziegler et al. 2019,
+    section 2.2), where ``kl`` is the mean of the step's values of TRL's metric ``kl``, which TRL
+    has reduced over all ranks, so that all ranks steer alike, and ``n_steps`` is the number of
+    completions in the step on all ranks. A step without a new value, as in RLOO between two
+    generations, leaves ``beta`` alone. ``kl_coef``, the coefficient that a step used, is logged
+    beside ``kl``. The state is kept in the checkpoint's ``trainer_state.json``, and
+    ``trainer.train(resume_from_checkpoint=...)`` goes on from it.
+
+    Args:
+        trainer: whose ``beta``, > 0, is the first coefficient. With ``beta=0`` TRL loads no
+            reference model, and there is no KL to steer by.
+        target: the KL to hold, > 0, in nats per *token*, as TRL's metric is.
+        horizon: as of ``klfast.AdaptiveKLController``, like the options.
+        **options: ``clip``, ``min_coef``, ``max_coef``.
+
+    Raises:
+        ValueError: ``trainer.beta`` is 0, or a setting is out of its range.
+        TypeError: ``trainer`` has no ``beta`` and metrics like TRL's, or a setting is of the wrong
+            type.
+    """
+
+    def __init__(
+        self, trainer: Any, target: float, horizon: float = 10_000, **options: Any
+    ) -> None:
+        if not hasattr(trainer, "beta") or not hasattr(trainer, "_metrics"):
+            raise TypeError(
+                "trainer must be a trl.GRPOTrainer or trl.RLOOTrainer, "
+                f"got {type(trainer).__name__}"
+            )
+        if trainer.beta == 0:
+            raise ValueError(
+                "trainer.beta must be > 0 for a KL to be measured, got 0; set beta in its config"
+            )
+        self.trainer = trainer
+        self.controller = AdaptiveKLController(
+            trainer.beta, target, horizon, **{"unit": "token", **options}
+        )
+        self._seen = 0
+
+    @property
+    def _kls(self) -> list[float]:
+        kls: list[float] = self.trainer._metrics["train"]["kl"]
+        return kls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take up the state of the checkpoint that is resumed from, if there is one."""
+        saved = (state.stateful_callbacks or {}).get(STATE)
+        if saved is not None:
+            self.controller.load_state_dict(saved["attributes"])
+        self.trainer.beta = self.controller.value
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remember what had been measured before this step."""
+        self._seen = len(self._kls)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log the coefficient of the step, then move it."""
+        self.trainer._metrics["train"]["kl_coef"].append(self.trainer.beta)
+        new = self._kls[self._seen :]
+        if new:
+            completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            self.trainer.beta = self.controller.update(sum(new) / len(new), completions)
+        # With the layout of transformers' ExportableState, which wants callbacks that can be made
+        # without a trainer.
+        state.stateful_callbacks[STATE] = {"args": {}, "attributes": self.controller.state_dict()}

@@ -1,0 +1,152 @@
+"""klfast's KL inside TRL's own trainers: the mixin, and what ``patch("trl")`` puts in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.compat import trl
+from klfast.compat.common import per_token
+from klfast.compat.patching import PatchError, fingerprint
+from klfast.compat.presets import TRL_RLOO
+
+COMPUTE_LOSS = "c41fd27d9e7b8cd9"
+"""Fingerprint of ``GRPOTrainer._compute_loss`` in TRL 1.16."""
+
+
+class GRPOMixin:
+    """``class Trainer(GRPOMixin, trl.GRPOTrainer): pass``: the KL of the loss is klfast's.
+
+    The value, gradient and metric ``kl`` are TRL's, by one fused read (see ``trl.kl_loss``).
+
+    Raises:
+        PatchError: when the class is made, if the ``_compute_loss`` after the mixin is not the one
+            that klfast knows, of TRL 1.16.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        behind = cls.__mro__[cls.__mro__.index(GRPOMixin) + 1 :]
+        owner = next((base for base in behind if "_compute_loss" in vars(base)), None)
+        if owner is None or fingerprint(vars(owner)["_compute_loss"]) != COMPUTE_LOSS:
+            what = (
+                "has no _compute_loss" if owner is None else f"has another one, {owner.__name__}'s"
+            )
+            raise PatchError(
+                f"{cls.__name__} must derive from GRPOMixin and TRL 1.16's GRPOTrainer; it {what}"
+            )
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return _loss(self, super()._compute_loss, model, inputs)  # type: ignore[misc]  # TRL's
+
+
+def _loss(
+    trainer: Any, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]
+) -> Tensor:
+    """TRL's loss without a KL, plus klfast's KL of the log-probs that TRL computed for it."""
+    if trainer.beta == 0.0:
+        return compute_loss(model, inputs)
+    beta, mode = trainer.beta, "train" if trainer.model.training else "eval"
+    with _without_kl(trainer) as forwards:
+        loss = compute_loss(model, inputs)
+    if len(forwards) != 1:
+        raise RuntimeError(f"_compute_loss must run the model once, got {len(forwards)} times")
+    mask = inputs["completion_mask"]
+    if "tool_mask" in inputs:
+        mask = mask * inputs["tool_mask"]
+    term, stats = trl.kl_loss(
+        forwards[0],
+        inputs["ref_per_token_logps"],
+        mask,
+        beta=beta,
+        loss_type=trainer.loss_type,
+        normalizer=_normalizer(trainer, mask, inputs, mode),
+        old_per_token_logps=inputs.get("old_per_token_logps"),
+        use_bias_correction_kl=trainer.args.use_bias_correction_kl,
+        importance_sampling_level=trainer.importance_sampling_level,
+    )
+    _log(trainer, mode, term.detach(), stats.kl.sum(), stats.length.sum())
+    return loss + term / _accumulation(trainer, mode)
+
+
+@contextmanager
+def _without_kl(trainer: Any) -> Iterator[list[Tensor]]:
+    """A trainer that penalises nothing; the log-probs of its forwards go into the list."""
+    beta, forward = trainer.beta, trainer._get_per_token_logps_and_entropies
+    seen: list[Tensor] = []
+
+    @functools.wraps(forward)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        seen.append(outputs[0])
+        return outputs
+
+    trainer.beta, trainer._get_per_token_logps_and_entropies = 0.0, recording
+    try:
+        yield seen
+    finally:
+        trainer.beta = beta
+        del trainer._get_per_token_logps_and_entropies  # the class's own shows again
+
+
+def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:
+    """TRL's denominator for the loss types that have one."""
+    if trainer.loss_type not in trl.NEED_NORMALIZER:
+        return None
+    if trainer.loss_type == "dr_grpo":
+        return mask.shape[0] * trainer.max_completion_length
+    tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+    if mode == "train":  # the count is of a whole generation batch
+        tokens = tokens * trainer.current_gradient_accumulation_steps
+        tokens = tokens / trainer.args.steps_per_generation
+    return tokens
+
+
+def _accumulation(trainer: Any, mode: str) -> float:
+    """What TRL divides its loss by; the global token count of the others has it in it already."""
+    global_count = trainer.loss_type in ("cispo", "dapo", "vespo")
+    if mode == "eval" or global_count:
+        return 1.0
+    return float(trainer.current_gradient_accumulation_steps)
+
+
+def _log(trainer: Any, mode: str, term: Tensor, kl: Tensor, tokens: Tensor) -> None:
+    """TRL's metrics that know of the KL: ``kl``, a mean over ranks, and ``policy_loss``."""
+    metrics = trainer._metrics[mode]
+    totals = trainer.accelerator.reduce(torch.stack([kl, tokens]), reduction="sum")
+    metrics["kl"].append((totals[0] / totals[1].clamp(min=1.0)).item())
+    if trainer._entropy_bonus_enabled:  # TRL logs it then alone, KL included
+        metrics["policy_loss"][-1] += trainer.accelerator.gather(term).nanmean().item()
+
+
+def with_fused_kl(original: Any, exact: bool) -> Any:
+    """``GRPOTrainer._compute_loss`` with klfast's KL."""
+
+    @functools.wraps(original)
+    def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return _loss(self, functools.partial(original, self), model, inputs)
+
+    return _compute_loss
+
+
+class RLOO:
+    """What the rewritten statements of ``RLOOTrainer`` call."""
+
+    sequence_kl = staticmethod(trl.sequence_kl)
+
+    @staticmethod
+    def per_token_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+        """Policy - reference, 0 where masked."""
+        return per_token(logps, ref_logps, TRL_RLOO, mask)
+
+
+def kl_penalty_of_ppo(
+    self: Any, logprob: Tensor, ref_logprob: Tensor, *, exact: bool = False
+) -> Tensor:
+    """``PPOTrainer._kl_penalty`` of TRL up to 0.11."""
+    return trl.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)

@@ -1,0 +1,181 @@
+"""verl (proved equal to 0.9.1): ``verl.trainer.ppo.core_algos`` and ``apply_kl_penalty``.
+
+Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
+``klfast.compat.patch("verl")``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.api import kl_penalty as fused_kl_penalty
+from klfast.checks import check_choice
+from klfast.compat.common import choose, per_token, zeros_like
+from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
+from klfast.compat.controllers import VerlFixedKLController as FixedKLController
+from klfast.compat.presets import VERL
+from klfast.estimator import Estimator
+
+__all__ = [
+    "AdaptiveKLController",
+    "FixedKLController",
+    "agg_loss",
+    "apply_kl_penalty",
+    "get_kl_controller",
+    "kl_loss",
+    "kl_penalty",
+]
+
+REDUCTIONS = {
+    "token-mean": "token-mean",
+    "token-sum": "token-sum",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+}
+"""``loss_agg_mode`` -> klfast's reduction."""
+
+LOSS = Estimator("k1")
+"""Against a reference of zeros: any loss as it is."""
+
+
+def kl_penalty(
+    logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, *, exact: bool = False
+) -> Tensor:
+    """The per-token KL of verl, in nats, of the shape of ``logprob``; there is no mask here.
+
+    ``kl_penalty``: ``kl`` or ``k1``, ``abs``, ``mse`` or ``k2``, ``low_var_kl`` or ``k3`` (see
+    ``presets.VERL``); with a ``+``, the gradient is k2's. ``full`` raises NotImplementedError, as
+    in verl.
+
+    Differs from verl: low-precision inputs give fp32 (``exact=True``: their own dtype), k3 keeps
+    its digits near 0, and the value with a ``+`` at an infinite log-ratio is not NaN. Like verl's,
+    the gradient of k3 is 0 once ``logprob - ref_logprob < -2.61``.
+    """
+    if kl_penalty == "full":
+        raise NotImplementedError(
+            "kl_penalty 'full' needs log-probs of the whole vocabulary, which verl does not pass"
+        )
+    estimator = choose("kl_penalty", kl_penalty, VERL)
+    return per_token(logprob, ref_logprob, estimator, exact=exact)
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """The scalar that verl makes of a per-token loss [B, T] under a mask [B, T].
+
+    ``token-mean``, ``token-sum``, ``seq-mean-token-sum``, ``seq-mean-token-sum-norm`` (divided by
+    ``loss_scale_factor``, T by default) or ``seq-mean-token-mean``, times ``dp_size``, over the
+    global counts where given. Sequences without a kept token are left out.
+
+    Differs from verl: NaN under the mask is never read (verl's sequence modes multiply by the
+    mask), and the mean of nothing is 0, not NaN.
+    """
+    options = _aggregation(
+        loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    )
+    return _penalty(loss_mat, zeros_like(loss_mat), loss_mask, LOSS, options)
+
+
+def kl_loss(
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    kl_penalty: str,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """``agg_loss(kl_penalty(...), ...)`` in one read, value and gradient."""
+    options = _aggregation(
+        loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    )
+    estimator = choose("kl_penalty", kl_penalty, VERL)
+    return _penalty(logprob, ref_logprob, loss_mask, estimator, options)
+
+
+def _aggregation(
+    loss_mask: Tensor,
+    mode: str,
+    dp_size: int,
+    batch_num_tokens: float | Tensor | None,
+    global_batch_size: float | Tensor | None,
+    loss_scale_factor: float | None,
+) -> dict[str, Any]:
+    """``agg_loss``'s arguments as those of ``klfast.kl_penalty``."""
+    check_choice("loss_agg_mode", mode, tuple(REDUCTIONS))
+    count, name = global_batch_size, "global_batch_size"
+    if mode == "token-mean":
+        count, name = batch_num_tokens, "batch_num_tokens"
+    elif mode == "token-sum":
+        return {"reduction": "token-sum", "coef": float(dp_size)}
+    if count is None and dp_size > 1:
+        raise ValueError(f"{name} must be given when dp_size > 1, got None")
+    coef = float(dp_size)
+    if mode == "seq-mean-token-sum-norm":
+        coef /= loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    return {"reduction": REDUCTIONS[mode], "normalizer": count, "coef": coef}
+
+
+def _penalty(
+    loss: Tensor, ref: Tensor, mask: Tensor, estimator: Estimator, options: dict[str, Any]
+) -> Tensor:
+    """``klfast.kl_penalty`` under the options of ``_aggregation``."""
+    result: Tensor = fused_kl_penalty(loss, ref, mask, estimator=estimator, **options)
+    return result
+
+
+@torch.no_grad()
+def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[Any, dict[str, Any]]:
+    """The KL in verl's reward: ``token_level_rewards = token_level_scores - beta * kl * mask``.
+
+    Reads ``old_log_probs``, ``ref_log_prob``, ``response_mask`` and ``token_level_scores`` of
+    ``data.batch`` ([B, T] each), writes ``token_level_rewards``, and updates ``kl_ctrl`` with the
+    mean over all B sequences of their mean KL per token (0 for a fully masked one, as in verl) and
+    ``n_steps=B``.
+
+    Returns:
+        ``(data, {"actor/reward_kl_penalty": ..., "actor/reward_kl_penalty_coeff": ...})``, nats per
+        token and the coefficient used.
+
+    Differs from verl: masked tokens are never read.
+    """
+    batch = data.batch
+    beta = kl_ctrl.value
+    penalty, stats = fused_kl_penalty(
+        batch["old_log_probs"],
+        batch["ref_log_prob"],
+        batch["response_mask"],
+        estimator=choose("kl_penalty", kl_penalty, VERL),
+        coef=beta,
+        return_stats=True,
+    )
+    batch["token_level_rewards"] = batch["token_level_scores"] - penalty
+    current_kl = torch.where(stats.length > 0, stats.kl / stats.length, 0.0).mean().item()
+    kl_ctrl.update(current_kl=current_kl, n_steps=batch.batch_size[0])
+    metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+    return data, metrics
+
+
+def get_kl_controller(kl_ctrl: Any) -> AdaptiveKLController | FixedKLController:
+    """The controller of verl's config: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
+
+    Raises:
+        ValueError: ``type`` is neither ``"fixed"`` nor ``"adaptive"``, or a number is out of range.
+    """
+    check_choice("kl_ctrl.type", kl_ctrl.type, ("fixed", "adaptive"))
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
