@@ -1,8 +1,10 @@
 # Each target sets up what it needs, once: .venv with the versions of constraints.txt, and the build.
 #   make demo     train a small language model under KL control, and write a report
 #   make test     lint and every test
+#   make test-peers   tests against trl, Liger, verl and OpenRLHF themselves, which it installs
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
+#   make bench-peers    time klfast against the frameworks' own functions
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make format   rewrite sources in the house style
@@ -13,9 +15,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
+PEERS := build/peers/trl/installed build/peers/verl/installed
 CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/emulator/*)
 
-.PHONY: demo test lint bench gpu-check asan format clean
+.PHONY: demo test test-peers lint bench bench-peers gpu-check asan format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -23,6 +26,10 @@ demo: $(VENV)/built
 
 test: lint
 	$(BIN)/pytest -n 2 -p no:benchmark
+
+test-peers: $(VENV)/built $(PEERS)
+	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
+	PYTHONPATH="$(CURDIR)/build/peers/verl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/verl
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -32,6 +39,12 @@ lint: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/klfast bench
+
+bench-peers: $(VENV)/built $(PEERS)
+	for peers in verl trl; do \
+	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
+	    $(BIN)/python -W ignore benchmarks/drop_in.py $$peers $(BENCH_PEERS_OPTIONS) || exit 1; \
+	done
 
 # GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.
 gpu-check:
@@ -63,4 +76,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
 	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $@
+
+# The folder must be called site-packages: dill, of datasets, pickles by value what lies elsewhere.
+# Python compiles what the tests import, which is a part of it.
+build/peers/%/installed: tests/peers/%/requirements.txt $(VENV)/installed
+	rm -rf $(@D)
+	$(PIP) --no-deps --no-compile --no-build-isolation --target $(@D)/site-packages --requirement $<
 	touch $@

@@ -108,6 +108,43 @@ def cpu_table(data: dict[str, Any]) -> str:
     return table([*headings, "GB/s", "of read bandwidth"], lines)
 
 
+def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
+    """Frameworks' own functions and klfast's in their place: milliseconds, and how many times."""
+    pairs: dict[tuple[str, str], dict[str, Case]] = {}
+    for data in parts:
+        for case in cases_of(data):
+            row = case["klfast"]
+            pairs.setdefault((row["framework"], row["what"]), {})[row["dtype"]] = case
+    dtypes = list(dict.fromkeys(dtype for cases in pairs.values() for dtype in cases))
+    lines = []
+    for (framework, what), cases in pairs.items():
+        line = [framework, what]
+        for dtype in dtypes:
+            theirs, mine = cases[dtype]["framework"], cases[dtype]["klfast"]
+            line += [number(theirs["median_ms"]), number(mine["median_ms"]), times(theirs["ratio"])]
+        lines.append(line)
+    headings = ["framework", "function"]
+    for dtype in dtypes:
+        headings += [f"theirs {dtype}, ms", "klfast, ms", "faster"]
+    return table(headings, lines) + "\n\n" + drop_in_conditions(parts)
+
+
+def drop_in_conditions(parts: Sequence[dict[str, Any]]) -> str:
+    """Where, when and how they were measured, in one paragraph."""
+    wheres = [data["conditions"] for data in parts]
+    where = wheres[0]
+    versions = dict.fromkeys(
+        f"{name} {version}" for each in wheres for name, version in each["versions"].items()
+    )
+    shape = parts[0]["rows"][0]["shape"]
+    return (
+        f"{shape}, {where['device']}, {where['threads']} threads; {', '.join(versions)}; commit "
+        f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
+        "rounds, results compared first. `GRPOTrainer._compute_loss` is TRL's whole loss around a "
+        "model that costs nothing; ROLL's and trlx's side is their formula in eager PyTorch."
+    )
+
+
 def ours(case: Case) -> Row:
     """The row of klfast's first backend, to which ratios are."""
     return next(case[name] for name in BACKENDS if name in case)
@@ -202,6 +239,9 @@ def blocks(results: Path) -> dict[str, str]:
     texts = {
         path.stem: cpu_table(json.loads(path.read_text())) for path in results.glob("cpu*.json")
     }
+    drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
+    if drop_in:
+        texts["drop-in"] = drop_in_table([json.loads(path.read_text()) for path in drop_in])
     data = load(results / "gpu.json")
     texts["gpu"] = gpu_block(data)
     if data is not None:

@@ -43,7 +43,8 @@ struct Token {
   Acc value;
   Acc derivative;
   Acc ref_derivative;
-  bool clipped;
+  // 0 or 1, as wide as the rest: with a bool, GCC keeps tokens in memory and vectorises nothing.
+  typename math::Constants<Acc>::Bits clipped;
 };
 
 // Everything that Estimator can say, of one token.
@@ -78,7 +79,7 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
   const Acc derivative = select(differentiable & !capped, through_both, df);
   const Acc scale = weight * importance;
-  return {scale * clipped_f, scale * derivative, scale * df, keep && (outside | large_f | capped)};
+  return {scale * clipped_f, scale * derivative, scale * df, keep & (outside | large_f | capped)};
 }
 
 // Beyond this the importance weight or the formula may leave fp32's range where their product does

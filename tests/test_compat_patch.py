@@ -210,10 +210,10 @@ def test_a_function_that_is_replaced_and_rewritten_code_both_hear_of_exact(frame
 def test_as_a_context_manager_it_undoes_also_after_an_error(framework):
     core = framework()
     before = core.penalty
-    with pytest.raises(ZeroDivisionError), apply(core) as made:
-        assert core.penalty is not before
-        assert "made_up.core.penalty" in repr(made)
-        raise ZeroDivisionError
+    made = apply(core)
+    assert "made_up.core.penalty" in repr(made)
+    with pytest.raises(ZeroDivisionError), made:
+        1 / (core.penalty is before)
     assert core.penalty is before
     made.undo()  # once more does nothing
     assert core.penalty is before
@@ -280,10 +280,8 @@ def test_comments_docstrings_and_annotations_make_no_other_code(framework):
     ],
 )
 def test_every_other_change_of_code_shows(framework, of, into):
-    first = framework("first", f"def f(a, b, c):\n    return {of}\n\n\npenalty = Controller = f\n")
-    second = framework(
-        "second", f"def f(a, b, c):\n    return {into}\n\n\npenalty = Controller = f\n"
-    )
+    text = "def f(a, b, c):\n    return {}\n\n\npenalty = Controller = f\n"
+    first, second = framework("first", text.format(of)), framework("second", text.format(into))
     assert fingerprint(first.f) != fingerprint(second.f)
 
 

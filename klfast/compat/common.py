@@ -70,8 +70,8 @@ def full_kl(
     """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, eagerly.
 
     ``mask * sum over V of p * (logprobs - ref_logprobs)``. A word that the policy never says
-    (-inf) adds 0, and a masked token is 0, its gradient too, whatever it holds; ``exact=True``:
-    NaN, as in the frameworks.
+    (-inf) adds 0, a masked token is 0, its gradient too, whatever it holds, and lower dtypes give
+    fp32; ``exact=True``: NaN and the inputs' dtype, as in the frameworks.
 
     Raises:
         ValueError: there is no vocabulary dimension (log-probs of the taken tokens alone make no
@@ -88,6 +88,8 @@ def full_kl(
             f"{list(logprobs.shape[:-1])}, got {list(mask.shape)}"
         )
     if not exact:
+        arithmetic = torch.promote_types(logprobs.dtype, torch.float32)
+        logprobs, ref_logprobs = logprobs.to(arithmetic), ref_logprobs.to(arithmetic)
         counts = logprobs != -torch.inf
         if mask is not None:
             counts = counts & (mask != 0).unsqueeze(-1)

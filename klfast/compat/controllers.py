@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from klfast.checks import check_number
 from klfast.controllers import AdaptiveKLController, FixedKLController
 from klfast.stats import KLStats
 
@@ -32,6 +33,7 @@ class VerlAdaptiveKLController(TokenAdaptiveKLController):
     def __init__(
         self, init_kl_coef: float, target_kl: float, horizon: float, **options: Any
     ) -> None:
+        check_number("target_kl", target_kl, above=0)
         super().__init__(init_kl_coef, target_kl, horizon, **options)
 
     def update(  # verl's name of the first argument

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty, kl_rewards
+from klfast.api import kl_rewards
 from klfast.compat.common import choose, per_token, straight_through, zeros_like
 from klfast.compat.presets import OPENRLHF
 from klfast.controllers import AdaptiveKLController, FixedKLController
@@ -45,9 +45,7 @@ def compute_approx_kl(
     if log_probs_old is None:
         return per_token(log_probs, log_probs_base, replace(estimator, gradient="k2"))
     value = per_token(log_probs, log_probs_base, replace(estimator, gradient="none"))
-    surrogate = kl_penalty(
-        log_probs, log_probs_base, estimator=UNBIASED, old_logprobs=log_probs_old
-    )
+    surrogate = per_token(log_probs, log_probs_base, UNBIASED, old_logprobs=log_probs_old)
     return straight_through(value, surrogate)
 
 
@@ -77,5 +75,5 @@ def compute_reward(
     if not exact:
         return rewards
     if action_mask is not None:
-        rewards = torch.where(action_mask != 0, rewards, -kl_coef * kl)
+        rewards = torch.where(action_mask != 0, rewards, -kl_coef * kl.detach())
     return rewards.to(kl.dtype)

@@ -127,7 +127,7 @@ def kl_loss(
         raise ValueError(f"normalizer must {needs} for loss_type {loss_type!r}, got {normalizer!r}")
     reduction = REDUCTIONS[loss_type]
     if reduction != "token-mean":
-        normalizer = per_token_logps.shape[0]  # empty sequences count, as in TRL
+        normalizer = max(1, per_token_logps.shape[0])  # empty sequences count, as in TRL
     old = _old(per_token_logps, old_per_token_logps) if use_bias_correction_kl else None
     if old is None or importance_sampling_level == "token":
         return fused_kl_penalty(
@@ -141,7 +141,9 @@ def kl_loss(
             coef=beta,
             return_stats=True,
         )
-    log_weight = fused_kl_penalty(per_token_logps, old, mask, estimator="k1", reduction="seq-mean")
+    log_weight = fused_kl_penalty(
+        per_token_logps, old.detach(), mask, estimator="k1", reduction="seq-mean"
+    )
     kl, stats = fused_kl_penalty(
         per_token_logps,
         ref_per_token_logps,

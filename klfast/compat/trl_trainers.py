@@ -77,7 +77,8 @@ def _loss(
 @contextmanager
 def _without_kl(trainer: Any) -> Iterator[list[Tensor]]:
     """A trainer that penalises nothing; the log-probs of its forwards go into the list."""
-    beta, forward = trainer.beta, trainer._get_per_token_logps_and_entropies
+    beta, name = trainer.beta, "_get_per_token_logps_and_entropies"
+    forward, own = getattr(trainer, name), name in vars(trainer)
     seen: list[Tensor] = []
 
     @functools.wraps(forward)
@@ -86,12 +87,16 @@ def _without_kl(trainer: Any) -> Iterator[list[Tensor]]:
         seen.append(outputs[0])
         return outputs
 
-    trainer.beta, trainer._get_per_token_logps_and_entropies = 0.0, recording
+    trainer.beta = 0.0
+    setattr(trainer, name, recording)
     try:
         yield seen
     finally:
         trainer.beta = beta
-        del trainer._get_per_token_logps_and_entropies  # the class's own shows again
+        if own:
+            setattr(trainer, name, forward)
+        else:  # the class's shows again
+            delattr(trainer, name)
 
 
 def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.checks import check_choice
+from klfast.checks import check_choice, check_number
 from klfast.compat.common import choose, per_token, zeros_like
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
@@ -55,12 +55,15 @@ def kl_penalty(
     its digits near 0, and the value with a ``+`` at an infinite log-ratio is not NaN. Like verl's,
     the gradient of k3 is 0 once ``logprob - ref_logprob < -2.61``.
     """
-    if kl_penalty == "full":
+    return per_token(logprob, ref_logprob, _estimator(kl_penalty), exact=exact)
+
+
+def _estimator(mode: str) -> Estimator:
+    if mode == "full":
         raise NotImplementedError(
             "kl_penalty 'full' needs log-probs of the whole vocabulary, which verl does not pass"
         )
-    estimator = choose("kl_penalty", kl_penalty, VERL)
-    return per_token(logprob, ref_logprob, estimator, exact=exact)
+    return choose("kl_penalty", mode, VERL)
 
 
 def agg_loss(
@@ -102,8 +105,7 @@ def kl_loss(
     options = _aggregation(
         loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
     )
-    estimator = choose("kl_penalty", kl_penalty, VERL)
-    return _penalty(logprob, ref_logprob, loss_mask, estimator, options)
+    return _penalty(logprob, ref_logprob, loss_mask, _estimator(kl_penalty), options)
 
 
 def _aggregation(
@@ -123,9 +125,12 @@ def _aggregation(
         return {"reduction": "token-sum", "coef": float(dp_size)}
     if count is None and dp_size > 1:
         raise ValueError(f"{name} must be given when dp_size > 1, got None")
+    if count is not None and not isinstance(count, Tensor):
+        count = check_number(name, count, above=0)
     coef = float(dp_size)
     if mode == "seq-mean-token-sum-norm":
-        coef /= loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+        scale = max(1, loss_mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
+        coef /= check_number("loss_scale_factor", scale, above=0)
     return {"reduction": REDUCTIONS[mode], "normalizer": count, "coef": coef}
 
 
@@ -158,7 +163,7 @@ def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[A
         batch["old_log_probs"],
         batch["ref_log_prob"],
         batch["response_mask"],
-        estimator=choose("kl_penalty", kl_penalty, VERL),
+        estimator=_estimator(kl_penalty),
         coef=beta,
         return_stats=True,
     )

@@ -1,0 +1,391 @@
+"""The frameworks' own functions against klfast's in their place, interleaved in one process.
+
+``make bench-peers`` runs it with what ``make test-peers`` installs, once with each set of peers,
+and writes ``benchmarks/results/drop-in-<peers>.json``; ``benchmarks/report.py`` makes the README's
+table of them. What is timed is the framework's real function; for ROLL and trlx, which have no
+releases to install, their formula as ``tests/frameworks.py`` has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast import compat
+from klfast.bench import report
+from klfast.bench.timing import Timing, interleave
+
+RESULTS = Path(__file__).parent / "results"
+TESTS = Path(__file__).parents[1] / "tests"
+SHAPE = (64, 8192)
+ROUNDS = 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SPREAD = 0.1
+KEPT = 0.8
+
+
+class Batch(NamedTuple):
+    """[B, T] each; the mask keeps a random share of each sequence's beginning."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    old_logprobs: Tensor
+    mask: Tensor
+
+
+Function = Callable[[Batch], Any]
+
+
+class Pair(NamedTuple):
+    """The framework's way and klfast's to the same result.
+
+    Attributes:
+        framework: whose function it is.
+        what: its name, and what is timed.
+        theirs, ours: from a batch to a tensor or a tuple of tensors.
+    """
+
+    framework: str
+    what: str
+    theirs: Function
+    ours: Function
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one pair; ``ratio`` is its median over klfast's."""
+
+    case: str
+    framework: str
+    what: str
+    dtype: str
+    shape: list[int]
+    impl: str
+    median_ms: float
+    min_ms: float
+    ratio: float
+    rounds: int
+    calls: int
+
+
+def make_batch(shape: tuple[int, int], dtype: torch.dtype) -> Batch:
+    logprobs = -4 * torch.rand(shape)
+    ref_logprobs = logprobs - SPREAD * torch.randn(shape)
+    old_logprobs = logprobs + SPREAD * torch.randn(shape)
+    lengths = torch.linspace(2 * KEPT - 1, 1, shape[0]) * shape[1]
+    mask = torch.arange(shape[1]) < lengths[:, None]
+    tensors = (t.to(dtype) for t in (logprobs, ref_logprobs, old_logprobs))
+    return Batch(*tensors, mask.long())
+
+
+def gradient(loss: Callable[[Tensor, Batch], Tensor]) -> Function:
+    """(loss, its gradient to the log-probs): forward and backward."""
+
+    def both(batch: Batch) -> tuple[Tensor, Tensor]:
+        leaf = batch.logprobs.detach().requires_grad_()
+        value = loss(leaf, batch)
+        return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+    return both
+
+
+def from_tests(name: str) -> types.ModuleType:
+    """A module of the tests' folders."""
+    path = next(TESTS.rglob(f"{name}.py"))
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module(name)
+
+
+def verl_pairs() -> Iterator[Pair]:
+    from verl.trainer.ppo import core_algos, ray_trainer
+
+    ours = compat.verl
+    mode, average = "low_var_kl", "token-mean"
+
+    def rewards(apply: Callable[..., Any]) -> Function:
+        controller = ours.FixedKLController(0.1)
+
+        def run(batch: Batch) -> Tensor:
+            data = _Data(batch)
+            apply(data, controller, mode)
+            result: Tensor = data.batch["token_level_rewards"]
+            return result
+
+        return run
+
+    yield Pair(
+        "verl",
+        "`kl_penalty`",
+        lambda b: core_algos.kl_penalty(b.logprobs, b.ref_logprobs, mode),
+        lambda b: ours.kl_penalty(b.logprobs, b.ref_logprobs, mode),
+    )
+
+    def two_steps(of: Any) -> Callable[[Tensor, Batch], Tensor]:
+        return lambda x, b: of.agg_loss(of.kl_penalty(x, b.ref_logprobs, mode), b.mask, average)
+
+    yield Pair(
+        "verl",
+        "`agg_loss(kl_penalty(...))`, forward + backward",
+        gradient(two_steps(core_algos)),
+        gradient(two_steps(ours)),
+    )
+    yield Pair(
+        "verl",
+        "the same as `kl_loss`, forward + backward",
+        gradient(two_steps(core_algos)),
+        gradient(lambda x, b: ours.kl_loss(x, b.ref_logprobs, mode, b.mask, average)),
+    )
+    yield Pair(
+        "verl",
+        "`apply_kl_penalty`",
+        rewards(ray_trainer.apply_kl_penalty),
+        rewards(ours.apply_kl_penalty),
+    )
+
+
+class _Data:
+    """What ``apply_kl_penalty`` needs of a DataProto: a batch with a size."""
+
+    class Tensors(dict):  # type: ignore[type-arg]
+        batch_size: tuple[int, ...]
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = self.Tensors(
+            old_log_probs=batch.logprobs,
+            ref_log_prob=batch.ref_logprobs,
+            response_mask=batch.mask,
+            token_level_scores=batch.old_logprobs.float(),
+        )
+        self.batch.batch_size = batch.mask.shape[:1]
+
+
+def openrlhf_pairs() -> Iterator[Pair]:
+    from openrlhf.models import utils
+
+    def kl(function: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Batch], Tensor]:
+        return lambda x, b: function(
+            x, b.ref_logprobs, log_probs_old=b.old_logprobs, kl_estimator="k3", **options
+        ).sum()
+
+    def reward(function: Callable[..., Tensor]) -> Function:
+        return lambda b: function(
+            b.old_logprobs[:, 0].float(), 0.1, b.logprobs.float() * b.mask, b.mask.bool()
+        )
+
+    yield Pair(
+        "OpenRLHF",
+        "`compute_approx_kl`",
+        lambda b: utils.compute_approx_kl(b.logprobs, b.ref_logprobs, kl_estimator="k3"),
+        lambda b: compat.openrlhf.compute_approx_kl(b.logprobs, b.ref_logprobs, kl_estimator="k3"),
+    )
+    yield Pair(
+        "OpenRLHF",
+        "the same, `unbiased_gradient`, forward + backward",
+        gradient(kl(utils.compute_approx_kl, unbiased_gradient=True)),
+        gradient(kl(compat.openrlhf.compute_approx_kl, unbiased_gradient=True)),
+    )
+    yield Pair(
+        "OpenRLHF",
+        "`compute_reward`",
+        reward(utils.compute_reward),
+        reward(compat.openrlhf.compute_reward),
+    )
+
+
+def trl011_pairs() -> Iterator[Pair]:
+    from trl.trainer.ppo_trainer import PPOTrainer
+
+    trainer = types.SimpleNamespace(config=types.SimpleNamespace(kl_penalty="mse"))
+    yield Pair(
+        "TRL 0.11",
+        "`PPOTrainer._kl_penalty`",
+        lambda b: PPOTrainer._kl_penalty(trainer, b.logprobs, b.ref_logprobs),
+        lambda b: compat.trl.kl_penalty(b.logprobs, b.ref_logprobs, "mse"),
+    )
+
+
+def roll_pairs() -> Iterator[Pair]:
+    theirs = from_tests("frameworks").roll
+
+    def ours(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, mode: str) -> Tensor:
+        return compat.roll.compute_approx_kl(logprobs, ref_logprobs, mask, mode)
+
+    def forward(function: Callable[..., Tensor]) -> Function:
+        return lambda b: function(b.logprobs, b.ref_logprobs, b.mask, "k3")
+
+    def backward(function: Callable[..., Tensor]) -> Function:
+        return gradient(lambda x, b: function(x, b.ref_logprobs, b.mask, "k3").sum())
+
+    yield Pair("ROLL", "`compute_approx_kl`", forward(theirs), forward(ours))
+    yield Pair("ROLL", "the same, forward + backward", backward(theirs), backward(ours))
+
+
+def trlx_pairs() -> Iterator[Pair]:
+    theirs = from_tests("frameworks").trlx_mean_kl
+
+    def whole(mask: Tensor) -> Tensor:
+        return torch.nn.functional.pad(mask, (0, 1))
+
+    yield Pair(
+        "trlx",
+        "`mean_kl` and `mean_kl_per_token`",
+        lambda b: theirs(b.logprobs, b.ref_logprobs, whole(b.mask)),
+        lambda b: compat.trlx.mean_kl(b.logprobs, b.ref_logprobs, whole(b.mask))[:2],
+    )
+
+
+def grpo_pairs() -> Iterator[Pair]:
+    """TRL's whole ``_compute_loss`` around a model that costs nothing, with its KL and klfast's."""
+    import tempfile
+
+    from trl import GRPOTrainer
+
+    tiny = from_tests("tiny")
+
+    class Fused(compat.trl.GRPOMixin, GRPOTrainer):  # type: ignore[misc]
+        pass
+
+    def loss(trainer_class: Any, loss_type: str) -> Function:
+        trainer = tiny.make(trainer_class, tempfile.mkdtemp(), steps=1, loss_type=loss_type)
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+        forward: dict[str, Tensor] = {}
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+            forward["logps"],
+            forward["entropies"],
+            None,
+        )
+
+        def of(leaf: Tensor, batch: Batch) -> Tensor:
+            forward.update(logps=leaf, entropies=batch.old_logprobs)
+            ids = batch.mask
+            result: Tensor = trainer._compute_loss(
+                trainer.model,
+                {
+                    "prompt_ids": ids[:, :1],
+                    "prompt_mask": ids[:, :1],
+                    "completion_ids": ids,
+                    "completion_mask": batch.mask,
+                    "advantages": batch.old_logprobs[:, 0],
+                    "old_per_token_logps": batch.old_logprobs,
+                    "ref_per_token_logps": batch.ref_logprobs,
+                    "num_items_in_batch": batch.mask.sum(),
+                },
+            )
+            trainer._metrics["train"].clear()
+            return result
+
+        return gradient(of)
+
+    for loss_type in ("dapo", "grpo"):
+        yield Pair(
+            "TRL",
+            f"`GRPOTrainer._compute_loss`, {loss_type}, forward + backward",
+            loss(GRPOTrainer, loss_type),
+            loss(Fused, loss_type),
+        )
+
+
+PEERS = {
+    "verl": (verl_pairs, openrlhf_pairs, trl011_pairs, roll_pairs, trlx_pairs),
+    "trl": (grpo_pairs,),
+}
+
+
+def check(pair: Pair, batch: Batch) -> None:
+    """Both lead to the same, as far as the framework's dtype goes."""
+    theirs, ours = (_flat(f(batch)) for f in (pair.theirs, pair.ours))
+    eps = torch.finfo(batch.logprobs.dtype).eps
+    for mine, other in zip(ours, theirs, strict=True):
+        kept = batch.mask != 0 if other.shape == batch.mask.shape else torch.tensor(True)
+        torch.testing.assert_close(
+            mine.double() * kept, other.double() * kept, rtol=1e-4 + 64 * eps, atol=64 * eps
+        )
+
+
+def _flat(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def measure(pair: Pair, dtype: str, shape: tuple[int, int], rounds: int) -> list[Row]:
+    batch = make_batch(shape, DTYPES[dtype])
+    check(pair, batch)
+    functions = {"framework": pair.theirs, "klfast": pair.ours}
+    timings = interleave(functions, [batch], rounds)
+
+    def row(impl: str, timing: Timing) -> Row:
+        return Row(
+            f"{pair.framework} {pair.what} {dtype}",
+            pair.framework,
+            pair.what,
+            dtype,
+            list(shape),
+            impl,
+            timing.median * 1e3,
+            timing.best * 1e3,
+            timing.median / timings["klfast"].median,
+            rounds,
+            timing.calls,
+        )
+
+    return [row(impl, timing) for impl, timing in timings.items()]
+
+
+def conditions(rounds: int) -> dict[str, Any]:
+    """Where, when and how, and the versions of the frameworks."""
+    names = ("verl", "openrlhf", "trl")
+    peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    return {
+        "date": report.now(),
+        "device": report.cpu_model(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": report.instruction_set(),
+        "versions": {**report.versions(), **peers},
+        "commit": report.commit(),
+        "log_ratio_std": SPREAD,
+        "mask_kept": KEPT,
+        "rounds": rounds,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Frameworks' functions against klfast's.")
+    parser.add_argument("peers", choices=PEERS, help="which set of frameworks is importable")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for its JSON")
+    parser.add_argument("--quick", action="store_true", help="toy size: does it run?")
+    arguments = parser.parse_args()
+    shape, rounds = ((4, 64), 1) if arguments.quick else (SHAPE, ROUNDS)
+    torch.manual_seed(0)
+    if arguments.peers == "verl":
+        from_tests("stand_ins").install()  # for what OpenRLHF imports and no CPU has
+    rows = []
+    for pairs in PEERS[arguments.peers]:
+        for pair in pairs():
+            for dtype in DTYPES:
+                rows += measure(pair, dtype, shape, rounds)
+                theirs, ours = rows[-2:]
+                print(
+                    f"{theirs.case}: {theirs.median_ms:.3g} ms, klfast {ours.median_ms:.3g} ms, "
+                    f"{theirs.ratio:.2g}x",
+                    flush=True,
+                )
+    data = {"conditions": conditions(rounds), "rows": [asdict(row) for row in rows]}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / f"drop-in-{arguments.peers}.json"
+    file.write_text(json.dumps(data, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

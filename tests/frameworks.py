@@ -1,0 +1,210 @@
+"""The frameworks' KL formulas in eager torch and autograd, in the dtype of what they are given.
+
+Written from their published behaviour as klfast states it, not from their code; ``x`` is
+``logprobs - ref_logprobs`` throughout. A mask is multiplied, as the frameworks do it: NaN under it
+comes through.
+"""
+
+import torch
+
+
+def k3(x, log_ratio_clip=None, kl_clip=None):
+    """exp(-x) - 1 + x, of the limited log-ratio and then limited itself."""
+    d = -x if log_ratio_clip is None else (-x).clamp(-log_ratio_clip, log_ratio_clip)
+    value = d.exp() - 1 - d
+    return value if kl_clip is None else value.clamp(-kl_clip, kl_clip)
+
+
+def k1_abs_k2(x, mode):
+    """What every framework calls ``kl``, ``abs`` and ``mse``."""
+    return {"kl": lambda: x, "abs": x.abs, "mse": lambda: x.square() / 2}[mode]()
+
+
+def k1_abs_k2_of(logprobs, ref_logprobs, mode):
+    """The same of log-probs."""
+    return k1_abs_k2(logprobs - ref_logprobs, mode)
+
+
+def straight_through(value, surrogate):
+    """The value of one with the gradient of the other."""
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def full(logprobs, ref_logprobs, mask=None):
+    """KL(policy || reference) of log-probs [..., V]: ROLL and TRL <= 0.11."""
+    kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+    return kl if mask is None else kl * mask
+
+
+def masked_mean(values, mask):
+    """The mean of every row's kept tokens; 0 for a row without any."""
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+# verl
+
+
+def verl(logprobs, ref_logprobs, mode):
+    """``kl_penalty``."""
+    x = logprobs - ref_logprobs
+    name = mode.removesuffix("+")
+    if name in ("low_var_kl", "k3"):
+        value = k3(x, log_ratio_clip=20, kl_clip=10)
+    else:
+        value = k1_abs_k2(x, {"k1": "kl", "k2": "mse"}.get(name, name))
+    return value if name == mode else straight_through(value, x.square() / 2)
+
+
+def verl_agg_loss(
+    loss, mask, mode, dp_size=1, batch_num_tokens=None, global_batch_size=None,
+    loss_scale_factor=None,
+):  # fmt: skip
+    """``agg_loss``, of a mask of zeros and ones."""
+    if mode.startswith("token"):
+        total = (loss * mask).sum() * dp_size
+        return total if mode == "token-sum" else total / (batch_num_tokens or mask.sum())
+    of_sequences = (loss * mask).sum(-1)
+    if mode == "seq-mean-token-mean":
+        of_sequences = masked_mean(loss, mask)
+    elif mode == "seq-mean-token-sum-norm":
+        of_sequences = of_sequences / (loss_scale_factor or mask.shape[-1])
+    return of_sequences.sum() * dp_size / (global_batch_size or (mask.sum(-1) > 0).sum())
+
+
+def verl_rewards(scores, logprobs, ref_logprobs, mask, beta, mode):
+    """``apply_kl_penalty``: (token-level rewards, the KL that its controller gets)."""
+    kl = verl(logprobs, ref_logprobs, mode)
+    return scores - beta * kl * mask, masked_mean(kl, mask).mean()
+
+
+# OpenRLHF
+
+
+def openrlhf(logprobs, ref_logprobs, mode, unbiased=False, old_logprobs=None):
+    """``compute_approx_kl``, in fp32 at least."""
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    logprobs, ref_logprobs = logprobs.to(dtype), ref_logprobs.to(dtype)
+    x = logprobs - ref_logprobs
+    value = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: k3(x.clamp(min=-10))}
+    value = value[mode]().clamp(-10, 10)
+    if not unbiased:
+        return value
+    weight = 1.0
+    if old_logprobs is not None:
+        weight = (logprobs - old_logprobs.to(dtype)).exp().clamp(max=10).detach()
+    return straight_through(value, weight * x.square() / 2)
+
+
+def openrlhf_rewards(r, kl_coef, kl, mask, clip_range=None):
+    """``compute_reward``: -kl_coef * kl everywhere, the score at the last action token there is."""
+    scores = torch.as_tensor(r, dtype=kl.dtype).expand(kl.shape[0])
+    if clip_range is not None:
+        scores = scores.clamp(*clip_range)
+    last = ((mask != 0) * torch.arange(1, kl.shape[1] + 1)).argmax(-1, keepdim=True)
+    return (-max(kl_coef, 0) * kl).scatter_add(-1, last, scores[:, None])
+
+
+# ROLL
+
+
+def roll(logprobs, ref_logprobs, mask=None, mode="kl"):
+    """``compute_approx_kl``; k3 is limited after an exp without a limit."""
+    x = logprobs - ref_logprobs
+    value = k3(x, kl_clip=10) if mode == "k3" else k1_abs_k2(x, mode)
+    return value if mask is None else value * mask
+
+
+# TRL
+
+
+def trl_ppo(logprobs, ref_logprobs, mode):
+    """``PPOTrainer._kl_penalty`` up to 0.11."""
+    if mode == "full":
+        return full(logprobs, ref_logprobs)
+    return k1_abs_k2_of(logprobs, ref_logprobs, mode)
+
+
+def trl_grpo(
+    logprobs, ref_logprobs, mask=None, old_logprobs=None, corrected=True, level="token"
+):  # fmt: skip
+    """GRPO's per-token KL: k3, times exp(logprobs - old) of the token or of the sequence's mean."""
+    kl = k3(logprobs - ref_logprobs)
+    if not corrected:
+        return kl
+    log_weight = logprobs - (logprobs.detach() if old_logprobs is None else old_logprobs)
+    if level == "sequence":
+        log_weight = masked_mean(log_weight, mask)[:, None]
+    return kl * log_weight.exp()
+
+
+def trl_reduce(values, mask, loss_type, normalizer=None):
+    """The scalar that a ``loss_type`` of GRPO makes of per-token values."""
+    if loss_type in ("grpo", "sapo"):
+        return masked_mean(values, mask).mean()
+    if loss_type == "luspo":
+        return (values * mask).sum(-1).mean()
+    return (values * mask).sum() / (mask.sum() if loss_type == "bnpo" else normalizer)
+
+
+def trl_rloo(logprobs, ref_logprobs, mask):
+    """RLOO's KL of each sequence."""
+    return ((logprobs - ref_logprobs) * mask).sum(-1)
+
+
+# trlx
+
+
+def trlx_log_ratio(logprobs, ref_logprobs, attention_mask):
+    """X of T-1 tokens, times the mask [B, T] without its last column."""
+    return (logprobs - ref_logprobs) * attention_mask[:, :-1]
+
+
+def k3_upside_down(logprobs, ref_logprobs):
+    """exp(x) - 1 - x, which trlx averages."""
+    return k3(ref_logprobs - logprobs)
+
+
+def trlx_mean_kl(logprobs, ref_logprobs, attention_mask):
+    """(mean over all slots, mean over sequences of their sums) of exp(x) - 1 - x."""
+    kl = k3(-trlx_log_ratio(logprobs, ref_logprobs, attention_mask))
+    return kl.mean(), kl.sum(1).mean()
+
+
+def trlx_rewards(scores, logprobs, ref_logprobs, attention_mask, kl_coef):
+    """-kl_coef * x, and the score in the last kept slot."""
+    kl = trlx_log_ratio(logprobs, ref_logprobs, attention_mask)
+    return openrlhf_rewards(scores, kl_coef, kl, attention_mask[:, :-1])
+
+
+# Others
+
+
+def limited_twice(logprobs, ref_logprobs):
+    """k3 of SkyRL and ms-swift."""
+    return k3(logprobs - ref_logprobs, log_ratio_clip=20, kl_clip=10)
+
+
+def nemo_rl(logprobs, ref_logprobs):
+    """The same, times the ratio, which is 1 but has a gradient."""
+    return limited_twice(logprobs, ref_logprobs) * (logprobs - logprobs.detach()).exp()
+
+
+def slime(logprobs, ref_logprobs, mode):
+    """Slime and AReaL: k3 without a limit, or limited after exp."""
+    return k3(logprobs - ref_logprobs, kl_clip=None if mode == "k3" else 10)
+
+
+def open_instruct(logprobs, ref_logprobs, mode, old_logprobs=None):
+    """Four estimators of the log-ratio limited to 40; the fourth weighs it."""
+    x = (logprobs - ref_logprobs).clamp(-40, 40)
+    if mode == "kl4":
+        return (logprobs - old_logprobs).exp() * x
+    return {"kl1": x, "kl2": x.square() / 2, "kl3": torch.expm1(-x) + x}[mode]
+
+
+# Controllers
+
+
+def controller_step(value, current, target, n_steps, horizon):
+    """The rule of Ziegler et al. 2019, section 2.2, which all of them run."""
+    return value * (1 + min(max(current / target - 1, -0.2), 0.2) * n_steps / horizon)

@@ -1,0 +1,65 @@
+"""Frameworks' own functions, run in float64 on the stored inputs, against klfast's in any dtype."""
+
+import pytest
+import torch
+
+SPREADS = {"near": 1e-4, "random": 0.3, "wide": 4.0, "extreme": 25.0}
+"""Standard deviation of the log-ratio, nats."""
+
+every_spread = pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"]
+)
+
+
+def inputs(spread, dtype, shape=(6, 40)):
+    """(logprobs, ref_logprobs, old_logprobs, mask); one sequence is whole, one has no token."""
+    logprobs = -4 * torch.rand(shape, dtype=torch.float64)
+    ref_logprobs = logprobs - spread * torch.randn(shape, dtype=torch.float64)
+    old_logprobs = logprobs + 0.3 * torch.randn(shape, dtype=torch.float64)
+    lengths = torch.linspace(0, shape[1], shape[0]).long()
+    mask = torch.arange(shape[1]) < lengths[:, None]
+    return *(t.to(dtype) for t in (logprobs, ref_logprobs, old_logprobs)), mask
+
+
+def assert_agrees(ours, theirs, logprobs, ref_logprobs, *others):
+    """Value and both gradients of ``ours(logprobs, ref, *others)`` are those of ``theirs``.
+
+    Each within klfast's promise for its tokens (a relative 4e-7 for log-ratios up to 1,
+    (2 + abs(x)) * 1.2e-7 beyond; twice that where a weight has the same), the rounding to the
+    output's dtype, and in a sum that of adding up to 16 fp32 numbers. The framework's own formula
+    rounds too, in float64.
+    """
+    value, grads = _differentiate(ours, logprobs, ref_logprobs, *others)
+    wide = [t.double() if t.is_floating_point() else t for t in others if torch.is_tensor(t)]
+    rest = [t for t in others if not torch.is_tensor(t)]
+    truth, true_grads = _differentiate(
+        theirs, logprobs.double(), ref_logprobs.double(), *wide, *rest
+    )
+    log_ratio = (logprobs.double() - ref_logprobs.double()).abs()
+    _assert_close(value, truth, log_ratio)
+    for grad, true_grad in zip(grads, true_grads, strict=True):
+        _assert_close(grad, true_grad, log_ratio)
+
+
+def _differentiate(function, logprobs, ref_logprobs, *others):
+    """The value, and the gradient of both inputs under an uneven gradient that comes in."""
+    leaves = [t.detach().clone().requires_grad_() for t in (logprobs, ref_logprobs)]
+    value = function(*leaves, *others)
+    grad_out = torch.linspace(0.5, 1.75, value.numel(), dtype=value.dtype).reshape(value.shape)
+    return value.detach(), torch.autograd.grad(value, leaves, grad_out)
+
+
+def _assert_close(actual, truth, log_ratio):
+    relative = torch.where(log_ratio <= 1, 4e-7, 1.2e-7 * (2 + log_ratio))
+    if truth.shape != log_ratio.shape:  # reduced; of losses that do not cancel
+        relative, log_ratio = relative.max() + 16 * 2.0**-24, log_ratio.max()
+    if actual.dtype == torch.float64:
+        relative = 0.0
+    theirs = 2e-15 * (1 + truth.abs()) * (1 + log_ratio)
+    allowed = (2 * relative + torch.finfo(actual.dtype).eps) * truth.abs() + theirs
+    wrong = ~((actual.double() - truth).abs() <= allowed)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} differ: got {actual[wrong][:3].tolist()}, "
+        f"truth {truth[wrong][:3].tolist()}"
+    )

@@ -1,0 +1,152 @@
+"""AdaptiveKLCallback on real trainers: what it steers by, logs, saves and resumes from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer, RLOOTrainer
+
+import klfast
+from klfast.compat.trl import AdaptiveKLCallback
+
+TRAINERS = [GRPOTrainer, RLOOTrainer]
+
+
+def adaptive(target=0.05, horizon=40, **options):
+    """Makes the callback: a coefficient that moves by up to 0.2 * 4 / 40 of itself a step."""
+    return lambda trainer: AdaptiveKLCallback(trainer, target, horizon, **options)
+
+
+def published_rule(value, kl, target, n_steps, horizon):
+    return value * (1 + min(max(kl / target - 1, -0.2), 0.2) * n_steps / horizon)
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_beta_follows_the_published_rule_from_the_kl_that_is_logged(tmp_path, trainer_class):
+    run = tiny.train(trainer_class, tmp_path, steps=5, callbacks=[adaptive(0.3)])
+    value = 0.1
+    for kl, used in zip(run.column("kl"), run.column("kl_coef"), strict=True):
+        assert used == pytest.approx(value, rel=1e-12)
+        value = published_rule(value, kl, 0.3, 4, 40)
+    assert run.trainer.beta == pytest.approx(value, rel=1e-12)
+    assert run.trainer.beta != 0.1
+
+
+def test_the_loss_uses_the_coefficient_that_is_logged(tmp_path):
+    """A second trainer whose beta is set by hand to what the first logged loses the same."""
+    run = tiny.train(GRPOTrainer, tmp_path / "adaptive", steps=4, callbacks=[adaptive()])
+    coefficients = iter(run.column("kl_coef"))
+
+    class ByHand(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            trainer.beta = next(coefficients)
+
+    trainer = tiny.make(GRPOTrainer, tmp_path / "by-hand", steps=4, callbacks=[ByHand()])
+    logs = tiny.finish(trainer).logs
+    assert [log["loss"] for log in logs] == run.column("loss")
+    assert len(set(run.column("kl_coef"))) == 4
+
+
+def test_a_step_of_several_micro_batches_counts_once_with_all_its_completions(tmp_path):
+    config = {"gradient_accumulation_steps": 2, "logging_steps": 1}
+    run = tiny.train(GRPOTrainer, tmp_path, steps=3, callbacks=[adaptive()], **config)
+    first, second, third = run.column("kl_coef")
+    kls = run.column("kl")
+    assert second == pytest.approx(published_rule(first, kls[0], 0.05, 8, 40), rel=1e-12)
+    assert third == pytest.approx(published_rule(second, kls[1], 0.05, 8, 40), rel=1e-12)
+
+
+def test_a_step_without_a_new_kl_leaves_beta_alone(tmp_path):
+    """RLOO measures once a generation."""
+    config = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    run = tiny.train(RLOOTrainer, tmp_path, steps=4, callbacks=[adaptive()], **config)
+    assert [kl is None for kl in run.column("kl")] == [False, True, False, True]
+    one, two, three, four = run.column("kl_coef")
+    assert one != two == three != four
+
+
+def test_steps_between_logs_are_steered_too(tmp_path):
+    every = tiny.train(GRPOTrainer, tmp_path / "1", steps=6, callbacks=[adaptive()])
+    third = tiny.train(
+        GRPOTrainer, tmp_path / "3", steps=6, callbacks=[adaptive()], logging_steps=3
+    )
+    assert third.trainer.beta == every.trainer.beta
+    coefficients = every.column("kl_coef")
+    means = [sum(coefficients[:3]) / 3, sum(coefficients[3:]) / 3]
+    assert third.column("kl_coef") == pytest.approx(means, rel=1e-12)
+
+
+@pytest.mark.parametrize("restore", [False, True], ids=["", "restore_callback_states"])
+@pytest.mark.parametrize("patched", [False, True], ids=["trl", "klfast"])
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_a_resumed_run_goes_on_exactly(tmp_path, trainer_class, patched, restore):
+    options = {
+        "callbacks": [adaptive()],
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "restore_callback_states_from_checkpoint": restore,
+    }
+    if patched:
+        klfast.compat.patch("trl")
+    try:
+        whole = tiny.train(trainer_class, tmp_path / "whole", steps=5, **options)
+        begun = tiny.train(trainer_class, tmp_path / "begun", steps=2, **options)
+        resumed = tiny.train(
+            trainer_class, tmp_path / "begun", steps=5, resume=begun.checkpoint(2), **options
+        )
+    finally:
+        if patched:
+            klfast.compat.unpatch("trl")
+    assert resumed.logs[2:] == whole.logs[2:]
+    assert resumed.trainer.beta == whole.trainer.beta != begun.trainer.beta
+    assert torch.equal(resumed.parameters(), whole.parameters())
+
+
+def test_the_state_is_in_the_checkpoint_as_plain_json(tmp_path):
+    config = {"callbacks": [adaptive()], "save_strategy": "steps", "save_steps": 2}
+    run = tiny.train(GRPOTrainer, tmp_path, steps=2, **config)
+    saved = json.loads((Path(run.checkpoint(2)) / "trainer_state.json").read_text())
+    state = saved["stateful_callbacks"]["klfast.AdaptiveKLCallback"]["attributes"]
+    controller = klfast.AdaptiveKLController(0.5, 1.0)
+    controller.load_state_dict(state)
+    assert controller.value == run.trainer.beta
+
+
+def test_a_checkpoint_without_its_state_starts_from_the_trainer_s_beta(tmp_path):
+    config = {"save_strategy": "steps", "save_steps": 2}
+    begun = tiny.train(GRPOTrainer, tmp_path, steps=2, **config)
+    resumed = tiny.train(
+        GRPOTrainer,
+        tmp_path,
+        steps=4,
+        resume=begun.checkpoint(2),
+        callbacks=[adaptive()],
+        beta=0.2,
+        **config,
+    )
+    assert resumed.logs[2]["kl_coef"] == 0.2
+
+
+def test_evaluations_are_not_steered_by(tmp_path):
+    config = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": tiny.dataset(8)}
+    run = tiny.train(GRPOTrainer, tmp_path, steps=3, callbacks=[adaptive()], **config)
+    one, two, _ = run.column("kl_coef")
+    assert two == pytest.approx(published_rule(one, run.column("kl")[0], 0.05, 4, 40), rel=1e-12)
+
+
+def test_without_a_penalty_there_is_nothing_to_steer_by(tmp_path):
+    with pytest.raises(ValueError, match=r"trainer\.beta must be > 0"):
+        tiny.make(GRPOTrainer, tmp_path, steps=1, beta=0.0, callbacks=[adaptive()])
+
+
+def test_another_kind_of_trainer_is_refused():
+    with pytest.raises(TypeError, match=r"trainer must be a trl\.GRPOTrainer .*, got object"):
+        AdaptiveKLCallback(object(), 0.1)
+
+
+def test_bad_settings_are_the_controller_s_errors(tmp_path):
+    with pytest.raises(ValueError, match="target must be a finite number > 0"):
+        tiny.make(GRPOTrainer, tmp_path, steps=1, callbacks=[adaptive(target=0.0)])

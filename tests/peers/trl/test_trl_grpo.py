@@ -1,0 +1,174 @@
+"""Real GRPOTrainer runs: with klfast's KL, every number logged is what it is without.
+
+The KL is then added to the loss after its reduction instead of before it, so that numbers agree to
+a few roundings of fp32, not bit for bit.
+"""
+
+import pytest
+import tiny
+import torch
+from agreement_of_runs import assert_same_logs, assert_same_training
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
+
+import klfast
+from klfast.compat import PatchError
+from klfast.compat.trl import GRPOMixin
+
+OFF_POLICY = {
+    "num_iterations": 2,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 2,
+    "steps": 3,
+}
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "sapo", "luspo"]
+
+
+class Mixed(GRPOMixin, GRPOTrainer):
+    """A trainer as a user makes it."""
+
+
+def both(folder, *, least_kl=1e-2, steps=3, **config):
+    """(with klfast's KL, without) by the mixin; there is a KL to agree on."""
+    theirs = tiny.train(GRPOTrainer, folder / "theirs", steps=steps, **config)
+    assert min(theirs.column("kl")) > least_kl
+    return tiny.train(Mixed, folder / "ours", steps=steps, **config), theirs
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type(tmp_path, loss_type):
+    assert_same_training(*both(tmp_path, loss_type=loss_type, **OFF_POLICY))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "luspo", "dapo"])
+def test_a_weight_per_sequence(tmp_path, loss_type):
+    """One of each reduction: the weight multiplies a sequence's mean or sum."""
+    config = {"importance_sampling_level": "sequence", **OFF_POLICY}
+    assert_same_training(*both(tmp_path, loss_type=loss_type, **config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_bias_correction_kl": False, **OFF_POLICY},
+        {"use_bias_correction_kl": False, "loss_type": "grpo"},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"},
+        {"delta": 1.5, **OFF_POLICY},
+        {"top_entropy_quantile": 0.5},
+        {"off_policy_mask_threshold": 0.01, **OFF_POLICY},
+        {"mask_truncated_completions": True},
+        {"bf16": True},
+        {"beta": 5.0, "loss_type": "bnpo"},
+        {"max_completion_length": 1},
+    ],
+    ids=lambda config: "-".join(map(str, config)),
+)
+def test_other_options(tmp_path, config):
+    assert_same_training(*both(tmp_path, least_kl=1e-4, **config))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_policy_loss_beside_an_entropy_bonus_has_the_kl_in_it(tmp_path, loss_type):
+    ours, theirs = both(tmp_path, entropy_coef=0.01, loss_type=loss_type, **OFF_POLICY)
+    assert "policy_loss" in theirs.logs[0]
+    assert_same_training(ours, theirs)
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "cispo"])
+def test_evaluation(tmp_path, loss_type):
+    config = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.dataset(8)}
+    ours, theirs = both(tmp_path, loss_type=loss_type, gradient_accumulation_steps=2, **config)
+    assert theirs.evaluations[0]["eval_kl"] > 0
+    assert_same_training(ours, theirs)
+
+
+def test_without_a_penalty_nothing_changes(tmp_path):
+    ours = tiny.train(Mixed, tmp_path / "ours", steps=2, beta=0.0)
+    theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=2, beta=0.0)
+    assert ours.logs == theirs.logs
+    assert torch.equal(ours.parameters(), theirs.parameters())
+
+
+def test_patching_the_class_does_what_the_mixin_does(tmp_path):
+    theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=3)
+    mixed = tiny.train(Mixed, tmp_path / "mixed", steps=3)
+    original = GRPOTrainer._compute_loss
+    with klfast.compat.patch("trl"):
+        assert GRPOTrainer._compute_loss is not original
+        patched = tiny.train(GRPOTrainer, tmp_path / "patched", steps=3)
+    assert GRPOTrainer._compute_loss is original
+    assert patched.logs == mixed.logs
+    assert torch.equal(patched.parameters(), mixed.parameters())
+    assert_same_training(patched, theirs)
+    again = tiny.train(GRPOTrainer, tmp_path / "again", steps=3)
+    assert again.logs == theirs.logs
+
+
+def test_the_kl_is_computed_by_klfast(tmp_path, monkeypatch):
+    """What would agree just as well if klfast were never called."""
+    calls = []
+    monkeypatch.setattr(
+        klfast.compat.trl,
+        "fused_kl_penalty",
+        lambda *args, **options: calls.append(options) or klfast.kl_penalty(*args, **options),
+    )
+    tiny.train(Mixed, tmp_path, steps=2, loss_type="grpo")
+    assert [call["reduction"] for call in calls] == ["seq-mean-token-mean"] * 2
+
+
+def test_nothing_is_left_on_the_trainer(tmp_path):
+    trainer = tiny.train(Mixed, tmp_path, steps=1).trainer
+    assert trainer.beta == 0.1
+    assert "_get_per_token_logps_and_entropies" not in vars(trainer)
+
+
+def test_nor_after_an_error(tmp_path):
+    def fail(trainer):
+        trainer.loss_type = "unheard of"
+
+    with pytest.raises(ValueError, match="Unknown loss type"):
+        tiny.train(Mixed, tmp_path, steps=1, configure=lambda t: made.append(t) or fail(t))
+    assert made.pop().beta == 0.1
+
+
+made = []
+
+
+def test_nan_in_the_padding_stays_there(tmp_path):
+    """The reference's log-probs of masked tokens poison TRL's loss, not klfast's."""
+
+    def poison(trainer):
+        original = trainer._prepare_inputs
+
+        def prepare(batch):
+            inputs = dict(original(batch))
+            masked = inputs["completion_mask"] == 0
+            assert masked.any()
+            inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"].masked_fill(
+                masked, torch.nan
+            )
+            return inputs
+
+        trainer._prepare_inputs = prepare
+
+    ours = tiny.train(Mixed, tmp_path / "ours", steps=2, configure=poison)
+    clean = tiny.train(GRPOTrainer, tmp_path / "clean", steps=2)
+    assert_same_logs(ours.logs, clean.logs)
+    theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=1, configure=poison)
+    assert theirs.logs[0]["kl"] is None or theirs.logs[0]["kl"] != theirs.logs[0]["kl"]
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused():
+    with pytest.raises(PatchError, match="it has another one, GMPOTrainer's"):
+        type("Other", (GRPOMixin, GMPOTrainer), {})
+    with pytest.raises(PatchError, match="it has no _compute_loss"):
+        type("Lonely", (GRPOMixin,), {})
+
+
+def test_a_changed_trl_is_refused(monkeypatch):
+    def _compute_loss(self, model, inputs):
+        return 0.0
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", _compute_loss)
+    with pytest.raises(PatchError, match=r"another .*GRPOTrainer\._compute_loss"):
+        klfast.compat.patch("trl")

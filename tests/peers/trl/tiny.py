@@ -1,0 +1,212 @@
+"""Trainers of trl, real ones, on a model so small that a step takes milliseconds on a CPU.
+
+Everything is made here: nothing comes from a hub. Import it only where trl is installed
+(``pytest.importorskip("trl")``).
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at the import of huggingface_hub
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
+from trl import GRPOConfig, RLOOConfig, RLOOTrainer
+
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+WORDS = tuple(f"w{number}" for number in range(13))
+TIMES = ("step_time", "runtime", "samples_per_second", "steps_per_second")
+
+
+def tokenizer():
+    """A token per word. One sampled token in sixteen ends a completion: lengths differ."""
+    words = {word: index for index, word in enumerate(SPECIAL + WORDS)}
+    split = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pad, eos, unk = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=split, pad_token=pad, eos_token=eos, unk_token=unk, padding_side="left"
+    )
+
+
+@functools.cache
+def _reference():
+    # Both trainers load their reference from the path the policy came from, so there must be one.
+    folder = tempfile.mkdtemp(prefix="klfast-tiny-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL) + len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,  # the default gives next to uniform probabilities
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def model(seed=0, noise=0.05):
+    """The policy: the reference and ``noise``, so that their KL is not zero at the first step."""
+    policy = LlamaForCausalLM.from_pretrained(_reference(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def parameters(of):
+    """All of a model's, as one vector."""
+    return torch.cat([p.detach().flatten() for p in of.parameters()])
+
+
+def dataset(count=64):
+    """Prompts of one to five words."""
+    prompts = [
+        " ".join(WORDS[(7 * row + 3 * place) % len(WORDS)] for place in range(1 + row % 5))
+        for row in range(count)
+    ]
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def reward(completion_ids, **_):
+    """Likes even tokens; never the same for all completions of a prompt, or hardly ever."""
+    return [
+        sum(1.0 - token % 2 + 0.01 * token for token in tokens) / len(tokens)
+        for tokens in completion_ids
+    ]
+
+
+class Run(NamedTuple):
+    """What a training left behind."""
+
+    logs: list  # per step, as trl logged them, without times
+    evaluations: list  # the same of every evaluation
+    trainer: Any
+
+    def column(self, name):
+        """One number of every step; ``None`` where it has none (RLOO logs KL for new samples)."""
+        assert any(name in log for log in self.logs), name
+        return [log.get(name) for log in self.logs]
+
+    def checkpoint(self, step):
+        """The folder saved after ``step`` (with ``save_strategy="steps", save_steps=...``)."""
+        return str(Path(self.trainer.args.output_dir) / f"checkpoint-{step}")
+
+    def parameters(self):
+        """The trained policy, as one vector."""
+        return parameters(self.trainer.model)
+
+
+@contextlib.contextmanager
+def _future():
+    # trl 1.16 uses names that transformers 5.23 deprecates; our tests make errors of warnings.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+        yield
+
+
+def settings(folder, steps):
+    """What every configuration here has in common."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 12,
+        "gradient_checkpointing": False,  # its default is on: slower, for the same numbers
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,  # its default is on, on a CPU too
+        "seed": 7,
+    }
+
+
+@_future()
+def make(
+    trainer_class,
+    folder,
+    *,
+    steps,
+    beta=0.1,
+    callbacks=(),
+    configure=None,
+    train_dataset=None,
+    eval_dataset=None,
+    **config,
+):
+    """A trainer of ``trainer_class``, a trainer of trl or a subclass of one.
+
+    ``callbacks`` are callbacks, or functions that make one from the trainer. ``configure`` sees the
+    trainer before they are added. ``config`` overrides the trainer's configuration.
+    """
+    configuration = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
+    trainer = trainer_class(
+        model=model(),
+        reward_funcs=reward,
+        args=configuration(**{**settings(folder, steps), "beta": beta, **config}),
+        train_dataset=dataset() if train_dataset is None else train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer(),
+    )
+    trainer.remove_callback(PrinterCallback)
+    if configure is not None:
+        configure(trainer)
+    for callback in callbacks:
+        ready = isinstance(callback, TrainerCallback)
+        trainer.add_callback(callback if ready else callback(trainer))
+    return trainer
+
+
+@_future()
+def train(trainer_class, folder, *, steps, resume=None, **options):
+    """A training of ``steps`` steps, or of what is left of them after the checkpoint ``resume``.
+
+    The other options are those of ``make``. The logs of a resumed run begin with the
+    checkpoint's: compare those after its step.
+    """
+    return finish(make(trainer_class, folder, steps=steps, **options), resume)
+
+
+@_future()
+def finish(trainer, resume=None):
+    """Trains, and looks at what is left."""
+    trainer.train(resume_from_checkpoint=resume)
+    history = [
+        {name: value for name, value in log.items() if not name.endswith(TIMES)}
+        for log in trainer.state.log_history
+    ]
+    return Run(
+        [log for log in history if "loss" in log],
+        [log for log in history if "eval_loss" in log],
+        trainer,
+    )

@@ -1,0 +1,5 @@
+"""OpenRLHF's imports work in the tests here."""
+
+import stand_ins
+
+stand_ins.install()

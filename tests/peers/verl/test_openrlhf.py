@@ -1,0 +1,121 @@
+"""klfast.compat.openrlhf against OpenRLHF itself."""
+
+import inspect
+
+import pytest
+import torch
+from comparison import assert_agrees, every_dtype, every_spread, inputs
+from openrlhf.models import utils
+from openrlhf.trainer.ppo_utils import kl_controller
+
+import klfast
+from klfast.compat import openrlhf
+
+
+@pytest.fixture
+def theirs(monkeypatch):
+    """Their function with its upcast to fp32 made one to float64: the truth, by their own code."""
+
+    def in_float64(*args, **options):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "float", torch.Tensor.double)
+            return utils.compute_approx_kl(*args, **options)
+
+    return in_float64
+
+
+@pytest.mark.parametrize("name", ["compute_approx_kl", "compute_reward"])
+def test_arguments_have_openrlhf_s_names_and_order(name):
+    theirs, ours = (
+        [(p.name, p.default) for p in inspect.signature(getattr(m, name)).parameters.values()]
+        for m in (utils, openrlhf)
+    )
+    assert ours[: len(theirs)] == theirs
+
+
+@every_dtype
+@every_spread
+@pytest.mark.parametrize("unbiased", [False, True], ids=["", "unbiased"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_every_estimator(theirs, estimator, unbiased, spread, dtype):
+    logprobs, ref_logprobs, old_logprobs, _ = inputs(spread, dtype)
+    for old in (None, old_logprobs):
+        options = (old, estimator, unbiased)
+        assert_agrees(openrlhf.compute_approx_kl, theirs, logprobs, ref_logprobs, *options)
+
+
+def test_the_weight_is_capped_at_10(theirs):
+    logprobs = torch.tensor([-1.0, -1.0])
+    old_logprobs = torch.tensor([-2.0, -5.0])  # weights of e and e^4
+    options = (old_logprobs, "k2", True)
+    assert_agrees(
+        openrlhf.compute_approx_kl, theirs, logprobs, torch.tensor([-1.5, -1.5]), *options
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_infinite_log_ratio_has_a_value_and_no_nan_gradient(estimator):
+    """A word that the policy never says."""
+    logprobs = torch.tensor([-torch.inf, -1.0], requires_grad=True)
+    ours, theirs = (
+        f(logprobs, torch.tensor([-1.0, -1.5]), kl_estimator=estimator)
+        for f in (openrlhf.compute_approx_kl, utils.compute_approx_kl)
+    )
+    torch.testing.assert_close(ours, theirs)
+    (grad,) = torch.autograd.grad(ours.sum(), logprobs)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("clip", [None, (-0.5, 0.5)])
+@pytest.mark.parametrize("kl_coef", [0.1, 0.0, -1.0])
+@every_dtype
+def test_rewards(dtype, kl_coef, clip):
+    kl, _, _, mask = inputs(1.0, dtype)
+    mask[0, :3] = True  # theirs gives a score to an empty sequence's last slot
+    mask[5, 7] = False
+    r = torch.linspace(-1, 1, 6)
+    ours = openrlhf.compute_reward(r, kl_coef, kl, mask, clip)
+    theirs = utils.compute_reward(r, kl_coef, kl.double(), mask, clip)
+    torch.testing.assert_close(ours.double(), theirs * mask, rtol=1e-6, atol=1e-6)
+    exact = openrlhf.compute_reward(r, kl_coef, kl, mask, clip, exact=True)
+    same_dtype = utils.compute_reward(r, kl_coef, kl, mask, clip)
+    assert exact.dtype == same_dtype.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(exact.double(), theirs, rtol=2 * eps, atol=2 * eps)
+
+
+def test_the_controllers_agree_bit_for_bit():
+    theirs, ours = (
+        c(init_kl_coef=0.2, target=6.0, horizon=10000)
+        for c in (kl_controller.AdaptiveKLController, openrlhf.AdaptiveKLController)
+    )
+    for kl in [1.0, 6.5, 20.0, 5.9, -1.0] * 20:
+        theirs.update(kl, 128)
+        ours.update(kl, 128)
+        assert ours.value == theirs.value
+    assert openrlhf.FixedKLController(kl_coef=0.1).value == 0.1
+
+
+def test_patch_reaches_the_actor_and_the_experience_maker():
+    from openrlhf.trainer import ppo_trainer, ppo_utils
+    from openrlhf.trainer.ppo_utils import experience_maker
+    from openrlhf.trainer.ray import ppo_actor
+
+    holders = [
+        (utils, "compute_approx_kl"),
+        (ppo_actor, "compute_approx_kl"),
+        (experience_maker, "compute_approx_kl"),
+        (experience_maker, "compute_reward"),
+        (ppo_utils, "AdaptiveKLController"),
+        (ppo_trainer, "FixedKLController"),
+    ]
+    before = [getattr(module, name) for module, name in holders]
+    logprobs, ref_logprobs, *_ = inputs(1.0, torch.float32)
+    with klfast.compat.patch("openrlhf"):
+        assert not any(getattr(m, n) is old for (m, n), old in zip(holders, before, strict=True))
+        kl = ppo_actor.compute_approx_kl(logprobs, ref_logprobs, kl_estimator="k3")
+        assert torch.equal(
+            kl, openrlhf.compute_approx_kl(logprobs, ref_logprobs, kl_estimator="k3")
+        )
+        assert issubclass(ppo_utils.AdaptiveKLController, klfast.AdaptiveKLController)
+    assert [getattr(module, name) for module, name in holders] == before

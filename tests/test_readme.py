@@ -1,0 +1,46 @@
+"""The README's examples run as they are written. Those of frameworks run in tests/peers."""
+
+import pytest
+import readme
+import torch
+
+import klfast
+from klfast.compat import PatchError
+
+
+def test_every_example_has_a_test():
+    assert set(readme.examples()) == {"before", "instead", "patch", "trl", "verl"}
+
+
+def test_what_klfast_replaces_and_what_replaces_it():
+    logprobs = -torch.rand(4, 9)
+    given = {
+        "logprobs": logprobs.requires_grad_(),
+        "ref_logprobs": logprobs.detach() + 0.1 * torch.randn(4, 9),
+        "mask": torch.arange(9) < torch.tensor([[9], [4], [1], [6]]),
+    }
+    before = readme.run("before", torch=torch, beta=0.05, **given)
+    instead = readme.run("instead", **given)
+    torch.testing.assert_close(instead["loss_kl"], before["loss_kl"], rtol=1e-4, atol=1e-8)
+    assert isinstance(instead["controller"], klfast.AdaptiveKLController)
+    assert instead["controller"].value != 0.05
+    instead["loss_kl"].backward()
+    assert logprobs.grad.isfinite().all()
+
+
+def test_verl_s_words_without_verl():
+    log_prob = -torch.rand(3, 7)
+    left = readme.run(
+        "verl",
+        log_prob=log_prob,
+        ref_log_prob=log_prob + 0.1,
+        response_mask=torch.ones(3, 7, dtype=torch.int64),
+    )
+    expected = 0.001 * (torch.expm1(torch.tensor(0.1)) - 0.1)
+    torch.testing.assert_close(left["loss"], expected, rtol=1e-4, atol=0)
+    assert left["kl_ctrl"].value < 0.001
+
+
+def test_the_patch_needs_the_framework():
+    with pytest.raises(PatchError, match="verl is not installed"):
+        readme.run("patch")
