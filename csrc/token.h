@@ -47,18 +47,30 @@ struct Token {
   typename math::Constants<Acc>::Bits clipped;
 };
 
-// Everything that Estimator can say, of one token.
+// The importance weight exp(logprobs - old_logprobs), and whether it was capped: 0 or 1.
+template <typename Acc>
+struct Importance {
+  Acc weight = 1;
+  typename math::Constants<Acc>::Bits capped = 0;
+};
+
+template <typename Acc>
+KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc log_importance) {
+  const bool capped = log_importance > limit.log_cap;
+  return {math::select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance)), capped};
+}
+
+// Everything that Estimator can say, of one token. weighs: whether there are old log-probs.
 template <typename E, typename Acc>
 KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
-                                             Acc weight, Acc x, Acc log_importance) {
+                                             Acc weight, Acc x, const Importance<Acc>& importance) {
   using math::select;
   using K2 = estimators::k2;
   const bool clips_x = (limit.low > -Acc(INFINITY)) | (limit.high < Acc(INFINITY));
   const bool clips_f = limit.kl_clip < Acc(INFINITY);
   const bool differentiable = weighs & !limit.detached;
 
-  const bool capped = weighs & (log_importance > limit.log_cap);
-  const Acc importance = select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
+  const bool capped = importance.capped != 0;
 
   // A clip lets NaN pass, as torch.clamp does.
   const bool outside = (x < limit.low) | (x > limit.high);
@@ -78,8 +90,16 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const Acc limited = select(alive & !in_tail, E::value_plus_derivative(near_x), clipped_f + df);
   const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
   const Acc derivative = select(differentiable & !capped, through_both, df);
-  const Acc scale = weight * importance;
+  const Acc scale = weight * importance.weight;
   return {scale * clipped_f, scale * derivative, scale * df, keep & (outside | large_f | capped)};
+}
+
+template <typename E, typename Acc>
+KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
+                                             Acc weight, Acc x, Acc log_importance) {
+  const Importance<Acc> importance =
+      weighs ? importance_of(limit, log_importance) : Importance<Acc>{};
+  return evaluate_token<E>(limit, weighs, keep, weight, x, importance);
 }
 
 // Beyond this the importance weight or the formula may leave fp32's range where their product does

@@ -61,6 +61,7 @@ struct Block {
   const Acc* log_ratio;       // logprobs - ref_logprobs
   const Acc* log_importance;  // logprobs - old_logprobs; null without
   const Acc* weight;
+  bool statistics;  // whether they are wanted
   Acc coef;
   Acc grad_scale;
   Acc* value;
@@ -126,33 +127,49 @@ void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& 
   }
 }
 
-// Gradients to both log-probs, all statistics. In fp32 a weighted token with an extreme ratio is
-// computed again in fp64; which one is depends on the token alone.
+// Everything there is, gradients to both log-probs too. In fp32 a weighted token with an extreme
+// ratio is computed again in fp64; which one is depends on the token alone. What not every call
+// needs, and what looks the same for every estimator, has a loop of its own.
 template <typename E, typename Acc>
 void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
   const bool weighs = block.log_importance != nullptr;
   const Limits<Acc> limit = limits;
   alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
+  alignas(64) Acc importances[kLanes];
+  alignas(64) typename LaneSums<Acc>::Bits capped[kLanes] = {};
+  std::fill(importances, importances + kLanes, Acc(1));
   for (int64_t first = 0; first < block.size; first += kLanes) {
     block.ahead.fetch(first / kLanes);
     const Acc* log_ratio = block.log_ratio + first;
-    const Acc* log_importances = (weighs ? block.log_importance : block.log_ratio) + first;
+    const Acc* log_importances = weighs ? block.log_importance + first : nullptr;
     const Acc* weights = block.weight + first;
     typename LaneSums<Acc>::Bits extreme = 0;
+    if (weighs) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const Importance<Acc> importance = importance_of(limit, log_importances[lane]);
+        importances[lane] = importance.weight;
+        capped[lane] = importance.capped;
+        extreme |= is_extreme(log_ratio[lane]) | is_extreme(log_importances[lane]);
+      }
+    }
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const Acc weight = weights[lane];
       const Acc x = log_ratio[lane];
-      const Acc log_importance = math::select(weighs, log_importances[lane], Acc(0));
-      const Token<Acc> token =
-          evaluate_token<E>(limit, weighs, weight != Acc(0), weight, x, log_importance);
+      const Token<Acc> token = evaluate_token<E>(limit, weighs, weight != Acc(0), weight, x,
+                                                 Importance<Acc>{importances[lane], capped[lane]});
       values[lane] = token.value;
       derivatives[lane] = token.derivative;
       ref_derivatives[lane] = token.ref_derivative;
-      extreme |= weighs & (is_extreme(x) | is_extreme(log_importance));
       sums.length[lane] += weight;
       sums.clipped[lane] += token.clipped;
-      add_statistics<Range::kAnywhere>(sums, lane, x, weight);
+    }
+    if (block.statistics) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        add_statistics<Range::kAnywhere>(sums, lane, log_ratio[lane], weights[lane]);
+      }
     }
     if constexpr (std::is_same_v<Acc, float>) {
       for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
@@ -360,6 +377,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
       load_difference(in.logprobs, in.old_logprobs, part, block.weight, buffers[2], buffers[7]);
       block.log_importance = buffers[2];
     }
+    block.statistics = task.want_statistics;
     block.coef = static_cast<Acc>(in.coef);
     block.grad_scale = static_cast<Acc>(task.grad_scale);
     block.value = output_block(task.value, index, n, part.padded, buffers[3]);

@@ -39,14 +39,15 @@ def patch(framework: str, *, exact: bool = False) -> Patch:
 
     Args:
         framework: ``"trl"``, ``"verl"``, ``"openrlhf"``, ``"roll"`` or ``"trlx"``.
-        exact: the replacements' ``exact``: also the framework's dtypes and faults, where possible.
+        exact: give it to the replacements that have one: the framework's dtypes and faults too.
 
     Returns:
         The patch: a context manager whose repr says what it replaced.
 
     Raises:
-        PatchError: the framework is not installed, or is already patched; or its version, or the
-            code in any of the places, is not what klfast was proved equal to. Nothing is changed.
+        PatchError: the framework is not installed, does not import or is already patched; or its
+            version, or the code in any of the places, is not what klfast was proved equal to; or
+            ``exact`` is asked of replacements none of which has it. Nothing is changed.
         ValueError, TypeError: an unknown framework.
     """
     return patching.apply(framework, _targets(framework), exact)

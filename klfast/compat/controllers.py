@@ -3,8 +3,9 @@
 One rule is behind all of them (Ziegler et al. 2019, section 2.2). Inside the bounds klfast's is the
 published one bit for bit. What differs: a NaN KL is skipped instead of kept for ever, the
 coefficient neither reaches 0 nor turns negative (``min_coef=1e-6``), ``target`` and ``horizon``
-must be > 0, the value stays a Python float whatever ``current`` is, and there is a ``state_dict``
-for the checkpoint. ``update`` returns the new value, where theirs return None.
+must be > 0, the value stays a Python float whatever ``current`` is and is not set from outside
+(``load_state_dict`` does that), ``n_steps`` is an integer, and there is a ``state_dict`` for the
+checkpoint. ``update`` returns the new value, where theirs return None.
 """
 
 from __future__ import annotations

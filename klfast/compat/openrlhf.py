@@ -39,6 +39,8 @@ def compute_approx_kl(
     Differs from OpenRLHF: k3 keeps its digits near 0; fp64 stays fp64. As there, the gradient is 0
     where the limit acts (k3: once x < -2.61), unless it is the unbiased one.
     """
+    if log_probs_old is not None and not isinstance(log_probs_old, Tensor):
+        raise TypeError(f"log_probs_old must be a torch.Tensor or None, got {log_probs_old!r}")
     estimator = choose("kl_estimator", kl_estimator, OPENRLHF)
     if not unbiased_gradient:
         return per_token(log_probs, log_probs_base, estimator)
@@ -68,7 +70,7 @@ def compute_reward(
     sequence without an action token has no reward (theirs gives ``r[b]`` to its last slot).
     """
     scores = torch.as_tensor(r, device=kl.device).expand(kl.shape[0])
-    if reward_clip_range is not None:
+    if reward_clip_range:
         scores = scores.clamp(*reward_clip_range)
     kl_coef = max(kl_coef, 0.0)
     rewards = kl_rewards(scores, kl, zeros_like(kl), action_mask, kl_coef=kl_coef)

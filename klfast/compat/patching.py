@@ -15,6 +15,7 @@ import importlib
 import inspect
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType, TracebackType
@@ -49,11 +50,13 @@ class Target(NamedTuple):
         distribution: the name under which it is installed; None if it has no releases.
         versions: the releases that are known, by their first numbers.
         sites: what is replaced.
+        exact: whether any of the replacements has an ``exact``.
     """
 
     distribution: str | None
     versions: tuple[str, ...]
     sites: tuple[Site, ...]
+    exact: bool = False
 
 
 class PatchError(RuntimeError):
@@ -61,9 +64,12 @@ class PatchError(RuntimeError):
 
 
 def fingerprint(function_or_class: Any) -> str:
-    """16 hexadecimal digits of the code, without comments, docstrings, annotations, decorators."""
+    """16 hexadecimal digits of the code, without its comments, docstrings and annotations.
+
+    Raises:
+        PatchError: the source cannot be read, or is not all there is: something wraps it.
+    """
     tree = _Bare().visit(_parse(function_or_class))
-    tree.body[0].decorator_list = []
     return hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
 
 
@@ -79,10 +85,13 @@ def _text(node: Any) -> str:
 
 
 def _parse(function_or_class: Any) -> ast.Module:
+    if hasattr(function_or_class, "__wrapped__"):
+        wrapper = getattr(function_or_class, "__globals__", {}).get("__name__", "something")
+        raise PatchError(f"it is wrapped by {wrapper}, whose wrapping must come after klfast's")
     try:
-        source = inspect.getsource(inspect.unwrap(function_or_class))
+        source = inspect.getsource(function_or_class)
     except (OSError, TypeError) as error:
-        raise PatchError(f"the source of {function_or_class!r} cannot be read: {error}") from None
+        raise PatchError(f"its source cannot be read: {error}") from None
     return ast.parse(textwrap.dedent(source))
 
 
@@ -111,9 +120,11 @@ def replacement(new: Any) -> Make:
 
     def make(old: Any, exact: bool) -> Any:
         if inspect.isclass(new):
-            # A class of its own, so that ``unpatch`` knows who holds it; pickled by reference.
+            # A class of its own, so that ``unpatch`` knows who holds it. Its objects are pickled as
+            # klfast's, which any process can read, patched or not.
             names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
-            return type(old.__name__, (new,), {"__doc__": new.__doc__, **names})
+            methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
+            return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
         options = {"exact": True} if exact and "exact" in inspect.signature(new).parameters else {}
 
         @functools.wraps(old)
@@ -125,6 +136,13 @@ def replacement(new: Any) -> Make:
     return make
 
 
+def _revive(cls: type, attributes: dict[str, Any]) -> Any:
+    """The pickled object of a replaced class, as klfast's own."""
+    revived: Any = object.__new__(cls)
+    vars(revived).update(attributes)
+    return revived
+
+
 def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
     """The framework's function with some of its statements replaced, each found exactly once.
 
@@ -133,29 +151,26 @@ def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
     """
 
     def make(old: Any, exact: bool) -> Any:
-        inner = inspect.unwrap(old)
-        if set(inner.__code__.co_freevars) - {"__class__"}:
-            raise PatchError(f"{inner.__qualname__} must be a plain method, got a closure")
-        tree = _parse(inner)
+        tree = _parse(old)
+        if set(old.__code__.co_freevars) - {"__class__"}:
+            raise PatchError("it must be a plain method, got a closure")
         rewrite = _Rewrite(statements)
         function = rewrite.visit(tree).body[0]
         for statement, count in rewrite.found.items():
             if count != 1:
-                raise PatchError(
-                    f"{inner.__qualname__} must have the statement {statement!r} once, got {count}"
-                )
+                raise PatchError(f"it must have the statement {statement!r} once, got {count}")
         # ``super()`` looks for __class__ around its function, where a class body would put it.
         around = ast.parse("def around(__class__, klfast):\n    return None").body[0]
         assert isinstance(around, ast.FunctionDef)
         around.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
         module = ast.fix_missing_locations(ast.Module([around], []))
-        ast.increment_lineno(module, inner.__code__.co_firstlineno - 1)
+        ast.increment_lineno(module, old.__code__.co_firstlineno - 1)
         scope: dict[str, Any] = {}
-        code = inner.__code__
+        code = old.__code__
         flags = code.co_flags & __future__.annotations.compiler_flag
-        exec(compile(module, code.co_filename, "exec", flags, True), inner.__globals__, scope)
-        rewritten = scope["around"](_class_of(inner), namespace)
-        rewritten.__qualname__ = inner.__qualname__
+        exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
+        rewritten = scope["around"](_class_of(old), namespace)
+        rewritten.__qualname__ = old.__qualname__
         return rewritten
 
     return make
@@ -206,11 +221,12 @@ class Patch:
 
     def undo(self) -> None:
         """Put everything back, also where it was imported by name since; once is enough."""
-        if _ACTIVE.get(self.framework) is not self:
-            return
-        del _ACTIVE[self.framework]
-        for owner, name, old, new in self._holders:
-            _put(owner, name, new, old)
+        with _LOCK:
+            if _ACTIVE.get(self.framework) is not self:
+                return
+            del _ACTIVE[self.framework]
+            for owner, name, old, new in self._holders:
+                _put(owner, name, new, old)
 
     def __repr__(self) -> str:
         where = ", ".join(f"{_name(owner)}.{name}" for owner, name, *_ in self._holders)
@@ -220,25 +236,36 @@ class Patch:
 _ACTIVE: dict[str, Patch] = {}
 """By framework: what is patched now."""
 
+_LOCK = threading.RLock()
+"""Of whoever changes that."""
+
 
 def apply(framework: str, targets: Sequence[Target], exact: bool) -> Patch:
     """Replace every site of the target that is installed, or nothing at all."""
-    if framework in _ACTIVE:
-        raise PatchError(f"{framework} is already patched; unpatch({framework!r}) comes first")
-    target = _installed(framework, targets)
-    prepared = [_prepare(framework, site, exact) for site in target.sites]
-    holders = [holder for holder in prepared if holder is not None]
-    for owner, name, old, new in holders:
-        _put(owner, name, old, new)
-    _ACTIVE[framework] = Patch(framework, holders)
-    return _ACTIVE[framework]
+    with _LOCK:
+        if framework in _ACTIVE:
+            raise PatchError(f"{framework} is already patched; unpatch({framework!r}) comes first")
+        target = _installed(framework, targets)
+        if exact and not target.exact:
+            raise PatchError(f"nothing that klfast replaces in {framework} has an exact=True")
+        prepared = [_prepare(framework, site, exact) for site in target.sites]
+        patch = Patch(framework, [holder for holder in prepared if holder is not None])
+        _ACTIVE[framework] = patch
+        try:
+            for owner, name, old, new in patch._holders:
+                _put(owner, name, old, new)
+        except Exception as error:
+            patch.undo()
+            raise PatchError(f"{framework} does not let itself be patched: {error!r}") from error
+        return patch
 
 
 def undo(framework: str) -> None:
     """Put a framework's own code back."""
-    if framework not in _ACTIVE:
-        raise PatchError(f"{framework} is not patched")
-    _ACTIVE[framework].undo()
+    with _LOCK:
+        if framework not in _ACTIVE:
+            raise PatchError(f"{framework} is not patched")
+        _ACTIVE[framework].undo()
 
 
 def _installed(framework: str, targets: Sequence[Target]) -> Target:
@@ -263,22 +290,31 @@ def _installed(framework: str, targets: Sequence[Target]) -> Target:
 def _prepare(framework: str, site: Site, exact: bool) -> Holder | None:
     """What to put where, or an error if the site is not what it should be."""
     module_name, _, path = site.where.partition(":")
+    owner = _import(framework, module_name)
     *classes, name = path.split(".")
     try:
-        owner: Any = importlib.import_module(module_name)
         for part in classes:
             owner = getattr(owner, part)
         old = vars(owner)[name]
-    except (ImportError, AttributeError, KeyError) as error:
-        raise PatchError(f"{framework} has no {site.where} to replace: {error}") from error
-    if site.code is not None and fingerprint(old) != site.code:
-        raise PatchError(
-            f"the installed {framework} has another {site.where} than the one that klfast replaces"
-        )
+    except (AttributeError, KeyError):
+        raise PatchError(f"the installed {framework} has no {site.where} to replace") from None
     try:
+        if site.code is not None and fingerprint(old) != site.code:
+            raise PatchError("its code is another than the one that klfast replaces")
         return None if site.make is None else (owner, name, old, site.make(old, exact))
     except PatchError as error:
-        raise PatchError(f"{framework}'s {site.where}: {error}") from None
+        raise PatchError(f"{framework}'s {site.where} is not known to klfast: {error}") from None
+
+
+def _import(framework: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:
+            raise PatchError(f"{framework} is not installed") from None
+        raise PatchError(f"importing {module} failed, for want of {error.name}") from error
+    except Exception as error:  # whatever a framework's import may raise
+        raise PatchError(f"importing {module} failed: {error!r}") from error
 
 
 def _put(owner: Any, name: str, old: Any, new: Any) -> None:
@@ -287,10 +323,12 @@ def _put(owner: Any, name: str, old: Any, new: Any) -> None:
     if not isinstance(owner, ModuleType):
         return
     for module in list(sys.modules.values()):
-        # vars(), not getattr: a lazy module must not be made to load what it holds.
-        for held, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old:
-                setattr(module, held, new)
+        # Their dicts, not their attributes: a lazy module must not be made to load what it holds.
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for held in [held for held, value in list(names.items()) if value is old]:
+            names[held] = new
 
 
 def _name(owner: Any) -> str:

@@ -1,12 +1,13 @@
 """What ``patch`` replaces in each framework, and how it recognises it.
 
 A fingerprint is ``patching.fingerprint`` of the code that klfast was proved equal to. ROLL and trlx
-have no releases to install: theirs are of their main branches, read on 2026-11-21.
+have no releases to install: theirs are of their main branches as read in 2026, and these two
+patches have not met the packages themselves.
 """
 
 from __future__ import annotations
 
-from klfast.compat import openrlhf, roll, trl_trainers, trlx, verl
+from klfast.compat import openrlhf, roll, trl, trl_trainers, trlx, verl
 from klfast.compat.patching import Site, Target, replacement, rewriting
 
 
@@ -44,6 +45,7 @@ _VERL = Target(
             verl.apply_kl_penalty,
         ),
     ),
+    exact=True,
 )
 
 _OPENRLHF = Target(
@@ -69,6 +71,7 @@ _OPENRLHF = Target(
             openrlhf.FixedKLController,
         ),
     ),
+    exact=True,
 )
 
 _ROLL = Target(
@@ -94,6 +97,7 @@ _ROLL = Target(
             roll.get_kl_controller,
         ),
     ),
+    exact=True,
 )
 
 _TRLX = Target(
@@ -168,7 +172,12 @@ _TRL_PPO = Target(
             "e8aa6467725bf91c",
             trl_trainers.kl_penalty_of_ppo,
         ),
+        _replace(
+            "trl.trainer.utils:AdaptiveKLController", "4599c61cfbfc12a6", trl.AdaptiveKLController
+        ),
+        _replace("trl.trainer.utils:FixedKLController", "a71d6a7c80f4a142", trl.FixedKLController),
     ),
+    exact=True,
 )
 
 TARGETS = {

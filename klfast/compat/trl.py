@@ -46,7 +46,10 @@ REDUCTIONS = {
 }
 """``loss_type`` -> klfast's reduction."""
 
-NEED_NORMALIZER = ("dr_grpo", "cispo", "dapo", "vespo")
+GLOBAL_COUNT = ("cispo", "dapo", "vespo")
+"""Divided by the token count of the whole batch, gradient accumulation included."""
+
+NEED_NORMALIZER = ("dr_grpo", *GLOBAL_COUNT)
 LEVELS = ("token", "sequence")
 
 
@@ -188,6 +191,10 @@ def kl_penalty(
         return full_kl(logprob, ref_logprob, exact=exact)
     estimator = choose("kl_penalty", kl_penalty, TRL_PPO, "full")
     return per_token(logprob, ref_logprob, estimator, exact=exact)
+
+
+_kl_penalty = kl_penalty
+"""TRL's own name for it."""
 
 
 def _old(logps: Tensor, old: Tensor | None) -> Tensor:

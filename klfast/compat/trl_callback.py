@@ -25,7 +25,8 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     ``trainer.train(resume_from_checkpoint=...)`` goes on from it.
 
     Args:
-        trainer: whose ``beta``, > 0, is the first coefficient. With ``beta=0`` TRL loads no
+        trainer: whose ``beta``, > 0, is the first coefficient; from here on it is the callback's to
+            set. With ``beta=0`` TRL loads no
             reference model, and there is no KL to steer by.
         target: the KL to hold, > 0, in nats per *token*, as TRL's metric is.
         horizon: as of ``klfast.AdaptiveKLController``, like the options.
@@ -40,7 +41,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def __init__(
         self, trainer: Any, target: float, horizon: float = 10_000, **options: Any
     ) -> None:
-        if not hasattr(trainer, "beta") or not hasattr(trainer, "_metrics"):
+        if not all(hasattr(trainer, name) for name in ("beta", "_metrics", "num_generations")):
             raise TypeError(
                 "trainer must be a trl.GRPOTrainer or trl.RLOOTrainer, "
                 f"got {type(trainer).__name__}"
@@ -61,7 +62,13 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return kls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take up the state of the checkpoint that is resumed from, if there is one."""
+        """Take up the state of the checkpoint that is resumed from, if there is one.
+
+        Raises:
+            ValueError: another trainer than this callback's begins to train.
+        """
+        if state is not self.trainer.state:
+            raise ValueError("trainer must be the one that the callback is added to, got another")
         saved = (state.stateful_callbacks or {}).get(STATE)
         if saved is not None:
             self.controller.load_state_dict(saved["attributes"])
@@ -76,7 +83,9 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.trainer._metrics["train"]["kl_coef"].append(self.trainer.beta)
         new = self._kls[self._seen :]
         if new:
-            completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            # Not args.gradient_accumulation_steps: an epoch's last step may have fewer of them.
+            micro_batches = self.trainer.current_gradient_accumulation_steps
+            completions = args.train_batch_size * micro_batches * args.world_size
             self.trainer.beta = self.controller.update(sum(new) / len(new), completions)
         # With the layout of transformers' ExportableState, which wants callbacks that can be made
         # without a trainer.

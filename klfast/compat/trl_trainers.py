@@ -18,11 +18,16 @@ from klfast.compat.presets import TRL_RLOO
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 """Fingerprint of ``GRPOTrainer._compute_loss`` in TRL 1.16."""
 
+ORIGINAL = "_klfast_original"
+"""Where ``patch`` keeps TRL's ``_compute_loss``, for a mixin that meets klfast's."""
+
 
 class GRPOMixin:
     """``class Trainer(GRPOMixin, trl.GRPOTrainer): pass``: the KL of the loss is klfast's.
 
-    The value, gradient and metric ``kl`` are TRL's, by one fused read (see ``trl.kl_loss``).
+    The value, gradient and metric ``kl`` are TRL's, by one fused read (see ``trl.kl_loss``). One
+    number differs: where the longest completion has one token, TRL's metric also counts the masked
+    ones. NaN and inf in the reference's log-probs stay under the mask.
 
     Raises:
         PatchError: when the class is made, if the ``_compute_loss`` after the mixin is not the one
@@ -33,12 +38,16 @@ class GRPOMixin:
         super().__init_subclass__(**options)
         behind = cls.__mro__[cls.__mro__.index(GRPOMixin) + 1 :]
         owner = next((base for base in behind if "_compute_loss" in vars(base)), None)
-        if owner is None or fingerprint(vars(owner)["_compute_loss"]) != COMPUTE_LOSS:
-            what = (
-                "has no _compute_loss" if owner is None else f"has another one, {owner.__name__}'s"
-            )
+        if owner is None:
             raise PatchError(
-                f"{cls.__name__} must derive from GRPOMixin and TRL 1.16's GRPOTrainer; it {what}"
+                f"{cls.__name__} must derive from GRPOMixin first and TRL 1.16's GRPOTrainer after "
+                "it, got no _compute_loss after it"
+            )
+        function = vars(owner)["_compute_loss"]
+        if fingerprint(getattr(function, ORIGINAL, function)) != COMPUTE_LOSS:
+            raise PatchError(
+                f"{cls.__name__} must derive from GRPOMixin and TRL 1.16's own GRPOTrainer, got "
+                f"{owner.__name__}'s _compute_loss; derive from a class of those two instead"
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -114,8 +123,7 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
 
 def _accumulation(trainer: Any, mode: str) -> float:
     """What TRL divides its loss by; the global token count of the others has it in it already."""
-    global_count = trainer.loss_type in ("cispo", "dapo", "vespo")
-    if mode == "eval" or global_count:
+    if mode == "eval" or trainer.loss_type in trl.GLOBAL_COUNT:
         return 1.0
     return float(trainer.current_gradient_accumulation_steps)
 
@@ -136,6 +144,7 @@ def with_fused_kl(original: Any, exact: bool) -> Any:
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         return _loss(self, functools.partial(original, self), model, inputs)
 
+    setattr(_compute_loss, ORIGINAL, original)
     return _compute_loss
 
 

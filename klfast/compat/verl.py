@@ -53,7 +53,7 @@ def kl_penalty(
 
     Differs from verl: low-precision inputs give fp32 (``exact=True``: their own dtype), k3 keeps
     its digits near 0, and the value with a ``+`` at an infinite log-ratio is not NaN. Like verl's,
-    the gradient of k3 is 0 once ``logprob - ref_logprob < -2.61``.
+    the gradient of k3 is 0 once ``logprob - ref_logprob < -2.61``. An unknown word is a ValueError.
     """
     return per_token(logprob, ref_logprob, _estimator(kl_penalty), exact=exact)
 
@@ -82,7 +82,8 @@ def agg_loss(
     global counts where given. Sequences without a kept token are left out.
 
     Differs from verl: NaN under the mask is never read (verl's sequence modes multiply by the
-    mask), and the mean of nothing is 0, not NaN.
+    mask), the mean over a local count of nothing is 0, not NaN, and a count that is given must be
+    > 0; lower dtypes give fp32.
     """
     options = _aggregation(
         loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor

@@ -59,6 +59,37 @@ def test_a_step_of_several_micro_batches_counts_once_with_all_its_completions(tm
     assert third == pytest.approx(published_rule(second, kls[1], 0.05, 8, 40), rel=1e-12)
 
 
+def test_an_epoch_s_last_step_counts_what_it_has(tmp_path):
+    class Count(TrainerCallback):
+        micro_batches = (1,)
+
+        def on_substep_end(self, args, state, control, **_):
+            self.micro_batches = (*self.micro_batches[:-1], self.micro_batches[-1] + 1)
+
+        def on_step_end(self, args, state, control, **_):
+            self.micro_batches = (*self.micro_batches, 1)
+
+    count = Count()
+    config = {
+        "gradient_accumulation_steps": 3,
+        "steps_per_generation": 2,
+        "max_steps": -1,
+        "num_train_epochs": 1,
+    }
+    callbacks = [adaptive(), count]
+    prompts = tiny.dataset(10)
+    run = tiny.train(
+        GRPOTrainer, tmp_path, steps=0, callbacks=callbacks, train_dataset=prompts, **config
+    )
+    many, few, _ = count.micro_batches
+    assert few < many == 3
+    first, second = run.column("kl_coef")
+    kls = run.column("kl")
+    assert second == pytest.approx(published_rule(first, kls[0], 0.05, 4 * many, 40), rel=1e-12)
+    last = published_rule(second, kls[1], 0.05, 4 * few, 40)
+    assert run.trainer.beta == pytest.approx(last, rel=1e-12)
+
+
 def test_a_step_without_a_new_kl_leaves_beta_alone(tmp_path):
     """RLOO measures once a generation."""
     config = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}
@@ -140,6 +171,14 @@ def test_evaluations_are_not_steered_by(tmp_path):
 def test_without_a_penalty_there_is_nothing_to_steer_by(tmp_path):
     with pytest.raises(ValueError, match=r"trainer\.beta must be > 0"):
         tiny.make(GRPOTrainer, tmp_path, steps=1, beta=0.0, callbacks=[adaptive()])
+
+
+def test_it_does_not_steer_another_trainer_than_its_own(tmp_path):
+    other = tiny.make(GRPOTrainer, tmp_path / "other", steps=1)
+    trainer = tiny.make(GRPOTrainer, tmp_path / "its", steps=1)
+    other.add_callback(AdaptiveKLCallback(trainer, 0.1))
+    with pytest.raises(ValueError, match="trainer must be the one that the callback is added to"):
+        tiny.finish(other)
 
 
 def test_another_kind_of_trainer_is_refused():

@@ -126,12 +126,11 @@ def test_nor_after_an_error(tmp_path):
     def fail(trainer):
         trainer.loss_type = "unheard of"
 
+    trainer = tiny.make(Mixed, tmp_path, steps=1, configure=fail)
     with pytest.raises(ValueError, match="Unknown loss type"):
-        tiny.train(Mixed, tmp_path, steps=1, configure=lambda t: made.append(t) or fail(t))
-    assert made.pop().beta == 0.1
-
-
-made = []
+        tiny.finish(trainer)
+    assert trainer.beta == 0.1
+    assert "_get_per_token_logps_and_entropies" not in vars(trainer)
 
 
 def test_nan_in_the_padding_stays_there(tmp_path):
@@ -159,10 +158,50 @@ def test_nan_in_the_padding_stays_there(tmp_path):
 
 
 def test_a_trainer_with_a_loss_of_its_own_is_refused():
-    with pytest.raises(PatchError, match="it has another one, GMPOTrainer's"):
+    with pytest.raises(PatchError, match="got GMPOTrainer's _compute_loss"):
         type("Other", (GRPOMixin, GMPOTrainer), {})
-    with pytest.raises(PatchError, match="it has no _compute_loss"):
-        type("Lonely", (GRPOMixin,), {})
+    for bases in [(GRPOMixin,), (GRPOTrainer, GRPOMixin)]:
+        with pytest.raises(PatchError, match="must derive from GRPOMixin first"):
+            type("Lonely", bases, {})
+
+
+def test_a_mixin_under_the_patch_adds_one_kl(tmp_path):
+    theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=2)
+    with klfast.compat.patch("trl"):
+        both_ways = type("BothWays", (GRPOMixin, GRPOTrainer), {})
+        ours = tiny.train(both_ways, tmp_path / "ours", steps=2)
+    assert_same_training(ours, theirs)
+
+
+def test_a_subclass_of_a_patched_class_may_add_to_its_loss(tmp_path):
+    class Larger(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) + 1.0
+
+    theirs = tiny.train(Larger, tmp_path / "theirs", steps=2)
+    with klfast.compat.patch("trl"):
+        ours = tiny.train(Larger, tmp_path / "ours", steps=2)
+    assert theirs.logs[0]["loss"] > 0
+    assert_same_training(ours, theirs)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_tool_mask(tmp_path, loss_type):
+    def with_tools(trainer):
+        original = trainer._prepare_inputs
+
+        def prepare(batch):
+            inputs = dict(original(batch))
+            inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+            inputs["tool_mask"][:, ::3] = 0
+            return inputs
+
+        trainer._prepare_inputs = prepare
+
+    ours, theirs = both(tmp_path, loss_type=loss_type, configure=with_tools)
+    assert_same_training(ours, theirs)
+    without = tiny.train(Mixed, tmp_path / "without", steps=3, loss_type=loss_type)
+    assert without.logs != ours.logs
 
 
 def test_a_changed_trl_is_refused(monkeypatch):
@@ -170,5 +209,5 @@ def test_a_changed_trl_is_refused(monkeypatch):
         return 0.0
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", _compute_loss)
-    with pytest.raises(PatchError, match=r"another .*GRPOTrainer\._compute_loss"):
+    with pytest.raises(PatchError, match=r"GRPOTrainer\._compute_loss is not known to klfast"):
         klfast.compat.patch("trl")

@@ -63,7 +63,6 @@ def test_nan_in_the_padding_stays_there(tmp_path):
     assert theirs.logs[0]["kl"] != pytest.approx(clean.logs[0]["kl"])
     with klfast.compat.patch("trl"):
         ours = tiny.train(RLOOTrainer, tmp_path / "ours", steps=1, configure=poison)
-    assert ours.logs[0]["kl"] is None or ours.logs[0]["kl"] == ours.logs[0]["kl"]
     assert_same_logs([{"kl": ours.logs[0]["kl"]}], [{"kl": clean.logs[0]["kl"]}])
 
 
