@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,19 +25,18 @@ from torch import Tensor
 
 from klfast import compat
 from klfast.bench import report
+from klfast.bench.cases import DTYPES, KEPT, SPREAD
+from klfast.bench.measure import Plan
 from klfast.bench.timing import Timing, interleave
 
 RESULTS = Path(__file__).parent / "results"
 TESTS = Path(__file__).parents[1] / "tests"
 SHAPE = (64, 8192)
 ROUNDS = 20
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SPREAD = 0.1
-KEPT = 0.8
 
 
 class Batch(NamedTuple):
-    """[B, T] each; the mask keeps a random share of each sequence's beginning."""
+    """[B, T] each; the mask keeps each sequence's beginning, ``KEPT`` of all tokens."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
@@ -157,7 +157,7 @@ def verl_pairs() -> Iterator[Pair]:
 class _Data:
     """What ``apply_kl_penalty`` needs of a DataProto: a batch with a size."""
 
-    class Tensors(dict):  # type: ignore[type-arg]
+    class Tensors(dict[str, Tensor]):
         batch_size: tuple[int, ...]
 
     def __init__(self, batch: Batch) -> None:
@@ -247,13 +247,11 @@ def trlx_pairs() -> Iterator[Pair]:
 
 def grpo_pairs() -> Iterator[Pair]:
     """TRL's whole ``_compute_loss`` around a model that costs nothing, with its KL and klfast's."""
-    import tempfile
-
     from trl import GRPOTrainer
 
     tiny = from_tests("tiny")
 
-    class Fused(compat.trl.GRPOMixin, GRPOTrainer):  # type: ignore[misc]
+    class Fused(compat.trl.GRPOMixin, GRPOTrainer):
         pass
 
     def loss(trainer_class: Any, loss_type: str) -> Function:
@@ -343,20 +341,12 @@ def measure(pair: Pair, dtype: str, shape: tuple[int, int], rounds: int) -> list
 
 
 def conditions(rounds: int) -> dict[str, Any]:
-    """Where, when and how, and the versions of the frameworks."""
+    """Where, when and how, and the versions of the frameworks; estimators are each pair's own."""
     names = ("verl", "openrlhf", "trl")
     peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
-    return {
-        "date": report.now(),
-        "device": report.cpu_model(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": report.instruction_set(),
-        "versions": {**report.versions(), **peers},
-        "commit": report.commit(),
-        "log_ratio_std": SPREAD,
-        "mask_kept": KEPT,
-        "rounds": rounds,
-    }
+    where = report.conditions(Plan(rounds, reused=True))
+    del where["estimator"]
+    return {**where, "versions": {**where["versions"], **peers}}
 
 
 def main() -> int:

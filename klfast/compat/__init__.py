@@ -12,6 +12,7 @@ from __future__ import annotations
 from klfast.checks import check_choice
 from klfast.compat import openrlhf, patching, presets, roll, trl, trlx, verl
 from klfast.compat.patching import Patch, PatchError, Target
+from klfast.compat.targets import TARGETS
 
 __all__ = [
     "Patch",
@@ -26,7 +27,7 @@ __all__ = [
     "verl",
 ]
 
-FRAMEWORKS = ("openrlhf", "roll", "trl", "trlx", "verl")
+FRAMEWORKS = tuple(TARGETS)
 
 
 def patch(framework: str, *, exact: bool = False) -> Patch:
@@ -66,6 +67,4 @@ def unpatch(framework: str) -> None:
 
 def _targets(framework: str) -> tuple[Target, ...]:
     check_choice("framework", framework, FRAMEWORKS)
-    from klfast.compat.targets import TARGETS
-
     return TARGETS[framework]

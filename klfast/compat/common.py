@@ -14,11 +14,9 @@ from klfast.checks import check_choice
 from klfast.estimator import Estimator
 
 
-def choose(
-    argument: str, mode: object, presets: Mapping[str, Estimator], *others: str
-) -> Estimator:
-    """The preset that a framework's word stands for; ``others`` are words with another meaning."""
-    check_choice(argument, mode, (*presets, *others))
+def choose(argument: str, mode: object, presets: Mapping[str, Estimator]) -> Estimator:
+    """The preset that a framework's word stands for."""
+    check_choice(argument, mode, tuple(presets))
     return presets[str(mode)]
 
 
@@ -98,6 +96,22 @@ def full_kl(
     terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
     kl = terms.sum(-1)
     return kl if mask is None else kl * mask
+
+
+def per_token_or_full(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kl_penalty: str,
+    presets: Mapping[str, Estimator],
+    mask: Tensor | None = None,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """``per_token`` by the framework's word for its estimator, or ``full_kl`` by ``full``."""
+    check_choice("kl_penalty", kl_penalty, (*presets, "full"))
+    if kl_penalty == "full":
+        return full_kl(logprobs, ref_logprobs, mask, exact=exact)
+    return per_token(logprobs, ref_logprobs, presets[kl_penalty], mask, exact=exact)
 
 
 def zeros_like(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from klfast.compat.common import choose, full_kl, per_token
+from klfast.compat.common import per_token_or_full
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import ROLL
 from klfast.controllers import FixedKLController
@@ -39,10 +39,7 @@ def compute_approx_kl(
         ValueError: an unknown ``kl_penalty``; ``full`` of tensors without a vocabulary dimension,
             or whose mask does not have the shape [...] (ROLL sums over the wrong dimension there).
     """
-    if kl_penalty == "full":
-        return full_kl(log_probs, log_probs_base, action_mask, exact=exact)
-    estimator = choose("kl_penalty", kl_penalty, ROLL, "full")
-    return per_token(log_probs, log_probs_base, estimator, action_mask, exact=exact)
+    return per_token_or_full(log_probs, log_probs_base, kl_penalty, ROLL, action_mask, exact=exact)
 
 
 def get_kl_controller(

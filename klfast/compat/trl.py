@@ -14,7 +14,7 @@ from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks import check_choice
-from klfast.compat.common import choose, full_kl, per_token
+from klfast.compat.common import per_token, per_token_or_full
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
 from klfast.controllers import AdaptiveKLController, FixedKLController
 from klfast.stats import KLStats
@@ -187,10 +187,7 @@ def kl_penalty(
     or ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary,
     [...], computed eagerly. Low-precision inputs give fp32, unless ``exact=True``.
     """
-    if kl_penalty == "full":
-        return full_kl(logprob, ref_logprob, exact=exact)
-    estimator = choose("kl_penalty", kl_penalty, TRL_PPO, "full")
-    return per_token(logprob, ref_logprob, estimator, exact=exact)
+    return per_token_or_full(logprob, ref_logprob, kl_penalty, TRL_PPO, exact=exact)
 
 
 _kl_penalty = kl_penalty

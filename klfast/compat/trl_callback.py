@@ -26,8 +26,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     Args:
         trainer: whose ``beta``, > 0, is the first coefficient; from here on it is the callback's to
-            set. With ``beta=0`` TRL loads no
-            reference model, and there is no KL to steer by.
+            set. With ``beta=0`` TRL loads no reference model, and there is no KL to steer by.
         target: the KL to hold, > 0, in nats per *token*, as TRL's metric is.
         horizon: as of ``klfast.AdaptiveKLController``, like the options.
         **options: ``clip``, ``min_coef``, ``max_coef``.

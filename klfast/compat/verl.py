@@ -38,9 +38,6 @@ REDUCTIONS = {
 }
 """``loss_agg_mode`` -> klfast's reduction."""
 
-LOSS = Estimator("k1")
-"""Against a reference of zeros: any loss as it is."""
-
 
 def kl_penalty(
     logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, *, exact: bool = False
@@ -85,10 +82,17 @@ def agg_loss(
     mask), the mean over a local count of nothing is 0, not NaN, and a count that is given must be
     > 0; lower dtypes give fp32.
     """
-    options = _aggregation(
-        loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    return _aggregated(
+        loss_mat,
+        zeros_like(loss_mat),
+        "k1",  # against zeros: the loss as it is
+        loss_mask,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
     )
-    return _penalty(loss_mat, zeros_like(loss_mat), loss_mask, LOSS, options)
 
 
 def kl_loss(
@@ -103,44 +107,53 @@ def kl_loss(
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """``agg_loss(kl_penalty(...), ...)`` in one read, value and gradient."""
-    options = _aggregation(
-        loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    return _aggregated(
+        logprob,
+        ref_logprob,
+        _estimator(kl_penalty),
+        loss_mask,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
     )
-    return _penalty(logprob, ref_logprob, loss_mask, _estimator(kl_penalty), options)
 
 
-def _aggregation(
-    loss_mask: Tensor,
+def _aggregated(
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    estimator: str | Estimator,
+    mask: Tensor,
     mode: str,
     dp_size: int,
     batch_num_tokens: float | Tensor | None,
     global_batch_size: float | Tensor | None,
     loss_scale_factor: float | None,
-) -> dict[str, Any]:
-    """``agg_loss``'s arguments as those of ``klfast.kl_penalty``."""
+) -> Tensor:
+    """``klfast.kl_penalty`` reduced as ``agg_loss`` says."""
     check_choice("loss_agg_mode", mode, tuple(REDUCTIONS))
-    count, name = global_batch_size, "global_batch_size"
+    coef, count, name = float(dp_size), global_batch_size, "global_batch_size"
     if mode == "token-mean":
         count, name = batch_num_tokens, "batch_num_tokens"
-    elif mode == "token-sum":
-        return {"reduction": "token-sum", "coef": float(dp_size)}
-    if count is None and dp_size > 1:
+    if mode == "token-sum":
+        count = None
+    elif count is None and dp_size > 1:
         raise ValueError(f"{name} must be given when dp_size > 1, got None")
-    if count is not None and not isinstance(count, Tensor):
+    elif count is not None and not isinstance(count, Tensor):
         count = check_number(name, count, above=0)
-    coef = float(dp_size)
     if mode == "seq-mean-token-sum-norm":
-        scale = max(1, loss_mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
+        scale = max(1, mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
         coef /= check_number("loss_scale_factor", scale, above=0)
-    return {"reduction": REDUCTIONS[mode], "normalizer": count, "coef": coef}
-
-
-def _penalty(
-    loss: Tensor, ref: Tensor, mask: Tensor, estimator: Estimator, options: dict[str, Any]
-) -> Tensor:
-    """``klfast.kl_penalty`` under the options of ``_aggregation``."""
-    result: Tensor = fused_kl_penalty(loss, ref, mask, estimator=estimator, **options)
-    return result
+    return fused_kl_penalty(
+        logprob,
+        ref_logprob,
+        mask,
+        estimator=estimator,
+        reduction=REDUCTIONS[mode],
+        normalizer=count,
+        coef=coef,
+    )
 
 
 @torch.no_grad()

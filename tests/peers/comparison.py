@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import random_inputs
 
 SPREADS = {"near": 1e-4, "random": 0.3, "wide": 4.0, "extreme": 25.0}
 """Standard deviation of the log-ratio, nats."""
@@ -14,12 +15,9 @@ every_dtype = pytest.mark.parametrize(
 
 def inputs(spread, dtype, shape=(6, 40)):
     """(logprobs, ref_logprobs, old_logprobs, mask); one sequence is whole, one has no token."""
-    logprobs = -4 * torch.rand(shape, dtype=torch.float64)
-    ref_logprobs = logprobs - spread * torch.randn(shape, dtype=torch.float64)
-    old_logprobs = logprobs + 0.3 * torch.randn(shape, dtype=torch.float64)
     lengths = torch.linspace(0, shape[1], shape[0]).long()
     mask = torch.arange(shape[1]) < lengths[:, None]
-    return *(t.to(dtype) for t in (logprobs, ref_logprobs, old_logprobs)), mask
+    return *random_inputs(shape, dtype, spread), mask
 
 
 def assert_agrees(ours, theirs, logprobs, ref_logprobs, *others):
