@@ -10,6 +10,7 @@ from klfast.controllers import (
 )
 from klfast.estimator import Estimator
 from klfast.info import info
+from klfast.logits.api import kl_divergence, token_logprobs
 from klfast.monitor import KLMonitor
 from klfast.stats import KLStats
 
@@ -23,6 +24,8 @@ __all__ = [
     "compat",
     "get_kl_controller",
     "info",
+    "kl_divergence",
     "kl_penalty",
     "kl_rewards",
+    "token_logprobs",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,18 +38,51 @@ def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+def _two_gradients(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty_gradient(args[0], args[-2]), _empty_gradient(args[1], args[-1])
 
 
-def _scale(tensor: Tensor, factor: Tensor) -> None:
+def _nothing(*_: Any) -> None:
     pass
+
+
+def _token_logprobs_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    logits, want_entropy = args[0], args[4]
+    rows = logits.shape[0] * logits.shape[1]
+    results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits))
+    entropy = results.new_empty((rows if want_entropy else 0,))
+    return results, entropy, results.new_empty((rows,), dtype=torch.float64)
+
+
+def _token_logprobs_bwd(*args: Any) -> Tensor:
+    return _empty_gradient(args[0], True)
+
+
+def _kl_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
+    logits, ref_logits, token_ids = args[:3]
+    want_grad, want_grad_ref = args[-2:]
+    rows = logits.shape[0] * logits.shape[1]
+    results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits, ref_logits))
+    taken = (0 if token_ids is None else rows,)
+    return (
+        results,
+        results.new_empty(taken),
+        results.new_empty(taken),
+        results.new_empty((3, rows), dtype=torch.float64),
+        _empty_gradient(logits, want_grad),
+        _empty_gradient(ref_logits, want_grad_ref),
+    )
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "kl_penalty_fwd": _kl_penalty_fwd,
-    "kl_penalty_bwd": _kl_penalty_bwd,
-    "scale_": _scale,
+    "kl_penalty_bwd": _two_gradients,
+    "token_logprobs_fwd": _token_logprobs_fwd,
+    "token_logprobs_bwd": _token_logprobs_bwd,
+    "token_logprobs_bwd_": _nothing,
+    "kl_divergence_fwd": _kl_divergence_fwd,
+    "kl_divergence_bwd": _two_gradients,
+    "scale_": _nothing,
 }
 
 
@@ -59,7 +92,16 @@ def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> An
         arg.new_zeros(arg.movedim(dim, 0).shape[1:]) if isinstance(dim, int) else arg
         for arg, dim in zip(args, in_dims, strict=True)
     ]
-    outputs = tuple(output.new_empty((0, *output.shape)) for output in op(*element))
+    return _stacked([op(*element)], lambda outputs: outputs[0].new_empty((0, *outputs[0].shape)))
+
+
+def _stacked(
+    of_elements: list[Any], stack: Callable[[Sequence[Tensor]], Tensor] = torch.stack
+) -> Any:
+    """The outputs of a call per element, and where their new dimension is, as vmap rules return."""
+    if isinstance(of_elements[0], Tensor):
+        return stack(of_elements), 0
+    outputs = tuple(stack(output) for output in zip(*of_elements, strict=True))
     return outputs, (0,) * len(outputs)
 
 
@@ -75,9 +117,7 @@ def _vmap_by_element(op: Any) -> Any:
 
         if info.batch_size == 0:
             return _empty_batch(op, in_dims, args)
-        outputs = zip(*(op(*element(i)) for i in range(info.batch_size)), strict=True)
-        stacked = tuple(torch.stack(output) for output in outputs)
-        return stacked, (0,) * len(stacked)
+        return _stacked([op(*element(i)) for i in range(info.batch_size)])
 
     return vmap
 
@@ -87,6 +127,8 @@ def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake)
-    for name in ("kl_penalty_fwd", "kl_penalty_bwd"):
+    for name in _FAKES:
+        if name.endswith("_"):  # changes a tensor that no transform sees
+            continue
         op = getattr(ops, name).default
         torch.library.register_vmap(op, _vmap_by_element(op))

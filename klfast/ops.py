@@ -77,12 +77,13 @@ def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:
             check_values(call)
         check_coef(call, call.coef)
         raise
-    return result, _stats(per_sequence) if call.return_stats else None
+    return result, stats_of(per_sequence) if call.return_stats else None
 
 
-def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    tensors, estimator = call.tensors, call.estimator
-    options = (
+def options_of(call: KLCall) -> tuple[Any, ...]:
+    """What the kernels take after the tensors."""
+    estimator = call.estimator
+    return (
         estimator.name,
         estimator.gradient,
         estimator.importance,
@@ -91,17 +92,12 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
         call.coef,
         0.0 if call.normalizer is None else call.normalizer,
     )
-    # A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
-    # the Functions refuse, do not show in requires_grad either.
-    differentiable = (
-        torch.is_grad_enabled()
-        and call.scores is None
-        and (
-            tensors.logprobs.requires_grad
-            or tensors.ref_logprobs.requires_grad
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-        )
+
+
+def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    tensors, options = call.tensors, options_of(call)
+    differentiable = call.scores is None and may_need_gradient(
+        tensors.logprobs, tensors.ref_logprobs
     )
     if differentiable and are_tracing():
         outputs = _TransformableKLPenalty.apply(*tensors, kernels, options, call.return_stats)
@@ -114,13 +110,26 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
     return kernels.forward(*tensors, *options, call.scores, False, False, call.return_stats)[:2]
 
 
-def _stats(per_sequence: Tensor) -> KLStats:
+def may_need_gradient(*tensors: Tensor) -> bool:
+    """Whether a Function must record a call.
+
+    A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
+    the Functions refuse, do not show in requires_grad either.
+    """
+    return torch.is_grad_enabled() and (
+        any(tensor.requires_grad for tensor in tensors)
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def stats_of(per_sequence: Tensor) -> KLStats:
     """The rows after the weights, as the user's own: backward reads what the kernel wrote."""
     length, kl, *others = per_sequence[1:].clone().unbind(0)
     return KLStats(kl, length, *others)
 
 
-def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Save for backward; autograd refuses inference tensors, which are kept as they are."""
     if torch.compiler.is_compiling():  # which knows none
         ctx.inference = (None,) * len(tensors)
@@ -130,18 +139,19 @@ def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     ctx.save_for_backward(*(t if other is None else None for t, other in kept))
 
 
-def _saved(ctx: Any) -> list[Tensor | None]:
+def saved(ctx: Any) -> list[Tensor | None]:
+    """What was saved."""
     pairs = zip(ctx.saved_tensors, ctx.inference, strict=True)
     return [other if t is None else t for t, other in pairs]
 
 
 def _recompute(ctx: Any, grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
-    *tensors, per_sequence = _saved(ctx)
+    *tensors, per_sequence = saved(ctx)
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
         grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, per_sequence, *needs)
-    return _wanted(grads, needs)
+    return wanted(grads, needs)
 
 
 class _NotTwice(torch.autograd.Function):
@@ -167,20 +177,25 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
-def _once(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
+def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
     """The gradients, guarded where a graph of them is being made (create_graph)."""
     if not torch.is_grad_enabled():
         return grads
-    depends_on = (*_saved(ctx)[:2], grad_out)
-    first, second = (None if grad is None else _NotTwice.apply(grad, *depends_on) for grad in grads)
+    tensors = [t for t in depends_on if t is not None]
+    first, second = (None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads)
     return first, second
 
 
-def _wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
+def _once(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
+    return once(grads, *saved(ctx)[:2], grad_out)
+
+
+def wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
+    """Those of the two gradients that are needed."""
     return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
 
 
-def _holds_unit_gradient(tensor: Tensor) -> bool:
+def holds_unit_gradient(tensor: Tensor) -> bool:
     """Whether a dtype can hold a gradient that has not met grad_output yet.
 
     In fp16 the share of one token in a mean underflows, where the gradient of a loss that was
@@ -189,12 +204,27 @@ def _holds_unit_gradient(tensor: Tensor) -> bool:
     return tensor.dtype != torch.float16
 
 
-def _is_batched(tensor: Tensor) -> bool:
+def is_batched(tensor: Tensor) -> bool:
     """Whether a backward is for many grad_outputs at once (``is_grads_batched``)."""
     if torch.compiler.is_compiling():
         return False
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def scaled(unit_grads: Grads, grad_out: Tensor, kernels: Kernels) -> Grads:
+    """Unit gradients times a scalar: in place, but for many scalars at once.
+
+    What is handed out belongs to autograd, which may change it: it serves for one backward.
+    """
+    if is_batched(grad_out):
+        first, second = (None if grad is None else grad * grad_out for grad in unit_grads)
+        return first, second
+    with torch.no_grad():
+        for grad in unit_grads:
+            if grad is not None:
+                kernels.scale_(grad, grad_out)
+    return unit_grads
 
 
 class _KLPenalty(torch.autograd.Function):
@@ -208,14 +238,14 @@ class _KLPenalty(torch.autograd.Function):
         tensors = (logprobs, ref_logprobs, *constants)
         needs = ctx.needs_input_grad[:2]
         is_scalar = options[4] in SCALAR_REDUCTIONS
-        unit = is_scalar and _holds_unit_gradient(logprobs) and _holds_unit_gradient(ref_logprobs)
+        unit = is_scalar and holds_unit_gradient(logprobs) and holds_unit_gradient(ref_logprobs)
         wants = needs if unit else (False, False)
         result, per_sequence, *unit_grads = kernels.forward(
             *tensors, *options, None, *wants, return_stats
         )
-        _save(ctx, (*tensors, per_sequence))
+        save(ctx, (*tensors, per_sequence))
         ctx.kernels, ctx.options = kernels, options
-        ctx.unit_grads = _wanted(unit_grads, needs) if unit else None
+        ctx.unit_grads = wanted(unit_grads, needs) if unit else None
         ctx.mark_non_differentiable(per_sequence)
         ctx.set_materialize_grads(False)
         return result, per_sequence
@@ -227,15 +257,9 @@ class _KLPenalty(torch.autograd.Function):
         grads = ctx.unit_grads
         if grads is None:
             return (*_once(ctx, _recompute(ctx, grad_out), grad_out), None)
-        if _is_batched(grad_out):
-            first, second = (None if grad is None else grad * grad_out for grad in grads)
-            return (*_once(ctx, (first, second), grad_out), None)
-        ctx.unit_grads = None  # handed out below: autograd may change it from here on
-        with torch.no_grad():
-            for grad in grads:
-                if grad is not None:
-                    ctx.kernels.scale_(grad, grad_out)
-        return (*_once(ctx, grads, grad_out), None)
+        if not is_batched(grad_out):
+            ctx.unit_grads = None  # handed out below
+        return (*_once(ctx, scaled(grads, grad_out, ctx.kernels), grad_out), None)
 
 
 class _TransformableKLPenalty(torch.autograd.Function):
@@ -253,7 +277,7 @@ class _TransformableKLPenalty(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, kernels, options, _ = inputs
         _, per_sequence = output
-        _save(ctx, (*tensors, per_sequence))
+        save(ctx, (*tensors, per_sequence))
         ctx.kernels, ctx.options = kernels, options
         ctx.mark_non_differentiable(per_sequence)
 

@@ -25,6 +25,10 @@ class KLStats(NamedTuple):
         max_log_ratio: max of abs(x); 0 for an empty sequence, NaN if a kept x is NaN.
         clipped: number of tokens where ``log_ratio_clip``, ``kl_clip`` or ``importance_cap`` acted.
         nonfinite: number of tokens whose x is NaN or infinite.
+
+    Of :func:`klfast.kl_divergence`, ``kl`` sums the exact divergences and ``nonfinite`` counts the
+    tokens whose divergence is NaN or infinite; ``k1``, ``k2``, ``k3`` and ``max_log_ratio`` are of
+    the tokens in ``token_ids``, and NaN without them; ``clipped`` is 0.
     """
 
     kl: Tensor
@@ -43,6 +47,17 @@ class KLStats(NamedTuple):
     def sequence_mean(self) -> Tensor:
         """Mean of ``kl`` over the sequences that keep a token: nats per sequence, 0-dim."""
         return _ratio(self.kl.sum(), (self.length > 0).sum())
+
+    def of_distributions(self) -> KLStats:
+        """Those of exact divergences, where no token was taken: NaN for what is said of tokens."""
+        unknown = torch.full_like(self.kl, torch.nan)
+        return self._replace(k1=unknown, k2=unknown, k3=unknown, max_log_ratio=unknown)
+
+    def with_tokens(self, taken: KLStats) -> KLStats:
+        """These with what ``taken`` says of the tokens that were taken."""
+        return self._replace(
+            k1=taken.k1, k2=taken.k2, k3=taken.k3, max_log_ratio=taken.max_log_ratio
+        )
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.

@@ -18,6 +18,7 @@ from klfast.dtypes import arithmetic_dtype
 
 if TYPE_CHECKING:
     from klfast.call import KLCall
+    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 
 
 def are_tracing() -> bool:
@@ -42,12 +43,37 @@ def check_values(call: KLCall) -> None:
         check_number("normalizer", tensors.normalizer.item(), above=0)
 
 
+def check_token_logprobs_values(call: TokenLogprobsCall) -> None:
+    """Raise ValueError if a kept token's id is no word."""
+    check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
+
+
+def check_divergence_values(call: KLDivergenceCall) -> None:
+    """Raise ValueError for what :func:`check_values` refuses, and for ids that are no words."""
+    check_values(call.tokens)
+    if call.token_ids is not None:
+        check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
+
+
 def check_coef(call: KLCall, coef: float) -> None:
     """Raise ValueError unless the coefficient is finite in the arithmetic's dtype."""
     dtype = arithmetic_dtype(*call.tensors[:3])
     name = "coef" if call.scores is None else "kl_coef"
     if abs(check_number(name, coef)) > torch.finfo(dtype).max:
         raise ValueError(f"{name} must be finite in the arithmetic's dtype, {dtype}, got {coef!r}")
+
+
+def check_token_ids(token_ids: Tensor, keep: Tensor | None, vocabulary: int) -> None:
+    """Raise ValueError unless the ids of kept tokens are words of the vocabulary."""
+    bad = (token_ids < 0) | (token_ids >= vocabulary)
+    if keep is not None:
+        bad = bad & keep
+    if bad.any():
+        where = int(bad.nonzero()[0].item())
+        raise ValueError(
+            f"token_ids must be in [0, {vocabulary}) where tokens are kept, got "
+            f"{token_ids[where].item()} at token {where}"
+        )
 
 
 def _check_mask_values(mask: Tensor) -> None:

@@ -1,8 +1,9 @@
 """The backends, the order in which ``auto`` tries them, and the choice.
 
 A backend is a module with ``unavailable(device) -> str | None`` (why it cannot serve the device,
-with what to install; None if it can) and ``kl_penalty(call) -> (Tensor, KLStats | None)``.
-A new backend is one such file and one row here.
+with what to install; None if it can), ``kl_penalty(call) -> (Tensor, KLStats | None)``, and over
+logits ``token_logprobs(call)`` and ``kl_divergence(call)``. A new backend is one such file and one
+row here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from klfast.checks import check_choice
 
 if TYPE_CHECKING:
     from klfast.call import KLCall
+    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+    from klfast.logits.outputs import KLOutputs
     from klfast.stats import KLStats
 
 
@@ -26,6 +29,12 @@ class Backend(Protocol):
     def unavailable(self, device: torch.device) -> str | None: ...
 
     def kl_penalty(self, call: KLCall) -> tuple[torch.Tensor, KLStats | None]: ...
+
+    def token_logprobs(
+        self, call: TokenLogprobsCall
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def kl_divergence(self, call: KLDivergenceCall) -> KLOutputs: ...
 
 
 MODULES: dict[str, Backend] = {"native": native, "triton": triton, "reference": reference}

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from klfast import ops
 from klfast.call import KLCall
+from klfast.logits import ops as logits_ops
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.ops import LogitsKernels
 from klfast.stats import KLStats
-from klfast.value_checks import are_tracing, check_values, checks_requested
+from klfast.value_checks import (
+    are_tracing,
+    check_divergence_values,
+    check_token_logprobs_values,
+    check_values,
+    checks_requested,
+)
+
+if TYPE_CHECKING:
+    from klfast.logits.outputs import KLOutputs
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -50,6 +64,30 @@ _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
-    if checks_requested() and call.tensors.logprobs.is_cuda and not are_tracing():
-        check_values(call)  # on a CPU the kernels do it as they read
+    if _checks(call.tensors.logprobs):
+        check_values(call)
     return ops.kl_penalty(call, ops.native_kernels())
+
+
+def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
+    """Log-probs, and entropies if asked for. See ``klfast.token_logprobs``."""
+    if _checks(call.logits):
+        check_token_logprobs_values(call)
+    return logits_ops.token_logprobs(call, logits_kernels())
+
+
+def kl_divergence(call: KLDivergenceCall) -> KLOutputs:
+    """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
+    if _checks(call.logits):
+        check_divergence_values(call)
+    return logits_ops.kl_divergence(call, logits_kernels(), ops.native_kernels())
+
+
+def logits_kernels() -> LogitsKernels:
+    """The extension's ops over logits."""
+    return LogitsKernels.of(torch.ops.klfast)
+
+
+def _checks(of: Tensor) -> bool:
+    """Whether values are looked at here: on a CPU the kernels do it as they read."""
+    return checks_requested() and of.is_cuda and not are_tracing()

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from klfast.backends import reference_logits
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
+from klfast.logits.outputs import outputs_of
 from klfast.stats import KLStats
-from klfast.value_checks import are_tracing, check_values, checks_requested
+from klfast.value_checks import (
+    are_tracing,
+    check_divergence_values,
+    check_token_logprobs_values,
+    check_values,
+    checks_requested,
+)
 
 if TYPE_CHECKING:
     from klfast.call import KLCall
     from klfast.estimator import Estimator
+    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+    from klfast.logits.outputs import KLOutputs
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: x,
@@ -40,14 +50,32 @@ def unavailable(device: torch.device) -> str | None:
 
 def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
-    if not are_tracing() and (call.tensors.logprobs.device.type == "cpu" or checks_requested()):
-        check_values(call)
+    _check(check_values, call, call.tensors.logprobs)
     tokens = _Tokens(call)
     value, clipped = _token_values(tokens, call.estimator)
     value = value * tokens.weight
     result = _reduce(value, tokens, call)
     stats = _stats(value, clipped, tokens) if call.return_stats else None
     return result.to(tokens.dtype), stats
+
+
+def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
+    """Log-probs, and entropies if asked for. See ``klfast.token_logprobs``."""
+    _check(check_token_logprobs_values, call, call.logits)
+    return reference_logits.token_logprobs(call)
+
+
+def kl_divergence(call: KLDivergenceCall) -> KLOutputs:
+    """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
+    _check(check_divergence_values, call, call.logits)
+    rows, logprobs, ref_logprobs = reference_logits.kl_divergence(call)
+    return outputs_of(call, kl_penalty(call.reduce(rows)), logprobs, ref_logprobs, kl_penalty)
+
+
+def _check(check: Callable[[Any], None], call: Any, of: Tensor) -> None:
+    """Look at values where that is free, or asked for."""
+    if not are_tracing() and (of.device.type == "cpu" or checks_requested()):
+        check(call)
 
 
 class _Tokens:

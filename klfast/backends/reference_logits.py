@@ -1,0 +1,111 @@
+"""The readable specification over logits: textbook formulas in float64, differentiated by autograd.
+
+What belongs to ``klfast.backends.reference``. A masked row is replaced before anything looks at it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from klfast.dtypes import arithmetic_dtype
+from klfast.logits.inplace import SERVES_ONE_BACKWARD
+
+if TYPE_CHECKING:
+    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+
+Rows = tuple[Tensor, Tensor | None, Tensor | None]
+"""Divergences of rows, and the tokens' log-probs of both models."""
+
+
+def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies: log softmax(logits / temperature) and -sum p log p."""
+    logits = _Overwritten.apply(call.logits) if call.inplace_backward else call.logits
+    arithmetic = arithmetic_dtype(logits)
+    logprobs = _log_softmax(logits, call.keep, call.temperature)
+    taken = _taken(logprobs, call.token_ids, call.keep)
+    entropy = None
+    if call.return_entropy:
+        entropy = _zero_where_masked(-_expectation(logprobs, logprobs), call.keep)
+        entropy = entropy.to(arithmetic).view(call.shape)
+    return taken.to(arithmetic).view(call.shape), entropy
+
+
+def kl_divergence(call: KLDivergenceCall) -> Rows:
+    """[R] divergences of policy p and reference q, in nats, in the arithmetic's dtype.
+
+    ``reverse``: sum p log(p / q). ``forward``: sum q log(q / p). ``jsd``: with m = (1 - b) p + b q,
+    (1 - b) sum p log(p / m) + b sum q log(q / m).
+    """
+    arithmetic = arithmetic_dtype(call.logits, call.ref_logits)
+    p, q = (
+        _log_softmax(logits, call.keep, call.temperature)
+        for logits in (call.logits, call.ref_logits)
+    )
+    if call.direction == "reverse":
+        rows = _expectation(p, p - q)
+    elif call.direction == "forward":
+        rows = _expectation(q, q - p)
+    else:
+        b = call.jsd_beta
+        m = _log_mixture(p, q, b)
+        rows = (1 - b) * _expectation(p, p - m) + b * _expectation(q, q - m)
+    rows = _zero_where_masked(rows, call.keep).to(arithmetic)
+    if call.token_ids is None:
+        return rows, None, None
+    taken, ref_taken = (_taken(x, call.token_ids, call.keep).to(arithmetic) for x in (p, q))
+    return rows, taken, ref_taken
+
+
+def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
+    """[A, T, V] -> [R, V]: log-probs in float64; of equal words where masked."""
+    wide = torch.float64 if logits.device.type != "mps" else torch.float32
+    rows = logits.to(wide).flatten(0, 1)
+    if keep is not None:
+        rows = torch.where(keep[:, None], rows, 0.0)
+    return (rows / temperature).log_softmax(-1)
+
+
+def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
+    """Sum over the vocabulary of exp(logprobs) * values; a word of probability 0 adds 0."""
+    possible = logprobs != -torch.inf
+    terms = torch.where(possible, logprobs, 0.0).exp() * torch.where(possible, values, 0.0)
+    return torch.where(possible, terms, 0.0).sum(-1)
+
+
+def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
+    """log((1 - b) exp(p) + b exp(q)); a word that neither says is left out: its slope is NaN."""
+    possible = (p != -torch.inf) | (q != -torch.inf)
+    p, q = torch.where(possible, p, 0.0), torch.where(possible, q, 0.0)
+    mixed = torch.logaddexp(p + math.log(1 - b), q + math.log(b))
+    return torch.where(possible, mixed, -torch.inf)
+
+
+def _taken(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
+    ids = token_ids if keep is None else torch.where(keep, token_ids, 0)
+    return _zero_where_masked(logprobs.gather(-1, ids[:, None])[:, 0], keep)
+
+
+def _zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
+    return rows if keep is None else torch.where(keep, rows, 0.0)
+
+
+class _Overwritten(torch.autograd.Function):
+    """Its input, whose memory holds the gradient after backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.overwritten = False
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if ctx.overwritten or torch.is_grad_enabled():
+            raise RuntimeError(SERVES_ONE_BACKWARD)
+        ctx.overwritten = True
+        logits: Tensor = ctx.saved_tensors[0].detach()
+        return logits.copy_(grad)

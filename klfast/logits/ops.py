@@ -1,0 +1,288 @@
+"""Makes the ops over logits differentiable, for every compiled backend alike.
+
+An op works on rows: from logits [A, T, V] to numbers [R], R = A * T. Reductions are those of
+``klfast.ops.kl_penalty``, over one number a row. A scalar reduction's gradient comes out of the
+forward's read: every row's share in the result depends on the mask alone, so the ops over log-probs
+say it first, the rows write their gradient with it, and backward scales that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast import ops
+from klfast.call import SCALAR_REDUCTIONS, KLTensors
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.inplace import SERVES_ONE_BACKWARD
+from klfast.logits.outputs import outputs_of
+from klfast.ops import Kernels
+from klfast.stats import KLStats
+from klfast.value_checks import are_tracing, check_token_ids
+
+if TYPE_CHECKING:
+    from klfast.logits.outputs import KLOutputs
+
+
+class LogitsKernels(NamedTuple):
+    """The functions over logits of a backend, with the signatures of ``csrc/logits_ops.h``."""
+
+    token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    token_logprobs_backward: Callable[..., Tensor]
+    token_logprobs_backward_: Callable[..., None]
+    kl_divergence: Callable[..., tuple[Tensor, ...]]
+    kl_divergence_backward: Callable[..., tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, namespace: Any) -> LogitsKernels:
+        """Those of ``torch.ops.<namespace>``."""
+        return cls(
+            namespace.token_logprobs_fwd.default,
+            namespace.token_logprobs_bwd.default,
+            namespace.token_logprobs_bwd_.default,
+            namespace.kl_divergence_fwd.default,
+            namespace.kl_divergence_bwd.default,
+        )
+
+
+def token_logprobs(call: TokenLogprobsCall, kernels: LogitsKernels) -> tuple[Tensor, Tensor | None]:
+    """Log-probs, and entropies if asked for, in the call's shape; differentiable once."""
+    function = _InplaceTokenLogprobs if call.inplace_backward else _TokenLogprobs
+    arguments = (call.logits, call.token_ids, call.keep, call.temperature, call.return_entropy)
+    try:
+        if ops.may_need_gradient(call.logits):
+            logprobs, entropy, _ = function.apply(*arguments, kernels)
+        else:
+            logprobs, entropy, _ = kernels.token_logprobs(*arguments)
+    except RuntimeError:
+        _explain_token_ids(call)
+        raise
+    return logprobs.view(call.shape), entropy.view(call.shape) if call.return_entropy else None
+
+
+def kl_divergence(
+    call: KLDivergenceCall, kernels: LogitsKernels, token_kernels: Kernels
+) -> KLOutputs:
+    """The reduced divergence, differentiable once, and what else was asked for."""
+    try:
+        reduced, logprobs, ref_logprobs = _run(call, kernels, token_kernels)
+    except RuntimeError:
+        _explain_token_ids(call)
+        raise
+    return outputs_of(
+        call, reduced, logprobs, ref_logprobs, lambda call: ops.kl_penalty(call, token_kernels)
+    )
+
+
+def _explain_token_ids(call: TokenLogprobsCall | KLDivergenceCall) -> None:
+    if call.token_ids is not None and not are_tracing() and call.logits.device.type == "cpu":
+        check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
+
+
+def _run(
+    call: KLDivergenceCall, kernels: LogitsKernels, token_kernels: Kernels
+) -> tuple[tuple[Tensor, KLStats | None], Tensor | None, Tensor | None]:
+    # KL(ref || policy) is KL(policy || ref) with the roles exchanged.
+    forward = call.direction == "forward"
+    first, second = call.logits, call.ref_logits
+    if forward:
+        first, second = second, first
+    divergence = "jsd" if call.direction == "jsd" else "kl"
+    options = (divergence, call.jsd_beta, call.temperature)
+    inputs = (first, second, call.token_ids, call.keep)
+    needed = ops.may_need_gradient(first, second)
+    if needed and _is_one_read(call):
+        plan = (call, options, kernels, token_kernels)
+        result, per_sequence = _OneReadKL.apply(first, second, plan)
+        stats = ops.stats_of(per_sequence) if call.tokens.return_stats else None
+        return (result, stats), None, None
+    if needed:
+        rows, logprobs, ref_logprobs, _ = _KLRows.apply(*inputs, *options, kernels)
+    else:
+        outputs = kernels.kl_divergence(*inputs, *options, None, False, False)
+        rows, logprobs, ref_logprobs = outputs[:3]
+    if forward:
+        logprobs, ref_logprobs = ref_logprobs, logprobs
+    return ops.kl_penalty(call.reduce(rows), token_kernels), logprobs, ref_logprobs
+
+
+def _is_one_read(call: KLDivergenceCall) -> bool:
+    """Whether the forward can write the gradient: nothing else flows back, and it is known."""
+    return (
+        call.tokens.reduction in SCALAR_REDUCTIONS
+        and call.token_ids is None
+        and not are_tracing()
+        and ops.holds_unit_gradient(call.logits)
+        and ops.holds_unit_gradient(call.ref_logits)
+    )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        token_ids: Tensor,
+        keep: Tensor | None,
+        temperature: float,
+        want_entropy: bool,
+        kernels: LogitsKernels,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.token_logprobs(logits, token_ids, keep, temperature, want_entropy)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, ctx.kernels = inputs
+        _, entropy, lse = output
+        ops.save(ctx, (logits, token_ids, keep, lse, entropy))
+        ctx.mark_non_differentiable(*((lse,) if ctx.want_entropy else (entropy, lse)))
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        logits, *others = ops.saved(ctx)
+        with torch.no_grad():
+            grad = ctx.kernels.token_logprobs_backward(
+                logits,
+                *others,
+                ctx.temperature,
+                grad_logprobs,
+                grad_entropy if ctx.want_entropy else None,
+            )
+        grads = ops.once((grad, None), logits, grad_logprobs, grad_entropy)
+        return grads[0], None, None, None, None, None
+
+
+class _InplaceTokenLogprobs(_TokenLogprobs):
+    """The same with a backward that leaves its gradient in the logits' memory."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        if getattr(ctx, "overwritten", False) or torch.is_grad_enabled():
+            raise RuntimeError(SERVES_ONE_BACKWARD)
+        logits, *others = ops.saved(ctx)
+        assert logits is not None
+        ctx.kernels.token_logprobs_backward_(
+            logits,
+            *others,
+            ctx.temperature,
+            grad_logprobs,
+            grad_entropy if ctx.want_entropy else None,
+        )
+        ctx.overwritten = True
+        return logits.detach(), None, None, None, None, None
+
+
+class _KLRows(torch.autograd.Function):
+    """Divergences of rows, read again by the backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        *inputs, kernels = args
+        rows, logprobs, ref_logprobs, saved, _, _ = kernels.kl_divergence(
+            *inputs, None, False, False
+        )
+        return rows, logprobs, ref_logprobs, saved
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, divergence, beta, temperature, ctx.kernels = inputs
+        ctx.options = (divergence, beta, temperature)
+        rows, logprobs, ref_logprobs, saved = output
+        ctx.has_tokens = tensors[2] is not None
+        ops.save(ctx, (*tensors, rows, saved))
+        no_gradient = (saved,) if ctx.has_tokens else (logprobs, ref_logprobs, saved)
+        ctx.mark_non_differentiable(*no_gradient)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_rows: Tensor, grad_logprobs: Tensor, grad_ref_logprobs: Tensor, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        of_tokens = (grad_logprobs, grad_ref_logprobs) if ctx.has_tokens else (None, None)
+        grads = _recompute(ctx, grad_rows, *of_tokens)
+        first, second = ops.saved(ctx)[:2]
+        grads = ops.once(grads, first, second, grad_rows, *of_tokens)
+        return (*grads, *(None,) * 6)
+
+
+def _recompute(
+    ctx: Any,
+    grad_rows: Tensor,
+    grad_logprobs: Tensor | None = None,
+    grad_ref_logprobs: Tensor | None = None,
+) -> ops.Grads:
+    """The gradients by a second read of the logits."""
+    *tensors, rows, saved = ops.saved(ctx)
+    needs = ctx.needs_input_grad[:2]
+    with torch.no_grad():
+        grads = ctx.kernels.kl_divergence_backward(
+            *tensors,
+            *ctx.options,
+            rows,
+            saved,
+            grad_rows.contiguous(),
+            grad_logprobs,
+            grad_ref_logprobs,
+            *needs,
+        )
+    return ops.wanted(grads, needs)
+
+
+class _OneReadKL(torch.autograd.Function):
+    """A scalar of the divergences, with the gradient from the same read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        call, options, kernels, token_kernels = plan
+        shares = _shares(call, token_kernels)
+        needs = ctx.needs_input_grad[:2]
+        rows, _, _, saved, *unit_grads = kernels.kl_divergence(
+            first, second, None, call.keep, *options, shares, *needs
+        )
+        reduced = call.reduce(rows)
+        result, per_sequence, *_ = token_kernels.forward(
+            *reduced.tensors, *ops.options_of(reduced), None, False, False, reduced.return_stats
+        )
+        ops.save(ctx, (first, second, None, call.keep, rows, saved))
+        ctx.kernels, ctx.token_kernels, ctx.options = kernels, token_kernels, options
+        ctx.shares = shares
+        ctx.unit_grads = ops.wanted(unit_grads, needs)
+        ctx.mark_non_differentiable(per_sequence)
+        ctx.set_materialize_grads(False)
+        return result, per_sequence
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            return None, None, None
+        grads = ctx.unit_grads
+        if grads is None:
+            grads = _recompute(ctx, ctx.shares * grad_out)
+        else:
+            if not ops.is_batched(grad_out):
+                ctx.unit_grads = None  # handed out below
+            grads = ops.scaled(grads, grad_out, ctx.token_kernels)
+        first, second = ops.saved(ctx)[:2]
+        return (*ops.once(grads, first, second, grad_out), None)
+
+
+def _shares(call: KLDivergenceCall, token_kernels: Kernels) -> Tensor:
+    """[R]: by how much the result grows with each row's divergence; 0 where masked."""
+    zeros: KLTensors = call.tokens.tensors
+    _, _, shares, _ = token_kernels.forward(
+        *zeros, *ops.options_of(call.tokens), None, True, False, False
+    )
+    return shares.view(-1)
