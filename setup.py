@@ -29,10 +29,11 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
 OLDEST_TORCH = "0x020a000000000000"  # TORCH_TARGET_VERSION: one binary runs on torch 2.10 and later
-KERNELS = "csrc/cpu/kl_penalty_kernel.cpp"
+KERNELS = ("csrc/cpu/kl_penalty_kernel.cpp", "csrc/cpu/logits_kernel.cpp")
 SOURCES = (
     "csrc/cpu/instruction_sets.cpp",
     "csrc/cpu/kl_penalty.cpp",
+    "csrc/cpu/logits.cpp",
     "csrc/cpu/ops.cpp",
     "csrc/module.cpp",
     "csrc/ops.cpp",
@@ -214,7 +215,7 @@ def ninja_file(output: Path) -> str:
     objects = {source.replace("/", "_") + ".o": (source, ()) for source in SOURCES}
     for name, flags in instruction_sets().items():
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
-        objects[f"kl_penalty_kernel_{name}.o"] = (KERNELS, flags)
+        objects |= {f"{Path(kernel).stem}_{name}.o": (kernel, flags) for kernel in KERNELS}
     if builds_cuda():
         objects |= {source.replace("/", "_") + ".o": (source, ()) for source in CUDA_SOURCES}
     lines = [
@@ -310,6 +311,6 @@ class NinjaBuild(build_ext):
 
 
 setup(
-    ext_modules=[Extension("klfast._C", [KERNELS, *SOURCES, *CUDA_SOURCES])],
+    ext_modules=[Extension("klfast._C", [*KERNELS, *SOURCES, *CUDA_SOURCES])],
     cmdclass={"build_ext": NinjaBuild},
 )

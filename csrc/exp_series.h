@@ -202,6 +202,35 @@ KLFAST_HOST_DEVICE T exp(T x) {
   return near * power_of_two<T>(half) * power_of_two<T>(e.n - half);
 }
 
+// The terms of sums over a vocabulary: e^x, exactly 0 where x < -87 (what is left there is nothing
+// beside a sum of 1 or more), held at e^88. Half the instructions of exp, and half its digits at
+// most: relative error 1.5e-7, on a device 1e-7 (1 + |x|).
+template <typename T>
+KLFAST_HOST_DEVICE T exp_term(T x) {
+  return exp<Range::kAnywhere>(x);
+}
+template <>
+KLFAST_HOST_DEVICE float exp_term(float x) {
+  using C = Constants<float>;
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * C::kLog2E));
+  return result;
+#else
+  // e^r = 1 + r + r^2 q(r), |r| <= ln2 / 2: minimax, relative error 3e-9.
+  constexpr float q[] = {0.500000009569f, 0.166665183039f, 0.041666204166f, 0.00836895370837f,
+                         0.00139506003022f};
+  const float held = clamp(x, -87.0f, 88.0f);
+  const float shifted = fma(held, C::kLog2E, C::kRound);
+  const int32_t n = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(C::kRound);
+  const float n_float = shifted - C::kRound;
+  const float r = fma(-n_float, C::kLn2Low, fma(-n_float, C::kLn2High, held));
+  const float tail = r * r * fma(fma(fma(fma(q[4], r, q[3]), r, q[2]), r, q[1]), r, q[0]);
+  const float result = (1.0f + (r + tail)) * power_of_two<float>(n);
+  return select(x < -87.0f, 0.0f, result);
+#endif
+}
+
 template <Range range, typename T>
 KLFAST_HOST_DEVICE T expm1(T x) {
   using C = Constants<T>;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/kl_penalty.h"
+#include "cpu/parallel.h"
 #include "estimators.h"
 #ifdef KLFAST_CUDA
 #include "cuda/kl_penalty.h"

@@ -2,10 +2,15 @@
 
 #include "ops.h"
 
+#include "logits_ops.h"
+
 namespace klfast {
 namespace {
 
-STABLE_TORCH_LIBRARY(klfast, library) { rim::define(library); }
+STABLE_TORCH_LIBRARY(klfast, library) {
+  rim::define(library);
+  rim::define_logits(library);
+}
 
 }  // namespace
 }  // namespace klfast

@@ -10,7 +10,14 @@ import torch
 
 from klfast import backends, ops
 from klfast.backends import native
-from klfast.value_checks import are_tracing, check_values
+from klfast.logits import ops as logits_ops
+from klfast.logits.ops import LogitsKernels
+from klfast.value_checks import (
+    are_tracing,
+    check_divergence_values,
+    check_token_logprobs_values,
+    check_values,
+)
 
 
 class Target(NamedTuple):
@@ -38,15 +45,28 @@ TARGETS = _all_targets()
 
 
 def _emulate():
-    """The native backend, on a GPU under KLFAST_CHECK=1: kernels leave values unchecked there."""
+    """The native backend's functions as on a GPU under KLFAST_CHECK=1: kernels leave values
+    unchecked there.
+    """
     kernels = emulated.kernels()
+    over_logits = LogitsKernels.of(torch.ops.klfast_emulated)
 
     def kl_penalty(call):
         if not are_tracing():
             check_values(call)
         return ops.kl_penalty(call, kernels)
 
-    return kl_penalty
+    def token_logprobs(call):
+        if not are_tracing():
+            check_token_logprobs_values(call)
+        return logits_ops.token_logprobs(call, over_logits)
+
+    def kl_divergence(call):
+        if not are_tracing():
+            check_divergence_values(call)
+        return logits_ops.kl_divergence(call, over_logits, kernels)
+
+    return (kl_penalty, token_logprobs, kl_divergence)
 
 
 @contextlib.contextmanager
@@ -57,7 +77,8 @@ def serving(target):
         assert reason is None, f"backend {target.backend} on {target.device}: {reason}"
     with pytest.MonkeyPatch.context() as patch:
         if target.is_emulated:
-            patch.setattr(native, "kl_penalty", _emulate())
+            for function in _emulate():
+                patch.setattr(native, function.__name__, function)
         if target.device == "cpu":
             yield
         else:

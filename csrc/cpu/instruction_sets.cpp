@@ -4,20 +4,30 @@
 #include <stdexcept>
 #include <string>
 
-#include "kl_penalty.h"
 #include "kl_penalty_kernel.h"
+#include "logits_kernel.h"
+#include "parallel.h"
 
 namespace klfast::cpu {
 
 extern const Kernels kernels_baseline;
+extern const LogitsKernels logits_kernels_baseline;
 #ifdef KLFAST_X86
 extern const Kernels kernels_avx2;
+extern const LogitsKernels logits_kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const LogitsKernels logits_kernels_avx512;
 #endif
 
 namespace {
 
-const Kernels& best() {
+struct Choice {
+  const char* instruction_set;
+  const Kernels& kernels;
+  const LogitsKernels& logits_kernels;
+};
+
+Choice best() {
   const char* asked = std::getenv("KLFAST_CPU");
   const std::string limit = asked == nullptr ? "" : asked;
   if (limit != "" && limit != "baseline" && limit != "avx2" && limit != "avx512") {
@@ -39,19 +49,25 @@ const Kernels& best() {
                              "', which this processor does not have");
   }
 #ifdef KLFAST_X86
-  if (avx512 && (limit == "" || limit == "avx512")) return kernels_avx512;
-  if (avx2 && limit != "baseline") return kernels_avx2;
+  if (avx512 && (limit == "" || limit == "avx512")) {
+    return {"avx512", kernels_avx512, logits_kernels_avx512};
+  }
+  if (avx2 && limit != "baseline") {
+    return {"avx2", kernels_avx2, logits_kernels_avx2};
+  }
 #endif
-  return kernels_baseline;
+  return {"baseline", kernels_baseline, logits_kernels_baseline};
+}
+
+const Choice& chosen() {
+  static const Choice choice = best();
+  return choice;
 }
 
 }  // namespace
 
-const Kernels& kernels() {
-  static const Kernels& chosen = best();
-  return chosen;
-}
-
-const char* instruction_set() { return kernels().instruction_set; }
+const Kernels& kernels() { return chosen().kernels; }
+const LogitsKernels& logits_kernels() { return chosen().logits_kernels; }
+const char* instruction_set() { return chosen().instruction_set; }
 
 }  // namespace klfast::cpu

@@ -4,18 +4,17 @@
 #include "kl_penalty.h"
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 #include <vector>
 
 #include "blocks.h"
 #include "kl_penalty_kernel.h"
+#include "parallel.h"
 
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kSegment = 16384;        // tokens; fixed, as it shapes the sum of a long sequence
-constexpr int64_t kTokensPerTask = 32768;  // below this, threads cost more than they bring
+constexpr int64_t kSegment = 16384;  // tokens; fixed, as it shapes the sum of a long sequence
 
 int64_t segments_of(int64_t length) { return (length + kSegment - 1) / kSegment; }
 
@@ -58,26 +57,6 @@ void check_cu_seqlens(const Batch& batch) {
   bool good = batch.start(0) == 0 && batch.start(batch.sequences) == batch.tokens;
   for (int64_t s = 0; s < batch.sequences; ++s) good = good && batch.length(s) >= 0;
   if (!good) throw std::runtime_error("cu_seqlens must rise from 0 to the number of tokens");
-}
-
-// Runs body(i) for every i < n. Threads take the next few when they are free, as segments differ in
-// length; the tokens per segment say how many.
-void for_each(int64_t n, int64_t tokens, const Threads& threads,
-              const std::function<void(int64_t)>& body) {
-  kernels();  // chosen here: an error inside a parallel region loses its message
-  if (tokens <= kTokensPerTask || threads.count <= 1) {
-    for (int64_t i = 0; i < n; ++i) body(i);
-    return;
-  }
-  const int64_t chunk = std::max<int64_t>(1, kTokensPerTask * n / tokens);
-  std::atomic<int64_t> next{0};
-  threads.run(threads.count, [&](int64_t, int64_t) {
-    while (true) {
-      const int64_t begin = next.fetch_add(chunk);
-      if (begin >= n) return;
-      for (int64_t i = begin; i < std::min(n, begin + chunk); ++i) body(i);
-    }
-  });
 }
 
 Totals add_up(const std::vector<double>& lengths) {

@@ -3,17 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
 #include "../kl_penalty.h"
+#include "parallel.h"
 
 namespace klfast::cpu {
-
-// How to run body(begin, end) over parts of [0, n) on several threads.
-struct Threads {
-  int count;
-  void (*run)(int64_t n, const std::function<void(int64_t, int64_t)>& body);
-};
 
 // Both throw std::runtime_error on bad cu_seqlens before they read by them; the forward also on a
 // bad mask, after its read.
@@ -25,7 +19,5 @@ void scale(const Output& x, int64_t n, double factor, const Threads&);
 
 // An element of a one-row view.
 double read_element(const View&, int64_t index);
-
-const char* instruction_set();
 
 }  // namespace klfast::cpu

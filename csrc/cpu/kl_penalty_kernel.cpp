@@ -2,10 +2,8 @@
 // set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to
 // each copy.
 //
-// Tokens go through in groups of kLanes. Token t of a sequence always meets lane t % kLanes and the
-// same instructions, whatever follows it, so that a sum depends on nothing but its own tokens: the
-// last group is filled up with masked zeros. Loops over lanes have a constant length and vectorise
-// completely.
+// Tokens go through in groups of kLanes (lanes.h), with the same instructions whatever follows: the
+// last group is filled up with masked zeros.
 
 #include "kl_penalty_kernel.h"
 
@@ -13,11 +11,12 @@
 
 #include "../token.h"
 #include "blocks.h"
+#include "instruction_set_table.h"
+#include "lanes.h"
 
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
 constexpr int64_t kBlock =
     1024;                       // tokens between conversions; buffers stay in the first-level cache
 constexpr int64_t kBlocks = 8;  // buffers of a pass
@@ -241,23 +240,6 @@ struct WideSums {
   double k3[kLanes] = {};
 };
 
-template <typename Acc>
-KLFAST_HOST_DEVICE void flush(Acc* lanes, double* wide) {
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    wide[lane] += lanes[lane];
-    lanes[lane] = 0;
-  }
-}
-
-KLFAST_HOST_DEVICE double add_lanes(double* lanes) {
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
-}
-
 // A part of a sequence, and where it lies in the inputs.
 struct Part {
   int64_t row;
@@ -479,12 +461,6 @@ void scale(const Output& output, int64_t n, double factor) {
 
 }  // namespace
 
-#define KLFAST_CONCAT_(a, b) a##b
-#define KLFAST_CONCAT(a, b) KLFAST_CONCAT_(a, b)
-#define KLFAST_STRING_(a) #a
-#define KLFAST_STRING(a) KLFAST_STRING_(a)
-extern const Kernels KLFAST_CONCAT(kernels_, KLFAST_INSTRUCTION_SET);
-const Kernels KLFAST_CONCAT(kernels_, KLFAST_INSTRUCTION_SET) = {
-    KLFAST_STRING(KLFAST_INSTRUCTION_SET), run_segment, read_mask, scale};
+KLFAST_TABLE(Kernels, kernels) = {run_segment, read_mask, scale};
 
 }  // namespace klfast::cpu

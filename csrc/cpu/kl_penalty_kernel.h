@@ -42,7 +42,6 @@ struct SegmentTask {
 };
 
 struct Kernels {
-  const char* instruction_set;
   Partial (*run_segment)(const SegmentTask&, const Segment&);
   Partial (*read_mask)(const KlPenaltyInputs&, const Segment&);  // length and bad_mask alone
   void (*scale)(const Output&, int64_t n, double factor);        // in place

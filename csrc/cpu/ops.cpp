@@ -2,7 +2,9 @@
 
 #include "../ops.h"
 
+#include "../logits_ops.h"
 #include "kl_penalty.h"
+#include "logits.h"
 
 namespace klfast::rim {
 namespace {
@@ -39,7 +41,25 @@ struct Cpu {
   }
 };
 
-STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) { implement<Cpu>(library); }
+struct CpuLogits {
+  static void run(const TokenLogprobsForward& call, const Device&) {
+    cpu::token_logprobs_forward(call, threads());
+  }
+  static void run(const TokenLogprobsBackward& call, const Device&) {
+    cpu::token_logprobs_backward(call, threads());
+  }
+  static void run(const DivergenceForward& call, const Device&) {
+    cpu::divergence_forward(call, threads());
+  }
+  static void run(const DivergenceBackward& call, const Device&) {
+    cpu::divergence_backward(call, threads());
+  }
+};
+
+STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) {
+  implement<Cpu>(library);
+  implement_logits<CpuLogits>(library);
+}
 
 }  // namespace
 }  // namespace klfast::rim

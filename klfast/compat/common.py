@@ -12,6 +12,7 @@ from torch.nn import functional
 from klfast.api import kl_penalty
 from klfast.checks import check_choice
 from klfast.estimator import Estimator
+from klfast.logits.api import kl_divergence
 
 
 def choose(argument: str, mode: object, presets: Mapping[str, Estimator]) -> Estimator:
@@ -65,11 +66,26 @@ def _rows(tensor: Tensor) -> Tensor:
 def full_kl(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, *, exact: bool = False
 ) -> Tensor:
-    """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, eagerly.
+    """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, by one read.
 
-    ``mask * sum over V of p * (logprobs - ref_logprobs)``. A word that the policy never says
-    (-inf) adds 0, a masked token is 0, its gradient too, whatever it holds, and lower dtypes give
-    fp32; ``exact=True``: NaN and the inputs' dtype, as in the frameworks.
+    ``mask * sum over V of p * log(p / q)``, where p and q are the distributions that the log-probs
+    are of: ``klfast.kl_divergence``, to which log-probs are logits as good as any. A word that the
+    policy never says (-inf) adds 0, a masked token is 0, its gradient too, whatever it holds, and
+    lower dtypes give fp32.
+
+    The frameworks sum ``exp(logprobs) * (logprobs - ref_logprobs)``, which is the same as far as
+    the log-probs sum to one. With a and b the log of what exp(logprobs) and exp(ref_logprobs) sum
+    to, theirs is ``e**a * (KL + a - b)``: rounded to bf16, which makes a and b up to 2**-8 times
+    the entropies, their sum is off by that, and negative near on-policy. Log-probs of a part of the
+    vocabulary are not log-probs here: klfast makes distributions of them.
+
+    The gradient is that of the distributions, ``p * (log(p / q) - KL)``, and ``q - p`` to the
+    reference; theirs, of numbers that need not sum to one, are ``p * (log(p / q) + 1)`` and ``-p``.
+    They differ by multiples of p and of q, which the backward of ``log_softmax``, or of whatever
+    else made the log-probs sum to one, takes out: at the logits both are the same.
+
+    ``exact=True`` is the frameworks' own, eagerly: their sum and gradient, NaN and the inputs'
+    dtype.
 
     Raises:
         ValueError: there is no vocabulary dimension (log-probs of the taken tokens alone make no
@@ -85,17 +101,21 @@ def full_kl(
             "mask must have the shape of logprobs without the vocabulary, "
             f"{list(logprobs.shape[:-1])}, got {list(mask.shape)}"
         )
-    if not exact:
-        arithmetic = torch.promote_types(logprobs.dtype, torch.float32)
-        logprobs, ref_logprobs = logprobs.to(arithmetic), ref_logprobs.to(arithmetic)
-        counts = logprobs != -torch.inf
-        if mask is not None:
-            counts = counts & (mask != 0).unsqueeze(-1)
-        logprobs = torch.where(counts, logprobs, 0.0)
-        ref_logprobs = torch.where(counts, ref_logprobs, 0.0)
-    terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
-    kl = terms.sum(-1)
-    return kl if mask is None else kl * mask
+    if exact:
+        terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
+        kl = terms.sum(-1)
+        return kl if mask is None else kl * mask
+    kl = kl_divergence(
+        _distributions(logprobs),
+        _distributions(ref_logprobs),
+        None if mask is None else _rows(mask),
+    )
+    return kl.view(logprobs.shape[:-1])
+
+
+def _distributions(logprobs: Tensor) -> Tensor:
+    """[..., V] as [N, T, V]; up to three dimensions as they are."""
+    return logprobs.flatten(0, -3) if logprobs.dim() > 3 else logprobs
 
 
 def per_token_or_full(

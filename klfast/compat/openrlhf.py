@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 
 from klfast.api import kl_rewards
+from klfast.compat import logits as over_logits
 from klfast.compat.common import choose, per_token, straight_through, zeros_like
 from klfast.compat.presets import OPENRLHF
 from klfast.controllers import AdaptiveKLController, FixedKLController
 from klfast.estimator import Estimator
 
-__all__ = ["AdaptiveKLController", "FixedKLController", "compute_approx_kl", "compute_reward"]
+__all__ = [
+    "AdaptiveKLController",
+    "FixedKLController",
+    "compute_approx_kl",
+    "compute_entropy",
+    "compute_reward",
+    "log_probs_from_logits",
+]
 
 UNBIASED = Estimator("k2", importance="detached", importance_cap=10)
 """Its gradient w * x * dx, with w = min(exp(log_probs - log_probs_old), 10)."""
@@ -79,3 +87,30 @@ def compute_reward(
     if action_mask is not None:
         rewards = torch.where(action_mask != 0, rewards, -kl_coef * kl.detach())
     return rewards.to(kl.dtype)
+
+
+def log_probs_from_logits(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, *, exact: bool = False
+) -> Tensor:
+    """Log-probs of the labels [...] under softmax(logits / temperature), [..., V] -> [...], in nats.
+
+    By one read. A label of -100 gives 0 and no gradient, as in OpenRLHF with flash-attn; without it
+    OpenRLHF fails.
+
+    Differs from OpenRLHF: the logits stay as they are, where theirs are divided by the temperature
+    in place, and lower dtypes give fp32; ``exact=True`` takes both back.
+    """
+    if exact and temperature != 1.0:
+        logits, temperature = logits.div_(temperature), 1.0
+    return over_logits.token_logprobs(
+        logits, labels, ignore_index=over_logits.IGNORED, temperature=temperature, exact=exact
+    )
+
+
+def compute_entropy(logits: Tensor, *, exact: bool = False) -> Tensor:
+    """Entropies of softmax(logits), [..., V] -> [...], in nats, by one read.
+
+    Differs from OpenRLHF: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32
+    (``exact=True``: their own). There is nothing to compile.
+    """
+    return over_logits.entropy(logits, exact=exact)

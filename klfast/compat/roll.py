@@ -1,4 +1,4 @@
-"""ROLL: ``roll.utils.functionals.compute_approx_kl`` and ``roll.utils.kl_controller``.
+"""ROLL: the KL and the log-probs of ``roll.utils.functionals``, and ``roll.utils.kl_controller``.
 
 ROLL is installed from source and has no releases; this is its main branch of 2026. Use
 ``from klfast.compat.roll import compute_approx_kl, ...`` in place of ROLL's own, or
@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from klfast.compat import logits as over_logits
 from klfast.compat.common import per_token_or_full
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import ROLL
 from klfast.controllers import FixedKLController
 
-__all__ = ["AdaptiveKLController", "FixedKLController", "compute_approx_kl", "get_kl_controller"]
+__all__ = [
+    "AdaptiveKLController",
+    "FixedKLController",
+    "compute_approx_kl",
+    "entropy_from_logits",
+    "get_kl_controller",
+    "log_probs_from_logits",
+]
 
 
 def compute_approx_kl(
@@ -29,17 +37,35 @@ def compute_approx_kl(
 
     ``kl_penalty``: ``kl``, ``abs``, ``mse`` or ``k3`` (limited to 10; see ``presets.ROLL``), or
     ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary, of
-    shape [...]; computed eagerly.
+    shape [...], by one read (see ``common.full_kl``).
 
     Differs from ROLL, unless ``exact=True``: the gradient of k3 is 0, not NaN, where exp overflows
     (log-ratios below -88 in fp32); NaN under the mask stays there; low-precision inputs give fp32.
-    Besides, k3 keeps its digits near 0. Like ROLL's, its gradient is 0 once x < -2.61.
+    ``full`` is the KL of distributions, also where rounding lets log-probs miss a sum of one; its
+    gradient is the same at the logits. Besides, k3 keeps its digits near 0. Like ROLL's, its
+    gradient is 0 once x < -2.61.
 
     Raises:
         ValueError: an unknown ``kl_penalty``; ``full`` of tensors without a vocabulary dimension,
             or whose mask does not have the shape [...] (ROLL sums over the wrong dimension there).
     """
     return per_token_or_full(log_probs, log_probs_base, kl_penalty, ROLL, action_mask, exact=exact)
+
+
+def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], fp32, in nats.
+
+    By one read, where ROLL makes two copies of the logits. Differs from ROLL: fp64 stays fp64.
+    """
+    return over_logits.token_logprobs(logits, labels)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropies of softmax(logits), [..., V] -> [...], fp32, in nats, by one read.
+
+    Differs from ROLL: a logit of -inf adds 0, where theirs gives NaN; fp64 stays fp64.
+    """
+    return over_logits.entropy(logits)
 
 
 def get_kl_controller(

@@ -1,4 +1,5 @@
-"""verl (proved equal to 0.9.1): ``verl.trainer.ppo.core_algos`` and ``apply_kl_penalty``.
+"""verl (proved equal to 0.9.1): ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, and from
+logits ``verl.utils.torch_functional``.
 
 Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
 ``klfast.compat.patch("verl")``.
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks import check_choice, check_number
+from klfast.compat import logits as over_logits
 from klfast.compat.common import choose, per_token, zeros_like
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
@@ -24,9 +26,12 @@ __all__ = [
     "FixedKLController",
     "agg_loss",
     "apply_kl_penalty",
+    "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
     "get_kl_controller",
     "kl_loss",
     "kl_penalty",
+    "logprobs_from_logits",
 ]
 
 REDUCTIONS = {
@@ -186,6 +191,46 @@ def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[A
     kl_ctrl.update(current_kl=current_kl, n_steps=batch.batch_size[0])
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
     return data, metrics
+
+
+def logprobs_from_logits(
+    logits: Tensor, labels: Tensor, inplace_backward: bool = True, *, exact: bool = False
+) -> Tensor:
+    """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], in nats, by one read.
+
+    A label of -100 gives 0 and no gradient, as in verl with flash-attn; without it verl fails.
+
+    ``inplace_backward``: as flash-attn does it, the backward leaves the gradient in the memory of
+    the logits. Where the logits are a leaf or not contiguous, or under ``torch.compile``, it takes
+    new memory instead, with the same gradient. Where another op has saved the logits for a backward
+    that comes later, autograd raises (flash-attn's gradient is wrong there): pass False, as verl
+    does for its entropies.
+
+    Differs from verl: lower dtypes give fp32, which they do there with flash-attn alone
+    (``exact=True``: their own, as without it); -inf among bf16 logits or fp32 ones has a gradient
+    of 0, and a label outside of the vocabulary is a ValueError on a CPU.
+    """
+    return over_logits.token_logprobs(
+        logits,
+        labels,
+        ignore_index=over_logits.IGNORED,
+        inplace_backward=inplace_backward,
+        exact=exact,
+    )
+
+
+def entropy_from_logits(logits: Tensor, *, exact: bool = False) -> Tensor:
+    """Entropies of softmax(logits), [..., V] -> [...], in nats, by one read.
+
+    Differs from verl: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32
+    (``exact=True``: their own).
+    """
+    return over_logits.entropy(logits, exact=exact)
+
+
+def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """The same in fp32, [N, V] -> [N]: of a read that makes no temporary there are no chunks."""
+    return over_logits.entropy(logits)
 
 
 def get_kl_controller(kl_ctrl: Any) -> AdaptiveKLController | FixedKLController:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from klfast.experiment import folder, run
-from klfast.experiment.model import count_parameters, token_logprobs
+from klfast.experiment.model import count_parameters
 from klfast.experiment.plots import draw_curves
 from klfast.experiment.report import ReportData, SpeedRow, render_report
 from klfast.experiment.run import Run
@@ -23,7 +23,7 @@ from klfast.experiment.samples import sample_texts
 from klfast.experiment.settings import CompareError, Settings, check_settings
 from klfast.experiment.summary import reading, summarise
 from klfast.experiment.text import Corpus, load_corpus, prompt_starts
-from klfast.experiment.train import build_world, new_arm, sample_batch
+from klfast.experiment.train import build_world, compare_models, new_arm, sample_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -226,8 +226,5 @@ def own_tensors(experiment: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     arm = new_arm(settings.arms[-1], world, settings)
     arm.policy.load_state_dict(experiment.arms[arm.name].policy.state_dict())
     batch = sample_batch(arm, world, settings)
-    return (
-        token_logprobs(arm.policy, batch.prompts, batch.continuations),
-        token_logprobs(world.reference, batch.prompts, batch.continuations),
-        batch.mask,
-    )
+    both = compare_models(arm.policy, world.reference, batch)
+    return both.logprobs, both.ref_logprobs, batch.mask

@@ -115,11 +115,11 @@ def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(cumulative, below, right=True).clamp_(max=probabilities.shape[1] - 1)
 
 
-def token_logprobs(model: GPT, prompts: Tensor, continuations: Tensor) -> Tensor:
-    """Log-probability ``[B, T]`` of each token of ``continuations`` given all before it."""
+def continuation_logits(model: GPT, prompts: Tensor, continuations: Tensor) -> Tensor:
+    """Logits ``[B, T, V]`` at each token of ``continuations``, given all before it."""
     ids = torch.cat([prompts, continuations], 1)
     logits: Tensor = model(ids[:, :-1])[:, prompts.shape[1] - 1 :]
-    return logits.log_softmax(-1).gather(-1, continuations[..., None])[..., 0]
+    return logits
 
 
 def cross_entropy(model: GPT, windows: Tensor) -> Tensor:

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast import Estimator, KLStats, kl_penalty
+from klfast import Estimator, KLStats, kl_divergence, kl_penalty
+from klfast.experiment.accuracy import SAMPLED, token_errors
 from klfast.experiment.arms import ARMS, Controller
-from klfast.experiment.model import GPT, frozen_copy, perplexity, sample, token_logprobs
+from klfast.experiment.model import (
+    GPT,
+    continuation_logits,
+    frozen_copy,
+    perplexity,
+    sample,
+)
 from klfast.experiment.settings import CompareError, Settings
 from klfast.experiment.text import Corpus, even_windows, random_prompts
 
@@ -65,6 +72,23 @@ class Batch:
     mask: Tensor
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Policy and reference on a batch: ``[B, T]``, from one read of the logits of both.
+
+    Attributes:
+        logprobs: the policy's, of the drawn tokens; the only one with a graph.
+        ref_logprobs: the reference's.
+        exact: the KL over the whole vocabulary at each token, given the tokens before it.
+        stats: ``kl`` sums ``exact``; ``k1``, ``k2`` and ``k3`` know the drawn tokens alone.
+    """
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    exact: Tensor
+    stats: KLStats
+
+
 def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
     return World(
         corpus=corpus,
@@ -94,18 +118,15 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     reward = letter_share(batch, world)
     advantage = group_advantage(reward, settings.group)
 
-    with torch.no_grad():
-        ref_logprobs = token_logprobs(world.reference, batch.prompts, batch.continuations)
-    logprobs = token_logprobs(arm.policy, batch.prompts, batch.continuations)
-
+    both = compare_models(arm.policy, world.reference, batch)
     coefficient = arm.controller.value
     kl_gradient, stats, kl_seconds = kl_step(
-        logprobs.detach(), ref_logprobs, batch.mask, coefficient
+        both.logprobs.detach(), both.ref_logprobs, batch.mask, coefficient
     )
     reward_gradient = -advantage[:, None] * batch.mask / len(advantage)
 
     arm.optimizer.zero_grad()
-    torch.autograd.backward(logprobs, reward_gradient + kl_gradient)
+    torch.autograd.backward(both.logprobs, reward_gradient + kl_gradient)
     torch.nn.utils.clip_grad_norm_(arm.policy.parameters(), 1.0)
     arm.optimizer.step()
     arm.controller.update(stats)
@@ -115,9 +136,12 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
         "step": len(arm.rows) + 1,
         "reward": float(reward.mean()),
         "coefficient": coefficient,
-        **kl_record(stats),
+        **kl_record(both.stats),
         "held_out_perplexity": perplexity(arm.policy, world.held_out),
         "kl_step_seconds": kl_seconds,
+        "token_errors": token_errors(
+            both.exact, both.logprobs.detach(), both.ref_logprobs, batch.mask
+        ),
         "step_seconds": time.perf_counter() - started,
     }
     if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
@@ -162,6 +186,16 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
     return (grouped - grouped.mean(1, keepdim=True)).flatten()
 
 
+def compare_models(policy: GPT, reference: GPT, batch: Batch) -> Comparison:
+    logits = continuation_logits(policy, batch.prompts, batch.continuations)
+    with torch.no_grad():
+        ref_logits = continuation_logits(reference, batch.prompts, batch.continuations)
+    exact, logprobs, ref_logprobs, stats = kl_divergence(
+        logits, ref_logits, batch.mask, token_ids=batch.continuations, return_stats=True
+    )
+    return Comparison(logprobs, ref_logprobs, exact.detach(), stats)
+
+
 def kl_step(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float
 ) -> tuple[Tensor, KLStats, float]:
@@ -186,13 +220,20 @@ def kl_step(
 
 
 def kl_record(stats: KLStats) -> Row:
-    """Means per sequence and per token of each estimator, in nats."""
+    """Means per sequence and per token of the exact KL and of each estimator, in nats.
+
+    And the standard deviation over the sequences of each estimator's error, which is its sum over a
+    sequence minus the exact KL's.
+    """
     tokens = float(stats.length.sum())
+    totals = {"exact": stats.kl, **{name: getattr(stats, name) for name in SAMPLED}}
     record: Row = {}
-    for name in ("k1", "k2", "k3"):
-        total = getattr(stats, name)
+    for name, total in totals.items():
         record[f"kl_per_sequence_{name}"] = float(total.mean())
         record[f"kl_per_token_{name}"] = float(total.sum()) / tokens
+    for name in SAMPLED:
+        error = totals[name].double() - stats.kl.double()
+        record[f"kl_per_sequence_{name}_error_std"] = float(error.std())
     record["max_log_ratio"] = float(stats.max_log_ratio.max())
     record["mean_length"] = tokens / len(stats.length)
     return record

@@ -13,15 +13,20 @@ SERVES_ONE_BACKWARD = (
 
 def check_inplace(logits: Tensor) -> None:
     """Raise ValueError where a gradient must not be written over the logits."""
-    reason = None
+    if (reason := why_not_inplace(logits)) is not None:
+        raise ValueError(f"inplace_backward=True {reason}")
+
+
+def why_not_inplace(logits: Tensor) -> str | None:
+    """What forbids to write a gradient over the logits; None if nothing does."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        reason = "cannot be used under torch.compile or torch.func"
-    elif logits.is_leaf and logits.requires_grad:
-        reason = (
+        return "cannot be used under torch.compile or torch.func"
+    memory_of = logits if logits._base is None else logits._base
+    if memory_of.is_leaf and memory_of.requires_grad:
+        return (
             "needs logits that a model has computed: it would overwrite a leaf, whose values "
             "autograd hands to the optimizer"
         )
-    elif not logits.is_contiguous():
-        reason = f"needs contiguous logits, got strides {tuple(logits.stride())}"
-    if reason is not None:
-        raise ValueError(f"inplace_backward=True {reason}")
+    if not logits.is_contiguous():
+        return f"needs contiguous logits, got strides {tuple(logits.stride())}"
+    return None

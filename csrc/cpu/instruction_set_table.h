@@ -1,0 +1,9 @@
+// The table that a kernel file offers, named after the instruction set it is compiled for.
+
+#pragma once
+
+#define KLFAST_CONCAT_(a, b) a##b
+#define KLFAST_CONCAT(a, b) KLFAST_CONCAT_(a, b)
+#define KLFAST_TABLE(TYPE, NAME)                                    \
+  extern const TYPE KLFAST_CONCAT(NAME##_, KLFAST_INSTRUCTION_SET); \
+  const TYPE KLFAST_CONCAT(NAME##_, KLFAST_INSTRUCTION_SET)

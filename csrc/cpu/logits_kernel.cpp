@@ -1,0 +1,548 @@
+// Rows of logits. setup.py compiles this file once per instruction set, with KLFAST_INSTRUCTION_SET
+// naming it; everything but the table at the end is internal to each copy.
+//
+// A row goes through in blocks, a block in groups of kLanes (lanes.h). The last group is filled up
+// with words that do not exist: their logits are -infinity. How a row's sums become its results,
+// and when a row is looked at again, is said in divergences.h.
+
+#include "logits_kernel.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "../divergences.h"
+#include "blocks.h"
+#include "instruction_set_table.h"
+#include "lanes.h"
+
+namespace klfast::cpu {
+namespace {
+
+using divergences::Guess;
+using divergences::Pair;
+using divergences::PairRow;
+using divergences::PairSums;
+using divergences::RowGradient;
+using divergences::RowState;
+using math::Range;
+
+constexpr int64_t kBlock =
+    1024;  // words between conversions; buffers stay in the first-level cache
+
+template <typename Acc>
+constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+
+template <typename Acc>
+using Bits = typename math::Constants<Acc>::Bits;
+
+// A row of logits, as a view of one row.
+struct Row {
+  View words;
+  int64_t size;
+};
+
+Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
+  const int64_t offset = in.shape.offset(logits, row) * element_size(logits.dtype);
+  const char* const first = static_cast<const char*>(logits.data) + offset;
+  return {{first, logits.dtype, 0, logits.word_stride}, in.shape.words};
+}
+
+// Words of a block.
+struct Piece {
+  int64_t first;
+  int64_t size;
+  int64_t padded;  // size rounded up to whole groups
+};
+
+Piece piece_at(int64_t first, int64_t words) {
+  const int64_t size = std::min(kBlock, words - first);
+  return {first, size, (size + kLanes - 1) / kLanes * kLanes};
+}
+
+// The words of a piece as Acc: in place where they lie so, else in the buffer, filled up.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Piece& piece, Acc* buffer) {
+  const Acc* const loaded = load_block(row.words, 0, piece.first, piece.size, piece.padded, buffer);
+  if (loaded == buffer) std::fill(buffer + piece.size, buffer + piece.padded, -kInfinity<Acc>);
+  return loaded;
+}
+
+double word_at(const Row& row, int64_t index) {
+  double word = 0;
+  visit_dtype(row.words.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (is_floating<T>) {
+      word =
+          convert<double>(static_cast<const T*>(row.words.data)[index * row.words.column_stride]);
+    }
+  });
+  return word;
+}
+
+// The greatest word of a piece; NaN is passed over, as any sum will show it.
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
+  alignas(64) Acc lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, -kInfinity<Acc>);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Acc word = words[i + lane];
+      lanes[lane] = word > lanes[lane] ? word : lanes[lane];
+    }
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
+    }
+  }
+  return lanes[0];
+}
+
+// The greatest word among the first `words` of a row.
+template <typename Acc>
+Acc greatest(const Row& row, int64_t words) {
+  alignas(64) Acc buffer[kBlock];
+  Acc found = -kInfinity<Acc>;
+  for (int64_t first = 0; first < words; first += kBlock) {
+    const Piece piece = piece_at(first, words);
+    found = std::max(found, greatest(load(row, piece, buffer), piece.padded));
+  }
+  return found;
+}
+
+bool is_guess(double greatest) { return std::isfinite(greatest); }
+
+template <typename Acc>
+void store(void* data, int64_t index, double value) {
+  if (data != nullptr) static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
+}
+
+template <typename Acc>
+double element(const void* data, int64_t index) {
+  return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
+}
+
+// Zeros for a row's gradient.
+void clear(const Output& output, int64_t row, int64_t words) {
+  if (output.data == nullptr) return;
+  const int64_t bytes = words * element_size(output.dtype);
+  std::fill_n(static_cast<char*>(output.data) + row * bytes, bytes, 0);
+}
+
+// Whether a row's token id is a word; masked rows need none.
+bool is_word(const RowInputs& in, int64_t row) {
+  if (in.token_ids == nullptr) return true;
+  return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
+}
+
+// The place of the row's token within a piece, or -1.
+int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
+  if (in.token_ids == nullptr) return -1;
+  const int64_t place = in.token_ids[row] - piece.first;
+  return place >= 0 && place < piece.size ? place : -1;
+}
+
+template <typename Acc>
+double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
+  return word_at(row, in.token_ids[index]) * in.inverse_temperature - lse;
+}
+
+// ---------------------------------------------------------------- one model
+
+struct WordSums {
+  double mass = 0;
+  double surprise = 0;
+};
+
+template <bool kEntropy, typename Acc>
+WordSums sum_words(const Row& row, Acc scale, Acc guess) {
+  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc mass[kLanes] = {};
+  alignas(64) Acc surprise[kLanes] = {};
+  alignas(64) double wide_mass[kLanes] = {};
+  alignas(64) double wide_surprise[kLanes] = {};
+  for (int64_t first = 0; first < row.size; first += kBlock) {
+    const Piece piece = piece_at(first, row.size);
+    const Acc* const words = load(row, piece, buffer);
+    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const divergences::Word<Acc> word = divergences::word_of(words[i + lane], scale, guess);
+        mass[lane] += word.mass;
+        if constexpr (kEntropy) surprise[lane] += word.surprise;
+      }
+    }
+    flush(mass, wide_mass);
+    if constexpr (kEntropy) flush(surprise, wide_surprise);
+  }
+  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_surprise) : 0.0};
+}
+
+struct WordRow {
+  double lse;
+  double entropy;
+};
+
+// The first block's greatest word serves as the guess unless the sum shows that it does not.
+template <bool kEntropy, typename Acc>
+WordRow look_at_words(const RowInputs& in, const Row& row) {
+  const Acc scale = static_cast<Acc>(in.inverse_temperature);
+  Acc guess = greatest<Acc>(row, std::min(kBlock, row.size)) * scale;
+  WordSums sums;
+  if (is_guess(guess)) sums = sum_words<kEntropy>(row, scale, guess);
+  if (!divergences::is_usable(sums.mass)) {
+    guess = greatest<Acc>(row, row.size) * scale;
+    if (!is_guess(guess)) return {NAN, NAN};
+    sums = sum_words<kEntropy>(row, scale, guess);
+  }
+  const double log_mass = std::log(sums.mass);
+  const double entropy = log_mass - sums.surprise / sums.mass;
+  return {static_cast<double>(guess) + log_mass, entropy < 0 ? 0 : entropy};
+}
+
+template <typename Acc>
+bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
+  const RowInputs& in = call.in;
+  if (!in.keeps(index)) {
+    store<Acc>(call.logprobs, index, 0);
+    store<Acc>(call.entropy, index, 0);
+    call.lse[index] = 0;
+    return true;
+  }
+  if (!is_word(in, index)) return false;
+  const Row row = row_at(in, call.logits, index);
+  const WordRow found = call.entropy != nullptr ? look_at_words<true, Acc>(in, row)
+                                                : look_at_words<false, Acc>(in, row);
+  store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
+  store<Acc>(call.entropy, index, found.entropy);
+  call.lse[index] = found.lse;
+  return true;
+}
+
+template <typename Acc>
+void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
+  const RowInputs& in = call.in;
+  const int64_t words = in.shape.words;
+  if (!in.keeps(index)) return clear(call.grad, index, words);
+  const Row row = row_at(in, call.logits, index);
+  const double scale = in.inverse_temperature;
+  const Acc taken = static_cast<Acc>(element<Acc>(call.grad_logprobs, index) * scale);
+  const Acc of_entropy = static_cast<Acc>(element<Acc>(call.grad_entropy, index) * scale);
+  const Acc entropy = static_cast<Acc>(element<Acc>(call.entropy, index));
+  const Acc lse = static_cast<Acc>(call.lse[index]);
+  const Acc own_scale = static_cast<Acc>(scale);
+  // What rounding takes from lse is a factor of every probability.
+  const double rest = std::exp(static_cast<double>(lse) - call.lse[index]);
+  const Acc scaled_taken = static_cast<Acc>(taken * rest);
+  const Acc scaled_entropy = static_cast<Acc>(of_entropy * rest);
+  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc out_buffer[kBlock];
+  for (int64_t first = 0; first < words; first += kBlock) {
+    const Piece piece = piece_at(first, words);
+    const Acc* const logits = load(row, piece, buffer);
+    Acc* const grad =
+        output_block(call.grad, index * words + first, piece.size, piece.padded, out_buffer);
+    if (of_entropy == Acc(0)) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < piece.padded; ++i) {
+        grad[i] = -scaled_taken * math::exp_term(math::fma(logits[i], own_scale, -lse));
+      }
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < piece.padded; ++i) {
+        grad[i] = divergences::token_gradient(logits[i], own_scale, lse, scaled_taken,
+                                              scaled_entropy, entropy);
+      }
+    }
+    if (const int64_t place = taken_in(in, index, piece); place >= 0) grad[place] += taken;
+    store_block(call.grad, index * words + first, piece.size, grad);
+  }
+}
+
+// --------------------------------------------------------------- two models
+
+template <typename Acc>
+struct Pairs {
+  Row first;
+  Row second;
+};
+
+template <typename Acc>
+struct PairLanes {
+  Acc mass[kLanes] = {};
+  Acc spread[kLanes] = {};
+  Acc slope[kLanes] = {};
+  Bits<Acc> excluded[kLanes] = {};
+};
+
+template <Range range, typename Acc>
+KLFAST_HOST_DEVICE void add_group(const Acc* first, const Acc* second, const Guess<Acc>& guess,
+                                  PairLanes<Acc>& sums) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Pair<Acc> pair = divergences::pair_of<range>(first[lane], second[lane], guess);
+    sums.mass[lane] += pair.mass;
+    sums.spread[lane] += pair.spread;
+    sums.slope[lane] += pair.slope;
+    if constexpr (range != Range::kNear) sums.excluded[lane] |= pair.excluded;
+  }
+}
+
+template <typename Acc>
+PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
+  alignas(64) Acc first_buffer[kBlock];
+  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) PairLanes<Acc> lanes;
+  alignas(64) double mass[kLanes] = {};
+  alignas(64) double spread[kLanes] = {};
+  alignas(64) double slope[kLanes] = {};
+  const Guess<Acc> own = guess;
+  for (int64_t start = 0; start < first_row.size; start += kBlock) {
+    const Piece piece = piece_at(start, first_row.size);
+    const Acc* const first = load(first_row, piece, first_buffer);
+    const Acc* const second = load(second_row, piece, second_buffer);
+    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+      Bits<Acc> far = 0;
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        far |= !math::is_near(divergences::log_ratio(first[i + lane], second[i + lane], own));
+      }
+      if (far) {
+        add_group<Range::kAnywhere>(first + i, second + i, own, lanes);
+      } else {
+        add_group<Range::kNear>(first + i, second + i, own, lanes);
+      }
+    }
+    flush(lanes.mass, mass);
+    flush(lanes.spread, spread);
+    flush(lanes.slope, slope);
+  }
+  PairSums sums;
+  sums.mass = add_lanes(mass);
+  sums.spread = add_lanes(spread);
+  sums.slope = add_lanes(slope);
+  for (Bits<Acc> excluded : lanes.excluded) sums.excluded |= excluded != 0;
+  return sums;
+}
+
+// A guess as the arithmetic takes it, and what that comes to in double.
+template <typename Acc>
+struct Guessed {
+  Guess<Acc> guess;
+
+  Guessed(double scale, double first, double ratio)
+      : guess(divergences::guess_of<Acc>(scale, first, ratio)) {}
+  PairRow row_of(const PairSums& sums) const {
+    return divergences::row_of(sums, guess.first, guess.ratio);
+  }
+};
+
+// kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
+// poor, and one with the whole rows' greatest words between them if it was useless.
+template <typename Acc>
+PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second, bool want_kl) {
+  const double scale = in.inverse_temperature;
+  PairRow row = {NAN, NAN, NAN, false, false};
+  const auto look = [&](double guess, double ratio) {
+    const Guessed<Acc> guessed(scale, guess, ratio);
+    row = guessed.row_of(sum_pairs(first, second, guessed.guess));
+  };
+  const auto look_from = [&](int64_t words) {
+    const double top = static_cast<double>(greatest<Acc>(first, words)) * scale;
+    const double other_top = static_cast<double>(greatest<Acc>(second, words)) * scale;
+    const bool possible = is_guess(top) && is_guess(other_top);
+    if (possible) look(top, other_top - top);
+    return possible;
+  };
+  look_from(std::min(kBlock, in.shape.words));
+  if (!row.usable && !look_from(in.shape.words)) return {NAN, NAN, NAN, false, false};
+  if (row.usable && !row.good && want_kl) look(row.lse, row.shift);
+  return row;
+}
+
+template <typename Acc>
+Guess<Acc> exact_guess(const RowInputs& in, double lse, double shift) {
+  return divergences::guess_of<Acc>(in.inverse_temperature, lse, shift);
+}
+
+struct Mixed {
+  double jsd;
+  double slope;
+};
+
+template <typename Acc>
+Mixed mix(const Row& first_row, const Row& second_row, const Guess<Acc>& exact, Acc beta) {
+  alignas(64) Acc first_buffer[kBlock];
+  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) Acc value[kLanes] = {};
+  alignas(64) Acc slope[kLanes] = {};
+  alignas(64) double wide_value[kLanes] = {};
+  alignas(64) double wide_slope[kLanes] = {};
+  const Guess<Acc> own = exact;
+  for (int64_t start = 0; start < first_row.size; start += kBlock) {
+    const Piece piece = piece_at(start, first_row.size);
+    const Acc* const first = load(first_row, piece, first_buffer);
+    const Acc* const second = load(second_row, piece, second_buffer);
+    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const divergences::MixedWord<Acc> word =
+            divergences::mixed_of(first[i + lane], second[i + lane], own, beta);
+        value[lane] += word.value;
+        slope[lane] += word.p * word.log_m_over_p;
+      }
+    }
+    flush(value, wide_value);
+    flush(slope, wide_slope);
+  }
+  const double jsd = add_lanes(wide_value);
+  return {jsd < 0 ? 0 : jsd, add_lanes(wide_slope)};
+}
+
+template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
+void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
+                     const Output& grad_first, const Output& grad_second) {
+  constexpr bool is_kl = divergence == Divergence::kKl;
+  const RowInputs& in = call.in;
+  const int64_t words = in.shape.words;
+  const Row first_row = row_at(in, call.first, index);
+  const Row second_row = row_at(in, call.second, index);
+  const RowGradient<Acc> row =
+      divergences::gradient_of<Acc>(is_kl, in.inverse_temperature, call.beta, state);
+  alignas(64) Acc buffers[4][kBlock + kLanes];  // not a page apart, which would alias in the cache
+  for (int64_t start = 0; start < words; start += kBlock) {
+    const Piece piece = piece_at(start, words);
+    const int64_t at = index * words + start;
+    const Acc* const first = load(first_row, piece, buffers[0]);
+    const Acc* const second = load(second_row, piece, buffers[1]);
+    Acc* const to_first = output_block(grad_first, at, piece.size, piece.padded, buffers[2]);
+    Acc* const to_second = output_block(grad_second, at, piece.size, piece.padded, buffers[3]);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < piece.padded; ++i) {
+      const divergences::WordGradients<Acc> grads =
+          is_kl ? divergences::kl_gradients(first[i], second[i], row)
+                : divergences::jsd_gradients(first[i], second[i], row);
+      if constexpr (kFirst) to_first[i] = grads.first;
+      if constexpr (kSecond) to_second[i] = grads.second;
+    }
+    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
+      if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
+      if constexpr (kSecond) to_second[place] += static_cast<Acc>(state.grad_ref_logprob);
+    }
+    if constexpr (kFirst) store_block(grad_first, at, piece.size, to_first);
+    if constexpr (kSecond) store_block(grad_second, at, piece.size, to_second);
+  }
+}
+
+template <Divergence divergence, typename Acc>
+void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
+                     const Output& first, const Output& second) {
+  if (second.data == nullptr) {
+    write_gradients<divergence, true, false, Acc>(call, index, state, first, second);
+  } else if (first.data == nullptr) {
+    write_gradients<divergence, false, true, Acc>(call, index, state, first, second);
+  } else {
+    write_gradients<divergence, true, true, Acc>(call, index, state, first, second);
+  }
+}
+
+template <typename Acc>
+void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
+                     const Output& first, const Output& second) {
+  if (first.data == nullptr && second.data == nullptr) return;
+  if (call.divergence == Divergence::kKl) {
+    write_gradients<Divergence::kKl, Acc>(call, index, state, first, second);
+  } else {
+    write_gradients<Divergence::kJsd, Acc>(call, index, state, first, second);
+  }
+}
+
+template <typename Acc>
+void skip(const DivergenceForward& call, int64_t index, int64_t rows, int64_t words) {
+  for (void* result : {call.rows, call.logprobs, call.ref_logprobs}) store<Acc>(result, index, 0);
+  for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
+  clear(call.grad_first, index, words);
+  clear(call.grad_second, index, words);
+}
+
+template <typename Acc>
+bool divergence_forward(const DivergenceForward& call, int64_t index) {
+  const RowInputs& in = call.in.in;
+  const int64_t rows = in.shape.rows();
+  if (!in.keeps(index)) {
+    skip<Acc>(call, index, rows, in.shape.words);
+    return true;
+  }
+  if (!is_word(in, index)) return false;
+  const Row first = row_at(in, call.in.first, index);
+  const Row second = row_at(in, call.in.second, index);
+  const bool is_kl = call.in.divergence == Divergence::kKl;
+  const PairRow row = look_at_pairs<Acc>(in, first, second, is_kl);
+  Mixed mixed = {row.kl, 0};
+  if (!is_kl) {
+    mixed = mix<Acc>(first, second, exact_guess<Acc>(in, row.lse, row.shift),
+                     static_cast<Acc>(call.in.beta));
+  }
+  store<Acc>(call.rows, index, mixed.jsd);
+  if (in.token_ids != nullptr) {
+    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
+    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
+  }
+  call.saved[kLse * rows + index] = row.lse;
+  call.saved[kShift * rows + index] = row.shift;
+  call.saved[kSlope * rows + index] = mixed.slope;
+  if (call.shares != nullptr) {
+    const double share = element<Acc>(call.shares, index) * in.inverse_temperature;
+    const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, share, 0, 0};
+    write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
+  }
+  return true;
+}
+
+template <typename Acc>
+void divergence_backward(const DivergenceBackward& call, int64_t index) {
+  const RowInputs& in = call.in.in;
+  const int64_t rows = in.shape.rows();
+  if (!in.keeps(index)) {
+    clear(call.grad_first, index, in.shape.words);
+    clear(call.grad_second, index, in.shape.words);
+    return;
+  }
+  const double scale = in.inverse_temperature;
+  const RowState state = {element<Acc>(call.rows, index),
+                          call.saved[kLse * rows + index],
+                          call.saved[kShift * rows + index],
+                          call.saved[kSlope * rows + index],
+                          element<Acc>(call.grad_rows, index) * scale,
+                          element<Acc>(call.grad_logprobs, index) * scale,
+                          element<Acc>(call.grad_ref_logprobs, index) * scale};
+  write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
+}
+
+bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t row) {
+  return call.in.is_double ? token_logprobs_forward<double>(call, row)
+                           : token_logprobs_forward<float>(call, row);
+}
+
+void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t row) {
+  call.in.is_double ? token_logprobs_backward<double>(call, row)
+                    : token_logprobs_backward<float>(call, row);
+}
+
+bool divergence_forward(const DivergenceForward& call, int64_t row) {
+  return call.in.in.is_double ? divergence_forward<double>(call, row)
+                              : divergence_forward<float>(call, row);
+}
+
+void divergence_backward(const DivergenceBackward& call, int64_t row) {
+  call.in.in.is_double ? divergence_backward<double>(call, row)
+                       : divergence_backward<float>(call, row);
+}
+
+}  // namespace
+
+KLFAST_TABLE(LogitsKernels, logits_kernels) = {token_logprobs_forward, token_logprobs_backward,
+                                               divergence_forward, divergence_backward};
+
+}  // namespace klfast::cpu

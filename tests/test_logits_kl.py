@@ -1,0 +1,244 @@
+"""kl_divergence against the oracle: directions, reductions, layouts, dtypes, options."""
+
+import agreement_logits
+import oracle
+import oracle_logits
+import pytest
+import torch
+from agreement import same_bits
+from agreement_logits import (
+    DIRECTIONS,
+    FAST,
+    FLOATS,
+    assert_divergence_agrees,
+    leaves,
+    random_ids,
+    random_logits,
+    uneven,
+)
+
+import klfast
+from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
+
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+MASKS = {
+    "no-mask": lambda shape: None,
+    "bool": lambda shape: torch.rand(shape) < 0.7,
+    "int": lambda shape: torch.randint(0, 3, shape),
+    "weights": lambda shape: torch.rand(shape) * (torch.rand(shape) < 0.7),
+}
+PACKINGS = {
+    "empty-between": [0, 2, 2, 5, 6, 6],
+    "one": [0, 6],
+    "empty-ends": [0, 0, 6, 6],
+}
+EMPTY = {
+    "no-sequences": ((0, 3), None),
+    "no-tokens": ((3, 0), None),
+    "flat": ((0,), None),
+    "packed": ((0,), [0, 0, 0]),
+    "packed-no-sequences": ((0,), [0]),
+}
+
+
+@every_reduction
+@every_direction
+def test_every_reduction_of_a_padded_batch(backend, direction, reduction):
+    for mask in MASKS.values():
+        logits = random_logits(2, 3, 37)
+        options = {"direction": direction, "reduction": reduction}
+        assert_divergence_agrees(backend, *logits, mask((2, 3)), **options)
+
+
+@every_reduction
+@every_direction
+def test_every_reduction_of_a_packed_batch(backend, direction, reduction):
+    for edges in PACKINGS.values():
+        logits, mask = random_logits(6, 9), torch.rand(6) + 0.2
+        mask[3] = 0
+        cu_seqlens = torch.tensor(edges, dtype=torch.int32)
+        options = {"direction": direction, "reduction": reduction, "cu_seqlens": cu_seqlens}
+        assert_divergence_agrees(backend, *logits, mask, **options)
+
+
+@every_reduction
+def test_one_sequence_without_a_batch(backend, reduction):
+    assert_divergence_agrees(backend, *random_logits(4, 11), reduction=reduction)
+
+
+@pytest.mark.parametrize("ref_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@every_direction
+def test_dtypes_mix(backend, direction, dtype, ref_dtype):
+    logits = random_logits(2, 3, 45, dtype=dtype, ref_dtype=ref_dtype)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    for reduction in ("none", "token-mean"):
+        options = {"direction": direction, "reduction": reduction}
+        assert_divergence_agrees(backend, *logits, mask, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("words", [1, 2, 3, 31, 64, 255, 1025, 4097])
+@every_direction
+def test_vocabularies_of_any_size(backend, direction, words, dtype):
+    assert_divergence_agrees(backend, *random_logits(1, 2, words, dtype=dtype), direction=direction)
+
+
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+@pytest.mark.parametrize("words", [32_000, 50_257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_vocabularies_of_models(backend, words, dtype):
+    for direction in DIRECTIONS:
+        logits = random_logits(1, 3, words, dtype=dtype)
+        for reduction in ("none", "token-mean"):
+            options = {"direction": direction, "reduction": reduction}
+            assert_divergence_agrees(backend, *logits, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1, 3, 10.0])
+@every_direction
+def test_temperatures(backend, direction, temperature):
+    for dtype in (torch.float32, torch.float64):
+        logits = random_logits(2, 3, 37, dtype=dtype)
+        assert_divergence_agrees(backend, *logits, direction=direction, temperature=temperature)
+
+
+@pytest.mark.parametrize("beta", [1e-4, 0.1, 0.3, 0.9, 0.9999])
+def test_jsd_of_any_weight(backend, beta):
+    for apart in (0.01, 0.5, 5.0):
+        logits = random_logits(2, 3, 37, apart=apart)
+        assert_divergence_agrees(backend, *logits, direction="jsd", jsd_beta=beta)
+
+
+def test_jsd_nears_each_kl_at_its_ends(backend):
+    logits = random_logits(2, 3, 37, dtype=torch.float64)
+    forward, reverse = (
+        klfast.kl_divergence(*logits, direction=direction, backend=backend)
+        for direction in ("forward", "reverse")
+    )
+    for beta, limit in ((1e-6, forward), (1 - 1e-6, reverse)):
+        jsd = klfast.kl_divergence(*logits, direction="jsd", jsd_beta=beta, backend=backend)
+        torch.testing.assert_close(jsd / min(beta, 1 - beta), limit, rtol=1e-4, atol=0)
+
+
+def test_jsd_of_a_half_is_symmetric_and_below_log_2(backend):
+    logits, ref_logits = random_logits(2, 3, 37, apart=9.0)
+    one = klfast.kl_divergence(logits, ref_logits, direction="jsd", backend=backend)
+    other = klfast.kl_divergence(ref_logits, logits, direction="jsd", backend=backend)
+    torch.testing.assert_close(one, other, rtol=3e-6, atol=0)
+    apart = torch.tensor([[200.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 200.0], [0.0, 0.0]])
+    largest = klfast.kl_divergence(*apart, direction="jsd", backend=backend)
+    torch.testing.assert_close(largest, torch.tensor([2.0, 1.0]).log(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
+@every_reduction
+def test_coefficients_and_normalizers(backend, reduction, as_tensor):
+    options = {"coef": -0.3, "normalizer": 7.5}
+    if reduction not in NORMALIZED_REDUCTIONS:
+        del options["normalizer"]
+    if as_tensor:
+        options = {name: torch.tensor(value) for name, value in options.items()}
+    mask = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
+    assert_divergence_agrees(backend, *random_logits(2, 3, 9), mask, reduction=reduction, **options)
+
+
+def test_a_coefficient_that_asks_for_a_gradient_gets_none(backend):
+    coef = torch.tensor(0.5, requires_grad=True)
+    logits = leaves(*random_logits(2, 3, 9))
+    result = klfast.kl_divergence(*logits, reduction="token-sum", coef=coef, backend=backend)
+    result.backward()
+    assert coef.grad is None
+    assert logits[0].grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
+@every_direction
+def test_token_ids_give_the_log_probs_of_both_models(backend, direction, reduction):
+    """With their gradients, alone and beside the divergence's, and the divergence's own bits."""
+    mask = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        logits = leaves(*random_logits(2, 3, 37, dtype=dtype))
+        ids = random_ids(logits[0])
+        options = {"direction": direction, "reduction": reduction, "temperature": 0.7}
+        outputs = klfast.kl_divergence(*logits, mask, token_ids=ids, **options, backend=backend)
+        without = klfast.kl_divergence(*logits, mask, **options, backend=backend)
+        assert same_bits(outputs[0].detach(), without.detach())
+        for found, own in zip(outputs[1:], logits, strict=True):
+            truth = oracle_logits.token_logprobs(own, ids, mask != 0, temperature=0.7)
+            assert found.dtype == outputs[0].dtype
+            oracle.assert_within(found, truth.logprobs, truth.logprobs_tolerance, "logprobs")
+        upstream = [uneven(outputs[0]), uneven(outputs[1]), uneven(outputs[2]).flip(0)]
+        for wanted in ((0,), (1,), (2,), (0, 1, 2)):
+            of = [grad if i in wanted else None for i, grad in enumerate(upstream)]
+            zeros = [torch.zeros_like(upstream[0]), None, None]
+            truth = oracle_logits.kl_divergence(
+                *logits,
+                mask,
+                token_ids=ids,
+                upstream=[own if own is not None else zero for own, zero in zip(of, zeros)],
+                **options,
+            )
+            grads = torch.autograd.grad(
+                [outputs[i] for i in wanted],
+                logits,
+                [upstream[i] for i in wanted],
+                retain_graph=True,
+            )
+            for grad, leaf, exact, tolerance in (
+                (grads[0], logits[0], truth.grad, truth.grad_tolerance),
+                (grads[1], logits[1], truth.grad_ref, truth.grad_ref_tolerance),
+            ):
+                agreement_logits.assert_gradient(grad, leaf, exact, tolerance, f"grad {wanted}")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_token_ids_of_any_dtype_and_layout(backend, dtype):
+    logits = random_logits(2, 3, 37)
+    ids = random_ids(logits[0])
+    expected = klfast.kl_divergence(*logits, token_ids=ids, backend=backend)
+    for laid_out in (ids.to(dtype), ids.to(dtype).t().contiguous().t()):
+        found = klfast.kl_divergence(*logits, token_ids=laid_out, backend=backend)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("shape", "edges"), EMPTY.values(), ids=EMPTY)
+@every_reduction
+def test_empty_batches_are_zero(backend, reduction, shape, edges):
+    cu_seqlens = None if edges is None else torch.tensor(edges)
+    options = {"reduction": reduction, "cu_seqlens": cu_seqlens, "backend": backend}
+    for direction in DIRECTIONS:
+        logits = leaves(torch.zeros(*shape, 5), torch.zeros(*shape, 5))
+        ids = torch.zeros(shape, dtype=torch.int64)
+        outputs = klfast.kl_divergence(
+            *logits, direction=direction, token_ids=ids, return_stats=True, **options
+        )
+        without = klfast.kl_divergence(*logits, direction=direction, **options)
+        sequences = oracle_logits.Sums(shape, "seq-sum", cu_seqlens).shape
+        sums = {"none": shape, "seq-sum": sequences, "seq-mean": sequences}
+        for result in (outputs[0], without):
+            assert torch.equal(result, torch.zeros(sums.get(reduction, ())))
+            grads = torch.autograd.grad(result.sum(), logits)
+            assert all(torch.equal(grad, torch.zeros(*shape, 5)) for grad in grads)
+        assert all(torch.equal(found, torch.zeros(shape)) for found in outputs[1:3])
+        assert torch.equal(outputs[3].kl, torch.zeros(sequences))
+        assert torch.equal(outputs[3].length, torch.zeros(sequences))
+
+
+@every_reduction
+@every_direction
+def test_fully_masked_batches_are_zero(backend, direction, reduction):
+    logits = leaves(torch.full((2, 3, 9), torch.nan), torch.full((2, 3, 9), -torch.inf))
+    ids = torch.full((2, 3), -100)
+    for mask in (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)):
+        options = {"direction": direction, "reduction": reduction, "backend": backend}
+        result, stats = klfast.kl_divergence(*logits, mask, return_stats=True, **options)
+        outputs = klfast.kl_divergence(*logits, mask, token_ids=ids, **options)
+        for found in (result, *outputs):
+            assert torch.equal(found, torch.zeros(found.shape))
+            grads = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+            assert all(torch.equal(grad, torch.zeros(2, 3, 9)) for grad in grads)
+        assert not stats.kl.any()
+        assert not stats.nonfinite.any()
