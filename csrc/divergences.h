@@ -81,14 +81,14 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
   const Acc other = math::exp_term(math::fma(y, guess.scale, -guess.second));
+  // A word that neither says has u = NaN, and adds nothing. NaN in a logit reaches `mass` or
+  // `other`.
+  const bool nobody = (x == -infinity) & (y == -infinity);
   const bool infinite = math::magnitude(u) == infinity;
-  const Acc slope = mass * select(infinite, Acc(0), u);
+  const Acc slope = mass * select(nobody | infinite, Acc(0), u);
   const Acc far_spread = (other - mass) - slope;
   return {mass, select(near, mass * math::expm1_minus_argument<Range::kNear>(near_u), far_spread),
-          // Both -infinity: u is NaN, and the word does not exist. NaN in a logit reaches `other`
-          // or `mass`.
-          select((x == -infinity) & (y == -infinity), Acc(0), slope),
-          (u == -infinity) & (x > -infinity)};
+          slope, (u == -infinity) & (x > -infinity)};
 }
 
 // Sums over the words of a row.

@@ -151,8 +151,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits,
                 *others,
                 ctx.temperature,
-                grad_logprobs,
-                grad_entropy if ctx.want_entropy else None,
+                grad_logprobs.contiguous(),
+                grad_entropy.contiguous() if ctx.want_entropy else None,
             )
         grads = ops.once((grad, None), logits, grad_logprobs, grad_entropy)
         return grads[0], None, None, None, None, None
@@ -175,8 +175,8 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
             logits,
             *others,
             ctx.temperature,
-            grad_logprobs,
-            grad_entropy if ctx.want_entropy else None,
+            grad_logprobs.contiguous(),
+            grad_entropy.contiguous() if ctx.want_entropy else None,
         )
         ctx.overwritten = True
         return logits.detach(), None, None, None, None, None
@@ -218,11 +218,9 @@ class _KLRows(torch.autograd.Function):
 
 def _recompute(
     ctx: Any,
-    grad_rows: Tensor,
-    grad_logprobs: Tensor | None = None,
-    grad_ref_logprobs: Tensor | None = None,
+    *row_grads: Tensor | None,
 ) -> ops.Grads:
-    """The gradients by a second read of the logits."""
+    """The gradients by a second read of the logits, for those of rows and of tokens' log-probs."""
     *tensors, rows, saved = ops.saved(ctx)
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
@@ -231,9 +229,7 @@ def _recompute(
             *ctx.options,
             rows,
             saved,
-            grad_rows.contiguous(),
-            grad_logprobs,
-            grad_ref_logprobs,
+            *(None if grad is None else grad.contiguous() for grad in row_grads),
             *needs,
         )
     return ops.wanted(grads, needs)
@@ -270,7 +266,7 @@ class _OneReadKL(torch.autograd.Function):
             return None, None, None
         grads = ctx.unit_grads
         if grads is None:
-            grads = _recompute(ctx, ctx.shares * grad_out)
+            grads = _recompute(ctx, ctx.shares * grad_out, None, None)
         else:
             if not ops.is_batched(grad_out):
                 ctx.unit_grads = None  # handed out below
