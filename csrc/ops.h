@@ -24,6 +24,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/huge_pages.h"
 #include "estimators.h"
 #include "kl_penalty.h"
 
@@ -214,7 +215,13 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const D
 inline Tensor empty_gradient(const Tensor& input, bool wanted) {
   std::vector<int64_t> sizes = {0};
   if (wanted) sizes.assign(input.sizes().begin(), input.sizes().end());
-  return empty(sizes, input.scalar_type(), device_of(input));
+  const Device device = device_of(input);
+  Tensor gradient = empty(sizes, input.scalar_type(), device);
+  if (device.type == aoti_torch_device_type_cpu()) {
+    const int64_t bytes = gradient.numel() * element_size(dtype_of(gradient, "gradient"));
+    cpu::prefer_huge_pages(gradient.mutable_data_ptr(), bytes);
+  }
+  return gradient;
 }
 
 inline Output output_of(const Tensor& tensor, bool wanted) {

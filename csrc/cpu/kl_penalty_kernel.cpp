@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "../token.h"
+#include "ahead.h"
 #include "blocks.h"
 #include "instruction_set_table.h"
 #include "lanes.h"
@@ -32,25 +33,6 @@ struct LaneSums {
   Bits clipped[kLanes] = {};
   Bits nonfinite[kLanes] = {};
   Bits max_log_ratio[kLanes] = {};
-};
-
-// The memory of the inputs' next block, fetched group by group while this one is computed:
-// arithmetic and memory then work at the same time, which hardware prefetching alone does not bring
-// about.
-struct Ahead {
-  static constexpr int kInputs = 4;
-  const char* memory[kInputs] = {};
-  int64_t bytes_per_group[kInputs] = {};
-
-  KLFAST_HOST_DEVICE void fetch(int64_t group) const {
-    constexpr int64_t cache_line = 64;
-    for (int input = 0; input < kInputs; ++input) {
-      const char* begin = memory[input] + group * bytes_per_group[input];
-      for (int64_t i = 0; i < bytes_per_group[input]; i += cache_line) {
-        __builtin_prefetch(begin + i);
-      }
-    }
-  }
 };
 
 // A block in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
@@ -318,15 +300,8 @@ Part part_of(const Batch& batch, const Segment& segment, int64_t done) {
 
 Ahead ahead_of(const KlPenaltyInputs& in, const Part& part) {
   Ahead ahead;
-  int input = 0;
   for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.mask, &in.old_logprobs}) {
-    if (view->data != nullptr && view->column_stride == 1) {
-      const int64_t size = element_size(view->dtype);
-      const int64_t next = part.row * view->row_stride + part.column + kBlock;
-      ahead.memory[input] = static_cast<const char*>(view->data) + next * size;
-      ahead.bytes_per_group[input] = kLanes * size;
-    }
-    ++input;
+    ahead.add(*view, part.row, part.column + kBlock);
   }
   return ahead;
 }

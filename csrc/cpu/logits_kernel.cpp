@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 
 #include "../divergences.h"
+#include "ahead.h"
 #include "blocks.h"
 #include "instruction_set_table.h"
 #include "lanes.h"
@@ -66,6 +68,13 @@ KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Piece& piece, Acc* buff
   const Acc* const loaded = load_block(row.words, 0, piece.first, piece.size, piece.padded, buffer);
   if (loaded == buffer) std::fill(buffer + piece.size, buffer + piece.padded, -kInfinity<Acc>);
   return loaded;
+}
+
+// The next piece of each row.
+Ahead ahead_of(std::initializer_list<const Row*> rows, const Piece& piece) {
+  Ahead ahead;
+  for (const Row* row : rows) ahead.add(row->words, 0, piece.first + kBlock);
+  return ahead;
 }
 
 double word_at(const Row& row, int64_t index) {
@@ -165,8 +174,10 @@ WordSums sum_words(const Row& row, Acc scale, Acc guess) {
   alignas(64) double wide_surprise[kLanes] = {};
   for (int64_t first = 0; first < row.size; first += kBlock) {
     const Piece piece = piece_at(first, row.size);
+    const Ahead ahead = ahead_of({&row}, piece);
     const Acc* const words = load(row, piece, buffer);
     for (int64_t i = 0; i < piece.padded; i += kLanes) {
+      ahead.fetch(i / kLanes);
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const divergences::Word<Acc> word = divergences::word_of(words[i + lane], scale, guess);
@@ -301,9 +312,11 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
   const Guess<Acc> own = guess;
   for (int64_t start = 0; start < first_row.size; start += kBlock) {
     const Piece piece = piece_at(start, first_row.size);
+    const Ahead ahead = ahead_of({&first_row, &second_row}, piece);
     const Acc* const first = load(first_row, piece, first_buffer);
     const Acc* const second = load(second_row, piece, second_buffer);
     for (int64_t i = 0; i < piece.padded; i += kLanes) {
+      ahead.fetch(i / kLanes);
       Bits<Acc> far = 0;
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         far |= !math::is_near(divergences::log_ratio(first[i + lane], second[i + lane], own));

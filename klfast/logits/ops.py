@@ -179,6 +179,8 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
             grad_entropy.contiguous() if ctx.want_entropy else None,
         )
         ctx.overwritten = True
+        # As torch's own ops do, for whoever has saved the logits too.
+        torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None, None, None
 
 

@@ -1,0 +1,28 @@
+// Fresh memory in large pages.
+
+#pragma once
+
+#include <cstdint>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace klfast::cpu {
+
+// Asks for large pages behind memory that nobody has touched yet: the first touch of a gradient of
+// 262 MB in pages of 4 KiB takes three times as long as its arithmetic. Advice, so whatever comes
+// of it is right.
+inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr int64_t kOwnMapping = 32 << 20;  // below, malloc may hand out parts of shared mappings
+  constexpr uintptr_t kPage = 2 << 20;
+  if (bytes <= kOwnMapping) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (begin + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace klfast::cpu
