@@ -8,13 +8,13 @@
 // u' = y - x - c and w = e^(x - m), and sums W of w, E of w u', D of w (e^u' - 1 - u'), where every
 // term of D is >= 0 and comes from a series:
 //   A = (D + E) / W = e^(lse_y - lse_x - c) - 1,    KL(p || q) = D / W + log(1 + A) - A.
+// Far from 0, 1 + A is the sum of e^(y - m - c) over W, where W + D + E would cancel.
 // The better the guess, the smaller A, and the less D / W and A - log(1 + A) cancel. Where they do,
 // the row is summed again with what the first sums say of m and c: one more look is then exact.
 
 #pragma once
 
 #include <cmath>
-#include <limits>
 
 #include "log_series.h"
 
@@ -27,15 +27,28 @@ template <typename Acc>
 struct Guess {
   Acc scale;
   Acc first;   // m
-  Acc ratio;   // c
+  Acc offset;  // what is large of c, before the temperature: subtracting it costs y no digit of u'
+  Acc ratio;   // the rest of c
   Acc second;  // m + c
 };
 
 template <typename Acc>
 KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio) {
-  return {static_cast<Acc>(scale), static_cast<Acc>(first), static_cast<Acc>(ratio),
-          static_cast<Acc>(static_cast<double>(static_cast<Acc>(first)) +
-                           static_cast<double>(static_cast<Acc>(ratio)))};
+  Guess<Acc> guess;
+  guess.scale = static_cast<Acc>(scale);
+  guess.first = static_cast<Acc>(first);
+  const double own_scale = guess.scale;
+  guess.offset = static_cast<Acc>(std::rint(ratio / own_scale / 4) * 4);
+  guess.ratio = static_cast<Acc>(ratio - static_cast<double>(guess.offset) * own_scale);
+  guess.second = static_cast<Acc>(static_cast<double>(guess.first) + ratio);
+  return guess;
+}
+
+// c as the arithmetic takes it.
+template <typename Acc>
+KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc>& guess) {
+  return static_cast<double>(guess.offset) * static_cast<double>(guess.scale) +
+         static_cast<double>(guess.ratio);
 }
 
 // A word of one model: e^(x - m), and that times x - m.
@@ -59,13 +72,14 @@ struct Pair {
   Acc mass;    // w
   Acc spread;  // w (e^u' - 1 - u')
   Acc slope;   // w u'
+  Acc other;   // e^(y - m - c); left 0 by kNear, where it is the sum of the three above
   // 1 where q excludes what p may say: the row's KL is infinite.
   typename math::Constants<Acc>::Bits excluded;
 };
 
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
-  return math::fma(y - x, guess.scale, -guess.ratio);
+  return math::fma((y - guess.offset) - x, guess.scale, -guess.ratio);
 }
 
 // kNear promises |u'| <= 1.
@@ -75,9 +89,9 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
   const Acc u = log_ratio(x, y, guess);
   const Acc mass = math::exp_term(math::fma(x, guess.scale, -guess.first));
   if constexpr (range == Range::kNear) {
-    return {mass, mass * math::expm1_minus_argument<Range::kNear>(u), mass * u, 0};
+    return {mass, mass * math::expm1_minus_argument<Range::kNear>(u), mass * u, 0, 0};
   }
-  constexpr Acc infinity = std::numeric_limits<Acc>::infinity();
+  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
   const Acc other = math::exp_term(math::fma(y, guess.scale, -guess.second));
@@ -88,7 +102,7 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
   const Acc slope = mass * select(nobody | infinite, Acc(0), u);
   const Acc far_spread = (other - mass) - slope;
   return {mass, select(near, mass * math::expm1_minus_argument<Range::kNear>(near_u), far_spread),
-          slope, (u == -infinity) & (x > -infinity)};
+          slope, other, (u == -infinity) & (x > -infinity)};
 }
 
 // Sums over the words of a row.
@@ -96,8 +110,15 @@ struct PairSums {
   double mass = 0;
   double spread = 0;
   double slope = 0;
+  double other = 0;
   bool excluded = false;
 };
+
+// Of all words from those of near groups, whose `other` is still to be said, and of far ones.
+KLFAST_HOST_DEVICE PairSums add(const PairSums& near, const PairSums& far) {
+  return {near.mass + far.mass, near.spread + far.spread, near.slope + far.slope,
+          (near.mass + near.spread + near.slope) + far.other, far.excluded};
+}
 
 // What sums say of a row.
 struct PairRow {
@@ -111,21 +132,23 @@ struct PairRow {
 // Whether a guess served for a sum of e^(x - guess): neither lost to 0 nor held at exp's limit.
 KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-2 && mass < 1e30; }
 
-KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, double first, double ratio) {
+template <typename Acc>
+KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess) {
   constexpr double kCancellation = 16;  // roundings: 2e-6 in fp32 even if all point one way
   const double a = (sums.spread + sums.slope) / sums.mass;
   const double spread = sums.spread / sums.mass;
-  const double log1p_a = std::log1p(a);
-  const double kl = spread + (log1p_a - a);
+  const double total = sums.other / sums.mass;
+  const double log_total = std::fabs(a) < 0.5 ? std::log1p(a) : std::log(total);
+  const double kl = spread + (log_total - a);
   const double cancelled =
       spread + std::fabs(a) * (std::fabs(sums.slope) + std::fabs(sums.spread)) / sums.mass;
   PairRow row;
-  row.usable = is_usable(sums.mass) && a > -1 + 1e-4 && a < 1e30;
-  row.good =
-      row.usable && a > -0.875 && (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
+  row.usable = is_usable(sums.mass) && total > 1e-20 && total < 1e30;
+  row.good = row.usable && total > 0.125 &&
+             (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   row.kl = sums.excluded ? INFINITY : (kl < 0 ? 0 : kl);
-  row.lse = first + std::log(sums.mass);
-  row.shift = ratio + log1p_a;
+  row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
+  row.shift = ratio_of(guess) + log_total;
   return row;
 }
 
@@ -166,7 +189,7 @@ KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact
   // The other logarithm, of two large numbers that nearly cancel where v has been held.
   const Acc other = v - log.value;
   // A word that neither says: u is NaN, and there is no word.
-  constexpr Acc infinity = std::numeric_limits<Acc>::infinity();
+  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const bool nobody = (x == -infinity) & (y == -infinity);
   return {select(nobody, Acc(0), front * math::fma(weight, g, -h)), p, q,
           select(nobody, Acc(0), select(p_in_front, log.value, -other)),
@@ -232,7 +255,7 @@ struct WordGradients {
 template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
-  constexpr Acc infinity = std::numeric_limits<Acc>::infinity();
+  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const Guess<Acc>& exact = row.exact;
   // Where no gradient comes in, an infinite ratio must not make 0 NaN.
   const Acc u = select(row.first == Acc(0), Acc(0), log_ratio(x, y, exact));
@@ -249,7 +272,7 @@ KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradie
 template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
-  constexpr Acc infinity = std::numeric_limits<Acc>::infinity();
+  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const MixedWord<Acc> word = mixed_of(x, y, row.exact, row.beta);
   const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
@@ -264,7 +287,7 @@ KLFAST_HOST_DEVICE Acc token_gradient(Acc x, Acc scale, Acc lse, Acc a, Acc h, A
   const Acc log_p = math::fma(x, scale, -lse);
   const Acc p = math::exp_term(log_p);
   const Acc gradient = -p * math::fma(h, log_p + entropy, a);
-  constexpr Acc infinity = std::numeric_limits<Acc>::infinity();
+  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   return math::select(x == -infinity, Acc(0), gradient);
 }
 

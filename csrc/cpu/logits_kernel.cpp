@@ -155,7 +155,8 @@ int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
 
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
-  return word_at(row, in.token_ids[index]) * in.inverse_temperature - lse;
+  const double scale = static_cast<Acc>(in.inverse_temperature);  // as the sums took it
+  return word_at(row, in.token_ids[index]) * scale - lse;
 }
 
 // ---------------------------------------------------------------- one model
@@ -275,16 +276,11 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
 // --------------------------------------------------------------- two models
 
 template <typename Acc>
-struct Pairs {
-  Row first;
-  Row second;
-};
-
-template <typename Acc>
 struct PairLanes {
   Acc mass[kLanes] = {};
   Acc spread[kLanes] = {};
   Acc slope[kLanes] = {};
+  Acc other[kLanes] = {};
   Bits<Acc> excluded[kLanes] = {};
 };
 
@@ -297,24 +293,49 @@ KLFAST_HOST_DEVICE void add_group(const Acc* first, const Acc* second, const Gue
     sums.mass[lane] += pair.mass;
     sums.spread[lane] += pair.spread;
     sums.slope[lane] += pair.slope;
-    if constexpr (range != Range::kNear) sums.excluded[lane] |= pair.excluded;
+    if constexpr (range != Range::kNear) {
+      sums.other[lane] += pair.other;
+      sums.excluded[lane] |= pair.excluded;
+    }
   }
 }
+
+// Lane sums over a row.
+template <Range range, typename Acc>
+struct PairAccumulator {
+  alignas(64) PairLanes<Acc> lanes;
+  alignas(64) double mass[kLanes] = {};
+  alignas(64) double spread[kLanes] = {};
+  alignas(64) double slope[kLanes] = {};
+  alignas(64) double other[kLanes] = {};
+
+  void end_block() {
+    flush(lanes.mass, mass);
+    flush(lanes.spread, spread);
+    flush(lanes.slope, slope);
+    if constexpr (range != Range::kNear) flush(lanes.other, other);
+  }
+
+  PairSums total() {
+    PairSums sums = {add_lanes(mass), add_lanes(spread), add_lanes(slope), add_lanes(other), false};
+    for (Bits<Acc> excluded : lanes.excluded) sums.excluded |= excluded != 0;
+    return sums;
+  }
+};
 
 template <typename Acc>
 PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
   alignas(64) Acc first_buffer[kBlock];
   alignas(64) Acc second_buffer[kBlock];
-  alignas(64) PairLanes<Acc> lanes;
-  alignas(64) double mass[kLanes] = {};
-  alignas(64) double spread[kLanes] = {};
-  alignas(64) double slope[kLanes] = {};
+  PairAccumulator<Range::kNear, Acc> near;
+  PairAccumulator<Range::kAnywhere, Acc> anywhere;
   const Guess<Acc> own = guess;
   for (int64_t start = 0; start < first_row.size; start += kBlock) {
     const Piece piece = piece_at(start, first_row.size);
     const Ahead ahead = ahead_of({&first_row, &second_row}, piece);
     const Acc* const first = load(first_row, piece, first_buffer);
     const Acc* const second = load(second_row, piece, second_buffer);
+    bool any_far = false;
     for (int64_t i = 0; i < piece.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
       Bits<Acc> far = 0;
@@ -322,44 +343,27 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
         far |= !math::is_near(divergences::log_ratio(first[i + lane], second[i + lane], own));
       }
       if (far) {
-        add_group<Range::kAnywhere>(first + i, second + i, own, lanes);
+        any_far = true;
+        add_group<Range::kAnywhere>(first + i, second + i, own, anywhere.lanes);
       } else {
-        add_group<Range::kNear>(first + i, second + i, own, lanes);
+        add_group<Range::kNear>(first + i, second + i, own, near.lanes);
       }
     }
-    flush(lanes.mass, mass);
-    flush(lanes.spread, spread);
-    flush(lanes.slope, slope);
+    near.end_block();
+    if (any_far) anywhere.end_block();
   }
-  PairSums sums;
-  sums.mass = add_lanes(mass);
-  sums.spread = add_lanes(spread);
-  sums.slope = add_lanes(slope);
-  for (Bits<Acc> excluded : lanes.excluded) sums.excluded |= excluded != 0;
-  return sums;
+  return divergences::add(near.total(), anywhere.total());
 }
-
-// A guess as the arithmetic takes it, and what that comes to in double.
-template <typename Acc>
-struct Guessed {
-  Guess<Acc> guess;
-
-  Guessed(double scale, double first, double ratio)
-      : guess(divergences::guess_of<Acc>(scale, first, ratio)) {}
-  PairRow row_of(const PairSums& sums) const {
-    return divergences::row_of(sums, guess.first, guess.ratio);
-  }
-};
 
 // kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
 // poor, and one with the whole rows' greatest words between them if it was useless.
 template <typename Acc>
 PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second, bool want_kl) {
-  const double scale = in.inverse_temperature;
+  const double scale = static_cast<Acc>(in.inverse_temperature);
   PairRow row = {NAN, NAN, NAN, false, false};
   const auto look = [&](double guess, double ratio) {
-    const Guessed<Acc> guessed(scale, guess, ratio);
-    row = guessed.row_of(sum_pairs(first, second, guessed.guess));
+    const Guess<Acc> taken = divergences::guess_of<Acc>(scale, guess, ratio);
+    row = divergences::row_of(sum_pairs(first, second, taken), taken);
   };
   const auto look_from = [&](int64_t words) {
     const double top = static_cast<double>(greatest<Acc>(first, words)) * scale;
