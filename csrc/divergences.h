@@ -30,7 +30,15 @@ struct Guess {
   Acc offset;  // what is large of c, before the temperature: subtracting it costs y no digit of u'
   Acc ratio;   // the rest of c
   Acc second;  // m + c
+  Acc second_rest;  // and what rounding took from it: both exponentials must meet the same c
 };
+
+// c as the arithmetic takes it.
+template <typename Acc>
+KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc>& guess) {
+  return static_cast<double>(guess.offset) * static_cast<double>(guess.scale) +
+         static_cast<double>(guess.ratio);
+}
 
 template <typename Acc>
 KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio) {
@@ -40,15 +48,10 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
   const double own_scale = guess.scale;
   guess.offset = static_cast<Acc>(std::rint(ratio / own_scale / 4) * 4);
   guess.ratio = static_cast<Acc>(ratio - static_cast<double>(guess.offset) * own_scale);
-  guess.second = static_cast<Acc>(static_cast<double>(guess.first) + ratio);
+  const double second = static_cast<double>(guess.first) + ratio_of(guess);
+  guess.second = static_cast<Acc>(second);
+  guess.second_rest = static_cast<Acc>(second - static_cast<double>(guess.second));
   return guess;
-}
-
-// c as the arithmetic takes it.
-template <typename Acc>
-KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc>& guess) {
-  return static_cast<double>(guess.offset) * static_cast<double>(guess.scale) +
-         static_cast<double>(guess.ratio);
 }
 
 // A word of one model: e^(x - m), and that times x - m.
@@ -82,19 +85,29 @@ KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
   return math::fma((y - guess.offset) - x, guess.scale, -guess.ratio);
 }
 
+// e^(x - m) and e^(y - m - c).
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc first_term(Acc x, const Guess<Acc>& guess) {
+  return math::exp_term(math::fma(x, guess.scale, -guess.first));
+}
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc second_term(Acc y, const Guess<Acc>& guess) {
+  return math::exp_term(math::fma(y, guess.scale, -guess.second) - guess.second_rest);
+}
+
 // kNear promises |u'| <= 1.
 template <Range range, typename Acc>
 KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
   using math::select;
   const Acc u = log_ratio(x, y, guess);
-  const Acc mass = math::exp_term(math::fma(x, guess.scale, -guess.first));
+  const Acc mass = first_term(x, guess);
   if constexpr (range == Range::kNear) {
     return {mass, mass * math::expm1_minus_argument<Range::kNear>(u), mass * u, 0, 0};
   }
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
-  const Acc other = math::exp_term(math::fma(y, guess.scale, -guess.second));
+  const Acc other = second_term(y, guess);
   // A word that neither says has u = NaN, and adds nothing. NaN in a logit reaches `mass` or
   // `other`.
   const bool nobody = (x == -infinity) & (y == -infinity);
@@ -129,35 +142,46 @@ struct PairRow {
   bool good;     // and exact, as kl is
 };
 
-// Whether a guess served for a sum of e^(x - guess): neither lost to 0 nor held at exp's limit.
-KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-2 && mass < 1e30; }
+// Whether a guess served for a sum of e^(x - guess): nothing of it lost to 0 or held at exp's
+// limit.
+KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-20 && mass < 1e30; }
+// And not so far below the greatest word that the rounding of x - guess shows.
+KLFAST_HOST_DEVICE bool is_good(double mass) { return mass > 1e-2 && mass < 1e7; }
 
 template <typename Acc>
 KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess) {
   constexpr double kCancellation = 16;  // roundings: 2e-6 in fp32 even if all point one way
   const double a = (sums.spread + sums.slope) / sums.mass;
   const double spread = sums.spread / sums.mass;
+  const double slope = std::fabs(sums.slope) / sums.mass;
   const double total = sums.other / sums.mass;
-  const double log_total = std::fabs(a) < 0.5 ? std::log1p(a) : std::log(total);
+  const bool far = std::fabs(spread) + slope > 0.5;  // 1 + a has fewer digits than total
+  const double log_total = far ? std::log(total) : std::log1p(a);
   const double kl = spread + (log_total - a);
-  const double cancelled =
-      spread + std::fabs(a) * (std::fabs(sums.slope) + std::fabs(sums.spread)) / sums.mass;
+  const double cancelled = far ? 1 + slope : spread + std::fabs(a) * (slope + spread);
   PairRow row;
   row.usable = is_usable(sums.mass) && total > 1e-20 && total < 1e30;
-  row.good = row.usable && total > 0.125 &&
+  row.good = row.usable && is_good(sums.mass) && total > 0.125 && total < 1e4 &&
              (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
-  row.kl = sums.excluded ? INFINITY : (kl < 0 ? 0 : kl);
+  row.kl = kl < 0 ? 0 : kl;
+  if (sums.excluded && kl == kl) row.kl = INFINITY;  // NaN stays
   row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
   row.shift = ratio_of(guess) + log_total;
   return row;
 }
 
-// A word's part in JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q.
+// What rounding takes from a log-sum-exp is a factor of every probability: this one.
+template <typename Acc>
+KLFAST_HOST_DEVICE double rest_of(const Guess<Acc>& exact, double lse) {
+  return std::exp(static_cast<double>(exact.first) - lse);
+}
+
+// A word's part in JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b <= 1/2; for
+// larger b the models change roles.
 //
-// For u <= 0 with v = u and weight b it is p f(v), f(v) = b g(v) - h(a), where a = b (e^v - 1),
-// g(v) = v e^v - (e^v - 1) and h(a) = (1 + a) log(1 + a) - a: both >= 0 with a double root at 0.
-// For u > 0 the models change roles: v = -u, weight 1 - b, and q in front. So v <= 0 always,
-// nothing overflows, and log(1 + a) is that of m over the model in front.
+// With L = log(m / p) = log(1 + a), a = b (e^u - 1), and W = log(q / m) = u - L it is
+// b q W - (1 - b) p L. Near u = 0 the two cancel: there it is p (b g(u) - h(a)), where
+// g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
 template <typename Acc>
 struct MixedWord {
   Acc value;  // to JSD
@@ -167,40 +191,58 @@ struct MixedWord {
   Acc log_q_over_m;
 };
 
+// b and 1 - b, of which the smaller must keep its digits.
 template <typename Acc>
-KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact, Acc b) {
+struct Mixture {
+  Acc smaller;
+  Acc larger;
+  bool swaps;  // b > 1/2
+};
+
+template <typename Acc>
+KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
+  const bool swaps = b > 0.5;
+  return {static_cast<Acc>(swaps ? 1 - b : b), static_cast<Acc>(swaps ? b : 1 - b), swaps};
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact,
+                                           const Mixture<Acc>& mixture) {
   using math::select;
-  const Acc p = math::exp_term(math::fma(x, exact.scale, -exact.first));
-  const Acc q = math::exp_term(math::fma(y, exact.scale, -exact.second));
-  const Acc u = log_ratio(x, y, exact);
-  const bool p_in_front = !(u > Acc(0));
-  const Acc v = math::clamp(select(p_in_front, u, -u), Acc(-100), Acc(0));
-  const Acc weight = select(p_in_front, b, Acc(1) - b);
-  const bool near = math::is_near(v);
-  const Acc near_v = select(near, v, Acc(0));
-  const Acc tail = math::expm1_minus_argument<Range::kNear>(near_v);
-  const Acc e = math::exp_term(v);
-  const Acc em1 = select(near, near_v + tail, e - Acc(1));
-  const Acc g = select(near, math::fma(near_v, em1, -tail), math::fma(v, e, -em1));
-  const Acc a = weight * em1;
-  const math::Log1p<Acc> log = math::log1p_nonpositive(a);
-  const Acc h = math::fma(Acc(1) + a, log.minus_argument, a * a);
-  const Acc front = select(p_in_front, p, q);
-  // The other logarithm, of two large numbers that nearly cancel where v has been held.
-  const Acc other = v - log.value;
-  // A word that neither says: u is NaN, and there is no word.
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
+  const Acc p = first_term(x, exact);
+  const Acc q = second_term(y, exact);
+  const bool swaps = mixture.swaps;
+  const Acc front = select(swaps, q, p);
+  const Acc back = select(swaps, p, q);
+  const Acc ratio = log_ratio(x, y, exact);
+  // Beyond 80 nats one of p and q is nothing, and the other's logarithm has its limit.
+  const Acc u = math::clamp(select(swaps, -ratio, ratio), Acc(-80), Acc(80));
+  const bool near = math::is_near(u);
+  const Acc near_u = select(near, u, Acc(0));
+  const Acc tail = math::expm1_minus_argument<Range::kNear>(near_u);
+  const Acc em1 = select(near, near_u + tail, math::exp_term(u) - Acc(1));
+  const Acc a = mixture.smaller * em1;
+  const math::Log1p<Acc> log = math::log1p(a);
+  const Acc log_m_over_front = log.value();
+  const Acc log_back_over_m = log.taken_from(u);
+  const Acc g = math::fma(near_u, em1, -tail);
+  const Acc h = math::fma(Acc(1) + a, log.minus_argument, a * a);
+  const Acc near_value = front * math::fma(mixture.smaller, g, -h);
+  const Acc far_value =
+      mixture.smaller * back * log_back_over_m - mixture.larger * front * log_m_over_front;
+  // A word that neither says has u = NaN, and adds nothing.
   const bool nobody = (x == -infinity) & (y == -infinity);
-  return {select(nobody, Acc(0), front * math::fma(weight, g, -h)), p, q,
-          select(nobody, Acc(0), select(p_in_front, log.value, -other)),
-          select(nobody, Acc(0), select(p_in_front, other, -log.value))};
+  return {select(nobody, Acc(0), select(near, near_value, far_value)), p, q,
+          select(nobody, Acc(0), select(swaps, -log_back_over_m, log_m_over_front)),
+          select(nobody, Acc(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
 // What a row's gradients are made of, once a row.
 template <typename Acc>
 struct RowGradient {
   Guess<Acc> exact;
-  Acc beta;
+  Mixture<Acc> mixture;
   Acc first;
   Acc first_constant;
   Acc second;
@@ -223,26 +265,24 @@ template <typename Acc>
 KLFAST_HOST_DEVICE RowGradient<Acc> gradient_of(bool is_kl, double scale, double beta,
                                                 const RowState& row) {
   const Guess<Acc> exact = guess_of<Acc>(scale, row.lse, row.shift);
-  // What rounding takes from a log-sum-exp is a factor of every probability.
-  const double p_rest = std::exp(static_cast<double>(exact.first) - row.lse);
-  const double q_rest = std::exp(static_cast<double>(exact.second) - (row.lse + row.shift));
+  const double rest = rest_of(exact, row.lse);
   const double g = row.grad;
   if (is_kl) {
     const double mean = g == 0 ? 0 : g * row.value;  // which may be infinite
     return {exact,
-            static_cast<Acc>(beta),
-            static_cast<Acc>(g * p_rest),
-            static_cast<Acc>((mean + row.grad_logprob) * p_rest),
-            static_cast<Acc>(g * p_rest),
-            static_cast<Acc>(row.grad_ref_logprob * q_rest)};
+            mixture_of<Acc>(beta),
+            static_cast<Acc>(g * rest),
+            static_cast<Acc>((mean + row.grad_logprob) * rest),
+            static_cast<Acc>(g * rest),
+            static_cast<Acc>(row.grad_ref_logprob * rest)};
   }
   const double other_slope = (row.value + (1 - beta) * row.slope) / beta;  // under q, of log(q / m)
   return {exact,
-          static_cast<Acc>(beta),
-          static_cast<Acc>((1 - beta) * g * p_rest),
-          static_cast<Acc>((row.grad_logprob - (1 - beta) * g * row.slope) * p_rest),
-          static_cast<Acc>(beta * g * q_rest),
-          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * q_rest)};
+          mixture_of<Acc>(beta),
+          static_cast<Acc>((1 - beta) * g * rest),
+          static_cast<Acc>((row.grad_logprob - (1 - beta) * g * row.slope) * rest),
+          static_cast<Acc>(beta * g * rest),
+          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * rest)};
 }
 
 // Gradients of a word, without what a taken token adds: 0 where its own model excludes it.
@@ -261,8 +301,8 @@ KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradie
   const Acc u = select(row.first == Acc(0), Acc(0), log_ratio(x, y, exact));
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
-  const Acc p = math::exp_term(math::fma(x, exact.scale, -exact.first));
-  const Acc q = math::exp_term(math::fma(y, exact.scale, -exact.second));
+  const Acc p = first_term(x, exact);
+  const Acc q = second_term(y, exact);
   const Acc near_difference = p * (near_u + math::expm1_minus_argument<Range::kNear>(near_u));
   const Acc difference = select(near, near_difference, q - p);
   return {select(x == -infinity, Acc(0), -p * math::fma(row.first, u, row.first_constant)),
@@ -273,21 +313,45 @@ template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const MixedWord<Acc> word = mixed_of(x, y, row.exact, row.beta);
+  const MixedWord<Acc> word = mixed_of(x, y, row.exact, row.mixture);
   const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
   return {select(x == -infinity, Acc(0), -word.p * first),
           select(y == -infinity, Acc(0), word.q * second)};
 }
 
-// Of a token's log-prob (a) and the entropy (h, with its value), both over the temperature, without
-// what the taken token adds.
+// What the gradients of a row's log-prob (a) and entropy (h) are made of, once a row; both come in
+// over the temperature.
 template <typename Acc>
-KLFAST_HOST_DEVICE Acc token_gradient(Acc x, Acc scale, Acc lse, Acc a, Acc h, Acc entropy) {
-  const Acc log_p = math::fma(x, scale, -lse);
-  const Acc p = math::exp_term(log_p);
-  const Acc gradient = -p * math::fma(h, log_p + entropy, a);
+struct TokenRow {
+  Acc scale;
+  Acc lse;
+  Acc logprob;
+  Acc entropy;
+  Acc mean;  // of log p: the entropy, with what rounding took from lse
+};
+
+template <typename Acc>
+KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a, double h,
+                                              double entropy) {
+  TokenRow<Acc> row;
+  row.scale = static_cast<Acc>(scale);
+  row.lse = static_cast<Acc>(lse);
+  const double lost = static_cast<double>(row.lse) - lse;
+  const double rest = std::exp(lost);
+  row.logprob = static_cast<Acc>(a * rest);
+  row.entropy = static_cast<Acc>(h * rest);
+  row.mean = static_cast<Acc>(entropy + lost);
+  return row;
+}
+
+// A word's gradient, without what a taken token adds: 0 where the model excludes it.
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
+  const Acc log_p = math::fma(x, row.scale, -row.lse);
+  const Acc gradient =
+      -math::exp_term(log_p) * math::fma(row.entropy, log_p + row.mean, row.logprob);
   return math::select(x == -infinity, Acc(0), gradient);
 }
 

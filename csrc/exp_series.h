@@ -23,6 +23,7 @@ struct Constants<float> {
   using Unsigned = uint32_t;
   static constexpr int kMantissaBits = 23;
   static constexpr Bits kExponentBias = 127;
+  static constexpr float kInfinity = INFINITY;
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   static constexpr float kLog2E = 1.44269504f;
   static constexpr float kLn2High = 0.693359375f;  // 9 bits: n * kLn2High is exact
@@ -48,6 +49,7 @@ struct Constants<double> {
   using Unsigned = uint64_t;
   static constexpr int kMantissaBits = 52;
   static constexpr Bits kExponentBias = 1023;
+  static constexpr double kInfinity = INFINITY;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kLog2E = 1.4426950408889634;
   static constexpr double kLn2High = 0x1.62e42feep-1;  // 32 bits: n * kLn2High is exact

@@ -197,17 +197,22 @@ struct WordRow {
   double entropy;
 };
 
-// The first block's greatest word serves as the guess unless the sum shows that it does not.
+// The first block's greatest word serves as the guess. If the sum shows that it was a poor one, the
+// row is summed again against what that says; if it was useless, against the row's greatest word.
 template <bool kEntropy, typename Acc>
 WordRow look_at_words(const RowInputs& in, const Row& row) {
   const Acc scale = static_cast<Acc>(in.inverse_temperature);
   Acc guess = greatest<Acc>(row, std::min(kBlock, row.size)) * scale;
   WordSums sums;
-  if (is_guess(guess)) sums = sum_words<kEntropy>(row, scale, guess);
+  const auto look = [&] { sums = sum_words<kEntropy>(row, scale, guess); };
+  if (is_guess(guess)) look();
   if (!divergences::is_usable(sums.mass)) {
     guess = greatest<Acc>(row, row.size) * scale;
     if (!is_guess(guess)) return {NAN, NAN};
-    sums = sum_words<kEntropy>(row, scale, guess);
+    look();
+  } else if (!divergences::is_good(sums.mass)) {
+    guess = static_cast<Acc>(guess + std::log(sums.mass));
+    look();
   }
   const double log_mass = std::log(sums.mass);
   const double entropy = log_mass - sums.surprise / sums.mass;
@@ -240,15 +245,10 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   if (!in.keeps(index)) return clear(call.grad, index, words);
   const Row row = row_at(in, call.logits, index);
   const double scale = in.inverse_temperature;
-  const Acc taken = static_cast<Acc>(element<Acc>(call.grad_logprobs, index) * scale);
-  const Acc of_entropy = static_cast<Acc>(element<Acc>(call.grad_entropy, index) * scale);
-  const Acc entropy = static_cast<Acc>(element<Acc>(call.entropy, index));
-  const Acc lse = static_cast<Acc>(call.lse[index]);
-  const Acc own_scale = static_cast<Acc>(scale);
-  // What rounding takes from lse is a factor of every probability.
-  const double rest = std::exp(static_cast<double>(lse) - call.lse[index]);
-  const Acc scaled_taken = static_cast<Acc>(taken * rest);
-  const Acc scaled_entropy = static_cast<Acc>(of_entropy * rest);
+  const double taken = element<Acc>(call.grad_logprobs, index) * scale;
+  const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
+  const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
+      scale, call.lse[index], taken, of_entropy, element<Acc>(call.entropy, index));
   alignas(64) Acc buffer[kBlock];
   alignas(64) Acc out_buffer[kBlock];
   for (int64_t first = 0; first < words; first += kBlock) {
@@ -256,19 +256,13 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
     const Acc* const logits = load(row, piece, buffer);
     Acc* const grad =
         output_block(call.grad, index * words + first, piece.size, piece.padded, out_buffer);
-    if (of_entropy == Acc(0)) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < piece.padded; ++i) {
-        grad[i] = -scaled_taken * math::exp_term(math::fma(logits[i], own_scale, -lse));
-      }
-    } else {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < piece.padded; ++i) {
-        grad[i] = divergences::token_gradient(logits[i], own_scale, lse, scaled_taken,
-                                              scaled_entropy, entropy);
-      }
+    for (int64_t i = 0; i < piece.padded; ++i) {
+      grad[i] = divergences::token_gradient(logits[i], own);
     }
-    if (const int64_t place = taken_in(in, index, piece); place >= 0) grad[place] += taken;
+    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
+      grad[place] += static_cast<Acc>(taken);
+    }
     store_block(call.grad, index * words + first, piece.size, grad);
   }
 }
@@ -378,25 +372,23 @@ PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second, 
   return row;
 }
 
-template <typename Acc>
-Guess<Acc> exact_guess(const RowInputs& in, double lse, double shift) {
-  return divergences::guess_of<Acc>(in.inverse_temperature, lse, shift);
-}
-
 struct Mixed {
   double jsd;
   double slope;
 };
 
 template <typename Acc>
-Mixed mix(const Row& first_row, const Row& second_row, const Guess<Acc>& exact, Acc beta) {
+Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, const PairRow& row,
+          double beta) {
+  if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
   alignas(64) Acc first_buffer[kBlock];
   alignas(64) Acc second_buffer[kBlock];
   alignas(64) Acc value[kLanes] = {};
   alignas(64) Acc slope[kLanes] = {};
   alignas(64) double wide_value[kLanes] = {};
   alignas(64) double wide_slope[kLanes] = {};
-  const Guess<Acc> own = exact;
+  const Guess<Acc> exact = divergences::guess_of<Acc>(in.inverse_temperature, row.lse, row.shift);
+  const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
   for (int64_t start = 0; start < first_row.size; start += kBlock) {
     const Piece piece = piece_at(start, first_row.size);
     const Acc* const first = load(first_row, piece, first_buffer);
@@ -405,7 +397,7 @@ Mixed mix(const Row& first_row, const Row& second_row, const Guess<Acc>& exact, 
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const divergences::MixedWord<Acc> word =
-            divergences::mixed_of(first[i + lane], second[i + lane], own, beta);
+            divergences::mixed_of(first[i + lane], second[i + lane], exact, mixture);
         value[lane] += word.value;
         slope[lane] += word.p * word.log_m_over_p;
       }
@@ -413,8 +405,9 @@ Mixed mix(const Row& first_row, const Row& second_row, const Guess<Acc>& exact, 
     flush(value, wide_value);
     flush(slope, wide_slope);
   }
-  const double jsd = add_lanes(wide_value);
-  return {jsd < 0 ? 0 : jsd, add_lanes(wide_slope)};
+  const double rest = divergences::rest_of(exact, row.lse);
+  const double jsd = add_lanes(wide_value) * rest;
+  return {jsd < 0 ? 0 : jsd, add_lanes(wide_slope) * rest};
 }
 
 template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
@@ -498,9 +491,9 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   const PairRow row = look_at_pairs<Acc>(in, first, second, is_kl);
   Mixed mixed = {row.kl, 0};
   if (!is_kl) {
-    mixed = mix<Acc>(first, second, exact_guess<Acc>(in, row.lse, row.shift),
-                     static_cast<Acc>(call.in.beta));
+    mixed = mix<Acc>(in, first, second, row, call.in.beta);
   }
+  mixed.jsd = static_cast<Acc>(mixed.jsd);  // as a backward will find it
   store<Acc>(call.rows, index, mixed.jsd);
   if (in.token_ids != nullptr) {
     store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
