@@ -23,7 +23,8 @@ def test_compare_writes_a_report_and_names_it(tmp_path, capsys):
     settings = json.loads((out / "settings.json").read_text())["settings"]
     assert (settings["seed"], settings["target"], settings["arms"]) == (3, 2.5, ["adaptive"])
     names = {path.name for path in out.iterdir()}
-    assert names == {"settings.json", "metrics.jsonl", "curves.png", "report.html", "checkpoints"}
+    pictures = {"curves.png", "estimators.png"}
+    assert names == {"settings.json", "metrics.jsonl", "report.html", "checkpoints"} | pictures
 
 
 @pytest.mark.parametrize(

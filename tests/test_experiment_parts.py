@@ -3,13 +3,17 @@
 import dataclasses
 import itertools
 import math
+import statistics
 
 import pytest
 import torch
 
 import klfast
 from klfast.experiment import folder, summary, train
-from klfast.experiment.model import GPT, perplexity, sample, token_logprobs
+from klfast.experiment.accuracy import Accuracy, Bin, measure, read_accuracy
+from klfast.experiment.accuracy_plot import _draw_bias, _draw_std, draw_estimators
+from klfast.experiment.errors import EDGES, SAMPLED, token_errors
+from klfast.experiment.model import GPT, continuation_logits, perplexity, sample
 from klfast.experiment.plots import _spread
 from klfast.experiment.settings import (
     ARM_NAMES,
@@ -78,7 +82,8 @@ def test_cached_sampling_draws_from_the_model(model):
     stepwise = [model(ids[:, :4], 0, caches)[:, -1]]
     stepwise += [model(ids[:, t : t + 1], t, caches)[:, 0] for t in range(4, 11)]
     chosen = torch.stack(stepwise, 1).log_softmax(-1).gather(-1, drawn[..., None])[..., 0]
-    torch.testing.assert_close(chosen, token_logprobs(model, prompts, drawn))
+    logprobs = klfast.token_logprobs(continuation_logits(model, prompts, drawn), drawn)
+    torch.testing.assert_close(chosen, logprobs)
 
 
 def test_a_seed_names_one_model():
@@ -120,6 +125,34 @@ def test_advantage_has_no_mean_within_a_group():
     assert advantage.tolist() == [-1, 1, 0, 0]
 
 
+def test_models_are_compared_over_the_vocabulary_and_at_the_drawn_tokens(model):
+    reference = GPT(vocabulary=20, context=12, layers=1, width=8, heads=2)
+    reference.initialise(torch.Generator().manual_seed(3))
+    ids = torch.randint(20, (3, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(8) < torch.tensor([[8], [1], [5]])
+    both = train.compare_models(model, reference, train.Batch(ids[:, :4], ids[:, 4:], mask))
+
+    p, q = (m(ids[:, :-1])[:, 3:].double().log_softmax(-1) for m in (model, reference))
+    exact = (p.exp() * (p - q)).sum(-1) * mask
+    logprobs, ref_logprobs = (x.gather(-1, ids[:, 4:, None])[..., 0] * mask for x in (p, q))
+    torch.testing.assert_close(both.exact.double(), exact, rtol=2e-6, atol=0)
+    torch.testing.assert_close(both.stats.kl.double(), exact.sum(1), rtol=4e-6, atol=0)
+    torch.testing.assert_close(both.logprobs.double(), logprobs)
+    torch.testing.assert_close(both.ref_logprobs.double(), ref_logprobs)
+    rounding = 16 * 2**-22  # of 16 log-probs between -4 and -2
+    k1 = (logprobs - ref_logprobs).sum(1)
+    torch.testing.assert_close(both.stats.k1.double(), k1, rtol=0, atol=rounding)
+    weights = tuple(model.parameters())
+    share = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    for gradient, expected in zip(
+        torch.autograd.grad(both.logprobs, weights, share),
+        torch.autograd.grad(logprobs, weights, share.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert not both.exact.requires_grad
+
+
 def test_kl_step_gives_the_reverse_kl_gradient_and_unbiased_values():
     logprobs = -torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
     ref_logprobs = -torch.rand(3, 5, generator=torch.Generator().manual_seed(1))
@@ -130,12 +163,147 @@ def test_kl_step_gives_the_reverse_kl_gradient_and_unbiased_values():
     torch.testing.assert_close(stats.kl, (torch.expm1(-x) + x).sum(1))
     assert seconds > 0
 
-    record = train.kl_record(stats)
+    exact = torch.tensor([3.0, 1.5, 2.0])
+    record = train.kl_record(stats._replace(kl=exact))
+    assert record["kl_per_sequence_exact"] == pytest.approx(6.5 / 3)
+    assert record["kl_per_token_exact"] == pytest.approx(6.5 / 11)
+    errors = (x.sum(1) - exact).tolist()
+    assert record["kl_per_sequence_k1_error_std"] == pytest.approx(statistics.stdev(errors))
     assert record["kl_per_sequence_k1"] == pytest.approx(float(x.sum(1).mean()))
     assert record["kl_per_token_k1"] == pytest.approx(float(x.sum() / 11))
     assert record["kl_per_sequence_k2"] == pytest.approx(float(x.square().sum() / 6))
     assert record["kl_per_sequence_k3"] == pytest.approx(float(stats.sequence_mean()))
     assert record["kl_per_token_k3"] == pytest.approx(float(stats.token_mean()))
+
+
+def test_errors_are_summed_over_tokens_alike_in_exact_kl():
+    exact = torch.tensor([[0.03, 0.3, 0.04], [0.0, 0.035, 7.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
+    logprobs = -torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
+    ref_logprobs = -torch.rand(2, 3, generator=torch.Generator().manual_seed(1))
+    errors = token_errors(exact, logprobs, ref_logprobs, mask)
+    assert errors["low"] == [0.02, 0.2, 5.0]
+    assert errors["tokens"] == [2, 1, 1]
+    assert errors["exact"] == pytest.approx([0.07, 0.3, 7.0])
+    x = logprobs - ref_logprobs
+    for name, estimate in (("k1", x), ("k2", x * x / 2), ("k3", torch.expm1(-x) + x)):
+        error = (estimate - exact).tolist()
+        in_bins = [[error[0][0], error[0][2]], [error[0][1]], [error[1][2]]]
+        assert errors[name] == pytest.approx([sum(e) for e in in_bins], rel=1e-5)
+        squares = [sum(e * e for e in own) for own in in_bins]
+        assert errors[f"{name}_squared"] == pytest.approx(squares, rel=1e-5)
+
+
+def test_no_token_far_enough_from_the_reference_is_no_bin():
+    nothing = token_errors(*torch.zeros(3, 2, 4), torch.ones(2, 4).bool())
+    assert nothing["low"] == nothing["k1"] == []
+    assert measure([{"step": 1, "token_errors": nothing}]) == []
+    assert "too few to tell bias from noise" in " ".join(read_accuracy([]))
+
+
+def test_measured_bias_and_noise_are_those_of_the_distributions():
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 30, generator=generator, dtype=torch.float64).softmax(-1)
+    x = (p / q).log()
+    exact = float((p * x).sum())
+    drawn = torch.multinomial(p, 40_000, replacement=True, generator=generator).view(100, 400)
+    steps = [
+        {"step": i, "token_errors": token_errors(torch.full((400,), exact), own, ref, own < 0)}
+        for i, (own, ref) in enumerate(zip(p.log()[drawn], q.log()[drawn], strict=True))
+    ]
+    (measured,) = measure(steps)
+    assert measured.estimators["k2"].is_biased
+    assert measured.low < exact < measured.high
+    assert (measured.tokens, measured.steps) == (40_000, 100)
+    assert measured.exact == pytest.approx(exact)
+    assert measured.ratio == pytest.approx(1, abs=0.03)
+    for name, value in (("k1", x), ("k2", x * x / 2), ("k3", torch.expm1(-x) + x)):
+        accuracy = measured.estimators[name]
+        mean = float((p * value).sum())
+        std = float((p * (value - mean).square()).sum().sqrt())
+        # Two margins are 3.9 standard errors: chance alone oversteps them once in 10,000 seeds.
+        assert accuracy.bias == pytest.approx(mean / exact - 1, abs=2 * accuracy.margin)
+        # The spread between 100 steps is known to 7 %.
+        assert accuracy.margin == pytest.approx(1.96 * std / 200 / exact, rel=0.2)
+        assert accuracy.std == pytest.approx(std / exact, rel=0.1)
+
+    (twice,) = measure(steps + steps)  # as two arms with one policy, which draw the same tokens
+    assert twice.tokens == 80_000
+    for name in SAMPLED:
+        assert twice.estimators[name].margin == pytest.approx(measured.estimators[name].margin)
+    assert measure(steps[:9]) == measure(steps[:2] * 10) == []
+
+
+def bins(*lines, ratio=1.0):
+    """Of (exact KL, then for each estimator its bias and std); the margin is always 0.02."""
+    return [
+        Bin(
+            low=max(edge for edge in EDGES if edge <= exact),
+            high=min(edge for edge in EDGES if edge > exact),
+            tokens=2000,
+            steps=50,
+            exact=exact,
+            estimators={
+                name: Accuracy(bias, 0.02, std)
+                for name, (bias, std) in zip(SAMPLED, estimators, strict=True)
+            },
+            ratio=ratio,
+        )
+        for exact, *estimators in lines
+    ]
+
+
+NEAR = (0.03, (0.01, 9.0), (-0.01, 2.0), (0.0, 2.5))
+FAR = (3.0, (0.0, 0.3), (1.25, 0.9), (-0.1, 4.0))
+
+
+def test_reading_of_the_estimators_follows_the_numbers():
+    text = " ".join(read_accuracy(bins(NEAR, FAR)))
+    assert "4,000 tokens had an exact KL between 0.02 and 5 nats, in 2 bins" in text
+    assert "k1: no bias can be told from noise" in text
+    assert "scatters by 900% of the exact KL at 0.03 nats and 30% of the exact KL at 3" in text
+    assert "k2: its mean is off the exact KL by more than the 95% band in 1 of 2 bins" in text
+    assert "most at 3 nats: by +125.0% ± 2.0%" in text
+    assert "by -10.0% ± 2.0%" in text
+    assert "k3 was less noisy than k1 up to 0.05 nats per token, and noisier beyond" in text
+    assert "reference / policy" not in text
+
+    assert "k3 was less noisy than k1 everywhere" in " ".join(read_accuracy(bins(NEAR)))
+    far = " ".join(read_accuracy(bins(FAR, ratio=0.4)))
+    assert "k3 was nowhere less noisy than k1" in far
+    assert "was 0.4: " in far
+    assert "left it 0.6 nats below k1" in far
+    turned = read_accuracy(bins((0.01, *FAR[1:]), NEAR))
+    assert "k3 was less noisy than k1 in 1 of 2 bins." in turned
+
+
+def test_picture_shows_bias_and_noise_of_every_bin():
+    from matplotlib.figure import Figure
+
+    bias, noise = Figure().subplots(1, 2)
+    _draw_bias(bias, bins(NEAR, FAR))
+    _draw_std(noise, bins(NEAR, FAR))
+    shown = {line.get_label(): line for line in noise.get_lines()}
+    for i, name in enumerate(SAMPLED, start=1):
+        assert list(shown[name].get_xdata()) == [0.03, 3.0]
+        assert list(shown[name].get_ydata()) == [100 * NEAR[i][1], 100 * FAR[i][1]]
+    shown = {line.get_label(): line for line in bias.get_lines()}
+    for i, (name, band) in enumerate(zip(SAMPLED, bias.collections, strict=True), start=1):
+        assert list(shown[name].get_ydata()) == [NEAR[i][0], FAR[i][0]]
+        heights = band.get_paths()[0].vertices[:, 1]
+        for value in (NEAR[i][0], FAR[i][0]):
+            for edge in (value - 0.02, value + 0.02):
+                assert min(abs(heights - edge)) < 1e-9
+
+
+def test_picture_of_one_arm_or_of_nothing_is_drawn():
+    settings = Settings(steps=3, arms=("adaptive", "none"))
+    records = rows("adaptive", [0, 5, 6])
+    one = draw_estimators(records, summary.summarise(records, settings), bins(NEAR), settings)
+    nothing = draw_estimators([], [], [], settings)
+    assert one.startswith(b"\x89PNG")
+    assert nothing.startswith(b"\x89PNG")
+    assert one != nothing
 
 
 @pytest.mark.parametrize(
@@ -174,7 +342,9 @@ def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):
             "step": i + 1,
             "reward": reward,
             "coefficient": coefficient,
-            "kl_per_sequence_k3": value,
+            "kl_per_sequence_exact": 1.1 * value,
+            **{f"kl_per_sequence_{name}": value for name in SAMPLED},
+            **{f"kl_per_sequence_{name}_error_std": value / 2 for name in SAMPLED},
             "kl_per_token_k3": value / 32,
             "held_out_perplexity": perplexity,
             "kl_step_seconds": 0.001,
@@ -188,6 +358,10 @@ def test_summary_is_over_the_last_third():
     settings = Settings(steps=6, arms=("adaptive",), target=6.0)
     (s,) = summary.summarise(rows("adaptive", [0, 5, 20, 20, 6, 7]), settings)
     assert (s.steps, s.window, s.kl, s.settled) == (6, 2, 6.5, 2)
+    assert s.exact_kl == pytest.approx(7.15)
+    k2 = s.estimates["k2"]
+    assert (k2.kl, k2.bias) == (6.5, pytest.approx(-0.65))
+    assert k2.error_std == pytest.approx(math.sqrt((3**2 + 3.5**2) / 2))
     assert s.miss(6.0) == pytest.approx(0.5 / 6)
     assert s.held(6.0)
 

@@ -1,5 +1,6 @@
 """The experiment as a whole: what it writes, how it stops, how it goes on."""
 
+import base64
 import json
 import re
 import shutil
@@ -39,7 +40,8 @@ def _one_corpus(monkeypatch):
 @pytest.fixture
 def _no_picture(monkeypatch):
     """Saves a second in tests that are about something else."""
-    monkeypatch.setattr(compare_module, "draw_curves", lambda rows, settings: b"a picture")
+    for draw in ("draw_curves", "draw_estimators"):
+        monkeypatch.setattr(compare_module, draw, lambda *of: b"a picture")
 
 
 @cache
@@ -86,9 +88,18 @@ def test_metrics_have_every_quantity_at_every_step(whole):
         (arm, step) for arm in TINY["arms"] for step in range(1, 5)
     ]
     expected = {"arm", "step", "reward", "coefficient", "held_out_perplexity", "kl_step_seconds"}
-    expected |= {f"kl_per_{unit}_k{i}" for unit in ("sequence", "token") for i in (1, 2, 3)}
+    names = ("exact", "k1", "k2", "k3")
+    expected |= {f"kl_per_{unit}_{name}" for unit in ("sequence", "token") for name in names}
+    expected |= {f"kl_per_sequence_{name}_error_std" for name in names[1:]}
     assert all(expected <= row.keys() for row in rows)
     assert all(row["coefficient"] == 0 for row in rows if row["arm"] == "none")
+    for row in rows:
+        tokens = row["mean_length"] * TINY["prompts"] * TINY["group"]
+        bins = row["token_errors"]
+        assert sum(bins["tokens"]) == (tokens if row["step"] > 1 else 0)
+        assert sum(bins["exact"]) == pytest.approx(tokens * row["kl_per_token_exact"])
+        bias = row["kl_per_token_k2"] - row["kl_per_token_exact"]
+        assert sum(bins["k2"]) == pytest.approx(tokens * bias, rel=1e-4, abs=1e-6)
 
 
 def test_arms_start_alike_from_the_same_samples(whole):
@@ -96,15 +107,20 @@ def test_arms_start_alike_from_the_same_samples(whole):
     for key in ("reward", "kl_per_sequence_k3", "mean_length"):
         assert first[0][key] == first[1][key]
     assert first[0]["kl_per_sequence_k3"] == 0
+    assert first[0]["kl_per_sequence_exact"] == 0
 
 
 def test_report_stands_alone(whole):
     html = (whole / "report.html").read_text()
-    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in html
+    for name in ("curves.png", "estimators.png"):
+        picture = (whole / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert f"data:image/png;base64,{base64.b64encode(picture).decode()}" in html
     assert not re.search(r"(src|href)=\"(?!data:)", html)
     for text in ("no penalty", "adaptive (Ziegler)", "reference", "pretrain_steps", "Off target"):
         assert text in html
+    assert "Exact KL" in html
+    assert "No bin holds 1,000 tokens of 10 steps" in html
     assert html.count('class="prompt"') == 3
     assert "the target: over the last step" in html
 
@@ -169,6 +185,11 @@ def damage_settings(out):
     (out / "settings.json").write_text("{")
 
 
+def damage_version(out):
+    record = json.loads((out / "settings.json").read_text())
+    (out / "settings.json").write_text(json.dumps({**record, "version": 1}))
+
+
 def damage_checkpoint(out):
     path = out / "checkpoints" / "adaptive.pt"
     path.write_bytes(path.read_bytes()[:-100])
@@ -199,6 +220,7 @@ def damage_missing_part(out):
     ("damage", "file"),
     [
         (damage_settings, "settings.json"),
+        (damage_version, "settings.json"),
         (damage_checkpoint, "adaptive.pt"),
         (damage_other_file, "adaptive.pt"),
         (damage_missing_pretraining, "pretrain.pt"),

@@ -6,11 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
+from klfast.experiment import folder
 from klfast.experiment.settings import ARM_NAMES, CompareError, Settings
 
-HELP = "train a small language model under different KL controls and write a report"
+HELP = (
+    "train a small language model under different KL controls, measure the KL estimators against "
+    "the exact KL on the way, and write a report"
+)
 DEFAULT_OUT = Path("runs/compare")
 
+_FILES = (folder.REPORT, folder.CURVES, folder.ESTIMATORS, folder.METRICS)
 _DEFAULTS = Settings()
 # option, setting, type, what it is
 _OPTIONS = (
@@ -45,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"arms to run, of {', '.join(ARM_NAMES)} (default all)",
     )
     parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})"
+        "--out",
+        type=Path,
+        default=DEFAULT_OUT,
+        help=f"output folder, for {', '.join(_FILES)} (default {DEFAULT_OUT})",
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on with the interrupted run in the output folder"

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from klfast.experiment import folder, run
+from klfast.experiment.accuracy import measure, read_accuracy
+from klfast.experiment.accuracy_plot import draw_estimators
 from klfast.experiment.model import count_parameters
 from klfast.experiment.plots import draw_curves
 from klfast.experiment.report import ReportData, SpeedRow, render_report
@@ -173,16 +175,21 @@ def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console)
 
 
 def write_report(experiment: Run, speed: list[SpeedRow]) -> Path:
-    """Draws the curves and writes the report; returns its path."""
+    """Draws the pictures and writes the report; returns its path."""
     settings, rows = experiment.settings, experiment.rows
+    summaries, bins = summarise(rows, settings), measure(rows)
     curves = draw_curves(rows, settings)
     folder.write_atomic(experiment.out / folder.CURVES, curves)
+    estimators = draw_estimators(rows, summaries, bins, settings)
+    folder.write_atomic(experiment.out / folder.ESTIMATORS, estimators)
     data = ReportData(
         settings=settings,
         environment=run.environment(experiment.corpus),
         parameters=count_parameters(experiment.pretraining.model),
-        summaries=summarise(rows, settings),
+        summaries=summaries,
+        bins=bins,
         curves=curves,
+        estimators=estimators,
         samples=sample_texts(experiment),
         speed=speed,
     )
@@ -198,6 +205,9 @@ def _print_result(experiment: Run, console: Console) -> None:
     if summaries:
         print_summary(console, summaries, experiment.settings)
     for sentence in reading(summaries, experiment.settings):
+        console.print(f"- {sentence}", highlight=False)
+    console.print(f"The estimators against the exact KL ({folder.ESTIMATORS}):", highlight=False)
+    for sentence in read_accuracy(measure(experiment.rows)):
         console.print(f"- {sentence}", highlight=False)
 
 

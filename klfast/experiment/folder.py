@@ -18,10 +18,11 @@ from klfast.experiment.settings import CompareError
 SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
+ESTIMATORS = "estimators.png"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 EARLIER = "earlier"
-_OURS = (SETTINGS, METRICS, CURVES, REPORT, CHECKPOINTS)
+_OURS = (SETTINGS, METRICS, CURVES, ESTIMATORS, REPORT, CHECKPOINTS)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

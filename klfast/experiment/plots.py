@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from klfast.experiment.arms import ARMS
@@ -12,9 +13,13 @@ from klfast.experiment.train import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+Styles = dict[str, dict[str, Any]]
 
 # Okabe and Ito's palette; each arm has its own line and marker as well.
-_STYLES: dict[str, dict[str, Any]] = {
+_STYLES: Styles = {
     "none": {"color": "#555555", "linestyle": ":", "marker": "x"},
     "fixed-low": {"color": "#E69F00", "linestyle": "--", "marker": "v"},
     "fixed-high": {"color": "#56B4E9", "linestyle": "--", "marker": "^"},
@@ -28,9 +33,7 @@ _LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the p
 
 def draw_curves(rows: list[Row], settings: Settings) -> bytes:
     """The four panels as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
+    figure = new_figure()
     axes = figure.subplots(2, 2)
     zero = " (no penalty: 0)" if "none" in settings.arms else ""
     panels = (
@@ -41,14 +44,27 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
     )
     for panel, key, title in panels:
         ends = _draw_lines(panel, key, rows, settings)
-        _dress(panel, title, settings, empty=not ends)
+        dress(panel, title)
+        show_steps(panel, settings, empty=not ends)
         if key == "kl_per_sequence_k3":
             _mark_target(panel, settings)
         if key == "held_out_perplexity" and rows:
             ends = _cap(panel, ends, _PERPLEXITY_CAP * rows[0][key])
-        _set_ticks(panel)
-        _label_ends(panel, ends)
-    handles, labels = axes[0][0].get_legend_handles_labels()
+        set_ticks(panel.yaxis)
+        label_ends(panel, [(ARMS[name].label, _STYLES[name], value) for name, value in ends])
+    add_legend(figure, axes[0][0])
+    return to_png(figure)
+
+
+def new_figure() -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(13, 9), dpi=110, layout="constrained")
+
+
+def add_legend(figure: Figure, panel: Axes) -> None:
+    """One legend for the figure, of the lines in ``panel``."""
+    handles, labels = panel.get_legend_handles_labels()
     figure.legend(
         handles,
         labels,
@@ -57,6 +73,9 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
         frameon=False,
         handlelength=4,
     )
+
+
+def to_png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -67,7 +86,6 @@ def _draw_lines(
 ) -> list[tuple[str, float]]:
     """One line per arm; returns each arm's last value that a logarithmic axis can show."""
     ends = []
-    every = max(1, settings.steps // _MARKERS_PER_LINE)
     for i, name in enumerate(settings.arms):
         shown = [row for row in rows if row["arm"] == name and row[key] > 0]
         panel.plot(
@@ -76,7 +94,7 @@ def _draw_lines(
             label=ARMS[name].label,
             linewidth=1.6,
             markersize=5.5,
-            markevery=(i * every // len(settings.arms), every),
+            markevery=mark_every(i, len(settings.arms), settings),
             **_STYLES[name],
         )
         if shown:
@@ -84,29 +102,39 @@ def _draw_lines(
     return ends
 
 
-def _dress(panel: Axes, title: str, settings: Settings, empty: bool) -> None:
+def mark_every(line: int, lines: int, settings: Settings) -> tuple[int, int]:
+    """First marker and their distance, so that lines on top of each other show their own."""
+    every = max(1, settings.steps // _MARKERS_PER_LINE)
+    return line * every // lines, every
+
+
+def dress(panel: Axes, title: str) -> None:
     panel.set_title(title, loc="left", fontsize=11)
-    panel.set_xlabel("step")
-    panel.set_xlim(0, settings.steps * 1.01)
-    if empty:
-        panel.set_ylim(0.1, 10)  # a logarithmic axis without data finds no limits of its own
-    panel.set_yscale("log")
     panel.grid(True, which="major", color="#e4e4e4", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _set_ticks(panel: Axes) -> None:
-    """Plain numbers, more of them in a decade the fewer decades there are."""
+def show_steps(panel: Axes, settings: Settings, empty: bool) -> None:
+    """Steps to the right, a logarithmic axis upwards."""
+    panel.set_xlabel("step")
+    panel.set_xlim(0, settings.steps * 1.01)
+    if empty:
+        panel.set_ylim(0.1, 10)  # a logarithmic axis without data finds no limits of its own
+    panel.set_yscale("log")
+
+
+def set_ticks(axis: Axis, unit: str = "") -> None:
+    """Plain numbers on a logarithmic axis, more of them the fewer decades there are."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    bottom, top = panel.get_ylim()
-    several = (1.0, 2.0, 5.0) if top / bottom < 1000 else (1.0,)
-    subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0) if top / bottom < 15 else several
-    panel.yaxis.set_major_locator(LogLocator(subs=subs))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    panel.yaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axis.get_view_interval()
+    several = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
+    subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0) if high / low < 15 else several
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}{unit}"))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _mark_target(panel: Axes, settings: Settings) -> None:
@@ -135,16 +163,19 @@ def _cap(panel: Axes, ends: list[tuple[str, float]], cap: float) -> list[tuple[s
     return [(name, value) for name, value in ends if value <= cap]
 
 
-def _label_ends(panel: Axes, ends: list[tuple[str, float]]) -> None:
-    """Names each line at its end; labels that would touch are moved apart."""
+def label_ends(panel: Axes, ends: Iterable[tuple[str, dict[str, Any], float]]) -> None:
+    """Writes a label, in its line's style, at each line's end; none touches another."""
     to_share = panel.transScale + panel.transLimits
-    heights = [(float(to_share.transform((1, value))[1]), name) for name, value in ends]
-    for height, name in _spread(heights):
+    heights, colors = [], {}
+    for label, style, value in ends:
+        heights.append((float(to_share.transform((1, value))[1]), label))
+        colors[label] = style["color"]
+    for height, label in _spread(heights):
         panel.annotate(
-            ARMS[name].label,
+            label,
             (1.01, height),
             xycoords="axes fraction",
-            color=_STYLES[name]["color"],
+            color=colors[label],
             fontsize=9,
             fontweight="bold",
             va="center",

@@ -6,6 +6,8 @@ import base64
 from dataclasses import dataclass
 from typing import Any
 
+from klfast.experiment.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, read_accuracy
+from klfast.experiment.errors import SAMPLED
 from klfast.experiment.samples import Sample
 from klfast.experiment.settings import Settings, settings_to_json
 from klfast.experiment.summary import Summary, number, reading
@@ -22,7 +24,9 @@ class ReportData:
     environment: dict[str, Any]
     parameters: int
     summaries: list[Summary]
+    bins: list[Bin]
     curves: bytes
+    estimators: bytes
     samples: list[Sample]
     speed: list[SpeedRow]
 
@@ -41,7 +45,12 @@ def render_report(data: ReportData) -> bytes:
     text = environment.get_template("report_template.html").render(
         data=data,
         reading=reading(data.summaries, data.settings),
+        accuracy=read_accuracy(data.bins),
+        sampled=SAMPLED,
+        enough_tokens=ENOUGH_TOKENS,
+        enough_steps=ENOUGH_STEPS,
         settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},
         curves=base64.b64encode(data.curves).decode(),
+        estimators=base64.b64encode(data.estimators).decode(),
     )
     return text.encode()

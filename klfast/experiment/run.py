@@ -29,6 +29,9 @@ from klfast.experiment.settings import (
 from klfast.experiment.text import Corpus
 from klfast.experiment.train import ArmState, Row, World, build_world, new_arm, train_step
 
+VERSION = 2
+"""Of what a run records and how it computes it: a run goes on under the version it began with."""
+
 SAVE_EVERY = 10
 PRETRAIN_SAVE_EVERY = 100
 _PRETRAIN = "pretrain"
@@ -76,7 +79,11 @@ def start(settings: Settings, corpus: Corpus, out: Path) -> Run:
     """A new run in an empty place of ``out``."""
     folder.write_json(
         out / folder.SETTINGS,
-        {"version": 1, "settings": settings_to_json(settings), "environment": environment(corpus)},
+        {
+            "version": VERSION,
+            "settings": settings_to_json(settings),
+            "environment": environment(corpus),
+        },
     )
     folder.write_rows(out / folder.METRICS, [])
     return Run(settings, corpus, out, new_pretraining(corpus, settings))
@@ -89,6 +96,9 @@ def stored_settings(out: Path) -> tuple[Settings, dict[str, Any]]:
         raise CompareError(f"nothing to resume: there is no {path}")
     try:
         record = json.loads(path.read_bytes())
+        version = record["version"]
+        if version != VERSION:
+            raise ValueError(f"version {version} of a run's records, not {VERSION}")
         return settings_from_json(record["settings"]), dict(record["environment"])
     except (CompareError, OSError, ValueError, TypeError, KeyError) as error:
         raise CompareError(_damaged(path, error)) from None

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import sqrt
 from statistics import fmean, median, stdev
 
 from klfast.experiment.arms import ARMS
+from klfast.experiment.errors import SAMPLED
 from klfast.experiment.settings import Settings
 from klfast.experiment.train import Row
 
 HELD_WITHIN = 0.2
 """An arm held the target if its mean KL over the last third is within this share of it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One sampled estimator beside the exact KL, in nats per sequence.
+
+    Attributes:
+        kl: its mean.
+        bias: ``kl`` minus the exact KL.
+        error_std: standard deviation of a single sequence's error.
+    """
+
+    kl: float
+    bias: float
+    error_std: float
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,7 @@ class Summary:
         kl: nats per sequence (k3, the estimator that the controllers read).
         kl_spread: standard deviation of ``kl`` from step to step; 0 for a single step.
         kl_per_token: nats per token.
+        exact_kl: over the whole vocabulary, nats per sequence.
         first_reward, first_perplexity: of the first step.
         settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
         kl_seconds, step_seconds: medians over all steps.
@@ -38,6 +56,8 @@ class Summary:
     kl: float
     kl_spread: float
     kl_per_token: float
+    exact_kl: float
+    estimates: dict[str, Estimate]
     coefficient: float
     perplexity: float
     first_reward: float
@@ -84,6 +104,8 @@ def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
         kl=fmean(kl),
         kl_spread=stdev(kl) if len(kl) > 1 else 0.0,
         kl_per_token=mean("kl_per_token_k3"),
+        exact_kl=mean("kl_per_sequence_exact"),
+        estimates={estimator: _estimate(estimator, last) for estimator in SAMPLED},
         coefficient=mean("coefficient"),
         perplexity=mean("held_out_perplexity"),
         first_reward=rows[0]["reward"],
@@ -91,6 +113,15 @@ def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
         settled=next(near, None),
         kl_seconds=median(row["kl_step_seconds"] for row in rows),
         step_seconds=median(row["step_seconds"] for row in rows),
+    )
+
+
+def _estimate(estimator: str, rows: list[Row]) -> Estimate:
+    key = f"kl_per_sequence_{estimator}"
+    return Estimate(
+        kl=fmean(row[key] for row in rows),
+        bias=fmean(row[key] - row["kl_per_sequence_exact"] for row in rows),
+        error_std=sqrt(fmean(row[f"{key}_error_std"] ** 2 for row in rows)),
     )
 
 

@@ -18,7 +18,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from klfast.experiment.arms import ARMS
 from klfast.experiment.report import SpeedRow
 from klfast.experiment.settings import Settings
 from klfast.experiment.summary import Summary, number
@@ -54,8 +53,8 @@ class Bars:
 
 def describe(row: Row) -> str:
     return (
-        f"KL {number(row['kl_per_sequence_k3'])}, coef {number(row['coefficient'])}, "
-        f"reward {row['reward']:.0%}"
+        f"KL {number(row['kl_per_sequence_k3'])}, exact {number(row['kl_per_sequence_exact'])}, "
+        f"coef {number(row['coefficient'])}, reward {row['reward']:.0%}"
     )
 
 
@@ -63,7 +62,7 @@ def describe(row: Row) -> str:
 def progress_bars(console: Console, settings: Settings) -> Iterator[Bars]:
     progress = Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=12),
+        BarColumn(bar_width=6),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
@@ -73,9 +72,7 @@ def progress_bars(console: Console, settings: Settings) -> Iterator[Bars]:
     totals.update(dict.fromkeys(settings.arms, settings.steps))
     with progress:
         tasks = {
-            name: progress.add_task(
-                ARMS[name].label if name in ARMS else name, total=total, start=False, note=""
-            )
+            name: progress.add_task(name, total=total, start=False, note="")
             for name, total in totals.items()
         }
         yield Bars(progress, tasks)
@@ -88,14 +85,15 @@ def print_summary(console: Console, summaries: list[Summary], settings: Settings
         box=box.SIMPLE,
     )
     table.add_column("arm", no_wrap=True)
-    headings = ("reward", "KL", "off target", "coef", "ppl", "KL step ms")
+    headings = ("reward", "KL", "exact KL", "off target", "coef", "ppl", "KL step ms")
     for heading in headings:
         table.add_column(heading, justify="right")
     for s in summaries:
         table.add_row(
-            s.label,
+            s.name,
             f"{s.reward:.1%}",
             number(s.kl),
+            number(s.exact_kl),
             f"{s.miss(settings.target):+.0%}",
             number(s.coefficient),
             number(s.perplexity),

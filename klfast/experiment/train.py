@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from klfast import Estimator, KLStats, kl_divergence, kl_penalty
-from klfast.experiment.accuracy import SAMPLED, token_errors
 from klfast.experiment.arms import ARMS, Controller
+from klfast.experiment.errors import SAMPLED, token_errors
 from klfast.experiment.model import (
     GPT,
     continuation_logits,
@@ -29,7 +29,8 @@ from klfast.experiment.text import Corpus, even_windows, random_prompts
 Row = dict[str, Any]
 
 ESTIMATOR = Estimator("k3", gradient="k2")
-"""The value is unbiased and of low variance; the gradient is the reverse KL's (k3's own is not)."""
+"""The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
+(k3's own is not)."""
 
 
 @dataclass(frozen=True)
