@@ -3,13 +3,15 @@
 ``make bench-peers`` runs it with what ``make test-peers`` installs, once with each set of peers,
 and writes ``benchmarks/results/drop-in-<peers>.json``; ``benchmarks/report.py`` makes the README's
 table of them. What is timed is the framework's real function; for ROLL and trlx, which have no
-releases to install, their formula as ``tests/frameworks.py`` has it.
+releases to install, their formula as ``tests/frameworks.py`` has it. The pairs over log-probs are
+here, those over logits in ``drop_in_logits.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import sys
 import tempfile
@@ -18,48 +20,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import drop_in_logits
 import torch
+from pairs import Batch, Function, Pair, from_tests, gradient, make_batch, make_vocabulary
 from torch import Tensor
 
 from klfast import compat
 from klfast.bench import report
-from klfast.bench.cases import DTYPES, KEPT, SPREAD
+from klfast.bench.cases import DTYPES
 from klfast.bench.measure import Plan
 from klfast.bench.timing import Timing, interleave
 
 RESULTS = Path(__file__).parent / "results"
-TESTS = Path(__file__).parents[1] / "tests"
-SHAPE = (64, 8192)
 ROUNDS = 20
-
-
-class Batch(NamedTuple):
-    """[B, T] each; the mask keeps each sequence's beginning, ``KEPT`` of all tokens."""
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    old_logprobs: Tensor
-    mask: Tensor
-
-
-Function = Callable[[Batch], Any]
-
-
-class Pair(NamedTuple):
-    """The framework's way and klfast's to the same result.
-
-    Attributes:
-        framework: whose function it is.
-        what: its name, and what is timed.
-        theirs, ours: from a batch to a tensor or a tuple of tensors.
-    """
-
-    framework: str
-    what: str
-    theirs: Function
-    ours: Function
+OVER_LOGPROBS = ((64, 8192),)
+OVER_LOGITS = ((2, 64, 512), (4, 512, 32000))
+QUICK = {OVER_LOGPROBS: ((4, 64),), OVER_LOGITS: ((2, 8, 64), (2, 16, 128))}
+"""Shapes, and instead of them: does it run?"""
 
 
 @dataclass(frozen=True)
@@ -77,34 +56,6 @@ class Row:
     ratio: float
     rounds: int
     calls: int
-
-
-def make_batch(shape: tuple[int, int], dtype: torch.dtype) -> Batch:
-    logprobs = -4 * torch.rand(shape)
-    ref_logprobs = logprobs - SPREAD * torch.randn(shape)
-    old_logprobs = logprobs + SPREAD * torch.randn(shape)
-    lengths = torch.linspace(2 * KEPT - 1, 1, shape[0]) * shape[1]
-    mask = torch.arange(shape[1]) < lengths[:, None]
-    tensors = (t.to(dtype) for t in (logprobs, ref_logprobs, old_logprobs))
-    return Batch(*tensors, mask.long())
-
-
-def gradient(loss: Callable[[Tensor, Batch], Tensor]) -> Function:
-    """(loss, its gradient to the log-probs): forward and backward."""
-
-    def both(batch: Batch) -> tuple[Tensor, Tensor]:
-        leaf = batch.logprobs.detach().requires_grad_()
-        value = loss(leaf, batch)
-        return value.detach(), torch.autograd.grad(value, leaf)[0]
-
-    return both
-
-
-def from_tests(name: str) -> types.ModuleType:
-    """A module of the tests' folders."""
-    path = next(TESTS.rglob(f"{name}.py"))
-    sys.path.insert(0, str(path.parent))
-    return importlib.import_module(name)
 
 
 def verl_pairs() -> Iterator[Pair]:
@@ -296,12 +247,20 @@ def grpo_pairs() -> Iterator[Pair]:
 
 
 PEERS = {
-    "verl": (verl_pairs, openrlhf_pairs, trl011_pairs, roll_pairs, trlx_pairs),
-    "trl": (grpo_pairs,),
+    "verl": {
+        OVER_LOGPROBS: (verl_pairs, openrlhf_pairs, trl011_pairs, roll_pairs, trlx_pairs),
+        OVER_LOGITS: (
+            drop_in_logits.verl_pairs,
+            drop_in_logits.openrlhf_pairs,
+            drop_in_logits.roll_pairs,
+        ),
+    },
+    "trl": {OVER_LOGPROBS: (grpo_pairs,), OVER_LOGITS: (drop_in_logits.trl_pairs,)},
 }
+"""By the set of peers that is importable, and by shapes: what makes the pairs."""
 
 
-def check(pair: Pair, batch: Batch) -> None:
+def check(pair: Pair, batch: Any) -> None:
     """Both lead to the same, as far as the framework's dtype goes."""
     theirs, ours = (_flat(f(batch)) for f in (pair.theirs, pair.ours))
     eps = torch.finfo(batch.logprobs.dtype).eps
@@ -316,8 +275,9 @@ def _flat(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def measure(pair: Pair, dtype: str, shape: tuple[int, int], rounds: int) -> list[Row]:
-    batch = make_batch(shape, DTYPES[dtype])
+def measure(pair: Pair, dtype: str, shape: tuple[int, ...], rounds: int) -> list[Row]:
+    make = make_batch if len(shape) == 2 else make_vocabulary
+    batch = make(shape, DTYPES[dtype])
     check(pair, batch)
     functions = {"framework": pair.theirs, "klfast": pair.ours}
     timings = interleave(functions, [batch], rounds)
@@ -349,27 +309,36 @@ def conditions(rounds: int) -> dict[str, Any]:
     return {**where, "versions": {**where["versions"], **peers}}
 
 
+def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]]:
+    """What is measured on what; a pair says its shape where it has several."""
+    for shapes, makers in PEERS[peers].items():
+        chosen = QUICK[shapes] if quick else shapes
+        for maker, shape in itertools.product(makers, chosen):
+            for pair in maker():
+                what = pair.what if len(shapes) == 1 else f"{pair.what}, {list(shape)}"
+                for dtype in DTYPES:
+                    yield pair._replace(what=what), shape, dtype
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Frameworks' functions against klfast's.")
     parser.add_argument("peers", choices=PEERS, help="which set of frameworks is importable")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for its JSON")
     parser.add_argument("--quick", action="store_true", help="toy size: does it run?")
     arguments = parser.parse_args()
-    shape, rounds = ((4, 64), 1) if arguments.quick else (SHAPE, ROUNDS)
+    rounds = 1 if arguments.quick else ROUNDS
     torch.manual_seed(0)
     if arguments.peers == "verl":
         from_tests("stand_ins").install()  # for what OpenRLHF imports and no CPU has
     rows = []
-    for pairs in PEERS[arguments.peers]:
-        for pair in pairs():
-            for dtype in DTYPES:
-                rows += measure(pair, dtype, shape, rounds)
-                theirs, ours = rows[-2:]
-                print(
-                    f"{theirs.case}: {theirs.median_ms:.3g} ms, klfast {ours.median_ms:.3g} ms, "
-                    f"{theirs.ratio:.2g}x",
-                    flush=True,
-                )
+    for pair, shape, dtype in cases(arguments.peers, arguments.quick):
+        rows += measure(pair, dtype, shape, rounds)
+        theirs, ours = rows[-2:]
+        print(
+            f"{theirs.case}: {theirs.median_ms:.3g} ms, klfast {ours.median_ms:.3g} ms, "
+            f"{theirs.ratio:.2g}x",
+            flush=True,
+        )
     data = {"conditions": conditions(rounds), "rows": [asdict(row) for row in rows]}
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"drop-in-{arguments.peers}.json"

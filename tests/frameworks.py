@@ -36,6 +36,20 @@ def full(logprobs, ref_logprobs, mask=None):
     return kl if mask is None else kl * mask
 
 
+def logprobs_of(logits, index, temperature=1.0):
+    """Log-probs of a word [...] or of several [..., K] of logits [..., V]: all frameworks."""
+    logprobs = (logits / temperature).log_softmax(-1)
+    if index.dim() == logits.dim():
+        return logprobs.gather(-1, index)
+    return logprobs.gather(-1, index[..., None])[..., 0]
+
+
+def entropy_of(logits, temperature=1.0):
+    """The entropy of logits [..., V]: all frameworks."""
+    logprobs = (logits / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
 def masked_mean(values, mask):
     """The mean of every row's kept tokens; 0 for a row without any."""
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)

@@ -16,7 +16,14 @@ from fresh import run_fresh
 
 import klfast
 from klfast.compat import PatchError, patch, patching, trlx, unpatch
-from klfast.compat.patching import Site, Target, fingerprint, replacement, rewriting
+from klfast.compat.patching import (
+    Site,
+    Target,
+    fingerprint,
+    replacement,
+    replacement_of_compiled,
+    rewriting,
+)
 from klfast.compat.targets import TARGETS
 
 CORE = '''
@@ -348,6 +355,50 @@ def test_what_somebody_has_wrapped_is_refused(framework, name):
     assert vars(core) == before
 
 
+# Importing all of dynamo warns.
+import_dynamo = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+COMPILED = CORE.replace("def penalty(", "import torch\n\n\n@torch.compile\ndef penalty(")
+
+
+def compiled_target(core):
+    """A target of ``penalty``, recognised by its own code."""
+    make = replacement_of_compiled(doubled, fingerprint(core.penalty.__wrapped__))
+    return Target(None, (), (Site("made_up.core:penalty", None, make),), exact=True)
+
+
+@import_dynamo
+def test_a_function_that_torch_compile_decorates_is_replaced_by_one_that_it_does_not(framework):
+    core = framework(core=COMPILED)
+    user, before = sys.modules["made_up.user"], core.penalty
+    with patching.apply("made_up", [compiled_target(core)], True):
+        assert user.renamed(1, 2, scale=3.0) == ("exact", 3.0)
+        assert not any("compile" in name for name in vars(core.penalty))
+    assert core.penalty is user.renamed is before
+
+
+def wrapped_once_more(core):
+    return functools.wraps(core.penalty)(lambda *args: core.penalty(*args))
+
+
+@import_dynamo
+@pytest.mark.parametrize(
+    ("instead", "match"),
+    [
+        (lambda core: torch.compile(core.helper), "its code is another"),
+        (wrapped_once_more, f"is wrapped by {__name__}"),
+    ],
+    ids=["other code", "wrapped once more"],
+)
+def test_what_is_not_that_function_is_refused(framework, instead, match):
+    core = framework(core=COMPILED)
+    known = compiled_target(core)
+    core.penalty = instead(core)
+    before = dict(vars(core))
+    with pytest.raises(PatchError, match=match):
+        patching.apply("made_up", [known], False)
+    assert vars(core) == before
+
+
 def test_a_decorator_is_code(framework):
     core = framework()
     text = CORE.replace("def helper(x)", "@staticmethod\ndef helper(x)")
@@ -376,7 +427,7 @@ def test_exact_is_refused_where_nothing_has_it(framework):
     core = framework()
     with pytest.raises(PatchError, match="nothing that klfast replaces in made_up has an exact"):
         patching.apply("made_up", [target(core)._replace(exact=False)], True)
-    assert not any(target.exact for target in (*TARGETS["trlx"], TARGETS["trl"][0]))
+    assert not any(target.exact for target in TARGETS["trlx"])
 
 
 def test_what_has_no_source_is_refused(framework):

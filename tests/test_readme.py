@@ -9,7 +9,14 @@ from klfast.compat import PatchError
 
 
 def test_every_example_has_a_test():
-    assert set(readme.examples()) == {"before", "instead", "patch", "trl", "verl"}
+    assert set(readme.examples()) == {
+        "before",
+        "instead",
+        "logits",
+        "patch",
+        "trl",
+        "verl",
+    }
 
 
 def test_what_klfast_replaces_and_what_replaces_it():
@@ -26,6 +33,24 @@ def test_what_klfast_replaces_and_what_replaces_it():
     assert instead["controller"].value != 0.05
     instead["loss_kl"].backward()
     assert logprobs.grad.isfinite().all()
+
+
+def test_everything_from_logits():
+    logits = torch.randn(2, 5, 11, requires_grad=True)
+    left = readme.run(
+        "logits",
+        klfast=klfast,
+        controller=klfast.AdaptiveKLController(0.05, target=6.0),
+        logits=logits,
+        ref_logits=logits.detach() + 0.1 * torch.randn(2, 5, 11),
+        token_ids=torch.randint(11, (2, 5)),
+        mask=torch.ones(2, 5, dtype=torch.bool),
+    )
+    torch.testing.assert_close(left["loss_kl"], 0.05 * left["kl"].mean())
+    assert left["controller"].value != 0.05
+    assert left["entropy"].shape == left["ref_logprobs"].shape == (2, 5)
+    left["loss_kl"].backward()
+    assert logits.grad.isfinite().all()
 
 
 def test_verl_s_words_without_verl():

@@ -92,7 +92,7 @@ def compute_reward(
 def log_probs_from_logits(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, exact: bool = False
 ) -> Tensor:
-    """Log-probs of the labels [...] under softmax(logits / temperature), [..., V] -> [...], in nats.
+    """Log-probs of the labels [...] under softmax(logits / temperature), [..., V], in nats.
 
     By one read. A label of -100 gives 0 and no gradient, as in OpenRLHF with flash-attn; without it
     OpenRLHF fails.

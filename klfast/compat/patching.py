@@ -73,6 +73,11 @@ def fingerprint(function_or_class: Any) -> str:
     return hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
 
 
+def _check_code(function_or_class: Any, code: str) -> None:
+    if fingerprint(function_or_class) != code:
+        raise PatchError("its code is another than the one that klfast replaces")
+
+
 def _text(node: Any) -> str:
     """A syntax tree as text that is the same in every Python, unlike ``ast.dump``."""
     if isinstance(node, list):
@@ -132,6 +137,19 @@ def replacement(new: Any) -> Make:
             return new(*args, **options, **kwargs)
 
         return stand_in
+
+    return make
+
+
+def replacement_of_compiled(new: Any, code: str) -> Make:
+    """``replacement`` of a function that ``torch.compile`` decorates; ``code`` is its own."""
+
+    def make(old: Any, exact: bool) -> Any:
+        function = getattr(old, "_torchdynamo_orig_callable", old)
+        if function is not old and old.__wrapped__ is not function:
+            function = old  # which somebody has wrapped once more, its attributes with it
+        _check_code(function, code)
+        return replacement(new)(function, exact)
 
     return make
 
@@ -299,8 +317,8 @@ def _prepare(framework: str, site: Site, exact: bool) -> Holder | None:
     except (AttributeError, KeyError):
         raise PatchError(f"the installed {framework} has no {site.where} to replace") from None
     try:
-        if site.code is not None and fingerprint(old) != site.code:
-            raise PatchError("its code is another than the one that klfast replaces")
+        if site.code is not None:
+            _check_code(old, site.code)
         return None if site.make is None else (owner, name, old, site.make(old, exact))
     except PatchError as error:
         raise PatchError(f"{framework}'s {site.where} is not known to klfast: {error}") from None

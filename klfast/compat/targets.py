@@ -8,7 +8,7 @@ patches have not met the packages themselves.
 from __future__ import annotations
 
 from klfast.compat import openrlhf, roll, trl, trl_trainers, trlx, verl
-from klfast.compat.patching import Site, Target, replacement, rewriting
+from klfast.compat.patching import Site, Target, replacement, replacement_of_compiled, rewriting
 
 
 def _replace(where: str, code: str, new: object) -> Site:
@@ -44,6 +44,22 @@ _VERL = Target(
             "9992a9a9c23c6957",
             verl.apply_kl_penalty,
         ),
+        _replace(
+            "verl.utils.torch_functional:logprobs_from_logits",
+            "55052f8356a158da",
+            verl.logprobs_from_logits,
+        ),
+        Site("verl.utils.torch_functional:logprobs_from_logits_v2", "eb68b39926973cb1"),
+        _replace(
+            "verl.utils.torch_functional:entropy_from_logits",
+            "a81547a47a26577e",
+            verl.entropy_from_logits,
+        ),
+        _replace(
+            "verl.utils.torch_functional:entropy_from_logits_with_chunking",
+            "8238e2ad26ad701e",
+            verl.entropy_from_logits_with_chunking,
+        ),
     ),
     exact=True,
 )
@@ -59,6 +75,17 @@ _OPENRLHF = Target(
         ),
         _replace(
             "openrlhf.models.utils:compute_reward", "ed3b03fa22353a97", openrlhf.compute_reward
+        ),
+        _replace(
+            "openrlhf.models.utils:log_probs_from_logits",
+            "66bc5702680a2331",
+            openrlhf.log_probs_from_logits,
+        ),
+        Site("openrlhf.models.utils:_logsumexp_by_chunk", "ae51220665162669"),
+        Site(
+            "openrlhf.models.utils:compute_entropy",
+            None,
+            replacement_of_compiled(openrlhf.compute_entropy, "c3423c739cc25222"),
         ),
         _replace(
             "openrlhf.trainer.ppo_utils.kl_controller:AdaptiveKLController",
@@ -80,6 +107,16 @@ _ROLL = Target(
     (
         _replace(
             "roll.utils.functionals:compute_approx_kl", "503c0539649c821e", roll.compute_approx_kl
+        ),
+        _replace(
+            "roll.utils.functionals:log_probs_from_logits",
+            "b35fbb39a2cd0c30",
+            roll.log_probs_from_logits,
+        ),
+        _replace(
+            "roll.utils.functionals:entropy_from_logits",
+            "139adf4da48b76ee",
+            roll.entropy_from_logits,
         ),
         _replace(
             "roll.utils.kl_controller:AdaptiveKLController",
@@ -160,7 +197,21 @@ _TRL = Target(
                 trl_trainers.RLOO,
             ),
         ),
+        _replace(
+            "trl.trainer.utils:selective_log_softmax",
+            "5108000636856a85",
+            trl.selective_log_softmax,
+        ),
+        _replace(
+            "trl.trainer.utils:entropy_from_logits", "a12b11326fe0f653", trl.entropy_from_logits
+        ),
+        _replace(
+            "trl.trainer.utils:selective_log_softmax_and_entropy",
+            "0194eb27f740d629",
+            trl.selective_log_softmax_and_entropy,
+        ),
     ),
+    exact=True,
 )
 
 _TRL_PPO = Target(

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks import check_choice
-from klfast.compat import logits as over_logits
 from klfast.compat.common import per_token, per_token_or_full
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
+from klfast.compat.trl_logits import (
+    entropy_from_logits,
+    selective_log_softmax,
+    selective_log_softmax_and_entropy,
+)
 from klfast.controllers import AdaptiveKLController, FixedKLController
-from klfast.logits.api import token_logprobs
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -201,87 +203,6 @@ def kl_penalty(
 
 _kl_penalty = kl_penalty
 """TRL's own name for it."""
-
-
-def selective_log_softmax(
-    logits: Tensor,
-    index: Tensor,
-    temperature: float = 1.0,
-    row_mask: Tensor | None = None,
-    *,
-    exact: bool = False,
-) -> Tensor:
-    """Log-probs of words under softmax(logits / temperature), in nats, by one read of the logits.
-
-    Args:
-        logits: [..., V].
-        index: [...], a word of each row; or [..., K], several.
-        temperature: a number > 0.
-        row_mask: of the shape of ``index``: what is 0 there is 0, its gradient too, whatever the
-            logits and the index hold. A row of which nothing is left is not read.
-        exact: see below.
-
-    Returns:
-        Of the shape of ``index``.
-
-    Differs from TRL: lower dtypes give fp32 on a CPU as on a GPU (``exact=True``: their own), and
-    are not rounded after the division by the temperature.
-    """
-    if index.dim() != logits.dim():
-        return over_logits.token_logprobs(
-            logits, index, mask=row_mask, temperature=temperature, exact=exact
-        )
-    keep = None
-    if row_mask is not None:
-        keep = (row_mask != 0).any(-1)
-        index = torch.where(row_mask != 0, index, 0)
-    arithmetic = torch.promote_types(logits.dtype, torch.float32)
-    chosen = logits.gather(-1, index).to(arithmetic) / temperature
-    # The likeliest of them by the read, the others by their distance: both are <= 0, none cancels.
-    best = chosen.detach().argmax(-1, keepdim=True)
-    likeliest = over_logits.token_logprobs(
-        logits, index.gather(-1, best).squeeze(-1), mask=keep, temperature=temperature
-    )
-    top = chosen.gather(-1, best)
-    distance = torch.where(chosen == top, 0.0, chosen - top)  # of -inf to itself too
-    logprobs = likeliest.unsqueeze(-1) + distance
-    if row_mask is not None:
-        logprobs = logprobs.masked_fill(row_mask == 0, 0.0)
-    return logprobs.to(logits.dtype) if exact else logprobs
-
-
-def entropy_from_logits(logits: Tensor, chunk_size: int = 128, *, exact: bool = False) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], in nats, by one read.
-
-    There is no temporary, and so nothing to make smaller by ``chunk_size``. Differs from TRL: a
-    logit of -inf adds 0, where theirs gives NaN on a CPU; lower dtypes give fp32 there as on a GPU
-    (``exact=True``: their own).
-    """
-    return over_logits.entropy(logits, exact=exact)
-
-
-def selective_log_softmax_and_entropy(
-    logits: Tensor,
-    index: Tensor,
-    entropy_requires_grad: bool = True,
-    temperature: float = 1.0,
-    row_mask: Tensor | None = None,
-    *,
-    exact: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Both of softmax(logits / temperature), [..., V] and [...] -> ([...], [...]), by one read.
-
-    ``entropy_requires_grad=False``: no gradient comes from the entropy. The other arguments, and
-    what differs from TRL, are above.
-    """
-    logprobs, entropy = token_logprobs(
-        logits, index, mask=row_mask, temperature=temperature, return_entropy=True
-    )
-    if not entropy_requires_grad:
-        entropy = entropy.detach()
-    if exact:
-        logprobs, entropy = logprobs.to(logits.dtype), entropy.to(logits.dtype)
-    return logprobs, entropy
 
 
 def _old(logps: Tensor, old: Tensor | None) -> Tensor:

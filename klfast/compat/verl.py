@@ -206,9 +206,8 @@ def logprobs_from_logits(
     that comes later, autograd raises (flash-attn's gradient is wrong there): pass False, as verl
     does for its entropies.
 
-    Differs from verl: lower dtypes give fp32, which they do there with flash-attn alone
-    (``exact=True``: their own, as without it); -inf among bf16 logits or fp32 ones has a gradient
-    of 0, and a label outside of the vocabulary is a ValueError on a CPU.
+    Differs from verl: lower dtypes give fp32, as they do there with flash-attn alone
+    (``exact=True``: their own, as without it).
     """
     return over_logits.token_logprobs(
         logits,

@@ -97,9 +97,6 @@ def validate_kl_divergence(
         _check_per_token("mask", mask, logits, MASKS)
     if token_ids is not None:
         _check_per_token("token_ids", token_ids, logits, INTEGERS)
-    beta = check_number("jsd_beta", jsd_beta, above=0)
-    if beta >= 1:
-        raise ValueError(f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}")
     zeros = torch.zeros((), dtype=arithmetic_dtype(logits, ref_logits), device=logits.device)
     zeros = zeros.expand(logits.shape[:-1])
     coef_number, coef_tensor = scalar_argument("coef", coef, logits, of="logits")
@@ -119,7 +116,7 @@ def validate_kl_divergence(
         None if token_ids is None else _flat_ids(token_ids),
         _keep(mask, None, None),
         direction,
-        beta,
+        _jsd_beta(jsd_beta),
         _temperature(temperature),
         KLCall(tensors, _K1, reduction, coef_number, normalizer_number, return_stats),
     )
@@ -143,6 +140,15 @@ def _check_per_token(
             f"{shape_text(value)}"
         )
     check_device(argument, value, logits, "logits")
+
+
+def _jsd_beta(jsd_beta: float) -> float:
+    if torch.compiler.is_compiling():
+        return jsd_beta  # may be symbolic
+    number = check_number("jsd_beta", jsd_beta, above=0)
+    if number >= 1:
+        raise ValueError(f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}")
+    return number
 
 
 def _temperature(temperature: float) -> float:

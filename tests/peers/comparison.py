@@ -1,8 +1,13 @@
 """Frameworks' own functions, run in float64 on the stored inputs, against klfast's in any dtype."""
 
+import math
+
+import oracle_logits
 import pytest
 import torch
 from agreement import random_inputs
+from agreement_logits import random_logits
+from oracle import assert_within
 
 SPREADS = {"near": 1e-4, "random": 0.3, "wide": 4.0, "extreme": 25.0}
 """Standard deviation of the log-ratio, nats."""
@@ -44,8 +49,7 @@ def _differentiate(function, logprobs, ref_logprobs, *others):
     """The value, and the gradient of both inputs under an uneven gradient that comes in."""
     leaves = [t.detach().clone().requires_grad_() for t in (logprobs, ref_logprobs)]
     value = function(*leaves, *others)
-    grad_out = torch.linspace(0.5, 1.75, value.numel(), dtype=value.dtype).reshape(value.shape)
-    return value.detach(), torch.autograd.grad(value, leaves, grad_out)
+    return value.detach(), torch.autograd.grad(value, leaves, _uneven(value.shape).to(value.dtype))
 
 
 def _assert_close(actual, truth, log_ratio):
@@ -61,3 +65,67 @@ def _assert_close(actual, truth, log_ratio):
         f"{int(wrong.sum())} of {wrong.numel()} differ: got {actual[wrong][:3].tolist()}, "
         f"truth {truth[wrong][:3].tolist()}"
     )
+
+
+def assert_logprobs_agree(ours, theirs, logits, index, temperature=1.0):
+    """Value and gradient of ``ours(logits, index)`` are those of ``theirs``, as the oracle allows.
+
+    ``index``: [...], or several words [..., K] of each row, whose gradients are added up.
+    """
+    value, grad = _differentiate_logits(ours, logits, index)
+    truth, true_grad = _differentiate_logits(theirs, logits.double(), index)
+    upstream, rows = _uneven(value.shape), logits
+    if index.dim() == logits.dim():
+        rows = logits.unsqueeze(-2).expand(*index.shape, logits.shape[-1])
+    of = oracle_logits.token_logprobs(
+        rows, index, temperature=temperature, upstream=(upstream, None)
+    )
+    grad_tolerance = of.grad_tolerance.reshape(*logits.shape[:-1], -1, logits.shape[-1]).sum(-2)
+    if rows is not logits:
+        sums = upstream.abs().sum(-1)[..., None]
+        grad_tolerance = grad_tolerance + torch.finfo(logits.dtype).eps * sums
+    assert_within(value, truth, of.logprobs_tolerance, "log-probs")
+    assert_within(grad, true_grad, grad_tolerance, "gradient")
+
+
+def assert_entropies_agree(ours, theirs, logits, temperature=1.0):
+    """The same of ``ours(logits)``."""
+    value, grad = _differentiate_logits(ours, logits)
+    truth, true_grad = _differentiate_logits(theirs, logits.double())
+    any_word = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    of = oracle_logits.token_logprobs(
+        logits, any_word, temperature=temperature, upstream=(None, _uneven(value.shape))
+    )
+    assert_within(value, truth, of.entropy_tolerance, "entropies")
+    assert_within(grad, true_grad, of.grad_tolerance, "gradient")
+
+
+def assert_no_farther(ours, theirs, logits, *others):
+    """In low precision ``ours`` has the dtype of ``theirs``, and is as near to its float64 truth.
+
+    But for one rounding, which each makes of what it returns.
+    """
+    truth, mine, other = (
+        function(x, *others)
+        for function, x in ((theirs, logits.double()), (ours, logits), (theirs, logits))
+    )
+    assert mine.dtype == other.dtype == logits.dtype
+    rounding = torch.finfo(logits.dtype).eps / 2 * truth.abs()
+    assert ((mine - truth).abs() <= (other - truth).abs() + rounding).all()
+
+
+def logits_and_index(dtype, shape=(3, 5), words=None, vocabulary=50):
+    """Logits as models make them, and words of each row."""
+    logits, _ = random_logits(*shape, vocabulary, dtype=dtype)
+    return logits, torch.randint(vocabulary, shape if words is None else (*shape, words))
+
+
+def _differentiate_logits(function, logits, *others):
+    leaf = logits.detach().clone().requires_grad_()
+    value = function(leaf, *others)
+    upstream = _uneven(value.shape).to(value.dtype)
+    return value.detach(), torch.autograd.grad(value, leaf, upstream)[0]
+
+
+def _uneven(shape):
+    return torch.linspace(0.5, 1.75, math.prod(shape), dtype=torch.float64).reshape(shape)

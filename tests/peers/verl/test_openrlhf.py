@@ -1,11 +1,21 @@
 """klfast.compat.openrlhf against OpenRLHF itself."""
 
 import inspect
+import sys
 
 import pytest
 import torch
-from comparison import assert_agrees, every_dtype, every_spread, inputs
-from openrlhf.models import utils
+from comparison import (
+    assert_agrees,
+    assert_entropies_agree,
+    assert_logprobs_agree,
+    assert_no_farther,
+    every_dtype,
+    every_spread,
+    inputs,
+    logits_and_index,
+)
+from openrlhf.models import actor, utils
 from openrlhf.trainer.ppo_utils import kl_controller
 
 import klfast
@@ -24,7 +34,9 @@ def theirs(monkeypatch):
     return in_float64
 
 
-@pytest.mark.parametrize("name", ["compute_approx_kl", "compute_reward"])
+@pytest.mark.parametrize(
+    "name", ["compute_approx_kl", "compute_reward", "log_probs_from_logits", "compute_entropy"]
+)
 def test_arguments_have_openrlhf_s_names_and_order(name):
     theirs, ours = (
         [(p.name, p.default) for p in inspect.signature(getattr(m, name)).parameters.values()]
@@ -84,6 +96,79 @@ def test_rewards(dtype, kl_coef, clip):
     torch.testing.assert_close(exact.double(), theirs, rtol=2 * eps, atol=2 * eps)
 
 
+@pytest.fixture
+def cpu(monkeypatch):
+    """No flash-attn, whose stand-in is no cross entropy, and ``compute_entropy`` uncompiled."""
+    monkeypatch.setitem(sys.modules, "flash_attn.ops.triton.cross_entropy", None)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("shape", [(3, 5), (7,)], ids=str)
+@every_dtype
+def test_log_probs_from_logits(cpu, dtype, shape, temperature):
+    logits, labels = logits_and_index(dtype, shape)
+    assert_logprobs_agree(
+        lambda x, index: openrlhf.log_probs_from_logits(x, index, temperature),
+        lambda x, index: utils.log_probs_from_logits(x * 1.0, index, temperature),  # in place
+        logits,
+        labels,
+        temperature,
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (7,)], ids=str)
+@every_dtype
+def test_entropy(cpu, dtype, shape):
+    logits, _ = logits_and_index(dtype, shape)
+    assert_entropies_agree(openrlhf.compute_entropy, utils.compute_entropy, logits)
+
+
+def test_exact_keeps_the_dtype_and_divides_in_place(cpu):
+    logits, labels = logits_and_index(torch.bfloat16)
+    assert_no_farther(
+        lambda x, index: openrlhf.log_probs_from_logits(x, index, exact=True),
+        utils.log_probs_from_logits,
+        logits,
+        labels,
+    )
+    assert_no_farther(
+        lambda x: openrlhf.compute_entropy(x, exact=True), utils.compute_entropy, logits
+    )
+    mine, other = logits.clone(), logits.clone()
+    openrlhf.log_probs_from_logits(mine, labels, 0.7, exact=True)
+    utils.log_probs_from_logits(other, labels, 0.7)
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, logits)
+
+
+def test_the_actor_s_forward_is_the_same_under_the_patch(cpu):
+    """A real model's logits, scaled; the loss has the log-probs and the entropy in it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=50, num_attention_heads=2, **sizes)
+    policy = actor.Actor(LlamaForCausalLM(config), temperature=0.7)
+    policy.packing_samples = False  # which it sets where it loads the model itself
+    tokens = torch.randint(50, (3, 9))
+    kept = torch.ones(3, 9)
+    kept[1, 7:] = 0
+
+    def step():
+        logprobs, output = policy(
+            tokens, kept[:, 4:], kept, return_output=True, return_entropy=True
+        )
+        loss = logprobs.mean() - 0.1 * output.entropy.mean()
+        return loss.detach(), *torch.autograd.grad(loss, [*policy.parameters()])
+
+    theirs = step()
+    with klfast.compat.patch("openrlhf"):
+        ours = step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).norm() <= 1e-5 * other.norm()
+
+
 def test_the_controllers_agree_bit_for_bit():
     theirs, ours = (
         c(init_kl_coef=0.2, target=6.0, horizon=10000)
@@ -106,6 +191,8 @@ def test_patch_reaches_the_actor_and_the_experience_maker():
         (ppo_actor, "compute_approx_kl"),
         (experience_maker, "compute_approx_kl"),
         (experience_maker, "compute_reward"),
+        (actor, "log_probs_from_logits"),
+        (actor, "compute_entropy"),
         (ppo_utils, "AdaptiveKLController"),
         (ppo_trainer, "FixedKLController"),
     ]

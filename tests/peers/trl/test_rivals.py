@@ -1,0 +1,44 @@
+"""The benchmark's calls of Liger's and TRL's kernels over logits are right, as Triton's interpreter
+runs them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from klfast.bench import rivals
+
+# Liger's KLDiv calls a method of a scalar that only a compiled kernel's has.
+NOT_INTERPRETED = {("Liger", "kl")}
+CALLS = [(name, op) for name, forwards in rivals.installed()[0].items() for op in forwards]
+
+
+def test_both_libraries_are_here():
+    assert {name for name, _ in CALLS} == {"Liger", "TRL"}
+
+
+@pytest.mark.parametrize(("library", "op"), [c for c in CALLS if c not in NOT_INTERPRETED])
+def test_a_call_is_right(library, op):
+    code = f"""
+from klfast.bench import rivals
+from klfast.bench.cases import DTYPES, Case, make_inputs
+from klfast.bench.candidates import candidate
+from klfast.bench.measure import check_candidates
+from klfast.bench.suites import OPS
+
+op = OPS[{op!r}]
+call = candidate(op, rivals.installed()[0][{library!r}][{op!r}])
+for dtype in DTYPES:
+    inputs = make_inputs(Case(op, dtype, (3, 1100)), 1)[0]
+    assert check_candidates({{"it": call}}, op, inputs)
+print("right")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "right\n", done.stderr

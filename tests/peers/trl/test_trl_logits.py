@@ -1,0 +1,236 @@
+"""klfast.compat.trl over logits against ``trl.trainer.utils``, and trainers that call it.
+
+GRPO and RLOO take log-probs from hidden states: they never have logits.
+"""
+
+import inspect
+
+import pytest
+import tiny
+import torch
+from agreement_of_runs import assert_same_training
+from comparison import (
+    assert_entropies_agree,
+    assert_logprobs_agree,
+    assert_no_farther,
+    every_dtype,
+    logits_and_index,
+)
+from datasets import Dataset
+from transformers import PrinterCallback
+from trl import GRPOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer, cpo_trainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer, orpo_trainer
+from trl.experimental.sdpo import loss_utils
+from trl.experimental.tpo import TPOConfig, TPOTrainer, tpo_trainer
+from trl.trainer import utils
+
+import klfast
+from klfast.compat import trl, trl_logits
+
+NAMES = ["selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_have_trl_s_names_order_and_defaults(name):
+    theirs, ours = (
+        [(p.name, p.default) for p in inspect.signature(getattr(m, name)).parameters.values()]
+        for m in (utils, trl)
+    )
+    assert ours[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("words", [None, 1, 4])
+@pytest.mark.parametrize("shape", [(3, 5), (7,)], ids=str)
+@every_dtype
+def test_selective_log_softmax(dtype, shape, words, temperature):
+    logits, index = logits_and_index(dtype, shape, words)
+    assert_logprobs_agree(
+        lambda x, index: trl.selective_log_softmax(x, index, temperature),
+        lambda x, index: utils.selective_log_softmax(x, index, temperature),
+        logits,
+        index,
+        temperature,
+    )
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("words", [None, 4])
+def test_a_row_mask(words, mask_dtype):
+    logits, index = logits_and_index(torch.float32, words=words)
+    mask = (torch.rand(index.shape) < 0.6).to(mask_dtype)
+    values, grads = [], []
+    for function in (trl.selective_log_softmax, utils.selective_log_softmax):
+        leaf = logits.clone().requires_grad_()
+        value = function(leaf, index, 0.7, mask)
+        values.append(value.detach())
+        grads += torch.autograd.grad(
+            value, leaf, torch.linspace(1, 2, value.numel()).view_as(value)
+        )
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*grads)
+    assert (values[0][mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 2, 3)], ids=str)
+@every_dtype
+def test_entropy_from_logits(dtype, shape):
+    logits, _ = logits_and_index(dtype, shape)
+    assert_entropies_agree(
+        lambda x: trl.entropy_from_logits(x, 4),
+        lambda x: utils.entropy_from_logits(x, 4),
+        logits,
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@every_dtype
+def test_both_at_once(dtype, temperature):
+    logits, index = logits_and_index(dtype)
+    ours, theirs = (
+        lambda x, index, of=of: of(x, index, temperature=temperature)
+        for of in (trl.selective_log_softmax_and_entropy, utils.selective_log_softmax_and_entropy)
+    )
+    assert_logprobs_agree(
+        lambda x, index: ours(x, index)[0],
+        lambda x, index: theirs(x, index)[0],
+        logits,
+        index,
+        temperature,
+    )
+    assert_entropies_agree(
+        lambda x: ours(x, index)[1], lambda x: theirs(x, index)[1], logits, temperature
+    )
+
+
+@pytest.mark.parametrize("entropy_requires_grad", [True, False])
+def test_both_at_once_under_a_mask_and_without_a_gradient(entropy_requires_grad):
+    logits, index = logits_and_index(torch.float32)
+    mask = torch.rand(index.shape) < 0.6
+    options = {"entropy_requires_grad": entropy_requires_grad, "row_mask": mask}
+    results = []
+    for function in (
+        trl.selective_log_softmax_and_entropy,
+        utils.selective_log_softmax_and_entropy,
+    ):
+        leaf = logits.clone().requires_grad_()
+        logprobs, entropy = function(leaf, index, **options)
+        assert entropy.requires_grad == entropy_requires_grad
+        (grad,) = torch.autograd.grad(logprobs.sum() + 2 * entropy.sum(), leaf)
+        results.append((logprobs.detach(), entropy.detach(), grad))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_exact_keeps_trl_s_dtype():
+    logits, index = logits_and_index(torch.bfloat16)
+    assert_no_farther(
+        lambda x, index: trl.selective_log_softmax(x, index, exact=True),
+        utils.selective_log_softmax,
+        logits,
+        index,
+    )
+    assert_no_farther(
+        lambda x: trl.entropy_from_logits(x, exact=True), utils.entropy_from_logits, logits
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_is_positive_in_both(temperature):
+    logits, index = logits_and_index(torch.float32)
+    for module in (trl, utils):
+        with pytest.raises(ValueError, match="temperature must be"):
+            module.selective_log_softmax(logits, index, temperature)
+
+
+def test_labels_of_padding_under_the_mask_are_errors_in_trl_alone():
+    logits, index = logits_and_index(torch.float32)
+    mask = torch.rand(index.shape) < 0.6
+    padded = torch.where(mask, index, -100)
+    with pytest.raises((IndexError, RuntimeError)):
+        utils.selective_log_softmax(logits, padded, row_mask=mask)
+    value = trl.selective_log_softmax(logits, padded, row_mask=mask)
+    assert torch.equal(value, trl.selective_log_softmax(logits, index, row_mask=mask))
+
+
+def test_patch_reaches_every_module_that_imported_by_name():
+    holders = [(utils, name) for name in NAMES]
+    holders += [(module, NAMES[0]) for module in (cpo_trainer, orpo_trainer, loss_utils)]
+    holders += [(tpo_trainer, NAMES[2])]
+    before = [getattr(module, name) for module, name in holders]
+    logits, index = logits_and_index(torch.bfloat16)
+    for exact, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        with klfast.compat.patch("trl", exact=exact):
+            for (module, name), old in zip(holders, before, strict=True):
+                assert getattr(module, name) is not old, (module, name)
+            found = cpo_trainer.selective_log_softmax(logits, index)
+            assert torch.equal(found, trl.selective_log_softmax(logits, index).to(dtype))
+            assert found.dtype == dtype
+        assert [getattr(module, name) for module, name in holders] == before
+
+
+# Trainers
+
+
+def preferences(count=32):
+    """Prompts, each with three completions, of one to six words."""
+    rows = []
+    for row in range(count):
+        words = [tiny.WORDS[(5 * row + 3 * place) % len(tiny.WORDS)] for place in range(16)]
+        ends = (2, 4 + row % 3, 9 + row % 2, 10 + row % 6)
+        parts = [" ".join(words[a:b]) for a, b in zip((0, *ends), ends, strict=False)]
+        rows.append(dict(zip(("prompt", "chosen", "rejected", "reference"), parts, strict=True)))
+    return Dataset.from_list(rows)
+
+
+TRAINERS = {
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+    "tpo": (TPOTrainer, TPOConfig),
+}
+
+
+def train(folder, trainer_class, configuration):
+    settings = tiny.settings(folder, steps=3)
+    for name in ("num_generations", "max_completion_length"):
+        del settings[name]
+    columns = ("prompt", "chosen", "rejected", "reference")[
+        : 4 if trainer_class is TPOTrainer else 3
+    ]
+    trainer = trainer_class(
+        model=tiny.model(),
+        args=configuration(**settings),
+        train_dataset=preferences().select_columns(list(columns)),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return tiny.finish(trainer)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_trainers_that_have_logits_train_the_same(tmp_path, kind, monkeypatch):
+    theirs = train(tmp_path / "theirs", *TRAINERS[kind])
+    calls = []
+    for module in (klfast.compat.logits, trl_logits):
+        name = "token_logprobs" if module is trl_logits else "fused_token_logprobs"
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, real=real, **options: calls.append(a) or real(*a, **options)
+        )
+    with klfast.compat.patch("trl"):
+        ours = train(tmp_path / "ours", *TRAINERS[kind])
+    assert len(calls) >= 3
+    assert_same_training(ours, theirs)
+    assert theirs.logs[0]["loss"] != theirs.logs[-1]["loss"]
+
+
+def test_grpo_has_no_logits(tmp_path, monkeypatch):
+    """Its patch changes the KL alone: the functions over logits are not called."""
+    calls = []
+    monkeypatch.setattr(trl_logits.over_logits, "token_logprobs", lambda *a, **_: calls.append(a))
+    monkeypatch.setattr(trl_logits, "token_logprobs", lambda *a, **_: calls.append(a))
+    monkeypatch.setattr(trl_logits.over_logits, "entropy", lambda *a, **_: calls.append(a))
+    with klfast.compat.patch("trl"):
+        tiny.train(GRPOTrainer, tmp_path, steps=1)
+    assert calls == []
