@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,11 +96,11 @@ def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> An
 
 
 def _stacked(
-    of_elements: list[Any], stack: Callable[[Sequence[Tensor]], Tensor] = torch.stack
+    of_elements: list[Any], stack: Callable[[tuple[Tensor, ...]], Tensor] = torch.stack
 ) -> Any:
     """The outputs of a call per element, and where their new dimension is, as vmap rules return."""
     if isinstance(of_elements[0], Tensor):
-        return stack(of_elements), 0
+        return stack(tuple(of_elements)), 0
     outputs = tuple(stack(output) for output in zip(*of_elements, strict=True))
     return outputs, (0,) * len(outputs)
 
