@@ -71,13 +71,18 @@ def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:
     try:
         result, per_sequence = _run(call, kernels)
     except RuntimeError:
-        # Says what value has been refused: of tensors by the CPU kernels, which look at them, of
-        # numbers by all.
-        if not are_tracing() and call.tensors.logprobs.device.type == "cpu":
-            check_values(call)
-        check_coef(call, call.coef)
+        explain(call)
         raise
     return result, stats_of(per_sequence) if call.return_stats else None
+
+
+def explain(call: KLCall) -> None:
+    """Say what value has been refused: of tensors by the CPU kernels, which look at them, of numbers
+    by all.
+    """
+    if not are_tracing() and call.tensors.logprobs.device.type == "cpu":
+        check_values(call)
+    check_coef(call, call.coef)
 
 
 def options_of(call: KLCall) -> tuple[Any, ...]:

@@ -71,6 +71,7 @@ def kl_divergence(
         reduced, logprobs, ref_logprobs = _run(call, kernels, token_kernels)
     except RuntimeError:
         _explain_token_ids(call)
+        ops.explain(call.tokens)
         raise
     return outputs_of(
         call, reduced, logprobs, ref_logprobs, lambda call: ops.kl_penalty(call, token_kernels)
