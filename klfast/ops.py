@@ -145,14 +145,14 @@ def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
 
 
 def saved(ctx: Any) -> list[Tensor | None]:
-    """What was saved."""
+    """What was saved; a backward asks once, as checkpointing allows no more."""
     pairs = zip(ctx.saved_tensors, ctx.inference, strict=True)
     return [other if t is None else t for t, other in pairs]
 
 
-def _recompute(ctx: Any, grad_out: Tensor) -> Grads:
+def _recompute(ctx: Any, inputs: list[Tensor | None], grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
-    *tensors, per_sequence = saved(ctx)
+    *tensors, per_sequence = inputs
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
         grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, per_sequence, *needs)
@@ -189,10 +189,6 @@ def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
     tensors = [t for t in depends_on if t is not None]
     first, second = (None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads)
     return first, second
-
-
-def _once(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
-    return once(grads, *saved(ctx)[:2], grad_out)
 
 
 def wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
@@ -259,12 +255,15 @@ class _KLPenalty(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
+        inputs = saved(ctx)
         grads = ctx.unit_grads
         if grads is None:
-            return (*_once(ctx, _recompute(ctx, grad_out), grad_out), None)
-        if not is_batched(grad_out):
-            ctx.unit_grads = None  # handed out below
-        return (*_once(ctx, scaled(grads, grad_out, ctx.kernels), grad_out), None)
+            grads = _recompute(ctx, inputs, grad_out)
+        else:
+            if not is_batched(grad_out):
+                ctx.unit_grads = None  # handed out below
+            grads = scaled(grads, grad_out, ctx.kernels)
+        return (*once(grads, *inputs[:2], grad_out), None)
 
 
 class _TransformableKLPenalty(torch.autograd.Function):
@@ -289,4 +288,6 @@ class _TransformableKLPenalty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         nothing = (None,) * (len(ctx.needs_input_grad) - 2)
-        return (*_once(ctx, _recompute(ctx, grad_out), grad_out), *nothing)
+        inputs = saved(ctx)
+        grads = _recompute(ctx, inputs, grad_out)
+        return (*once(grads, *inputs[:2], grad_out), *nothing)

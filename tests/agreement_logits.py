@@ -17,6 +17,9 @@ are torch's."""
 FAST = [name for name in COMPILED if not TARGETS[name].is_emulated]
 """Those for a whole vocabulary: the emulator takes a second for it."""
 
+NOT_EMULATED = [name for name, target in TARGETS.items() if not target.is_emulated]
+"""Those for what lies before the kernels, which are emulated behind the same Python."""
+
 
 def random_logits(*shape, dtype=torch.float32, ref_dtype=None, apart=0.5):
     """(logits, ref_logits), some standard deviations wide, the reference ``apart`` beside."""

@@ -55,3 +55,9 @@ def set_num_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(set_num_threads):
+    """For oracles that make many short passes, on a machine that runs other tests beside."""
+    set_num_threads(1)

@@ -10,7 +10,8 @@ divergence is a sum of terms that are never negative, over u = log q - log p. As
 ``test_logits_oracle`` holds this to the textbook in mpmath. Nothing here is shared with klfast.
 
 Tolerances come with the truth: to first order what rounding in the arithmetic's dtype may do to
-each word, and the promise of 2e-6 of a divergence. Shapes: R rows of V words; [R, 1] of a row.
+each word, and the promise of 2e-6, of a divergence and of the mean abs(u) in each u. Shapes: R rows
+of V words; [R, 1] of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 PROMISE = 2e-6
-"""Relative error of a divergence in fp32."""
+"""Relative error of a sum over the vocabulary in fp32."""
 
 
 def promise(dtype):
@@ -40,10 +41,8 @@ def finite(values):
 
 def exp_minus_1_minus(u):
     """e^u - 1 - u for u <= 1."""
-    series = torch.ones_like(u)
-    for n in range(20, 2, -1):
-        series = 1 + series * u / n
-    return torch.where(u.abs() < 0.5, u * u / 2 * series, torch.expm1(u) - u)
+    series = 1 + u / 3 * (1 + u / 4 * (1 + u / 5 * (1 + u / 6 * (1 + u / 7))))
+    return torch.where(u.abs() < 0.01, u * u / 2 * series, torch.expm1(u) - u)
 
 
 def bregman(a, m, log_ratio):
@@ -63,7 +62,7 @@ class Words:
     """A model's words."""
 
     def __init__(self, logits, temperature, dtype):
-        self.scaled = logits.double().flatten(0, -2) / temperature
+        self.scaled = logits.double().reshape(-1, logits.shape[-1]) / temperature
         largest, at = self.scaled.max(-1, keepdim=True)
         shifted = self.scaled - largest
         log_sum = torch.log1p(total(shifted.exp().scatter(-1, at, 0.0)))
@@ -71,10 +70,13 @@ class Words:
         self.logprobs = shifted - log_sum
         self.p = self.logprobs.exp()
         self.unit = oracle.unit_roundoff(dtype)
+        # What float64 takes from textbook formulas: from the reference, and from this in fp64.
+        largest = finite(self.scaled).abs().amax(-1, keepdim=True)
+        self.textbook = 16 * oracle.unit_roundoff(torch.float64) * (largest + 1)
         # A shifted logit was rounded thrice before its exp; the sum has the mean of that error.
         distance = finite(shifted).abs()
         self.distance = distance + total(self.p * distance)
-        self.relative = self.unit * (3 * self.distance + 16)
+        self.relative = self.unit * (3 * self.distance + 16) + self.textbook
         """Error of p."""
 
 
@@ -87,17 +89,16 @@ class Pair:
         self.p, self.q = self.first.p, self.second.p
         x, y = self.first.scaled, self.second.scaled
         nobody = (x == -torch.inf) & (y == -torch.inf)
-        apart = (second.double() - first.double()).flatten(0, -2) / temperature
+        apart = (second.double() - first.double()).reshape(self.p.shape) / temperature
         rough = self.second.lse - self.first.lse
         self.u = torch.where(nobody, 0.0, apart - rough)
         self.u = torch.where(nobody, 0.0, self.u - torch.log1p(total(self.change)))
         self.unit = oracle.unit_roundoff(dtype)
-        self.u_error = 4 * self.unit * finite(apart.abs() + rough.abs() + self.u.abs())
-        self.excluded = ((x > -torch.inf) & (y == -torch.inf)).any(-1, keepdim=True)
         self.promise = promise(dtype)
-        # Of the reference in fp64, whose formulas cancel, and of this.
-        largest = torch.maximum(finite(x).abs(), finite(y).abs()).amax(-1, keepdim=True)
-        self.textbook = 16 * self.unit * (largest + 1) if dtype == torch.float64 else 0.0
+        self.u_error = 4 * self.unit * finite(apart.abs() + rough.abs() + self.u.abs())
+        self.u_error += self.promise * total(self.change.abs())  # of what is taken off each
+        self.excluded = ((x > -torch.inf) & (y == -torch.inf)).any(-1, keepdim=True)
+        self.textbook = torch.maximum(self.first.textbook, self.second.textbook)
 
     @property
     def change(self):
@@ -125,33 +126,54 @@ class Divergence(NamedTuple):
 
 def divergence(pair, kind, beta, temperature):
     """A pair's ``kl`` or ``jsd``."""
-    value, tolerance, *grads = kl(pair) if kind == "kl" else jsd(pair, beta)
-    return Divergence(value[:, 0], tolerance[:, 0], *(grad / temperature for grad in grads))
+    if kind == "kl":
+        value, grads = kl(pair), kl_gradients(pair)
+    else:
+        value, grads = jsd(pair, beta), jsd_gradients(pair, beta)
+    return Divergence(*(t[:, 0] for t in value), *(grad / temperature for grad in grads))
 
 
 def kl(pair):
-    """KL(p || q)."""
+    """KL(p || q), and its tolerance; [R, 1]."""
     p, q, u, e_p, e_q = pair.p, pair.q, pair.u, pair.first.relative, pair.second.relative
     terms = bregman(p, q, u)
     value = torch.where(pair.excluded, torch.inf, total(terms))
     near = e_p * terms + finite(pair.change.abs() * pair.u_error)
     far = e_q * q + p * ((1 + finite(u)) * e_p + pair.u_error)
     tolerance = total(finite(torch.where(u > 1, far, near)))
-    tolerance += pair.promise * finite(value) + pair.textbook
-    centered = torch.where(p == 0, 0.0, -u - value)
-    off = e_p * finite(centered).abs() + pair.u_error + tolerance + pair.textbook
-    return value, tolerance, p * centered, p * off, pair.change, pair.change_error
+    return value, tolerance + pair.promise * finite(value) + pair.textbook
+
+
+def kl_gradients(pair):
+    """(to the first, its tolerance, to the second, its tolerance)."""
+    value, tolerance = kl(pair)
+    centered = torch.where(pair.p == 0, 0.0, -pair.u - value)
+    off = pair.first.relative * finite(centered).abs() + pair.u_error + tolerance + pair.textbook
+    return pair.p * centered, pair.p * off, pair.change, pair.change_error
+
+
+def mixture(pair, b):
+    """Of the models, m = (1 - b) p + b q; log(m/p) and log(m/q)."""
+    m = (1 - b) * pair.p + b * pair.q
+    return m, log_mixture(pair.u, b), log_mixture(-pair.u, 1 - b)
 
 
 def jsd(pair, b):
-    """(1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q."""
-    p, q, relative = pair.p, pair.q, pair.first.relative + pair.second.relative
-    m = (1 - b) * p + b * q
-    log_m_p, log_m_q = log_mixture(pair.u, b), log_mixture(-pair.u, 1 - b)
-    terms = (1 - b) * bregman(p, m, log_m_p) + b * bregman(q, m, log_m_q)
+    """(1 - b) KL(p || m) + b KL(q || m), and its tolerance; [R, 1]."""
+    m, log_m_p, log_m_q = mixture(pair, b)
+    terms = (1 - b) * bregman(pair.p, m, log_m_p) + b * bregman(pair.q, m, log_m_q)
     value = total(terms)
-    tolerance = total(relative * terms + b * q * finite(log_m_q).abs() * pair.u_error)
-    tolerance += pair.promise * value + pair.textbook
+    relative = pair.first.relative + pair.second.relative
+    through_u = b * pair.q * finite(log_m_q).abs() * pair.u_error
+    tolerance = total(relative * terms + through_u)
+    return value, tolerance + pair.promise * value + pair.textbook
+
+
+def jsd_gradients(pair, b):
+    """(to the first, its tolerance, to the second, its tolerance)."""
+    m, log_m_p, log_m_q = mixture(pair, b)
+    _, tolerance = jsd(pair, b)
+    relative = pair.first.relative + pair.second.relative
 
     def gradient(own, weight, other, log_m_own):
         """The weight of own times its log(own/m), centered; and how far it may be off."""
@@ -163,7 +185,7 @@ def jsd(pair, b):
         off = relative * centered.abs() + off + off_mean
         return weight * own * centered, weight * own * off
 
-    return value, tolerance, *gradient(p, 1 - b, q, log_m_p), *gradient(q, b, p, log_m_q)
+    return *gradient(pair.p, 1 - b, pair.q, log_m_p), *gradient(pair.q, b, pair.p, log_m_q)
 
 
 class Tokens(NamedTuple):
@@ -186,6 +208,7 @@ def tokens(words, token_ids, temperature):
     taken = torch.zeros_like(p).scatter_(-1, ids, 1.0)
     # An absolute error: in fp32 log(1 + small) has no more digits than 1.
     off = words.unit * (3 * words.distance + 3 * finite(words.logprobs).abs() + 8)
+    off += words.textbook
     logprobs = finite(words.logprobs)
     entropy = -total(p * logprobs)
     entropy_off = total(p * (off + relative * logprobs.abs()))

@@ -27,6 +27,7 @@ class TokenTruth(NamedTuple):
     grad_tolerance: Tensor
 
 
+@torch.no_grad()
 def token_logprobs(logits, token_ids, keep=None, *, temperature=1.0, upstream=(None, None)):
     """What klfast.token_logprobs must return, and the gradient for ``upstream``: of the log-probs
     and of the entropies, or None.
@@ -89,6 +90,7 @@ class Truth(NamedTuple):
     grad_ref_tolerance: Tensor
 
 
+@torch.no_grad()
 def kl_divergence(
     logits,
     ref_logits,

@@ -213,25 +213,25 @@ class _KLRows(torch.autograd.Function):
         ctx: Any, grad_rows: Tensor, grad_logprobs: Tensor, grad_ref_logprobs: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
         of_tokens = (grad_logprobs, grad_ref_logprobs) if ctx.has_tokens else (None, None)
-        grads = _recompute(ctx, grad_rows, *of_tokens)
-        first, second = ops.saved(ctx)[:2]
-        grads = ops.once(grads, first, second, grad_rows, *of_tokens)
+        saved = ops.saved(ctx)
+        grads = _recompute(ctx, saved, grad_rows, *of_tokens)
+        grads = ops.once(grads, *saved[:2], grad_rows, *of_tokens)
         return (*grads, *(None,) * 6)
 
 
 def _recompute(
-    ctx: Any,
-    *row_grads: Tensor | None,
+    ctx: Any, saved: list[Tensor | None], grad_rows: Tensor, *of_tokens: Tensor | None
 ) -> ops.Grads:
-    """The gradients by a second read of the logits, for those of rows and of tokens' log-probs."""
-    *tensors, rows, saved = ops.saved(ctx)
+    """The gradients by a second read of the logits."""
+    *tensors, rows, state = saved
     needs = ctx.needs_input_grad[:2]
+    row_grads = (grad_rows, *of_tokens)
     with torch.no_grad():
         grads = ctx.kernels.kl_divergence_backward(
             *tensors,
             *ctx.options,
             rows,
-            saved,
+            state,
             *(None if grad is None else grad.contiguous() for grad in row_grads),
             *needs,
         )
@@ -267,15 +267,15 @@ class _OneReadKL(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
+        saved = ops.saved(ctx)
         grads = ctx.unit_grads
         if grads is None:
-            grads = _recompute(ctx, ctx.shares * grad_out, None, None)
+            grads = _recompute(ctx, saved, ctx.shares * grad_out, None, None)
         else:
             if not ops.is_batched(grad_out):
                 ctx.unit_grads = None  # handed out below
             grads = ops.scaled(grads, grad_out, ctx.token_kernels)
-        first, second = ops.saved(ctx)[:2]
-        return (*ops.once(grads, first, second, grad_out), None)
+        return (*ops.once(grads, *saved[:2], grad_out), None)
 
 
 def _shares(call: KLDivergenceCall, token_kernels: Kernels) -> Tensor:

@@ -1,0 +1,230 @@
+"""Bit for bit: a row's numbers depend on its own words, on nothing else, and on no thread."""
+
+import threading
+
+import pytest
+import torch
+from agreement import same_bits
+from agreement_logits import COMPILED, DIRECTIONS, FAST, leaves, random_ids, random_logits
+from fresh import run_fresh
+
+import klfast
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+VOCABULARIES = {
+    torch.float32: (1, 37, 1025, 2500),
+    torch.bfloat16: (37, 2500),
+    torch.float16: (37,),
+    torch.float64: (37, 1025),
+}
+
+
+def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlens=None):
+    """What each token gets, of every output: results, log-probs, entropies and gradients."""
+    models = leaves(logits, ref_logits)
+    options = {"direction": direction, "cu_seqlens": cu_seqlens, "backend": backend}
+    outputs = klfast.kl_divergence(*models, mask, token_ids=ids, **options)
+    both = torch.autograd.grad([t.sum() for t in outputs], models, retain_graph=True)
+    alone = torch.autograd.grad(outputs[0].sum(), models)
+    one_read = klfast.kl_divergence(*models, mask, reduction="token-sum", **options)
+    unit = torch.autograd.grad(one_read, models)
+    tokens = klfast.token_logprobs(models[0], ids, return_entropy=True, backend=backend)
+    of_tokens = torch.autograd.grad([t.sum() for t in tokens], models[0])
+    return [t.detach() for t in (*outputs, *both, *alone, *unit, *tokens, *of_tokens)]
+
+
+def assert_same(found, expected):
+    assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
+
+
+@pytest.mark.parametrize("dtype", VOCABULARIES, ids=str)
+@every_direction
+@every_compiled
+def test_a_row_is_the_same_alone_and_in_any_company(backend, direction, dtype):
+    """Alone, in a batch, after other rows, padded, packed and in another place in memory."""
+    for words in VOCABULARIES[dtype]:
+        logits, ref_logits = random_logits(2, 3, words, dtype=dtype)
+        ids = random_ids(logits)
+        inputs = (logits, ref_logits, ids)
+        together = everything(backend, *inputs, direction)
+        for b, t in ((0, 0), (1, 2)):
+            row = (slice(b, b + 1), slice(t, t + 1))
+            alone = everything(backend, *(i[row] for i in inputs), direction)
+            assert_same(alone, [found[row] for found in together])
+        order = torch.tensor([1, 0])
+        permuted = everything(backend, *(i[order] for i in inputs), direction)
+        assert_same([found[order] for found in permuted], together)
+        padding = random_logits(2, 2, words, dtype=dtype)
+        padded = [torch.cat([a, b], 1) for a, b in zip(inputs[:2], padding, strict=True)]
+        padded_ids = torch.cat([ids, ids[:, :2]], 1)
+        mask = torch.arange(5).expand(2, 5) < 3
+        found = everything(backend, *padded, padded_ids, direction, mask)
+        assert_same([part[:, :3] for part in found], together)
+        flat = [torch.cat([i.flatten(0, 1)[:1], i.flatten(0, 1)]) for i in inputs]
+        packed = everything(backend, *flat, direction, cu_seqlens=torch.tensor([0, 1, 4, 4, 7]))
+        assert_same(
+            [part[1:].reshape(whole.shape) for part, whole in zip(packed, together, strict=True)],
+            together,
+        )
+
+
+@every_direction
+@every_compiled
+def test_neighbours_do_not_change_the_way_a_row_is_looked_at(backend, direction):
+    """Beside rows that need a second and a third look."""
+    words = 2500
+    ordinary = random_logits(1, 4, words, apart=0.1)
+    strange = [t.clone() for t in ordinary]
+    strange[0][0, 1, :1500] = -torch.inf
+    strange[1][0, 2, -1] = 300.0
+    strange[0][0, 3] = torch.nan
+    ids = random_ids(ordinary[0])
+    found = everything(backend, *strange, ids, direction)
+    expected = everything(backend, *ordinary, ids, direction)
+    assert_same([part[:, 0] for part in found], [part[:, 0] for part in expected])
+
+
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+@every_direction
+def test_threads_and_runs_change_nothing(backend, direction, set_num_threads):
+    for shape in ((1, 3, 40_000), (13, 7, 1100)):
+        logits, ref_logits = random_logits(*shape)
+        ids, mask = random_ids(logits), torch.rand(shape[:2]) < 0.8
+        set_num_threads(1)
+        one = everything(backend, logits, ref_logits, ids, direction, mask)
+        for threads in (2, 3):
+            set_num_threads(threads)
+            assert_same(everything(backend, logits, ref_logits, ids, direction, mask), one)
+
+
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+def test_python_threads_that_call_at_once_get_the_same_bits(backend, set_num_threads):
+    set_num_threads(2)
+    logits, ref_logits = random_logits(4, 3, 5000)
+    ids = random_ids(logits)
+    expected = everything(backend, logits, ref_logits, ids, "jsd")
+    start = threading.Barrier(4)
+    results = []
+
+    def work():
+        start.wait()
+        for _ in range(2):
+            results.append(everything(backend, logits, ref_logits, ids, "jsd"))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    for found in results:
+        assert_same(found, expected)
+
+
+@every_compiled
+def test_threads_may_share_one_graph(backend):
+    """Only one of them can be handed the unit gradient."""
+    logits, ref_logits = leaves(*random_logits(2, 3, 300))
+    options = {"reduction": "token-mean", "backend": backend}
+    (expected,) = torch.autograd.grad(klfast.kl_divergence(logits, ref_logits, **options), logits)
+    divergence = klfast.kl_divergence(logits, ref_logits, **options)
+    results = []
+
+    def work():
+        (grad,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+        results.append(grad.clone())
+        grad.fill_(torch.nan)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    assert all(same_bits(grad, expected) for grad in results)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Memory that nobody wrote reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+MASKS = {
+    "no-mask": lambda shape: None,
+    "half": lambda shape: torch.arange(torch.Size(shape).numel()).reshape(shape) % 2 == 0,
+    "all-masked": lambda shape: torch.zeros(shape),
+}
+SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0, 5, 3)}
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@every_direction
+@every_compiled
+def test_every_output_is_written(backend, direction, shape, mask):
+    assert torch.empty(3).isnan().all()
+    for dtype in (torch.float32, torch.bfloat16):
+        logits, ref_logits = random_logits(*shape, dtype=dtype)
+        ids, mask_of = random_ids(logits), mask(shape[:2])
+        found = everything(backend, logits, ref_logits, ids, direction, mask_of)
+        (leaf,) = leaves(logits)
+        inplace = klfast.token_logprobs(
+            leaf * 1, ids, mask=mask_of, inplace_backward=True, backend=backend
+        )
+        found += torch.autograd.grad(inplace.sum(), leaf)
+        for reduction in ("seq-mean", "token-mean"):
+            options = {"direction": direction, "reduction": reduction, "return_stats": True}
+            *results, stats = klfast.kl_divergence(
+                logits, ref_logits, mask_of, token_ids=ids, backend=backend, **options
+            )
+            found += [*results, *stats]
+        assert not any(t.isnan().any() for t in found)
+
+
+FORK = """
+import os, signal, torch, klfast
+torch.set_num_threads(2)
+
+def work(rows):
+    logits = torch.zeros(rows, 500, requires_grad=True)
+    ref_logits = torch.zeros(rows, 500)
+    ref_logits[:, 0] = 3.0
+    ids = torch.zeros(rows, dtype=torch.int64)
+    for direction in ("reverse", "jsd"):
+        klfast.kl_divergence(
+            logits, ref_logits, direction=direction, reduction="token-mean", backend="native"
+        ).backward()
+        assert logits.grad[:, 0].sum() < -1e-4
+        logits.grad = None
+    klfast.token_logprobs(logits, ids, backend="native").sum().backward()
+    assert abs(logits.grad[0, 0].item() - (1 - 1 / 500)) < 1e-6
+
+def in_child(function):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a hang ends as a failure
+        function()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+
+def on_one_thread():
+    torch.set_num_threads(1)
+    work(1000)
+
+work(1000)  # starts OpenMP's threads, which a forked child does not have
+in_child(lambda: work(4))
+in_child(on_one_thread)
+print("done")
+"""
+
+
+def test_a_forked_child_does_not_hang_where_eager_torch_does_not():
+    assert run_fresh(FORK) == "done"

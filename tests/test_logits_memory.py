@@ -1,0 +1,71 @@
+"""Memory above the inputs: nothing forward, the gradient alone with backward, as peak RSS."""
+
+import json
+import os
+
+import pytest
+from fresh import run_fresh
+
+MEASURE = """
+import json, torch, klfast
+torch.set_num_threads(2)
+
+def divergence(logits, ref_logits, ids, **options):
+    outputs = klfast.kl_divergence(logits, ref_logits, backend="native", **options)
+    return sum(outputs) if isinstance(outputs, tuple) else outputs
+
+def log_probs(logits, ref_logits, ids, **options):
+    outputs = klfast.token_logprobs(logits, ids, backend="native", **options)
+    return sum(outputs) if isinstance(outputs, tuple) else outputs
+
+CALLS = {
+    "log-probs": lambda *t: log_probs(*t),
+    "entropy": lambda *t: log_probs(*t, return_entropy=True),
+    "in-place": lambda *t: log_probs(*t, inplace_backward=True),
+    "per-token": lambda *t: divergence(*t),
+    "one-read": lambda *t: divergence(*t, reduction="token-mean"),
+    "jsd": lambda *t: divergence(*t, direction="jsd", reduction="token-mean"),
+    "with-ids": lambda *t: divergence(*t, direction="forward", token_ids=t[2]),
+}
+
+def memory(field):
+    lines = (line.split() for line in open("/proc/self/status"))
+    return next(int(line[1]) * 1024 for line in lines if line[0] == field)
+
+def taken(call, rows, dtype, backward):
+    ids = torch.zeros(1, rows, dtype=torch.int64)
+    ref_logits = torch.randn(1, rows, 32_000, dtype=dtype)
+    start = torch.zeros(1, dtype=dtype, requires_grad=backward)
+    logits = torch.randn(1, rows, 32_000, dtype=dtype) + start  # as a model computes them
+    before = memory("VmRSS:")
+    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+    result = call(logits, ref_logits, ids).sum()
+    if backward:
+        torch.autograd.grad(result, logits)
+    return (memory("VmHWM:") - before) / (logits.numel() * logits.element_size())
+
+found = {}
+for name, call in CALLS.items():
+    for dtype in (torch.float32, torch.bfloat16):
+        for backward in (False, True):
+            taken(call, 2, dtype, backward)  # code that is loaded at its first use
+            key = " ".join((name, str(dtype), "backward" if backward else "forward"))
+            found[key] = taken(call, 500, dtype, backward)
+print(json.dumps(found))
+"""
+
+SLACK = 0.07
+"""Of logits of 32 or 64 MB: pages of 2 MB, and results of a number per token."""
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset on this system"
+)
+def test_memory_above_the_inputs():
+    """Of the policy's logits alone does a gradient come, of their size; in place, none."""
+    # Freed memory goes back at once, or the next gradient would seem to take none.
+    found = json.loads(run_fresh(MEASURE, timeout=120, MALLOC_MMAP_THRESHOLD_="65536"))
+    assert len(found) == 28
+    for name, of_logits in found.items():
+        expected = 1 if "backward" in name and "in-place" not in name else 0
+        assert expected - SLACK < of_logits < expected + SLACK, (name, of_logits)
