@@ -255,8 +255,9 @@ class _KLPenalty(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
-        inputs = saved(ctx)
         grads = ctx.unit_grads
+        # Whoever has its gradient already does not mind what became of the inputs.
+        inputs = saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None:
             grads = _recompute(ctx, inputs, grad_out)
         else:

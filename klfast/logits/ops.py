@@ -267,8 +267,8 @@ class _OneReadKL(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
-        saved = ops.saved(ctx)
         grads = ctx.unit_grads
+        saved = ops.saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None:
             grads = _recompute(ctx, saved, ctx.shares * grad_out, None, None)
         else:
