@@ -26,17 +26,21 @@ using math::Range;
 template <typename Acc>
 struct Guess {
   Acc scale;
-  Acc first;   // m
-  Acc offset;  // what is large of c, before the temperature: subtracting it costs y no digit of u'
-  Acc ratio;   // the rest of c
-  Acc second;  // m + c
+  Acc first;  // m
+  // What is large of c, before the temperature, is taken from the logits that carry it, which costs
+  // them no digit: from y, or, its negative, from x. The other is 0.
+  Acc first_offset;
+  Acc second_offset;
+  Acc ratio;        // the rest of c
+  Acc second;       // m + c
   Acc second_rest;  // and what rounding took from it: both exponentials must meet the same c
 };
 
 // c as the arithmetic takes it.
 template <typename Acc>
 KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc>& guess) {
-  return static_cast<double>(guess.offset) * static_cast<double>(guess.scale) +
+  const Acc offset = guess.second_offset - guess.first_offset;
+  return static_cast<double>(offset) * static_cast<double>(guess.scale) +
          static_cast<double>(guess.ratio);
 }
 
@@ -46,8 +50,13 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
   guess.scale = static_cast<Acc>(scale);
   guess.first = static_cast<Acc>(first);
   const double own_scale = guess.scale;
-  guess.offset = static_cast<Acc>(std::rint(ratio / own_scale / 4) * 4);
-  guess.ratio = static_cast<Acc>(ratio - static_cast<double>(guess.offset) * own_scale);
+  const double apart = ratio / own_scale;
+  const double offset = std::fabs(apart) < 2 ? 0.0 : std::rint(4 * apart) / 4;
+  const bool second_carries = std::fabs(first + ratio) > std::fabs(first);
+  guess.first_offset = static_cast<Acc>(second_carries ? 0.0 : -offset);
+  guess.second_offset = static_cast<Acc>(second_carries ? offset : 0.0);
+  const double taken = static_cast<double>(guess.second_offset - guess.first_offset);
+  guess.ratio = static_cast<Acc>(ratio - taken * own_scale);
   const double second = static_cast<double>(guess.first) + ratio_of(guess);
   guess.second = static_cast<Acc>(second);
   guess.second_rest = static_cast<Acc>(second - static_cast<double>(guess.second));
@@ -82,7 +91,7 @@ struct Pair {
 
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
-  return math::fma((y - guess.offset) - x, guess.scale, -guess.ratio);
+  return math::fma((y - guess.second_offset) - (x - guess.first_offset), guess.scale, -guess.ratio);
 }
 
 // e^(x - m) and e^(y - m - c).
@@ -111,11 +120,12 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
   // A word that neither says has u = NaN, and adds nothing. NaN in a logit reaches `mass` or
   // `other`.
   const bool nobody = (x == -infinity) & (y == -infinity);
-  const bool infinite = math::magnitude(u) == infinity;
-  const Acc slope = mass * select(nobody | infinite, Acc(0), u);
+  const bool excluded = (y == -infinity) & (x > -infinity);
+  constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times that is 0
+  const Acc slope = mass * select(nobody | excluded, Acc(0), math::clamp(u, -largest, largest));
   const Acc far_spread = (other - mass) - slope;
   return {mass, select(near, mass * math::expm1_minus_argument<Range::kNear>(near_u), far_spread),
-          slope, other, (u == -infinity) & (x > -infinity)};
+          slope, other, excluded};
 }
 
 // Sums over the words of a row.
@@ -285,7 +295,8 @@ KLFAST_HOST_DEVICE RowGradient<Acc> gradient_of(bool is_kl, double scale, double
           static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * rest)};
 }
 
-// Gradients of a word, without what a taken token adds: 0 where its own model excludes it.
+// Gradients of a word, without what a taken token adds: 0 where it has no probability, whatever
+// infinity stands beside that.
 template <typename Acc>
 struct WordGradients {
   Acc first;
@@ -295,7 +306,6 @@ struct WordGradients {
 template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
-  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const Guess<Acc>& exact = row.exact;
   // Where no gradient comes in, an infinite ratio must not make 0 NaN.
   const Acc u = select(row.first == Acc(0), Acc(0), log_ratio(x, y, exact));
@@ -305,7 +315,7 @@ KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradie
   const Acc q = second_term(y, exact);
   const Acc near_difference = p * (near_u + math::expm1_minus_argument<Range::kNear>(near_u));
   const Acc difference = select(near, near_difference, q - p);
-  return {select(x == -infinity, Acc(0), -p * math::fma(row.first, u, row.first_constant)),
+  return {select(p == Acc(0), Acc(0), -p * math::fma(row.first, u, row.first_constant)),
           math::fma(row.second, difference, -row.second_constant * q)};
 }
 
@@ -345,14 +355,13 @@ KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a
   return row;
 }
 
-// A word's gradient, without what a taken token adds: 0 where the model excludes it.
+// A word's gradient, without what a taken token adds: 0 where it has no probability.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
-  constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const Acc log_p = math::fma(x, row.scale, -row.lse);
-  const Acc gradient =
-      -math::exp_term(log_p) * math::fma(row.entropy, log_p + row.mean, row.logprob);
-  return math::select(x == -infinity, Acc(0), gradient);
+  const Acc p = math::exp_term(log_p);
+  const Acc gradient = -p * math::fma(row.entropy, log_p + row.mean, row.logprob);
+  return math::select(p == Acc(0), Acc(0), gradient);
 }
 
 }  // namespace klfast::divergences

@@ -53,13 +53,15 @@ inline const double* saved_of(const Tensor& saved, const Tensor& logits) {
 inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
                          const OptionalTensor& keep, double temperature, bool is_double) {
   KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
-  KLFAST_CHECK(temperature > 0, "temperature must be > 0");
+  const double inverse = 1 / temperature;
+  const double own = is_double ? inverse : static_cast<float>(inverse);
+  KLFAST_CHECK(own > 0 && std::isfinite(own), "temperature must be > 0, and in range");
   RowInputs in;
   in.shape = {logits.size(0), logits.size(1), logits.size(2)};
   in.token_ids =
       static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids"));
   in.keep = static_cast<const uint8_t*>(per_row(keep, logits, DType::kBool, "keep"));
-  in.inverse_temperature = 1 / temperature;
+  in.inverse_temperature = inverse;
   in.is_double = is_double;
   return in;
 }
@@ -161,6 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   const RowInputs& in = call.in.in;
   KLFAST_CHECK(shares.has_value() || !(want_grad || want_grad_ref),
                "gradients need the shares of the rows");
+  KLFAST_CHECK(!shares.has_value() || !token_ids.has_value(),
+               "gradients of the forward are of rows without tokens");
   const ScalarType dtype = arithmetic(in.is_double);
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
@@ -191,6 +195,9 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(Tensor logits, Tensor ref_logits,
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature);
   const RowInputs& in = call.in.in;
   const DType dtype = results_dtype(in);
+  KLFAST_CHECK(
+      token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
+      "gradients of tokens' log-probs go with token_ids");
   call.rows = per_row(rows, logits, dtype, "rows");
   call.saved = saved_of(saved, logits);
   call.grad_rows = per_row(grad_rows, logits, dtype, "grad_rows");

@@ -77,9 +77,7 @@ def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:
 
 
 def explain(call: KLCall) -> None:
-    """Say what value has been refused: of tensors by the CPU kernels, which look at them, of numbers
-    by all.
-    """
+    """Raise ValueError for a value that the kernels refuse: in tensors on a CPU, and in numbers."""
     if not are_tracing() and call.tensors.logprobs.device.type == "cpu":
         check_values(call)
     check_coef(call, call.coef)

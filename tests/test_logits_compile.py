@@ -67,7 +67,7 @@ def assert_like_eager(function, of, tensors, *arguments, exactly):
 
 
 @pytest.mark.parametrize("options", DIVERGENCES.values(), ids=DIVERGENCES)
-@not_emulated
+@every_fast
 def test_divergences_compile_to_the_bits_of_eager(backend, options):
     def divergence(*logits):
         return klfast.kl_divergence(*logits, backend=backend, **options)
@@ -125,7 +125,7 @@ def test_inference_compiles(backend, grad):
         assert_like_eager(both, compiled(both), tensors, exactly=backend == "native")
 
 
-@not_emulated
+@every_fast
 def test_a_controllers_coefficient_changes_without_recompiling(backend):
     """The second value may teach dynamo that it changes."""
     counter = CompileCounterWithBackend("aot_eager")

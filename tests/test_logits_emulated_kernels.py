@@ -18,8 +18,9 @@ import klfast
 
 CHIPS = ("hopper", "ampere", "small")
 """With clusters, without, and one whose clusters rows of a few thousand words fill."""
-SIZES = (40, 1500, 3001, 9000)
+SIZES = (40, 9000)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_chip = pytest.mark.parametrize("chip", CHIPS)
 
 
@@ -36,23 +37,25 @@ def _chip(request, monkeypatch):
 def test_every_chip_gives_the_truth(chip, words):
     for dtype in (torch.float32, torch.bfloat16):
         logits, ref_logits = random_logits(1, 2, words, dtype=dtype)
-        ids = torch.tensor([[0, words - 1]])
-        for direction in DIRECTIONS:
-            for reduction in ("none", "token-mean"):
-                options = {"direction": direction, "reduction": reduction}
-                assert_divergence_agrees("native", logits, ref_logits, **options)
-        assert_tokens_agree("native", logits, ids)
+        for direction, reduction in (
+            ("reverse", "none"),
+            ("jsd", "none"),
+            ("forward", "token-sum"),
+        ):
+            options = {"direction": direction, "reduction": reduction}
+            assert_divergence_agrees("native", logits, ref_logits, **options)
+        assert_tokens_agree("native", logits, torch.tensor([[0, words - 1]]))
 
 
 @every_chip
 def test_every_chip_looks_again_where_it_must(chip):
     """At rows whose first words say nothing of the others, wherever their parts begin."""
-    words = 6000
+    words = 5000
     x, y = random_logits(words, apart=0.1)
     logits, ref_logits = x.expand(8, words).clone(), y.expand(8, words).clone()
     for row, end in enumerate((1, 700, 3000, words - 1)):
         logits[row, :end] = ref_logits[row, :end] = -torch.inf
-    for row, at in enumerate((0, 2999, words - 1), 4):
+    for row, at in enumerate((0, 2499, words - 1), 4):
         logits[row, at] += 70
     ref_logits[7] += torch.linspace(-60, 60, words)
     for direction in DIRECTIONS:

@@ -100,7 +100,7 @@ LOGITS_VALUES = {
     },
     "temperature-without-reciprocal": (
         {"temperature": 5e-324},
-        "temperature must have a finite reciprocal, got 5e-324",
+        "temperature must have a reciprocal within fp32, got 5e-324",
     ),
     **{
         f"id-{value}-{dtype}": (

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import DIRECTIONS, NOT_EMULATED, leaves, random_ids, random_logits
+from agreement_logits import DIRECTIONS, FAST, leaves, random_ids, random_logits
 from torch.export import Dim, export
 from torch.utils.checkpoint import checkpoint
 
 import klfast
 
-not_emulated = pytest.mark.parametrize("backend", NOT_EMULATED, indirect=True)
+every_fast = pytest.mark.parametrize("backend", FAST, indirect=True)
 
 
 class Divergence(torch.nn.Module):
@@ -29,7 +29,7 @@ def arguments(*shape):
 
 
 @pytest.mark.parametrize("reduction", ["none", "token-mean"])
-@not_emulated
+@every_fast
 def test_an_exported_program_takes_any_batch(backend, reduction):
     module = Divergence(reduction=reduction, direction="jsd", backend=backend, return_stats=True)
     tokens = {0: Dim("batch"), 1: Dim("tokens")}
@@ -54,7 +54,7 @@ def test_an_exported_program_names_the_ops_and_survives_a_file(tmp_path):
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@not_emulated
+@every_fast
 def test_a_checkpointed_divergence_has_the_bits_of_a_plain_one(backend, direction, use_reentrant):
     models = leaves(*random_logits(2, 3, 37))
     ids = random_ids(models[0])
@@ -75,7 +75,7 @@ def test_a_checkpointed_divergence_has_the_bits_of_a_plain_one(backend, directio
         assert all(same_bits(t.grad, e) for t, e in zip(inputs, expected, strict=True))
 
 
-@not_emulated
+@every_fast
 def test_a_checkpoint_saves_no_logits(backend):
     """The point of it: what klfast keeps for its backward is not kept."""
     models = leaves(*random_logits(2, 3, 37))

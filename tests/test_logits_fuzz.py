@@ -3,7 +3,7 @@
 import agreement_logits
 import torch
 from agreement_logits import DIRECTIONS, FLOATS, assert_divergence_agrees, assert_tokens_agree
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz import MASKS, edges
 
@@ -112,7 +112,6 @@ def calls(draw):
     return logits, ref_logits, mask, options
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(call=calls())
 def test_every_divergence_agrees_with_the_oracle(backend, one_thread, call):
     logits, ref_logits, mask, options = call

@@ -76,12 +76,12 @@ def test_one_sequence_without_a_batch(backend, reduction):
 def test_dtypes_mix(backend, direction, dtype, ref_dtype):
     logits = random_logits(2, 3, 45, dtype=dtype, ref_dtype=ref_dtype)
     mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
-    for reduction in ("none", "token-mean"):
+    for reduction in ("none", "token-mean") if dtype == ref_dtype else ("token-mean",):
         options = {"direction": direction, "reduction": reduction}
         assert_divergence_agrees(backend, *logits, mask, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("words", [1, 2, 3, 31, 64, 255, 1025, 4097])
 @every_direction
 @pytest.mark.parametrize("backend", COMPILED, indirect=True)

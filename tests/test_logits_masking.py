@@ -170,3 +170,28 @@ def test_an_upstream_gradient_of_an_empty_sequence_does_not_count(backend, direc
         grad_out[1] = poison
         dirty = torch.autograd.grad(result, models, grad_out, retain_graph=True)
         assert all((a == b).all() for a, b in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_lowest_number_of_a_dtype_stands_for_no_word(backend, direction, temperature):
+    """As many fill them in: no gradient, and none that is NaN."""
+    models = [t[0] for t in random_logits(1, 3, 40)]
+    lowest = torch.finfo(torch.float32).min
+    models[0][0, 7] = models[1][1, 9] = models[0][2, 3] = models[1][2, 3] = lowest
+    inputs = leaves(*models)
+    ids = torch.zeros(3, dtype=torch.int64)
+    options = {"temperature": temperature, "backend": backend}
+    found = klfast.kl_divergence(*inputs, direction=direction, **options)
+    logprobs = klfast.token_logprobs(inputs[0], ids, **options)
+    grads = torch.autograd.grad(found.clamp(max=1e30).sum() + logprobs.sum(), inputs)
+    assert not found.isnan().any()
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0][0, 7] == grads[0][2, 3] == grads[1][2, 3] == 0
+
+
+def test_ignored_ids_are_not_confused_with_narrow_ones(backend):
+    logits = torch.randn(2, 200)
+    ids = torch.tensor([156, 3], dtype=torch.uint8)  # 156 is -100 in eight bits
+    found = klfast.token_logprobs(logits, ids, ignore_index=-100, backend=backend)
+    assert found.ne(0).all()

@@ -15,6 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 SELECTED = [
     "triton_interpreted_suite.py",
+    "triton_interpreted_logits_suite.py",
     "test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
     "test_rewards.py::test_scores_of_any_dtype",
 ]

@@ -352,7 +352,7 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
 // kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
 // poor, and one with the whole rows' greatest words between them if it was useless.
 template <typename Acc>
-PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second, bool want_kl) {
+PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second) {
   const double scale = static_cast<Acc>(in.inverse_temperature);
   PairRow row = {NAN, NAN, NAN, false, false};
   const auto look = [&](double guess, double ratio) {
@@ -368,7 +368,7 @@ PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second, 
   };
   look_from(std::min(kBlock, in.shape.words));
   if (!row.usable && !look_from(in.shape.words)) return {NAN, NAN, NAN, false, false};
-  if (row.usable && !row.good && want_kl) look(row.lse, row.shift);
+  if (row.usable && !row.good) look(row.lse, row.shift);
   return row;
 }
 
@@ -488,7 +488,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   const Row first = row_at(in, call.in.first, index);
   const Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
-  const PairRow row = look_at_pairs<Acc>(in, first, second, is_kl);
+  const PairRow row = look_at_pairs<Acc>(in, first, second);
   Mixed mixed = {row.kl, 0};
   if (!is_kl) {
     mixed = mix<Acc>(in, first, second, row, call.in.beta);

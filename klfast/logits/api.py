@@ -58,8 +58,9 @@ def token_logprobs(
 
     ``logits[t, k] / temperature - log(sum_v exp(logits[t, v] / temperature))`` at k =
     ``token_ids[t]``, and the entropy ``-sum_v p_v log p_v`` of each distribution. The logits are
-    read once, and nothing of their size is made but the gradient, which the backward writes in a
-    second read. Arithmetic and results are fp32 whatever the logits' dtype (fp64 for fp64).
+    read once (but for the rare row whose first words say nothing of the others), and nothing of
+    their size is made but the gradient, which the backward writes in a second read. Arithmetic and
+    results are fp32 whatever the logits' dtype (fp64 for fp64).
 
     Args:
         logits: [..., V], fp64, fp32, bf16 or fp16, any strides; any V >= 1. -inf (a word that
@@ -210,10 +211,10 @@ def kl_divergence(
     A word of probability 0 (a logit of -inf) adds 0; D is infinite where the other model excludes
     what the first may say. Both logits are read once (twice for ``jsd``, and in the rare row whose
     first words say nothing of the others), and nothing of their size is made but gradients. For
-    scalar reductions these come out of the forward's read, unless ``token_ids`` is given or the
-    logits are fp16; otherwise backward reads a second time. D is accurate near 0: relative error
-    2e-6 at 5e-7 nats in fp32, never negative, exactly 0 for equal logits. Arithmetic and results
-    are fp32 whatever the inputs' dtypes (fp64 if one is fp64).
+    scalar reductions these come out of the forward's read, unless ``token_ids`` is given, the
+    logits are fp16, or torch.compile or torch.func traces; otherwise backward reads a second time.
+    D is accurate near 0: relative error 2e-6 at 5e-7 nats in fp32, never negative, exactly 0 for
+    equal logits. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if one is fp64).
 
     Args:
         logits: of the policy, [B, T, V], or packed [N, V] with ``cu_seqlens``; [N, V] without it is

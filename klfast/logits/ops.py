@@ -116,8 +116,10 @@ def _is_one_read(call: KLDivergenceCall) -> bool:
         call.tokens.reduction in SCALAR_REDUCTIONS
         and call.token_ids is None
         and not are_tracing()
-        and ops.holds_unit_gradient(call.logits)
-        and ops.holds_unit_gradient(call.ref_logits)
+        and all(
+            ops.holds_unit_gradient(logits) or not logits.requires_grad
+            for logits in (call.logits, call.ref_logits)
+        )
     )
 
 
@@ -168,6 +170,8 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
+        if ops.is_batched(grad_logprobs) or ops.is_batched(grad_entropy):
+            raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
         if getattr(ctx, "overwritten", False) or torch.is_grad_enabled():
             raise RuntimeError(SERVES_ONE_BACKWARD)
         logits, *others = ops.saved(ctx)

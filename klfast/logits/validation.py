@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -49,10 +47,11 @@ def validate_token_logprobs(
     temperature = _temperature(temperature)
     if inplace_backward:
         check_inplace(logits)
+    ids = _flat_ids(token_ids)
     return TokenLogprobsCall(
         _rows(logits),
-        _flat_ids(token_ids),
-        _keep(mask, token_ids, ignore_index),
+        ids,
+        _keep(mask, ids, ignore_index),
         temperature,
         return_entropy,
         inplace_backward,
@@ -155,8 +154,8 @@ def _temperature(temperature: float) -> float:
     if torch.compiler.is_compiling():
         return temperature  # may be symbolic
     number = check_number("temperature", temperature, above=0)
-    if not math.isfinite(1 / number):
-        raise ValueError(f"temperature must have a finite reciprocal, got {temperature!r}")
+    if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
+        raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
     return number
 
 
@@ -173,8 +172,8 @@ def _flat_ids(token_ids: Tensor) -> Tensor:
 
 def _keep(mask: Tensor | None, token_ids: Tensor | None, ignore_index: int | None) -> Tensor | None:
     """Which rows are read, [R] bool; None for all."""
-    keep = None if mask is None else mask.detach() != 0
-    if ignore_index is not None and token_ids is not None:
-        counts = token_ids.detach() != ignore_index
-        keep = counts if keep is None else keep & counts
-    return None if keep is None else keep.reshape(-1).contiguous()
+    keep = None if mask is None else (mask.detach() != 0).reshape(-1).contiguous()
+    if ignore_index is None or token_ids is None:
+        return keep
+    counts = token_ids != ignore_index
+    return counts if keep is None else keep & counts

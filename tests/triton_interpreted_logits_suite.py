@@ -1,0 +1,114 @@
+"""What ``test_triton_interpreted`` runs of the kernels over logits: every path, on small tiles.
+
+The interpreter takes milliseconds for a tile: with tiles of some ten words, rows of some hundred
+have many of them, and several segments.
+"""
+
+import pytest
+import torch
+from agreement import same_bits
+from agreement_logits import DIRECTIONS, FLOATS, assert_divergence_agrees, random_ids, random_logits
+
+import klfast
+from klfast.backends import triton_logits_launch as launch
+
+BACKEND = "triton"
+VOCABULARIES = (1, 2, 31, 64, 97, 200)
+"""A part of a tile, whole tiles, tiles and a part; from 97 on, segments."""
+
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    monkeypatch.setattr(launch, "_TILE", 64)
+    monkeypatch.setattr(launch, "_SEGMENT", 64)
+    monkeypatch.setattr(launch, "_ONE_PROGRAM", 96)
+
+
+@pytest.mark.parametrize("words", VOCABULARIES)
+@every_direction
+def test_vocabularies(direction, words):
+    logits, ref_logits = random_logits(2, 3, words)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    for reduction in ("none", "token-mean"):
+        options = {"direction": direction, "reduction": reduction}
+        assert_divergence_agrees(BACKEND, logits, ref_logits, mask, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@every_direction
+def test_dtypes_mix(direction, dtype):
+    for ref_dtype in (dtype, torch.float32):
+        logits, ref_logits = random_logits(1, 2, 70, dtype=dtype, ref_dtype=ref_dtype)
+        options = {"direction": direction, "reduction": "seq-mean", "temperature": 0.7}
+        assert_divergence_agrees(BACKEND, logits, ref_logits, **options)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.3, 0.99])
+def test_mixtures(beta):
+    logits, ref_logits = random_logits(1, 2, 130, apart=3.0)
+    assert_divergence_agrees(BACKEND, logits, ref_logits, direction="jsd", jsd_beta=beta)
+
+
+@every_direction
+def test_rows_that_say_nothing_of_their_peak(direction):
+    """The first look is poor or useless, in one program and in segments."""
+    for words in (90, 190):
+        logits, ref_logits = random_logits(1, 4, words)
+        logits[0, 0, :40] = -torch.inf
+        ref_logits[0, 0, :40] = -torch.inf
+        logits[0, 1, -1] = 60.0
+        ref_logits[0, 2] += 30.0
+        ref_logits[0, 3, -1] = 25.0
+        assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
+
+
+@pytest.mark.parametrize("words", VOCABULARIES)
+def test_tokens(words):
+    logits = random_logits(2, 3, words)[0]
+    ids, mask = random_ids(logits), torch.tensor([[1, 0, 1], [1, 1, 1]])
+    ids[0, 1] = -100
+    found, truth = [], []
+    for backend, to in ((BACKEND, found), ("reference", truth)):
+        inputs = logits.clone().requires_grad_()
+        source = inputs * 1.0
+        options = {"mask": mask, "return_entropy": True, "temperature": 1.3, "backend": backend}
+        in_place = {"inplace_backward": backend == BACKEND}
+        outputs = klfast.token_logprobs(source, ids, **options, **in_place)
+        loss = outputs[0].sum() + 0.3 * outputs[1].sum()
+        to += [*outputs, *torch.autograd.grad(loss, inputs)]
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+    assert not found[2][0, 1].any()
+
+
+@pytest.mark.parametrize("words", [60, 190])
+@every_direction
+def test_tokens_of_both_models_flow_back(direction, words):
+    logits, ref_logits = random_logits(1, 3, words)
+    ids = random_ids(logits)
+    found, truth = [], []
+    for backend, to in ((BACKEND, found), ("reference", truth)):
+        models = [t.clone().requires_grad_() for t in (logits, ref_logits)]
+        options = {"direction": direction, "token_ids": ids, "backend": backend}
+        outputs = klfast.kl_divergence(*models, **options)
+        loss = outputs[0].sum() + outputs[1].square().sum() + 2 * outputs[2].sum()
+        to += [*outputs, *torch.autograd.grad(loss, models)]
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("words", [60, 190])
+def test_a_row_does_not_depend_on_its_company(words):
+    logits, ref_logits = random_logits(4, 2, words)
+    together = klfast.kl_divergence(logits, ref_logits, backend=BACKEND)
+    alone = klfast.kl_divergence(logits[2:3], ref_logits[2:3], backend=BACKEND)
+    assert same_bits(together[2:3], alone)
+
+
+def test_words_apart():
+    """Any stride, and a slice that leaves a token out, as training does."""
+    models = [t.transpose(1, 2) for t in random_logits(2, 70, 4)]
+    for logits, ref_logits in (models, [t[:, :-1] for t in models]):
+        assert_divergence_agrees(BACKEND, logits, ref_logits, reduction="token-sum")
