@@ -40,9 +40,13 @@ SOURCES = (
 )
 CUDA_SOURCES = (
     "csrc/cuda/arrivals.cu",
+    "csrc/cuda/chip.cu",
+    "csrc/cuda/divergence_backward.cu",
+    "csrc/cuda/divergence_forward.cu",
     "csrc/cuda/kl_penalty.cu",
     "csrc/cuda/ops.cpp",
     "csrc/cuda/problem.cu",
+    "csrc/cuda/token_logprobs.cu",
 )
 CUDA_ARCHS = "8.0 9.0 10.0+PTX"
 # No -ffast-math: it folds the rounding trick of exp_series.h away, and the result is wrong.

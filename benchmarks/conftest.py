@@ -1,6 +1,6 @@
 """Collects ``bench_*.py`` and says what the pytest-benchmark files share.
 
-``KLFAST_BENCH_SHAPE=BxT`` sets the shape (512x8192); at toy size, without timing::
+``KLFAST_BENCH_SHAPE=BxT`` sets the shape (512x8192; rows x columns); at toy size, without timing::
 
     KLFAST_BENCH_SHAPE=4x64 pytest benchmarks --benchmark-disable -k "not compile"
 

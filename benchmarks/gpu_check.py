@@ -1,9 +1,9 @@
 """Everything that needs a GPU, in one command: build, tests, sanitizers, benchmark.
 
 ``make gpu-check PYTHON=python3`` uses that Python's torch and no network, takes less than nine
-minutes, and writes ``gpu.json`` (the benchmark), ``gpu-check.json`` and ``gpu-check.log`` to
-``$OUT``, or to ``benchmarks/results``. A step that fails hides no other, but the exit code. The
-first phases end in time for the last, the benchmark, to have its share.
+minutes, and writes ``gpu.json`` and ``gpu-logits.json`` (the benchmarks), ``gpu-check.json`` and
+``gpu-check.log`` to ``$OUT``, or to ``benchmarks/results``. A step that fails hides no other, but
+the exit code. The first phases end in time for the last, the benchmarks, to have their share.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ LOG_BYTES = 1 << 20
 SHOWN_LINES = 12
 """Of the log of a step that failed."""
 
+RESULTS = tuple(f"{name}.json" for name in report.PICTURES)
+"""What the benchmarks write."""
+
 LARGEST_SHARE = 0.6
 """Of a lane's time that a step may take while others wait for theirs."""
 
 BENCH_BUDGET = 210
 BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
+
+LOGITS = ["--suite", "logits", "--dtypes", "bf16", "--shapes", "8192x151936,2048x32000"]
+"""What there is time for. ``klfast bench --device cuda --suite logits`` measures the rest."""
 
 LAST_WORDS = 5
 """Seconds for a step that is ended to say what it has found."""
@@ -66,9 +72,16 @@ ON_CUDA = "cuda and not (triton and (test_fuzz or test_estimator_options))"
 """The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
 two files that ask Triton for thousands of variants, more than there is time to compile: its
 interpreter runs them elsewhere."""
+CUDA_TESTS = ["tests/test_cuda.py", "tests/test_cuda_logits.py"]
+"""Streams, graphs, syncs, memory, large sizes; among them those for the sanitizers."""
 NOT_HERE = [
-    f"--ignore=tests/{name}.py"
-    for name in ("test_cuda", "test_cuda_build", "test_triton_compiles", "test_triton_interpreted")
+    f"--ignore={path}"
+    for path in (
+        *CUDA_TESTS,
+        "tests/test_cuda_build.py",
+        "tests/test_triton_compiles.py",
+        "tests/test_triton_interpreted.py",
+    )
 ]
 PASSED = r"\d+ passed.* in [\d.]+s"
 SKIPPED_GPU = (
@@ -129,7 +142,7 @@ def sanitizer(tool: str) -> Step:
     """The tests marked for it under one tool of compute-sanitizer, which must say 0."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     command += ["--target-processes", "application-only", "--report-api-errors", "no"]
-    tests = [*PYTEST, "-p", "no:xdist", "-m", "sanitizer", "tests/test_cuda.py"]
+    tests = [*PYTEST, "-p", "no:xdist", "-m", "sanitizer", *CUDA_TESTS]
     return Step(tool, [*command, *tests], SANITIZED, must_print=r"(ERROR|RACECHECK) SUMMARY: 0 .*")
 
 
@@ -140,27 +153,33 @@ def suite(name: str, *arguments: str) -> Step:
     return Step(name, command, environment, must_print=PASSED, must_not_print=SKIPPED_GPU)
 
 
+def benchmark(name: str, out: Path, *arguments: str) -> Step:
+    """``klfast bench`` on the GPU, within what time it has."""
+    command = [sys.executable, "-m", "klfast", "bench", "--device", "cuda", "--budget", "{budget}"]
+    command += [*arguments, "--out", str(out)]
+    return Step(name, command, INSTALLED, must_print=r"JSON: .*")
+
+
 def phases(work: Path) -> list[Phase]:
     """All that is run."""
     pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
     pip += ["--no-index", "--disable-pip-version-check", "--target", str(SITE), "."]
-    bench = [sys.executable, "-m", "klfast", "bench", "--device", "cuda", "--budget", "{budget}"]
-    bench += ["--out", str(work / "gpu.json")]
     this = [sys.executable, __file__]
     return [
-        Phase(60, [[Step("environment", [*this, "--environment"], needed=True)]]),
-        Phase(150, [[Step("build", pip, {"FORCE_CUDA": "1"}, needed=True)]]),
+        Phase(40, [[Step("environment", [*this, "--environment"], needed=True)]]),
+        Phase(140, [[Step("build", pip, {"FORCE_CUDA": "1"}, needed=True)]]),
         Phase(
-            300,
+            290,
             [
-                [  # streams, graphs, syncs, memory, large sizes; then what other machines run too
-                    suite("cuda", "-n", "2", "-v", "tests/test_cuda.py"),
+                [  # what only a GPU shows; then what other machines run too
+                    suite("cuda", "-n", "2", "-v", *CUDA_TESTS),
                     suite("tests", "-n", "10", "-v", "-k", ON_CUDA, *NOT_HERE, "tests"),
                 ],
                 *([sanitizer(t)] for t in ("memcheck", "racecheck", "initcheck", "synccheck")),
             ],
         ),
-        Phase(530, [[Step("benchmark", bench, INSTALLED, must_print=r"JSON: .*")]]),
+        Phase(400, [[benchmark("benchmark", work / "gpu.json")]]),
+        Phase(535, [[benchmark("logits", work / "gpu-logits.json", *LOGITS)]]),
     ]
 
 
@@ -191,8 +210,9 @@ class Check:
         for phase in self.plan:
             with ThreadPoolExecutor(len(phase.lanes)) as pool:
                 list(pool.map(self._run_lane, phase.lanes, [phase.until] * len(phase.lanes)))
-        if (results := self.work / "gpu.json").exists():
-            shutil.copy(results, self.out)
+        for name in RESULTS:
+            if (results := self.work / name).exists():
+                shutil.copy(results, self.out)
 
     def stop(self) -> None:
         """Ends what runs, and begins nothing more."""
@@ -381,15 +401,15 @@ def show_plan(plan: Sequence[Phase]) -> None:
 
 
 def show_results(check: Check) -> None:
-    """The ends of the logs of what failed, the benchmark's table, and what became of each step."""
+    """The ends of the logs of what failed, the benchmarks' tables, and what became of each step."""
     for outcome in check.outcomes:
         if outcome.status in ("failed", "timeout"):
             print(f"\n--- {outcome.name}")
             log = check.log(outcome.name).decode(errors="replace").splitlines()
             print("\n".join(log[-SHOWN_LINES:]))
-    data = report.load(check.work / "gpu.json")
-    if data is not None and data["rows"]:
-        print("\n" + report.gpu_block(data))
+    for data in report.gpu_results(check.work).values():
+        if data["rows"]:
+            print("\n" + report.gpu_block(data))
     headings = ["step", "", "s", ""]
     lines = [[o.name, o.status, f"{o.seconds:.0f}", o.detail] for o in check.outcomes]
     print("\n" + report.table(headings, lines))

@@ -5,7 +5,8 @@ A README shows no number that a file there does not hold: between ``<!-- benchma
 
     python benchmarks/report.py
 
-With a ``gpu.json`` it also writes ``gpu.md``, all its cases, and ``gpu-roofline.png``.
+With a ``gpu.json`` or a ``gpu-logits.json`` it also writes ``gpu.md``, all their cases, and a
+picture of each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
-PICTURE = "gpu-roofline.png"
+NOT_MEASURED = "**Not measured yet.**"
+PICTURES = {"gpu": "gpu-roofline.png", "gpu-logits": "gpu-logits-roofline.png"}
+"""Results on a GPU -> their picture."""
 
 Row = dict[str, Any]
 Case = dict[str, Row]
@@ -33,7 +36,16 @@ OPS = {
     "stats": "the same with `KLStats`",
     "one-read": "forward + backward, one read",
     "two-pass": "forward + backward, two passes",
+    "kl": "KL forward",
+    "kl-one-read": "mean KL, forward + backward, one read",
+    "kl-two-pass": "KL, forward + backward, two passes",
+    "jsd-one-read": "mean JSD, forward + backward, one read",
+    "logprob": "log-prob forward",
+    "logprob-entropy": "log-prob and entropy forward",
+    "logprob-two-pass": "log-prob, forward + backward",
 }
+HEADINGS = {"tokens": "k3, random boolean mask", "logits": "tokens x words, every token kept"}
+"""Suite -> what its ops are of."""
 README_OPS = ("forward", "one-read")
 LAUNCH_TOKENS = 1 << 18
 """Cases of fewer tokens are about launches, not about bytes."""
@@ -44,6 +56,8 @@ RIVALS = {
     "torch.compile": "`torch.compile`",
     "torch.compile max-autotune": "max-autotune",
 }
+SOME_RIVALS = {"selective": "selective", "Liger": "Liger", "TRL": "TRL's Triton"}
+"""Of some ops, or where they are installed."""
 
 
 def cases_of(data: dict[str, Any]) -> list[Case]:
@@ -87,25 +101,70 @@ def label(row: Row, with_shape: bool) -> str:
     return f"{layout}{row['shape']} {OPS[row['op']]}" if with_shape else OPS[row["op"]]
 
 
+def suite_of(data: dict[str, Any]) -> str:
+    suite: str = data["conditions"].get("suite", "tokens")
+    return suite
+
+
+def rivals_of(cases: Sequence[Case], always: Sequence[str]) -> dict[str, str]:
+    """Name -> title of those that a table has a column for: some always, others where they are."""
+    named = {**RIVALS, **SOME_RIVALS}
+    return {n: t for n, t in named.items() if n in always or any(n in case for case in cases)}
+
+
+def ratios(case: Case, names: Iterable[str]) -> list[str]:
+    """How many times klfast's time each takes; nothing for one that is not there."""
+    return [times(case[name]["ratio"]) if name in case else "" for name in names]
+
+
+def peaks(case: Case, names: Iterable[str]) -> str:
+    """Megabytes above the inputs, of each."""
+    known = [case.get(name, {}).get("peak_bytes") for name in names]
+    return " / ".join("-" if peak is None else number(peak / 1e6) for peak in known)
+
+
 def cpu_table(data: dict[str, Any]) -> str:
-    """Time, ratios and bandwidth of each case."""
+    """Time, ratios and bandwidth of each case, and memory where it was measured."""
     cases = cases_of(data)
     rows = [case["klfast"] for case in cases]
     several = len({tuple(row["shape"]) for row in rows}) > 1
-    headings = ["k3, random boolean mask", "dtype", "klfast, ms", "vs eager", "vs `torch.compile`"]
+    rivals = rivals_of(cases, always=("eager", "torch.compile"))
+    with_memory = any(row.get("peak_bytes") is not None for row in rows)
     lines = [
         [
             label(row, several),
             row["dtype"],
             number(row["median_ms"]),
-            times(case["eager"]["ratio"]),
-            times(case["torch.compile"]["ratio"]),
+            *ratios(case, rivals),
             "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}",
             share(row["read_share"]),
+            *([peaks(case, ("klfast", "eager", "torch.compile"))] * with_memory),
         ]
         for case, row in zip(cases, rows, strict=True)
     ]
-    return table([*headings, "GB/s", "of read bandwidth"], lines)
+    headings = [HEADINGS[suite_of(data)], "dtype", "klfast, ms"]
+    headings += [f"vs {title}" for title in rivals.values()]
+    headings += ["GB/s", "of read bandwidth"]
+    headings += ["MB above the inputs: klfast / eager / `torch.compile`"] * with_memory
+    return table(headings, lines)
+
+
+def cpu_block(data: dict[str, Any]) -> str:
+    """The table of a CPU's results; of logits, where, when and how too."""
+    if suite_of(data) != "logits":
+        return cpu_table(data)
+    where = data["conditions"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
+    return (
+        f"{cpu_table(data)}\n\n"
+        f"{shapes}, {where['device']}, {where['threads']} threads; {versions}; commit "
+        f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
+        f"rounds, inputs {where['inputs']}, checked against float64 first; logits with a deviation "
+        f"of {where['logits_std']} nats, {where['log_ratio_std']} apart. Memory: the peak of what "
+        "is resident, each in a process of its own. selective: eager PyTorch without a log_softmax "
+        "of all rows at once, as TRL's `selective_log_softmax`."
+    )
 
 
 def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
@@ -154,12 +213,15 @@ def microseconds(row: Row | None, kind: str) -> str:
     return number(None if row is None or row[kind] is None else row[kind] * 1e3)
 
 
-def kernel_table(cases: Sequence[Case]) -> str:
+def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
     """Times on the device with cold caches; of rivals, how many times klfast's first backend's."""
-    headings = ["k3, random boolean mask", "dtype"]
+    rivals = rivals_of(cases, always=tuple(RIVALS))
+    compared = ("eager", "torch.compile") if suite == "logits" else ()
+    headings = [HEADINGS[suite], "dtype"]
     headings += [f"{title}, us" for title in BACKENDS.values()]
-    headings += [f"vs {title}" for title in RIVALS.values()]
-    headings += ["GB/s", "of read", "of copy", "MB above inputs"]
+    headings += [f"vs {title}" for title in rivals.values()]
+    headings += ["GB/s", "of read", "of copy"]
+    headings.append(" / ".join(["MB above inputs", *(RIVALS[name] for name in compared)]))
     lines = []
     for case in cases:
         row = ours(case)
@@ -168,11 +230,11 @@ def kernel_table(cases: Sequence[Case]) -> str:
                 label(row, with_shape=True),
                 row["dtype"],
                 *(microseconds(case.get(name), "kernel_ms") for name in BACKENDS),
-                *(times(case[name]["ratio"]) if name in case else "" for name in RIVALS),
+                *ratios(case, rivals),
                 number(row["gb_per_s"]),
                 share(row["read_share"]),
                 share(row["copy_share"]),
-                number(row["peak_bytes"] / 1e6),
+                peaks(case, (row["impl"], *compared)),
             ]
         )
     return table(headings, lines)
@@ -180,7 +242,7 @@ def kernel_table(cases: Sequence[Case]) -> str:
 
 def launch_table(cases: Sequence[Case]) -> str:
     """Microseconds of a call in a CUDA graph, and of the host to queue it."""
-    names = {**BACKENDS, **RIVALS}
+    names = {**BACKENDS, **rivals_of(cases, always=tuple(RIVALS))}
     headings = ["us: in a CUDA graph / of the host", "dtype", *names.values()]
     lines = []
     for case in cases:
@@ -214,19 +276,42 @@ def gpu_conditions(data: dict[str, Any]) -> str:
     )
 
 
-def gpu_block(data: dict[str, Any] | None, only_some: bool = True) -> str:
-    """The README's part on GPUs; or all that was measured."""
-    if data is None:
-        return NO_GPU
+def is_for_the_readme(row: Row, suite: str) -> bool:
+    """Whether the README shows a case, of the many that are measured on a GPU."""
+    if suite == "logits":
+        return bool(row["dtype"] == "bf16")
+    return row["op"] in README_OPS and not row["packed"]
+
+
+def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
+    """What was measured on a GPU; or what of it the README shows."""
+    suite = suite_of(data)
     cases = cases_of(data)
     if only_some:
-        cases = [c for c in cases if ours(c)["op"] in README_OPS and not ours(c)["packed"]]
+        cases = [case for case in cases if is_for_the_readme(ours(case), suite)]
     small = [c for c in cases if ours(c)["shape"][0] * ours(c)["shape"][1] < LAUNCH_TOKENS]
-    parts = [kernel_table(cases), launch_table(small if only_some else cases)]
+    parts = [kernel_table(cases, suite)]
+    if small or not only_some:
+        parts.append(launch_table(small if only_some else cases))
     parts.append(gpu_conditions(data))
     left_out = {**data.get("failed", {}), **data["skipped"]}
     parts += [f"Left out: {case}: {reason}." for case, reason in left_out.items()]
     return "\n\n".join(parts)
+
+
+def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
+    """Name -> what was measured on a GPU."""
+    found = {name: load(results / f"{name}.json") for name in PICTURES}
+    return {name: data for name, data in found.items() if data is not None}
+
+
+def gpu_part(results: Path) -> str:
+    """The README's part on GPUs."""
+    blocks = [
+        f"{gpu_block(data)}\n\n![GB/s by bytes](benchmarks/results/{PICTURES[name]})"
+        for name, data in gpu_results(results).items()
+    ]
+    return "\n\n".join(blocks) or NO_GPU
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -236,16 +321,13 @@ def load(path: Path) -> dict[str, Any] | None:
 
 def blocks(results: Path) -> dict[str, str]:
     """Name -> text of the README's generated parts."""
-    texts = {
-        path.stem: cpu_table(json.loads(path.read_text())) for path in results.glob("cpu*.json")
-    }
+    texts = {"cpu-logits": NOT_MEASURED}
+    for path in results.glob("cpu*.json"):
+        texts[path.stem] = cpu_block(json.loads(path.read_text()))
     drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
     if drop_in:
         texts["drop-in"] = drop_in_table([json.loads(path.read_text()) for path in drop_in])
-    data = load(results / "gpu.json")
-    texts["gpu"] = gpu_block(data)
-    if data is not None:
-        texts["gpu"] += f"\n\n![GB/s by bytes](benchmarks/results/{PICTURE})"
+    texts["gpu"] = gpu_part(results)
     return texts
 
 
@@ -288,9 +370,12 @@ def draw(data: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("least bytes of the call")
     for panel in axes[:, 0]:
         panel.set_ylabel("GB/s")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="center right", frameon=False, fontsize=9)
-    figure.suptitle(f"{data['conditions']['device']}, k3, kernels with cold caches")
+    labelled: dict[str, Any] = {}
+    for panel in axes.flat:
+        handles, labels = panel.get_legend_handles_labels()
+        labelled |= dict(zip(labels, handles, strict=True))
+    figure.legend(labelled.values(), labelled.keys(), loc="center right", frameon=False, fontsize=9)
+    figure.suptitle(f"{data['conditions']['device']}, kernels with cold caches")
     figure.tight_layout(rect=(0, 0, 1 - 1.8 / size[0], 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -303,6 +388,9 @@ STYLES = {
     "eager": ("eager", "#D55E00", "v", "--"),
     "torch.compile": ("torch.compile", "#E69F00", "^", "--"),
     "torch.compile max-autotune": ("max-autotune", "#CC79A7", "D", "--"),
+    "selective": ("selective", "#56B4E9", "<", "--"),
+    "Liger": ("Liger", "#F0E442", "P", "--"),
+    "TRL": ("TRL's Triton", "black", "X", "--"),
 }
 
 
@@ -328,9 +416,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     arguments = parser.parse_args(argv)
     texts = {arguments.readme: rewrite(arguments.readme.read_text(), blocks(arguments.results))}
-    data = load(arguments.results / "gpu.json")
-    if data is not None:
-        texts[arguments.results / "gpu.md"] = gpu_block(data, only_some=False) + "\n"
+    gpu = gpu_results(arguments.results)
+    if gpu:
+        everything = [gpu_block(data, only_some=False) for data in gpu.values()]
+        texts[arguments.results / "gpu.md"] = "\n\n".join(everything) + "\n"
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in stale:
@@ -339,9 +428,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in stale:
         path.write_text(texts[path])
         print(f"wrote {path}")
-    if data is not None:
-        draw(data, arguments.results / PICTURE)
-        print(f"wrote {arguments.results / PICTURE}")
+    for name, data in gpu.items():
+        draw(data, arguments.results / PICTURES[name])
+        print(f"wrote {arguments.results / PICTURES[name]}")
     return 0
 
 

@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 from klfast import fakes, ops
 
 TESTS = Path(__file__).parent
-SOURCES = [str(TESTS / "emulator" / name) for name in ("kernels.cpp", "ops.cpp")]
+SOURCES = [str(path) for path in sorted((TESTS / "emulator").glob("*.cpp"))]
 FLAGS = (
     "-O1",
     "-g0",

@@ -8,36 +8,56 @@ import pytest
 import torch
 
 from klfast.__main__ import main
-from klfast.bench import candidates, command, measure, report, time_kl_step
+from klfast.bench import candidates, check, command, measure, report, time_kl_step, tokens
 from klfast.bench.bandwidth import PROBES
-from klfast.bench.cases import DTYPES, OPS, Case, make_inputs
+from klfast.bench.cases import DTYPES, Case, make_inputs
 from klfast.bench.check import WrongResult, check_outputs, named_outputs, tolerances, truth
 from klfast.bench.measure import Plan, checked_candidates, rows_of
+from klfast.bench.suites import OPS, SUITES
 from klfast.bench.timing import Timing, interleave
 
 QUICK = ["bench", "--quick", "--no-compile", "--rounds", "2"]
+LARGE_SHAPE = {"tokens": "64x4096", "logits": "9x70000"}
+"""Whose inputs are read in more than the time of a call."""
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
+suites = pytest.mark.parametrize("suite", SUITES)
 
 
 @pytest.mark.parametrize(
     ("op", "fp32", "bf16"),
-    [("forward", 9, 5), ("stats", 9, 5), ("one-read", 13, 7), ("two-pass", 22, 12)],
+    [
+        ("forward", 9, 5),
+        ("stats", 9, 5),
+        ("one-read", 13, 7),
+        ("two-pass", 22, 12),
+        ("kl", 8, 4),
+        ("kl-one-read", 12, 6),
+        ("kl-two-pass", 20, 10),
+        ("jsd-one-read", 12, 6),
+        ("logprob", 4, 2),
+        ("logprob-entropy", 4, 2),
+        ("logprob-two-pass", 12, 6),
+    ],
 )
-def test_bytes_per_token_are_the_least_that_must_move(op, fp32, bf16):
-    assert Case(OPS[op], "fp32", (3, 5)).least_bytes == fp32 * 15
-    assert Case(OPS[op], "bf16", (3, 5)).least_bytes == bf16 * 15
+def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
+    for dtype, per_number in (("fp32", fp32), ("bf16", bf16)):
+        of_token_ids = 3 * 8 * OPS[op].reads if op.startswith("logprob") else 0
+        assert Case(OPS[op], dtype, (3, 5)).least_bytes == per_number * 15 + of_token_ids
 
 
+@ops
 @dtypes
-def test_the_storage_that_the_read_reads_is_the_inputs(dtype):
-    inputs = make_inputs(Case(OPS["forward"], dtype, (7, 9)), 2)[1]
+def test_the_storage_that_the_read_reads_is_the_inputs(op, dtype):
+    case = Case(op, dtype, (7, 9))
+    inputs = make_inputs(case, 2)[1]
     assert inputs.storage.nbytes % 64 == 0
-    assert inputs.storage.nbytes - Case(OPS["forward"], dtype, (7, 9)).input_bytes < 3 * 64
+    assert 0 <= inputs.storage.nbytes - case.input_bytes < 3 * 64
+    assert sum(tensor.nbytes for tensor in inputs.arguments) == case.input_bytes
+    assert all(tensor.shape[0] == 7 and tensor.any() for tensor in inputs.arguments)
+    assert inputs.arguments[0].requires_grad == op.backward
     inputs.storage.zero_()
-    for tensor in (inputs.logprobs, inputs.ref_logprobs, inputs.mask):
-        assert tensor.shape == (7, 9)
-        assert not tensor.any()
+    assert not any(tensor.any() for tensor in inputs.arguments)
     for read in PROBES.values():
         assert read(inputs) == 0
 
@@ -46,14 +66,41 @@ def test_the_storage_that_the_read_reads_is_the_inputs(dtype):
 @dtypes
 def test_every_candidate_is_right(op, dtype):
     inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
-    assert list(checked_candidates(op, inputs, with_compile=False)) == ["klfast", "eager"]
+    names = ["klfast", "eager", *["selective"] * op.name.startswith("logprob")]
+    assert list(checked_candidates(op, inputs, with_compile=False)) == names
 
 
-@pytest.mark.parametrize("op", [OPS["forward"], OPS["one-read"]], ids=["forward", "one-read"])
+@ops
+@pytest.mark.parametrize("numbers", [1, 260])
+def test_the_truth_is_the_same_in_blocks_of_rows(monkeypatch, op, numbers):
+    inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
+    whole = truth(op, inputs)
+    monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", numbers)
+    for name, value in truth(op, inputs).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("op", ["two-pass", "kl-two-pass", "logprob-two-pass"])
+@pytest.mark.parametrize("row", range(6))
+def test_one_wrong_number_of_a_gradient_is_found_in_any_block(monkeypatch, op, row):
+    monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", 260)
+    op = OPS[op]
+    inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
+    expected = truth(op, inputs)
+    allowed = tolerances(op, inputs, expected)
+    value, gradient = candidates.build_candidates(op, with_compile=False)["klfast"](inputs)
+    gradient[row, -1] += 3 * allowed["gradient"]
+    with pytest.raises(WrongResult, match="klfast computes a wrong gradient"):
+        check_outputs("klfast", op, (value, gradient), expected, allowed)
+
+
+@pytest.mark.parametrize("op", ["forward", "one-read", "kl", "kl-one-read", "jsd-one-read"])
 @pytest.mark.parametrize("spread", [0, 1e-6, 1e-3, 5])
 def test_eager_rounding_near_on_policy_is_not_called_wrong(op, spread):
+    op = OPS[op]
     inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
-    torch.add(inputs.logprobs.detach(), torch.randn(6, 130), alpha=spread, out=inputs.ref_logprobs)
+    policy, reference = inputs.arguments[:2]
+    torch.add(policy.detach(), torch.randn(6, 130), alpha=spread, out=reference)
     assert checked_candidates(op, inputs, with_compile=False)
 
 
@@ -73,8 +120,8 @@ def test_a_wrong_result_is_an_error(op, dtype):
 
 def test_a_mask_that_is_ignored_is_an_error(monkeypatch):
     inputs = make_inputs(Case(OPS["forward"], "fp32", (6, 130)), 1)[0]
-    tokens = candidates.eager_tokens
-    monkeypatch.setattr(candidates, "eager_tokens", lambda a, b, mask: tokens(a, b, mask | True))
+    unmasked = tokens.eager_tokens
+    monkeypatch.setattr(tokens, "eager_tokens", lambda a, b, mask: unmasked(a, b, mask | True))
     with pytest.raises(WrongResult, match="eager computes a wrong penalty"):
         checked_candidates(OPS["forward"], inputs, with_compile=False)
 
@@ -118,28 +165,33 @@ def test_ratio_speed_and_share_are_of_medians():
     assert read.read_share == 1
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+@suites
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
     out = tmp_path / "bench.json"
-    assert main([*QUICK, "--shapes", "16x256,64x4096", "--out", str(out)]) == 0
+    shapes = ["16x256", LARGE_SHAPE[suite]]
+    options = ["--suite", suite, "--shapes", ",".join(shapes), "--out", str(out)]
+    assert main([*QUICK, *options]) == 0
     printed = capsys.readouterr()
     data = json.loads(out.read_text())
     assert data["finished"]
-    names = [f"{op} {dtype} {s}" for s in ("16x256", "64x4096") for op in OPS for dtype in DTYPES]
+    ops = SUITES[suite].ops
+    names = [f"{op} {dtype} {shape}" for shape in shapes for op in ops for dtype in DTYPES]
     assert list(dict.fromkeys(row["case"] for row in data["rows"])) == names
     for name in names:
         assert name in printed.out
         assert name in printed.err
         rows = {row["impl"]: row for row in data["rows"] if row["case"] == name}
-        assert set(rows) - {"read"} == {"klfast", "eager"}
-        assert ("read" in rows) == (name in data["probes"]) == name.endswith("64x4096")
+        assert set(rows) - {"read", "selective"} == {"klfast", "eager"}
+        assert ("read" in rows) == (name in data["probes"]) == name.endswith(shapes[1])
         assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows.values())
         assert (rows["klfast"]["gb_per_s"] is None) == name.endswith("16x256")
     where = data["conditions"]
     assert set(where["versions"]) == {"klfast", "torch", "python"}
     assert where["versions"]["torch"] == torch.__version__
     assert where["threads"] == torch.get_num_threads()
-    assert (where["rounds"], where["inputs"]) == (2, "rotated")
-    assert {"device", "date", "commit", "instruction_set"} <= set(where)
+    assert (where["suite"], where["rounds"], where["inputs"]) == (suite, 2, "rotated")
+    assert {"device", "date", "commit", "instruction_set", *SUITES[suite].facts} <= set(where)
+    assert SUITES[suite].text in printed.out
 
 
 def test_the_table_does_without_rich(monkeypatch, capsys):
@@ -153,11 +205,11 @@ def test_the_table_does_without_rich(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shapes", "512"], "a shape must be sequences x tokens, such as 512x8192, got '512'"),
+        (["--shapes", "512"], "a shape must be rows x columns, such as 512x8192, got '512'"),
         (["--shapes", "0x4"], "got '0x4'"),
         (["--shapes", ""], "got ''"),
         (["--dtypes", "fp32,fp8"], "expected some of 'fp32', 'bf16', got 'fp8'"),
-        (["--ops", "sideways"], "expected some of 'forward', 'stats', 'one-read', 'two-pass'"),
+        (["--suite", "words"], "invalid choice: 'words'"),
         (["--rounds", "0"], "must be a whole number >= 1, got '0'"),
         (["--rounds", "many"], "must be a whole number >= 1, got 'many'"),
     ],
@@ -166,6 +218,33 @@ def test_a_mistake_is_a_clear_error_of_usage(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("suite", "message"),
+    [
+        (
+            "tokens",
+            "expected some of 'forward', 'stats', 'one-read', 'two-pass', got 'kl-one-read'",
+        ),
+        ("logits", "expected some of 'kl', 'kl-one-read', 'kl-two-pass',"),
+    ],
+)
+def test_an_op_of_another_suite_is_a_mistake(capsys, suite, message):
+    assert main([*QUICK, "--suite", suite, "--ops", "kl-one-read,forward"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"--ops of --suite {suite}: {message}" in printed.err
+
+
+def test_the_defaults_are_in_the_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "--help"])
+    printed = capsys.readouterr().out
+    for suite in SUITES.values():
+        assert f"--ops {','.join(suite.ops)}\n" in printed
+        for rows, columns in (*suite.shapes, *suite.gpu_shapes):
+            assert f"{rows}x{columns}" in printed
 
 
 @pytest.mark.parametrize(("name", "reason"), [("", "is a folder"), ("no/x.json", "no folder")])
@@ -179,7 +258,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, capsys, name, 
 
 
 def test_a_wrong_candidate_ends_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(candidates, "eager_token_mean", lambda a, b, mask: (a - b).sum())
+    monkeypatch.setattr(tokens, "eager_token_mean", lambda a, b, mask: (a - b).sum())
     assert main([*QUICK, "--ops", "one-read"]) == 1
     printed = capsys.readouterr()
     assert "klfast bench: error: eager computes a wrong penalty (one-read)" in printed.err

@@ -1,5 +1,6 @@
 """Tables and picture of results; a GPU's are made up here, and are no measurement."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -67,6 +68,67 @@ def made_up():
     }
 
 
+LOGITS_SPEEDS = {
+    "native": 4000.0,
+    "eager": 200.0,
+    "selective": 400.0,
+    "torch.compile": 2000.0,
+    "TRL": 2500.0,
+    "read": 4500.0,
+}
+PEAKS = {
+    "klfast": 131_000_000,
+    "eager": 1_234_000_000,
+    "torch.compile": None,
+    "native": 131_000_000,
+}
+
+
+def made_up_logits_rows(kind):
+    """``kind``: ``kernel_ms`` as of a GPU, ``median_ms`` as of a CPU."""
+    names = LOGITS_SPEEDS
+    if kind == "median_ms":
+        names = ["klfast", *(n for n in LOGITS_SPEEDS if n not in ("native", "TRL"))]
+    for op, dtype in itertools.product(("kl-one-read", "logprob"), ("fp32", "bf16")):
+        for impl in names:
+            speed = LOGITS_SPEEDS.get(impl, LOGITS_SPEEDS["native"])
+            if impl not in ("selective", "TRL") or op == "logprob":
+                yield {
+                    "case": f"{op} {dtype} 2048x32000",
+                    "op": op,
+                    "dtype": dtype,
+                    "shape": [2048, 32000],
+                    "packed": False,
+                    "impl": impl,
+                    kind: 1e4 / speed,
+                    "graph_ms": None,
+                    "host_ms": 0.02,
+                    "ratio": None if impl == "read" else LOGITS_SPEEDS["native"] / speed,
+                    "bytes": 1 << 28,
+                    "gb_per_s": speed,
+                    "read_share": speed / LOGITS_SPEEDS["read"],
+                    "copy_share": speed / LOGITS_SPEEDS["read"],
+                    "peak_bytes": PEAKS.get(impl),
+                }
+
+
+@pytest.fixture
+def made_up_logits(made_up):
+    """Results such as `klfast bench --suite logits` writes."""
+    of_inputs = {"suite": "logits", "logits_std": 2.5, "inputs": "rotated", "threads": 2}
+    return {
+        "conditions": {**made_up["conditions"], **of_inputs},
+        "rows": list(made_up_logits_rows("median_ms")),
+        "skipped": {},
+        "failed": {},
+    }
+
+
+@pytest.fixture
+def made_up_gpu_logits(made_up_logits):
+    return {**made_up_logits, "rows": list(made_up_logits_rows("kernel_ms"))}
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A readme that asks for a table of the CPU and for the GPU's part, and the results."""
@@ -117,6 +179,59 @@ def test_without_a_gpus_results_there_is_no_number_of_one(folder):
     assert not (folder / "gpu.md").exists()
 
 
+def cells_of(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_logits_have_their_rivals_and_their_memory(folder, made_up_logits):
+    (folder / "cpu-logits.json").write_text(json.dumps(made_up_logits))
+    (folder / "README.md").write_text("<!-- benchmark:cpu-logits -->\n<!-- end -->\n")
+    assert run(folder) == 0
+    assert run(folder, "--check") == 0
+    lines = (folder / "README.md").read_text().splitlines()
+    assert cells_of(lines[1]) == [
+        "tokens x words, every token kept",
+        "dtype",
+        "klfast, ms",
+        "vs eager",
+        "vs `torch.compile`",
+        "vs selective",
+        "GB/s",
+        "of read bandwidth",
+        "MB above the inputs: klfast / eager / `torch.compile`",
+    ]
+    kl, _, logprob, _ = [cells_of(line) for line in lines[3:7]]
+    assert kl[:6] == ["mean KL, forward + backward, one read", "fp32", "2.5", "20x", "2x", ""]
+    assert kl[6:] == ["4000.0", "89 %", "131 / 1234 / -"]
+    assert logprob[3:6] == ["20x", "2x", "10x"]
+    assert "[2048, 32000], made-up device, 2 threads" in lines[8]
+
+
+def test_without_results_of_logits_there_is_no_number_of_them(folder):
+    (folder / "README.md").write_text("<!-- benchmark:cpu-logits -->\n<!-- end -->\n")
+    run(folder)
+    assert report.NOT_MEASURED in (folder / "README.md").read_text()
+
+
+def test_a_gpu_has_tables_of_both_levels(folder, made_up, made_up_gpu_logits):
+    (folder / "gpu.json").write_text(json.dumps(made_up))
+    (folder / "gpu-logits.json").write_text(json.dumps(made_up_gpu_logits))
+    assert run(folder) == 0
+    assert run(folder, "--check") == 0
+    readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
+    for name in report.PICTURES.values():
+        assert f"(benchmarks/results/{name})" in readme
+        assert (folder / name).stat().st_size > 10_000
+    line = next(line for line in readme.splitlines() if "[2048, 32000] log-prob forward" in line)
+    cells = cells_of(line)
+    assert cells[1:4] == ["bf16", "2500", ""]  # and no Triton of ours
+    assert cells[4:9] == ["20x", "2x", "", "10x", "1.6x"]  # max-autotune was left out
+    assert cells[-1] == "131 / 1234 / -"
+    assert "log-prob forward | fp32" not in readme
+    assert "log-prob forward | fp32" in everything
+    assert "[256, 8192] forward to per-sequence sums" in everything
+
+
 def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
     (folder / "gpu.json").write_text(json.dumps(made_up))
     assert run(folder) == 0
@@ -124,17 +239,17 @@ def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
     readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
     assert report.NO_GPU not in readme
     assert "made-up device, clocks.sm 1 MHz" in readme
-    assert f"({'benchmarks/results/' + report.PICTURE})" in readme
+    assert f"(benchmarks/results/{report.PICTURES['gpu']})" in readme
     assert "packed [256, 8192] forward" in everything
     assert "packed" not in readme.split("between")[1].split("Medians")[0]
     assert "Left out: forward fp32 4096x16384: the budget was used up." in everything
-    assert (folder / report.PICTURE).stat().st_size > 10_000
+    assert (folder / report.PICTURES["gpu"]).stat().st_size > 10_000
 
 
 def test_a_line_of_kernels(made_up):
     case = next(c for c in report.cases_of(made_up) if "256x8192" in report.ours(c)["case"])
     line = report.kernel_table([case]).splitlines()[-1]
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    cells = cells_of(line)
     row = case["native"]
     assert cells[:2] == ["[256, 8192] forward to per-sequence sums", "fp32"]
     assert cells[2] == f"{row['kernel_ms'] * 1e3:.3g}"
@@ -145,7 +260,7 @@ def test_a_line_of_kernels(made_up):
 
 def test_a_line_of_launches(made_up):
     line = report.launch_table(report.cases_of(made_up)[:1]).splitlines()[-1]
-    assert [cell.strip() for cell in line.strip("|").split("|")][2:] == [
+    assert cells_of(line)[2:] == [
         "2 / 12.5",
         "2 / 12.5",
         "- / 12.5",

@@ -5,25 +5,18 @@ Numbers are compared with the reference in float64, or bit for bit with another 
 that is missing fails.
 """
 
-import os
-
+import gpu
 import pytest
 import torch
-from agreement import INTEGERS, same_bits
+from agreement import same_bits
+from gpu import assert_same_bits, capture, different_bits, overwrite
 
 import klfast
-from klfast import backends
 from klfast.call import REDUCTIONS
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = gpu.marks
 
 DEVICES = [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
-
-SMALL = 1 << 20
-"""Bytes that a call may take besides its outputs, whatever the size of its inputs."""
 
 RELATIVE = 1e-5
 """Of a sum of k3's terms, which are all positive: 1e-6 promised of each at |x| < 6, and the
@@ -33,7 +26,6 @@ OF_LENGTH, OF_K1 = (1 + klfast.KLStats._fields.index(name) for name in ("length"
 """Their places among the outputs that are compared."""
 
 LARGE_ROWS, LARGE_TOKENS = 2049, 1 << 20  # 2**31 + 2**20 elements
-LARGE_MEMORY = 48 << 30
 
 CASES = {
     "none, forward": ((33, 1000), False, "none", False),
@@ -52,21 +44,16 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-@pytest.fixture(params=["native", "triton"])
+@pytest.fixture(params=gpu.BACKENDS)
 def backend(request):
     """The name of every backend that is to serve a GPU."""
-    reason = backends.MODULES[request.param].unavailable(torch.device("cuda"))
-    if reason is not None:
-        refuse = pytest.fail if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" else pytest.skip
-        refuse(f"backend {request.param}: {reason}")
-    return request.param
+    return gpu.needed_backend(request.param)
 
 
 @pytest.fixture(autouse=True)
 def _give_memory_back():
     yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    gpu.give_memory_back()
 
 
 def make_inputs(shape, dtype=torch.float32, packed=False, device="cuda"):
@@ -114,12 +101,6 @@ def inputs_of(case, dtype=torch.float32):
     return make_inputs(shape, dtype, packed)
 
 
-def assert_same_bits(actual, expected):
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert same_bits(one, other)
-
-
 def assert_right(outputs, inputs, reduction, backward=True):
     """Outputs are those of the reference in float64 on the CPU."""
     logprobs, ref_logprobs, mask, cu_seqlens = (None if t is None else t.cpu() for t in inputs)
@@ -132,34 +113,6 @@ def assert_right(outputs, inputs, reduction, backward=True):
         torch.testing.assert_close(
             actual.cpu().double(), want, rtol=RELATIVE + rounding, atol=RELATIVE * size
         )
-
-
-def capture(call, stream=None):
-    """(graph of one call, its outputs)."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = call()
-    return graph, outputs
-
-
-def overwrite(inputs, others):
-    for tensor, other in zip(inputs, others, strict=True):
-        if tensor is not None:
-            tensor.copy_(other)
-
-
-def different_bits(outputs, expected):
-    """How many entries differ, on the device."""
-    total = torch.zeros((), dtype=torch.int64, device="cuda")
-    for one, other in zip(outputs, expected, strict=True):
-        integer = INTEGERS[one.element_size()]
-        total += (one.contiguous().view(integer) != other.contiguous().view(integer)).sum()
-    return total
 
 
 @cases
@@ -301,9 +254,7 @@ def test_more_than_65535_tokens_or_sequences(backend, shape, reduction, dtype):
 @pytest.fixture
 def large_inputs():
     """[2049, 2**20] in bf16, more than 2**31 elements; random, made in place."""
-    memory = torch.cuda.get_device_properties(0).total_memory
-    if memory < LARGE_MEMORY:
-        pytest.skip(f"needs {LARGE_MEMORY >> 30} GiB of device memory, there are {memory >> 30}")
+    gpu.needs_large_memory()
     shape = (LARGE_ROWS, LARGE_TOKENS)
     logprobs = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     ref_logprobs, mask = torch.empty_like(logprobs), torch.empty_like(logprobs, dtype=torch.bool)
@@ -390,15 +341,7 @@ def test_the_peak_is_the_outputs_and_a_little(backend, shape, dtype, reduction, 
         ones = torch.ones((), device="cuda").expand_as(penalty)
         return [penalty, *torch.autograd.grad(penalty, logprobs, ones)]
 
-    outputs = sum(output.nbytes for output in call())
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    kept = call()
-    torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= outputs + SMALL
-    del kept
-    assert torch.cuda.memory_allocated() - before <= SMALL
+    gpu.assert_peak(call, sum(output.nbytes for output in call()))
 
 
 # For compute-sanitizer, where everything is 10 to 100 times slower.

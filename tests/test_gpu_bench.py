@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +11,24 @@ from fake_gpu import FakeGpu
 
 from klfast import backends
 from klfast.__main__ import main
-from klfast.bench import candidates, gpu, gpu_timing
+from klfast.bench import gpu, gpu_timing, rivals, tokens
 from klfast.bench.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
-from klfast.bench.cases import DTYPES, OPS, Case, boundaries, make_inputs
+from klfast.bench.cases import DTYPES, Case, make_inputs
 from klfast.bench.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
 from klfast.bench.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
+from klfast.bench.logits import OPS as LOGITS_OPS
 from klfast.bench.measure import Skip, check_candidates
+from klfast.bench.suites import OPS, SUITES
 from klfast.bench.timing import Timing
+from klfast.bench.tokens import boundaries
 
 CPU = torch.device("cpu")
-GPU_OPS = pytest.mark.parametrize("op", [OPS[name] for name in gpu.OPS], ids=gpu.OPS)
+TOKENS, LOGITS = SUITES["tokens"], SUITES["logits"]
+token_ops = pytest.mark.parametrize(
+    "op", [OPS[name] for name in TOKENS.gpu_ops], ids=TOKENS.gpu_ops
+)
+logits_ops = pytest.mark.parametrize("op", LOGITS_OPS.values(), ids=LOGITS_OPS)
+LOGITS_COMMAND = ["bench", "--device", "cuda", "--suite", "logits", "--quick", "--no-compile"]
 
 
 @pytest.fixture
@@ -40,7 +49,7 @@ def test_packed_lengths_differ_and_add_up(sequences):
     assert torch.equal(lengths, boundaries(sequences, 100).diff())
 
 
-@GPU_OPS
+@token_ops
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_every_candidate_is_right(op, dtype, packed):
@@ -49,6 +58,16 @@ def test_every_candidate_is_right(op, dtype, packed):
     assert inputs.storage.nbytes - case.input_bytes < 3 * 64
     built = build_gpu_candidates(case, ["native", "reference"], ())
     assert list(check_candidates(built, op, inputs)) == ["native", "reference", "eager"]
+
+
+@logits_ops
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_candidate_over_logits_is_right(op, dtype):
+    case = Case(op, dtype, (6, 130))
+    built = build_gpu_candidates(case, ["native", "reference"], (), {"other": op.klfast()})
+    selective = ["selective"] * op.name.startswith("logprob")
+    names = ["native", "reference", "eager", *selective, "other"]
+    assert list(check_candidates(built, op, make_inputs(case, 1)[0])) == names
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
@@ -83,6 +102,18 @@ def test_kernels_are_timed_cold_and_graphs_warm():
     for each in (timing.kernel, timing.graph, timing.host):  # of a graph, of each of its calls
         assert 1e-4 <= each.median < 5e-3
     assert timing.peak_bytes == 4096
+
+
+def test_a_long_call_is_in_no_graph_and_queued_once_at_a_time(monkeypatch):
+    monkeypatch.setattr(gpu_timing, "LONG_CALL", 1e-3)
+    device, calls = FakeGpu(), []
+    both = {"long": lambda: calls.append(1) or time.sleep(2e-3), "short": lambda: None}
+    timings = time_on(device, both, 4)
+    assert device.log.count(("capture", GRAPH_CALLS)) == 1
+    assert timings["long"].graph is timings["long"].capture_error is None
+    assert (timings["long"].host.calls, timings["short"].host.calls) == (1, HOST_CALLS)
+    assert len(timings["long"].kernel.seconds) == 4
+    assert len(calls) < 2 * HOST_CALLS
 
 
 def test_the_host_is_given_the_head_start_that_it_needs():
@@ -191,7 +222,7 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
     data = json.loads(out.read_text())
     assert data["finished"]
     assert data["failed"] == data["skipped"] == {}
-    names = [f"{op} {dtype} 16x256" for op in gpu.OPS for dtype in DTYPES]
+    names = [f"{op} {dtype} 16x256" for op in TOKENS.gpu_ops for dtype in DTYPES]
     names += [f"{name} packed" for name in names]
     assert list(dict.fromkeys(row["case"] for row in data["rows"])) == names
     assert set(data["probes"]) == set(names)
@@ -209,7 +240,7 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
 
 
 def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(candidates, "eager_token_mean", lambda a, b, mask, cu=None: (a - b).sum())
+    monkeypatch.setattr(tokens, "eager_token_mean", lambda a, b, mask, cu=None: (a - b).sum())
     out = tmp_path / "gpu.json"
     command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
     assert main([*command, "--out", str(out)]) == 1
@@ -226,15 +257,16 @@ def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_pa
 
 def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native",))
-    forward = candidates.klfast_forward
+    forward = tokens.TokensOp.klfast
 
-    def broken(op, backend="auto"):
+    def broken(op, backend="auto", normalizer=None):
         def fail(*tensors):
             raise RuntimeError("no kernel image\nand a long trace")
 
-        return fail if op.backward else forward(op, backend)
+        fails = op.backward and backend != "reference"
+        return fail if fails else forward(op, backend, normalizer)
 
-    monkeypatch.setattr(candidates, "klfast_forward", broken)
+    monkeypatch.setattr(tokens.TokensOp, "klfast", broken)
     out = tmp_path / "gpu.json"
     command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
     assert main([*command, "--out", str(out)]) == 1
@@ -251,10 +283,92 @@ def test_what_does_not_fit_is_left_out_visibly(fake_gpu, monkeypatch, capsys):
     assert "left out: forward fp32 16x256: needs 0.0 GiB of memory" in capsys.readouterr().out
 
 
+def fake_liger():
+    """The two functions that are used, on log-probs, as their docstrings say."""
+
+    def liger_jsd(policy, reference, beta):
+        p, q = policy.exp(), reference.exp()
+        mixture = (beta * q + (1 - beta) * p).log()
+        rows = beta * q * (reference - mixture) + (1 - beta) * p * (policy - mixture)
+        if beta == 1:
+            rows = p * (policy - reference)
+        return rows.sum(-1).mean()
+
+    def liger_kl_div(prediction, target, reduction, log_target):
+        assert (reduction, log_target) == ("none", True)
+        return target.exp() * (target - prediction)
+
+    return SimpleNamespace(liger_jsd=liger_jsd, liger_kl_div=liger_kl_div)
+
+
+def test_other_libraries_are_timed_where_they_are_installed(fake_gpu, monkeypatch, tmp_path):
+    def load(name):
+        if name.startswith("trl"):
+            raise ModuleNotFoundError(f"No module named '{name}'\nand more")
+        return fake_liger()
+
+    monkeypatch.setattr(rivals, "import_module", load)
+    out = tmp_path / "gpu.json"
+    assert main([*LOGITS_COMMAND, "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["failed"] == data["skipped"] == {}
+    assert {row["op"] for row in data["rows"]} == set(LOGITS.gpu_ops)
+    timed = {row["op"] for row in data["rows"] if row["impl"] == "Liger"}
+    assert timed == {"kl", "kl-one-read", "jsd-one-read"}
+    reason = "not timed: TRL: ModuleNotFoundError: No module named 'trl.kernels.logprob_entropy'"
+    assert reason in data["notes"]
+    assert data["conditions"]["suite"] == "logits"
+
+
+def test_another_library_that_fails_is_left_out_with_the_reason(fake_gpu, monkeypatch, tmp_path):
+    def broken(logits, token_ids):
+        raise RuntimeError("no such instruction\nand a long trace")
+
+    monkeypatch.setattr(rivals, "LIBRARIES", {"TRL": lambda: {"logprob": broken}})
+    out = tmp_path / "gpu.json"
+    options = ["--ops", "logprob,kl", "--dtypes", "bf16", "--out", str(out)]
+    assert main([*LOGITS_COMMAND, *options]) == 0
+    data = json.loads(out.read_text())
+    reason = "TRL is left out, as it fails here: RuntimeError: no such instruction"
+    assert data["notes"][-1] == f"logprob bf16 8x1000: {reason}"
+    assert {row["impl"] for row in data["rows"]} >= {"native", "eager", "selective"}
+
+
+def test_a_wrong_result_of_another_library_fails(fake_gpu, monkeypatch, tmp_path):
+    zeros = {"TRL": lambda: {"logprob": lambda logits, ids: torch.zeros(len(ids))}}
+    monkeypatch.setattr(rivals, "LIBRARIES", zeros)
+    out = tmp_path / "gpu.json"
+    assert main([*LOGITS_COMMAND, "--ops", "logprob", "--out", str(out)]) == 1
+    failed = json.loads(out.read_text())["failed"]
+    assert list(failed) == [f"logprob {dtype} 8x1000, TRL" for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("left_out", [True, False], ids=["eager", "klfast"])
+def test_a_rival_may_run_out_of_memory_and_klfast_may_not(left_out):
+    def hungry(*tensors):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB")
+
+    op = OPS["kl"]
+    case, failed = Case(op, "bf16", (6, 130)), {}
+    built = build_gpu_candidates(case, ["native"], ())
+    built["eager" if left_out else "native"] = hungry
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_candidates(built, op, make_inputs(case, 1)[0], failed)
+    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 40 GiB"
+    expected = [f"eager is left out, as it fails here: {reason}"] if left_out else []
+    assert [str(warning.message) for warning in caught] == expected
+    assert failed == ({} if left_out else {"native": reason})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--packed", "4x64"], "--packed needs --device cuda"),
+        (
+            ["--device", "cuda", "--suite", "logits", "--packed", "4x64"],
+            "--packed needs --suite tokens",
+        ),
         (["--budget", "5"], "--budget needs --device cuda"),
         (["--device", "cuda", "--reuse-inputs"], "--reuse-inputs needs --device cpu"),
         (["--device", "cuda"], "torch sees no CUDA device here"),

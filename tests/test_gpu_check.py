@@ -1,5 +1,6 @@
 """The driver of ``make gpu-check``, with steps that need no GPU: what fails shows, hiding none."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,11 +17,13 @@ sys.path.insert(0, str(BENCHMARKS))
 import gpu_check  # noqa: E402
 from gpu_check import Check, Phase, Step, judge  # noqa: E402
 
+from klfast.bench import command  # noqa: E402
+
 # A script finds its neighbours only without this, which `make gpu-check` sets for the tests.
 WITHOUT_SAFEPATH = {k: value for k, value in os.environ.items() if k != "PYTHONSAFEPATH"}
 
 STEPS = ["environment", "build", "cuda", "tests"]
-STEPS += ["memcheck", "racecheck", "initcheck", "synccheck", "benchmark"]
+STEPS += ["memcheck", "racecheck", "initcheck", "synccheck", "benchmark", "logits"]
 
 
 def python(name, code, **options):
@@ -59,11 +62,38 @@ def test_a_dry_run_lists_every_step_and_does_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_of_it_ends_within_nine_minutes_and_the_benchmark_has_its_share(tmp_path):
-    *before, last = gpu_check.phases(tmp_path)
-    assert last.until < 9 * 60
-    assert last.until - before[-1].until - gpu_check.BENCH_OVERHEAD >= 180
-    assert [step.name for step in last.steps] == ["benchmark"]
+def test_all_of_it_ends_within_nine_minutes_and_the_benchmarks_have_their_share(tmp_path):
+    *_, tests, tokens, logits = gpu_check.phases(tmp_path)
+    assert logits.until < 9 * 60
+    for before, phase, name, least in (
+        (tests, tokens, "benchmark", 70),
+        (tokens, logits, "logits", 90),
+    ):
+        assert phase.until - before.until - gpu_check.BENCH_OVERHEAD >= least
+        assert [step.name for step in phase.steps] == [name]
+
+
+def test_every_step_names_what_is_there(tmp_path):
+    """Tests and options that no machine without a GPU would miss."""
+    steps = [step for phase in gpu_check.phases(tmp_path) for step in phase.steps]
+    for step in steps:
+        paths = [part.removeprefix("--ignore=") for part in step.command if part.endswith(".py")]
+        assert all((BENCHMARKS.parent / path).is_file() for path in paths), step.name
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    suites = {}
+    for step in steps[-2:]:
+        given = [part.format(budget=60) for part in step.command[step.command.index("bench") + 1 :]]
+        arguments = parser.parse_args(given)
+        suites[arguments.out.name] = (arguments.device, arguments.suite, arguments.budget)
+    assert suites == {"gpu.json": ("cuda", "tokens", 60), "gpu-logits.json": ("cuda", "logits", 60)}
+    assert list(suites) == list(gpu_check.RESULTS)
+
+
+def test_the_sanitizers_see_both_levels():
+    assert gpu_check.sanitizer("memcheck").command[-2:] == gpu_check.CUDA_TESTS
+    for path in gpu_check.CUDA_TESTS:
+        assert "@pytest.mark.sanitizer" in (BENCHMARKS.parent / path).read_text()
 
 
 def test_no_step_reaches_for_a_network(tmp_path):
@@ -148,14 +178,21 @@ def test_the_benchmark_is_told_what_time_it_has(run):
 
 def test_results_replace_older_ones_at_the_end(run, tmp_path):
     """Until then the tests, of the README for one, see what is committed."""
-    results = tmp_path / "out" / "gpu.json"
-    results.parent.mkdir()
-    results.write_text("old")
-    new = f"import pathlib; pathlib.Path({str(tmp_path / 'work' / 'gpu.json')!r}).write_text('new')"
-    look = f"print(open({str(results)!r}).read())"
-    check = run((60, [python("new", new), python("look", look, must_print="old")]))
-    assert check.passed
-    assert results.read_text() == "new"
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    for name in gpu_check.RESULTS:
+        (out / name).write_text("old")
+
+    def each(folder, call):
+        names = gpu_check.RESULTS
+        return (
+            f"import pathlib; print([(pathlib.Path({str(folder)!r}) / n).{call} for n in {names}])"
+        )
+
+    new = python("new", each(work, "write_text('new')"))
+    look = python("look", each(out, "read_text()"), must_print=r"\['old', 'old'\]")
+    assert run((60, [new, look])).passed
+    assert [(out / name).read_text() for name in gpu_check.RESULTS] == ["new", "new"]
 
 
 def test_a_command_that_is_not_there_fails(run):

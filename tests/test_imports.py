@@ -19,11 +19,20 @@ penalty.backward()
 controller = klfast.AdaptiveKLController(0.1, 6.0)
 controller.update(stats)
 print(penalty.item(), logprobs.grad.tolist(), controller.value < 0.1)
+logits = torch.zeros(1, 2, requires_grad=True)
+divergence, logprobs, _ = klfast.kl_divergence(
+    logits, torch.tensor([[0.0, 30.0]]), direction="jsd", token_ids=torch.tensor([0])
+)
+entropy = klfast.token_logprobs(logits, torch.tensor([0]), return_entropy=True)[1]
+(divergence + logprobs + entropy).sum().backward()
+print(*(round(t.item(), 4) for t in (divergence, logprobs, entropy)), logits.grad.isfinite().all())
 """
 
 
 def test_nothing_but_torch_is_needed():
-    assert run_fresh(BLOCKED) == "0.5 [[1.0, 1.0]] True"
+    of_logprobs, of_logits = run_fresh(BLOCKED).splitlines()
+    assert of_logprobs == "0.5 [[1.0, 1.0]] True"
+    assert of_logits == "0.2158 -0.6931 0.6931 tensor(True)"
 
 
 def test_importing_warns_of_nothing_and_loads_neither_experiment_nor_bench():

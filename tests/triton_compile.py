@@ -24,7 +24,7 @@ class Resources(NamedTuple):
     local: int
 
 
-def build(kernel, pointers, constants, target, num_warps=4):
+def build(kernel, pointers, constants, target, num_warps=4, **others):
     """A kernel compiled as the launches do; pointers are types by name ("*fp32"), or absent."""
     signature, constexprs = {}, {}
     for parameter in inspect.signature(kernel.fn).parameters.values():
@@ -37,7 +37,7 @@ def build(kernel, pointers, constants, target, num_warps=4):
             signature[name] = "constexpr"
             constexprs[name] = constants.get(name)
     source = ASTSource(kernel, signature, constexprs)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False, **others}
     return triton.compile(source, target=target, options=options)
 
 

@@ -18,6 +18,16 @@ inline constexpr int kWarp = 32;               // lanes
 inline constexpr int kWarps = 8;               // of a block
 inline constexpr int kBlock = kWarp * kWarps;  // threads
 
+// Memory that the threads of a block share, as much as its launch asked for; 16-byte aligned.
+__device__ __forceinline__ char* dynamic_shared() {
+#ifdef KLFAST_EMULATE_CUDA
+  return cuda_emulator::dynamic_shared();
+#else
+  extern __shared__ __align__(16) char memory[];
+  return memory;
+#endif
+}
+
 // The same value, of which the compiler knows nothing more. Where a switch over dtypes stands in a
 // loop, this keeps it from preparing addresses for each of them before the loop, in registers that
 // all but one case leave unused.

@@ -8,10 +8,28 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "../convert.h"
 #include "device.h"
 
 namespace klfast::cuda {
+
+// All inputs of one dtype T, or of any: then Mixed<Acc>.
+template <typename Acc>
+struct Mixed {};
+
+template <typename T>
+struct Source {
+  using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Element = T;  // as it is kept until all inputs have been fetched
+};
+
+template <typename A>
+struct Source<Mixed<A>> {
+  using Acc = A;
+  using Element = A;  // converted at once
+};
 
 template <typename T, int W>
 struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Chunk {
@@ -58,7 +76,14 @@ struct Words {
 };
 
 // What a kernel also writes must not go through the read-only path.
-enum class Memory { kReadOnly, kReadWrite };
+enum class Memory { kReadOnly, kReadWrite, kShared };
+
+template <Memory memory, typename Word>
+__device__ __forceinline__ Word load_word(const Word* from) {
+  if constexpr (memory == Memory::kReadOnly) return __ldg(from);
+  if constexpr (memory == Memory::kReadWrite) return __ldca(from);
+  return *from;
+}
 
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
@@ -69,8 +94,7 @@ __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
   } loaded;
 #pragma unroll
   for (int i = 0; i < Ws::kCount; ++i) {
-    const auto* word = reinterpret_cast<const typename Ws::Word*>(from) + i;
-    loaded.words[i] = memory == Memory::kReadOnly ? __ldg(word) : __ldcg(word);
+    loaded.words[i] = load_word<memory>(reinterpret_cast<const typename Ws::Word*>(from) + i);
   }
   return loaded.chunk;
 }
@@ -89,7 +113,7 @@ __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift
 
 // From between two words: both are fetched, and cut. No word is touched that holds none of the
 // bytes asked for, and memory is handed out in whole words.
-template <typename T, int W>
+template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
   using Ws = Words<T, W>;
   constexpr int kUnits = Ws::kBytes / 4;  // of a word
@@ -102,7 +126,7 @@ __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
     uint32_t units[kTotal + kUnits];
   } loaded;
 #pragma unroll
-  for (int i = 0; i <= Ws::kCount; ++i) loaded.words[i] = __ldg(aligned + i);
+  for (int i = 0; i <= Ws::kCount; ++i) loaded.words[i] = load_word<memory>(aligned + i);
   shift_units<kUnits / 2>(loaded.units, shift);
   union {
     uint32_t units[kTotal];
@@ -128,15 +152,15 @@ __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int positi
 
 // A lane's chunk at `position`; `end` is where the chunks of its warp end. All lanes go the same
 // way.
-template <typename T, int W>
+template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
   using Ws = Words<T, W>;
   const T* const from = row.first + position;
   const bool dense = row.stride == 1;
   const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Ws::kBytes == 0;
-  if (dense && aligned && end <= row.size) return load_aligned<T, W>(from);
+  if (dense && aligned && end <= row.size) return load_aligned<T, W, memory>(from);
   if constexpr (Ws::kShifts) {
-    if (dense && !aligned && end <= row.size) return load_shifted<T, W>(from);
+    if (dense && !aligned && end <= row.size) return load_shifted<T, W, memory>(from);
   }
   return load_single<T, W>(row, position);
 }

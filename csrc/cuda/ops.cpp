@@ -5,7 +5,9 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
+#include "../logits_ops.h"
 #include "kl_penalty.h"
+#include "logits.h"
 
 // Part of torch with CUDA; null in a torch without, where no op here is ever called.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
@@ -68,8 +70,31 @@ struct Cuda {
   }
 };
 
+struct CudaLogits {
+  template <typename Call>
+  static void run(void (*kernels)(const Call&, void*), const Call& call, const Device& device) {
+    const DeviceGuard guard(device.index);
+    kernels(call, current_stream(device));
+  }
+  static void run(const TokenLogprobsForward& call, const Device& device) {
+    run(cuda::token_logprobs_forward, call, device);
+  }
+  static void run(const TokenLogprobsBackward& call, const Device& device) {
+    run(cuda::token_logprobs_backward, call, device);
+  }
+  static void run(const DivergenceForward& call, const Device& device) {
+    run(cuda::divergence_forward, call, device);
+  }
+  static void run(const DivergenceBackward& call, const Device& device) {
+    run(cuda::divergence_backward, call, device);
+  }
+};
+
 #ifndef KLFAST_EMULATE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(klfast, CUDA, library) { implement<Cuda>(library); }
+STABLE_TORCH_LIBRARY_IMPL(klfast, CUDA, library) {
+  implement<Cuda>(library);
+  implement_logits<CudaLogits>(library);
+}
 #endif
 
 }  // namespace

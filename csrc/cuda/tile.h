@@ -2,28 +2,10 @@
 
 #pragma once
 
-#include <type_traits>
-
 #include "finish.h"
 #include "load.h"
 
 namespace klfast::cuda {
-
-// Both log-probs (and old_logprobs) of one dtype T, or of any: then Mixed<Acc>.
-template <typename Acc>
-struct Mixed {};
-
-template <typename T>
-struct Source {
-  using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Element = T;  // as it is kept until all inputs have been fetched
-};
-
-template <typename A>
-struct Source<Mixed<A>> {
-  using Acc = A;
-  using Element = A;  // converted at once
-};
 
 // Tokens of a lane at a time: 16 bytes of an input, and never more than the registers of a pass
 // allow.

@@ -26,14 +26,14 @@ from klfast.stats import KLStats
 
 _SEGMENT = kernels.SEGMENT.value
 _TILE = kernels.TILE.value
-_ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
+ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _OWN_LENGTH = ("seq-mean", "seq-mean-token-mean")
 _FEW, _MANY = 128, 1024  # sequences of a program that combines
 _SCALE_PROGRAMS = 1024  # enough for any device, and few to start for nothing
-_DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
+DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
 
 
-def _bits(number: float) -> int:
+def bits(number: float) -> int:
     """A double as the integer of the same bits: Triton rounds float arguments to fp32."""
     bits: int = struct.unpack("q", struct.pack("d", number))[0]
     return bits
@@ -69,7 +69,7 @@ def _formulas(
         "FORM": form,
     }
     numbers = (cap, math.log(cap), low, high, tail, clip)
-    return _Formulas(functions, weighs, tuple(map(_bits, numbers)))
+    return _Formulas(functions, weighs, tuple(map(bits, numbers)))
 
 
 class _Batch(NamedTuple):
@@ -111,7 +111,7 @@ def _layout(batch: _Batch, *tensors: Tensor | None) -> str:
     return "aligned" if aligned else "unit"
 
 
-def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensor's GPU the current one, where kernels are launched."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
@@ -147,17 +147,17 @@ class _Call:
         self.inputs = (logprobs, ref_logprobs, old_logprobs, mask)
         self.batch = _batch(logprobs, cu_seqlens)
         self.scalars = (coef_tensor, normalizer_tensor)
-        self.numbers = (_bits(coef), _bits(normalizer))
+        self.numbers = (bits(coef), bits(normalizer))
         weighs = old_logprobs is not None
         self.formulas = _formulas(estimator, gradient, importance, tuple(limits), weighs)
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.normalized = normalizer > 0 or normalizer_tensor is not None
         self.reduction = reduction
         self.options = {
-            "ACC": _ACC[self.dtype],
+            "ACC": ACC[self.dtype],
             "REDUCTION": reduction,
             "NORMALIZED": self.normalized,
-            **_DEFINED,
+            **DEFINED,
         }
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -287,7 +287,7 @@ class _Call:
                 ACC=self.options["ACC"],
                 LAYOUT=_layout(batch, mask),
                 num_warps=4,
-                **_DEFINED,
+                **DEFINED,
             )
         self.combine(lengths, per_sequence, None, weights=True)
 
@@ -314,7 +314,7 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not per_token or want_statistics or scores is not None:
         rows = 9 if want_statistics or scores is not None else 2
         partials = call.empty(rows, slots, dtype=torch.float64)
-    with _device_of(logprobs):
+    with device_of(logprobs):
         if want_grad_logprobs or want_grad_ref_logprobs:
             gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
         if gradient == "unit":
@@ -354,7 +354,7 @@ def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
         for grad in present:
             grad.zero_()
     elif call.batch.slots > 0:
-        with _device_of(logprobs):
+        with device_of(logprobs):
             call.read_tokens(gradient, per_sequence.contiguous(), grads, grad_out=grad_out)
     return present
 
@@ -365,13 +365,13 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     if size == 0:
         return
     aligned = size % 8 == 0 and tensor.data_ptr() % 16 == 0
-    with _device_of(tensor):
+    with device_of(tensor):
         kernels.scale_kernel[(min(-(-size // _TILE), _SCALE_PROGRAMS),)](
             tensor,
             factor,
             size,
-            ACC=_ACC[arithmetic_dtype(tensor)],
+            ACC=ACC[arithmetic_dtype(tensor)],
             LAYOUT="aligned" if aligned else "unit",
             num_warps=4,
-            **_DEFINED,
+            **DEFINED,
         )

@@ -1,8 +1,8 @@
 """The formulas in Triton: value and derivative of every estimator, and the series they share.
 
-The algebra and the constants are those of ``csrc/estimators.h`` and ``csrc/exp_series.h``, where
-the reasons stand. Every function takes tensors of fp32 or fp64 and computes in that type. To add an
-estimator, write its three functions and its row of ``ESTIMATORS``.
+The algebra and the constants are those of ``csrc/estimators.h``, ``csrc/exp_series.h`` and
+``csrc/log_series.h``, where the reasons stand. Every function takes tensors of fp32 or fp64 and
+computes in that type. To add an estimator, write its three functions and its row of ``ESTIMATORS``.
 """
 
 from typing import Any, NamedTuple
@@ -45,6 +45,9 @@ _SERIES_64 = tl.constexpr(
     )
 )
 """The same to 1e-20."""
+
+_ATANH_32 = tl.constexpr((0.333333331249, 0.200001632887, 0.142657637253, 0.118854248054))
+"""(atanh(s) - s) / s^3 as a series in s^2 on s^2 <= 0.04, relative error 2e-9."""
 
 
 @triton.jit
@@ -141,6 +144,36 @@ def expm1_minus_argument(x):
     below_infinity = tl.where(x > highest, highest, x)
     difference = tl.fma(tl.full((), 2.0, x.dtype), half, -below_infinity)
     return tl.where(tl.abs(x) <= 1, tail, difference)
+
+
+@triton.jit
+def atanh_series(z):
+    """(atanh(s) - s) / s^3 at z = s^2 in [0, 0.04]; in fp64 by Taylor's terms."""
+    if z.dtype == tl.float64:
+        p = tl.full((), 1 / 23, z.dtype)
+        for k in tl.static_range(10):
+            p = tl.fma(p, z, tl.full((), 1 / (21 - 2 * k), z.dtype))
+    else:
+        p = tl.full((), _ATANH_32[3], z.dtype)
+        for k in tl.static_range(3):
+            p = tl.fma(p, z, tl.full((), _ATANH_32[2 - k], z.dtype))
+    return p
+
+
+@triton.jit
+def log1p(a):
+    """(log(1 + a), log(1 + a) - a) for a > -1."""
+    half_binade: tl.constexpr = 1 << (51 if a.dtype == tl.float64 else 22)
+    mantissa: tl.constexpr = 52 if a.dtype == tl.float64 else 23
+    bias: tl.constexpr = 1023 if a.dtype == tl.float64 else 127
+    n = ((bits_of(1 + a) + half_binade) >> mantissa) - bias
+    minus_one = constant(a, -1.0, -1.0)
+    reduced = tl.where(n == 0, a, tl.fma(1 + a, power_of_two(-n), minus_one))
+    s = reduced / (2 + reduced)
+    cubic = 2 * s * (s * s) * atanh_series(s * s)
+    of_power = n.to(a.dtype) * constant(a, 0.6931471805599453, 0.6931471805599453)
+    value = of_power + tl.fma(constant(a, 2.0, 2.0), s, cubic)
+    return value, tl.where(n == 0, tl.fma(-reduced, s, cubic), value - a)
 
 
 @triton.jit

@@ -1,12 +1,15 @@
 """What is timed: an op, a dtype and a shape; and the inputs it is timed on.
 
-Shapes: B sequences of T tokens; packed, N = B * T tokens of B sequences whose lengths differ.
+What there is to time of log-probs is in ``tokens``, of logits in ``logits``.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,54 +17,107 @@ from torch import Tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 KEPT = 0.8
-"""Share of the tokens that the random mask keeps."""
+"""Share of the tokens that a random mask keeps."""
 
 SPREAD = 0.1
 """Standard deviation of the log-ratio, in nats."""
 
-UNEVEN = 0.75
-"""Packed sequences have evenly spread lengths, from 1 - UNEVEN to 1 + UNEVEN times their mean."""
+EAGER = "eager"
+SELECTIVE = "selective"
+"""Eager too, in less memory."""
 
 _ALIGNMENT = 64
 
+Forward = Callable[..., Any]
+"""Takes what ``Inputs.arguments`` holds."""
+
+Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor."""
+
+Shapes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One set of inputs.
+
+    Attributes:
+        grad_out: what the backward starts from; None (one) for a scalar.
+        storage: the memory that holds the other tensors and nothing else, int64; None if they are
+            not laid out together.
+    """
+
+    grad_out: Tensor | None = None
+    storage: Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """What a forward takes; the gradient is of the first."""
+        raise NotImplementedError
+
+    def in_float64(self, numbers: int) -> Iterator[Inputs]:
+        """The same in float64, in parts of so many numbers of the first tensor."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
-class Op:
-    """One way of asking for the k3 penalty.
+class Op(ABC):
+    """One thing to compute.
 
     Attributes:
         name: as on the command line.
-        reduction: of :func:`klfast.kl_penalty`.
-        backward: whether the gradient of ``logprobs`` is computed too.
-        stats: whether the statistics are.
-        reads: how often the two log-probs and the mask must be read at the least.
+        backward: whether the gradient of the first tensor is computed too.
+        reads: how often the inputs must be read at the least.
     """
 
     name: str
-    reduction: str
     backward: bool = False
-    stats: bool = False
     reads: int = 1
 
+    working_bytes: ClassVar[int]
+    """For each number of the first tensor: temporaries of the hungriest candidate, and of the
+    check."""
+    gpu_working_bytes: ClassVar[int]
+    """The same on a GPU, of what must not fail there."""
 
-OPS = {
-    op.name: op
-    for op in (
-        Op("forward", "seq-sum"),
-        Op("stats", "seq-sum", stats=True),
-        Op("one-read", "token-mean", backward=True),
-        Op("two-pass", "seq-sum", backward=True, reads=2),
-    )
-}
-"""``one-read`` and ``two-pass`` are forward+backward: of a scalar, where the forward can write the
-gradient as it reads, and of per-sequence sums, where the backward must read again."""
+    @abstractmethod
+    def layout(self, case: Case) -> Layout:
+        """The tensors that are read."""
+
+    @abstractmethod
+    def inputs(self, case: Case, tensors: Sequence[Tensor], storage: Tensor) -> Inputs:
+        """The inputs made of tensors of that layout, which lie in ``storage``."""
+
+    @abstractmethod
+    def fill(self, inputs: Any) -> None:
+        """Puts random values into inputs."""
+
+    @abstractmethod
+    def klfast(self, backend: str = "auto", normalizer: Any = None) -> Forward:
+        """Klfast's forward; ``normalizer`` is that of a mean."""
+
+    @abstractmethod
+    def eager(self, packed: bool = False) -> dict[str, Forward]:
+        """Name -> what is written without klfast; the first is what is compiled, too."""
+
+    @abstractmethod
+    def named(self, outputs: Any) -> dict[str, Tensor]:
+        """What a forward returned, by name."""
+
+    @abstractmethod
+    def normalizer(self, inputs: Any) -> Any:
+        """What a mean divides by: the same in any part of the inputs; None without a mean."""
+
+    @abstractmethod
+    def sizes(self, inputs: Any) -> tuple[float, float]:
+        """How large the terms are that a value, and a gradient, is made of."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op on a dtype (a key of ``DTYPES``) and a shape [B, T].
+    """An op on a dtype (a key of ``DTYPES``) and a shape, rows x columns.
 
-    ``packed``: on as many tokens and sequences, packed, of T tokens on average.
+    ``packed``: on as many tokens and sequences, packed, with as many columns on average.
     """
 
     op: Op
@@ -75,111 +131,85 @@ class Case:
         return f"{self.op.name} {self.dtype} {self.shape[0]}x{self.shape[1]}{layout}"
 
     @property
-    def tokens(self) -> int:
+    def numbers(self) -> int:
+        """Of each large tensor."""
         return math.prod(self.shape)
 
     @property
     def input_bytes(self) -> int:
-        """Two log-probs and a boolean mask."""
-        return self.tokens * (2 * DTYPES[self.dtype].itemsize + 1)
+        return sum(_sizes(self))
 
     @property
     def least_bytes(self) -> int:
         """What must move whoever computes it: the reads, and the gradient if there is one."""
-        written = self.tokens * DTYPES[self.dtype].itemsize if self.op.backward else 0
+        written = self.numbers * DTYPES[self.dtype].itemsize if self.op.backward else 0
         return self.op.reads * self.input_bytes + written
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """One set of inputs.
+class Suite:
+    """What is timed together.
 
     Attributes:
-        logprobs, ref_logprobs, mask: [B, T], or packed [N].
-        grad_out: what the backward starts from: [B] for ``seq-sum``, None (one) for a scalar.
-        storage: the memory that holds the first three and nothing else, int64; None if they are
-            not laid out together.
-        cu_seqlens: [B+1], int32, of packed inputs; else None.
+        name: as on the command line.
+        ops: name -> op.
+        rows_by_columns: what a shape means.
+        shapes, quick_shapes: on a CPU; the second with ``--quick``, everywhere.
+        gpu_ops, gpu_shapes, gpu_packed_shapes: on a GPU.
+        gpu_rounds, gpu_budget: rounds of each case there, and seconds for all of them.
+        with_memory: whether the peak of a CPU's memory is measured too.
+        facts: of the inputs, for the conditions.
+        text: what is computed, and of what inputs, for the table's reader.
     """
 
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    mask: Tensor
-    grad_out: Tensor | None = None
-    storage: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    name: str
+    ops: Mapping[str, Op]
+    rows_by_columns: str
+    shapes: Shapes
+    quick_shapes: Shapes
+    gpu_ops: tuple[str, ...]
+    gpu_shapes: Shapes
+    gpu_packed_shapes: Shapes
+    gpu_rounds: int
+    gpu_budget: float
+    with_memory: bool
+    facts: Mapping[str, Any]
+    text: str
 
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        """What a forward takes."""
-        packed = () if self.cu_seqlens is None else (self.cu_seqlens,)
-        return (self.logprobs, self.ref_logprobs, self.mask, *packed)
 
-
-def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> list[Inputs]:
+def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> list[Any]:
     """Sets of random inputs: the same values, each in memory of its own."""
-    storage = torch.zeros(sum(_padded(_sizes(case))), dtype=torch.uint8, device=device)
+    storage = torch.zeros(sum(map(_padded, _sizes(case))), dtype=torch.uint8, device=device)
     first = _inputs_in(storage, case)
-    first.logprobs.detach().uniform_(-4, 0)
-    first.ref_logprobs.normal_(std=SPREAD).add_(first.logprobs.detach())
-    first.mask.bernoulli_(KEPT)
+    case.op.fill(first)
     return [first, *(_inputs_in(storage.clone(), case) for _ in range(copies - 1))]
 
 
-def copy_inputs(
-    op: Op, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, copies: int
-) -> list[Inputs]:
-    """Sets of inputs that are copies of the given tensors."""
-    return [
-        Inputs(
-            logprobs.detach().clone().requires_grad_(op.backward),
-            ref_logprobs.detach().clone(),
-            mask.clone(),
-            _grad_out(op, logprobs.shape[0], logprobs.device),
-        )
-        for _ in range(copies)
-    ]
+def largest(tensor: Tensor) -> float:
+    """The largest size of an entry; 0 without one. Makes nothing of the tensor's size."""
+    return max(abs(float(end)) for end in tensor.detach().aminmax()) if tensor.numel() else 0.0
+
+
+def in_float64(leaf: Tensor, rows: slice) -> Tensor:
+    """Some rows of a tensor, which ask for a gradient if it does."""
+    return leaf[rows].detach().double().requires_grad_(leaf.requires_grad)
 
 
 def _sizes(case: Case) -> list[int]:
-    """Bytes of the two log-probs and of the mask."""
-    itemsize = DTYPES[case.dtype].itemsize
-    return [case.tokens * size for size in (itemsize, itemsize, torch.bool.itemsize)]
+    """Bytes of each tensor."""
+    return [math.prod(shape) * dtype.itemsize for dtype, shape in case.op.layout(case)]
 
 
-def _padded(sizes: list[int]) -> list[int]:
-    return [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
+def _padded(size: int) -> int:
+    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
 
 
 def _inputs_in(storage: Tensor, case: Case) -> Inputs:
     """The inputs as views of one block of bytes, so that a plain read can read the same bytes."""
     sizes = _sizes(case)
-    shape = (case.tokens,) if case.packed else case.shape
-    blocks = torch.split(storage.view(torch.uint8), _padded(sizes))
-    parts = [block[:size] for block, size in zip(blocks, sizes, strict=True)]
-    logprobs, ref_logprobs = (part.view(DTYPES[case.dtype]).view(shape) for part in parts[:2])
-    return Inputs(
-        logprobs.requires_grad_(case.op.backward),
-        ref_logprobs,
-        parts[2].view(torch.bool).view(shape),
-        _grad_out(case.op, case.shape[0], storage.device),
-        storage.view(torch.int64),
-        boundaries(*case.shape).to(storage.device) if case.packed else None,
-    )
-
-
-def _grad_out(op: Op, sequences: int, device: torch.device) -> Tensor | None:
-    needed = op.backward and op.reduction == "seq-sum"
-    return torch.rand(sequences, device=device) if needed else None
-
-
-def boundaries(sequences: int, tokens: int) -> Tensor:
-    """[sequences + 1], int32: lengths around ``tokens``, in a random order that never changes."""
-    steps = torch.arange(sequences, device="cpu") * 2 - (sequences - 1)  # what they add cancels
-    lengths = tokens + torch.round(steps * (UNEVEN * tokens / max(1, sequences - 1))).to(
-        torch.int32
-    )
-    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(0), device="cpu")
-    cu_seqlens = torch.zeros(sequences + 1, dtype=torch.int32, device="cpu")
-    cu_seqlens[1:] = lengths[order].cumsum(0)
-    return cu_seqlens
+    blocks = torch.split(storage.view(torch.uint8), [_padded(size) for size in sizes])
+    tensors = [
+        block[:size].view(dtype).view(shape)
+        for block, size, (dtype, shape) in zip(blocks, sizes, case.op.layout(case), strict=True)
+    ]
+    return case.op.inputs(case, tensors, storage.view(torch.int64))

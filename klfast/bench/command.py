@@ -9,71 +9,76 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from klfast.bench import gpu, gpu_report
-from klfast.bench.cases import DTYPES, OPS, Case
+from klfast.bench.cases import DTYPES, Case, Op, Suite
 from klfast.bench.check import WrongResult
 from klfast.bench.measure import ROUNDS, Plan, Skip, measure, one_line
 from klfast.bench.progress import Begin, Tick, progress
-from klfast.bench.report import Results, conditions, print_results, summary, to_json
+from klfast.bench.report import Results, conditions, print_cpu_results, to_json
+from klfast.bench.suites import SUITES
+from klfast.bench.tokens import TokensOp
 
 HELP = "time klfast against eager PyTorch and torch.compile on this machine"
 
 DEVICES = ("cpu", "cuda")
 
-SHAPES = ((512, 8192), (4096, 16384), (4, 64))
-QUICK_SHAPES = ((16, 256),)
 QUICK_ROUNDS = 3
 
 T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _defaults()
     parser.add_argument(
-        "--device", choices=DEVICES, default="cpu", help="where (default cpu); defaults differ"
+        "--suite",
+        choices=tuple(SUITES),
+        default="tokens",
+        help="tokens: the k3 penalty of log-probs (default); logits: divergences and log-probs "
+        "over the whole vocabulary",
     )
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where (default cpu)")
     parser.add_argument(
         "--shapes",
         type=_list_of(_shape),
-        metavar="BxT,...",
-        help=f"sequences x tokens (default {_text(SHAPES)}; on cuda {_text(gpu.SHAPES)})",
+        metavar="RxC,...",
+        help="; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values()),
     )
     parser.add_argument(
         "--packed",
         type=_list_of(_shape),
         metavar="BxT,...",
-        help=f"packed, sequences x mean tokens (cuda only; default {_text(gpu.PACKED_SHAPES)}, "
-        "none with --shapes)",
+        help="packed, sequences x mean tokens (tokens on cuda only; none with --shapes)",
     )
     parser.add_argument(
         "--dtypes",
         type=_list_of(_one_of(tuple(DTYPES))),
         default=tuple(DTYPES),
         metavar="A,B,...",
-        help=f"of the log-probs (default {','.join(DTYPES)})",
+        help=f"of the inputs (default {','.join(DTYPES)})",
     )
     parser.add_argument(
         "--ops",
-        type=_list_of(_one_of(tuple(OPS))),
+        type=_list_of(str),
         metavar="A,B,...",
-        help="one-read and two-pass: forward+backward of a mean, of sums "
-        f"(default {','.join(OPS)}; on cuda {','.join(gpu.OPS)})",
+        help="of the suite. one-read and two-pass: forward+backward of a mean, of its terms",
     )
     parser.add_argument(
         "--rounds",
         type=_whole_number,
         metavar="N",
-        help=f"rounds of timings (default {ROUNDS}; on cuda {gpu.ROUNDS})",
+        help=f"rounds of timings (default {ROUNDS}; on cuda see below)",
     )
     parser.add_argument(
         "--budget",
         type=_whole_number,
         metavar="SECONDS",
-        help=f"what comes later is left out (cuda only; default {gpu.BUDGET:.0f})",
+        help="what comes later is left out (cuda only)",
     )
     parser.add_argument(
         "--reuse-inputs",
@@ -92,6 +97,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write JSON")
 
 
+def _defaults() -> str:
+    """What is timed if nothing is said, for each suite and device."""
+    lines = ["defaults:"]
+    for suite in SUITES.values():
+        lines += [
+            f"  {suite.name} on cpu",
+            f"    --ops {','.join(suite.ops)}",
+            f"    --shapes {_text(suite.shapes)}",
+            f"  {suite.name} on cuda",
+            f"    --ops {','.join(suite.gpu_ops)}",
+            f"    --shapes {_text(suite.gpu_shapes)}",
+            *([f"    --packed {_text(suite.gpu_packed_shapes)}"] * bool(suite.gpu_packed_shapes)),
+            f"    --rounds {suite.gpu_rounds} --budget {suite.gpu_budget:.0f}",
+        ]
+    return "\n".join(lines)
+
+
 def _text(shapes: Sequence[tuple[int, int]]) -> str:
     return ",".join(f"{rows}x{columns}" for rows, columns in shapes)
 
@@ -107,19 +129,24 @@ def _shape(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"a shape must be sequences x tokens, such as 512x8192, got {text!r}"
+            f"a shape must be rows x columns, such as 512x8192, got {text!r}"
         )
     return int(match[1]), int(match[2])
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
-        if text not in names:
-            expected = ", ".join(map(repr, names))
-            raise argparse.ArgumentTypeError(f"expected some of {expected}, got {text!r}")
+        if (reason := _not_one_of(names, text)) is not None:
+            raise argparse.ArgumentTypeError(reason)
         return text
 
     return parse
+
+
+def _not_one_of(names: Iterable[str], text: str) -> str | None:
+    if text in names:
+        return None
+    return f"expected some of {', '.join(map(repr, names))}, got {text!r}"
 
 
 def _whole_number(text: str) -> int:
@@ -182,73 +209,89 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _mistake(arguments: argparse.Namespace) -> str | None:
     """What cannot be done, before anything is; None if all can."""
+    suite = SUITES[arguments.suite]
+    for name in arguments.ops or ():
+        if (reason := _not_one_of(suite.ops, name)) is not None:
+            return f"--ops of --suite {suite.name}: {reason}"
     if arguments.out is not None and (reason := _cannot_write(arguments.out)) is not None:
         return f"cannot write to {arguments.out}: {reason}"
     if arguments.device == "cpu":
         given = [name for name in ("packed", "budget") if getattr(arguments, name) is not None]
         return f"--{given[0]} needs --device cuda" if given else None
+    if arguments.packed is not None and suite.name != "tokens":
+        return "--packed needs --suite tokens"
     if arguments.reuse_inputs:
         return "--reuse-inputs needs --device cpu: on a GPU the cache is always flushed"
     return None if gpu.find_place() else "--device cuda: torch sees no CUDA device here"
 
 
 def _cpu_bench(arguments: argparse.Namespace) -> Bench:
+    suite = SUITES[arguments.suite]
     plan = Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS),
         reused=arguments.reuse_inputs,
         with_compile=arguments.compile,
+        with_memory=suite.with_memory,
     )
-    shapes = arguments.shapes or (QUICK_SHAPES if arguments.quick else SHAPES)
-    where = conditions(plan)
+    shapes = arguments.shapes or (suite.quick_shapes if arguments.quick else suite.shapes)
+    where = conditions(plan, suite)
     return Bench(
-        cases=_cases(shapes, arguments.ops or tuple(OPS), arguments.dtypes),
+        cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
         rounds=plan.rounds,
         measure=lambda case, after_round: measure(case, plan, after_round),
         where=lambda: where,
-        show=lambda results, where: print_results(results, summary(where)),
+        show=lambda results, where: print_cpu_results(results, where, suite),
     )
 
 
 def _gpu_bench(arguments: argparse.Namespace) -> Bench:
+    suite = SUITES[arguments.suite]
     plan = gpu.GpuPlan(
-        rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else gpu.ROUNDS),
+        rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else suite.gpu_rounds),
+        budget=arguments.budget or suite.gpu_budget,
         with_compile=arguments.compile,
-        budget=arguments.budget or gpu.BUDGET,
     )
-    chosen = arguments.shapes or (QUICK_SHAPES if arguments.quick else None)
-    ops = arguments.ops or gpu.OPS
-    unpacked = _cases(chosen or gpu.SHAPES, ops, arguments.dtypes)
-    of_packed = arguments.packed or (chosen if arguments.quick else None)
-    packed = _cases(
-        of_packed or (() if chosen else gpu.PACKED_SHAPES),
-        [op for op in ops if not OPS[op].stats],  # eager's statistics are of rows
-        arguments.dtypes,
-        packed=True,
-    )
-    cases = unpacked + packed
+    cases = _gpu_cases(arguments, suite)
     place = gpu.find_place()
     assert place is not None  # _mistake has looked
-    bench = gpu.GpuBench(place, plan, len(cases))
+    bench = gpu.GpuBench(place, plan, cases)
     return Bench(
         cases=cases,
         rounds=plan.rounds,
         measure=bench.measure,
-        where=lambda: gpu_report.gpu_conditions(place, plan, bench.ceilings),
-        show=gpu_report.print_gpu_results,
+        where=lambda: gpu_report.gpu_conditions(place, plan, bench.ceilings, suite),
+        show=lambda results, where: gpu_report.print_gpu_results(results, where, suite),
         failed=bench.failed,
         keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
-        notes=(f"not timed: {bench.missing}",) if bench.missing else (),
+        notes=tuple(f"not timed: {reason}" for reason in bench.missing),
     )
+
+
+def _gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
+    """Unpacked, then packed; with shapes that are given, no others."""
+    ops = _chosen(arguments.ops or suite.gpu_ops, suite)
+    given = arguments.shapes or (suite.quick_shapes if arguments.quick else None)
+    default = given if arguments.quick else () if given else suite.gpu_packed_shapes
+    # Eager's statistics are of rows; and to an op over logits packed tokens are rows like others.
+    packable = [op for op in ops if isinstance(op, TokensOp) and not op.stats]
+    return [
+        *_cases(given or suite.gpu_shapes, ops, arguments.dtypes),
+        *_cases(arguments.packed or default or (), packable, arguments.dtypes, packed=True),
+    ]
+
+
+def _chosen(names: Iterable[str], suite: Suite) -> list[Op]:
+    return [suite.ops[name] for name in names]
 
 
 def _cases(
     shapes: Sequence[tuple[int, int]],
-    ops: Sequence[str],
+    ops: Sequence[Op],
     dtypes: Sequence[str],
     packed: bool = False,
 ) -> list[Case]:
     chosen = itertools.product(shapes, ops, dtypes)
-    return [Case(OPS[op], dtype, shape, packed) for shape, op, dtype in chosen]
+    return [Case(op, dtype, shape, packed) for shape, op, dtype in chosen]
 
 
 def _measure_into(results: Results, case: Case, bench: Bench, begin: Begin) -> None:

@@ -12,31 +12,23 @@ from functools import partial
 import torch
 
 from klfast import backends
+from klfast.bench import rivals
 from klfast.bench.bandwidth import GPU_PROBES
 from klfast.bench.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
 from klfast.bench.cases import Case, Inputs, make_inputs
 from klfast.bench.gpu_timing import Call, Cuda, Device, GpuTiming, alternate, time_on
+from klfast.bench.logits import LogitsOp
 from klfast.bench.measure import READ, Skip, check_candidates
-
-ROUNDS = 30
-BUDGET = 210.0
-"""Seconds for all cases. Compiling takes most of them."""
 
 COPY = "copy"
 """The plain copy of the inputs, among the candidates, as ``READ`` is."""
 
 KLFAST_BACKENDS = ("native", "triton")
-SHAPES = ((256, 8192), (8, 512), (4096, 16384), (64, 2048))
-PACKED_SHAPES = ((256, 8192),)
-OPS = ("forward", "one-read", "two-pass")
 
 _CEILING_BYTES = 2 << 30
 _CEILING_ROUNDS = 5
 _AUTOTUNING_SECONDS = 5.0
 """A case with less time than this left to it does without the autotuned rival."""
-
-_WORKING_BYTES_PER_TOKEN = 400
-"""Temporaries of all candidates' graphs, and float64 ones of the check."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +38,11 @@ class GpuRow:
     Attributes:
         case: name of the case.
         op, dtype, shape, packed: the case.
-        impl: a backend of klfast, ``eager``, a key of ``MODES``, ``read`` or ``copy``.
+        impl: a backend of klfast, ``eager``, ``selective``, a key of ``MODES``, a library of
+            ``rivals``, ``read`` or ``copy``.
         kernel_ms, kernel_min_ms: on the device with cold caches, over the rounds.
         graph_ms: on the device in a CUDA graph, where inputs that fit stay in cache; None if it
-            cannot be captured.
+            cannot be captured, or is too long for launches to matter.
         host_ms: of the host, to queue a call.
         ratio: this candidate's kernel time over that of klfast's first backend here; None for
             ``read`` and ``copy``.
@@ -97,13 +90,13 @@ class GpuPlan:
 
     Attributes:
         rounds: of each case.
-        with_compile: whether ``torch.compile`` is among the rivals.
         budget: seconds for all cases; those that come too late are left out, visibly.
+        with_compile: whether ``torch.compile`` is among the rivals.
     """
 
-    rounds: int = ROUNDS
+    rounds: int
+    budget: float
     with_compile: bool = True
-    budget: float = BUDGET
 
 
 @dataclass
@@ -171,7 +164,7 @@ def measure_ceilings(device: Device, place: torch.device) -> Ceilings:
     """The read and the copy bandwidth of a device, by the fastest of torch's plain ones."""
     size = min(_CEILING_BYTES, device.free_bytes() // 4) // 8 * 8
     storage = torch.ones(size // 8, dtype=torch.int64, device=place)
-    inputs = Inputs(storage, storage, storage, storage=storage)
+    inputs = Inputs(storage=storage)
     copy = torch.empty_like(storage)
     calls: dict[str, Call] = {name: partial(probe, inputs) for name, probe in GPU_PROBES.items()}
     calls[COPY] = partial(copy.copy_, storage)
@@ -198,14 +191,18 @@ def few_rounds(device: Device, calls: Mapping[str, Call]) -> dict[str, float]:
 class GpuBench:
     """Measures cases on one device, within one budget."""
 
-    def __init__(
-        self, place: torch.device, plan: GpuPlan, cases: int, device: Device | None = None
-    ):
+    def __init__(self, place: torch.device, plan: GpuPlan, cases: Sequence[Case]):
         self.place, self.plan = place, plan
-        self.device = Cuda(place) if device is None else device
-        self.backends, self.missing = usable_backends(place)
+        self.device: Device = Cuda(place)
+        self.backends, missing = usable_backends(place)
+        self.libraries: dict[str, rivals.Forwards] = {}
+        without: dict[str, str] = {}
+        if any(isinstance(case.op, LogitsOp) for case in cases):
+            self.libraries, without = rivals.installed()
+        self.missing = [missing] if missing else []
+        self.missing += [f"{name}: {reason}" for name, reason in without.items()]
         self.ceilings = measure_ceilings(self.device, place)
-        self.clock = Clock(plan.budget, cases)
+        self.clock = Clock(plan.budget, len(cases))
         self.failed: dict[str, str] = {}
         """Case and candidate -> what went wrong; the others of the case are measured."""
 
@@ -222,14 +219,19 @@ class GpuBench:
         self._check_memory(case)
         inputs = make_inputs(case, 1, self.place)[0]
         modes = modes_within(seconds, self.plan.with_compile)
-        built = build_gpu_candidates(case, self.backends, modes)
+        others = {
+            name: forwards[case.op.name]
+            for name, forwards in self.libraries.items()
+            if case.op.name in forwards
+        }
+        probe, plain = self._plain(inputs)  # its memory is needed to the end
+        built = build_gpu_candidates(case, self.backends, modes, others)
         failed: dict[str, str] = {}
         candidates = check_candidates(built, case.op, inputs, failed)
         self.failed |= {f"{case.name}, {name}": reason for name, reason in failed.items()}
         if not set(self.backends) & set(candidates):
             raise NoBackend("no backend of klfast works")
         calls: dict[str, Call] = {name: partial(call, inputs) for name, call in candidates.items()}
-        probe, plain = self._plain(inputs)
         timings = time_on(
             self.device, {**calls, **plain}, self.plan.rounds, after_round=after_round
         )
@@ -251,7 +253,7 @@ class GpuBench:
         return probe, {READ: reads[probe], COPY: partial(copy.copy_, storage)}
 
     def _check_memory(self, case: Case) -> None:
-        needed = 2 * case.input_bytes + _WORKING_BYTES_PER_TOKEN * case.tokens
+        needed = 2 * case.input_bytes + case.op.gpu_working_bytes * case.numbers
         free = self.device.free_bytes()
         if needed > free:
             raise Skip(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from klfast.bench.cases import KEPT, SPREAD, UNEVEN
+from klfast.bench.cases import Suite
 from klfast.bench.gpu import Ceilings, GpuPlan, GpuRow
-from klfast.bench.gpu_timing import GRAPH_CALLS
+from klfast.bench.gpu_timing import GRAPH_CALLS, LONG_CALL
 from klfast.bench.report import (
     Results,
     commit,
@@ -47,7 +47,9 @@ _CLOCKS = (
 )
 
 
-def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> dict[str, Any]:
+def gpu_conditions(
+    place: torch.device, plan: GpuPlan, ceilings: Ceilings, suite: Suite
+) -> dict[str, Any]:
     """Where, when and how it is measured. To be asked for while the clocks are still up."""
     return {
         "date": now(),
@@ -56,10 +58,8 @@ def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> di
         "host": {"processor": cpu_model(), "cores": os.cpu_count()},
         "versions": {**versions(), "triton": version("triton"), "cuda": torch.version.cuda},
         "commit": commit(),
-        "estimator": "k3",
-        "mask_kept": KEPT,
-        "log_ratio_std": SPREAD,
-        "packed_lengths": [1 - UNEVEN, 1 + UNEVEN],
+        "suite": suite.name,
+        **suite.facts,
         "rounds": plan.rounds,
         "graph_calls": GRAPH_CALLS,
         "budget_s": plan.budget,
@@ -111,16 +111,16 @@ def gpu_cells(row: GpuRow, first: bool) -> tuple[str, ...]:
     )
 
 
-def gpu_summary(where: dict[str, Any]) -> str:
+def gpu_summary(where: dict[str, Any], suite: Suite) -> str:
     """The conditions in one paragraph."""
     named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     ceilings = where["ceilings"]
     return (
         f"{where['device']}, clocks {where['clocks']}; {named}, commit {where['commit']}; "
-        f"{where['date']}. k3, random mask that keeps {where['mask_kept']:.0%}, log-ratio of "
-        f"{where['log_ratio_std']} nats; {where['rounds']} interleaved rounds. kernel: on the "
+        f"{where['date']}. {suite.text}; {where['rounds']} interleaved rounds. kernel: on the "
         f"device, L2 flushed. ratio: that over the first line's. graph: per call in a CUDA graph "
-        f"of {where['graph_calls']}, inputs in L2 where they fit. host: to queue a call. GB/s: the "
+        f"of {where['graph_calls']}, inputs in L2 where they fit; for calls of less than "
+        f"{LONG_CALL * 1e3:.0f} ms. host: to queue a call. GB/s: the "
         f"least bytes of the case over the kernel's median. of read, of copy: of "
         f"{ceilings['read_gb_per_s']:.0f} GB/s read and {ceilings['copy_gb_per_s']:.0f} GB/s "
         f"copied in the same run, where no call took {ceilings['nothing_us']:.2g} us. MB: memory "
@@ -128,6 +128,6 @@ def gpu_summary(where: dict[str, Any]) -> str:
     )
 
 
-def print_gpu_results(results: Results, where: dict[str, Any]) -> None:
+def print_gpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
     """The table, what was left out and why, and the conditions."""
-    print_results(results, gpu_summary(where), HEADINGS, gpu_cells)
+    print_results(results, gpu_summary(where, suite), HEADINGS, gpu_cells)

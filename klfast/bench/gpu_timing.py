@@ -27,6 +27,10 @@ GRAPH_CALLS = 10
 HOST_CALLS = 20
 """How many calls the host queues in one timing: fewer kernels than fit into the queue."""
 
+LONG_CALL = 5e-3
+"""Seconds from which a call's launches cost next to nothing: it is timed in no graph, and queued
+less often."""
+
 LEAST_FLUSH = 256 << 20
 _HEAD_START = 100e-6
 _CYCLES_PER_SECOND = 2e9  # about the fastest clock; a slower one waits longer
@@ -111,7 +115,7 @@ class GpuTiming:
     Attributes:
         kernel: on the device, with cold caches, in each round.
         graph: on the device, within a CUDA graph of ``GRAPH_CALLS`` calls; None if it cannot be
-            captured.
+            captured, or is longer than ``LONG_CALL``.
         host: of the host, to queue a call.
         peak_bytes: memory above the inputs.
         capture_error: why it could not be captured.
@@ -135,8 +139,10 @@ def time_on(
     for call in calls.values():
         call()
     peaks = {name: device.peak_bytes(call) for name, call in calls.items()}
+    short = {name: call for name, call in calls.items() if _seconds(device, call) < LONG_CALL}
+    queued = {name: HOST_CALLS if name in short else 1 for name in calls}
     host = alternate(
-        {name: partial(_queue_many, device, call) for name, call in calls.items()},
+        {name: partial(_queue_many, device, call, queued[name]) for name, call in calls.items()},
         max(3, rounds // 4),
         device.synchronize,
     )
@@ -145,7 +151,7 @@ def time_on(
         for name, call in calls.items()
     }
     kernel = alternate(kernels, rounds, device.synchronize, after_round)
-    replays, errors = _capture_all(device, calls)
+    replays, errors = _capture_all(device, short)
     graphs = {
         name: partial(device.queue, replay, cold=False, head_start=0.0)
         for name, replay in replays.items()
@@ -155,7 +161,7 @@ def time_on(
         name: GpuTiming(
             kernel=Timing(kernel[name], 1),
             graph=_per_call(graph[name], GRAPH_CALLS) if name in graph else None,
-            host=Timing(host[name], HOST_CALLS),
+            host=Timing(host[name], queued[name]),
             peak_bytes=peaks[name],
             capture_error=errors.get(name),
         )
@@ -182,13 +188,22 @@ def alternate(
     return seconds
 
 
-def _queue_many(device: Device, call: Call) -> Read:
+def _seconds(device: Device, call: Call) -> float:
+    """About what a call takes, the host's part and the device's."""
+    device.synchronize()
+    begin = time.perf_counter()
+    call()
+    device.synchronize()
+    return time.perf_counter() - begin
+
+
+def _queue_many(device: Device, call: Call, calls: int) -> Read:
     """The host's seconds for a call, of several that it queues without waiting for them."""
     device.synchronize()
     begin = time.perf_counter()
-    for _ in range(HOST_CALLS):
+    for _ in range(calls):
         call()
-    seconds = (time.perf_counter() - begin) / HOST_CALLS
+    seconds = (time.perf_counter() - begin) / calls
     device.synchronize()
     return lambda: seconds
 

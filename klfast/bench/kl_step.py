@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from klfast.bench.cases import OPS, Case, Inputs, Op, copy_inputs, make_inputs
+from klfast.bench.cases import Case, make_inputs
 from klfast.bench.measure import Plan, rotation, rows_of, time_inputs
+from klfast.bench.tokens import OPS, TokenInputs, TokensOp, copy_inputs
 
 LARGE = (512, 8192)
 STEPS = {"forward": OPS["forward"], "forward+backward": OPS["one-read"]}
@@ -46,11 +47,11 @@ def time_kl_step(
         klfast.bench.check.WrongResult: an implementation computes something else.
     """
 
-    def own(op: Op) -> list[Inputs]:
+    def own(op: TokensOp) -> list[TokenInputs]:
         copies = rotation(logprobs.nbytes + ref_logprobs.nbytes + mask.nbytes)
         return copy_inputs(op, logprobs, ref_logprobs, mask, copies)
 
-    def random(op: Op) -> list[Inputs]:
+    def random(op: TokensOp) -> list[TokenInputs]:
         case = Case(op, "fp32", large)
         return make_inputs(case, rotation(case.input_bytes))
 
@@ -63,7 +64,9 @@ def time_kl_step(
     return rows
 
 
-def _rows(label: str, make: Callable[[Op], list[Inputs]], plan: Plan) -> list[dict[str, Any]]:
+def _rows(
+    label: str, make: Callable[[TokensOp], list[TokenInputs]], plan: Plan
+) -> list[dict[str, Any]]:
     rows = []
     for step, op in STEPS.items():
         inputs = make(op)

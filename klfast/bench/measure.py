@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from klfast.bench.bandwidth import PROBES, fastest_probe
-from klfast.bench.candidates import COMPILE, KLFAST, Candidate, build_candidates
+from klfast.bench.candidates import COMPILE, KLFAST, Candidate, build_candidates, is_ours
 from klfast.bench.cases import Case, Inputs, Op, make_inputs
-from klfast.bench.check import check_outputs, tolerances, truth
+from klfast.bench.check import WrongResult, check_outputs, tolerances, truth
+from klfast.bench.memory import peak_bytes
+from klfast.bench.rivals import LIBRARIES
 from klfast.bench.timing import Timing, interleave
 
 ROUNDS = 20
@@ -24,7 +28,6 @@ MAX_COPIES = 8
 SMALLEST_READ = 1 << 20
 """Below this a read measures the call, not the memory."""
 
-_WORKING_BYTES_PER_TOKEN = 48
 _SPARE_BYTES = 1 << 30
 
 
@@ -39,7 +42,7 @@ class Row:
     Attributes:
         case: name of the case.
         op, dtype, shape: the case.
-        impl: ``klfast``, ``eager``, ``torch.compile`` or ``read``.
+        impl: ``klfast``, ``eager``, ``selective``, ``torch.compile`` or ``read``.
         median_ms, min_ms: of a call, over the rounds.
         ratio: this candidate's median over klfast's: how many times faster klfast is; 1 for klfast
             itself. None for ``read``.
@@ -48,6 +51,8 @@ class Row:
         gb_per_s: ``bytes`` over the median, in 1e9 bytes per second; None where the inputs are so
             small that the call is measured, not the memory.
         read_share: ``gb_per_s`` as a share of that of ``read`` in the same rounds.
+        peak_bytes: of resident memory above the inputs, in a process of its own; None where that
+            was not measured.
     """
 
     case: str
@@ -63,6 +68,7 @@ class Row:
     bytes: int
     gb_per_s: float | None
     read_share: float | None
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,13 @@ class Plan:
         reused: one set of inputs, in cache from an untimed call before each timing; otherwise sets
             that rotate.
         with_compile: whether ``torch.compile`` is among the rivals.
+        with_memory: whether the peaks of memory are measured.
     """
 
     rounds: int = ROUNDS
     reused: bool = False
     with_compile: bool = True
+    with_memory: bool = False
 
 
 def measure(
@@ -90,6 +98,16 @@ def measure(
         Skip: the case does not fit into memory.
         WrongResult: a candidate computes something else.
     """
+    timings, probe = _time(case, plan, after_round)
+    peaks = {}
+    if plan.with_memory:  # now that this process holds no inputs any more
+        peaks = {name: peak_bytes(case, name) for name in timings if name != READ}
+    return rows_of(case, timings, peaks), probe
+
+
+def _time(
+    case: Case, plan: Plan, after_round: Callable[[], None]
+) -> tuple[dict[str, Timing], str | None]:
     copies = 1 if plan.reused else rotation(case.input_bytes)
     check_memory(case, copies)
     inputs = make_inputs(case, copies)
@@ -97,7 +115,7 @@ def measure(
     probe = fastest_probe(inputs, plan.reused) if case.input_bytes >= SMALLEST_READ else None
     everyone = candidates if probe is None else {**candidates, READ: PROBES[probe]}
     timings = interleave(everyone, inputs, plan.rounds, warm=plan.reused, after_round=after_round)
-    return rows_of(case, timings), probe
+    return timings, probe
 
 
 def rotation(input_bytes: int) -> int:
@@ -118,34 +136,36 @@ def check_candidates(
 ) -> dict[str, Candidate]:
     """Calls each candidate once, and returns those that are right.
 
-    ``torch.compile`` is left out with a warning where it does not work, as it needs a compiler. So
-    is any other that goes wrong, if there is a ``failed`` (name -> why) to say so in.
+    One that may fail is left out with a warning. So is any other that goes wrong, if there is a
+    ``failed`` (name -> why) to say so in.
     """
     expected = truth(op, inputs)
     allowed = tolerances(op, inputs, expected)
     working = {}
     for name, call in candidates.items():
-        if name.startswith(COMPILE) and (reason := _failure(call, inputs)):
-            warnings.warn(f"{name} is left out, as it fails here: {reason}", stacklevel=2)
-            continue
         try:
             check_outputs(name, op, call(inputs), expected, allowed)
         except Exception as error:
-            if failed is None:
+            if _may_fail(name, error):
+                warnings.warn(
+                    f"{name} is left out, as it fails here: {one_line(error)}", stacklevel=2
+                )
+            elif failed is None:
                 raise
-            failed[name] = one_line(error)
+            else:
+                failed[name] = one_line(error)
         else:
             working[name] = call
     return working
 
 
-def _failure(call: Candidate, inputs: Inputs) -> str | None:
-    """Why a call fails, in one line; None if it does not."""
-    try:
-        call(inputs)
-    except Exception as error:  # its compilers fail in many ways
-        return one_line(error)
-    return None
+def _may_fail(name: str, error: Exception) -> bool:
+    """Whether it is no mistake of klfast's or of its benchmark's: ``torch.compile`` needs a
+    compiler, other libraries a device or a version, and eager formulas more memory than there is.
+    """
+    if is_ours(name) or isinstance(error, WrongResult):
+        return False
+    return name.startswith((COMPILE, *LIBRARIES)) or isinstance(error, torch.OutOfMemoryError)
 
 
 def one_line(error: Exception) -> str:
@@ -154,13 +174,21 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def rows_of(case: Case, timings: dict[str, Timing]) -> list[Row]:
+def rows_of(
+    case: Case, timings: Mapping[str, Timing], peaks: Mapping[str, int | None] | None = None
+) -> list[Row]:
     read = timings.get(READ)
     read_speed = None if read is None else case.input_bytes / read.median
-    return [_row(case, name, timings, read_speed) for name in timings]
+    return [_row(case, name, timings, read_speed, (peaks or {}).get(name)) for name in timings]
 
 
-def _row(case: Case, name: str, timings: dict[str, Timing], read_speed: float | None) -> Row:
+def _row(
+    case: Case,
+    name: str,
+    timings: Mapping[str, Timing],
+    read_speed: float | None,
+    peak: int | None,
+) -> Row:
     timing = timings[name]
     moved = case.input_bytes if name == READ else case.least_bytes
     speed = None if read_speed is None else moved / timing.median
@@ -178,12 +206,13 @@ def _row(case: Case, name: str, timings: dict[str, Timing], read_speed: float | 
         bytes=moved,
         gb_per_s=None if speed is None else speed / 1e9,
         read_share=None if speed is None or read_speed is None else speed / read_speed,
+        peak_bytes=peak,
     )
 
 
 def check_memory(case: Case, copies: int) -> None:
     """Raises :class:`Skip` if the inputs and eager's temporaries would not fit."""
-    needed = copies * case.input_bytes + _WORKING_BYTES_PER_TOKEN * case.tokens + _SPARE_BYTES
+    needed = copies * case.input_bytes + case.op.working_bytes * case.numbers + _SPARE_BYTES
     free = available_memory()
     if free is not None and needed > free:
         raise Skip(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")

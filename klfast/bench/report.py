@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
-from klfast.bench.cases import KEPT, SPREAD
+from klfast.bench import tokens
+from klfast.bench.cases import Suite
 from klfast.bench.measure import Plan, Row
 
 HEADINGS = ("case", "impl", "median ms", "min ms", "ratio", "GB/s", "of read")
+MEMORY_HEADINGS = (*HEADINGS, "MB")
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Results:
     finished: bool = False
 
 
-def conditions(plan: Plan) -> dict[str, Any]:
+def conditions(plan: Plan, suite: Suite = tokens.SUITE) -> dict[str, Any]:
     """Where, when and how it is measured."""
     return {
         "date": now(),
@@ -55,9 +57,8 @@ def conditions(plan: Plan) -> dict[str, Any]:
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
         "versions": versions(),
         "commit": commit(),
-        "estimator": "k3",
-        "mask_kept": KEPT,
-        "log_ratio_std": SPREAD,
+        "suite": suite.name,
+        **suite.facts,
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
     }
@@ -133,31 +134,44 @@ def cells(row: Row, first: bool) -> tuple[str, ...]:
     )
 
 
+def memory_cells(row: Row, first: bool) -> tuple[str, ...]:
+    """The same with the peak of memory."""
+    return (*cells(row, first), "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}")
+
+
 def lines_of(
-    rows: Sequence[Any], to_cells: Callable[[Any, bool], tuple[str, ...]] = cells
+    rows: Sequence[Any], to_cells: Callable[[Any, bool], tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
     cases = [""] + [row.case for row in rows]
     return [to_cells(row, row.case != before) for row, before in zip(rows, cases, strict=False)]
 
 
-def summary(where: dict[str, Any]) -> str:
+def summary(where: dict[str, Any], suite: Suite) -> str:
     """The conditions in one paragraph."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    return (
+    text = (
         f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; {versions}, "
-        f"commit {where['commit']}; {where['date']}, load {where['load_before']}. k3, random mask "
-        f"that keeps {where['mask_kept']:.0%}, log-ratio of {where['log_ratio_std']} nats; "
+        f"commit {where['commit']}; {where['date']}, load {where['load_before']}. {suite.text}; "
         f"{where['rounds']} interleaved rounds, inputs {where['inputs']}. ratio: that median over "
         f"klfast's. GB/s: the least bytes of the case over the median. read: torch's fastest plain "
         f"reduction of the inputs' bytes."
     )
+    if suite.with_memory:
+        text += " MB: peak of resident memory above the inputs, in a process of its own."
+    return text
+
+
+def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
+    """The table, what was left out and why, and the conditions."""
+    table = (MEMORY_HEADINGS, memory_cells) if suite.with_memory else (HEADINGS, cells)
+    print_results(results, summary(where, suite), *table)
 
 
 def print_results(
     results: Results,
     summary_text: str,
-    headings: Sequence[str] = HEADINGS,
-    to_cells: Callable[[Any, bool], tuple[str, ...]] = cells,
+    headings: Sequence[str],
+    to_cells: Callable[[Any, bool], tuple[str, ...]],
 ) -> None:
     """The table, what was left out and why, and the conditions."""
     print_table(headings, lines_of(results.rows, to_cells))

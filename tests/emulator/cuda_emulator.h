@@ -1,8 +1,8 @@
 // As much of CUDA as the kernels use, on the host: every thread of a block is a fiber, run in a
 // random order between the points where threads wait for each other. So the kernels' own source is
-// tested without a GPU: indices, barriers, shuffles, the order of sums. Blocks run one after the
-// other in a random order. A barrier or warp function that some thread never reaches ends the
-// process.
+// tested without a GPU: indices, barriers, shuffles, the order of sums. The blocks of a cluster run
+// together, clusters one after the other in a random order. A barrier or warp function that some
+// thread never reaches ends the process, and so does what shared memory does not allow.
 
 #pragma once
 
@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -24,6 +25,7 @@
 #define __device__
 #define __shared__ static
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 
@@ -34,8 +36,10 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 
-struct Dim3 {
-  unsigned x = 1;
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  explicit dim3(unsigned x) : x(x) {}
 };
 
 namespace cuda_emulator {
@@ -54,46 +58,106 @@ struct Resume {
   jmp_buf at;
 };
 
+[[noreturn]] inline void fail(const char* why) {
+  std::fprintf(stderr, "emulated CUDA: %s\n", why);
+  std::abort();
+}
+
+// Memory of a block, that starts as NaN and ends in bytes that nobody may touch.
+struct SharedMemory {
+  static constexpr size_t kGuard = 64;
+  std::vector<char> bytes;
+  size_t size = 0;
+
+  void reset(size_t new_size) {
+    size = new_size;
+    bytes.assign(size + kGuard, static_cast<char>(0xff));
+  }
+  void check() const {
+    for (size_t i = size; i < bytes.size(); ++i) {
+      if (bytes[i] != static_cast<char>(0xff)) fail("a block wrote beyond its shared memory");
+    }
+  }
+};
+
 struct Block {
-  Resume scheduler_resume;
+  unsigned index = 0;  // in the grid
+  SharedMemory shared;
   std::vector<ucontext_t> fibers;
   std::vector<Resume> fiber_resume;
   std::vector<bool> started;
   std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<bool> done;
+  int running = 0;
   std::vector<Barrier> warps;
   Barrier block;
-  std::vector<uint64_t> exchanged[2];  // a word of every thread, in turns
+  std::vector<uint64_t> generation_of_arrival;  // at the cluster's barrier
+  std::vector<uint64_t> exchanged[2];           // a word of every thread, in turns
   std::vector<uint8_t> turn;
-  std::function<void()> body;
-  bool progressed = false;
-  int threads = 0;
 };
 
-inline Block& block() {
-  static Block instance;
+struct Cluster {
+  Resume scheduler_resume;
+  std::vector<std::unique_ptr<Block>> blocks;
+  int size = 1;
+  int threads = 0;  // of a block
+  Barrier barrier;
+  std::function<void()> body;
+  bool progressed = false;
+};
+
+inline Cluster& cluster() {
+  static Cluster instance;
   return instance;
 }
-inline Dim3 thread_index, block_index, block_size, grid_size;
+inline Block* current_block = nullptr;
+inline Block& block() { return *current_block; }
+inline dim3 thread_index, block_index, block_size, grid_size;
 
 inline void yield() {
-  Block& b = block();
-  if (_setjmp(b.fiber_resume[thread_index.x].at) == 0) _longjmp(b.scheduler_resume.at, 1);
+  if (_setjmp(block().fiber_resume[thread_index.x].at) == 0) {
+    _longjmp(cluster().scheduler_resume.at, 1);
+  }
 }
 
-inline void wait(Barrier& barrier, int count) {
+// Returns what to wait for.
+inline uint64_t arrive(Barrier& barrier, int count) {
   const uint64_t generation = barrier.generation;
-  block().progressed = true;
+  cluster().progressed = true;
   if (++barrier.arrived == count) {
     barrier.arrived = 0;
     ++barrier.generation;
-    return;
   }
+  return generation;
+}
+
+inline void wait(const Barrier& barrier, uint64_t generation) {
   while (barrier.generation == generation) yield();
 }
 
-inline void wait_for_block() { wait(block().block, block().threads); }
-inline void wait_for_warp() { wait(block().warps[thread_index.x / kWarp], kWarp); }
+inline void meet(Barrier& barrier, int count) { wait(barrier, arrive(barrier, count)); }
+inline void wait_for_block() { meet(block().block, cluster().threads); }
+inline void wait_for_warp() { meet(block().warps[thread_index.x / kWarp], kWarp); }
+
+inline void cluster_arrive() {
+  Cluster& c = cluster();
+  block().generation_of_arrival[thread_index.x] = arrive(c.barrier, c.size * c.threads);
+}
+inline void cluster_wait() {
+  wait(cluster().barrier, block().generation_of_arrival[thread_index.x]);
+}
+
+inline char* dynamic_shared() { return block().shared.bytes.data(); }
+
+template <typename T>
+const T* of_block(const T* own, int rank) {
+  const char* const address = reinterpret_cast<const char*>(own);
+  const auto offset = static_cast<size_t>(address - dynamic_shared());
+  if (offset + sizeof(T) > block().shared.size) fail("this is not in shared memory");
+  Block& other = *cluster().blocks[rank];
+  if (other.running == 0) fail("shared memory of a block that has ended");
+  return reinterpret_cast<const T*>(other.shared.bytes.data() + offset);
+}
 
 // The words of a warp's lanes, after each has left its own. Nobody writes to them again before all
 // have read: that needs the lanes to meet once more, over the other set of words.
@@ -123,30 +187,34 @@ inline unsigned ballot(bool vote) {
 }
 
 inline void run_fiber() {
-  Block& b = block();
-  b.body();
-  b.done[thread_index.x] = true;
-  b.progressed = true;
-  _longjmp(b.scheduler_resume.at, 1);
+  Cluster& c = cluster();
+  c.body();
+  block().done[thread_index.x] = true;
+  --block().running;
+  c.progressed = true;
+  _longjmp(c.scheduler_resume.at, 1);
 }
 
 // Lets a fiber run until it waits or ends.
-inline void resume(unsigned fiber) {
-  Block& b = block();
+inline void resume(Block& b, unsigned fiber) {
+  current_block = &b;
   thread_index.x = fiber;
-  if (_setjmp(b.scheduler_resume.at) != 0) return;
+  block_index.x = b.index;
+  if (_setjmp(cluster().scheduler_resume.at) != 0) return;
   if (b.started[fiber]) _longjmp(b.fiber_resume[fiber].at, 1);
   b.started[fiber] = true;
   setcontext(&b.fibers[fiber]);
 }
 
-inline void run_block(int threads, std::mt19937& random) {
-  Block& b = block();
-  b.threads = threads;
+inline void start(Block& b, unsigned index, int threads, size_t shared) {
+  b.index = index;
+  b.shared.reset(shared);
   b.fibers.resize(threads);
   b.done.assign(threads, false);
+  b.running = threads;
   b.warps.assign(threads / kWarp, Barrier());
   b.block = Barrier();
+  b.generation_of_arrival.assign(threads, 0);
   b.fiber_resume.resize(threads);
   b.started.assign(threads, false);
   b.turn.assign(threads, 0);
@@ -154,54 +222,100 @@ inline void run_block(int threads, std::mt19937& random) {
   while (static_cast<int>(b.stacks.size()) < threads) {
     b.stacks.emplace_back(new char[kStack]);
   }
-  std::vector<int> order(threads);
   for (int i = 0; i < threads; ++i) {
-    order[i] = i;
     getcontext(&b.fibers[i]);
     b.fibers[i].uc_stack.ss_sp = b.stacks[i].get();
     b.fibers[i].uc_stack.ss_size = kStack;
     b.fibers[i].uc_link = nullptr;
     makecontext(&b.fibers[i], run_fiber, 0);
   }
+}
+
+// The cluster whose first block is `first` in the grid.
+inline void run_cluster(unsigned first, size_t shared, std::mt19937& random) {
+  Cluster& c = cluster();
+  c.barrier = Barrier();
+  while (static_cast<int>(c.blocks.size()) < c.size) c.blocks.emplace_back(new Block());
+  std::vector<int> order(c.size * c.threads);
+  for (int i = 0; i < c.size; ++i) start(*c.blocks[i], first + i, c.threads, shared);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
   for (bool running = true; running;) {
     running = false;
-    b.progressed = false;
+    c.progressed = false;
     std::shuffle(order.begin(), order.end(), random);
     for (int i : order) {
-      if (b.done[i]) continue;
-      resume(i);
+      Block& b = *c.blocks[i / c.threads];
+      if (b.done[i % c.threads]) continue;
+      resume(b, i % c.threads);
       running = true;
     }
-    if (running && !b.progressed) {
-      std::fprintf(stderr, "emulated CUDA: threads wait for others that never come\n");
-      std::abort();
-    }
+    if (running && !c.progressed) fail("threads wait for others that never come");
   }
+  for (int i = 0; i < c.size; ++i) c.blocks[i]->shared.check();
 }
 
 inline std::mutex device;  // runs one kernel at a time
 inline std::mt19937 device_order(1);
 
+struct Launch {
+  unsigned blocks;
+  int threads;
+  int of_cluster = 1;
+  size_t shared = 0;
+};
+inline Launch last_launch = {};
+
+template <typename Kernel, typename... Arguments>
+void run(Kernel kernel, const Launch& launch, const Arguments&... arguments) {
+  const std::lock_guard<std::mutex> lock(device);
+  last_launch = launch;
+  grid_size.x = launch.blocks;
+  block_size.x = launch.threads;
+  Cluster& c = cluster();
+  c.size = launch.of_cluster;
+  c.threads = launch.threads;
+  c.body = [&] { kernel(arguments...); };
+  if (launch.blocks % c.size != 0) fail("a grid must be made of whole clusters");
+  std::vector<unsigned> order(launch.blocks / c.size);
+  for (unsigned i = 0; i < order.size(); ++i) order[i] = i * c.size;
+  std::shuffle(order.begin(), order.end(), device_order);
+  for (unsigned first : order) run_cluster(first, launch.shared, device_order);
+}
+
 template <typename Kernel, typename... Arguments>
 void launch(Kernel kernel, unsigned blocks, int threads, const Arguments&... arguments) {
-  const std::lock_guard<std::mutex> lock(device);
-  grid_size.x = blocks;
-  block_size.x = threads;
-  block().body = [&] { kernel(arguments...); };
-  std::vector<unsigned> order(blocks);
-  for (unsigned i = 0; i < blocks; ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), device_order);
-  for (unsigned i : order) {
-    block_index.x = i;
-    run_block(threads, device_order);
-  }
+  run(kernel, {blocks, threads}, arguments...);
 }
+
+// KLFAST_EMULATED_CHIP names the device at hand: by default the first.
+struct Chip {
+  const char* name;
+  int has_clusters;
+  int shared_of_block;
+  int shared_of_processor;
+};
+inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10},
+                                  {"ampere", 0, 163 << 10, 164 << 10},
+                                  // Rows of a few thousand words fill a cluster of this one.
+                                  {"small", 1, 12 << 10, 16 << 10}};
+
+inline int current_chip() {
+  const char* const name = std::getenv("KLFAST_EMULATED_CHIP");
+  if (name == nullptr) return 0;
+  for (int i = 0; i < static_cast<int>(std::size(kChips)); ++i) {
+    if (std::strcmp(name, kChips[i].name) == 0) return i;
+  }
+  fail("KLFAST_EMULATED_CHIP names no chip");
+}
+
+inline std::map<void*, int> granted;  // bytes of dynamic shared memory, to a kernel
 
 }  // namespace cuda_emulator
 
-#define threadIdx cuda_emulator::thread_index
-#define blockIdx cuda_emulator::block_index
-#define gridDim cuda_emulator::grid_size
+inline const dim3& threadIdx = cuda_emulator::thread_index;
+inline const dim3& blockIdx = cuda_emulator::block_index;
+inline const dim3& blockDim = cuda_emulator::block_size;
+inline const dim3& gridDim = cuda_emulator::grid_size;
 
 #define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
   cuda_emulator::launch(kernel, blocks, threads, __VA_ARGS__)
@@ -231,9 +345,17 @@ T __ldcg(const T* from) {
   return __ldg(from);
 }
 template <typename T>
+T __ldca(const T* from) {
+  return __ldg(from);
+}
+template <typename T>
 void __stwb(T* to, T value) {
   if (reinterpret_cast<uintptr_t>(to) % sizeof(T) != 0) std::abort();
   *to = value;
+}
+template <typename T>
+void __stcs(T* to, T value) {
+  __stwb(to, value);
 }
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
   const unsigned before = *address;
@@ -258,5 +380,76 @@ cudaError_t cudaGetSymbolAddress(void** address, T& symbol) {
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t) {
   std::memset(to, value, size);
+  return cudaSuccess;
+}
+
+enum cudaDeviceAttr {
+  cudaDevAttrClusterLaunch,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor
+};
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = cuda_emulator::current_chip();
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
+  const cuda_emulator::Chip& chip = cuda_emulator::kChips[device];
+  const int values[] = {chip.has_clusters, chip.shared_of_block, chip.shared_of_processor};
+  *value = values[which];
+  return cudaSuccess;
+}
+
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute which, int value) {
+  const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
+  if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    if (value > chip.shared_of_block) cuda_emulator::fail("more shared memory than there is");
+    cuda_emulator::granted[reinterpret_cast<void*>(kernel)] = value;
+  }
+  return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  const int of_cluster =
+      config->numAttrs > 0 ? static_cast<int>(config->attrs->val.clusterDim.x) : 1;
+  const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
+  if (of_cluster > 1 && !chip.has_clusters) cuda_emulator::fail("this chip has no clusters");
+  const auto granted = cuda_emulator::granted.find(reinterpret_cast<void*>(kernel));
+  const size_t most = granted == cuda_emulator::granted.end() ? 48 << 10 : granted->second;
+  if (config->dynamicSmemBytes > most) cuda_emulator::fail("shared memory was not asked for");
+  cuda_emulator::run(kernel,
+                     {config->gridDim.x, static_cast<int>(config->blockDim.x), of_cluster,
+                      config->dynamicSmemBytes},
+                     arguments...);
   return cudaSuccess;
 }

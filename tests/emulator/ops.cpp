@@ -2,6 +2,8 @@
 
 #include "../../csrc/cuda/ops.cpp"
 
+#include "cuda_emulator.h"
+
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
   return AOTI_TORCH_SUCCESS;
@@ -10,8 +12,28 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** str
 namespace klfast::rim {
 namespace {
 
-STABLE_TORCH_LIBRARY(klfast_emulated, library) { define(library); }
-STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) { implement<Cuda>(library); }
+// Of the last kernel: blocks, threads of each, blocks of a cluster, bytes of dynamic shared memory.
+Tensor last_launch(Tensor like) {
+  const cuda_emulator::Launch& launch = cuda_emulator::last_launch;
+  Tensor numbers = empty({4}, ScalarType::Long, device_of(like));
+  auto* const to = static_cast<int64_t*>(numbers.mutable_data_ptr());
+  to[0] = launch.blocks;
+  to[1] = launch.threads;
+  to[2] = launch.of_cluster;
+  to[3] = static_cast<int64_t>(launch.shared);
+  return numbers;
+}
+
+STABLE_TORCH_LIBRARY(klfast_emulated, library) {
+  define(library);
+  define_logits(library);
+  library.def("last_launch(Tensor like) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
+  library.impl("last_launch", TORCH_BOX(&last_launch));
+  implement<Cuda>(library);
+  implement_logits<CudaLogits>(library);
+}
 
 }  // namespace
 }  // namespace klfast::rim

@@ -1,5 +1,4 @@
-"""The benchmark's calls of Liger's and TRL's kernels over logits are right, as Triton's interpreter
-runs them."""
+"""How the benchmark calls Liger's and TRL's kernels over logits, in Triton's interpreter."""
 
 import os
 import subprocess

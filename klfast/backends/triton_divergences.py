@@ -1,0 +1,224 @@
+"""The formulas over a vocabulary in Triton: what a word adds, what a row comes to, gradients.
+
+The algebra is that of ``csrc/divergences.h``, where the reasons stand. A probability is
+2^(scale x - shift) of a logit x, with scale = log2(e) / temperature: one fused operation and the
+hardware's power of two. What is per word is of the type ``ACC``, fp32 or fp64; what is per row is
+in fp64.
+"""
+
+import triton
+import triton.language as tl
+
+from klfast.backends.triton_math import clamp, constant, log1p, series
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def is_excluded(x):
+    """Whether a logit leaves its word out; NaN does not."""
+    return x == float("-inf")
+
+
+@triton.jit
+def is_usable(mass):
+    """Whether a guess served for a sum of 2^s: nothing was lost, nothing overflowed."""
+    return (mass > 1e-20) & (mass < 1e30)
+
+
+@triton.jit
+def is_good(mass):
+    """And whether it was not so far below the greatest word that the rounding of s shows."""
+    return (mass > 1e-2) & (mass < 1e7)
+
+
+@triton.jit
+def rounded(shift, ACC: tl.constexpr):
+    """(s of type ACC, f) with 2^(a - shift) = f 2^(a - s)."""
+    s = shift.to(ACC)
+    return s, (1 + (s.to(tl.float64) - shift) * LN2).to(ACC)
+
+
+@triton.jit
+def scales_of(inverse_temperature, ACC: tl.constexpr):
+    """(log2(e) / temperature, 1 / temperature)."""
+    return (inverse_temperature * LOG2E).to(ACC), inverse_temperature.to(ACC)
+
+
+@triton.jit
+def parts_of(ratio, inverse, ACC: tl.constexpr):
+    """(offset, rest) with ratio = offset * inverse + rest.
+
+    The offset is what is large of it, before the temperature: subtracting it costs no digit.
+    """
+    own_inverse = inverse.to(tl.float64)
+    offset = (tl.floor(ratio / own_inverse / 4 + 0.5) * 4).to(ACC)
+    return offset, (ratio - offset.to(tl.float64) * own_inverse).to(ACC)
+
+
+@triton.jit
+def log_ratio(x, y, inverse, offset, rest):
+    """(y - x) / temperature, less offset and rest."""
+    return tl.fma((y - offset) - x, inverse, -rest)
+
+
+@triton.jit
+def word_of(x, scale, largest):
+    """(2^s, s 2^s) with s = scale (x - largest)."""
+    s = (x - largest) * scale
+    mass = tl.exp2(s)
+    # 0 times -infinity is NaN, and 0 is meant; a NaN stays in mass.
+    return mass, mass * tl.where(s < -5000, -5000.0, s)
+
+
+@triton.jit
+def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
+    """What ``pair_of`` takes: guesses of the first model's lse, and of the second's less it.
+
+    Both are rounded, and ``taken`` is what became of the ratio: the shift and the factor of the
+    second model are exact for that.
+    """
+    scale, inverse = scales_of(inverse_temperature, ACC)
+    shift = (lse * LOG2E).to(ACC)
+    offset, rest = parts_of(ratio, inverse, ACC)
+    taken = offset.to(tl.float64) * inverse.to(tl.float64) + rest.to(tl.float64)
+    other_shift, factor = rounded(shift.to(tl.float64) + taken * LOG2E, ACC)
+    return scale, inverse, shift, other_shift, factor, offset, rest, taken
+
+
+@triton.jit
+def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
+    """(w, w (e^u - 1 - u), w u, t, whether q excludes what p may say) of a word's logits.
+
+    w e^u is t times the guess's factor. Where y is -inf and x is not, the sums that have u in them
+    are of use only with ``EXCLUDES``.
+    """
+    scale, inverse, shift, other_shift, factor, offset, rest, _ = guess
+    mass = tl.exp2(tl.fma(x, scale, -shift))
+    other = tl.exp2(tl.fma(y, scale, -other_shift))
+    u = log_ratio(x, y, inverse, offset, rest)
+    u = tl.where(is_excluded(x), 2.0, u)  # mass is 0, and the spread all that is left: other
+    slope = mass * u
+    excluded = is_excluded(y) & (mass == mass) & (x > float("-inf"))
+    if EXCLUDES:
+        slope = tl.where(excluded, 0.0, slope)
+    far = tl.fma(other, factor, -mass) - slope
+    spread = tl.where(tl.abs(u) <= 1, slope * u * series(u), far)
+    return mass, spread, slope, other, excluded
+
+
+@triton.jit
+def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
+    """(KL, lse, shift, whether these are about right, whether they are exact) of a row's sums.
+
+    For "jsd" it is not asked what cancels in KL.
+    """
+    mass, spread, slope, other = sums
+    _, _, shift, _, factor, _, _, taken = guess
+    a = (spread + slope) / mass
+    spread /= mass
+    slope = tl.abs(slope / mass)
+    total = other * factor.to(tl.float64) / mass  # 1 + a: of more digits, but near a = 0
+    far = tl.abs(spread) + slope > 0.5
+    near, near_minus_a = log1p(tl.where(far, 0.0, a))
+    log_total = tl.where(far, tl.log(total), near)
+    kl = spread + tl.where(far, log_total - a, near_minus_a)
+    usable = is_usable(mass) & (total > 1e-20) & (total < 1e30)
+    exact = usable & is_good(mass) & (total > 0.125) & (total < 1e4)
+    if DIVERGENCE == "kl":
+        cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
+        exact = exact & (excluded | (cancelled <= 16 * kl) | (spread == 0))
+        kl = tl.where(kl < 0, 0.0, kl)
+        kl = tl.where(excluded & (kl == kl), float("inf"), kl)
+    lse = shift.to(tl.float64) * LN2 + tl.log(mass)
+    return kl, lse, taken + log_total, usable, exact
+
+
+@triton.jit
+def exact_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
+    """What ``probabilities`` takes: log-sum-exps, rounded, and what is left of them."""
+    scale, inverse = scales_of(inverse_temperature, ACC)
+    shift, factor = rounded(lse * LOG2E, ACC)
+    other_shift, other_factor = rounded((lse + ratio) * LOG2E, ACC)
+    offset, rest = parts_of(ratio, inverse, ACC)
+    return scale, inverse, shift, factor, other_shift, other_factor, offset, rest
+
+
+@triton.jit
+def probabilities(x, y, exact):
+    """(p, q, u) of a word's logits."""
+    scale, inverse, shift, factor, other_shift, other_factor, offset, rest = exact
+    p = tl.exp2(tl.fma(x, scale, -shift)) * factor
+    q = tl.exp2(tl.fma(y, scale, -other_shift)) * other_factor
+    return p, q, log_ratio(x, y, inverse, offset, rest)
+
+
+@triton.jit
+def mixture_of(beta, ACC: tl.constexpr):
+    """(beta, 1 - beta, the u from which q has more of the mixture than p); beta <= 1/2."""
+    return beta.to(ACC), (1 - beta).to(ACC), (-tl.log(beta)).to(ACC)
+
+
+@triton.jit
+def mixed_of(x, y, exact, mixture):
+    """(part in JSD, p, q, log(m / p), log(q / m)) of a word's logits."""
+    beta, rest, turn = mixture
+    p, q, u = probabilities(x, y, exact)
+    # Beyond 80 nats one of p and q is nothing, and the other's logarithm has its limit.
+    u = clamp(u, -80.0, 80.0)
+    near = tl.abs(u) <= 1
+    near_u = tl.where(near, u, 0.0)
+    tail = near_u * near_u * series(near_u)
+    # The smaller logarithm is computed, the other is what it leaves of u.
+    of_q = (u > turn) & (u > 1)
+    far_u = tl.where(of_q, -u, u)
+    far_expm1 = tl.exp2(far_u * constant(u, LOG2E, LOG2E)) - 1
+    expm1 = tl.where(near, near_u + tail, far_expm1)
+    a = tl.where(of_q, rest, beta) * expm1
+    log, log_minus_a = log1p(a)
+    log_m_over_p = tl.where(of_q, u + log, log)
+    log_q_over_m = tl.where(of_q, -log, u - log)
+    g = tl.fma(near_u, expm1, -tail)
+    h = tl.fma(1 + a, log_minus_a, a * a)
+    near_value = p * tl.fma(beta, g, -h)
+    far_value = beta * q * log_q_over_m - rest * p * log_m_over_p
+    # A word that neither says: u is NaN, and there is no word.
+    nobody = is_excluded(x) & is_excluded(y)
+    return (
+        tl.where(nobody, 0.0, tl.where(near, near_value, far_value)),
+        p,
+        q,
+        tl.where(nobody, 0.0, log_m_over_p),
+        tl.where(nobody, 0.0, log_q_over_m),
+    )
+
+
+@triton.jit
+def kl_gradients(x, y, exact, row):
+    """By x and by y of a word, without what a taken token adds.
+
+    ``row`` is what comes in, over the temperature: for the divergence; that times KL and for the
+    token, together; for the divergence; for the token under the second model.
+    """
+    grad, mean, _, other = row
+    p, q, u = probabilities(x, y, exact)
+    # Where no gradient comes in, an infinite ratio must not make 0 NaN.
+    u = tl.where(grad == 0, 0.0, u)
+    difference = tl.where(tl.abs(u) <= 1, p * tl.fma(u * u, series(u), u), q - p)
+    # What has no probability has no gradient, whatever infinity stands beside it.
+    by_x = tl.where(p == 0, 0.0, -p * tl.fma(grad, u, mean))
+    return by_x, tl.fma(grad, difference, -other * q)
+
+
+@triton.jit
+def jsd_gradients(x, y, exact, mixture, row):
+    """By x and by y of a word, without what a taken token adds.
+
+    ``row`` is the factor of a log-ratio and what its mean and the token take off, of either model.
+    """
+    first_grad, first_mean, second_grad, second_mean = row
+    _, p, q, log_m_over_p, log_q_over_m = mixed_of(x, y, exact, mixture)
+    by_x = -p * tl.fma(first_grad, log_m_over_p, first_mean)
+    by_y = q * tl.fma(second_grad, log_q_over_m, -second_mean)
+    return tl.where(is_excluded(x), 0.0, by_x), tl.where(is_excluded(y), 0.0, by_y)

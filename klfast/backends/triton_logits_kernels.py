@@ -1,0 +1,706 @@
+"""The kernels over logits; ``triton_logits_launch`` is their host side.
+
+Shapes: R rows of V words, R = A * T of logits [A, T, V]. A row is cut into segments, a segment is
+read tile by tile into sums of every lane, and a pairwise tree adds the lanes up, once. Sums of
+segments are added in fp64, in their order. How long a segment is follows from V, and a tile from
+the arithmetic, so that a row's numbers depend on nothing but the row.
+
+A forward kernel is compiled for a ``STAGE``:
+
+- "row": a program reads a row of one segment and finishes it;
+- "segment": a program reads one segment of a row and leaves its sums in partials [K, R * segments];
+- "combine": a program adds up a row's partial sums and finishes it.
+
+To finish a row is to look at it again where the sums say too little, to write what is per row, and
+in stage "row" its gradients. What ``triton_kernels`` says of fusion, divisibility and doubles holds
+here too.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from klfast.backends.triton_divergences import (
+    LN2,
+    LOG2E,
+    exact_of,
+    guess_of,
+    is_excluded,
+    is_good,
+    is_usable,
+    jsd_gradients,
+    kl_gradients,
+    mixed_of,
+    mixture_of,
+    pair_of,
+    pair_row,
+    rounded,
+    word_of,
+)
+from klfast.backends.triton_kernels import kernel, number, place, store, tree_sum
+
+
+class Form(NamedTuple):
+    """What every kernel is compiled for."""
+
+    acc: Any  # the arithmetic's type
+    tile: int
+    layout: str  # see ``place``
+    stages: int  # of the pipeline from memory: tiles on their way, and the one that is computed
+
+
+@triton.jit
+def program_place(segments, STAGE: tl.constexpr):
+    """(row, first segment of this program, the one after its last)."""
+    program = tl.program_id(0).to(tl.int64)
+    if STAGE == "segment":
+        row = program // segments
+        first = program % segments
+        last = first + 1
+    else:
+        row = program
+        first = program * 0
+        last = segments
+    return row, first, last
+
+
+@triton.jit
+def words_of(logits, row, inner, outer_stride, inner_stride, word_stride):
+    """(pointer to a row, stride of its words) of logits [A, T, V], T = inner."""
+    return logits + row // inner * outer_stride + row % inner * inner_stride, word_stride
+
+
+@triton.jit
+def is_kept(keep, row):
+    """Whether a row is read."""
+    if keep is None:
+        kept = row >= 0
+    else:
+        kept = tl.load(keep + row)
+    return kept
+
+
+@triton.jit
+def bounds(i, cut, FORM: tl.constexpr):
+    """(first word, number of words) of a segment of a row cut into (words, segment, segments)."""
+    words, segment, _ = cut
+    begin = i * segment
+    count = tl.minimum(words - begin, segment).to(tl.int32)
+    if FORM.layout == "aligned":
+        begin = tl.multiple_of(begin, 8)
+        count = tl.multiple_of(count, 8)
+    return begin, count
+
+
+@triton.jit
+def output_place(row, words, begin, FORM: tl.constexpr):
+    """Where words of a row are in a contiguous output."""
+    at = row * words + begin
+    if FORM.layout == "aligned":
+        at = tl.multiple_of(at, 8)
+    return at
+
+
+@triton.jit
+def load_words(x_of, begin, offset, count, FORM: tl.constexpr):
+    """Logits in the arithmetic's type; words beyond the last are excluded ones."""
+    pointer, stride = x_of
+    at = place(pointer, 0, 0, begin, stride, offset, FORM.layout)
+    return tl.load(at, mask=offset < count, other=float("-inf")).to(FORM.acc)
+
+
+@triton.jit
+def load_logit(x_of, token, words):
+    """A token's logit in fp64; NaN if it is no word."""
+    pointer, stride = x_of
+    is_word = (token >= 0) & (token < words)
+    at = pointer + tl.where(is_word, token, 0) * stride
+    return tl.load(at, mask=is_word, other=float("nan")).to(tl.float64)
+
+
+@triton.jit
+def load_double(pointer, row):
+    """A row's number in fp64; 0 where there is none."""
+    if pointer is None:
+        value = tl.zeros((), tl.float64)
+    else:
+        value = tl.load(pointer + row).to(tl.float64)
+    return value
+
+
+@triton.jit
+def first_maximum(x_of, cut, FORM: tl.constexpr):
+    """A guess of a row's greatest logit by its first words; finite."""
+    begin, count = bounds(cut[0] * 0, cut, FORM)
+    largest = tl.max(load_words(x_of, begin, tl.arange(0, FORM.tile // 2), count, FORM), axis=0)
+    return tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
+
+
+@triton.jit
+def row_maximum(x_of, cut, FORM: tl.constexpr):
+    """A row's greatest logit."""
+    largest = tl.full((FORM.tile,), float("-inf"), FORM.acc)
+    for i in range(cut[2]):
+        begin, count = bounds(i, cut, FORM)
+        for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
+            offset = done + tl.arange(0, FORM.tile)
+            largest = tl.maximum(largest, load_words(x_of, begin, offset, count, FORM))
+    return tl.max(largest, axis=0)
+
+
+@triton.jit
+def add_up(partials, k, row, segments, slots):
+    """The sum of a row's partial results in their order."""
+    at = partials + k * slots + row * segments
+    total = tl.load(at)
+    for i in range(1, segments):
+        total += tl.load(at + i)
+    return total
+
+
+@triton.jit
+def log_prob(scaled, lse):
+    """In fp64; never above 0."""
+    return tl.where(scaled > lse, 0.0, scaled - lse)
+
+
+@triton.jit
+def offset_of(token, begin, count):
+    """Where a token is among a segment's words; -1 if it is not."""
+    offset = token - begin
+    return tl.where((offset >= 0) & (offset < count), offset, -1).to(tl.int32)
+
+
+@triton.jit
+def write_zeros(pointer, at, count, FORM: tl.constexpr):
+    """To words of a gradient, if it is wanted."""
+    if pointer is not None:
+        for done in range(0, count, FORM.tile):
+            offset = done + tl.arange(0, FORM.tile)
+            zeros = tl.zeros((FORM.tile,), tl.float32)
+            store(pointer, at, offset, zeros, offset < count, FORM.layout)
+
+
+@triton.jit
+def sum_words(x_of, scale, largest, cut, first, last, ENTROPY: tl.constexpr, FORM: tl.constexpr):
+    """(sum of 2^s, sum of s 2^s if asked for), s = scale (x - largest), over segments of a row."""
+    total = tl.zeros((), tl.float64)
+    moment = tl.zeros((), tl.float64)
+    for i in range(first, last):
+        begin, count = bounds(i, cut, FORM)
+        masses = tl.zeros((FORM.tile,), FORM.acc)
+        moments = tl.zeros((FORM.tile,), FORM.acc)
+        for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
+            offset = done + tl.arange(0, FORM.tile)
+            x = load_words(x_of, begin, offset, count, FORM)
+            mass, product = word_of(x, scale, largest)
+            masses += mass
+            if ENTROPY:
+                moments += product
+        total += tree_sum(masses, FORM.tile)
+        if ENTROPY:
+            moment += tree_sum(moments, FORM.tile)
+    return total, moment
+
+
+@triton.jit
+def finish_words(
+    x_of, scale, largest, total, moment, cut, ENTROPY: tl.constexpr, FORM: tl.constexpr
+):
+    """(a logit, log-sum-exp less it, entropy) of a row in fp64, by its sums or those of a new look.
+
+    The logit is what sums were taken against, in fp64.
+    """
+    if ~is_good(total):
+        if is_usable(total):
+            nearer = largest.to(tl.float64) + tl.log(total) / LN2 / scale.to(tl.float64)
+            largest = nearer.to(FORM.acc)
+        else:
+            largest = row_maximum(x_of, cut, FORM)
+        total, moment = sum_words(x_of, scale, largest, cut, 0, cut[2], ENTROPY, FORM)
+    log_total = tl.log(total)
+    entropy = log_total - moment / total * LN2
+    return largest.to(tl.float64), log_total, tl.where(entropy < 0, 0.0, entropy)
+
+
+@kernel
+def token_logprobs_kernel(
+    logits,
+    token_ids,
+    keep,
+    logprobs,
+    entropy,
+    lse,
+    partials,
+    inverse_temperature: tl.int64,
+    inner: tl.int64,
+    words: tl.int64,
+    segment: tl.int64,
+    segments: tl.int64,
+    slots: tl.int64,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    word_stride: tl.int64,
+    STAGE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Log-probs of tokens, log-sum-exps, and entropies [R], None where not wanted."""
+    row, first, last = program_place(segments, STAGE)
+    cut = (words, segment, segments)
+    scale = (number(None, inverse_temperature) * LOG2E).to(FORM.acc)
+    ENTROPY: tl.constexpr = entropy is not None
+    if is_kept(keep, row):
+        x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
+        logit = load_logit(x_of, tl.load(token_ids + row), words)
+        if STAGE == "combine":
+            largest = tl.load(partials + row * segments).to(FORM.acc)
+            total = add_up(partials, 1, row, segments, slots)
+            moment = total
+            if ENTROPY:
+                moment = add_up(partials, 2, row, segments, slots)
+        else:
+            # Where the token has most of the mass, no digit of it may be lost to a lower guess.
+            largest = first_maximum(x_of, cut, FORM)
+            own = logit.to(FORM.acc)
+            largest = tl.where((own > largest) & (own < float("inf")), own, largest)
+            total, moment = sum_words(x_of, scale, largest, cut, first, last, ENTROPY, FORM)
+        if STAGE == "segment":
+            at = partials + tl.program_id(0)
+            tl.store(at, largest.to(tl.float64))
+            tl.store(at + slots, total)
+            if ENTROPY:
+                tl.store(at + 2 * slots, moment)
+        else:
+            base, log_total, entropy_of_row = finish_words(
+                x_of, scale, largest, total, moment, cut, ENTROPY, FORM
+            )
+            own_scale = scale.to(tl.float64) * LN2
+            tl.store(lse + row, base * own_scale + log_total)
+            tl.store(logprobs + row, log_prob((logit - base) * own_scale, log_total))
+            if ENTROPY:
+                tl.store(entropy + row, entropy_of_row)
+    elif STAGE != "segment":
+        tl.store(lse + row, 0.0)
+        tl.store(logprobs + row, 0.0)
+        if ENTROPY:
+            tl.store(entropy + row, 0.0)
+
+
+@kernel
+def token_logprobs_backward_kernel(
+    logits,
+    token_ids,
+    keep,
+    lse,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    grad,
+    inverse_temperature: tl.int64,
+    inner: tl.int64,
+    words: tl.int64,
+    segment: tl.int64,
+    segments: tl.int64,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    word_stride: tl.int64,
+    FORM: tl.constexpr,
+):
+    """The gradient of a segment of a row; ``grad`` may be the logits' own memory."""
+    row, i, _ = program_place(segments, "segment")
+    begin, count = bounds(i, (words, segment, segments), FORM)
+    at = output_place(row, words, begin, FORM)
+    if is_kept(keep, row):
+        inverse = number(None, inverse_temperature)
+        scale = (inverse * LOG2E).to(FORM.acc)
+        x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
+        token = offset_of(tl.load(token_ids + row), begin, count)
+        exact_shift = tl.load(lse + row) * LOG2E
+        shift, factor = rounded(exact_shift, FORM.acc)
+        # p (slope log2(p) + constant) is taken off what the token gets.
+        of_token = inverse * load_double(grad_logprobs, row)
+        slope = inverse * load_double(grad_entropy, row)
+        rest = (shift.to(tl.float64) - exact_shift) * LN2
+        constant = (of_token + slope * (rest + load_double(entropy, row))).to(FORM.acc)
+        slope = (slope * LN2).to(FORM.acc)
+        of_token = of_token.to(FORM.acc)
+        for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
+            offset = done + tl.arange(0, FORM.tile)
+            x = load_words(x_of, begin, offset, count, FORM)
+            power = tl.fma(x, scale, -shift)
+            p = tl.exp2(power) * factor
+            if grad_entropy is None:
+                value = -p * constant
+            else:
+                value = tl.where(is_excluded(x), 0.0, -p * tl.fma(power, slope, constant))
+            value += tl.where(offset == token, of_token, 0.0)
+            store(grad, at, offset, value, offset < count, FORM.layout)
+    else:
+        write_zeros(grad, at, count, FORM)
+
+
+@triton.jit
+def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
+    """``guess_of`` two logits."""
+    inverse = inverse_temperature.to(FORM.acc).to(tl.float64)
+    ratio = (y.to(tl.float64) - x.to(tl.float64)) * inverse
+    return guess_of(x.to(tl.float64) * inverse, ratio, inverse_temperature, FORM.acc)
+
+
+@triton.jit
+def sum_pairs(x_of, y_of, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM: tl.constexpr):
+    """(the sums of ``pair_of``, whether any word is excluded) over segments of a row."""
+    mass = tl.zeros((), tl.float64)
+    spread = tl.zeros((), tl.float64)
+    slope = tl.zeros((), tl.float64)
+    other = tl.zeros((), tl.float64)
+    excluded = tl.zeros((), tl.int32)
+    for i in range(first, last):
+        begin, count = bounds(i, cut, FORM)
+        masses = tl.zeros((FORM.tile,), FORM.acc)
+        spreads = tl.zeros((FORM.tile,), FORM.acc)
+        slopes = tl.zeros((FORM.tile,), FORM.acc)
+        others = tl.zeros((FORM.tile,), FORM.acc)
+        exclusions = tl.zeros((FORM.tile,), tl.int32)
+        for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
+            offset = done + tl.arange(0, FORM.tile)
+            x = load_words(x_of, begin, offset, count, FORM)
+            y = load_words(y_of, begin, offset, count, FORM)
+            word_mass, word_spread, word_slope, word_other, excludes = pair_of(
+                x, y, guess, EXCLUDES
+            )
+            masses += word_mass
+            spreads += word_spread
+            slopes += word_slope
+            others += word_other
+            if EXCLUDES:
+                exclusions |= excludes.to(tl.int32)
+        mass += tree_sum(masses, FORM.tile)
+        spread += tree_sum(spreads, FORM.tile)
+        slope += tree_sum(slopes, FORM.tile)
+        other += tree_sum(others, FORM.tile)
+        if EXCLUDES:
+            excluded |= tl.max(exclusions, axis=0)
+    return (mass, spread, slope, other), excluded != 0
+
+
+@triton.jit
+def look_again(
+    x_of,
+    y_of,
+    guess,
+    sums,
+    cut,
+    inverse_temperature,
+    DIVERGENCE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """(KL, lse, shift) of a row: of its sums, or of those of up to two more looks at it."""
+    kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
+    looks = 1
+    while (looks < 3) & ~exact:
+        better = guess_of(lse, shift, inverse_temperature, FORM.acc)
+        if (looks == 1) & ~usable:
+            x = row_maximum(x_of, cut, FORM)
+            better = first_guess(x, row_maximum(y_of, cut, FORM), inverse_temperature, FORM)
+        again, excluded = sum_pairs(x_of, y_of, better, cut, 0, cut[2], True, FORM)
+        kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE)
+        looks += 1
+    return kl, lse, shift
+
+
+@triton.jit
+def sum_mixed(x_of, y_of, exact, mixture, cut, FORM: tl.constexpr):
+    """(JSD, the mean under p of log(m / p)) of a row."""
+    value = tl.zeros((), tl.float64)
+    slope = tl.zeros((), tl.float64)
+    for i in range(cut[2]):
+        begin, count = bounds(i, cut, FORM)
+        values = tl.zeros((FORM.tile,), FORM.acc)
+        slopes = tl.zeros((FORM.tile,), FORM.acc)
+        for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
+            offset = done + tl.arange(0, FORM.tile)
+            x = load_words(x_of, begin, offset, count, FORM)
+            y = load_words(y_of, begin, offset, count, FORM)
+            part, p, _, log_m_over_p, _ = mixed_of(x, y, exact, mixture)
+            values += part
+            slopes += p * log_m_over_p
+        value += tree_sum(values, FORM.tile)
+        slope += tree_sum(slopes, FORM.tile)
+    return tl.where(value < 0, 0.0, value), slope
+
+
+@triton.jit
+def finish_pairs(
+    x_of,
+    y_of,
+    guess,
+    sums,
+    cut,
+    inverse_temperature,
+    beta,
+    DIVERGENCE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """(divergence, lse, shift, slope) of a row in fp64; the slope is that of ``sum_mixed``."""
+    value, lse, shift = look_again(
+        x_of, y_of, guess, sums, cut, inverse_temperature, DIVERGENCE, FORM
+    )
+    slope = tl.zeros((), tl.float64)
+    if DIVERGENCE == "jsd":
+        exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
+        value, slope = sum_mixed(x_of, y_of, exact, mixture_of(beta, FORM.acc), cut, FORM)
+        value = tl.where(lse == lse, value, lse)  # a row of no word of either model
+    return value, lse, shift, slope
+
+
+@triton.jit
+def times(grad, value):
+    """The product, 0 where grad is 0: the value may be infinite."""
+    return tl.where(grad == 0, 0.0, grad * value)
+
+
+@triton.jit
+def write_gradients(
+    x_of,
+    y_of,
+    grad_first,
+    grad_second,
+    at,
+    begin,
+    count,
+    token,
+    state,
+    incoming,
+    inverse_temperature,
+    beta,
+    DIVERGENCE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The gradients of words of a row, None where not wanted.
+
+    ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence and log-probs,
+    all in fp64. From the last tile to the first: what was read last is likely still in the cache.
+    """
+    value, lse, shift, slope = state
+    grad, of_token, ref_of_token = incoming
+    exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
+    grad *= inverse_temperature
+    of_token *= inverse_temperature
+    ref_of_token *= inverse_temperature
+    if DIVERGENCE == "kl":
+        first_grad = grad.to(FORM.acc)
+        first_mean = (times(grad, value) + of_token).to(FORM.acc)
+        second_grad = first_grad
+        second_mean = ref_of_token.to(FORM.acc)
+    else:
+        first_grad = ((1 - beta) * grad).to(FORM.acc)
+        first_mean = (of_token - (1 - beta) * times(grad, slope)).to(FORM.acc)
+        # The mean under q of log(q / m), times beta, follows from what there is.
+        second_grad = (beta * grad).to(FORM.acc)
+        second_mean = (times(grad, value + (1 - beta) * slope) + ref_of_token).to(FORM.acc)
+    of_token = of_token.to(FORM.acc)
+    ref_of_token = ref_of_token.to(FORM.acc)
+    mixture = mixture_of(beta, FORM.acc)
+    row = (first_grad, first_mean, second_grad, second_mean)
+    tiles = tl.cdiv(count, FORM.tile)
+    for tile in tl.range(tiles, num_stages=FORM.stages):
+        offset = (tiles - 1 - tile) * FORM.tile + tl.arange(0, FORM.tile)
+        inside = offset < count
+        x = load_words(x_of, begin, offset, count, FORM)
+        y = load_words(y_of, begin, offset, count, FORM)
+        if DIVERGENCE == "kl":
+            by_x, by_y = kl_gradients(x, y, exact, row)
+        else:
+            by_x, by_y = jsd_gradients(x, y, exact, mixture, row)
+        if grad_first is not None:
+            by_x += tl.where(offset == token, of_token, 0.0)
+            store(grad_first, at, offset, by_x, inside, FORM.layout)
+        if grad_second is not None:
+            by_y += tl.where(offset == token, ref_of_token, 0.0)
+            store(grad_second, at, offset, by_y, inside, FORM.layout)
+
+
+@kernel
+def kl_divergence_kernel(
+    first,
+    second,
+    token_ids,
+    keep,
+    shares,
+    values,
+    logprobs,
+    ref_logprobs,
+    saved,
+    grad_first,
+    grad_second,
+    partials,
+    inverse_temperature: tl.int64,
+    jsd_beta: tl.int64,
+    rows: tl.int64,
+    inner: tl.int64,
+    words: tl.int64,
+    segment: tl.int64,
+    segments: tl.int64,
+    slots: tl.int64,
+    first_outer_stride: tl.int64,
+    first_inner_stride: tl.int64,
+    first_word_stride: tl.int64,
+    second_outer_stride: tl.int64,
+    second_inner_stride: tl.int64,
+    second_word_stride: tl.int64,
+    STAGE: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Divergences and log-probs of tokens [R], what a backward needs [3, R], and gradients.
+
+    None where not wanted. Gradients, those of sum(shares * values), are written in stage "row".
+    """
+    row, i, end = program_place(segments, STAGE)
+    cut = (words, segment, segments)
+    at = output_place(row, words, words * 0, FORM)
+    inverse = number(None, inverse_temperature)
+    beta = number(None, jsd_beta)
+    if is_kept(keep, row):
+        x_of = words_of(
+            first, row, inner, first_outer_stride, first_inner_stride, first_word_stride
+        )
+        y_of = words_of(
+            second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
+        )
+        if STAGE == "combine":
+            x = tl.load(partials + row * segments)
+            y = tl.load(partials + slots + row * segments)
+            guess = first_guess(x, y, inverse, FORM)
+            sums = (
+                add_up(partials, 2, row, segments, slots),
+                add_up(partials, 3, row, segments, slots),
+                add_up(partials, 4, row, segments, slots),
+                add_up(partials, 5, row, segments, slots),
+            )
+        else:
+            x = first_maximum(x_of, cut, FORM)
+            y = first_maximum(y_of, cut, FORM)
+            guess = first_guess(x, y, inverse, FORM)
+            # KL's sums are not finite where a word is excluded that p may say: look again.
+            sums, _ = sum_pairs(x_of, y_of, guess, cut, i, end, DIVERGENCE == "jsd", FORM)
+        if STAGE == "segment":
+            partials += tl.program_id(0)
+            tl.store(partials, x.to(tl.float64))
+            tl.store(partials + slots, y.to(tl.float64))
+            for k in tl.static_range(4):
+                tl.store(partials + (2 + k) * slots, sums[k])
+        else:
+            value, lse, shift, slope = finish_pairs(
+                x_of, y_of, guess, sums, cut, inverse, beta, DIVERGENCE, FORM
+            )
+            tl.store(values + row, value)
+            tl.store(saved + row, lse)
+            tl.store(saved + rows + row, shift)
+            tl.store(saved + 2 * rows + row, slope)
+            if token_ids is not None:
+                token = tl.load(token_ids + row)
+                own_scale = (inverse * LOG2E).to(FORM.acc).to(tl.float64) * LN2
+                scaled = load_logit(x_of, token, words) * own_scale
+                tl.store(logprobs + row, log_prob(scaled, lse))
+                scaled = load_logit(y_of, token, words) * own_scale
+                tl.store(ref_logprobs + row, log_prob(scaled, lse + shift))
+            if grad_first is not None or grad_second is not None:
+                begin, count = bounds(i, cut, FORM)
+                value = value.to(FORM.acc).to(tl.float64)  # as a backward will read it
+                write_gradients(
+                    x_of,
+                    y_of,
+                    grad_first,
+                    grad_second,
+                    at,
+                    begin,
+                    count,
+                    -1,
+                    (value, lse, shift, slope),
+                    (load_double(shares, row), load_double(None, row), load_double(None, row)),
+                    inverse,
+                    beta,
+                    DIVERGENCE,
+                    FORM,
+                )
+    elif STAGE != "segment":
+        tl.store(values + row, 0.0)
+        for k in tl.static_range(3):
+            tl.store(saved + k * rows + row, 0.0)
+        if token_ids is not None:
+            tl.store(logprobs + row, 0.0)
+            tl.store(ref_logprobs + row, 0.0)
+        write_zeros(grad_first, at, words.to(tl.int32), FORM)
+        write_zeros(grad_second, at, words.to(tl.int32), FORM)
+
+
+@kernel
+def kl_divergence_backward_kernel(
+    first,
+    second,
+    token_ids,
+    keep,
+    values,
+    saved,
+    grad_rows,
+    grad_logprobs,
+    grad_ref_logprobs,
+    grad_first,
+    grad_second,
+    inverse_temperature: tl.int64,
+    jsd_beta: tl.int64,
+    rows: tl.int64,
+    inner: tl.int64,
+    words: tl.int64,
+    segment: tl.int64,
+    segments: tl.int64,
+    first_outer_stride: tl.int64,
+    first_inner_stride: tl.int64,
+    first_word_stride: tl.int64,
+    second_outer_stride: tl.int64,
+    second_inner_stride: tl.int64,
+    second_word_stride: tl.int64,
+    DIVERGENCE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The gradients of a segment of a row."""
+    row, i, _ = program_place(segments, "segment")
+    begin, count = bounds(i, (words, segment, segments), FORM)
+    at = output_place(row, words, begin, FORM)
+    if is_kept(keep, row):
+        token = -1
+        if token_ids is not None:
+            token = offset_of(tl.load(token_ids + row), begin, count)
+        write_gradients(
+            words_of(first, row, inner, first_outer_stride, first_inner_stride, first_word_stride),
+            words_of(
+                second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
+            ),
+            grad_first,
+            grad_second,
+            at,
+            begin,
+            count,
+            token,
+            (
+                load_double(values, row),
+                load_double(saved, row),
+                load_double(saved, rows + row),
+                load_double(saved, 2 * rows + row),
+            ),
+            (
+                load_double(grad_rows, row),
+                load_double(grad_logprobs, row),
+                load_double(grad_ref_logprobs, row),
+            ),
+            number(None, inverse_temperature),
+            number(None, jsd_beta),
+            DIVERGENCE,
+            FORM,
+        )
+    else:
+        write_zeros(grad_first, at, count, FORM)
+        write_zeros(grad_second, at, count, FORM)

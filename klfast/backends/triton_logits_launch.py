@@ -1,0 +1,329 @@
+"""The host side of the Triton kernels over logits: what the ops of ``klfast_triton`` run.
+
+Arguments have been checked in Python before, values of token ids excepted. Shapes: R rows of V
+words, R = A * T of logits [A, T, V].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.backends import triton_logits_kernels as kernels
+from klfast.backends.triton_launch import ACC, DEFINED, bits, device_of
+from klfast.dtypes import arithmetic_dtype
+
+_TILE = 4096
+"""Words of one fp32 model that a program holds at a time: what registers have room for."""
+_WARPS = 8
+_STAGES = 3
+"""Of the pipeline from memory, where whole words of 16 bytes can be fetched without a register."""
+_ROOM = {} if torch.version.hip else {"maxnreg": 128}
+"""Of two programs on a multiprocessor, for kernels that finish rows: NVIDIA's compiler would have a
+few numbers spill to fit a third."""
+_ONE_PROGRAM = 65_536
+"""A row of no more words has one program, which also writes the gradient, out of the L2 cache."""
+_SEGMENT = 32_768
+"""Words, at most, that a program reads of a longer row: a few rows then keep a GPU busy too."""
+
+
+class _Rows(NamedTuple):
+    """Logits [A, T, V] as a kernel goes through them; ``segment`` follows from V alone."""
+
+    rows: int
+    inner: int
+    words: int
+    segment: int
+    segments: int
+
+    @classmethod
+    def of(cls, logits: Tensor) -> _Rows:
+        outer, inner, words = logits.shape
+        segments = 1 if words <= _ONE_PROGRAM else -(-words // _SEGMENT)
+        # Of about one length, so that the programs end together.
+        tiles = -(-words // (segments * _TILE))
+        segment = words if segments == 1 else tiles * _TILE
+        return cls(outer * inner, inner, words, segment, -(-words // segment))
+
+    @property
+    def slots(self) -> int:
+        """Segments in all."""
+        return self.rows * self.segments
+
+
+def _strides(logits: Tensor) -> tuple[int, int, int]:
+    """In elements; those of dimensions of one may be anything, and mean nothing."""
+    sizes = zip(logits.stride(), logits.shape, strict=True)
+    outer, inner, word = (stride if size > 1 else 0 for stride, size in sizes)
+    return outer, inner, word if logits.shape[2] > 1 else 1
+
+
+def _layout(*logits: Tensor) -> str:
+    """The ``LAYOUT`` of kernels that read these, and write gradients of their shape."""
+    aligned = logits[0].shape[2] % 8 == 0
+    for tensor in logits:
+        outer, inner, word = _strides(tensor)
+        if word != 1:
+            return "strided"
+        aligned = aligned and outer % 8 == inner % 8 == 0 and tensor.data_ptr() % 16 == 0
+    return "aligned" if aligned else "unit"
+
+
+def form_of(dtype: torch.dtype, layout: str, models: int, divergence: str = "kl") -> kernels.Form:
+    """What kernels are compiled for: tiles as large as registers have room for."""
+    words = _TILE // models
+    if divergence == "jsd":
+        words //= 2
+    if dtype == torch.float64:
+        words //= 4
+    return kernels.Form(ACC[dtype], words, layout, _STAGES if layout == "aligned" else 1)
+
+
+class _Call:
+    """What all ops are given, and how their kernels are launched."""
+
+    def __init__(self, temperature: float, *logits: Tensor, divergence: str = "kl") -> None:
+        self.logits = logits
+        self.rows = _Rows.of(logits[0])
+        self.dtype = arithmetic_dtype(*logits)
+        self.inverse_temperature = bits(1 / temperature)
+        self.strides = [stride for tensor in logits for stride in _strides(tensor)]
+        self.options = {
+            "FORM": form_of(self.dtype, _layout(*logits), len(logits), divergence),
+            "num_warps": _WARPS,
+            **DEFINED,
+        }
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.logits[0].device)
+
+    def result(self, wanted: bool = True) -> Tensor:
+        """Per row; of shape [0] where it is not wanted."""
+        return self.empty(self.rows.rows if wanted else 0)
+
+    def gradient(self, of: Tensor, wanted: bool = True) -> Tensor:
+        return self.empty(*(of.shape if wanted else (0,)), dtype=of.dtype)
+
+    def launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        if programs > 0:
+            with device_of(self.logits[0]):
+                kernel[(programs,)](*arguments, *self.strides, **options, **self.options)
+
+    def launch_forward(
+        self, kernel: Any, tensors: Any, numbers: Any, sums: int, **options: Any
+    ) -> None:
+        """A program for every row, or one for every segment and then one for every row.
+
+        ``sums`` is how many a segment has; partial sums are between the tensors and the numbers.
+        """
+        rows, partials, stage = self.rows, None, "row"
+        if rows.segments > 1:
+            partials, stage = self.empty(sums, rows.slots, dtype=torch.float64), "combine"
+            arguments = (*tensors, partials, *numbers)
+            self.launch(kernel, rows.slots, *arguments, STAGE="segment", **options)
+        arguments = (*tensors, partials, *numbers)
+        self.launch(kernel, rows.rows, *arguments, STAGE=stage, **_ROOM, **options)
+
+
+def _wanted(output: Tensor) -> Tensor | None:
+    """As kernels take it."""
+    return output if output.numel() > 0 else None
+
+
+def _exchanges(divergence: str, jsd_beta: float) -> bool:
+    """Whether the models change roles: the formulas want the second's weight to be the smaller."""
+    return divergence == "jsd" and jsd_beta > 0.5
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def token_logprobs_fwd(
+    logits: Tensor,
+    token_ids: Tensor,
+    keep: Tensor | None,
+    temperature: float,
+    want_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op ``token_logprobs_fwd`` of ``csrc/logits_ops.h``."""
+    call = _Call(temperature, logits)
+    rows = call.rows
+    logprobs, entropy = call.result(), call.result(want_entropy)
+    lse = call.empty(rows.rows, dtype=torch.float64)
+    call.launch_forward(
+        kernels.token_logprobs_kernel,
+        (logits, token_ids, keep, logprobs, _wanted(entropy), lse),
+        (call.inverse_temperature, *rows[1:], rows.slots),
+        sums=3,
+    )
+    return logprobs, entropy, lse
+
+
+def token_logprobs_bwd(logits: Tensor, *others: Any) -> Tensor:
+    """The op ``token_logprobs_bwd`` of ``csrc/logits_ops.h``."""
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _token_logprobs_backward(grad, logits, *others)
+    return grad
+
+
+def token_logprobs_bwd_(logits: Tensor, *others: Any) -> None:
+    """The op ``token_logprobs_bwd_`` of ``csrc/logits_ops.h``."""
+    _token_logprobs_backward(logits, logits, *others)
+
+
+def _token_logprobs_backward(
+    grad: Tensor,
+    logits: Tensor,
+    token_ids: Tensor,
+    keep: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    call = _Call(temperature, logits)
+    rows = call.rows
+    call.launch(
+        kernels.token_logprobs_backward_kernel,
+        rows.slots,
+        logits,
+        token_ids,
+        keep,
+        lse,
+        None if grad_entropy is None else entropy,
+        grad_logprobs.contiguous(),
+        _contiguous(grad_entropy),
+        grad,
+        call.inverse_temperature,
+        *rows[1:],
+    )
+
+
+def kl_divergence_fwd(
+    logits: Tensor,
+    ref_logits: Tensor,
+    token_ids: Tensor | None,
+    keep: Tensor | None,
+    divergence: str,
+    jsd_beta: float,
+    temperature: float,
+    shares: Tensor | None,
+    want_grad: bool,
+    want_grad_ref: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op ``kl_divergence_fwd`` of ``csrc/logits_ops.h``."""
+    if _exchanges(divergence, jsd_beta):
+        options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, shares)
+        result, ref_logprobs, logprobs, saved, grad_ref, grad = kl_divergence_fwd(
+            ref_logits, logits, *options, want_grad_ref, want_grad
+        )
+        return result, logprobs, ref_logprobs, saved, grad, grad_ref
+    call = _Call(temperature, logits, ref_logits, divergence=divergence)
+    rows = call.rows
+    result, logprobs, ref_logprobs = (
+        call.result(wanted) for wanted in (True, token_ids is not None, token_ids is not None)
+    )
+    saved = call.empty(3, rows.rows, dtype=torch.float64)
+    grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
+    written = tuple(map(_wanted, grads)) if rows.segments == 1 else (None, None)
+    call.launch_forward(
+        kernels.kl_divergence_kernel,
+        (
+            logits,
+            ref_logits,
+            token_ids,
+            keep,
+            _contiguous(shares),
+            result,
+            _wanted(logprobs),
+            _wanted(ref_logprobs),
+            saved,
+            *written,
+        ),
+        (call.inverse_temperature, bits(jsd_beta), rows.rows, *rows[1:], rows.slots),
+        sums=6,
+        DIVERGENCE=divergence,
+    )
+    if rows.segments > 1 and shares is not None:
+        _kl_divergence_backward(
+            call, grads, None, keep, divergence, jsd_beta, result, saved, shares, None, None
+        )
+    return result, logprobs, ref_logprobs, saved, *grads
+
+
+def kl_divergence_bwd(
+    logits: Tensor,
+    ref_logits: Tensor,
+    token_ids: Tensor | None,
+    keep: Tensor | None,
+    divergence: str,
+    jsd_beta: float,
+    temperature: float,
+    rows: Tensor,
+    saved: Tensor,
+    grad_rows: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_ref_logprobs: Tensor | None,
+    want_grad: bool,
+    want_grad_ref: bool,
+) -> tuple[Tensor, Tensor]:
+    """The op ``kl_divergence_bwd`` of ``csrc/logits_ops.h``."""
+    if _exchanges(divergence, jsd_beta):
+        grad_ref, grad = kl_divergence_bwd(
+            ref_logits,
+            logits,
+            token_ids,
+            keep,
+            divergence,
+            1 - jsd_beta,
+            temperature,
+            rows,
+            saved,
+            grad_rows,
+            grad_ref_logprobs,
+            grad_logprobs,
+            want_grad_ref,
+            want_grad,
+        )
+        return grad, grad_ref
+    call = _Call(temperature, logits, ref_logits, divergence=divergence)
+    grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
+    options = (divergence, jsd_beta, rows, saved)
+    incoming = (grad_rows, grad_logprobs, grad_ref_logprobs)
+    _kl_divergence_backward(call, grads, token_ids, keep, *options, *incoming)
+    return grads
+
+
+def _kl_divergence_backward(
+    call: _Call,
+    grads: tuple[Tensor, Tensor],
+    token_ids: Tensor | None,
+    keep: Tensor | None,
+    divergence: str,
+    jsd_beta: float,
+    values: Tensor,
+    saved: Tensor,
+    *incoming: Tensor | None,
+) -> None:
+    rows = call.rows
+    if any(grad.numel() > 0 for grad in grads):
+        call.launch(
+            kernels.kl_divergence_backward_kernel,
+            rows.slots,
+            *call.logits,
+            token_ids,
+            keep,
+            values,
+            saved,
+            *map(_contiguous, incoming),
+            *map(_wanted, grads),
+            call.inverse_temperature,
+            bits(jsd_beta),
+            rows.rows,
+            *rows[1:],
+            DIVERGENCE=divergence,
+        )

@@ -1,0 +1,88 @@
+"""What the tests that need a GPU share."""
+
+import os
+
+import pytest
+import torch
+from agreement import INTEGERS, same_bits
+
+from klfast import backends
+
+marks = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+BACKENDS = ("native", "triton")
+
+SMALL = 1 << 20
+"""Bytes that a call may take besides its outputs, whatever the size of its inputs."""
+
+LARGE_MEMORY = 48 << 30
+
+
+def needed_backend(name):
+    """The name of a backend that is to serve a GPU."""
+    reason = backends.MODULES[name].unavailable(torch.device("cuda"))
+    if reason is not None:
+        refuse = pytest.fail if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" else pytest.skip
+        refuse(f"backend {name}: {reason}")
+    return name
+
+
+def give_memory_back():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def needs_large_memory():
+    memory = torch.cuda.get_device_properties(0).total_memory
+    if memory < LARGE_MEMORY:
+        pytest.skip(f"needs {LARGE_MEMORY >> 30} GiB of device memory, there are {memory >> 30}")
+
+
+def assert_same_bits(actual, expected):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def different_bits(outputs, expected):
+    """How many entries differ, on the device."""
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    for one, other in zip(outputs, expected, strict=True):
+        integer = INTEGERS[one.element_size()]
+        total += (one.contiguous().view(integer) != other.contiguous().view(integer)).sum()
+    return total
+
+
+def capture(call, stream=None):
+    """(graph of one call, its outputs)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = call()
+    return graph, outputs
+
+
+def overwrite(inputs, others):
+    for tensor, other in zip(inputs, others, strict=True):
+        if tensor is not None:
+            tensor.copy_(other)
+
+
+def assert_peak(call, outputs):
+    """A call holds no more than so many bytes and a little, and frees them with its results."""
+    call()  # what is made once has been made
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= outputs + SMALL
+    del kept
+    assert torch.cuda.memory_allocated() - before <= SMALL

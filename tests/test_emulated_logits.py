@@ -1,0 +1,137 @@
+"""How the CUDA kernels over logits read rows: by how many blocks, from where, however they lie."""
+
+from typing import NamedTuple
+
+import emulated
+import pytest
+import torch
+from agreement import same_bits
+from agreement_logits import random_ids, random_logits
+
+CHIPS = ("hopper", "ampere", "small")
+every_chip = pytest.mark.parametrize("chip", CHIPS)
+
+
+@pytest.fixture(autouse=True)
+def _chip(request, monkeypatch):
+    emulated.kernels()
+    if "chip" in request.fixturenames:
+        monkeypatch.setenv("KLFAST_EMULATED_CHIP", request.getfixturevalue("chip"))
+
+
+def ops():
+    return torch.ops.klfast_emulated
+
+
+class Launch(NamedTuple):
+    blocks: int
+    threads: int
+    of_cluster: int
+    shared: int
+
+
+def last_launch():
+    return Launch(*ops().last_launch(torch.empty(0)).tolist())
+
+
+def forward(logits, ref_logits, divergence="kl", shares=None):
+    wanted = shares is not None
+    options = (None, None, divergence, 0.3, 1.0, shares, wanted, wanted)
+    return ops().kl_divergence_fwd(logits, ref_logits, *options)
+
+
+PATHS = {
+    # Words of a pair of rows in fp32: blocks of a cluster, and whether they keep the pair.
+    "hopper": {1: (1, True), 14_000: (1, True), 14_500: (2, True), 200_000: (8, True)},
+    "ampere": {1: (1, False), 200_000: (1, False)},
+    "small": {
+        600: (1, True),
+        1200: (2, True),
+        2500: (4, True),
+        5000: (8, True),
+        9000: (8, True),
+        11_000: (1, False),
+        200_000: (4, False),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("chip", "words", "path"),
+    [(chip, words, path) for chip, paths in PATHS.items() for words, path in paths.items()],
+)
+def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
+    launches = []
+    for rows in (1, 3):
+        masked = torch.zeros(rows, dtype=torch.bool)  # rows that nobody has to read
+        logits = torch.empty(1, rows, 1).expand(1, rows, words)
+        options = (None, masked, "jsd", 0.3, 1.0, None, False, False)
+        ops().kl_divergence_fwd(logits, logits, *options)
+        launches.append(last_launch())
+    one, three = launches
+    assert three == one._replace(blocks=3 * one.blocks)
+    blocks, is_kept = path
+    assert (one.blocks, one.of_cluster) == (blocks, blocks)
+    assert (one.shared > 8 * words / blocks) == is_kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@every_chip
+def test_where_a_row_lies_does_not_matter(chip, dtype):
+    """Between two whole words of memory, with other numbers beside it, or word by word."""
+    rows, words = 3, 1003
+    logits, ref_logits = random_logits(1, rows, words, dtype=dtype)
+    ids, shares = random_ids(logits)[0], torch.rand(rows).to(torch.promote_types(dtype, torch.float32))
+
+    def call(x, y):
+        logprobs, entropy, lse = ops().token_logprobs_fwd(x, ids, None, 0.7, True)
+        row_grad = shares - 0.4
+        backward = (lse, entropy, 0.7, row_grad, shares)
+        outputs = [logprobs, entropy, lse, ops().token_logprobs_bwd(x, ids, None, *backward)]
+        for divergence in ("kl", "jsd"):
+            outputs += forward(x, y, divergence)[:4:3]
+            one_read = forward(x, y, divergence, shares)
+            outputs += [one_read[0], *one_read[4:]]
+            inputs = (x, y, ids, None, divergence, 0.3, 1.0)
+            saved = (one_read[0], one_read[3])
+            outputs += ops().kl_divergence_bwd(*inputs, *saved, row_grad, shares, shares, True, True)
+        return outputs
+
+    def laid_out(tensor, offset, stride):
+        memory = torch.full((rows * words * stride + 64,), float("nan"), dtype=dtype)
+        strides = (0, words * stride, stride)
+        return memory.as_strided(tensor.shape, strides, offset).copy_(tensor)
+
+    expected = call(logits, ref_logits)
+    for offset, other_offset, stride in ((1, 0, 1), (3, 3, 1), (8, 5, 1), (2, 7, 2)):
+        x, y = laid_out(logits, offset, stride), laid_out(ref_logits, other_offset, stride)
+        for found, of_dense in zip(call(x, y), expected, strict=True):
+            assert same_bits(found, of_dense)
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_a_gradient_in_place_stays_in_its_place(offset):
+    """Wherever that begins, and where rows meet within a word of memory."""
+    rows, words = 3, 301
+    logits = random_logits(1, rows, words, dtype=torch.bfloat16)[0]
+    ids, keep = random_ids(logits)[0], torch.tensor([True, False, True])
+    _, entropy, lse = ops().token_logprobs_fwd(logits, ids, keep, 1.0, True)
+    options = (ids, keep, lse, entropy, 1.0, torch.ones(rows), torch.ones(rows))
+    expected = ops().token_logprobs_bwd(logits, *options)
+    memory = torch.full((rows * words + 32,), 7.0, dtype=torch.bfloat16)
+    inside = memory[offset : offset + logits.numel()].view_as(logits).copy_(logits)
+    ops().token_logprobs_bwd_(inside, *options)
+    assert same_bits(inside, expected)
+    assert (memory[:offset] == 7).all()
+    assert (memory[offset + logits.numel() :] == 7).all()
+
+
+@pytest.mark.parametrize("chip", ["hopper", "ampere"])
+def test_a_long_row_is_shared_by_a_cluster_where_there_is_one(chip):
+    logits = random_logits(1, 1, 70_001)[0]
+    ids = torch.tensor([70_000])
+    logprobs, entropy, _ = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
+    assert last_launch().of_cluster == {"hopper": 2, "ampere": 1}[chip]
+    truth = logits[0, 0].double().log_softmax(-1)
+    torch.testing.assert_close(logprobs.double(), truth[-1:], rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=0)
