@@ -81,7 +81,10 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
     """Between two whole words of memory, with other numbers beside it, or word by word."""
     rows, words = 3, 1003
     logits, ref_logits = random_logits(1, rows, words, dtype=dtype)
-    ids, shares = random_ids(logits)[0], torch.rand(rows).to(torch.promote_types(dtype, torch.float32))
+    ids, shares = (
+        random_ids(logits)[0],
+        torch.rand(rows).to(torch.promote_types(dtype, torch.float32)),
+    )
 
     def call(x, y):
         logprobs, entropy, lse = ops().token_logprobs_fwd(x, ids, None, 0.7, True)
@@ -94,7 +97,9 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
             outputs += [one_read[0], *one_read[4:]]
             inputs = (x, y, ids, None, divergence, 0.3, 1.0)
             saved = (one_read[0], one_read[3])
-            outputs += ops().kl_divergence_bwd(*inputs, *saved, row_grad, shares, shares, True, True)
+            outputs += ops().kl_divergence_bwd(
+                *inputs, *saved, row_grad, shares, shares, True, True
+            )
         return outputs
 
     def laid_out(tensor, offset, stride):
@@ -134,4 +139,6 @@ def test_a_long_row_is_shared_by_a_cluster_where_there_is_one(chip):
     assert last_launch().of_cluster == {"hopper": 2, "ampere": 1}[chip]
     truth = logits[0, 0].double().log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), truth[-1:], rtol=0, atol=2e-6)
-    torch.testing.assert_close(entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=0
+    )
