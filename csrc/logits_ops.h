@@ -163,8 +163,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   const RowInputs& in = call.in.in;
   KLFAST_CHECK(shares.has_value() || !(want_grad || want_grad_ref),
                "gradients need the shares of the rows");
-  KLFAST_CHECK(!shares.has_value() || !token_ids.has_value(),
-               "gradients of the forward are of rows without tokens");
   const ScalarType dtype = arithmetic(in.is_double);
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());

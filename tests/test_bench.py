@@ -16,6 +16,8 @@ from klfast.bench.measure import Plan, checked_candidates, rows_of
 from klfast.bench.suites import OPS, SUITES
 from klfast.bench.timing import Timing, interleave
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUICK = ["bench", "--quick", "--no-compile", "--rounds", "2"]
 LARGE_SHAPE = {"tokens": "64x4096", "logits": "9x70000"}
 """Whose inputs are read in more than the time of a call."""

@@ -72,7 +72,7 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
     assert three == one._replace(blocks=3 * one.blocks)
     blocks, is_kept = path
     assert (one.blocks, one.of_cluster) == (blocks, blocks)
-    assert (one.shared > 8 * words / blocks) == is_kept
+    assert (one.shared > 2048) == is_kept  # less is for other things
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -131,12 +131,11 @@ def test_a_gradient_in_place_stays_in_its_place(offset):
     assert (memory[offset + logits.numel() :] == 7).all()
 
 
-@pytest.mark.parametrize("chip", ["hopper", "ampere"])
-def test_a_long_row_is_shared_by_a_cluster_where_there_is_one(chip):
+def test_a_long_row_is_read_by_a_cluster():
     logits = random_logits(1, 1, 70_001)[0]
     ids = torch.tensor([70_000])
     logprobs, entropy, _ = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
-    assert last_launch().of_cluster == {"hopper": 2, "ampere": 1}[chip]
+    assert last_launch().of_cluster == 2
     truth = logits[0, 0].double().log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), truth[-1:], rtol=0, atol=2e-6)
     torch.testing.assert_close(

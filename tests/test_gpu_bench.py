@@ -22,6 +22,8 @@ from klfast.bench.suites import OPS, SUITES
 from klfast.bench.timing import Timing
 from klfast.bench.tokens import boundaries
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 TOKENS, LOGITS = SUITES["tokens"], SUITES["logits"]
 token_ops = pytest.mark.parametrize(
@@ -309,7 +311,8 @@ def test_other_libraries_are_timed_where_they_are_installed(fake_gpu, monkeypatc
 
     monkeypatch.setattr(rivals, "import_module", load)
     out = tmp_path / "gpu.json"
-    assert main([*LOGITS_COMMAND, "--out", str(out)]) == 0
+    options = ["--shapes", "3x50", "--dtypes", "bf16", "--out", str(out)]
+    assert main([*LOGITS_COMMAND, *options]) == 0
     data = json.loads(out.read_text())
     assert data["failed"] == data["skipped"] == {}
     assert {row["op"] for row in data["rows"]} == set(LOGITS.gpu_ops)

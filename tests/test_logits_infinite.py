@@ -210,6 +210,29 @@ def test_a_token_of_nothing_is_nan(backend):
     assert all(found.isnan().all() for found in outputs)
 
 
+@pytest.mark.parametrize("dtype", FLOATS[:1] + FLOATS[2:], ids=str)
+def test_the_lowest_number_is_as_good_as_infinity(backend, dtype):
+    """As logits of words that must not be said: they have no probability, and no KL is NaN."""
+    lowest = torch.finfo(dtype).min
+    plain = random_logits(2, 3, 50, dtype=dtype)
+    for sides in ((0,), (1,), (0, 1)):
+        models = [t.clone() for t in plain]
+        for side in sides:
+            models[side][..., ::3] = lowest
+        for direction in DIRECTIONS:
+            says_more = {"reverse": (1,), "forward": (0,)}.get(direction)
+            found, *grads = divergence_and_grads(backend, *models, direction)
+            if sides == says_more:
+                assert (found > 100).all()
+                continue
+            assert_divergence_agrees(backend, *models, direction=direction)
+            assert all(not grads[side][..., ::3].any() for side in sides)
+            same = klfast.kl_divergence(models[0], models[0], direction=direction, backend=backend)
+            torch.testing.assert_close(same, torch.zeros(2, 3), rtol=0, atol=1e-15)
+        tokens = models[0].argmax(-1)
+        assert_tokens_agree(backend, models[0], tokens)
+
+
 def test_infinite_divergences_of_hand_made_rows(backend):
     """The oracle says the same."""
     logits = torch.tensor([[0.0, 1.0, -INF]])

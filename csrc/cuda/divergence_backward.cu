@@ -29,7 +29,8 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kPieceThreads, is_mixed<T> ? 2 : 3)
+__global__ void __launch_bounds__(kPieceThreads,
+                                  is_mixed<T> || divergence == Divergence::kJsd ? 2 : 3)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;

@@ -72,8 +72,26 @@ __device__ __forceinline__ Lane<Acc> sum_chunk(const Chunk<Acc, W>& first,
   return sums;
 }
 
-// The same for words all near the guess, in fewer instructions: of w (e^u - 1 - u) = (w u) (u q(u))
-// the first factor is there already.
+// What log_ratio comes to where neither model carries an offset.
+template <typename Acc>
+__device__ __forceinline__ Acc plain_log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
+  return math::fma(y - x, guess.scale, -guess.ratio);
+}
+
+// Whether some word takes the long way.
+template <typename Acc, int W>
+__device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
+                                       const Guess<Acc>& guess) {
+  bool far = guess.first_offset != guess.second_offset;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    far |= !math::is_near(plain_log_ratio(first.element[i], second.element[i], guess));
+  }
+  return far;
+}
+
+// The same sums for other chunks, in fewer instructions: of w (e^u - 1 - u) = (w u) (u q(u)) the
+// first factor is there already.
 template <typename Acc, int W>
 __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
                                                     const Chunk<Acc, W>& second,
@@ -81,7 +99,7 @@ __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
   Lane<Acc> sums;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
-    const Acc u = divergences::log_ratio(first.element[i], second.element[i], guess);
+    const Acc u = plain_log_ratio(first.element[i], second.element[i], guess);
     const Acc mass = divergences::first_term(first.element[i], guess);
     const Acc slope = mass * u;
     sums.mass += mass;
@@ -90,18 +108,6 @@ __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
   }
   sums.other = (sums.mass + sums.spread) + sums.slope;
   return sums;
-}
-
-// Whether some word is far from the guess.
-template <typename Acc, int W>
-__device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
-                                       const Guess<Acc>& guess) {
-  bool far = false;
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    far |= !math::is_near(divergences::log_ratio(first.element[i], second.element[i], guess));
-  }
-  return far;
 }
 
 enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
@@ -175,7 +181,7 @@ __device__ __noinline__ void judge_greatest(double first, double second, double 
 
 // And of the sums: what they say of the row, and whether it is looked at again.
 template <typename Acc>
-__device__ __noinline__ void judge_sums(divergences::PairSums sums, bool want_kl, double scale,
+__device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
                                         Shared<Acc>& shared) {
   const PairRow row = divergences::row_of(sums, shared.guess);
   const bool is_first = shared.next == Next::kSumFirst;
@@ -184,7 +190,7 @@ __device__ __noinline__ void judge_sums(divergences::PairSums sums, bool want_kl
   shared.guess = divergences::guess_of<Acc>(scale, row.lse, row.shift);
   if (!row.usable && is_first) {
     shared.next = Next::kSearch;
-  } else if (row.usable && !row.good && want_kl && !is_last) {
+  } else if (row.usable && !row.good && !is_last) {
     shared.next = Next::kSumAgain;
   } else {
     shared.next = Next::kDone;
@@ -195,8 +201,8 @@ __device__ __noinline__ void judge_sums(divergences::PairSums sums, bool want_kl
 // the first words, one more if that was poor, and one with the whole row's greatest words between
 // them if it was useless.
 template <typename Rows, typename Acc>
-__device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, bool want_kl,
-                                              Team& team, Shared<Acc>& shared) {
+__device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, Team& team,
+                                              Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
   if (decides) shared.next = Next::kStart;
 #pragma unroll 1
@@ -213,7 +219,7 @@ __device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, bo
       team.combine<Add>(sums);
       if (decides) {
         judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
-                   want_kl, scale, shared);
+                   scale, shared);
       }
     }
     __syncthreads();
@@ -285,7 +291,7 @@ template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
   const double scale = task.call.in.in.inverse_temperature;
-  look_at_pairs(rows, scale, divergence == Divergence::kKl, team, shared);
+  look_at_pairs(rows, scale, team, shared);
   double mixed[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
     const Guess<Acc> exact = shared.guess;
