@@ -25,7 +25,8 @@ struct Constants<float> {
   static constexpr Bits kExponentBias = 127;
   static constexpr float kInfinity = INFINITY;
   static constexpr float kLargest = 3.402823466e38f;
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float kLogLargest = 88.722831f;  // exp is finite up to here
+  static constexpr float kRound = 12582912.0f;      // 1.5 * 2^23: adding it rounds to an integer
   static constexpr float kLog2E = 1.44269504f;
   static constexpr float kLn2High = 0.693359375f;  // 9 bits: n * kLn2High is exact
   static constexpr float kLn2Low = -2.12194440e-4f;
@@ -52,6 +53,7 @@ struct Constants<double> {
   static constexpr Bits kExponentBias = 1023;
   static constexpr double kInfinity = INFINITY;
   static constexpr double kLargest = 1.7976931348623157e308;
+  static constexpr double kLogLargest = 709.782712893384;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kLog2E = 1.4426950408889634;
   static constexpr double kLn2High = 0x1.62e42feep-1;  // 32 bits: n * kLn2High is exact

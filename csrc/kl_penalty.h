@@ -9,11 +9,16 @@
 
 namespace klfast {
 
+// In the order of klfast.estimator.GRADIENTS and IMPORTANCE.
+enum class Gradient { kValue, kK2, kNone };
+enum class ImportanceGradient { kDifferentiable, kDetached };
+
 // What is computed per token: klfast.Estimator as plain data. Limits are infinite where absent.
 struct EstimatorOptions {
   int estimator = 0;  // index into estimators::kNames
-  bool k2_gradient = false;
-  bool detached_importance = false;
+  Gradient gradient = Gradient::kValue;
+  ImportanceGradient importance = ImportanceGradient::kDifferentiable;
+  bool clip_weighted = false;
   double importance_cap = INFINITY;
   double log_ratio_low = -INFINITY;
   double log_ratio_high = INFINITY;

@@ -133,6 +133,19 @@ inline Batch batch_of(const Tensor& logprobs, const OptionalTensor& cu_seqlens) 
   return batch;
 }
 
+// A choice that came as its position in a list.
+template <typename Choice>
+Choice choice_of(int64_t position, int64_t choices, const char* argument) {
+  KLFAST_CHECK(position >= 0 && position < choices, argument, " must be from 0 to ", choices - 1);
+  return static_cast<Choice>(position);
+}
+
+// A limit of an estimator. The largest double stands for none, as some formats know no infinity.
+inline double limit_of(double limit) {
+  const bool is_none = std::abs(limit) >= std::numeric_limits<double>::max();
+  return is_none ? std::copysign(INFINITY, limit) : limit;
+}
+
 // Position of a name in a list.
 template <size_t n>
 int index_of(const std::string& name, const char* const (&names)[n], const char* argument) {
@@ -142,19 +155,19 @@ int index_of(const std::string& name, const char* const (&names)[n], const char*
   KLFAST_CHECK(false, "unknown ", argument, " '", name, "'");
 }
 
-inline EstimatorOptions options_of(const std::string& estimator, const std::string& gradient,
-                                   const std::string& importance,
-                                   const std::vector<double>& limits) {
+inline EstimatorOptions options_of(int64_t estimator, int64_t gradient, int64_t importance,
+                                   bool clip_weighted, const std::vector<double>& limits) {
   KLFAST_CHECK(limits.size() == 5, "limits must hold 5 numbers");
   EstimatorOptions options;
-  options.estimator = index_of(estimator, estimators::kNames, "estimator");
-  options.k2_gradient = gradient == "k2";
-  options.detached_importance = importance == "detached";
-  options.importance_cap = limits[0];
-  options.log_ratio_low = limits[1];
-  options.log_ratio_high = limits[2];
-  options.linear_tail = limits[3];
-  options.kl_clip = limits[4];
+  options.estimator = choice_of<int>(estimator, std::size(estimators::kNames), "estimator");
+  options.gradient = choice_of<Gradient>(gradient, 3, "gradient");
+  options.importance = choice_of<ImportanceGradient>(importance, 2, "importance");
+  options.clip_weighted = clip_weighted;
+  options.importance_cap = limit_of(limits[0]);
+  options.log_ratio_low = limit_of(limits[1]);
+  options.log_ratio_high = limit_of(limits[2]);
+  options.linear_tail = limit_of(limits[3]);
+  options.kl_clip = limit_of(limits[4]);
   return options;
 }
 
@@ -163,8 +176,8 @@ inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logpr
                                  const OptionalTensor& cu_seqlens,
                                  const OptionalTensor& coef_tensor,
                                  const OptionalTensor& normalizer_tensor,
-                                 const EstimatorOptions& options, const std::string& reduction,
-                                 double coef, double normalizer) {
+                                 const EstimatorOptions& options, int64_t reduction, double coef,
+                                 double normalizer) {
   KlPenaltyInputs in;
   const Device device = device_of(logprobs);
   in.batch = batch_of(logprobs, cu_seqlens);
@@ -178,7 +191,7 @@ inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logpr
     in.is_double = in.is_double || view->dtype == DType::kFloat64;
   }
   in.options = options;
-  in.reduction = static_cast<Reduction>(index_of(reduction, kReductionNames, "reduction"));
+  in.reduction = choice_of<Reduction>(reduction, std::size(kReductionNames), "reduction");
   in.coef = coef;
   in.coef_tensor = scalar_of(coef_tensor, device, "coef");
   in.normalizer = normalizer;
@@ -233,12 +246,14 @@ template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
     Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
     OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
-    std::string estimator, std::string gradient, std::string importance, std::vector<double> limits,
-    std::string reduction, double coef, double normalizer, OptionalTensor scores,
-    bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
-  KlPenaltyInputs in = inputs_of(
-      logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
-      options_of(estimator, gradient, importance, limits), reduction, coef, normalizer);
+    int64_t estimator, int64_t gradient, int64_t importance, bool clip_weighted,
+    std::vector<double> limits, int64_t reduction, double coef, double normalizer,
+    OptionalTensor scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
+    bool want_statistics) {
+  KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
+                                 coef_tensor, normalizer_tensor,
+                                 options_of(estimator, gradient, importance, clip_weighted, limits),
+                                 reduction, coef, normalizer);
   const Device device = device_of(logprobs);
   in.negate = scores.has_value();  // a penalty is taken off the score
   const int64_t sequences = in.batch.sequences;
@@ -270,12 +285,13 @@ template <typename On>
 std::tuple<Tensor, Tensor> kl_penalty_bwd(
     Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
     OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
-    std::string estimator, std::string gradient, std::string importance, std::vector<double> limits,
-    std::string reduction, double coef, double normalizer, Tensor grad_out, Tensor per_sequence,
-    bool want_grad_logprobs, bool want_grad_ref_logprobs) {
+    int64_t estimator, int64_t gradient, int64_t importance, bool clip_weighted,
+    std::vector<double> limits, int64_t reduction, double coef, double normalizer, Tensor grad_out,
+    Tensor per_sequence, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
   const KlPenaltyInputs in = inputs_of(
       logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
-      options_of(estimator, gradient, importance, limits), reduction, coef, normalizer);
+      options_of(estimator, gradient, importance, clip_weighted, limits), reduction, coef,
+      normalizer);
   const Device device = device_of(logprobs);
   KlPenaltyBackward out;
   KLFAST_CHECK(per_sequence.dim() == 2 && per_sequence.size(0) >= 1 &&
@@ -320,12 +336,16 @@ void implement(Library& library) {
   library.impl("scale_", TORCH_BOX(&scale_<On>));
 }
 
-#define KLFAST_CALL_SCHEMA                                                       \
-  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "   \
-  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "         \
-  "str estimator, str gradient, str importance, float[] limits, str reduction, " \
+#define KLFAST_CALL_SCHEMA                                                                \
+  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "            \
+  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "                  \
+  "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, int " \
+  "reduction, "                                                                           \
   "float coef, float normalizer, "
 
+// Choices are positions in klfast.estimator's and klfast.call's lists: torch's conversion of a
+// string argument to std::string leaks it (torch 2.10 to 2.15), some 50 bytes a call.
+//
 // kl_penalty_fwd returns result, per_sequence ([1, S] of weights, [9, S] with statistics after
 // them) and the gradients of a scalar result, of shape [0] where not wanted.
 template <typename Library>

@@ -16,12 +16,23 @@ using math::Range;
 template <typename Acc>
 struct Limits {
   Acc low, high, tail, kl_clip, cap, log_cap;
-  bool k2_gradient, detached;
+  Acc log_largest;  // exp of more than this overflows the arithmetic of the call
+  bool k2_gradient, detached, clip_weighted;
 };
 
-KLFAST_HOST_DEVICE Limits<double> widen(const Limits<float>& limit) {
-  return {limit.low, limit.high,    limit.tail,        limit.kl_clip,
-          limit.cap, limit.log_cap, limit.k2_gradient, limit.detached};
+// The limits of a call in another type; log_largest stays that of the call.
+template <typename To, typename From>
+KLFAST_HOST_DEVICE Limits<To> limits_as(const Limits<From>& limit) {
+  return {static_cast<To>(limit.low),
+          static_cast<To>(limit.high),
+          static_cast<To>(limit.tail),
+          static_cast<To>(limit.kl_clip),
+          static_cast<To>(limit.cap),
+          static_cast<To>(limit.log_cap),
+          static_cast<To>(limit.log_largest),
+          limit.k2_gradient,
+          limit.detached,
+          limit.clip_weighted};
 }
 
 template <typename Acc>
@@ -32,8 +43,10 @@ Limits<Acc> limits_of(const EstimatorOptions& options) {
           static_cast<Acc>(options.kl_clip),
           static_cast<Acc>(options.importance_cap),
           static_cast<Acc>(std::log(options.importance_cap)),
-          options.k2_gradient,
-          options.detached_importance};
+          math::Constants<Acc>::kLogLargest,
+          options.gradient == Gradient::kK2,
+          options.importance == ImportanceGradient::kDetached,
+          options.clip_weighted};
 }
 
 // What a kept token comes to: its weighted value, and the derivatives of that by logprobs and by
@@ -47,20 +60,29 @@ struct Token {
   typename math::Constants<Acc>::Bits clipped;
 };
 
-// The importance weight exp(logprobs - old_logprobs), and whether it was capped: 0 or 1.
+// The importance weight w = exp(logprobs - old_logprobs), and whether it is a constant because a
+// limit acted on it: 0 or 1.
 template <typename Acc>
 struct Importance {
   Acc weight = 1;
-  typename math::Constants<Acc>::Bits capped = 0;
+  typename math::Constants<Acc>::Bits limited = 0;
 };
 
+// min(w, cap). Under clip_weighted a weight that is NaN or infinite in the arithmetic of the call
+// is 0.
 template <typename Acc>
 KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc log_importance) {
   const bool capped = log_importance > limit.log_cap;
-  return {math::select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance)), capped};
+  const Acc log_weight = math::select(capped, limit.log_cap, log_importance);
+  const bool dropped = limit.clip_weighted & !(log_weight <= limit.log_largest);
+  const Acc weight = math::select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
+  return {math::select(dropped, Acc(0), weight), capped | dropped};
 }
 
 // Everything that Estimator can say, of one token. weighs: whether there are old log-probs.
+//
+// kl_clip acts on f, and on w f under clip_weighted. A clip of the value ends the gradient through
+// x; under clip_weighted it ends the gradient through w as well, and so does log_ratio_clip.
 template <typename E, typename Acc>
 KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
                                              Acc weight, Acc x, const Importance<Acc>& importance) {
@@ -69,8 +91,7 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const bool clips_x = (limit.low > -Acc(INFINITY)) | (limit.high < Acc(INFINITY));
   const bool clips_f = limit.kl_clip < Acc(INFINITY);
   const bool differentiable = weighs & !limit.detached;
-
-  const bool capped = importance.capped != 0;
+  const bool weight_limited = importance.limited != 0;
 
   // A clip lets NaN pass, as torch.clamp does.
   const bool outside = (x < limit.low) | (x > limit.high);
@@ -80,18 +101,24 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
   const Acc slope = E::derivative(near_x);
   const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
-  const bool large_f = math::magnitude(f) > limit.kl_clip;
-  const bool small_f = (!clips_f) | (math::magnitude(f) <= limit.kl_clip);
-  const Acc clipped_f = math::clamp(f, -limit.kl_clip, limit.kl_clip);
-
-  // Derivatives of the value through x, and through x and the importance weight.
-  const bool alive = inside & small_f;
-  const Acc df = select(limit.k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
-  const Acc limited = select(alive & !in_tail, E::value_plus_derivative(near_x), clipped_f + df);
-  const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
-  const Acc derivative = select(differentiable & !capped, through_both, df);
+  // What kl_clip acts on, and what multiplies it after.
+  const Acc unclipped = select(limit.clip_weighted, importance.weight, Acc(1)) * f;
   const Acc scale = weight * importance.weight;
-  return {scale * clipped_f, scale * derivative, scale * df, keep & (outside | large_f | capped)};
+  const Acc scale_of_clipped = select(limit.clip_weighted, weight, scale);
+  const bool large = math::magnitude(unclipped) > limit.kl_clip;
+  const bool small = (!clips_f) | (math::magnitude(unclipped) <= limit.kl_clip);
+  const Acc clipped = math::clamp(unclipped, -limit.kl_clip, limit.kl_clip);
+
+  // Derivatives of the value through x, and through x and the importance weight, over w.
+  const bool alive = inside & small;
+  const Acc df = select(limit.k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
+  const Acc through_weight = select(limit.clip_weighted, select(alive, f, Acc(0)), clipped);
+  const Acc limited =
+      select(alive & !in_tail, E::value_plus_derivative(near_x), through_weight + df);
+  const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
+  const Acc derivative = select(differentiable & !weight_limited, through_both, df);
+  return {scale_of_clipped * clipped, scale * derivative, scale * df,
+          keep & (outside | large | weight_limited)};
 }
 
 template <typename E, typename Acc>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from klfast.backends.reference import FORMULAS
@@ -14,6 +15,11 @@ ESTIMATORS = tuple(FORMULAS)
 ALIASES = {"mse": "k2", "low_var_kl": "k3"}
 GRADIENTS = ("value", "k2", "none")
 IMPORTANCE = ("differentiable", "detached")
+NO_LIMIT = sys.float_info.max
+"""An absent limit to the ops: AOTInductor's packages hold no infinity."""
+
+Encoded = tuple[int, int, int, bool, tuple[float, ...]]
+"""(estimator, gradient, importance, clip_weighted, limits): an estimator to the ops."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,9 @@ class Estimator:
     .. [#a] also ``low_var_kl``.
 
     The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to
-    the result; the weight multiplies last and is not clipped by ``kl_clip``.
+    the result; the weight multiplies last and is not clipped by ``kl_clip``, unless
+    ``clip_weighted``. A clip ends the gradient through x where it acts. The gradient through a
+    differentiable weight goes on there, by ``w * clip(f)``, unless ``clip_weighted``.
 
     Args:
         name: one of the names above; the aliases ``mse`` and ``low_var_kl`` become ``k2`` and
@@ -47,9 +55,15 @@ class Estimator:
         importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient when
             ``old_logprobs`` is given (w is 1 otherwise): ``"differentiable"`` or ``"detached"``.
         importance_cap: ``w = min(w, importance_cap)``; no gradient flows through a capped weight.
-        log_ratio_clip: c or (lo, hi): x is clipped before f; gradient 0 outside, as
+        log_ratio_clip: c or (lo, hi): x is clipped before f; gradient through x is 0 outside, as of
             ``torch.clamp``.
-        kl_clip: c: f is clipped to [-c, c]; gradient 0 outside.
+        kl_clip: c: f is clipped to [-c, c]; gradient through x is 0 outside.
+        clip_weighted: with ``old_logprobs``: ``kl_clip`` acts on ``w * f``, value and whole
+            gradient, the weight's too; where ``log_ratio_clip`` acts, the weight carries no
+            gradient either; a weight that is NaN or infinite (in the arithmetic's dtype, after
+            ``importance_cap``) is 0 and counts as clipped. So NeMo-RL, slime and DeepSeek-V3.2
+            have it. Without ``old_logprobs`` it changes nothing, and with ``gradient="k2"`` the
+            limits still shape the value alone.
         linear_tail: c: for abs(x) > c, f continues on its tangent at c or -c: the value stays
             finite and the gradient never dies.
 
@@ -68,6 +82,7 @@ class Estimator:
     importance_cap: float | None = None
     log_ratio_clip: float | tuple[float, float] | None = None
     kl_clip: float | None = None
+    clip_weighted: bool = False
     linear_tail: float | None = None
 
     def __post_init__(self) -> None:
@@ -79,22 +94,33 @@ class Estimator:
         for limit in ("importance_cap", "kl_clip", "linear_tail"):
             if (value := getattr(self, limit)) is not None:
                 check_number(limit, value, above=0)
+        if not isinstance(self.clip_weighted, bool):
+            raise TypeError(f"clip_weighted must be True or False, got {self.clip_weighted!r}")
         clip: object = self.log_ratio_clip
         if isinstance(clip, list):  # a pair as JSON gives it
             object.__setattr__(self, "log_ratio_clip", tuple(clip))
         _check_log_ratio_clip(self.log_ratio_clip)
-        object.__setattr__(self, "_limits", self._all_limits())  # no field, and made once
+        object.__setattr__(self, "_encoded", self._encode())  # no field, and made once
 
     @property
-    def limits(self) -> tuple[float, ...]:
-        """(importance_cap, lo, hi, linear_tail, kl_clip) as the kernels take them; inf for none."""
-        limits: tuple[float, ...] = self._limits  # type: ignore[attr-defined]  # not a field
-        return limits
+    def encoded(self) -> Encoded:
+        """The estimator as the ops take it: positions in ``ESTIMATORS``, ``GRADIENTS`` and
+        ``IMPORTANCE``, and the limits (importance_cap, lo, hi, linear_tail, kl_clip), of which
+        ``NO_LIMIT`` stands for an absent one.
+        """
+        encoded: Encoded = self._encoded  # type: ignore[attr-defined]  # not a field
+        return encoded
 
-    def _all_limits(self) -> tuple[float, ...]:
-        others = (self.importance_cap, self.linear_tail, self.kl_clip)
-        cap, tail, clip = (math.inf if limit is None else float(limit) for limit in others)
-        return (cap, *self.log_ratio_bounds, tail, clip)
+    def _encode(self) -> Encoded:
+        limits = (self.importance_cap, *self.log_ratio_bounds, self.linear_tail, self.kl_clip)
+        finite = (NO_LIMIT if limit is None else float(limit) for limit in limits)
+        return (
+            ESTIMATORS.index(self.name),
+            GRADIENTS.index(self.gradient),
+            IMPORTANCE.index(self.importance),
+            self.clip_weighted,
+            tuple(max(-NO_LIMIT, min(limit, NO_LIMIT)) for limit in finite),
+        )
 
     @property
     def log_ratio_bounds(self) -> tuple[float, float]:

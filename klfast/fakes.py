@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.call import SCALAR_REDUCTIONS
+from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
 from klfast.stats import KLStats
 
-_REDUCTION = 11  # position among the arguments of both ops
+_REDUCTION = 12  # position among the arguments of both ops
 
 
 def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor:
@@ -22,7 +22,7 @@ def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor:
 
 def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprobs, ref_logprobs, old_logprobs, _, cu_seqlens = args[:5]
-    reduction = args[_REDUCTION]
+    reduction = REDUCTIONS[args[_REDUCTION]]
     grad_logprobs, grad_ref_logprobs, want_statistics = args[-3:]
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     sequences = number_of_sequences(logprobs, cu_seqlens)
@@ -123,7 +123,7 @@ def _vmap_by_element(op: Any) -> Any:
 
 
 def register(namespace: str) -> None:
-    """Register fakes and vmap rules for the ops of ``csrc/ops.cpp`` under a namespace."""
+    """Register fakes and vmap rules for the ops of ``csrc/ops.h`` under a namespace."""
     ops = getattr(torch.ops, namespace)
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from klfast.call import SCALAR_REDUCTIONS, KLCall
+from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS, KLCall
 from klfast.fakes import register
 from klfast.stats import KLStats
 from klfast.value_checks import are_tracing, check_coef, check_values
@@ -26,7 +26,7 @@ Grads = tuple[Tensor | None, Tensor | None]
 
 
 class Kernels(NamedTuple):
-    """The compiled functions of a backend, with the signatures of the ops in ``csrc/ops.cpp``."""
+    """The compiled functions of a backend, with the signatures of the ops in ``csrc/ops.h``."""
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor]]
@@ -85,13 +85,9 @@ def explain(call: KLCall) -> None:
 
 def options_of(call: KLCall) -> tuple[Any, ...]:
     """What the kernels take after the tensors."""
-    estimator = call.estimator
     return (
-        estimator.name,
-        estimator.gradient,
-        estimator.importance,
-        estimator.limits,
-        call.reduction,
+        *call.estimator.encoded,
+        REDUCTIONS.index(call.reduction),
         call.coef,
         0.0 if call.normalizer is None else call.normalizer,
     )
@@ -107,7 +103,8 @@ def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
         return outputs[0], outputs[1]
     if differentiable:
         # Few arguments: torch looks at each of them in Python.
-        plan = (tensors[2:], kernels, options, call.return_stats)
+        is_scalar = call.reduction in SCALAR_REDUCTIONS
+        plan = (tensors[2:], kernels, options, is_scalar, call.return_stats)
         outputs = _KLPenalty.apply(tensors.logprobs, tensors.ref_logprobs, plan)
         return outputs[0], outputs[1]
     return kernels.forward(*tensors, *options, call.scores, False, False, call.return_stats)[:2]
@@ -233,10 +230,9 @@ class _KLPenalty(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, ref_logprobs: Tensor, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        constants, kernels, options, return_stats = plan
+        constants, kernels, options, is_scalar, return_stats = plan
         tensors = (logprobs, ref_logprobs, *constants)
         needs = ctx.needs_input_grad[:2]
-        is_scalar = options[4] in SCALAR_REDUCTIONS
         unit = is_scalar and holds_unit_gradient(logprobs) and holds_unit_gradient(ref_logprobs)
         wants = needs if unit else (False, False)
         result, per_sequence, *unit_grads = kernels.forward(

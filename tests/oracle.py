@@ -143,15 +143,20 @@ def log_ratio_bounds(estimator):
     return clip if isinstance(clip, tuple) else (-clip, clip)
 
 
-def with_limits(estimator, x):
-    """(f under log_ratio_clip, then linear_tail, then kl_clip; whether kl_clip acted)."""
+def with_limits(estimator, x, weight):
+    """(w * f under log_ratio_clip, then linear_tail, then kl_clip; whether kl_clip acted).
+
+    kl_clip acts on f, before the weight multiplies; on the product under clip_weighted.
+    """
     f = formula(estimator.name)
     lo, hi = log_ratio_bounds(estimator)
     x = min(max(x, mpf(lo)), mpf(hi))
     near = nearest(estimator, x)
     value = f(x) if near == x else f(near) + slope(f, near) * (x - near)
     limit = mpmath.inf if estimator.kl_clip is None else mpf(estimator.kl_clip)
-    return min(max(value, -limit), limit), abs(value) > limit
+    before, after = (weight, 1) if estimator.clip_weighted else (1, weight)
+    value *= before
+    return after * min(max(value, -limit), limit), abs(value) > limit
 
 
 def nearest(estimator, x):
@@ -160,12 +165,14 @@ def nearest(estimator, x):
     return min(max(x, -tail), tail)
 
 
-def importance(estimator, logprob, old_logprob):
-    """(w, whether it was capped)."""
+def importance(estimator, dtype, logprob, old_logprob):
+    """(w, whether it was capped, or dropped as infinite)."""
     if old_logprob is None:
         return mpf(1), False
     weight = mpmath.exp(logprob - old_logprob)
     cap = mpmath.inf if estimator.importance_cap is None else mpf(estimator.importance_cap)
+    if estimator.clip_weighted and min(weight, cap) > torch.finfo(dtype).max:
+        return mpf(0), True
     return min(weight, cap), weight > cap
 
 
@@ -175,25 +182,29 @@ def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
     a, b = mpf(logprob), mpf(ref_logprob)
     old = None if old_logprob is None else mpf(old_logprob)
     x = a - b
-    weight, capped = importance(estimator, a, old)
-    value, kl_clipped = with_limits(estimator, x)
+    weight, capped = importance(estimator, dtype, a, old)
+    value, kl_clipped = with_limits(estimator, x, weight)
+    lo, hi = log_ratio_bounds(estimator)
+    outside = not lo <= x <= hi
+    k2_surrogate = estimator.gradient == "k2"
+    is_constant = estimator.importance == "detached" or (
+        estimator.clip_weighted and outside and not k2_surrogate
+    )
 
     def objective(a, b):
         """What the gradient is the gradient of."""
-        w = weight if estimator.importance == "detached" else importance(estimator, a, old)[0]
-        k2_surrogate = estimator.gradient == "k2"
-        return w * (CONTRACT["k2"](a - b) if k2_surrogate else with_limits(estimator, a - b)[0])
+        w = weight if is_constant else importance(estimator, dtype, a, old)[0]
+        return w * CONTRACT["k2"](a - b) if k2_surrogate else with_limits(estimator, a - b, w)[0]
 
     grad = slope(lambda a: objective(a, b), a)
     grad_ref = slope(lambda b: objective(a, b), b)
     if estimator.gradient == "none":
         grad = grad_ref = mpf(0)
-    lo, hi = log_ratio_bounds(estimator)
     return Token(
-        weight * value,
+        value,
         grad,
         grad_ref,
-        capped or kl_clipped or not lo <= x <= hi,
+        capped or kl_clipped or outside,
         *_tolerances(estimator, dtype, x, weight, old is not None),
     )
 
@@ -205,7 +216,7 @@ def _tolerances(estimator, dtype, x, weight, weighs):
     clipped = min(max(x, mpf(lo)), mpf(hi))
     near = nearest(estimator, clipped)
     relative = promise(near, dtype) + 4 * u  # four more: mask, coef and limits in this dtype
-    if weighs:
+    if weighs and weight > 0:
         relative += promise(max(1, abs(mpmath.log(weight))), dtype)
     value = abs(f(near))
     if near != clipped:

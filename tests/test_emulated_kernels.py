@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from klfast import Estimator
+from klfast.call import REDUCTIONS
 
 N = 40_000
 GARBAGE = {
@@ -31,11 +32,8 @@ def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None
         cu_seqlens,
         None,
         normalizer,
-        options.name,
-        options.gradient,
-        options.importance,
-        options.limits,
-        reduction,
+        *options.encoded,
+        REDUCTIONS.index(reduction),
         1.0,
         0.0,
         scores,

@@ -20,6 +20,7 @@ FULL = {
     "importance_cap": 2.0,
     "log_ratio_clip": (-1.0, 3.0),
     "kl_clip": 5.0,
+    "clip_weighted": True,
     "linear_tail": 4.0,
 }
 
@@ -32,6 +33,7 @@ def test_the_default_is_plain_k3():
         importance_cap=None,
         log_ratio_clip=None,
         kl_clip=None,
+        clip_weighted=False,
         linear_tail=None,
     )
 
@@ -124,6 +126,12 @@ def test_a_limit_is_a_finite_number_above_0(field, value):
 def test_a_limit_is_a_number(field, value):
     with pytest.raises(TypeError, match=f"^{field} must be a finite number > 0, got .* of type"):
         Estimator(**{field: value})
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "True", torch.tensor(True)], ids=repr)
+def test_clip_weighted_is_a_boolean(value):
+    with pytest.raises(TypeError, match=r"^clip_weighted must be True or False, got "):
+        Estimator(clip_weighted=value)
 
 
 @pytest.mark.parametrize(

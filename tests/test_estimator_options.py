@@ -19,6 +19,14 @@ LIMITS = {
     "kl_clip": {"kl_clip": 0.9},
     "linear_tail": {"linear_tail": 1.1},
     "all-limits": {"log_ratio_clip": (-3.1, 4.3), "linear_tail": 1.7, "kl_clip": 5.3},
+    "weighted": {"kl_clip": 0.9, "clip_weighted": True},
+    "weighted-clip-pair": {"log_ratio_clip": (-0.7, 2.1), "clip_weighted": True},
+    "weighted-all": {
+        "log_ratio_clip": (-3.1, 4.3),
+        "linear_tail": 1.7,
+        "kl_clip": 5.3,
+        "clip_weighted": True,
+    },
 }
 IMPORTANCE = {
     "no-old": None,
@@ -63,11 +71,12 @@ def test_every_combination_agrees_with_the_oracle(backend, name, limits, importa
     assert_agrees(backend, logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
 
 
+@pytest.mark.parametrize("limits", ["all-limits", "weighted-all"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @every_estimator
-def test_every_dtype_agrees_with_the_oracle(backend, name, dtype):
+def test_every_dtype_agrees_with_the_oracle(backend, name, dtype, limits):
     logprobs, ref_logprobs, old_logprobs = tokens(dtype)
-    estimator = Estimator(name, importance_cap=1.4, **LIMITS["all-limits"])
+    estimator = Estimator(name, importance_cap=1.4, **LIMITS[limits])
     assert_agrees(backend, logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
 
 

@@ -67,6 +67,7 @@ estimators = st.builds(
     importance_cap=st.sampled_from([None, 0.7123, 1.4142]),
     log_ratio_clip=st.sampled_from([None, None, 1.2345, (-0.7123, 2.1234), (0.1234, 1.2345)]),
     kl_clip=st.sampled_from([None, None, 0.8123, 3.1416]),
+    clip_weighted=st.booleans(),
     linear_tail=st.sampled_from([None, None, 0.5123, 1.7321]),
 )
 

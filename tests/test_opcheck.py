@@ -14,6 +14,7 @@ assert klfast.kl_penalty(torch.zeros(1), torch.zeros(1), backend="native").item(
 FORWARD = torch.ops.klfast.kl_penalty_fwd.default
 BACKWARD = torch.ops.klfast.kl_penalty_bwd.default
 SCALE = torch.ops.klfast.scale_.default
+ENCODED = ("estimator", "gradient", "importance", "clip_weighted", "limits")
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 
@@ -54,11 +55,8 @@ def common(reduction="none", estimator="k3", **changes):
         "cu_seqlens": None,
         "coef_tensor": None,
         "normalizer_tensor": None,
-        "estimator": options.name,
-        "gradient": options.gradient,
-        "importance": options.importance,
-        "limits": options.limits,
-        "reduction": reduction,
+        **dict(zip(ENCODED, options.encoded, strict=True)),
+        "reduction": REDUCTIONS.index(reduction),
         "coef": 1.0,
         "normalizer": 0.0,
         **changes,
@@ -195,8 +193,12 @@ WRONG = {
     "normalizer-of-2": {"normalizer_tensor": torch.ones(2)},
     "negative-normalizer": {"normalizer": -1.0},
     "zero-normalizer-tensor": {"normalizer_tensor": torch.zeros(())},
-    "unknown-estimator": {"estimator": "k9"},
-    "unknown-reduction": {"reduction": "mean"},
+    "unknown-estimator": {"estimator": len(ESTIMATORS)},
+    "negative-estimator": {"estimator": -1},
+    "unknown-gradient": {"gradient": 3},
+    "unknown-importance": {"importance": 2},
+    "unknown-reduction": {"reduction": len(REDUCTIONS)},
+    "huge-reduction": {"reduction": 2**40},
     "4-limits": {"limits": [1.0] * 4},
     "no-limits": {"limits": []},
 }
@@ -216,8 +218,7 @@ WRONG_PACKED = {
 
 
 def replaced(changes):
-    reduction = changes.get("reduction", "token-mean")
-    return {**common("token-mean"), **changes, "reduction": reduction}
+    return {**common("token-mean"), **changes}
 
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)

@@ -16,6 +16,7 @@ OPTIONS = {
     "kl_clip": {"kl_clip": 0.2},
     "cap": {"importance_cap": 1.1},
     "tail": {"linear_tail": 0.3},
+    "weighted": {"kl_clip": 0.2, "importance_cap": 1.1, "clip_weighted": True},
     "all": {"log_ratio_clip": 1.0, "linear_tail": 0.5, "kl_clip": 0.6, "importance_cap": 1.1},
 }
 

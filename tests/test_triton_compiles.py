@@ -18,15 +18,18 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton_compile import build, build_nvidia, instructions, resources
 
 from klfast.backends import triton_kernels, triton_launch
-from klfast.backends.triton_math import ESTIMATORS
+from klfast.backends.triton_math import ESTIMATORS, LOG_LARGEST
 from klfast.backends.triton_tokens import Form
 from klfast.call import REDUCTIONS
 
 FLOATS = ("fp32", "bf16", "fp16", "fp64")
 ARCHITECTURES = (80, 90, 100)
-PLAIN = Form(False, False, False, False, False, False, False)
-EVERYTHING = Form(True, False, True, True, True, True, False)
-K2_DETACHED = Form(True, True, True, False, False, False, True)
+PLAIN = Form(*(False,) * 8, log_largest=LOG_LARGEST["fp32"])
+EVERYTHING = PLAIN._replace(
+    weighs=True, caps=True, clips_log_ratio=True, linear_tail=True, clips_value=True
+)
+WEIGHTED = EVERYTHING._replace(clip_weighted=True)
+K2_DETACHED = PLAIN._replace(weighs=True, detached=True, caps=True, k2_gradient=True)
 
 
 def constants(estimator="k3", **others):
@@ -111,6 +114,13 @@ VARIANTS = {
         "outputs": ("partials", "grad_logprobs", "grad_ref_logprobs"),
         "inputs": {"old_logprobs": "*fp32"},
         "FORM": EVERYTHING,
+        "GRADIENT": "unit",
+        "STATISTICS": True,
+    },
+    "clip-weighted": {
+        "outputs": ("partials", "grad_logprobs", "grad_ref_logprobs"),
+        "inputs": {"old_logprobs": "*fp32"},
+        "FORM": WEIGHTED,
         "GRADIENT": "unit",
         "STATISTICS": True,
     },

@@ -76,6 +76,25 @@ def test_products_of_extremes(name, importance):
     assert_agrees(BACKEND, logprobs, ref_logprobs, **options)
 
 
+@pytest.mark.parametrize("importance", ["differentiable", "detached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_clips_of_the_weighted_value(dtype, importance):
+    """Limits of each kind act, and an infinite weight is 0."""
+    log_ratio = torch.tensor([0.3, -0.9, 5.0, -5.0, -1.5, 0.3], dtype=dtype)
+    log_weight = torch.tensor([0.2, 2.0, 0.1, -9.0, -0.3, 900.0], dtype=dtype)
+    logprobs = torch.zeros(6, dtype=dtype)
+    estimator = Estimator(
+        "k3",
+        importance=importance,
+        log_ratio_clip=4.0,
+        linear_tail=1.0,
+        kl_clip=2.0,
+        clip_weighted=True,
+    )
+    options = {"estimator": estimator, "old_logprobs": -log_weight}
+    assert_agrees(BACKEND, logprobs, -log_ratio, **options)
+
+
 @pytest.mark.parametrize("few_and_many", [(128, 1024), (2, 64), (2, 4)], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS[1:])
 def test_any_way_to_combine_sequences(monkeypatch, reduction, few_and_many):

@@ -117,7 +117,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
   const Limits<Acc> limit = limits;
   alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
   alignas(64) Acc importances[kLanes];
-  alignas(64) typename LaneSums<Acc>::Bits capped[kLanes] = {};
+  alignas(64) typename LaneSums<Acc>::Bits limited[kLanes] = {}, clipped[kLanes];
   std::fill(importances, importances + kLanes, Acc(1));
   for (int64_t first = 0; first < block.size; first += kLanes) {
     block.ahead.fetch(first / kLanes);
@@ -130,7 +130,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const Importance<Acc> importance = importance_of(limit, log_importances[lane]);
         importances[lane] = importance.weight;
-        capped[lane] = importance.capped;
+        limited[lane] = importance.limited;
         extreme |= is_extreme(log_ratio[lane]) | is_extreme(log_importances[lane]);
       }
     }
@@ -139,12 +139,12 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       const Acc weight = weights[lane];
       const Acc x = log_ratio[lane];
       const Token<Acc> token = evaluate_token<E>(limit, weighs, weight != Acc(0), weight, x,
-                                                 Importance<Acc>{importances[lane], capped[lane]});
+                                                 Importance<Acc>{importances[lane], limited[lane]});
       values[lane] = token.value;
       derivatives[lane] = token.derivative;
       ref_derivatives[lane] = token.ref_derivative;
       sums.length[lane] += weight;
-      sums.clipped[lane] += token.clipped;
+      clipped[lane] = token.clipped;
     }
     if (block.statistics) {
 #pragma GCC ivdep
@@ -156,11 +156,13 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
         const Acc x = log_ratio[lane];
         if (!is_extreme(x) && !is_extreme(log_importances[lane])) continue;
-        const Token<double> token = evaluate_token<E, double>(
-            widen(limit), weighs, weights[lane] != Acc(0), weights[lane], x, log_importances[lane]);
+        const Token<double> token =
+            evaluate_token<E, double>(limits_as<double>(limit), weighs, weights[lane] != Acc(0),
+                                      weights[lane], x, log_importances[lane]);
         values[lane] = static_cast<Acc>(token.value);
         derivatives[lane] = static_cast<Acc>(token.derivative);
         ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);
+        clipped[lane] = static_cast<typename LaneSums<Acc>::Bits>(token.clipped);
       }
     }
 #pragma GCC ivdep
@@ -169,6 +171,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       block.grad[first + lane] = block.grad_scale * derivatives[lane];
       block.grad_ref[first + lane] = -block.grad_scale * ref_derivatives[lane];
       sums.kl[lane] += values[lane];
+      sums.clipped[lane] += clipped[lane];
     }
   }
 }
@@ -199,7 +202,7 @@ Evaluate<Acc> choose(const SegmentTask& task) {
   const EstimatorOptions& options = inputs.options;
   const bool stores_value = task.value.data != nullptr;
   const bool stores_gradient = task.grad_logprobs.data != nullptr;
-  const bool plain = !options.has_limits() && !options.k2_gradient &&
+  const bool plain = !options.has_limits() && options.gradient != Gradient::kK2 &&
                      inputs.old_logprobs.data == nullptr &&
                      task.grad_ref_logprobs.data == nullptr && !(stores_value && stores_gradient);
   const Store stores = stores_value      ? Store::kValue

@@ -9,18 +9,6 @@ namespace klfast::cuda {
 namespace {
 
 template <typename Acc>
-__device__ __forceinline__ Limits<Acc> narrow(const Limits<double>& limit) {
-  return {static_cast<Acc>(limit.low),
-          static_cast<Acc>(limit.high),
-          static_cast<Acc>(limit.tail),
-          static_cast<Acc>(limit.kl_clip),
-          static_cast<Acc>(limit.cap),
-          static_cast<Acc>(limit.log_cap),
-          limit.k2_gradient,
-          limit.detached};
-}
-
-template <typename Acc>
 __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
                                                    int64_t sequence) {
   const Reduction reduction = task.in.reduction;
@@ -110,7 +98,7 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
       },
       [&](const Tile& tile, int64_t sequence) {
         const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
-        return run_tile<T, pass>(task, narrow<Acc>(task.limits), factors, tile);
+        return run_tile<T, pass>(task, limits_as<Acc>(task.limits), factors, tile);
       },
       [&](int64_t slot, const Segment& segment, const Sums& sums) {
         if (!is_scalar(task.in.reduction) && segments_of(segment.length) == 1) {
@@ -194,8 +182,8 @@ bool is_mixed(const KlPenaltyInputs& in) {
 // Whether a plain kernel serves. Only dtypes that are trained in have them; others are for
 // checking, not for speed.
 bool is_plain_call(const KlPenaltyInputs& in) {
-  return !in.options.has_limits() && !in.options.k2_gradient && in.old_logprobs.data == nullptr &&
-         !in.is_double && !is_mixed(in);
+  return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
+         in.old_logprobs.data == nullptr && !in.is_double && !is_mixed(in);
 }
 
 // Whether sums of several blocks must be added: of every sequence, or of those too long for one.
@@ -218,7 +206,8 @@ bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
 Task task_of(const KlPenaltyInputs& in) {
   Task task;
   task.in = in;
-  task.limits = in.is_double ? limits_of<double>(in.options) : widen(limits_of<float>(in.options));
+  task.limits = in.is_double ? limits_of<double>(in.options)
+                             : limits_as<double>(limits_of<float>(in.options));
   task.grid = grid_of(in.batch);
   return task;
 }

@@ -225,11 +225,15 @@ __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
     const float log_importance = pick(tokens.log_importance, i);
     if (!is_extreme(x) && !is_extreme(log_importance)) continue;
     const float weight = pick(tokens.weight, i);
-    const Token<double> token =
-        evaluate_token<E, double>(widen(limit), true, weight != 0.0f, weight, x, log_importance);
+    const Token<double> token = evaluate_token<E, double>(
+        limits_as<double>(limit), true, weight != 0.0f, weight, x, log_importance);
     replace(tokens.value, i, static_cast<float>(token.value));
     replace(tokens.derivative, i, static_cast<float>(token.derivative));
     replace(tokens.ref_derivative, i, static_cast<float>(token.ref_derivative));
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      tokens.clipped[j] = i == j ? token.clipped != 0 : tokens.clipped[j];
+    }
   }
 }
 

@@ -122,25 +122,24 @@ def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor
     """W * f(x) per token with the estimator's gradient, and where a clip or cap acted."""
     x = tokens.log_ratio
     lo, hi = estimator.log_ratio_bounds
-    clipped = (x < lo) | (x > hi)
-    formula = _with_linear_tail(FORMULAS[estimator.name], estimator.linear_tail)
-    clipped_x = x
+    below_or_above = (x < lo) | (x > hi)
+    clipped_x, weight_of_value = x, None
+    weight, limited = _importance(tokens, estimator)
+    if estimator.clip_weighted:
+        weight_of_value = weight
     if estimator.log_ratio_clip is not None:
         clipped_x = torch.where(tokens.keep, x.clamp(lo, hi), 0.0)
-    value = formula(clipped_x)
-    if estimator.kl_clip is not None:
-        value, outside = _clip_value(formula, clipped_x, estimator.kl_clip)
-        clipped = clipped | outside
-    weight, capped = _importance(tokens, estimator)
-    if capped is not None:
-        clipped = clipped | capped
-    weighted = value if weight is None else weight * value
+        if estimator.clip_weighted:
+            inside = (x >= lo) & (x <= hi)
+            weight_of_value = torch.where(inside, weight, weight.detach())
+    formula = _with_linear_tail(FORMULAS[estimator.name], estimator.linear_tail)
+    value, outside = _clip_value(formula, clipped_x, weight_of_value, estimator.kl_clip)
+    weighted = value if estimator.clip_weighted else weight * value
     if estimator.gradient == "k2":
-        k2 = FORMULAS["k2"](x)
-        surrogate = k2 if weight is None else weight * k2
+        surrogate = weight * FORMULAS["k2"](x)
         pass_gradient = surrogate - surrogate.detach()
         weighted = weighted.detach() + torch.where(surrogate.isfinite(), pass_gradient, 0.0)
-    return weighted, clipped
+    return weighted, below_or_above | outside | limited
 
 
 def _with_linear_tail(
@@ -161,31 +160,39 @@ def _with_linear_tail(
 
 
 def _clip_value(
-    formula: Callable[[Tensor], Tensor], x: Tensor, limit: float
+    formula: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | None, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """F clipped to [-limit, limit], and where. Differentiates f only where it is inside: the
-    derivative outside may have overflowed, and 0 times infinity is NaN.
+    """``weight * f(x)`` clipped to [-limit, limit], and where it was clipped.
+
+    f is differentiated where the product is inside alone: the derivative outside may have
+    overflowed, and 0 times infinity is NaN.
     """
-    unclipped = formula(x.detach())
-    outside = unclipped.abs() > limit
+    weight = torch.ones_like(x) if weight is None else weight
+    if limit is None:
+        return weight * formula(x), torch.zeros_like(x, dtype=torch.bool)
+    unclipped = weight.detach() * formula(x.detach())
     inside = unclipped.abs() <= limit
-    value = formula(torch.where(inside, x, 0.0))
-    return torch.where(inside, value, unclipped.clamp(-limit, limit)), outside
+    value = weight * formula(torch.where(inside, x, 0.0))
+    return torch.where(inside, value, unclipped.clamp(-limit, limit)), unclipped.abs() > limit
 
 
-def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor | None, Tensor | None]:
-    """The weight w and where it was capped; (None, None) without old log-probs."""
+def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
+    """The weight w, 1 without old log-probs, and where a cap or ``clip_weighted`` changed it."""
     log_weight = tokens.log_weight
     if log_weight is None:
-        return None, None
-    capped = None
+        return torch.ones_like(tokens.log_ratio), torch.zeros_like(tokens.keep)
+    limited = torch.zeros_like(tokens.keep)
     if estimator.importance_cap is not None:
         log_cap = math.log(estimator.importance_cap)
-        capped = log_weight > log_cap
+        limited = log_weight > log_cap
         log_weight = log_weight.clamp(max=log_cap)
+    if estimator.clip_weighted:
+        dropped = ~(log_weight <= math.log(torch.finfo(tokens.dtype).max))
+        log_weight = torch.where(dropped, -torch.inf, log_weight)
+        limited = limited | dropped
     if estimator.importance == "detached":
         log_weight = log_weight.detach()
-    return log_weight.exp(), capped
+    return log_weight.exp(), limited
 
 
 def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:

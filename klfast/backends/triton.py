@@ -1,6 +1,6 @@
 """The Triton kernels: NVIDIA and AMD GPUs, without a compiler at installation.
 
-Their ops have the schemas of ``csrc/ops.cpp``, in a namespace of their own as the extension may be
+Their ops have the schemas of ``csrc/ops.h``, in a namespace of their own as the extension may be
 absent. Triton is imported when the first of them runs: it takes its time.
 """
 
@@ -36,8 +36,8 @@ NAMESPACE = "klfast_triton"
 _CALL = (
     "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
     "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "
-    "str estimator, str gradient, str importance, float[] limits, str reduction, "
-    "float coef, float normalizer, "
+    "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, "
+    "int reduction, float coef, float normalizer, "
 )
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
 _TOKENS_BACKWARD = (

@@ -17,10 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from klfast.backends import triton_kernels as kernels
-from klfast.backends.triton_math import ESTIMATORS
+from klfast.backends.triton_math import ESTIMATORS as FORMULAS
+from klfast.backends.triton_math import LOG_LARGEST
 from klfast.backends.triton_tokens import Form
-from klfast.call import NORMALIZED_REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
 from klfast.dtypes import arithmetic_dtype
+from klfast.estimator import ESTIMATORS as NAMES
+from klfast.estimator import GRADIENTS, IMPORTANCE, NO_LIMIT
 from klfast.layout import number_of_sequences
 from klfast.stats import KLStats
 
@@ -47,21 +50,29 @@ class _Formulas(NamedTuple):
     limits: tuple[int, ...]
 
 
+def _limit(limit: float) -> float:
+    """A limit of the ops as the kernels take it, infinite where absent."""
+    return math.copysign(math.inf, limit) if abs(limit) >= NO_LIMIT else limit
+
+
 @functools.cache
 def _formulas(
-    estimator: str, gradient: str, importance: str, limits: tuple[float, ...], weighs: bool
+    encoded: tuple[Any, ...], limits: tuple[float, ...], weighs: bool, acc: str
 ) -> _Formulas:
-    cap, low, high, tail, clip = limits
+    estimator, gradient, importance, clip_weighted = encoded
+    cap, low, high, tail, clip = map(_limit, limits)
     form = Form(
         weighs=weighs,
-        detached=importance == "detached",
+        detached=IMPORTANCE[importance] == "detached",
         caps=weighs and math.isfinite(cap),
         clips_log_ratio=math.isfinite(low) or math.isfinite(high),
         linear_tail=math.isfinite(tail),
         clips_value=math.isfinite(clip),
-        k2_gradient=gradient == "k2",
+        clip_weighted=weighs and clip_weighted,
+        k2_gradient=GRADIENTS[gradient] == "k2",
+        log_largest=LOG_LARGEST[acc],
     )
-    formula = ESTIMATORS[estimator]
+    formula = FORMULAS[NAMES[estimator]]
     functions = {
         "VALUE": formula.value,
         "DERIVATIVE": formula.derivative,
@@ -136,11 +147,12 @@ class _Call:
         cu_seqlens: Tensor | None,
         coef_tensor: Tensor | None,
         normalizer_tensor: Tensor | None,
-        estimator: str,
-        gradient: str,
-        importance: str,
+        estimator: int,
+        gradient: int,
+        importance: int,
+        clip_weighted: bool,
         limits: list[float],
-        reduction: str,
+        reduction: int,
         coef: float,
         normalizer: float,
     ) -> None:
@@ -149,13 +161,14 @@ class _Call:
         self.scalars = (coef_tensor, normalizer_tensor)
         self.numbers = (bits(coef), bits(normalizer))
         weighs = old_logprobs is not None
-        self.formulas = _formulas(estimator, gradient, importance, tuple(limits), weighs)
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
+        encoded = (estimator, gradient, importance, clip_weighted)
+        self.formulas = _formulas(encoded, tuple(limits), weighs, ACC[self.dtype].name)
         self.normalized = normalizer > 0 or normalizer_tensor is not None
-        self.reduction = reduction
+        self.reduction = REDUCTIONS[reduction]
         self.options = {
             "ACC": ACC[self.dtype],
-            "REDUCTION": reduction,
+            "REDUCTION": self.reduction,
             "NORMALIZED": self.normalized,
             **DEFINED,
         }
@@ -293,7 +306,7 @@ class _Call:
 
 
 def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op ``kl_penalty_fwd`` of ``csrc/ops.cpp``."""
+    """The op ``kl_penalty_fwd`` of ``csrc/ops.h``."""
     *of_call, scores, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = args
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
@@ -341,7 +354,7 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op ``kl_penalty_bwd`` of ``csrc/ops.cpp``."""
+    """The op ``kl_penalty_bwd`` of ``csrc/ops.h``."""
     *of_call, grad_out, per_sequence, want_grad_logprobs, want_grad_ref_logprobs = args
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
@@ -360,7 +373,7 @@ def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """The op ``scale_`` of ``csrc/ops.cpp``."""
+    """The op ``scale_`` of ``csrc/ops.h``."""
     size = tensor.numel()
     if size == 0:
         return

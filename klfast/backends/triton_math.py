@@ -293,3 +293,6 @@ ESTIMATORS = {
     "r_log_r": Formula(r_log_r_value, r_log_r_derivative, r_log_r_sum),
 }
 """Names of ``klfast.estimator.ESTIMATORS``, in its order."""
+
+LOG_LARGEST = {"fp32": 88.722831, "fp64": 709.782712893384}
+"""By dtype: exp is finite up to here."""

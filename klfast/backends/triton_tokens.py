@@ -20,18 +20,26 @@ class Form(NamedTuple):
     clips_log_ratio: bool
     linear_tail: bool
     clips_value: bool
+    clip_weighted: bool
     k2_gradient: bool
+    log_largest: float  # exp of more than this overflows the arithmetic of the call
 
 
 @triton.jit
 def importance_weight(log_importance, keep, cap, log_cap, FORM: tl.constexpr):
-    """(w, where it was capped)."""
+    """(w, where a limit made it a constant)."""
     importance = exp(log_importance)
-    capped = keep & False
+    limited = keep & False
+    log_weight = log_importance
     if FORM.caps:
-        capped = keep & (log_importance > log_cap)
-        importance = tl.where(capped, cap, importance)
-    return importance, capped
+        limited = keep & (log_importance > log_cap)
+        importance = tl.where(limited, cap, importance)
+        log_weight = tl.where(limited, log_cap, log_importance)
+    if FORM.clip_weighted:
+        fits = log_weight <= FORM.log_largest
+        importance = tl.where(fits, importance, 0.0)
+        limited |= keep & (fits == 0)
+    return importance, limited
 
 
 @triton.jit
@@ -69,27 +77,37 @@ def evaluate(
     if FORM.linear_tail:
         in_tail = (clipped_x < -tail) | (clipped_x > tail)
         f += tl.where(in_tail, (clipped_x - near_x) * slope, 0.0)
+
+    importance = tl.full(x.shape, 1.0, x.dtype)
+    weight_limited = keep & False
+    if FORM.weighs:
+        importance, weight_limited = importance_weight(log_importance, keep, cap, log_cap, FORM)
+    scale = weight * importance
+    scale_of_clipped = scale
+    clipped = f  # what kl_clip acts on
+    if FORM.clip_weighted:
+        scale_of_clipped = weight
+        clipped = importance * f
     if FORM.clips_value:
-        limited |= keep & (tl.abs(f) > clip)
-        alive &= tl.abs(f) <= clip
-        f = clamp(f, -clip, clip)
+        limited |= keep & (tl.abs(clipped) > clip)
+        alive &= tl.abs(clipped) <= clip
+        clipped = clamp(clipped, -clip, clip)
 
     through_x = tl.where(alive, slope, 0.0)
     if FORM.k2_gradient:
         through_x = k2_derivative(x)
-    if not FORM.weighs:
-        return weight * f, weight * through_x, weight * through_x, limited
-
-    importance, capped = importance_weight(log_importance, keep, cap, log_cap, FORM)
     through_both = through_x
-    if not FORM.detached:
+    if FORM.weighs and not FORM.detached:
         if FORM.k2_gradient:
             through_both = k2_sum(x)
         else:
-            through_both = tl.where(alive & ~in_tail, SUM(near_x), f + through_x)
-        through_both = tl.where(capped, through_x, through_both)
-    scale = weight * importance
-    return scale * f, scale * through_both, scale * through_x, limited | capped
+            through_weight = clipped
+            if FORM.clip_weighted:
+                through_weight = tl.where(alive, f, 0.0)
+            through_both = tl.where(alive & ~in_tail, SUM(near_x), through_weight + through_x)
+        through_both = tl.where(weight_limited, through_x, through_both)
+    value = scale_of_clipped * clipped
+    return value, scale * through_both, scale * through_x, limited | weight_limited
 
 
 @triton.jit
@@ -138,7 +156,7 @@ def evaluate_tile(
     if FORM.weighs and x.dtype == tl.float32:
         extreme = is_extreme(x) | is_extreme(log_importance)
         if tl.max(extreme.to(tl.int32), axis=0) > 0:
-            wide_value, wide_grad, wide_grad_ref, _ = evaluate(
+            wide_value, wide_grad, wide_grad_ref, wide_limited = evaluate(
                 x.to(tl.float64),
                 log_importance.to(tl.float64),
                 weight.to(tl.float64),
@@ -157,4 +175,5 @@ def evaluate_tile(
             value = tl.where(extreme, wide_value.to(tl.float32), value)
             grad = tl.where(extreme, wide_grad.to(tl.float32), grad)
             grad_ref = tl.where(extreme, wide_grad_ref.to(tl.float32), grad_ref)
+            limited = (extreme & wide_limited) | (~extreme & limited)
     return value, grad, grad_ref, limited
