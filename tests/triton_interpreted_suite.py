@@ -198,9 +198,8 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
 
     monkeypatch.setattr(triton_launch.torch, "empty", between_sentinels)
     logprobs, ref_logprobs, _ = random_inputs((9,))
-    limits = Estimator("k3").limits
     call = (logprobs, ref_logprobs, None, torch.ones(9), torch.tensor(edges), None, None)
-    call += ("k3", "value", "differentiable", limits, reduction, 1.0, 0.0)
+    call += (*Estimator("k3").encoded, REDUCTIONS.index(reduction), 1.0, 0.0)
     scalar = reduction in REDUCTIONS[3:]
     _, per_sequence, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, True)
     sequences = len(edges) - 1
@@ -217,8 +216,8 @@ def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
     n, end = 1500, edges[-1]
     logprobs, ref_logprobs, _ = random_inputs((n,))
     call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)
-    call += ("k3", "value", "differentiable", Estimator("k3").limits)
-    call += ("token-sum" if scalar else "none", 1.0, 0.0)
+    reduction = REDUCTIONS.index("token-sum" if scalar else "none")
+    call += (*Estimator("k3").encoded, reduction, 1.0, 0.0)
     result, per_sequence, *grads = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, False)
     grad_out = torch.ones(()) if scalar else torch.ones(n)
     grads += triton_launch.kl_penalty_bwd(*call, grad_out, per_sequence, True, True)

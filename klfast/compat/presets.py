@@ -1,8 +1,8 @@
 """What each framework calls its KL estimators, as ``klfast.Estimator`` values.
 
 All of them are data for ``klfast.kl_penalty(..., estimator=...)``. A limit on the value stops the
-gradient through the log-ratio where it acts, as the frameworks' own ``clamp`` does (and the weight's
-gradient too under ``clip_weighted``): k3 limited to 10 has none once
+gradient through the log-ratio where it acts, as the frameworks' own ``clamp`` does, and the
+weight's gradient too under ``clip_weighted``: k3 limited to 10 has none once
 ``logprobs - ref_logprobs < -2.61``. ``KLStats.clipped`` counts those tokens, which no framework
 does; verl's ``k3+`` and ``Estimator("k3", linear_tail=c)`` keep a gradient there.
 
