@@ -21,6 +21,7 @@ coefficient it had reached.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import textwrap
@@ -50,6 +51,14 @@ STATE_VERSION = 1
 def to_scalar(value: Any) -> Any:
     """Return what a 0-dim tensor or numpy scalar holds; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def warn_caller(message: str) -> None:
+    """Issue a RuntimeWarning that names the line outside klfast which led here."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "klfast":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def check_count(argument: str, value: object, least: int) -> int:
@@ -95,10 +104,8 @@ class KLReader(ABC):
             return float(kl)
         self._skipped += 1
         if self._skipped == 1:
-            warnings.warn(
-                f"{type(self).__name__} skipped a KL of {kl}; .skipped counts any further ones",
-                RuntimeWarning,
-                stacklevel=3,
+            warn_caller(
+                f"{type(self).__name__} skipped a KL of {kl}; .skipped counts any further ones"
             )
         return None
 
@@ -128,7 +135,7 @@ class KLReader(ABC):
         return f"{type(self).__name__}({fields})"
 
 
-class _Controller(KLReader):
+class CoefficientController(KLReader):
     """A coefficient inside its bounds, and the rule that moves it."""
 
     _output = "value"
@@ -151,6 +158,13 @@ class _Controller(KLReader):
             raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
         return number
 
+    def _check_n_steps(self, n_steps: object) -> int:
+        return check_count("n_steps", n_steps, least=0)
+
+    def _bounded(self, value: float) -> float:
+        highest = sys.float_info.max if self.max_coef is None else self.max_coef
+        return min(max(value, self.min_coef), highest)
+
     def update(self, current: float | Tensor | KLStats, n_steps: int | None = None) -> float:
         """Move the coefficient after a batch.
 
@@ -169,13 +183,12 @@ class _Controller(KLReader):
             ValueError: ``n_steps`` is negative.
         """
         if n_steps is not None:
-            n_steps = check_count("n_steps", n_steps, least=0)
+            n_steps = self._check_n_steps(n_steps)
         elif isinstance(current, KLStats):
             n_steps = current.kl.numel()
         kl = self._read(current)
         if kl is not None:
-            highest = sys.float_info.max if self.max_coef is None else self.max_coef
-            self._value = min(max(self._next_value(kl, n_steps), self.min_coef), highest)
+            self._value = self._bounded(self._next_value(kl, n_steps))
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +208,7 @@ class _Controller(KLReader):
         self._skipped = skipped
 
 
-class FixedKLController(_Controller):
+class FixedKLController(CoefficientController):
     """A coefficient that never changes, behind the interface of those that do.
 
     Args:
@@ -216,7 +229,7 @@ class FixedKLController(_Controller):
         return self._value
 
 
-class _TargetController(_Controller):
+class _TargetController(CoefficientController):
     """A controller that multiplies its coefficient, which is therefore > 0, to reach a target."""
 
     def __init__(
@@ -344,12 +357,17 @@ def get_kl_controller(
         TypeError: an option is unknown or given without a target, or of the wrong type.
         ValueError: a setting is out of its range.
     """
+    check_options(target, options)
+    if target is None:
+        return FixedKLController(init_kl_coef)
+    return AdaptiveKLController(init_kl_coef, target, horizon, **options)
+
+
+def check_options(target: float | None, options: dict[str, Any]) -> None:
+    """Raise unless all options of a factory are known, and there are none without a target."""
     for option in options:
         if option not in ADAPTIVE_OPTIONS:
             expected = ", ".join(map(repr, ADAPTIVE_OPTIONS))
             raise TypeError(f"unknown option {option!r}; expected one of {expected}")
-    if target is not None:
-        return AdaptiveKLController(init_kl_coef, target, horizon, **options)
-    if options:
+    if target is None and options:
         raise TypeError(f"target must be a number when {', '.join(options)} is given, got None")
-    return FixedKLController(init_kl_coef)

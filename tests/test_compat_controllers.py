@@ -1,12 +1,17 @@
 """klfast.compat's controllers: the frameworks' names and call forms, the published rule."""
 
+import copy
 import inspect
 import json
 import math
+import pickle
+import random
+import warnings
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import frameworks
+import numpy as np
 import pytest
 import torch
 
@@ -94,15 +99,21 @@ def test_they_are_klfasts_own(names):
 
 
 @every_framework
+@pytest.mark.parametrize("wrap", [int, float], ids=["n_steps-int", "n_steps-float"])
 @pytest.mark.parametrize("target", [6.0, 0.1])
-def test_the_trajectory_is_the_published_rule_bit_for_bit(names, target):
-    controller, expected = adaptive(names, target), 0.2
-    kls = (target * (1 + 0.3 * torch.randn(500, dtype=torch.float64))).tolist()
-    for step, kl in enumerate([*kls, 0.0, -1.0, 1e6, target]):
+@pytest.mark.parametrize("init", [0.2, 0, 0.0], ids=repr)
+@pytest.mark.filterwarnings("ignore:.*coefficient of 0")
+def test_2000_updates_are_the_published_rule_bit_for_bit(names, init, target, wrap):
+    controller, expected = names.module.AdaptiveKLController(init, target, 1_000), float(init)
+    rng = random.Random(0)
+    for step in range(2_000):
+        # As often above the target as below, so that the coefficient stays within its bounds.
+        kl = rng.choice([target * rng.uniform(0.7, 1.3), 1e6, -1.0, 0.0, 5 * target, target])
         n_steps = 1 + 7 * step % 256
-        controller.update(kl, n_steps)
+        assert controller.update(kl, wrap(n_steps)) == controller.value
         expected = frameworks.controller_step(expected, kl, target, n_steps, 1_000)
         assert controller.value == expected
+    assert (expected == 0) == (init == 0)
 
 
 @every_framework
@@ -137,7 +148,130 @@ def test_statistics_are_read_in_the_frameworks_unit(names):
     assert names.module.FixedKLController(0.3).update(batch) == 0.3
 
 
+# What the frameworks' own take, and klfast's does not: a coefficient of 0, n_steps as a float
+
+WHOLE = [
+    8.0,
+    np.float64(8),
+    np.float32(8),
+    np.int32(8),
+    np.array(8.0),
+    torch.tensor(8),
+    torch.tensor(8.0),
+    torch.tensor(8.0, dtype=torch.bfloat16),
+]
+ABSORBING = "coefficient of 0, which is absorbing"
+
+
+def described(number):
+    return f"{type(number).__name__}-{getattr(number, 'dtype', number)}"
+
+
+def silent(function, *arguments, **keywords):
+    """The function's result, where a warning would be an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*arguments, **keywords)
+
+
+def at_0(names, **options):
+    with pytest.warns(RuntimeWarning, match=ABSORBING):
+        return names.module.AdaptiveKLController(0.0, 0.1, 1_000, **options)
+
+
+@every_framework
+@pytest.mark.parametrize("zero", [0, 0.0, -0.0, np.float64(0)], ids=described)
+def test_a_coefficient_of_0_is_taken_and_warned_of_where_the_user_made_it(names, zero):
+    with pytest.warns(RuntimeWarning, match=ABSORBING) as caught:
+        controller = names.module.AdaptiveKLController(zero, 0.1, 1_000)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert type(controller.value) is float
+    assert repr(controller.value) == "0.0"
+
+
+@every_framework
+@pytest.mark.parametrize("bounds", [{}, {"min_coef": 0.05, "max_coef": 0.1}], ids=["", "bounds"])
+def test_0_stays_0_and_is_warned_of_once(names, bounds):
+    controller = at_0(names, **bounds)
+    batch = stats([6.0, 3.0], [4.0, 14.0])
+    for arguments in ((1e6, 8), (0.0, 10**9), (-1.0, 8.0), (batch,), (batch, 0)):
+        assert silent(controller.update, *arguments) == controller.value == 0
+    with pytest.warns(RuntimeWarning, match="skipped a KL of nan") as caught:
+        controller.update(math.nan, 8)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert (controller.value, controller.skipped) == (0, 1)
+
+
+@every_framework
+@pytest.mark.parametrize(
+    ("bad", "error_type"),
+    [(-0.1, ValueError), (math.nan, ValueError), (1e-7, ValueError), (False, TypeError)],
+    ids=str,
+)
+def test_0_is_the_only_coefficient_below_the_bounds(names, bad, error_type):
+    with pytest.raises(error_type, match="init_kl_coef must be a finite number >="):
+        names.module.AdaptiveKLController(bad, 0.1, 1_000)
+
+
+def test_klfasts_own_keeps_refusing_0():
+    with pytest.raises(ValueError, match="init_kl_coef must be"):
+        klfast.AdaptiveKLController(0.0, 0.1)
+    with pytest.raises(TypeError, match="n_steps must be an integer"):
+        klfast.AdaptiveKLController(0.1, 0.1).update(0.1, 8.0)
+
+
+@every_framework
+@pytest.mark.parametrize("n_steps", WHOLE, ids=described)
+def test_n_steps_may_be_any_whole_scalar(names, n_steps):
+    controller = adaptive(names)
+    expected = frameworks.controller_step(0.2, 3.0, 0.1, 8, 1_000)
+    assert controller.update(3.0, n_steps) == expected != 0.2
+    assert names.module.FixedKLController(0.3).update(3.0, n_steps) == 0.3
+
+
+@every_framework
+@pytest.mark.parametrize(
+    ("bad", "error_type"),
+    [
+        (8.5, TypeError),
+        (torch.tensor(8.5), TypeError),
+        (np.float32(8.5), TypeError),
+        (math.nan, TypeError),
+        (math.inf, TypeError),
+        (True, TypeError),
+        (torch.tensor([8.0]), TypeError),
+        ("8", TypeError),
+        (-8.0, ValueError),
+    ],
+    ids=str,
+)
+def test_n_steps_that_is_no_count_is_one_clear_error(names, bad, error_type):
+    for controller in (adaptive(names), names.module.FixedKLController(0.2)):
+        with pytest.raises(error_type, match="n_steps must be an integer >= 0") as error:
+            controller.update(3.0, bad)
+        assert "\n" not in str(error.value)
+        assert controller.value == 0.2
+
+
 # Factories
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kl_coef: verl.get_kl_controller(
+            SimpleNamespace(type="adaptive", kl_coef=kl_coef, target_kl=0.1, horizon=500)
+        ),
+        lambda kl_coef: roll.get_kl_controller(kl_coef, 0.1, 500),
+        lambda kl_coef: trlx.get_kl_controller(kl_coef, 6.0, 500),
+    ],
+    ids=["verl", "roll", "trlx"],
+)
+def test_factories_take_a_coefficient_of_0(make):
+    with pytest.warns(RuntimeWarning, match=ABSORBING) as caught:
+        controller = make(0.0)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert controller.update(9.0, 8.0) == 0
 
 
 CONFIG = {"kl_coef": 0.3, "target_kl": 0.2, "horizon": 500}
@@ -181,6 +315,11 @@ def test_trlxs_factory():
     assert type(adaptive) is trlx.AdaptiveKLController
     assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.3, 6, 500)
     assert adaptive.unit == "sequence"
+    assert trlx.get_kl_controller(0.3, 6, unit="token", max_coef=2.0).unit == "token"
+    with pytest.raises(TypeError, match="unknown option 'gain'"):
+        trlx.get_kl_controller(0.3, 6, gain=2.0)
+    with pytest.raises(TypeError, match="target must be a number when clip is given"):
+        trlx.get_kl_controller(0.3, clip=0.1)
 
 
 # Checkpoints
@@ -200,3 +339,37 @@ def test_checkpoints_go_from_klfasts_own_and_back(names):
     assert other.value == 0.3
     with pytest.raises(ValueError, match="kind"):
         compat.load_state_dict(fixed.state_dict())
+
+
+@every_framework
+def test_a_state_of_0_goes_round(names):
+    state = json.loads(json.dumps(at_0(names).state_dict()))
+    assert state == {"kind": "adaptive", "version": 1, "skipped": 0, "value": 0.0}
+
+    resumed = at_0(names)
+    silent(resumed.load_state_dict, state)  # it has warned already
+    assert resumed.state_dict() == state
+    assert resumed.update(9.0, 8) == 0
+
+    from_other = adaptive(names)
+    with pytest.warns(RuntimeWarning, match=ABSORBING) as caught:
+        from_other.load_state_dict(state)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert from_other.value == from_other.update(9.0, 8) == 0
+    silent(from_other.load_state_dict, {**state, "value": 0.5})  # and out of 0 again
+    assert from_other.update(9.0, 8) == frameworks.controller_step(0.5, 9.0, 0.1, 8, 1_000)
+
+    with pytest.raises(ValueError, match="value"):
+        klfast.AdaptiveKLController(0.2, 0.1).load_state_dict(state)
+
+
+@every_framework
+@pytest.mark.parametrize(
+    "carry_over",
+    [copy.copy, copy.deepcopy, lambda controller: pickle.loads(pickle.dumps(controller))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_at_0_stays_at_0_without_another_warning(names, carry_over):
+    copied = silent(carry_over, at_0(names))
+    assert silent(copied.update, 9.0, 8.0) == 0
+    silent(copied.load_state_dict, copied.state_dict())

@@ -1,11 +1,18 @@
 """The frameworks' controllers: klfast's own, under the names and argument names they use.
 
 One rule is behind all of them (Ziegler et al. 2019, section 2.2). Inside the bounds klfast's is the
-published one bit for bit. What differs: a NaN KL is skipped instead of kept for ever, the
-coefficient neither reaches 0 nor turns negative (``min_coef=1e-6``), ``target`` and ``horizon``
-must be > 0, the value stays a Python float whatever ``current`` is and is not set from outside
-(``load_state_dict`` does that), ``n_steps`` is an integer, and there is a ``state_dict`` for the
-checkpoint. ``update`` returns the new value, where theirs return None.
+published one bit for bit. As with the frameworks' own, the first coefficient may be 0, and
+``n_steps`` may be a whole float. What differs:
+
+- a NaN KL is skipped instead of kept for ever;
+- the coefficient neither falls to 0 nor turns negative (``min_coef=1e-6``, which is also the least
+  first coefficient that is not 0);
+- a coefficient of 0 is warned of, once per controller, because it stays 0 whatever the KL is;
+- ``target`` and ``horizon`` must be > 0, ``n_steps`` must be whole (8.0, not 8.5) and >= 0;
+- the value stays a Python float whatever ``current`` is, and is not set from outside
+  (``load_state_dict`` does that);
+- there is a ``state_dict`` for the checkpoint;
+- ``update`` returns the new value, where theirs return None.
 """
 
 from __future__ import annotations
@@ -14,9 +21,71 @@ from typing import Any
 
 from torch import Tensor
 
+from klfast import controllers as own
 from klfast.checks import check_number
-from klfast.controllers import AdaptiveKLController, FixedKLController
 from klfast.stats import KLStats
+
+
+class _WholeSteps(own.CoefficientController):
+    """A controller whose ``n_steps`` may be a whole float, as in the frameworks."""
+
+    def _check_n_steps(self, n_steps: object) -> int:
+        number = own.to_scalar(n_steps)
+        whole = isinstance(number, float) and number.is_integer()
+        return super()._check_n_steps(int(number) if whole else n_steps)
+
+
+class FixedKLController(_WholeSteps, own.FixedKLController):
+    """``klfast.FixedKLController``; ``n_steps`` of ``update`` may be a whole float."""
+
+
+class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
+    """``klfast.AdaptiveKLController`` that may start from 0.
+
+    The rule multiplies, so a coefficient of 0 is absorbing: it stays 0 for ever, whatever the KL
+    and ``min_coef`` are. It is warned of once per controller. ``n_steps`` of ``update`` may be a
+    whole float.
+
+    Args:
+        init_kl_coef: the first coefficient: 0, or within the bounds.
+        target: the KL to hold, > 0, in nats per ``unit``.
+        horizon: > 0, as of ``klfast.AdaptiveKLController``.
+        **options: ``clip``, ``unit`` (``"sequence"`` by default), ``min_coef``, ``max_coef``.
+
+    Raises:
+        TypeError: a setting is of the wrong type.
+        ValueError: a setting is NaN, infinite or out of its range.
+    """
+
+    _warned_of_0 = False
+
+    def __init__(
+        self, init_kl_coef: float, target: float, horizon: float = 10_000, **options: Any
+    ) -> None:
+        super().__init__(init_kl_coef, target, horizon, **options)
+        self._warn_of_0()
+
+    def _check_value(self, argument: str, value: object) -> float:
+        if check_number(argument, value, least=0) == 0:
+            return 0.0
+        return super()._check_value(argument, value)
+
+    def _bounded(self, value: float) -> float:
+        return super()._bounded(value) if self._value else 0.0
+
+    def _warn_of_0(self) -> None:
+        if self._value or self._warned_of_0:
+            return
+        self._warned_of_0 = True
+        own.warn_caller(
+            f"{type(self).__name__} has a coefficient of 0, which is absorbing: the rule "
+            "multiplies it, so it stays 0 whatever the KL is"
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As ``klfast.AdaptiveKLController.load_state_dict``; the coefficient may be 0."""
+        super().load_state_dict(state)
+        self._warn_of_0()
 
 
 class TokenAdaptiveKLController(AdaptiveKLController):
@@ -40,7 +109,7 @@ class VerlAdaptiveKLController(TokenAdaptiveKLController):
     def update(  # verl's name of the first argument
         self, current_kl: float | Tensor | KLStats, n_steps: int | None = None
     ) -> float:
-        """As ``klfast.AdaptiveKLController.update``."""
+        """As ``klfast.AdaptiveKLController.update``; ``n_steps`` may be a whole float."""
         return super().update(current_kl, n_steps)
 
 
@@ -52,3 +121,13 @@ class VerlFixedKLController(FixedKLController):
     ) -> float:
         """As ``klfast.FixedKLController.update``: the coefficient stays."""
         return super().update(current_kl, n_steps)
+
+
+def get_kl_controller(
+    init_kl_coef: float, target: float | None = None, horizon: float = 10_000, **options: Any
+) -> FixedKLController | AdaptiveKLController:
+    """As ``klfast.get_kl_controller``, of this module's controllers."""
+    own.check_options(target, options)
+    if target is None:
+        return FixedKLController(init_kl_coef)
+    return AdaptiveKLController(init_kl_coef, target, horizon, **options)

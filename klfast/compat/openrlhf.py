@@ -14,8 +14,8 @@ from torch import Tensor
 from klfast.api import kl_rewards
 from klfast.compat import logits as over_logits
 from klfast.compat.common import choose, per_token, straight_through, zeros_like
+from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import OPENRLHF
-from klfast.controllers import AdaptiveKLController, FixedKLController
 from klfast.estimator import Estimator
 
 __all__ = [

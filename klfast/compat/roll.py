@@ -11,9 +11,9 @@ from torch import Tensor
 
 from klfast.compat import logits as over_logits
 from klfast.compat.common import per_token_or_full
+from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import ROLL
-from klfast.controllers import FixedKLController
 
 __all__ = [
     "AdaptiveKLController",

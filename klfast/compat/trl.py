@@ -17,13 +17,13 @@ from torch import Tensor
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks import check_choice
 from klfast.compat.common import per_token, per_token_or_full
+from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
 from klfast.compat.trl_logits import (
     entropy_from_logits,
     selective_log_softmax,
     selective_log_softmax_and_entropy,
 )
-from klfast.controllers import AdaptiveKLController, FixedKLController
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

@@ -13,8 +13,12 @@ from torch import Tensor
 from klfast.api import kl_penalty
 from klfast.api import kl_rewards as klfast_rewards
 from klfast.compat.common import per_token
+from klfast.compat.controllers import (
+    AdaptiveKLController,
+    FixedKLController,
+    get_kl_controller,
+)
 from klfast.compat.presets import TRLX
-from klfast.controllers import AdaptiveKLController, FixedKLController, get_kl_controller
 from klfast.stats import KLStats
 
 __all__ = [
