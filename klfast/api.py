@@ -90,8 +90,9 @@ def kl_penalty(
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
         old_logprobs: log-probs under the policy that sampled the tokens; a constant.
         normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
-            (of ``token-mean`` the token count, of the others the sequence count): the global count
-            across ranks, for example.
+            (of ``token-mean`` the token count, of the others the sequence count). Under DDP and
+            FSDP, which average gradients: the count of all ranks divided by the world size. With
+            the undivided count the gradient comes out too small by the world size.
         coef: a number or 0-dim tensor; a constant.
         return_stats: also return :class:`klfast.KLStats` from the same read.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name

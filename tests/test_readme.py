@@ -1,4 +1,7 @@
-"""The README's examples run as they are written. Those of frameworks run in tests/peers."""
+"""The README's examples run as they are written.
+
+Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``.
+"""
 
 import pytest
 import readme
@@ -11,6 +14,7 @@ from klfast.compat import PatchError
 def test_every_example_has_a_test():
     assert set(readme.examples()) == {
         "before",
+        "data-parallel",
         "instead",
         "logits",
         "patch",

@@ -57,7 +57,7 @@ REDUCTIONS = {
 """``loss_type`` -> klfast's reduction."""
 
 GLOBAL_COUNT = ("cispo", "dapo", "vespo")
-"""Divided by the token count of the whole batch, gradient accumulation included."""
+"""Divided by the token count per rank of the whole batch, gradient accumulation included."""
 
 NEED_NORMALIZER = ("dr_grpo", *GLOBAL_COUNT)
 LEVELS = ("token", "sequence")
@@ -119,8 +119,9 @@ def kl_loss(
         loss_type: how tokens are averaged. ``grpo``, ``sapo``: mean over all B sequences of their
             means, ``luspo``: of their sums. ``bnpo``: mean over tokens. ``dr_grpo``, ``cispo``,
             ``dapo``, ``vespo``: sum over tokens / ``normalizer``.
-        normalizer: of the last four: B * max_completion_length for ``dr_grpo``, the global number
-            of tokens per process for the others.
+        normalizer: of the last four. For ``dr_grpo`` B * max_completion_length; for the others the
+            token count of all ranks, gradient accumulation included, divided by the number of
+            ranks, because their gradients are averaged.
         old_per_token_logps: see :func:`per_token_kl`, like the next.
         use_bias_correction_kl: see there.
         importance_sampling_level: ``"token"``: a weight per token; ``"sequence"``: one per

@@ -80,12 +80,22 @@ def agg_loss(
     """The scalar that verl makes of a per-token loss [B, T] under a mask [B, T].
 
     ``token-mean``, ``token-sum``, ``seq-mean-token-sum``, ``seq-mean-token-sum-norm`` (divided by
-    ``loss_scale_factor``, T by default) or ``seq-mean-token-mean``, times ``dp_size``, over the
-    global counts where given. Sequences without a kept token are left out.
+    ``loss_scale_factor``, T by default) or ``seq-mean-token-mean``, times ``dp_size``. Sequences
+    without a kept token are left out.
+
+    ``batch_num_tokens`` (of ``token-mean``) and ``global_batch_size`` (of the sequence modes)
+    replace this rank's own counts in the denominator. They are the counts of all data-parallel
+    ranks, *not* divided by the number of ranks: ``dp_size``, that number, is the factor which makes
+    up for DDP and FSDP averaging gradients. (``klfast.kl_penalty`` has no such factor: there the
+    ``normalizer`` is divided.) ``token-sum`` has no denominator.
 
     Differs from verl: NaN under the mask is never read (verl's sequence modes multiply by the
     mask), the mean over a local count of nothing is 0, not NaN, and a count that is given must be
     > 0; lower dtypes give fp32.
+
+    Raises:
+        ValueError: an unknown ``loss_agg_mode``; a count that is <= 0, or is missing where
+            ``dp_size`` > 1.
     """
     return _aggregated(
         loss_mat,
@@ -111,7 +121,7 @@ def kl_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """``agg_loss(kl_penalty(...), ...)`` in one read, value and gradient."""
+    """``agg_loss(kl_penalty(...), ...)`` in one read, value and gradient; arguments as there."""
     return _aggregated(
         logprob,
         ref_logprob,

@@ -228,7 +228,7 @@ def kl_divergence(
         temperature: of both, a number > 0.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
-        normalizer: see there.
+        normalizer: see there; under DDP and FSDP the count of all ranks over the world size.
         coef: see there.
         token_ids: [B, T] or [N], any integer dtype: also return the log-probs of these tokens under
             both models, from the same read, each with its gradient; 0 where masked.

@@ -1,0 +1,246 @@
+"""``normalizer`` under data parallelism, on two real ranks: DDP averages gradients.
+
+Each rank has half of the batch. With the count of all ranks divided by the world size, the gradient
+that DDP leaves on every rank is that of one process with the whole batch. All cases run in one pair
+of processes; the tests look at the gradients that these left behind.
+"""
+
+import datetime
+import itertools
+import math
+
+import pytest
+import readme
+import torch
+
+import klfast
+from klfast.compat import trl, verl
+
+WORLD_SIZE = 2
+SEQUENCES, TOKENS, WIDTH, WORDS = 4, 6, 5, 7
+SPLITS = {  # lengths of the sequences: the first two are rank 0's, the others rank 1's
+    "uneven": [6, 5, 2, 0],
+    "rank-without-a-token": [6, 2, 0, 0],
+}
+REDUCTIONS = ["token-mean", "seq-mean-token-mean"]
+FUNCTIONS = ["kl_penalty", "kl_divergence"]
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+
+def make_model():
+    """The policy, logits from features: the same in every process."""
+    torch.manual_seed(1)
+    return torch.nn.Linear(WIDTH, WORDS, dtype=torch.float64)
+
+
+def make_batch(split):
+    """(features, reference logits, token ids, mask) of the whole batch."""
+    generator = torch.Generator().manual_seed(2)
+    features = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
+    ref_logits = torch.randn(SEQUENCES, TOKENS, WORDS, dtype=torch.float64, generator=generator)
+    token_ids = torch.randint(WORDS, (SEQUENCES, TOKENS), generator=generator)
+    mask = torch.arange(TOKENS) < torch.tensor(SPLITS[split])[:, None]
+    return features, ref_logits, token_ids, mask
+
+
+def picked(logits, token_ids):
+    return logits.log_softmax(-1).gather(-1, token_ids[..., None]).squeeze(-1)
+
+
+def count(mask, reduction):
+    """What a mean divides by: kept tokens, or sequences that keep one."""
+    return mask.sum() if reduction == "token-mean" else mask.any(-1).sum()
+
+
+# What the ranks do
+
+
+def with_klfast(model, batch, function, reduction, normalizer):
+    features, ref_logits, token_ids, mask = batch
+    pair = model(features), ref_logits
+    if function == "kl_penalty":
+        pair = [picked(logits, token_ids) for logits in pair]
+    return getattr(klfast, function)(*pair, mask, reduction=reduction, normalizer=normalizer)
+
+
+def with_readme(model, batch):
+    features, ref_logits, token_ids, mask = batch
+    left = readme.run(
+        "data-parallel",
+        torch=torch,
+        klfast=klfast,
+        logprobs=picked(model(features), token_ids),
+        ref_logprobs=picked(ref_logits, token_ids),
+        mask=mask,
+    )
+    return left["loss_kl"]
+
+
+def with_verl(model, batch, reduction, total):
+    """The count of all ranks as it is: verl multiplies by the number of ranks."""
+    features, ref_logits, token_ids, mask = batch
+    pair = picked(model(features), token_ids), picked(ref_logits, token_ids)
+    counts = {"batch_num_tokens": total, "global_batch_size": total, "dp_size": WORLD_SIZE}
+    return verl.kl_loss(*pair, "k3", mask, reduction, **counts)
+
+
+def with_trl(model, batch, total):
+    features, ref_logits, token_ids, mask = batch
+    loss, _ = trl.kl_loss(
+        picked(model(features), token_ids),
+        picked(ref_logits, token_ids),
+        mask,
+        beta=1.0,
+        loss_type="dapo",
+        normalizer=total / WORLD_SIZE,
+        use_bias_correction_kl=False,
+    )
+    return loss
+
+
+def losses(model, whole, rank):
+    """Name -> loss of this rank's half of the batch."""
+    half = slice(rank * SEQUENCES // WORLD_SIZE, (rank + 1) * SEQUENCES // WORLD_SIZE)
+    batch = [tensor[half] for tensor in whole]
+    for reduction in REDUCTIONS:
+        total = count(whole[-1], reduction)
+        normalizers = {"divided": total / WORLD_SIZE, "undivided": total, "own": None}
+        for function, (name, normalizer) in itertools.product(FUNCTIONS, normalizers.items()):
+            loss = with_klfast(model, batch, function, reduction, normalizer)
+            yield (function, reduction, name), loss
+        yield ("verl", reduction), with_verl(model, batch, reduction, total)
+    yield ("trl",), with_trl(model, batch, count(whole[-1], "token-mean"))
+    yield ("readme",), with_readme(model, batch)
+
+
+def work(rank, folder):
+    """One rank: saves the gradients that DDP leaves it with."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(f"{folder}/store", WORLD_SIZE),
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    gradients = {}
+    for split in SPLITS:
+        for case, loss in losses(model, make_batch(split), rank):
+            model.zero_grad()
+            loss.backward()
+            gradients[(split, *case)] = [p.grad.clone() for p in model.parameters()]
+    torch.save(gradients, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """Case -> what DDP left; the same on both ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=WORLD_SIZE)
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD_SIZE)]
+    assert ranks[0].keys() == ranks[1].keys()
+    for case, gradient in ranks[0].items():
+        torch.testing.assert_close(ranks[1][case], gradient, rtol=0, atol=0)
+    return ranks[0]
+
+
+# What one process does
+
+
+def textbook(logits, ref_logits, token_ids, function):
+    """Per token, in float64 and by autograd: k3, or the reverse KL."""
+    if function == "kl_divergence":
+        log_p, log_q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    x = picked(logits, token_ids) - picked(ref_logits, token_ids)
+    return torch.exp(-x) - 1 + x
+
+
+def single_process(split, function, reduction, sequences=slice(None)):
+    """The gradient of the mean over the sequences; zeros if they keep no token."""
+    model = make_model()
+    features, ref_logits, token_ids, mask = (t[sequences] for t in make_batch(split))
+    kl = textbook(model(features), ref_logits, token_ids, function) * mask
+    if reduction == "token-mean":
+        loss = kl.sum() / max(1, mask.sum())
+    else:
+        means = kl.sum(-1) / mask.sum(-1).clamp(min=1)
+        loss = means.sum() / max(1, mask.any(-1).sum())
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_same(gradient, expected):
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def norm(gradient):
+    return math.hypot(*(part.norm() for part in gradient))
+
+
+def scaled(gradient, factor):
+    return [factor * part for part in gradient]
+
+
+every_split = pytest.mark.parametrize("split", SPLITS)
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
+
+
+@every_function
+@every_reduction
+@every_split
+def test_count_of_all_ranks_over_world_size_is_the_whole_batch(
+    gradients, split, reduction, function
+):
+    expected = single_process(split, function, reduction)
+    assert norm(expected) > 0.01
+    assert_same(gradients[split, function, reduction, "divided"], expected)
+
+
+@every_function
+@every_reduction
+@every_split
+def test_count_of_all_ranks_alone_is_off_by_the_world_size(gradients, split, reduction, function):
+    expected = single_process(split, function, reduction)
+    undivided = gradients[split, function, reduction, "undivided"]
+    assert_same(undivided, scaled(expected, 1 / WORLD_SIZE))
+
+
+@every_function
+@every_reduction
+@every_split
+def test_without_a_normalizer_it_is_the_mean_of_the_ranks_means(
+    gradients, split, reduction, function
+):
+    """A rank with few tokens then counts as much as one with many."""
+    halves = [single_process(split, function, reduction, half) for half in (slice(2), slice(2, 4))]
+    expected = [(a + b) / WORLD_SIZE for a, b in zip(*halves, strict=True)]
+    own = gradients[split, function, reduction, "own"]
+    assert_same(own, expected)
+    whole = single_process(split, function, reduction)
+    assert norm([a - b for a, b in zip(own, whole, strict=True)]) > 0.1 * norm(whole)
+
+
+@every_split
+def test_the_readmes_example_is_the_whole_batch(gradients, split):
+    expected = single_process(split, "kl_penalty", "token-mean")
+    torch.testing.assert_close(gradients[split, "readme"], expected, rtol=1e-6, atol=1e-8)
+
+
+@every_reduction
+@every_split
+def test_verl_takes_the_count_of_all_ranks_and_the_number_of_ranks(gradients, split, reduction):
+    expected = single_process(split, "kl_penalty", reduction)
+    assert_same(gradients[split, "verl", reduction], expected)
+
+
+@every_split
+def test_trl_takes_the_count_of_all_ranks_over_world_size(gradients, split):
+    assert_same(gradients[split, "trl"], single_process(split, "kl_penalty", "token-mean"))
