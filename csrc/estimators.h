@@ -10,14 +10,15 @@
 //
 // The sum is what the gradient of w f(x) holds when the weight w = exp(logprobs - old_logprobs) is
 // differentiated too: k3's is exactly x, where adding the two would cancel e^-x against itself.
-#define KLFAST_ESTIMATORS(ESTIMATOR)                                   \
-  ESTIMATOR(k1, x, T(1), x + T(1))                                     \
-  ESTIMATOR(abs, magnitude(x), sign(x), magnitude(x) + sign(x))        \
-  ESTIMATOR(k2, T(0.5) * x * x, x, T(0.5) * x * x + x)                 \
-  ESTIMATOR(k3, expm1_minus_argument<range>(-x), -expm1<range>(-x), x) \
-  ESTIMATOR(k3_ref, expm1_minus_argument<range>(x), expm1<range>(x),   \
-            expm1_minus_argument<range>(x) + expm1<range>(x))          \
-  ESTIMATOR(r_log_r, exp<range>(x) * x, exp<range>(x) * (T(1) + x), exp<range>(x) * (T(1) + x + x))
+#define KLFAST_ESTIMATORS(ESTIMATOR)                                                            \
+  ESTIMATOR(k1, x, T(1), x + T(1))                                                              \
+  ESTIMATOR(abs, magnitude(x), sign(x), magnitude(x) + sign(x))                                 \
+  ESTIMATOR(k2, T(0.5) * x * x, x, T(0.5) * x * x + x)                                          \
+  ESTIMATOR(k3, expm1_minus_argument<range>(-x), -expm1<range>(-x), x)                          \
+  ESTIMATOR(k3_ref, expm1_minus_argument<range>(x), expm1<range>(x),                            \
+            expm1_minus_argument<range>(x) + expm1<range>(x))                                   \
+  ESTIMATOR(r_log_r, exp<range>(x) * finite_below(x), exp<range>(x) * (T(1) + finite_below(x)), \
+            exp<range>(x) * (T(1) + finite_below(x) + finite_below(x)))
 
 namespace klfast::estimators {
 

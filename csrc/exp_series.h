@@ -119,6 +119,12 @@ KLFAST_HOST_DEVICE T sign(T x) {
   return select(x > T(0), T(1), select(x < T(0), T(-1), x));
 }
 
+// x, but -1000 below it, where exp is 0: times -infinity that would be NaN.
+template <typename T>
+KLFAST_HOST_DEVICE T finite_below(T x) {
+  return select(x < T(-1000), T(-1000), x);
+}
+
 // NaN stays NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from klfast.backends.reference import FORMULAS
 from klfast.checks import check_choice, check_number
@@ -82,7 +82,7 @@ class Estimator:
     importance_cap: float | None = None
     log_ratio_clip: float | tuple[float, float] | None = None
     kl_clip: float | None = None
-    clip_weighted: bool = False
+    clip_weighted: bool = field(default=False, kw_only=True)
     linear_tail: float | None = None
 
     def __post_init__(self) -> None:

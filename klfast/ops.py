@@ -129,20 +129,46 @@ def stats_of(per_sequence: Tensor) -> KLStats:
     return KLStats(kl, length, *others)
 
 
-def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
-    """Save for backward; autograd refuses inference tensors, which are kept as they are."""
-    if torch.compiler.is_compiling():  # which knows none
+def save(ctx: Any, tensors: Sequence[Tensor | None], *, copy: bool = True) -> bool:
+    """Save for backward; whether there are inference tensors among them.
+
+    Autograd refuses those, as it does not see their changes: they are kept as copies, or as they
+    are (``copy=False``) by a Function that looks for changes itself.
+    """
+    if torch.compiler.is_compiling():  # which knows no inference tensors
         ctx.inference = (None,) * len(tensors)
-    else:
-        ctx.inference = tuple(t if t is not None and t.is_inference() else None for t in tensors)
-    kept = zip(tensors, ctx.inference, strict=True)
+        ctx.save_for_backward(*tensors)
+        return False
+    found = [t if t is not None and t.is_inference() else None for t in tensors]
+    ctx.inference = tuple(t.clone() if copy and t is not None else t for t in found)
+    kept = zip(tensors, found, strict=True)
     ctx.save_for_backward(*(t if other is None else None for t, other in kept))
+    return any(t is not None for t in found)
 
 
 def saved(ctx: Any) -> list[Tensor | None]:
     """What was saved; a backward asks once, as checkpointing allows no more."""
     pairs = zip(ctx.saved_tensors, ctx.inference, strict=True)
     return [other if t is None else t for t, other in pairs]
+
+
+def take(ctx: Any, name: str) -> Any:
+    """An attribute of a Function's context, which is gone then; None if it is.
+
+    One of several threads that run the backward at once gets it.
+    """
+    return vars(ctx).pop(name, None)
+
+
+def take_unit_gradients(ctx: Any, grad_out: Tensor) -> Grads | None:
+    """The unit gradients of a one-read Function times ``grad_out``, for its first backward."""
+    grads: Grads | None = take(ctx, "unit_grads")
+    if grads is None:
+        return None
+    product = scaled(grads, grad_out, ctx.kernels)
+    if is_batched(grad_out):
+        ctx.unit_grads = grads  # the product has memory of its own
+    return product
 
 
 def _recompute(ctx: Any, inputs: list[Tensor | None], grad_out: Tensor) -> Grads:
@@ -208,19 +234,18 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def scaled(unit_grads: Grads, grad_out: Tensor, kernels: Kernels) -> Grads:
-    """Unit gradients times a scalar: in place, but for many scalars at once.
-
-    What is handed out belongs to autograd, which may change it: it serves for one backward.
+def scaled(grads: Grads, grad_out: Tensor, kernels: Kernels) -> Grads:
+    """Gradients times a scalar: in place, as autograd owns them from here on, but for many scalars
+    at once.
     """
     if is_batched(grad_out):
-        first, second = (None if grad is None else grad * grad_out for grad in unit_grads)
+        first, second = (None if grad is None else grad * grad_out for grad in grads)
         return first, second
     with torch.no_grad():
-        for grad in unit_grads:
+        for grad in grads:
             if grad is not None:
                 kernels.scale_(grad, grad_out)
-    return unit_grads
+    return grads
 
 
 class _KLPenalty(torch.autograd.Function):
@@ -249,15 +274,11 @@ class _KLPenalty(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
-        grads = ctx.unit_grads
-        # Whoever has its gradient already does not mind what became of the inputs.
+        grads = take_unit_gradients(ctx, grad_out)
+        # The first backward has its gradient, whatever became of the inputs.
         inputs = saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None:
             grads = _recompute(ctx, inputs, grad_out)
-        else:
-            if not is_batched(grad_out):
-                ctx.unit_grads = None  # handed out below
-            grads = scaled(grads, grad_out, ctx.kernels)
         return (*once(grads, *inputs[:2], grad_out), None)
 
 

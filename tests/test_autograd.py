@@ -285,6 +285,29 @@ def test_a_constant_may_come_out_of_inference_mode(backend, reduction, argument)
     assert same_bits(logprobs.grad, expected)
 
 
+@pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs", "mask"])
+@one_of_each_kind
+def test_an_inference_tensor_may_change_after_the_forward(backend, reduction, argument):
+    """Autograd does not see its changes: the gradients, first and second, are of what was read."""
+    logprobs, _ = leaves(3, 5)
+    with torch.inference_mode():
+        constants = {
+            "ref_logprobs": logprobs - 0.5,
+            "old_logprobs": logprobs + 0.1,
+            "mask": torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0]).repeat(3, 1),
+        }
+    ordinary = {name: constant.clone() for name, constant in constants.items()}
+    options = {"reduction": reduction, "backend": backend}
+    before = klfast.kl_penalty(logprobs, **ordinary, **options)
+    (expected,) = torch.autograd.grad(before.sum(), logprobs)
+    penalty = klfast.kl_penalty(logprobs, **{**ordinary, argument: constants[argument]}, **options)
+    with torch.inference_mode():
+        constants[argument].add_(5)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(penalty.sum(), logprobs, retain_graph=True)
+        torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-7)
+
+
 @every_reduction
 def test_statistics_carry_no_gradient(backend, reduction):
     inputs = leaves(3, 5)

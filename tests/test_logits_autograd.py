@@ -118,6 +118,30 @@ def test_inference_tensors_may_be_the_reference(backend, direction):
             assert same_bits(*grads)
 
 
+@every_direction
+def test_an_inference_tensor_that_changes_gives_no_gradient_of_other_logits(backend, direction):
+    """A row's own are copied; a scalar's first backward has its gradient, the second one raises."""
+    logits, ref_logits = (t.detach() for t in models())
+    (leaf,) = leaves(logits)
+    options = {"direction": direction, "backend": backend}
+    for reduction in ("none", "token-mean"):
+        with torch.inference_mode():
+            inferred = ref_logits.clone()
+        before = klfast.kl_divergence(leaf, ref_logits, reduction=reduction, **options)
+        (expected,) = torch.autograd.grad(before.sum(), leaf)
+        found = klfast.kl_divergence(leaf, inferred, reduction=reduction, **options)
+        with torch.inference_mode():
+            inferred[0, 0, 0] += 1e-3
+        (grad,) = torch.autograd.grad(found.sum(), leaf, retain_graph=True)
+        assert same_bits(grad, expected)
+        if reduction == "none" or backend == "reference":
+            (grad,) = torch.autograd.grad(found.sum(), leaf, retain_graph=True)
+            assert same_bits(grad, expected)
+        else:
+            with pytest.raises(RuntimeError, match="logits must not change between forward and"):
+                torch.autograd.grad(found.sum(), leaf, retain_graph=True)
+
+
 @every_reduction
 @every_direction
 def test_a_second_backward_is_right_after_the_first_gradient_was_changed(

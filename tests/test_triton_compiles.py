@@ -17,6 +17,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton_compile import build, build_nvidia, instructions, resources
 
+from klfast import Estimator
 from klfast.backends import triton_kernels, triton_launch
 from klfast.backends.triton_math import ESTIMATORS, LOG_LARGEST
 from klfast.backends.triton_tokens import Form
@@ -229,9 +230,8 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
 
     logprobs = tensor()
     edges = torch.arange(rows + 1) * width if packed else None
-    limits = (float("inf"), -float("inf"), float("inf"), float("inf"), float("inf"))
-    call = (logprobs, tensor(), None, tensor(), edges, None, None, "k3", "value", "differentiable")
-    call += (limits, reduction, coef, normalizer)
+    call = (logprobs, tensor(), None, tensor(), edges, None, None)
+    call += (*Estimator("k3").encoded, REDUCTIONS.index(reduction), coef, normalizer)
     scalar = reduction in REDUCTIONS[3:]
     _, per_sequence, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, False, True)
     shape = {"none": logprobs.shape}.get(reduction, () if scalar else (rows,))

@@ -38,7 +38,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda x: x.square() / 2,
     "k3": lambda x: torch.expm1(-x) + x,
     "k3_ref": lambda x: torch.expm1(x) - x,
-    "r_log_r": lambda x: torch.exp(x) * x,
+    "r_log_r": lambda x: torch.exp(x) * x.clamp(min=-1000),  # e^x x is 0 at -infinity
 }
 """f(x) of every estimator, x = logprobs - ref_logprobs. The list that everything else reads."""
 

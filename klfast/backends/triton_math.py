@@ -258,18 +258,24 @@ def k3_ref_sum(x):
 
 
 @triton.jit
+def finite_below(x):
+    """x, but -1000 below it, where exp is 0: times -infinity that would be NaN."""
+    return tl.where(x < -1000, -1000.0, x)
+
+
+@triton.jit
 def r_log_r_value(x):
-    return exp(x) * x
+    return exp(x) * finite_below(x)
 
 
 @triton.jit
 def r_log_r_derivative(x):
-    return exp(x) * (1 + x)
+    return exp(x) * (1 + finite_below(x))
 
 
 @triton.jit
 def r_log_r_sum(x):
-    return exp(x) * (1 + x + x)
+    return exp(x) * (1 + finite_below(x) + finite_below(x))
 
 
 class Formula(NamedTuple):

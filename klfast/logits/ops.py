@@ -167,12 +167,17 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
     generate_vmap_rule = False
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _TokenLogprobs.setup_context(ctx, inputs, output)
+        ctx.is_fresh = True
+
+    @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
         if ops.is_batched(grad_logprobs) or ops.is_batched(grad_entropy):
             raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
-        if getattr(ctx, "overwritten", False) or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or ops.take(ctx, "is_fresh") is None:
             raise RuntimeError(SERVES_ONE_BACKWARD)
         logits, *others = ops.saved(ctx)
         assert logits is not None
@@ -183,7 +188,6 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
             grad_logprobs.contiguous(),
             grad_entropy.contiguous() if ctx.want_entropy else None,
         )
-        ctx.overwritten = True
         # As torch's own ops do, for whoever has saved the logits too.
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None, None, None
@@ -204,7 +208,7 @@ class _KLRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, divergence, beta, temperature, ctx.kernels = inputs
+        *tensors, divergence, beta, temperature, ctx.rows_kernels = inputs
         ctx.options = (divergence, beta, temperature)
         rows, logprobs, ref_logprobs, saved = output
         ctx.has_tokens = tensors[2] is not None
@@ -231,7 +235,7 @@ def _recompute(
     needs = ctx.needs_input_grad[:2]
     row_grads = (grad_rows, *of_tokens)
     with torch.no_grad():
-        grads = ctx.kernels.kl_divergence_backward(
+        grads = ctx.rows_kernels.kl_divergence_backward(
             *tensors,
             *ctx.options,
             rows,
@@ -249,20 +253,16 @@ class _OneReadKL(torch.autograd.Function):
     def forward(
         ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        call, options, kernels, token_kernels = plan
-        shares = _shares(call, token_kernels)
-        needs = ctx.needs_input_grad[:2]
-        rows, _, _, saved, *unit_grads = kernels.kl_divergence(
-            first, second, None, call.keep, *options, shares, *needs
-        )
+        call, ctx.options, ctx.rows_kernels, ctx.kernels = plan
+        ctx.shares = _shares(call, ctx.kernels)
+        rows, saved, grads = _read(ctx, first, second, call.keep)
         reduced = call.reduce(rows)
-        result, per_sequence, *_ = token_kernels.forward(
+        result, per_sequence, *_ = ctx.kernels.forward(
             *reduced.tensors, *ops.options_of(reduced), None, False, False, reduced.return_stats
         )
-        ops.save(ctx, (first, second, None, call.keep, rows, saved))
-        ctx.kernels, ctx.token_kernels, ctx.options = kernels, token_kernels, options
-        ctx.shares = shares
-        ctx.unit_grads = ops.wanted(unit_grads, needs)
+        inputs = (first, second, None, call.keep, rows, saved)
+        ctx.has_inference = ops.save(ctx, inputs, copy=False)
+        ctx.unit_grads = grads
         ctx.mark_non_differentiable(per_sequence)
         ctx.set_materialize_grads(False)
         return result, per_sequence
@@ -271,15 +271,47 @@ class _OneReadKL(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
-        grads = ctx.unit_grads
+        grads = ops.take_unit_gradients(ctx, grad_out)
         saved = ops.saved(ctx) if grads is None or torch.is_grad_enabled() else []
-        if grads is None:
+        if grads is None and ctx.has_inference:
+            grads = _reread(ctx, saved, grad_out)
+        elif grads is None:
             grads = _recompute(ctx, saved, ctx.shares * grad_out, None, None)
-        else:
-            if not ops.is_batched(grad_out):
-                ctx.unit_grads = None  # handed out below
-            grads = ops.scaled(grads, grad_out, ctx.token_kernels)
         return (*ops.once(grads, *saved[:2], grad_out), None)
+
+
+def _read(
+    ctx: Any, first: Tensor, second: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor, ops.Grads]:
+    """(rows, what a backward needs of them, unit gradients) of a one-read Function."""
+    needs = ctx.needs_input_grad[:2]
+    rows, _, _, saved, *grads = ctx.rows_kernels.kl_divergence(
+        first, second, None, keep, *ctx.options, ctx.shares, *needs
+    )
+    return rows, saved, ops.wanted(grads, needs)
+
+
+def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> ops.Grads:
+    """The gradients by the forward's read, once more, of inference tensors that may have changed.
+
+    A copy would be of the size of the logits. The kernels are deterministic: a row that changed
+    does not come out with the same bits.
+
+    Raises:
+        RuntimeError: they have changed.
+    """
+    first, second, _, keep, rows, _ = saved
+    assert first is not None
+    assert second is not None
+    assert rows is not None
+    with torch.no_grad():
+        rows_now, _, grads = _read(ctx, first, second, keep)
+        if not torch.equal(rows_now.view(torch.uint8), rows.view(torch.uint8)):
+            raise RuntimeError(
+                "logits must not change between forward and backward; one of them is an inference "
+                "tensor and has changed"
+            )
+    return ops.scaled(grads, grad_out, ctx.kernels)
 
 
 def _shares(call: KLDivergenceCall, token_kernels: Kernels) -> Tensor:
