@@ -1,5 +1,6 @@
 # Each target sets up what it needs, once: .venv with the versions of constraints.txt, and the build.
-#   make demo     train a small language model under KL control, and write a report
+#   make demo     train a small language model under KL control, and write a report; an earlier
+#                 one is kept (DEMO_OPTIONS=--resume goes on with it)
 #   make test     lint and every test
 #   make test-peers   tests against trl, Liger, verl and OpenRLHF themselves, which it installs
 #   make lint     ruff, mypy, clang-format
@@ -11,6 +12,7 @@
 # PYTHON chooses the interpreter for .venv (3.10 to 3.13).
 
 PYTHON ?= python3
+DEMO_OPTIONS ?= --force
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

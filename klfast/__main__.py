@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from klfast.streams import replace_standard_streams
+
 # A command is a module with HELP, add_arguments(parser) and run(arguments) -> exit code.
 COMMANDS = {
     "bench": "klfast.bench.command",
@@ -17,6 +19,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 2 for a mistake on the command line."""
+    replace_standard_streams()
     parser = argparse.ArgumentParser(
         prog="klfast", description="The KL penalty of RL for language models."
     )

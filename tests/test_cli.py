@@ -33,6 +33,10 @@ def test_compare_writes_a_report_and_names_it(tmp_path, capsys):
         (["--arms", "adaptive,fixd"], "unknown arm 'fixd'; expected one of 'none', 'fixed-low'"),
         (["--arms", ","], "no arm given"),
         (["--steps", "0"], "steps must be a whole number >= 1, got 0"),
+        (
+            ["--seed", str(2**63)],
+            "seed must be a whole number <= 9223372036854775807, got 9223372036854775808",
+        ),
         (["--target", "nan"], "target must be a finite number > 0, got nan"),
         (["--target", "-1"], "target must be a finite number > 0, got -1.0"),
         (["--horizon", "0"], "horizon must be a finite number > 0, got 0.0"),
@@ -97,6 +101,72 @@ def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
     resumed = run.resume(settings, load_corpus(), tmp_path)
     assert resumed.rows == [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(resumed.rows) >= 2
+
+
+def shell(line, **environment):
+    """Exit code of the pipeline's first command, standard output and error."""
+    process = subprocess.run(
+        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "KLFAST": f"{sys.executable} -m klfast", **environment},
+    )
+    return process.returncode, process.stdout.decode(), process.stderr.decode()
+
+
+OUTPUTS = {
+    "ascii": ("", {"PYTHONIOENCODING": "ascii"}),
+    "latin-1": ("", {"PYTHONIOENCODING": "latin-1"}),
+    "C-locale": ("", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    "read-in-part": ("| head -n 1", {}),
+    "unread": ("| true", {}),
+    "all-unread": ("2>&1 | true", {}),
+    "closed": (">&-", {}),
+    "all-closed": (">&- 2>&-", {}),
+}
+COMMANDS = {
+    "compare": "compare --out out " + " ".join(SHORT),
+    "bench": "bench --quick --no-compile --rounds 1 --dtypes fp32 --ops forward --out bench.json",
+    "info": "info",
+    "help": "--help",
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of a POSIX shell")
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        *(("compare", output) for output in ("latin-1", "C-locale", "read-in-part", "closed")),
+        *(("bench", output) for output in ("ascii", "all-unread")),
+        *(("info", output) for output in OUTPUTS),
+        ("help", "unread"),
+    ],
+)
+def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
+    command, (redirection, environment) = COMMANDS[name], OUTPUTS[output]
+    code, _, errors = shell(f"cd {tmp_path}; $KLFAST {command} {redirection}", **environment)
+    assert (code, "Traceback" in errors, "rror:" in errors) == (0, False, False), errors
+    if name == "compare":
+        assert "Settings" in (tmp_path / "out" / "report.html").read_text()
+    if name == "bench":
+        assert json.loads((tmp_path / "bench.json").read_text())["rows"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+def test_what_an_encoding_lacks_is_a_question_mark(tmp_path):
+    code, printed, _ = shell(
+        f"cd {tmp_path}; $KLFAST {COMMANDS['compare']}", PYTHONIOENCODING="ascii"
+    )
+    assert code == 0
+    assert "?adaptive (Ziegler)?" in printed
+    assert printed.rstrip().endswith("Report: out/report.html")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full device")
+def test_a_full_disk_behind_the_output_is_still_an_error():
+    code, _, errors = shell("$KLFAST info > /dev/full")
+    assert code != 0
+    assert "No space left on device" in errors
 
 
 def test_importing_klfast_leaves_the_experiment_alone():

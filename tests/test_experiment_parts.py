@@ -311,6 +311,7 @@ def test_picture_of_one_arm_or_of_nothing_is_drawn():
     [
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
+        ({"seed": 2**63}, "seed must be a whole number <= 9223372036854775807, got 92233720368547"),
         ({"target": math.nan}, "target must be a finite number > 0, got nan"),
         ({"target": 0.0}, "target must be a finite number > 0, got 0.0"),
         ({"high_coef": math.inf}, "high_coef must be a finite number > 0, got inf"),

@@ -165,18 +165,6 @@ def test_a_finished_run_can_be_resumed_to_no_effect(whole, tmp_path):
     assert metrics(tmp_path / "copy") == metrics(whole)
 
 
-def test_an_earlier_run_is_kept(whole, tmp_path, capsys):
-    out = tmp_path / "copy"
-    shutil.copytree(whole, out)
-    (out / "notes.txt").write_text("mine")
-    compare(options(out, seed=1), stop=stop_after(0))
-    (earlier,) = (out / "earlier").iterdir()
-    assert str(earlier) in capsys.readouterr().out
-    assert (earlier / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert {path.name for path in earlier.iterdir()} == {path.name for path in whole.iterdir()}
-    assert (out / "notes.txt").read_text() == "mine"
-
-
 def contents(out):
     return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 

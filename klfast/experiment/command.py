@@ -51,12 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_folder,
         default=DEFAULT_OUT,
         help=f"output folder, for {', '.join(_FILES)} (default {DEFAULT_OUT})",
     )
-    parser.add_argument(
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument(
         "--resume", action="store_true", help="go on with the interrupted run in the output folder"
+    )
+    earlier.add_argument(
+        "--force",
+        action="store_true",
+        help="begin anew in the folder of an earlier run, which is moved to "
+        f"{folder.EARLIER}/<date> in it; without this it is refused",
     )
     parser.add_argument(
         "--no-bench", dest="bench", action="store_false", help="leave out the closing speed table"
@@ -65,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a folder, got ''")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen={name: value for name, value in vars(arguments).items() if name in known},
         out=arguments.out,
         resume=arguments.resume,
+        force=arguments.force,
         bench=arguments.bench,
     )
     try:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch
 from klfast.experiment import folder, run
 from klfast.experiment.accuracy import measure, read_accuracy
 from klfast.experiment.accuracy_plot import draw_estimators
+from klfast.experiment.lock import locked
 from klfast.experiment.model import count_parameters
 from klfast.experiment.plots import draw_curves
 from klfast.experiment.report import ReportData, SpeedRow, render_report
@@ -40,6 +42,7 @@ class Options:
     chosen: dict[str, object]
     out: Path
     resume: bool = False
+    force: bool = False
     bench: bool = True
 
 
@@ -54,14 +57,22 @@ def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
     """Runs the experiment and writes its report; False if it was interrupted (also by ``stop``).
 
     Raises:
-        CompareError: something the user can mend is wrong. Nothing has then been computed,
-            and no file of an earlier run has been touched.
+        CompareError: something the user can mend is wrong, or another process holds the folder.
+            Nothing has then been computed, and no file of an earlier run has been touched.
     """
     check_extras()
     from rich.console import Console
 
     console = Console()
-    experiment = prepare(options, console)
+    begin = _check(options)
+    folder.check_writable(options.out)
+    with locked(options.out, partial(_print_line, console)):
+        return _run(begin(options, console), options, stop, console)
+
+
+def _run(
+    experiment: Run, options: Options, stop: Callable[[], bool] | None, console: Console
+) -> bool:
     with one_thread():
         try:
             _compute(experiment, stop, console)
@@ -73,26 +84,36 @@ def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
         console.print("Interrupted. Everything done so far is saved; go on with --resume.")
     elif options.bench:
         finished = _add_speed(experiment, console)
-    console.print(f"Report: {report}", soft_wrap=True, highlight=False)
+    _print_line(console, f"Report: {report}")
     return finished
 
 
-def prepare(options: Options, console: Console) -> Run:
-    """Checks everything that can be wrong; only then touches the folder."""
+def _print_line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _check(options: Options) -> Callable[[Options, Console], Run]:
+    """Checks what can be wrong before the folder is touched; returns what begins the run in it."""
     if options.resume:
-        return _prepare_resume(options, console)
+        run.stored_settings(options.out)
+        return _resume
     settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by value below
     check_settings(settings)
     corpus = load_corpus()
     check_text(corpus, settings)
-    folder.check_writable(options.out)
-    earlier = folder.set_aside(options.out)
-    if earlier is not None:
-        console.print(f"The earlier run is kept in {earlier}", soft_wrap=True, highlight=False)
+    folder.check_ours(options.out)
+    return partial(_start, settings, corpus)
+
+
+def _start(settings: Settings, corpus: Corpus, options: Options, console: Console) -> Run:
+    if not options.force:
+        folder.check_no_run(options.out)
+    elif (earlier := folder.set_aside(options.out)) is not None:
+        _print_line(console, f"The earlier run is kept in {earlier}")
     return run.start(settings, corpus, options.out)
 
 
-def _prepare_resume(options: Options, console: Console) -> Run:
+def _resume(options: Options, console: Console) -> Run:
     settings, environment = run.stored_settings(options.out)
     for name, value in options.chosen.items():
         stored = getattr(settings, name)
@@ -108,7 +129,6 @@ def _prepare_resume(options: Options, console: Console) -> Run:
             f"cannot resume: this Python's text ({now['python']}) is not the one that the run in "
             f"{options.out} began with ({environment.get('python')})"
         )
-    folder.check_writable(options.out)
     changed = [key for key in now if environment.get(key) != now[key]]
     if changed:
         what = ", ".join(f"{key} was {environment.get(key)} and is {now[key]}" for key in changed)

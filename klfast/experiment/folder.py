@@ -1,4 +1,4 @@
-"""The output folder: whole files only, and an earlier run is set aside, never overwritten."""
+"""The output folder: whole files only; what others wrote is refused, an earlier run set aside."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from klfast.experiment.lock import LOCK
 from klfast.experiment.settings import CompareError
 
 SETTINGS = "settings.json"
@@ -22,7 +23,10 @@ ESTIMATORS = "estimators.png"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 EARLIER = "earlier"
-_OURS = (SETTINGS, METRICS, CURVES, ESTIMATORS, REPORT, CHECKPOINTS)
+_RECORD = {"version", "settings", "environment"}  # the keys of the file of settings
+
+_OURS = (METRICS, CURVES, ESTIMATORS, REPORT, CHECKPOINTS, SETTINGS)
+_TEMPORARY = (".writable.", *(f".{name}." for name in _OURS))  # left behind by kill -9
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -50,8 +54,48 @@ def check_writable(out: Path) -> None:
         raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
 
 
+def check_ours(out: Path) -> None:
+    """Raises :class:`CompareError` for a folder with files, but none of klfast's settings."""
+    try:
+        names = sorted(path.name for path in out.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
+    if SETTINGS in names:
+        foreign = None if _is_ours(out / SETTINGS) else SETTINGS
+    else:
+        others = (n for n in names if n not in (LOCK, EARLIER) and not n.startswith(_TEMPORARY))
+        foreign = next(others, None)
+    if foreign is not None:
+        raise CompareError(
+            f"{out} is no folder of klfast compare, which did not write its {foreign}; "
+            "choose a new or an empty folder"
+        )
+
+
+def check_no_run(out: Path) -> None:
+    """Raises :class:`CompareError` where there is an earlier run."""
+    if (out / SETTINGS).exists():
+        raise CompareError(
+            f"{out} holds an earlier run: go on with it (--resume), move it to {out / EARLIER} and "
+            "begin anew (--force), or choose another folder"
+        )
+
+
+def _is_ours(settings: Path) -> bool:
+    try:
+        record = json.loads(settings.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.keys() == _RECORD
+
+
 def set_aside(out: Path) -> Path | None:
-    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any."""
+    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any.
+
+    The file of settings goes last: until then the folder is known as that of a run.
+    """
     present = [out / name for name in _OURS if (out / name).exists()]
     if not present:
         return None

@@ -224,5 +224,5 @@ def _damaged(path: Path, error: Exception | str) -> str:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"cannot resume: {path} is damaged ({reason}); "
-        "start again without --resume: the earlier run's files are kept"
+        "begin anew with --force, which keeps the earlier run's files, or in another folder"
     )

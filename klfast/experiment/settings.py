@@ -70,6 +70,7 @@ class Settings:
 
 
 _LEAST = {"seed": 0, "group": 2}
+_MOST = 2**63 - 1  # the largest int64
 _POSITIVE = (
     *("target", "low_coef", "high_coef", "init_coef", "horizon", "gain"),
     *("learning_rate", "pretrain_learning_rate"),
@@ -82,8 +83,10 @@ def check_settings(settings: Settings) -> None:
         value = getattr(settings, field.name)
         if field.type == "int":
             least = _LEAST.get(field.name, 1)
-            if type(value) is not int or not least <= value < 2**63:
+            if type(value) is not int or value < least:
                 raise CompareError(f"{field.name} must be a whole number >= {least}, got {value!r}")
+            if value > _MOST:
+                raise CompareError(f"{field.name} must be a whole number <= {_MOST}, got {value!r}")
         if field.name in _POSITIVE and not (
             isinstance(value, (int, float)) and math.isfinite(value) and value > 0
         ):
