@@ -16,6 +16,14 @@ def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
     raise error(f"unknown {argument} {value!r}; expected one of {expected}")
 
 
+def shown(value: object) -> str:
+    """``repr(value)`` for an error; Python refuses to print integers of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a number of type {type(value).__name__} with too many digits to print"
+
+
 def check_number(
     argument: str, value: object, *, above: float | None = None, least: float | None = None
 ) -> float:
@@ -27,7 +35,7 @@ def check_number(
         wanted += f" >= {least}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{argument} must be {wanted}, got {value!r} of type {type(value).__name__}"
+            f"{argument} must be {wanted}, got {shown(value)} of type {type(value).__name__}"
         )
     try:
         number = float(value)
@@ -35,5 +43,5 @@ def check_number(
         number = math.inf
     too_low = (above is not None and number <= above) or (least is not None and number < least)
     if not math.isfinite(number) or too_low:
-        raise ValueError(f"{argument} must be {wanted}, got {value!r}")
+        raise ValueError(f"{argument} must be {wanted}, got {shown(value)}")
     return number

@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from klfast.checks import check_choice, check_number
+from klfast.checks import check_choice, check_number, shown
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -62,13 +62,16 @@ def warn_caller(message: str) -> None:
 
 
 def check_count(argument: str, value: object, least: int) -> int:
-    """Return ``value`` as an int, or raise unless it is an integer >= ``least``."""
+    """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within float64."""
     count = to_scalar(value)
     if isinstance(count, bool) or not isinstance(count, Integral):
-        raise TypeError(f"{argument} must be an integer >= {least}, got {value!r}")
-    if count < least:
-        raise ValueError(f"{argument} must be an integer >= {least}, got {value!r}")
-    return int(count)
+        raise TypeError(f"{argument} must be an integer >= {least}, got {shown(value)}")
+    count = int(count)
+    if not least <= count <= sys.float_info.max:
+        raise ValueError(
+            f"{argument} must be an integer >= {least} within float64, got {shown(value)}"
+        )
+    return count
 
 
 class KLReader(ABC):
@@ -100,8 +103,12 @@ class KLReader(ABC):
         if isinstance(kl, bool) or not isinstance(kl, Real):
             got = textwrap.shorten(repr(current), 60, placeholder="...")
             raise TypeError(f"current must be a number, a 0-dim tensor or a KLStats, got {got}")
+        try:
+            kl = float(kl)
+        except OverflowError:  # an integer or a fraction beyond float64
+            kl = math.inf if kl > 0 else -math.inf
         if math.isfinite(kl):
-            return float(kl)
+            return kl
         self._skipped += 1
         if self._skipped == 1:
             warn_caller(
@@ -170,8 +177,9 @@ class CoefficientController(KLReader):
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
-                mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
-                and warned of once. So is a ``KLStats`` that keeps no token, which has no mean.
+                mean is taken by ``unit``. NaN, inf or a number beyond float64 changes nothing: it
+                is counted in ``skipped`` and warned of once. So is a ``KLStats`` that keeps no
+                token, which has no mean.
             n_steps: the number of sequences in the batch (over all ranks); those of the ``KLStats``
                 by default. Only ``AdaptiveKLController`` uses it, and needs it with a plain number.
 
@@ -180,7 +188,7 @@ class CoefficientController(KLReader):
 
         Raises:
             TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
-            ValueError: ``n_steps`` is negative.
+            ValueError: ``n_steps`` is negative or beyond float64.
         """
         if n_steps is not None:
             n_steps = self._check_n_steps(n_steps)

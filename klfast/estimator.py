@@ -93,7 +93,7 @@ class Estimator:
         check_choice("importance", self.importance, IMPORTANCE)
         for limit in ("importance_cap", "kl_clip", "linear_tail"):
             if (value := getattr(self, limit)) is not None:
-                check_number(limit, value, above=0)
+                object.__setattr__(self, limit, check_number(limit, value, above=0))
         if not isinstance(self.clip_weighted, bool):
             raise TypeError(f"clip_weighted must be True or False, got {self.clip_weighted!r}")
         clip: object = self.log_ratio_clip
@@ -128,7 +128,8 @@ class Estimator:
         clip = self.log_ratio_clip
         if clip is None:
             return (-math.inf, math.inf)
-        return (float(clip[0]), float(clip[1])) if isinstance(clip, tuple) else (-clip, clip)
+        lo, hi = clip if isinstance(clip, tuple) else (-clip, clip)
+        return (float(lo), float(hi))
 
 
 def _check_log_ratio_clip(clip: object) -> None:

@@ -29,6 +29,9 @@ class KLStats(NamedTuple):
     Of :func:`klfast.kl_divergence`, ``kl`` sums the exact divergences and ``nonfinite`` counts the
     tokens whose divergence is NaN or infinite; ``k1``, ``k2``, ``k3`` and ``max_log_ratio`` are of
     the tokens in ``token_ids``, and NaN without them; ``clipped`` is 0.
+
+    ``torch.load(weights_only=True)`` loads statistics that ``torch.save`` wrote, once klfast is
+    imported.
     """
 
     kl: Tensor
@@ -79,6 +82,9 @@ class KLStats(NamedTuple):
             "nonfinite": self.nonfinite.sum(),
         }
         return {prefix + name: value for name, value in scalars.items()}
+
+
+torch.serialization.add_safe_globals([KLStats])
 
 
 def per_token(total: Tensor, length: Tensor) -> Tensor:

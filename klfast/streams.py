@@ -1,9 +1,9 @@
 """Standard output and error of the commands, which end no command.
 
 A character that the stream's encoding lacks is written as ``?``. Text written after the reader has
-closed its end of a pipe (``| head``), or to a stream that was closed from the start, is dropped: the
-command runs on, and its files and its exit code are as without a pipe. Other errors, such as a full
-disk behind the stream, are raised.
+closed its end of a pipe (``| head``), or to a stream that was closed from the start, is dropped:
+the command runs on, and its files and its exit code are as without a pipe. Other errors, such as a
+full disk behind the stream, are raised.
 """
 
 from __future__ import annotations

@@ -31,6 +31,17 @@ def checks_requested() -> bool:
     return os.environ.get("KLFAST_CHECK") == "1"
 
 
+def holds_values(tensor: Tensor) -> bool:
+    """Whether a CPU's tensor can be read here: a plain one, where nothing is traced."""
+    return (
+        not are_tracing()
+        and not torch._C._is_tracing()
+        and type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 def check_values(call: KLCall) -> None:
     """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
     tensors = call.tensors
@@ -44,8 +55,20 @@ def check_values(call: KLCall) -> None:
 
 
 def check_token_logprobs_values(call: TokenLogprobsCall) -> None:
-    """Raise ValueError if a kept token's id is no word."""
+    """Raise ValueError for a bad weight in the mask, or if a kept token's id is no word."""
+    check_keeping_mask(call)
     check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
+
+
+def check_keeping_mask(call: TokenLogprobsCall) -> None:
+    """Raise ValueError if a mask, of which ``keep`` was made, holds what a mask must not."""
+    mask = call.mask
+    if mask is None or mask.dtype in (torch.bool, torch.uint8) or not mask.numel():
+        return
+    dtype = arithmetic_dtype(call.logits)
+    least, most = (bound.item() for bound in mask.aminmax())
+    if not (least >= 0 and most <= torch.finfo(dtype).max):  # NaN is neither
+        _check_mask_values(mask.to(dtype))
 
 
 def check_divergence_values(call: KLDivergenceCall) -> None:

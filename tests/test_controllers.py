@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -304,6 +305,43 @@ def test_n_steps_must_be_a_count(kind, bad, error_type):
             controller.update(current, bad)
         assert_one_line(error, "n_steps must be an integer >= 0", repr(bad))
     assert (controller.value, controller.skipped) == (0.1, 0)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "huge",
+    [2**5000, -(2**5000), 10**5000, Fraction(10**400, 3), Fraction(-(10**400), 3)],
+    ids=["2**5000", "-2**5000", "10**5000", "10**400/3", "-10**400/3"],
+)
+def test_a_number_beyond_float64_is_skipped_like_inf(kind, huge):
+    controller = MAKERS[kind]()
+    before = controller.value
+    sign = "-" if huge < 0 else ""
+    with pytest.warns(RuntimeWarning, match=f"skipped a KL of {sign}inf;"):
+        assert controller.update(huge, 1) == before
+    assert controller.skipped == 1
+
+
+@every_kind
+@pytest.mark.parametrize("huge", [2**5000, 10**5000], ids=["2**5000", "10**5000"])
+def test_n_steps_beyond_float64_is_refused(kind, huge):
+    controller = MAKERS[kind]()
+    with pytest.raises(ValueError, match="n_steps must be an integer >= 0 within float64") as error:
+        controller.update(9.0, huge)
+    assert_one_line(error)
+    assert (controller.value, controller.skipped) == (0.1, 0)
+
+
+def test_n_steps_may_be_the_largest_float64():
+    controller = AdaptiveKLController(0.1, 6.0, max_coef=2.0)
+    assert controller.update(9.0, int(sys.float_info.max)) == 2.0
+
+
+@pytest.mark.parametrize("huge", [2**5000, -(10**5000)], ids=["2**5000", "-10**5000"])
+def test_settings_beyond_float64_are_refused(huge):
+    with pytest.raises(ValueError, match="target must be a finite number > 0, got") as error:
+        AdaptiveKLController(0.1, huge)
+    assert_one_line(error)
 
 
 # Settings

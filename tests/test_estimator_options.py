@@ -1,7 +1,9 @@
 """Every field of Estimator on every estimator: values, gradients, and the order of the limits."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from agreement import assert_agrees
@@ -59,6 +61,32 @@ def value_and_grad(backend, estimator, logprob, ref_logprob=0.0, old_logprob=Non
     )
     (grad,) = torch.autograd.grad(value, logprobs)
     return value.item(), grad.item()
+
+
+@pytest.mark.parametrize(
+    "number", [Fraction(1, 3), np.float32(0.75), 1], ids=lambda number: type(number).__name__
+)
+@pytest.mark.parametrize("field", ["log_ratio_clip", "kl_clip", "linear_tail", "importance_cap"])
+def test_any_real_number_is_a_limit(backend, field, number):
+    """As the float that it is, on every backend; log_ratio_clip alone and in a pair."""
+    pairs = [(number, float(number))]
+    if field == "log_ratio_clip":
+        pairs.append(((-number, 2 * number), (-float(number), 2 * float(number))))
+    logprobs, ref_logprobs, old_logprobs = tokens()
+    for limit, as_float in pairs:
+        found, expected = (
+            klfast.kl_penalty(
+                logprobs,
+                ref_logprobs,
+                old_logprobs=old_logprobs,
+                estimator=Estimator("k3", **{field: value}),
+                backend=backend,
+            )
+            for value in (limit, as_float)
+        )
+        assert torch.equal(found, expected)
+        *_, limits = Estimator("k3", **{field: limit}).encoded
+        assert all(type(bound) is float for bound in limits)
 
 
 @every_importance

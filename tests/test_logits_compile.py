@@ -167,6 +167,19 @@ def test_dynamic_shapes_compile_once(backend, packed):
     assert compilations[1:] == compilations[:-1]
 
 
+@pytest.mark.parametrize("option", ["temperature", "jsd_beta"])
+def test_true_is_no_number_in_compiled_code_either(option):
+    logits, ref_logits = random_logits(2, 3, 7)
+
+    def divergence(value):
+        return klfast.kl_divergence(logits, ref_logits, direction="jsd", **{option: value})
+
+    with pytest.raises(TypeError, match=f"{option} must be a finite number > 0, got True of type"):
+        torch.compile(divergence, backend="aot_eager")(True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(divergence)(True)
+
+
 def test_a_second_derivative_of_compiled_code_raises():
     leaf, ref_logits = leaves(*random_logits(2, 3, 7))
     function = compiled(

@@ -133,6 +133,18 @@ TOKENS_TYPES = {
     },
 }
 TOKENS_VALUES = {
+    **{
+        f"ignore_index-{name}": (
+            {"ignore_index": value},
+            f"ignore_index must be within int64, got {got}",
+        )
+        for name, value, got in (
+            ("2**63", 2**63, 2**63),
+            ("2**70", 2**70, 2**70),
+            ("-2**63-1", -(2**63) - 1, -(2**63) - 1),
+            ("10**5000", 10**5000, "a number of type int with too many digits to print"),
+        )
+    },
     "an-id-beside-ignored-ones": (
         {"token_ids": ids(-2), "ignore_index": 1},
         r"token_ids must be in \[0, 5\) where tokens are kept, got -2 at token 4$",
@@ -171,7 +183,24 @@ def packed(cu_seqlens):
     return {"logits": zeros(6, 5), "ref_logits": zeros(6, 5), "cu_seqlens": cu_seqlens}
 
 
+MASK_VALUES = {
+    f"mask-of-{value}-{dtype}": (
+        {"mask": weights(value, dtype)},
+        rf"mask must hold finite weights >= 0, got {float(value)} at \[1, 1\]",
+    )
+    for value, dtype in (
+        (-1.0, torch.float32),
+        (-0.5, torch.bfloat16),
+        (-1, torch.int64),
+        (-1, torch.int8),
+        (NAN, torch.float32),
+        (NAN, torch.float16),
+        (INF, torch.float64),
+    )
+}
+
 DIVERGENCE_VALUES = {
+    **MASK_VALUES,
     **{
         f"{len(shape)}-dim-logits": (
             {"logits": zeros(shape), "ref_logits": zeros(shape)},
@@ -228,19 +257,6 @@ DIVERGENCE_VALUES = {
         for value in (0, 0.0, -0.5, 1, 1.0, 2.0, NAN, INF)
     },
     **{
-        f"mask-of-{value}-{dtype}": (
-            {"mask": weights(value, dtype)},
-            rf"mask must hold finite weights >= 0, got {float(value)} at \[1, 1\]",
-        )
-        for value, dtype in (
-            (-1.0, torch.float32),
-            (-0.5, torch.bfloat16),
-            (-1, torch.int64),
-            (NAN, torch.float32),
-            (INF, torch.float64),
-        )
-    },
-    **{
         f"coef-{value}": ({"coef": value}, f"coef must be a finite number, got {value}")
         for value in (NAN, INF)
     },
@@ -281,7 +297,7 @@ requires_grad = pytest.mark.parametrize("requires_grad", [False, True], ids=["no
 @requires_grad
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
-    cases({**LOGITS_TYPES, **TOKENS_TYPES}, {**LOGITS_VALUES, **TOKENS_VALUES}),
+    cases({**LOGITS_TYPES, **TOKENS_TYPES}, {**LOGITS_VALUES, **TOKENS_VALUES, **MASK_VALUES}),
 )
 @not_emulated
 def test_token_logprobs_refuses(backend, arguments, error, message, requires_grad):

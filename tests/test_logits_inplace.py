@@ -77,6 +77,76 @@ def test_a_leaf_is_refused(backend):
     assert call(leaf.detach(), ids, backend).shape == (2, 3)
 
 
+class Passed(torch.autograd.Function):
+    """The same memory, which autograd does not know: no view, a result."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Doubled(Passed):
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits
+
+
+class PassedBeside(Passed):
+    @staticmethod
+    def forward(ctx, other, logits):
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+PASSING = {
+    "once": Passed.apply,
+    "twice": lambda t: Passed.apply(Passed.apply(t)),
+    "then-viewed": lambda t: Passed.apply(t).view(3, 2, 37),
+    "of-a-view": lambda t: Passed.apply(t.view(3, 2, 37)),
+    "of-a-slice": lambda t: Passed.apply(t[:1]),
+    "beside-another": lambda t: PassedBeside.apply(torch.ones(3, requires_grad=True) * 2, t),
+}
+
+
+@pytest.mark.parametrize("passing", PASSING.values(), ids=PASSING)
+def test_a_leaf_behind_a_function_that_returns_its_memory_is_refused(backend, passing):
+    leaf, _, _ = computed()
+    logits = passing(leaf)
+    with pytest.raises(ValueError, match=r"inplace_backward=True needs logits that a model has"):
+        call(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), backend)
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [lambda t: Passed.apply(t * 1), Doubled.apply, lambda t: Doubled.apply(Passed.apply(t))],
+    ids=["of-computed-logits", "computing", "computing-of-passed"],
+)
+def test_other_functions_in_python_are_served(backend, passing):
+    leaf, _, ids = computed()
+    before = leaf.detach().clone()
+    expected = torch.autograd.grad(
+        klfast.token_logprobs(passing(leaf), ids, backend=backend).sum(), leaf
+    )
+    call(passing(leaf), ids, backend).sum().backward()
+    assert same_bits(leaf.grad, expected[0])
+    assert same_bits(leaf.detach(), before)
+
+
+def test_a_negated_view_is_refused(backend):
+    _, logits, ids = computed()
+    with pytest.raises(ValueError, match="needs logits whose memory holds their values"):
+        call(torch._neg_view(logits), ids, backend)
+    resolved = torch._neg_view(logits).resolve_neg()
+    call(resolved, ids, backend).sum().backward()
+
+
 @pytest.mark.parametrize(
     "layout",
     [lambda t: t.transpose(0, 1), lambda t: t[:, :-1], lambda t: t[..., ::2]],

@@ -127,6 +127,14 @@ def example():
     return KLStats(**{name: torch.tensor(values) for name, values in fields.items()})
 
 
+def test_stats_are_saved_and_loaded_as_weights_alone(tmp_path):
+    torch.save({"stats": example()}, tmp_path / "stats.pt")
+    loaded = torch.load(tmp_path / "stats.pt", weights_only=True)["stats"]
+    assert type(loaded) is KLStats
+    for found, expected in zip(loaded, example(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_token_mean_is_per_kept_token():
     assert example().token_mean() == 9 / 5
 

@@ -16,9 +16,11 @@ from klfast.stats import KLStats
 from klfast.value_checks import (
     are_tracing,
     check_divergence_values,
+    check_keeping_mask,
     check_token_logprobs_values,
     check_values,
     checks_requested,
+    holds_values,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for. See ``klfast.token_logprobs``."""
     if _checks(call.logits):
         check_token_logprobs_values(call)
+    elif call.mask is not None and holds_values(call.mask):
+        check_keeping_mask(call)  # the kernel reads ``keep``
     return logits_ops.token_logprobs(call, logits_kernels())
 
 

@@ -67,15 +67,18 @@ def token_logprobs(
             top-k or top-p sampling leaves out) has probability 0 and no gradient. Gradients reach
             them in their own dtype.
         token_ids: [...], any integer dtype.
-        mask: [...], any dtype: where it is 0 the token does not exist; its row is not read, its
-            results are 0 and its gradient too, whatever its logits and its id are. None keeps all.
+        mask: [...], any dtype, finite and >= 0: where it is 0 the token does not exist; its row is
+            not read, its results are 0 and its gradient too, whatever its logits and its id are.
+            None keeps all.
         ignore_index: an id that marks tokens that do not exist either, such as -100.
         temperature: a number > 0.
         return_entropy: also return the entropies, [...].
         inplace_backward: let the backward write the gradient over the logits instead of into new
             memory. For those who know that nobody needs the logits any more: autograd raises
             where an op has saved them, not where a caller holds them. The logits must be
-            contiguous and no leaf; a second backward raises.
+            contiguous, not negated (``torch._neg_view``) and no leaf, nor share the memory of one
+            through Python ``autograd.Function``s that return their input detached; the same in C++
+            is not seen. A second backward raises.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
 

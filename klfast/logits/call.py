@@ -29,6 +29,8 @@ class TokenLogprobsCall(NamedTuple):
     inplace_backward: bool
     shape: torch.Size
     """Of the results."""
+    mask: Tensor | None
+    """As given: for the check of its values alone."""
 
 
 class KLDivergenceCall(NamedTuple):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 SERVES_ONE_BACKWARD = (
     "inplace_backward=True serves one backward, which leaves the gradient in the memory of logits; "
     "for a second one, or create_graph, call without it"
 )
+
+
+_NEAR = 64
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -22,11 +29,32 @@ def why_not_inplace(logits: Tensor) -> str | None:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return "cannot be used under torch.compile or torch.func"
     memory_of = logits if logits._base is None else logits._base
-    if memory_of.is_leaf and memory_of.requires_grad:
+    if (memory_of.is_leaf and memory_of.requires_grad) or _is_leaf_passed_on(memory_of):
         return (
             "needs logits that a model has computed: it would overwrite a leaf, whose values "
             "autograd hands to the optimizer"
         )
     if not logits.is_contiguous():
         return f"needs contiguous logits, got strides {tuple(logits.stride())}"
+    if logits.is_neg():
+        return "needs logits whose memory holds their values, got a negated view"
     return None
+
+
+def _is_leaf_passed_on(logits: Tensor) -> bool:
+    """Whether logits lie in the memory of a leaf that a Python Function has returned detached.
+
+    Autograd sees a result of its own there, no view. The search ends after ``_NEAR`` nodes: behind
+    more there is a model, which computes.
+    """
+    maker: Any = logits.grad_fn
+    if not isinstance(maker, BackwardCFunction):
+        return False
+    memory = logits.untyped_storage()._cdata
+    nodes: list[Any] = [maker]
+    for node in itertools.islice(nodes, _NEAR):  # grows as it is read
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.untyped_storage()._cdata == memory:
+            return True
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return False

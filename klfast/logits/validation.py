@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import KLCall, KLTensors
-from klfast.checks import check_choice, check_number
+from klfast.checks import check_choice, check_number, shown
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
 from klfast.estimator import Estimator
 from klfast.logits.call import DIRECTIONS, KLDivergenceCall, TokenLogprobsCall
@@ -44,6 +44,8 @@ def validate_token_logprobs(
         isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
     ):
         raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
+    if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
     temperature = _temperature(temperature)
     if inplace_backward:
         check_inplace(logits)
@@ -56,6 +58,7 @@ def validate_token_logprobs(
         return_entropy,
         inplace_backward,
         token_ids.shape,
+        without_graph(mask),
     )
 
 
@@ -142,7 +145,7 @@ def _check_per_token(
 
 
 def _jsd_beta(jsd_beta: float) -> float:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
         return jsd_beta  # may be symbolic
     number = check_number("jsd_beta", jsd_beta, above=0)
     if number >= 1:
@@ -151,7 +154,7 @@ def _jsd_beta(jsd_beta: float) -> float:
 
 
 def _temperature(temperature: float) -> float:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not isinstance(temperature, bool):
         return temperature  # may be symbolic
     number = check_number("temperature", temperature, above=0)
     if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
