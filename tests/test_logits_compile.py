@@ -176,7 +176,8 @@ def test_true_is_no_number_in_compiled_code_either(option):
 
     with pytest.raises(TypeError, match=f"{option} must be a finite number > 0, got True of type"):
         torch.compile(divergence, backend="aot_eager")(True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
         compiled(divergence)(True)
 
 

@@ -53,8 +53,12 @@ def _is_leaf_passed_on(logits: Tensor) -> bool:
     memory = logits.untyped_storage()._cdata
     nodes: list[Any] = [maker]
     for node in itertools.islice(nodes, _NEAR):  # grows as it is read
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.untyped_storage()._cdata == memory:
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.layout == torch.strided
+            and leaf.untyped_storage()._cdata == memory
+        ):
             return True
         nodes += [following for following, _ in node.next_functions if following is not None]
     return False
