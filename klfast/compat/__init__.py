@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from klfast.checks import check_choice
 from klfast.compat import openrlhf, patching, presets, roll, trl, trlx, verl
-from klfast.compat.patching import Patch, PatchError, Target
+from klfast.compat.fingerprints import PatchError
+from klfast.compat.patching import Modules, Patch
+from klfast.compat.reports import Left, Replaced
+from klfast.compat.sites import Target
 from klfast.compat.targets import TARGETS
 
 __all__ = [
+    "Left",
     "Patch",
     "PatchError",
+    "Replaced",
     "openrlhf",
     "patch",
     "presets",
@@ -30,39 +35,56 @@ __all__ = [
 FRAMEWORKS = tuple(TARGETS)
 
 
-def patch(framework: str, *, exact: bool = False) -> Patch:
+def patch(
+    framework: str, *, exact: bool = False, strict: bool = False, modules: Modules = ()
+) -> Patch:
     """Put klfast's KL code in the place of an installed framework's own, in this process.
 
-    Every module that imported what is replaced by name gets the replacement too. It holds until
-    ``unpatch(framework)``, or as a context manager (``with klfast.compat.patch("verl"): ...``)
-    until the end of the block. Worker processes need a call of their own, in Ray for example
-    ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
+    The code decides, not the version: what klfast was proved equal to is replaced, what it does not
+    know is left alone, and ``print(patch(...))`` names both. Functions that were proved equal
+    together are replaced together or not at all. Where there is a GPU, and the framework's own code
+    calls a fused kernel there, it is left alone too: no measurement says that klfast's is faster.
+
+    Every module of the framework that imported what is replaced by name gets the replacement. Names
+    in other modules, ``__main__`` too, stay as they are and are listed in ``Patch.left``, unless
+    ``modules`` has them. It holds until ``unpatch(framework)``, or as a context manager (``with
+    klfast.compat.patch("verl"): ...``) until the end of the block. Worker processes need a call of
+    their own, in Ray for example ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
 
     Args:
-        framework: ``"trl"``, ``"verl"``, ``"openrlhf"``, ``"roll"`` or ``"trlx"``.
+        framework: one of ``klfast.compat.FRAMEWORKS``.
         exact: give it to the replacements that have one: the framework's dtypes and faults too.
+        strict: all that klfast knows of the framework or nothing: code that is not known is an
+            error.
+        modules: further modules or packages whose names are replaced too, ``("my_trainer",)``, or
+            ``"all"``.
 
     Returns:
-        The patch: a context manager whose repr says what it replaced.
+        The patch: what was ``replaced``, what was ``left`` and why; a context manager.
 
     Raises:
-        PatchError: the framework is not installed, does not import or is already patched; or its
-            version, or the code in any of the places, is not what klfast was proved equal to; or
-            ``exact`` is asked of replacements none of which has it. Nothing is changed.
-        ValueError, TypeError: an unknown framework.
+        PatchError: the framework is not installed or is already patched; or nothing of it is known,
+            or, if ``strict``, not all; or ``exact`` is asked of replacements none of which has it.
+            Nothing is changed.
+        ValueError, TypeError: an unknown framework; ``modules`` is not a sequence of names.
     """
-    return patching.apply(framework, _targets(framework), exact)
+    return patching.apply(framework, _targets(framework), exact, strict, modules)
 
 
-def unpatch(framework: str) -> None:
-    """Put a framework's own code back, also where it was imported by name since.
+def unpatch(framework: str) -> tuple[Left, ...]:
+    """Put a framework's own code back, also where its modules imported it by name since.
+
+    Returns:
+        The names in modules outside the framework that hold klfast's, because they imported them
+        while it was patched: those stay.
 
     Raises:
-        PatchError: it is not patched.
+        PatchError: it is not patched; or somebody has wrapped or replaced what is klfast's since,
+            whose wrapper would be lost: nothing is changed.
         ValueError, TypeError: an unknown framework.
     """
     _targets(framework)
-    patching.undo(framework)
+    return patching.undo(framework)
 
 
 def _targets(framework: str) -> tuple[Target, ...]:

@@ -1,4 +1,4 @@
-"""OpenRLHF (proved equal to 0.11.2): ``openrlhf.models.utils`` and its controllers.
+"""OpenRLHF 0.10 to 0.11.2: ``openrlhf.models.utils`` and its controllers.
 
 Use ``from klfast.compat.openrlhf import compute_approx_kl, ...`` in place of OpenRLHF's own, or
 ``klfast.compat.patch("openrlhf")``.
@@ -22,6 +22,7 @@ __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "compute_approx_kl",
+    "compute_approx_kl_of_two",
     "compute_entropy",
     "compute_reward",
     "log_probs_from_logits",
@@ -38,14 +39,15 @@ def compute_approx_kl(
     kl_estimator: str = "k1",
     unbiased_gradient: bool = False,
 ) -> Tensor:
-    """OpenRLHF's per-token KL, fp32, in nats, shaped as ``log_probs``, limited to [-10, 10].
+    """The per-token KL of 0.11.1 on, fp32, in nats, shaped as ``log_probs``, within [-10, 10].
 
     ``kl_estimator``: ``k1``, ``k2`` or ``k3`` (see ``presets.OPENRLHF``). ``unbiased_gradient``:
     the same value with the gradient of ``w * x**2 / 2``, where x is the log-ratio and
     ``w = min(exp(log_probs - log_probs_old), 10)`` a constant, 1 without ``log_probs_old``.
 
     Differs from OpenRLHF: k3 keeps its digits near 0; fp64 stays fp64. As there, the gradient is 0
-    where the limit acts (k3: once x < -2.61), unless it is the unbiased one.
+    where the limit acts (k3: once x < -2.61), unless it is the unbiased one. Before 0.11.2 the exp
+    of theirs has no limit, and their gradient of k3 is NaN where it overflows, once x < -88.
     """
     if log_probs_old is not None and not isinstance(log_probs_old, Tensor):
         raise TypeError(f"log_probs_old must be a torch.Tensor or None, got {log_probs_old!r}")
@@ -57,6 +59,16 @@ def compute_approx_kl(
     value = per_token(log_probs, log_probs_base, replace(estimator, gradient="none"))
     surrogate = per_token(log_probs, log_probs_base, UNBIASED, old_logprobs=log_probs_old)
     return straight_through(value, surrogate)
+
+
+def compute_approx_kl_of_two(
+    log_probs: Tensor, log_probs_base: Tensor, kl_estimator: str = "k1"
+) -> Tensor:
+    """The same as OpenRLHF has it up to 0.11.0 and on its main branch: of two log-probs alone.
+
+    Its third argument is ``kl_estimator``. Differs from it as :func:`compute_approx_kl`.
+    """
+    return compute_approx_kl(log_probs, log_probs_base, kl_estimator=kl_estimator)
 
 
 def compute_reward(

@@ -1,230 +1,71 @@
 """``patch``: klfast's functions in the place of an installed framework's own.
 
-A ``Target`` says what a framework's distribution is called and which ``Site`` objects to put what
-into. A site is recognised by its code: comments, docstrings and annotations left out, it must be
-what klfast was proved equal to. If anything is not, nothing is replaced, and an error says what.
+A site is recognised by its code, not by a version: comments, docstrings and annotations left out,
+it must be one that klfast was proved equal to. What is not is left alone, with its whole group.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
-import functools
-import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
-import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-Make = Callable[[Any, bool], Any]
-"""(what the framework has, exact) -> what takes its place."""
+import torch
 
-Holder = tuple[Any, str, Any, Any]
-"""(module or class, name, old, new)."""
+from klfast.compat.fingerprints import PatchError, fingerprint
+from klfast.compat.reports import Left, Replaced, report
+from klfast.compat.sites import Form, Group, Site, Target
 
-
-class Site(NamedTuple):
-    """One function, class or method of a framework.
-
-    Attributes:
-        where: ``"package.module:Class.method"``.
-        code: its fingerprint; None where ``make`` itself looks for the code that it replaces.
-        make: from the framework's object to its replacement; None for code that stays, but that
-            what is replaced was proved equal with.
-    """
-
-    where: str
-    code: str | None
-    make: Make | None = None
+Modules = tuple[str, ...] | str
+"""Further modules whose names are replaced too, or ``"all"``."""
 
 
-class Target(NamedTuple):
-    """A framework's distribution and what to replace in it.
+class _Holder(NamedTuple):
+    """What is put where."""
 
-    Attributes:
-        distribution: the name under which it is installed; None if it has no releases.
-        versions: the releases that are known, by their first numbers.
-        sites: what is replaced.
-        exact: whether any of the replacements has an ``exact``.
-    """
-
-    distribution: str | None
-    versions: tuple[str, ...]
-    sites: tuple[Site, ...]
-    exact: bool = False
+    site: Site
+    form: Form
+    owner: Any
+    name: str
+    old: Any
+    new: Any
 
 
-class PatchError(RuntimeError):
-    """The installed framework is not one that klfast knows how to patch; nothing was changed."""
-
-
-def fingerprint(function_or_class: Any) -> str:
-    """16 hexadecimal digits of the code, without its comments, docstrings and annotations.
-
-    Raises:
-        PatchError: the source cannot be read, or is not all there is: something wraps it.
-    """
-    tree = _Bare().visit(_parse(function_or_class))
-    return hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
-
-
-def _check_code(function_or_class: Any, code: str) -> None:
-    if fingerprint(function_or_class) != code:
-        raise PatchError("its code is another than the one that klfast replaces")
-
-
-def _text(node: Any) -> str:
-    """A syntax tree as text that is the same in every Python, unlike ``ast.dump``."""
-    if isinstance(node, list):
-        return "[" + " ".join(map(_text, node)) + "]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind"))
-    given = (f"{name}={_text(value)}" for name, value in fields if value not in (None, []))
-    return f"{type(node).__name__}({' '.join(given)})"
-
-
-def _parse(function_or_class: Any) -> ast.Module:
-    if hasattr(function_or_class, "__wrapped__"):
-        wrapper = getattr(function_or_class, "__globals__", {}).get("__name__", "something")
-        raise PatchError(f"it is wrapped by {wrapper}, whose wrapping must come after klfast's")
-    try:
-        source = inspect.getsource(function_or_class)
-    except (OSError, TypeError) as error:
-        raise PatchError(f"its source cannot be read: {error}") from None
-    return ast.parse(textwrap.dedent(source))
-
-
-class _Bare(ast.NodeTransformer):
-    """Takes out what does not change what code does."""
-
-    def _without_docstring(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-        return node
-
-    visit_ClassDef = _without_docstring  # noqa: N815
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        node.returns = None
-        return self._without_docstring(node)
-
-    def visit_arg(self, node: ast.arg) -> Any:
-        node.annotation = None
-        return node
-
-
-def replacement(new: Any) -> Make:
-    """A function or class of klfast in the framework's place, under the framework's name."""
-
-    def make(old: Any, exact: bool) -> Any:
-        if inspect.isclass(new):
-            # A class of its own, so that ``unpatch`` knows who holds it. Its objects are pickled as
-            # klfast's, which any process can read, patched or not.
-            names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
-            methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
-            return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
-        options = {"exact": True} if exact and "exact" in inspect.signature(new).parameters else {}
-
-        @functools.wraps(old)
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return new(*args, **options, **kwargs)
-
-        return stand_in
-
-    return make
-
-
-def replacement_of_compiled(new: Any, code: str) -> Make:
-    """``replacement`` of a function that ``torch.compile`` decorates; ``code`` is its own."""
-
-    def make(old: Any, exact: bool) -> Any:
-        function = getattr(old, "_torchdynamo_orig_callable", old)
-        if function is not old and old.__wrapped__ is not function:
-            function = old  # which somebody has wrapped once more, its attributes with it
-        _check_code(function, code)
-        return replacement(new)(function, exact)
-
-    return make
-
-
-def _revive(cls: type, attributes: dict[str, Any]) -> Any:
-    """The pickled object of a replaced class, as klfast's own."""
-    revived: Any = object.__new__(cls)
-    vars(revived).update(attributes)
-    return revived
-
-
-def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
-    """The framework's function with some of its statements replaced, each found exactly once.
-
-    For code that is written inline. The new statements see ``namespace`` under the name ``klfast``.
-    Line numbers stay, so tracebacks still point into the framework's file.
-    """
-
-    def make(old: Any, exact: bool) -> Any:
-        tree = _parse(old)
-        if set(old.__code__.co_freevars) - {"__class__"}:
-            raise PatchError("it must be a plain method, got a closure")
-        rewrite = _Rewrite(statements)
-        function = rewrite.visit(tree).body[0]
-        for statement, count in rewrite.found.items():
-            if count != 1:
-                raise PatchError(f"it must have the statement {statement!r} once, got {count}")
-        # ``super()`` looks for __class__ around its function, where a class body would put it.
-        around = ast.parse("def around(__class__, klfast):\n    return None").body[0]
-        assert isinstance(around, ast.FunctionDef)
-        around.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
-        module = ast.fix_missing_locations(ast.Module([around], []))
-        ast.increment_lineno(module, old.__code__.co_firstlineno - 1)
-        scope: dict[str, Any] = {}
-        code = old.__code__
-        flags = code.co_flags & __future__.annotations.compiler_flag
-        exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
-        rewritten = scope["around"](_class_of(old), namespace)
-        rewritten.__qualname__ = old.__qualname__
-        return rewritten
-
-    return make
-
-
-def _class_of(function: Any) -> type | None:
-    """The class in whose body the function was written, if it uses ``super()``."""
-    closure = inspect.getclosurevars(function).nonlocals
-    found = closure.get("__class__")
-    return found if isinstance(found, type) else None
-
-
-class _Rewrite(ast.NodeTransformer):
-    """Replaces statements that read the same, and counts them."""
-
-    def __init__(self, statements: Mapping[str, str]) -> None:
-        self.new = {ast.unparse(ast.parse(old)): new for old, new in statements.items()}
-        self.found = dict.fromkeys(self.new, 0)
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        text = ast.unparse(node)
-        if text not in self.new:
-            return node
-        self.found[text] += 1
-        new = ast.parse(self.new[text]).body[0]
-        for part in ast.walk(new):
-            ast.copy_location(part, node)
-        return new
+class _FusedError(PatchError):
+    """The framework calls a kernel of its own: known code that is left alone."""
 
 
 class Patch:
-    """A framework that has been patched; as a context manager, until the end of the block."""
+    """A framework that has been patched; as a context manager, until the end of the block.
 
-    def __init__(self, framework: str, holders: Sequence[Holder]) -> None:
+    Attributes:
+        framework: its name.
+        installed: its name with its version.
+        replaced: what is klfast's now, ``Replaced`` each.
+        left: what is not, and why, ``Left`` each: code that is not known, and names in modules
+            outside the framework, which ``modules`` of ``patch`` reaches.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        installed: str,
+        holders: Sequence[_Holder],
+        left: Sequence[Left],
+        reaches: Callable[[str], bool],
+    ) -> None:
         self.framework = framework
+        self.installed = installed
+        self.replaced: tuple[Replaced, ...] = ()
+        self.left = tuple(left)
         self._holders = holders
+        self._reaches = reaches
 
     def __enter__(self) -> Patch:
         return self
@@ -237,18 +78,58 @@ class Patch:
     ) -> None:
         self.undo()
 
-    def undo(self) -> None:
-        """Put everything back, also where it was imported by name since; once is enough."""
+    def _apply(self) -> None:
+        for holder in self._holders:
+            setattr(holder.owner, holder.name, holder.new)
+            held = list(_held(holder.old)) if isinstance(holder.owner, ModuleType) else []
+            reached = [each for each in held if self._reaches(each[0])]
+            for _, names, name in reached:
+                names[name] = holder.new
+            modules = dict.fromkeys(module for module, *_ in reached)
+            modules.pop(holder.site.where.partition(":")[0], None)
+            self.replaced += (Replaced(holder.site.where, holder.form.releases, tuple(modules)),)
+            self.left += tuple(
+                Left(f"{module}:{name}", _outside(module))
+                for module, _, name in held
+                if not self._reaches(module)
+            )
+
+    def undo(self) -> tuple[Left, ...]:
+        """Put everything back, also where the framework imported it by name since; once is enough.
+
+        Returns:
+            The names in modules outside the framework that still hold klfast's, because they
+            imported them while it was patched: they are not touched.
+
+        Raises:
+            PatchError: somebody has wrapped or replaced one of them since; nothing is changed.
+        """
         with _LOCK:
             if _ACTIVE.get(self.framework) is not self:
-                return
-            del _ACTIVE[self.framework]
-            for owner, name, old, new in self._holders:
-                _put(owner, name, new, old)
+                return ()
+            for holder in self._holders:
+                _check_unchanged(holder)
+            return self._put_back()
 
-    def __repr__(self) -> str:
-        where = ", ".join(f"{_name(owner)}.{name}" for owner, name, *_ in self._holders)
-        return f"Patch({self.framework!r}: {where})"
+    def _put_back(self) -> tuple[Left, ...]:
+        del _ACTIVE[self.framework]
+        kept: list[Left] = []
+        for holder in self._holders:
+            if vars(holder.owner).get(holder.name) is holder.new:
+                setattr(holder.owner, holder.name, holder.old)
+            if not isinstance(holder.owner, ModuleType):
+                continue
+            for module, names, name in list(_held(holder.new)):
+                if self._reaches(module):
+                    names[name] = holder.old
+                else:
+                    kept.append(Left(f"{module}:{name}", "imported from the patched framework"))
+        return tuple(kept)
+
+    def __str__(self) -> str:
+        return report(self.installed, self.replaced, self.left)
+
+    __repr__ = __str__
 
 
 _ACTIVE: dict[str, Patch] = {}
@@ -258,96 +139,229 @@ _LOCK = threading.RLock()
 """Of whoever changes that."""
 
 
-def apply(framework: str, targets: Sequence[Target], exact: bool) -> Patch:
-    """Replace every site of the target that is installed, or nothing at all."""
+def apply(
+    framework: str,
+    targets: Sequence[Target],
+    exact: bool = False,
+    strict: bool = False,
+    modules: Modules = (),
+) -> Patch:
+    """Replace every group of the target whose code is known, or of ``strict`` all of them."""
+    _check_modules(modules)
     with _LOCK:
         if framework in _ACTIVE:
             raise PatchError(f"{framework} is already patched; unpatch({framework!r}) comes first")
-        target = _installed(framework, targets)
-        if exact and not target.exact:
-            raise PatchError(f"nothing that klfast replaces in {framework} has an exact=True")
-        prepared = [_prepare(framework, site, exact) for site in target.sites]
-        patch = Patch(framework, [holder for holder in prepared if holder is not None])
+        target, holders, failures = _choose(framework, targets, exact, strict)
+        left = [Left(where, str(failure)) for where, failure in failures.items()]
+        left += _absent(modules)
+        reaches = _reach(target.packages, modules)
+        patch = Patch(framework, _versioned(framework, target), holders, left, reaches)
         _ACTIVE[framework] = patch
         try:
-            for owner, name, old, new in patch._holders:
-                _put(owner, name, old, new)
+            patch._apply()
         except Exception as error:
-            patch.undo()
+            patch._put_back()
             raise PatchError(f"{framework} does not let itself be patched: {error!r}") from error
         return patch
 
 
-def undo(framework: str) -> None:
+def undo(framework: str) -> tuple[Left, ...]:
     """Put a framework's own code back."""
     with _LOCK:
         if framework not in _ACTIVE:
             raise PatchError(f"{framework} is not patched")
-        _ACTIVE[framework].undo()
+        return _ACTIVE[framework].undo()
 
 
-def _installed(framework: str, targets: Sequence[Target]) -> Target:
-    """The target whose version is installed."""
-    known: list[str] = []
+Failures = dict[str, PatchError]
+"""By ``where``: why it is left alone."""
+
+
+def _choose(
+    framework: str, targets: Sequence[Target], exact: bool, strict: bool
+) -> tuple[Target, list[_Holder], Failures]:
+    """The first target of which something is known here, what to put where, and what is left."""
+    if not _is_there(targets[0].packages[0]):
+        raise PatchError(f"{framework} is not installed")
+    found = []
     for target in targets:
-        if target.distribution is None:
-            return target
+        holders, failures = _prepare(framework, target, exact)
+        found.append((target, holders, failures))
+        if holders:
+            break
+    target, holders, failures = found[-1] if found[-1][1] else found[0]
+    installed = _versioned(framework, target)
+    releases = ", ".join(each.releases for each in targets)
+    unknown = {
+        where: failure
+        for where, failure in failures.items()
+        if not isinstance(failure, _FusedError)
+    }
+    for where, failure in (unknown if holders else failures).items():
+        if strict or not holders:
+            what = "not all" if holders else "nothing"
+            raise PatchError(
+                f"{what} of {installed} is known to klfast, which knows {framework} {releases}; "
+                f"{where}: {failure}"
+            )
+    if exact and not target.exact:
+        raise PatchError(f"nothing that klfast replaces in {framework} has an exact=True")
+    return target, holders, failures
+
+
+def _prepare(framework: str, target: Target, exact: bool) -> tuple[list[_Holder], Failures]:
+    """What to put where, and why not in the groups where something is not what it should be."""
+    holders: list[_Holder] = []
+    failures: Failures = {}
+    for group in target.groups:
+        of_group, why_not = _prepare_group(framework, group, exact)
+        holders += of_group
+        failures.update(why_not)
+    return holders, failures
+
+
+def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[_Holder], Failures]:
+    holders: list[_Holder] = []
+    failures: Failures = {}
+    for site in group:
         try:
-            version = metadata.version(target.distribution)
-        except metadata.PackageNotFoundError:
-            raise PatchError(f"{framework} is not installed") from None
-        for first in target.versions:
-            if version == first or version.startswith(first + "."):
-                return target
-        known += target.versions
-    raise PatchError(
-        f"{framework} {version} is installed; klfast knows how to patch {', '.join(known)}"
-    )
+            holder = _recognise(framework, site, exact)
+        except PatchError as failure:
+            failures[site.where] = failure
+        else:
+            holders += [] if holder is None else [holder]
+    if not failures:
+        return holders, {}
+    first = next(iter(failures))
+    for holder in holders:
+        together = f"it is replaced together with {first} or not at all"
+        failures[holder.site.where] = type(failures[first])(together)
+    return [], failures
 
 
-def _prepare(framework: str, site: Site, exact: bool) -> Holder | None:
-    """What to put where, or an error if the site is not what it should be."""
-    module_name, _, path = site.where.partition(":")
+def _recognise(framework: str, site: Site, exact: bool) -> _Holder | None:
+    """What to put where; None for what stays; or an error: it is not what it should be."""
+    owner, name, old = _find(framework, site.where)
+    form = _form(site, old)
+    if form.make is None:
+        return None
+    new = form.make(old, exact)
+    if form.fused is not None and torch.cuda.is_available():
+        kernel = form.fused(sys.modules[site.where.partition(":")[0]])
+        if kernel is not None:
+            raise _FusedError(
+                f"on a GPU it calls {kernel}, which no measurement shows klfast to be faster than"
+            )
+    return _Holder(site, form, owner, name, old, new)
+
+
+def _find(framework: str, where: str) -> tuple[Any, str, Any]:
+    """Who holds it, under which name, and what it is."""
+    module_name, _, path = where.partition(":")
     owner = _import(framework, module_name)
     *classes, name = path.split(".")
     try:
         for part in classes:
             owner = getattr(owner, part)
-        old = vars(owner)[name]
+        return owner, name, vars(owner)[name]
     except (AttributeError, KeyError):
-        raise PatchError(f"the installed {framework} has no {site.where} to replace") from None
-    try:
-        if site.code is not None:
-            _check_code(old, site.code)
-        return None if site.make is None else (owner, name, old, site.make(old, exact))
-    except PatchError as error:
-        raise PatchError(f"{framework}'s {site.where} is not known to klfast: {error}") from None
+        raise PatchError(f"the installed {framework} has none") from None
+
+
+def _form(site: Site, old: Any) -> Form:
+    """Which of the known codes it has."""
+    codes = [form.code for form in site.forms]
+    if codes == [None]:
+        return site.forms[0]
+    is_code = inspect.isroutine(old) or inspect.isclass(old) or hasattr(old, "__wrapped__")
+    found = fingerprint(old) if is_code else repr(old)
+    if found not in codes:
+        releases = ", ".join(form.releases for form in site.forms)
+        raise PatchError(f"its code is none of those that klfast knows ({releases})")
+    return site.forms[codes.index(found)]
 
 
 def _import(framework: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == module.partition(".")[0]:
-            raise PatchError(f"{framework} is not installed") from None
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise PatchError(f"the installed {framework} has none") from None
         raise PatchError(f"importing {module} failed, for want of {error.name}") from error
     except Exception as error:  # whatever a framework's import may raise
         raise PatchError(f"importing {module} failed: {error!r}") from error
 
 
-def _put(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replace ``old`` in its owner, and in every module that holds it under whatever name."""
-    setattr(owner, name, new)
-    if not isinstance(owner, ModuleType):
-        return
-    for module in list(sys.modules.values()):
+def _is_there(package: str) -> bool:
+    if package in sys.modules:
+        return True
+    return importlib.util.find_spec(package) is not None
+
+
+def _versioned(framework: str, target: Target) -> str:
+    """The framework's name, with its version if it was installed as a distribution."""
+    try:
+        return f"{framework} {metadata.version(target.distribution or target.packages[0])}"
+    except metadata.PackageNotFoundError:
+        return framework
+
+
+def _check_modules(modules: Modules) -> None:
+    if isinstance(modules, str):
+        good = modules == "all"
+    else:
+        good = isinstance(modules, Sequence) and all(isinstance(name, str) for name in modules)
+    if not good:
+        raise TypeError(f'modules must be "all" or a sequence of module names, got {modules!r}')
+
+
+def _reach(packages: tuple[str, ...], modules: Modules) -> Callable[[str], bool]:
+    """Whether names in a module, by its name, are replaced."""
+    if modules == "all":
+        return lambda module: True
+    reached = (*packages, *modules)
+    return lambda module: any(f"{module}.".startswith(f"{name}.") for name in reached)
+
+
+def _absent(modules: Modules) -> list[Left]:
+    """Names of no module that is imported, which may be early or wrong."""
+    asked = () if isinstance(modules, str) else modules
+    loaded = list(sys.modules)
+    return [
+        Left(name, "it is not imported; what it imports from now on is klfast's")
+        for name in asked
+        if not any(f"{module}.".startswith(f"{name}.") for module in loaded)
+    ]
+
+
+def _outside(module: str) -> str:
+    return f'it was imported by name into another module; modules=("{module}",) reaches it'
+
+
+def _held(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every module that holds a value: its name, its dict, and the value's name in it."""
+    seen: set[int] = set()
+    for module_name, module in list(sys.modules.items()):
         # Their dicts, not their attributes: a lazy module must not be made to load what it holds.
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
+        if not isinstance(names, dict) or id(names) in seen:
             continue
-        for held in [held for held, value in list(names.items()) if value is old]:
-            names[held] = new
+        seen.add(id(names))
+        for name in [name for name, held in list(names.items()) if held is value]:
+            yield module_name, names, name
 
 
-def _name(owner: Any) -> str:
-    return str(getattr(owner, "__qualname__", owner.__name__))
+def _check_unchanged(holder: _Holder) -> None:
+    """Nobody has put something of their own where klfast's is; a reload of the module may have."""
+    found = vars(holder.owner).get(holder.name)
+    if found is holder.new or found is holder.old:
+        return
+    try:
+        if fingerprint(found) == fingerprint(holder.old):
+            return
+    except PatchError:
+        pass
+    raise PatchError(
+        f"{holder.site.where} has been wrapped or replaced since it was patched, by "
+        f"{getattr(found, '__module__', found)!r}; that must be taken back first"
+    )

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from klfast.compat import trl
 from klfast.compat.common import per_token
-from klfast.compat.patching import PatchError, fingerprint
+from klfast.compat.fingerprints import PatchError, fingerprint
 from klfast.compat.presets import TRL_RLOO
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
-"""Fingerprint of ``GRPOTrainer._compute_loss`` in TRL 1.16."""
+"""Fingerprint of the one ``GRPOTrainer._compute_loss`` of these releases."""
+
+RELEASES = "1.10 to 1.16"
 
 ORIGINAL = "_klfast_original"
 """Where ``patch`` keeps TRL's ``_compute_loss``, for a mixin that meets klfast's."""
@@ -31,7 +33,7 @@ class GRPOMixin:
 
     Raises:
         PatchError: when the class is made, if the ``_compute_loss`` after the mixin is not the one
-            that klfast knows, of TRL 1.16.
+            that klfast knows, of TRL 1.10 to 1.16.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -40,14 +42,15 @@ class GRPOMixin:
         owner = next((base for base in behind if "_compute_loss" in vars(base)), None)
         if owner is None:
             raise PatchError(
-                f"{cls.__name__} must derive from GRPOMixin first and TRL 1.16's GRPOTrainer after "
-                "it, got no _compute_loss after it"
+                f"{cls.__name__} must derive from GRPOMixin first and TRL's GRPOTrainer after it, "
+                "got no _compute_loss after it"
             )
         function = vars(owner)["_compute_loss"]
         if fingerprint(getattr(function, ORIGINAL, function)) != COMPUTE_LOSS:
             raise PatchError(
-                f"{cls.__name__} must derive from GRPOMixin and TRL 1.16's own GRPOTrainer, got "
-                f"{owner.__name__}'s _compute_loss; derive from a class of those two instead"
+                f"{cls.__name__} must derive from GRPOMixin and the GRPOTrainer of TRL {RELEASES}, "
+                f"got another _compute_loss in {owner.__name__}; derive from a class of those two "
+                "instead, if the trainer is a subclass"
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -1,0 +1,115 @@
+"""What takes a framework's code's place: functions, classes, and statements inside of methods."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from klfast.compat.fingerprints import PatchError, fingerprint, parse
+
+Make = Callable[[Any, bool], Any]
+"""(what the framework has, exact) -> what takes its place."""
+
+
+def replacement(new: Any) -> Make:
+    """A function or class of klfast in the framework's place, under the framework's name."""
+
+    def make(old: Any, exact: bool) -> Any:
+        if inspect.isclass(new):
+            # A class of its own, so that ``unpatch`` knows who holds it. Its objects are pickled as
+            # klfast's, which any process can read, patched or not.
+            names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
+            methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
+            return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
+        options = {"exact": True} if exact and "exact" in inspect.signature(new).parameters else {}
+
+        @functools.wraps(old)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return new(*args, **options, **kwargs)
+
+        return stand_in
+
+    return make
+
+
+def replacement_of_compiled(new: Any, code: str) -> Make:
+    """``replacement`` of a function that ``torch.compile`` decorates; ``code`` is its own."""
+
+    def make(old: Any, exact: bool) -> Any:
+        function = getattr(old, "_torchdynamo_orig_callable", old)
+        if function is not old and old.__wrapped__ is not function:
+            function = old  # which somebody has wrapped once more, its attributes with it
+        if fingerprint(function) != code:
+            raise PatchError("its code is none of those that klfast replaces")
+        return replacement(new)(function, exact)
+
+    return make
+
+
+def _revive(cls: type, attributes: dict[str, Any]) -> Any:
+    """The pickled object of a replaced class, as klfast's own."""
+    revived: Any = object.__new__(cls)
+    vars(revived).update(attributes)
+    return revived
+
+
+def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
+    """The framework's function with some of its statements replaced, each found exactly once.
+
+    For code that is written inline. The new statements see ``namespace`` under the name ``klfast``.
+    Line numbers stay, so tracebacks still point into the framework's file.
+    """
+
+    def make(old: Any, exact: bool) -> Any:
+        tree = parse(old)
+        if set(old.__code__.co_freevars) - {"__class__"}:
+            raise PatchError("it must be a plain method, got a closure")
+        rewrite = _Rewrite(statements)
+        function = rewrite.visit(tree).body[0]
+        for statement, count in rewrite.found.items():
+            if count != 1:
+                raise PatchError(f"it must have the statement {statement!r} once, got {count}")
+        # ``super()`` looks for __class__ around its function, where a class body would put it.
+        around = ast.parse("def around(__class__, klfast):\n    return None").body[0]
+        assert isinstance(around, ast.FunctionDef)
+        around.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
+        module = ast.fix_missing_locations(ast.Module([around], []))
+        ast.increment_lineno(module, old.__code__.co_firstlineno - 1)
+        scope: dict[str, Any] = {}
+        code = old.__code__
+        flags = code.co_flags & __future__.annotations.compiler_flag
+        exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
+        rewritten = scope["around"](_class_of(old), namespace)
+        rewritten.__qualname__ = old.__qualname__
+        return rewritten
+
+    return make
+
+
+def _class_of(function: Any) -> type | None:
+    """The class in whose body the function was written, if it uses ``super()``."""
+    closure = inspect.getclosurevars(function).nonlocals
+    found = closure.get("__class__")
+    return found if isinstance(found, type) else None
+
+
+class _Rewrite(ast.NodeTransformer):
+    """Replaces statements that read the same, and counts them."""
+
+    def __init__(self, statements: Mapping[str, str]) -> None:
+        self.new = {ast.unparse(ast.parse(old)): new for old, new in statements.items()}
+        self.found = dict.fromkeys(self.new, 0)
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        text = ast.unparse(node)
+        if text not in self.new:
+            return node
+        self.found[text] += 1
+        new = ast.parse(self.new[text]).body[0]
+        for part in ast.walk(new):
+            ast.copy_location(part, node)
+        return new

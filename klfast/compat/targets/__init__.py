@@ -1,0 +1,19 @@
+"""What ``patch`` replaces in each framework: a file per framework, each with its ``TARGETS``.
+
+A fingerprint is ``fingerprints.fingerprint`` of code that klfast was proved equal to. The releases
+beside it are those whose code was read; ``patch`` goes by the code alone.
+"""
+
+from __future__ import annotations
+
+from klfast.compat.sites import Target
+from klfast.compat.targets import openrlhf, roll, trl, trlx, verl
+
+TARGETS: dict[str, tuple[Target, ...]] = {
+    "openrlhf": openrlhf.TARGETS,
+    "roll": roll.TARGETS,
+    "trl": trl.TARGETS,
+    "trlx": trlx.TARGETS,
+    "verl": verl.TARGETS,
+}
+"""By framework; of several targets the first of which something is known in what is installed."""

@@ -1,0 +1,64 @@
+"""ROLL, whose releases are git tags: v0.1.0 to v0.3.0 and its main branch of August 2026."""
+
+from __future__ import annotations
+
+from klfast.compat import roll
+from klfast.compat.sites import Target, known
+
+_FUNCTIONALS = "roll.utils.functionals"
+_CONTROLLERS = "roll.utils.kl_controller"
+_ALL = "v0.1.0 to v0.3.0, main"
+
+TARGETS = (
+    Target(
+        ("roll",),
+        _ALL,
+        (
+            (
+                known(
+                    f"{_FUNCTIONALS}:compute_approx_kl",
+                    "503c0539649c821e",
+                    roll.compute_approx_kl,
+                    _ALL,
+                ),
+            ),
+            (
+                known(
+                    f"{_FUNCTIONALS}:log_probs_from_logits",
+                    "b35fbb39a2cd0c30",
+                    roll.log_probs_from_logits,
+                    _ALL,
+                ),
+            ),
+            (
+                known(
+                    f"{_FUNCTIONALS}:entropy_from_logits",
+                    "139adf4da48b76ee",
+                    roll.entropy_from_logits,
+                    _ALL,
+                ),
+            ),
+            (
+                known(
+                    f"{_CONTROLLERS}:AdaptiveKLController",
+                    "4599c61cfbfc12a6",
+                    roll.AdaptiveKLController,
+                    _ALL,
+                ),
+                known(
+                    f"{_CONTROLLERS}:FixedKLController",
+                    "a71d6a7c80f4a142",
+                    roll.FixedKLController,
+                    _ALL,
+                ),
+                known(
+                    f"{_CONTROLLERS}:get_kl_controller",
+                    "d4f14e44554b1dcf",
+                    roll.get_kl_controller,
+                    _ALL,
+                ),
+            ),
+        ),
+        exact=True,
+    ),
+)

@@ -1,0 +1,131 @@
+"""TRL: GRPO, RLOO and the functions over logits of 1.x, and the PPO of 0.x."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from klfast.compat import trl, trl_trainers
+from klfast.compat.replacements import replacement, rewriting
+from klfast.compat.sites import Form, Site, Target, known
+
+_UTILS = "trl.trainer.utils"
+
+_RLOO = {
+    "per_token_kl = old_per_token_logps - ref_per_token_logps": (
+        "per_token_kl = klfast.per_token_k1("
+        "old_per_token_logps, ref_per_token_logps, completion_mask)"
+    ),
+    "kl = (per_token_kl * completion_mask).sum(-1)": (
+        "kl = klfast.sequence_kl(old_per_token_logps, ref_per_token_logps, completion_mask)"
+    ),
+}
+
+
+def _triton_of_114(module: ModuleType) -> str | None:
+    return "TRL's Triton kernel" if module._fused_logprob_entropy is not None else None
+
+
+def _triton(module: ModuleType) -> str | None:
+    return "TRL's Triton kernel" if module.is_triton_available() else None
+
+
+def _from_logits(new: object, until_113: str | None, of_114: str, of_116: str) -> tuple[Form, ...]:
+    """The three codes of a function over logits: without a kernel, and two ways to ask for it."""
+    make = replacement(new)
+    forms = (
+        Form(of_114, "1.14, 1.15", make, _triton_of_114),
+        Form(of_116, "1.16", make, _triton),
+    )
+    return forms if until_113 is None else (Form(until_113, "1.10 to 1.13", make), *forms)
+
+
+_TRAINERS = Target(
+    ("trl",),
+    "1.10 to 1.16",
+    (
+        (
+            Site(
+                "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
+                (
+                    Form(
+                        trl_trainers.COMPUTE_LOSS,
+                        trl_trainers.RELEASES,
+                        trl_trainers.with_fused_kl,
+                    ),
+                ),
+            ),
+        ),
+        (
+            Site(
+                "trl.trainer.rloo_trainer:RLOOTrainer._generate_and_score_completions",
+                (Form(None, "0.22 to 1.16", rewriting(_RLOO, trl_trainers.RLOO)),),
+            ),
+        ),
+        (
+            Site(
+                f"{_UTILS}:selective_log_softmax",
+                _from_logits(
+                    trl.selective_log_softmax,
+                    "f6a28cfc3de7a663",
+                    "36b19856545f3678",
+                    "5108000636856a85",
+                ),
+            ),
+        ),
+        (
+            Site(
+                f"{_UTILS}:entropy_from_logits",
+                _from_logits(
+                    trl.entropy_from_logits,
+                    "c835cc3db16586be",
+                    "40cd8bc08dcf4ff9",
+                    "a12b11326fe0f653",
+                ),
+            ),
+        ),
+        (
+            Site(
+                f"{_UTILS}:selective_log_softmax_and_entropy",
+                _from_logits(
+                    trl.selective_log_softmax_and_entropy,
+                    None,
+                    "bbc5e71b87ab2182",
+                    "0194eb27f740d629",
+                ),
+            ),
+        ),
+    ),
+    exact=True,
+)
+
+_PPO = Target(
+    ("trl",),
+    "0.6 to 0.11 (PPO)",
+    (
+        (
+            known(
+                "trl.trainer.ppo_trainer:PPOTrainer._kl_penalty",
+                "e8aa6467725bf91c",
+                trl_trainers.kl_penalty_of_ppo,
+                "0.6 to 0.11",
+            ),
+        ),
+        (
+            known(
+                f"{_UTILS}:AdaptiveKLController",
+                "4599c61cfbfc12a6",
+                trl.AdaptiveKLController,
+                "0.6 to 0.11",
+            ),
+            known(
+                f"{_UTILS}:FixedKLController",
+                "a71d6a7c80f4a142",
+                trl.FixedKLController,
+                "0.6 to 0.11",
+            ),
+        ),
+    ),
+    exact=True,
+)
+
+TARGETS = (_TRAINERS, _PPO)
