@@ -1,4 +1,4 @@
-"""patch(): recognises code, replaces it wherever it is held, changes nothing otherwise, undoes.
+"""patch(): recognises code, replaces it wherever the framework holds it, says so, undoes.
 
 The frameworks here are made up, as small packages in a folder; tests/peers has the real ones.
 """
@@ -6,6 +6,7 @@ The frameworks here are made up, as small packages in a folder; tests/peers has 
 import functools
 import importlib
 import pickle
+import re
 import sys
 import traceback
 from importlib import metadata
@@ -15,15 +16,10 @@ import torch
 from fresh import run_fresh
 
 import klfast
-from klfast.compat import PatchError, patch, patching, trlx, unpatch
-from klfast.compat.patching import (
-    Site,
-    Target,
-    fingerprint,
-    replacement,
-    replacement_of_compiled,
-    rewriting,
-)
+from klfast.compat import Left, PatchError, Replaced, patch, patching, trlx, unpatch
+from klfast.compat.fingerprints import fingerprint
+from klfast.compat.replacements import replacement, replacement_of_compiled, rewriting
+from klfast.compat.sites import Form, Site, Target, known, stays
 from klfast.compat.targets import TARGETS
 
 CORE = '''
@@ -103,21 +99,19 @@ class Fixed(klfast.FixedKLController):
 
 
 def target(core, **changes):
-    """What to replace in the made-up framework."""
-    module = core.__name__
+    """What to replace in the made-up framework: ``penalty`` with its callee, and two more."""
+    package = core.__name__.partition(".")[0]
+    where = f"{core.__name__}:{{}}".format
     sites = {
-        "penalty": Site(f"{module}:penalty", fingerprint(core.penalty), replacement(doubled)),
-        "helper": Site(f"{module}:helper", fingerprint(core.helper)),
-        "Controller": Site(
-            f"{module}:Controller", fingerprint(core.Controller), replacement(Fixed)
-        ),
-        "step": Site(
-            f"{module}:KLTrainer.step",
-            None,
-            rewriting({"kl = log_ratio*2": "kl = klfast.triple(log_ratio)"}, Inline),
-        ),
+        "penalty": known(where("penalty"), fingerprint(core.penalty), doubled, "1.0"),
+        "helper": stays(where("helper"), fingerprint(core.helper), "1.0"),
+        "Controller": known(where("Controller"), fingerprint(core.Controller), Fixed, "1.0"),
+        "step": Site(where("KLTrainer.step"), (Form(None, "1.0", TRIPLE),)),
+        **changes,
     }
-    return Target(None, (), tuple({**sites, **changes}.values()), exact=True)
+    penalty, helper, *others = sites.values()
+    groups = ((penalty, helper), *((site,) for site in others))
+    return Target((package,), "1.0", groups, exact=True)
 
 
 class Inline:
@@ -128,12 +122,15 @@ class Inline:
         return log_ratio * 3
 
 
-def apply(core, *, exact=False, **changes):
-    return patching.apply("made_up", [target(core, **changes)], exact)
+TRIPLE = rewriting({"kl = log_ratio*2": "kl = klfast.triple(log_ratio)"}, Inline)
+
+
+def apply(core, *, exact=False, strict=False, modules=(), **changes):
+    return patching.apply("made_up", [target(core, **changes)], exact, strict, modules)
 
 
 def undo():
-    patching.undo("made_up")
+    return patching.undo("made_up")
 
 
 def test_replaces_in_every_module_that_holds_it_under_whatever_name(framework):
@@ -222,7 +219,7 @@ def test_as_a_context_manager_it_undoes_also_after_an_error(framework):
     core = framework()
     before = core.penalty
     made = apply(core)
-    assert "made_up.core.penalty" in repr(made)
+    assert "replaced  made_up.core:penalty (also in made_up.user)" in repr(made)
     with pytest.raises(ZeroDivisionError), made:
         1 / (core.penalty is before)
     assert core.penalty is before
@@ -242,25 +239,73 @@ def test_twice_is_an_error_and_so_is_undoing_nothing(framework):
     core = framework()
     known = [target(core)]
     with apply(core), pytest.raises(PatchError, match="already patched; unpatch"):
-        patching.apply("made_up", known, False)
+        patching.apply("made_up", known)
     with pytest.raises(PatchError, match="made_up is not patched"):
         undo()
 
 
-def unchanged_but_refused(core, match, **changes):
-    before = dict(vars(core))
-    with pytest.raises(PatchError, match=match):
-        apply(core, **changes)
-    assert vars(core) == before
+def left_alone(core, where, reason, with_it=(), **changes):
+    """``strict`` refuses everything; else ``where`` and its group are named, and the rest works."""
+    before = dict(vars(core)), vars(core.KLTrainer)["step"]
+    with pytest.raises(
+        PatchError, match=f"not all of made_up is known.* made_up 1.0; {where}: "
+    ) as e:
+        apply(core, strict=True, **changes)
+    assert re.search(reason, str(e.value))
+    assert (dict(vars(core)), vars(core.KLTrainer)["step"]) == before
+    with apply(core, **changes) as made:
+        left = {each.where.rpartition(":")[2]: each.reason for each in made.left}
+        name = where.rpartition(":")[2]
+        assert re.search(reason, left.pop(name))
+        assert left == dict.fromkeys(with_it, f"it is replaced together with {where} or not at all")
+        kept = {"penalty", "Controller", "KLTrainer.step"} - {name, *with_it, *changes}
+        assert {each.where.rpartition(":")[2] for each in made.replaced} == kept
+        for name in ("penalty", "Controller"):
+            assert (getattr(core, name) is before[0][name]) == (name not in kept)
+    assert (dict(vars(core)), vars(core.KLTrainer)["step"]) == before
 
 
-@pytest.mark.parametrize("site", ["penalty", "helper", "Controller"])
-def test_other_code_is_refused_and_nothing_is_replaced(framework, site):
+@pytest.mark.parametrize(
+    ("site", "with_it"), [("penalty", []), ("helper", ["penalty"]), ("Controller", [])]
+)
+def test_other_code_is_left_alone_with_what_was_proved_equal_with_it(framework, site, with_it):
     core = framework()
-    known = target(core).sites
-    wrong = next(s for s in known if s.where.endswith(site))._replace(code="0" * 16)
-    match = f"made_up.core:{site} is not known to klfast: its code is another"
-    unchanged_but_refused(core, match, **{site: wrong})
+    wrong = Site(f"made_up.core:{site}", (Form("0" * 16, "0.9", replacement(Fixed)),))
+    if site == "helper":
+        wrong = stays("made_up.core:helper", "0" * 16, "0.9")
+    reason = r"its code is none of those that klfast knows \(0.9\)"
+    left_alone(core, f"made_up.core:{site}", reason, with_it, **{site: wrong})
+
+
+def test_a_group_is_replaced_together_or_not_at_all(framework):
+    core = framework()
+    made_up = target(core)
+    together = made_up._replace(groups=(tuple(site for group in made_up.groups for site in group),))
+    gone = stays("made_up.core:gone", "0" * 16, "1.0")
+    with patching.apply("made_up", [together]) as made:
+        assert len(made.replaced) == 3
+    with pytest.raises(PatchError, match=r"nothing of made_up is known.*core:gone: .* has none"):
+        patching.apply("made_up", [together._replace(groups=((*together.groups[0], gone),))])
+
+
+def test_a_site_may_have_one_of_several_codes(framework):
+    core = framework()
+    forms = (
+        Form("0" * 16, "0.9", replacement(Fixed)),
+        Form(fingerprint(core.penalty), "1.0", replacement(doubled)),
+    )
+    with apply(core, penalty=Site("made_up.core:penalty", forms)) as made:
+        assert core.penalty(1, 2) == ("klfast", 1.0)
+        assert made.replaced[0] == Replaced("made_up.core:penalty", "1.0", ("made_up.user",))
+
+
+@pytest.mark.parametrize(("value", "known_there"), [("10.0", True), ("20.0", False)])
+def test_a_constant_is_code(framework, value, known_there):
+    core = framework(core=f"LIMIT = {value}\n" + CORE)
+    with apply(core, helper=stays("made_up.core:LIMIT", "10.0", "1.0")) as made:
+        replaced = {each.where for each in made.replaced}
+        assert ("made_up.core:penalty" in replaced) == known_there
+        assert (core.penalty(1, 2) == ("klfast", 1.0)) == known_there
 
 
 def test_comments_docstrings_and_annotations_make_no_other_code(framework):
@@ -305,10 +350,11 @@ def test_a_default_is_code(framework):
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_statement_that_is_not_there_exactly_once_is_refused(framework, times):
+def test_a_method_without_each_statement_exactly_once_is_left_alone(framework, times):
     statement = "        kl = log_ratio * 2\n"
     core = framework(core=CORE.replace(statement, times * statement or "        kl = 0\n"))
-    unchanged_but_refused(core, f"'kl = log_ratio \\* 2' once, got {times}")
+    reason = f"'kl = log_ratio \\* 2' once, got {times}"
+    left_alone(core, "made_up.core:KLTrainer.step", reason)
 
 
 def test_a_closure_is_not_rewritten(framework):
@@ -317,14 +363,14 @@ def test_a_closure_is_not_rewritten(framework):
         "            log_ratio = factor\n            kl = log_ratio * 2\n            return kl\n\n"
         "    return KLTrainer\n\n\nKLTrainer = outer(2)\n"
     )
-    unchanged_but_refused(core, "must be a plain method, got a closure")
+    left_alone(core, "made_up.core:KLTrainer.step", "must be a plain method, got a closure")
 
 
-@pytest.mark.parametrize("where", ["made_up.core:gone", "made_up.core:KLTrainer.gone"])
-def test_what_is_not_there_is_refused(framework, where):
+@pytest.mark.parametrize("where", ["core:gone", "core:Trainer.gone", "gone:step", "gone.core:step"])
+def test_what_is_not_there_is_named(framework, where):
     core = framework()
-    site = Site(where, "0" * 16, replacement(doubled))
-    unchanged_but_refused(core, f"the installed made_up has no {where} to replace", penalty=site)
+    site = known(f"made_up.{where}", "0" * 16, doubled, "1.0")
+    left_alone(core, site.where, "^(not all.*)?the installed made_up has none$", Controller=site)
 
 
 @pytest.mark.parametrize(
@@ -337,22 +383,66 @@ def test_what_is_not_there_is_refused(framework, where):
 def test_an_import_that_fails_is_not_taken_for_an_absence(framework, tmp_path, text, match):
     core = framework()
     (tmp_path / "made_up" / "broken.py").write_text(text)
-    site = Site("made_up.broken:penalty", "0" * 16, replacement(doubled))
-    unchanged_but_refused(core, f"importing made_up.broken failed.*{match}", penalty=site)
+    site = known("made_up.broken:step", "0" * 16, doubled, "1.0")
+    reason = f"importing made_up.broken failed.*{match}"
+    left_alone(core, site.where, reason, Controller=site)
 
 
-@pytest.mark.parametrize("name", ["penalty", "step"])
-def test_what_somebody_has_wrapped_is_refused(framework, name):
+@pytest.mark.parametrize("name", ["penalty", "KLTrainer.step"])
+def test_what_somebody_has_wrapped_before_is_left_alone(framework, name):
     """The wrapper would be lost, or be called where it makes no sense."""
     core = framework()
-    sites = target(core).sites
+    known_there = target(core)
     owner = core if name == "penalty" else core.KLTrainer
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(lambda *args: original(*args)))
-    before = dict(vars(core))
+    original = getattr(owner, name.rpartition(".")[2])
+    wrapper = functools.wraps(original)(lambda *args: original(*args))
+    setattr(owner, name.rpartition(".")[2], wrapper)
+    with patching.apply("made_up", [known_there]) as made:
+        (left,) = made.left
+        assert left == Left(
+            f"made_up.core:{name}",
+            f"it is wrapped by {__name__}, whose wrapping must come after klfast's",
+        )
+        assert getattr(owner, name.rpartition(".")[2]) is wrapper
     with pytest.raises(PatchError, match=f"is wrapped by {__name__}"):
-        patching.apply("made_up", [Target(None, (), sites)], False)
-    assert vars(core) == before
+        patching.apply("made_up", [known_there], strict=True)
+
+
+def wrapping(function, carefully):
+    def wrapper(*args, **kwargs):
+        return "wrapped", function(*args, **kwargs)
+
+    return functools.wraps(function)(wrapper) if carefully else wrapper
+
+
+@pytest.mark.parametrize("carefully", [True, False], ids=["with wraps", "without"])
+@pytest.mark.parametrize("where", ["penalty", "KLTrainer.step"])
+def test_unpatch_does_not_lose_a_wrapper_of_what_it_replaced(framework, where, carefully):
+    core = framework()
+    apply(core)
+    owner = core if where == "penalty" else core.KLTrainer
+    name = where.rpartition(".")[2]
+    klfasts = vars(owner)[name]
+    setattr(owner, name, wrapping(klfasts, carefully))
+    before = dict(vars(core)), vars(owner)[name]
+    match = f"made_up.core:{where} has been wrapped or replaced since it was patched, by '.*'; that"
+    with pytest.raises(PatchError, match=match):
+        undo()
+    assert (dict(vars(core)), vars(owner)[name]) == before
+    setattr(owner, name, klfasts)
+    undo()
+    assert vars(owner)[name] is not klfasts
+
+
+def test_a_module_that_was_reloaded_in_between_keeps_what_it_has_loaded(framework):
+    core = framework()
+    apply(core)
+    importlib.reload(core)
+    reloaded = core.penalty
+    undo()
+    assert core.penalty is reloaded
+    assert core.penalty(3, 1) == 2
+    assert sys.modules["made_up.user"].penalty(3, 1) == 2
 
 
 # Importing all of dynamo warns.
@@ -363,7 +453,8 @@ COMPILED = CORE.replace("def penalty(", "import torch\n\n\n@torch.compile\ndef p
 def compiled_target(core):
     """A target of ``penalty``, recognised by its own code."""
     make = replacement_of_compiled(doubled, fingerprint(core.penalty.__wrapped__))
-    return Target(None, (), (Site("made_up.core:penalty", None, make),), exact=True)
+    site = Site("made_up.core:penalty", (Form(None, "1.0", make),))
+    return Target(("made_up",), "1.0", ((site,),), exact=True)
 
 
 @import_dynamo
@@ -384,7 +475,7 @@ def wrapped_once_more(core):
 @pytest.mark.parametrize(
     ("instead", "match"),
     [
-        (lambda core: torch.compile(core.helper), "its code is another"),
+        (lambda core: torch.compile(core.helper), "its code is none of those"),
         (wrapped_once_more, f"is wrapped by {__name__}"),
     ],
     ids=["other code", "wrapped once more"],
@@ -395,7 +486,7 @@ def test_what_is_not_that_function_is_refused(framework, instead, match):
     core.penalty = instead(core)
     before = dict(vars(core))
     with pytest.raises(PatchError, match=match):
-        patching.apply("made_up", [known], False)
+        patching.apply("made_up", [known])
     assert vars(core) == before
 
 
@@ -414,12 +505,12 @@ def test_if_a_replacement_fails_half_way_the_first_half_is_undone(framework):
             super().__setattr__(name, value)
 
     core = framework()
-    sites = target(core).sites
+    known_there = target(core)
     core.KLTrainer = Stubborn("KLTrainer", (core.Trainer,), dict(vars(core.KLTrainer)))
     original, refuses = vars(core.KLTrainer)["step"], True
     before = dict(vars(core))
     with pytest.raises(PatchError, match="does not let itself be patched"):
-        patching.apply("made_up", [Target(None, (), sites)], False)
+        patching.apply("made_up", [known_there])
     assert vars(core) == before
 
 
@@ -430,43 +521,191 @@ def test_exact_is_refused_where_nothing_has_it(framework):
     assert not any(target.exact for target in TARGETS["trlx"])
 
 
-def test_what_has_no_source_is_refused(framework):
+def test_what_has_no_source_is_left_alone(framework):
     core = framework(core=CORE + "\n\nfrom math import sqrt as helper\n")
-    site = Site("made_up.core:helper", "0" * 16)
+    site = stays("made_up.core:helper", "0" * 16, "1.0")
+    known_there = target(framework("same"))
+    penalty = known("made_up.core:penalty", known_there.groups[0][0].forms[0].code, doubled, "1.0")
+    changes = {"penalty": penalty, "helper": site}
+    with patching.apply("made_up", [_with(known_there, core, **changes)]) as made:
+        assert "its source cannot be read" in made.left[0].reason
+        assert [each.where for each in made.left] == ["made_up.core:helper", penalty.where]
+
+
+def _with(known_there, core, *, penalty, helper):
+    other = known("made_up.core:Controller", fingerprint(core.Controller), Fixed, "1.0")
+    return known_there._replace(packages=("made_up",), groups=((penalty, helper), (other,)))
+
+
+# What it says
+
+
+def test_it_prints_what_was_replaced_where_and_what_was_not_and_why(framework, monkeypatch):
+    core = framework()
+    monkeypatch.setattr(metadata, "version", lambda name: {"made_up": "1.0.3"}[name])
+    other = known("made_up.core:Controller", "0" * 16, Fixed, "1.0, 1.1")
+    with apply(core, Controller=other) as made:
+        assert str(made).splitlines() == [
+            "klfast in made_up 1.0.3",
+            "  replaced  made_up.core:penalty (also in made_up.user)",
+            "  replaced  made_up.core:KLTrainer.step",
+            "  left      made_up.core:Controller: its code is none of those that klfast knows "
+            "(1.0, 1.1)",
+        ]
+        assert [each.releases for each in made.replaced] == ["1.0", "1.0"]
+
+
+def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(framework, monkeypatch):
+    core = framework()
+    monkeypatch.setattr(metadata, "version", lambda _: "2.0")
+    sites = [
+        known(f"made_up.core:{name}", "0" * 16, Fixed, "1.0") for name in ("penalty", "helper")
+    ]
+    targets = [Target(("made_up",), "1.0", ((site,),)) for site in sites]
+    targets[1] = targets[1]._replace(releases="0.1 to 0.8")
     before = dict(vars(core))
-    known = Target(None, (), (Site("made_up.core:penalty", fingerprint(core.penalty)), site))
-    with pytest.raises(PatchError, match="cannot be read"):
-        patching.apply("made_up", [known], False)
+    with pytest.raises(PatchError) as caught:
+        patching.apply("made_up", targets)
+    assert str(caught.value) == (
+        "nothing of made_up 2.0 is known to klfast, which knows made_up 1.0, 0.1 to 0.8; "
+        "made_up.core:penalty: its code is none of those that klfast knows (1.0)"
+    )
     assert vars(core) == before
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_of_several_targets_the_first_of_which_something_is_known_decides(framework, strict):
+    core = framework()
+    of_other_releases = Target(("made_up",), "9", ((stays("made_up.new:x", "0", "9"),),))
+    with patching.apply("made_up", [of_other_releases, target(core)], strict=strict) as made:
+        assert len(made.replaced) == 3
+        assert made.left == ()
+
+
+# What it reaches
+
+
+@pytest.fixture
+def own_module(tmp_path):
+    """Makes a module of the user's, outside the framework, that imported by name."""
+    made = []
+
+    def make(name="my_trainer", text="from made_up.core import penalty\n"):
+        (tmp_path / f"{name}.py").write_text(text)
+        made.append(name)
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    yield make
+    for name in made:
+        del sys.modules[name]
+
+
+def test_names_in_other_modules_stay_and_are_named(framework, own_module):
+    core = framework()
+    mine = own_module()
+    before = core.penalty
+    with apply(core) as made:
+        assert mine.penalty is before
+        assert core.penalty is not before
+        assert made.left == (
+            Left(
+                "my_trainer:penalty",
+                'it was imported by name into another module; modules=("my_trainer",) reaches it',
+            ),
+        )
+    assert mine.penalty is before
+
+
 @pytest.mark.parametrize(
-    ("version", "known", "fits"),
-    [
-        ("1.16.0", "1.16", True),
-        ("1.16", "1.16", True),
-        ("1.160.0", "1.16", False),
-        ("1.17.0", "1.16", False),
-        ("2.1.16", "1.16", False),
-    ],
+    ("modules", "reached"),
+    [(("my_trainer",), True), (["my_trainer"], True), ("all", True), (("my",), False)],
+    ids=str,
 )
-def test_the_version_must_be_known(framework, monkeypatch, version, known, fits):
+def test_modules_reaches_them(framework, own_module, modules, reached):
     core = framework()
-    monkeypatch.setattr(metadata, "version", lambda _: version)
-    of_release = target(core)._replace(distribution="made-up", versions=(known,))
-    if fits:
-        patching.apply("made_up", [of_release], False).undo()
-        return
-    with pytest.raises(PatchError, match=f"made_up {version} is installed; .* patch {known}"):
-        patching.apply("made_up", [of_release], False)
+    mine = own_module()
+    before = mine.penalty
+    with apply(core, modules=modules) as made:
+        assert (mine.penalty is core.penalty) == reached
+        assert ("my_trainer" in made.replaced[0].modules) == reached
+    assert mine.penalty is core.penalty is before
 
 
-def test_of_several_targets_the_installed_version_decides(framework, monkeypatch):
+def test_main_is_a_module_like_others(framework, monkeypatch):
     core = framework()
-    monkeypatch.setattr(metadata, "version", lambda _: "0.11.4")
-    new = Target("made-up", ("1.16",), (Site("made_up.nowhere:x", "0"),))
-    old = target(core)._replace(distribution="made-up", versions=("0.11",))
-    patching.apply("made_up", [new, old], False).undo()
+    monkeypatch.setattr(sys.modules["__main__"], "theirs", core.penalty, raising=False)
+    theirs = core.penalty
+    for modules in ((), ("__main__",)):
+        with apply(core, modules=modules) as made:
+            assert (sys.modules["__main__"].theirs is theirs) == (modules == ())
+            assert ("__main__:theirs" in [each.where for each in made.left]) == (modules == ())
+        assert sys.modules["__main__"].theirs is theirs
+
+
+def test_a_module_of_the_same_beginning_is_not_the_framework_s(framework, own_module):
+    core = framework()
+    mine = own_module("made_up_of_mine")
+    with apply(core) as made:
+        assert mine.penalty is not core.penalty
+        assert made.left[0].where == "made_up_of_mine:penalty"
+
+
+def test_another_module_that_imports_while_it_is_patched_keeps_what_it_got(framework, own_module):
+    core = framework()
+    apply(core)
+    mine = own_module()
+    assert mine.penalty is core.penalty
+    kept = undo()
+    assert kept == (Left("my_trainer:penalty", "imported from the patched framework"),)
+    assert mine.penalty is not core.penalty
+    assert mine.penalty(1, 2) == ("klfast", 1.0)
+
+
+def test_a_module_that_is_not_imported_is_named(framework):
+    with apply(framework(), modules=("my_trainr",)) as made:
+        assert made.left == (
+            Left("my_trainr", "it is not imported; what it imports from now on is klfast's"),
+        )
+
+
+@pytest.mark.parametrize("modules", ["my_trainer", 3, (sys,), None], ids=str)
+def test_modules_must_be_names(framework, modules):
+    core = framework()
+    before = dict(vars(core))
+    with pytest.raises(TypeError, match='modules must be "all" or a sequence of module names, got'):
+        apply(core, modules=modules)
+    assert vars(core) == before
+
+
+# Where there is a GPU
+
+
+@pytest.mark.parametrize("kernel", ["its own kernel", None])
+@pytest.mark.parametrize("there", [True, False], ids=["GPU", "CPU"])
+def test_code_that_calls_a_fused_kernel_is_left_alone_on_a_gpu(
+    framework, monkeypatch, there, kernel
+):
+    core = framework()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    asked = []
+    penalty = known(
+        "made_up.core:penalty",
+        fingerprint(core.penalty),
+        doubled,
+        "1.0",
+        fused=lambda module: asked.append(module) or kernel,
+    )
+    before = core.penalty
+    with apply(core, penalty=penalty, strict=True) as made:
+        left_so = there and kernel is not None
+        assert (core.penalty is before) == left_so
+        assert asked == ([core] if there else [])
+        reason = f"on a GPU it calls {kernel}, which no measurement shows klfast to be faster than"
+        assert made.left == ((Left(penalty.where, reason),) if left_so else ())
+
+
+# The frameworks that it knows
 
 
 @pytest.mark.parametrize("name", ["verl", "trl", "openrlhf"])
@@ -495,9 +734,17 @@ def test_unpatch_of_what_is_not_patched():
 def test_every_framework_has_targets_with_sites():
     assert sorted(TARGETS) == sorted(klfast.compat.FRAMEWORKS)
     for targets in TARGETS.values():
-        wheres = [site.where for target in targets for site in target.sites]
-        assert wheres
-        assert len(set(wheres)) == len(wheres)
+        sites = [site for target in targets for group in target.groups for site in group]
+        replaced = [site.where for site in sites if any(form.make for form in site.forms)]
+        assert replaced
+        assert len(set(replaced)) == len(replaced)
+        for group in (group for target in targets for group in target.groups):
+            assert any(form.make for site in group for form in site.forms)
+        for site in sites:
+            codes = [form.code for form in site.forms]
+            assert len(set(codes)) == len(codes)
+            assert codes == [None] or all(codes)
+            assert all(form.releases for form in site.forms)
 
 
 def test_importing_patches_nothing_and_loads_no_framework():
@@ -543,20 +790,20 @@ def test_trlx_s_inline_formula_is_replaced(tmp_path, monkeypatch):
         (tmp_path / folder / f"{file}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     models = importlib.import_module("trlx.models.modeling_ppo")
-    (known,) = TARGETS["trlx"]
-    sites = tuple(
-        site._replace(code=fingerprint(getattr(models, site.where.partition(":")[2])))
-        if site.code
-        else site
-        for site in known.sites
+    (known_there,) = TARGETS["trlx"]
+    _, make_experience = known_there.groups
+    controllers = tuple(
+        known(f"trlx.models.modeling_ppo:{name}", fingerprint(getattr(models, name)), new, "0.7")
+        for name, new in (("AdaptiveKLController", trlx.AdaptiveKLController),)
     )
+    known_there = known_there._replace(groups=(controllers, make_experience))
     trainer = importlib.import_module("trlx.trainer.accelerate_ppo_trainer").AcceleratePPOTrainer()
     logprobs = -torch.rand(3, 6)
     ref_logprobs = logprobs - torch.randn(3, 6)
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0, 0] + [1] * 5])
     theirs = trainer.make_experience(logprobs, ref_logprobs, mask)
     ref_logprobs[1, 5] = torch.nan
-    with patching.apply("trlx", [known._replace(sites=sites)], False):
+    with patching.apply("trlx", [known_there], strict=True):
         ours = trainer.make_experience(logprobs, ref_logprobs, mask)
         assert issubclass(models.AdaptiveKLController, trlx.AdaptiveKLController)
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
