@@ -2,7 +2,8 @@
 #   make demo     train a small language model under KL control, and write a report; an earlier
 #                 one is kept (DEMO_OPTIONS=--resume goes on with it)
 #   make test     lint and every test
-#   make test-peers   tests against trl, Liger, verl and OpenRLHF themselves, which it installs
+#   make test-peers   tests against trl, Liger, verl and OpenRLHF themselves, which it installs, the
+#                     newest and older releases
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
 #   make bench-peers    time klfast against the frameworks' own functions
@@ -18,6 +19,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
 PEERS := build/peers/trl/installed build/peers/verl/installed
+# verl==0.8.0 -> verl-0.8.0
+OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/emulator/*)
 
 .PHONY: demo test test-peers lint bench bench-peers gpu-check asan format clean
@@ -32,6 +35,12 @@ test: lint
 test-peers: $(VENV)/built $(PEERS)
 	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
 	PYTHONPATH="$(CURDIR)/build/peers/verl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/verl
+	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)
+
+# Older code beside what the newest imports. TRL 0.x has tests of its own, and wants transformers 5.10.
+test-older-%: build/peers/older/%/installed
+	PYTHONPATH="$(CURDIR)/build/peers/older/$*/site-packages:$(CURDIR)/build/peers/$(if $(filter trl-1.%,$*),trl,verl)/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
+	  $(BIN)/pytest -p no:benchmark tests/peers/older/test_$(if $(filter trl-0.%,$*),trl_ppo,$(firstword $(subst -, ,$*))).py
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -82,6 +91,11 @@ $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
 
 # The folder must be called site-packages: dill, of datasets, pickles by value what lies elsewhere.
 # Python compiles what the tests import, which is a part of it.
+build/peers/older/%/installed: tests/peers/older/releases.txt $(VENV)/installed
+	rm -rf $(@D)
+	$(PIP) --no-deps --no-compile --no-build-isolation --target $(@D)/site-packages $(subst -,==,$*)
+	touch $@
+
 build/peers/%/installed: tests/peers/%/requirements.txt $(VENV)/installed
 	rm -rf $(@D)
 	$(PIP) --no-deps --no-compile --no-build-isolation --target $(@D)/site-packages --requirement $<

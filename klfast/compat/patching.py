@@ -232,6 +232,9 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[_Hol
             holders += [] if holder is None else [holder]
     if not failures:
         return holders, {}
+    # What stays is named only where nothing else says why.
+    of_replaced = {site.where for site in group if any(form.make for form in site.forms)}
+    failures = {where: why for where, why in failures.items() if where in of_replaced} or failures
     first = next(iter(failures))
     for holder in holders:
         together = f"it is replaced together with {first} or not at all"

@@ -49,8 +49,7 @@ class GRPOMixin:
         if fingerprint(getattr(function, ORIGINAL, function)) != COMPUTE_LOSS:
             raise PatchError(
                 f"{cls.__name__} must derive from GRPOMixin and the GRPOTrainer of TRL {RELEASES}, "
-                f"got another _compute_loss in {owner.__name__}; derive from a class of those two "
-                "instead, if the trainer is a subclass"
+                f"got {owner.__name__}'s _compute_loss; derive from a class of those two instead"
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -204,10 +204,16 @@ def test_a_tool_mask(tmp_path, loss_type):
     assert without.logs != ours.logs
 
 
-def test_a_changed_trl_is_refused(monkeypatch):
+def test_a_changed_loss_is_left_alone_and_the_rest_replaced(monkeypatch):
     def _compute_loss(self, model, inputs):
         return 0.0
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", _compute_loss)
-    with pytest.raises(PatchError, match=r"GRPOTrainer\._compute_loss is not known to klfast"):
-        klfast.compat.patch("trl")
+    with klfast.compat.patch("trl") as made:
+        assert GRPOTrainer._compute_loss is _compute_loss
+        (left,) = made.left
+        assert left.where == "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss"
+        assert "its code is none of those that klfast knows (1.10 to 1.16)" in left.reason
+        assert len(made.replaced) == 4
+    with pytest.raises(PatchError, match=r"not all of trl 1\.16\.0 is known"):
+        klfast.compat.patch("trl", strict=True)

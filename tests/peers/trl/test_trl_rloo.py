@@ -66,11 +66,11 @@ def test_nan_in_the_padding_stays_there(tmp_path):
     assert_same_logs([{"kl": ours.logs[0]["kl"]}], [{"kl": clean.logs[0]["kl"]}])
 
 
-def test_a_trainer_without_the_statements_is_refused(monkeypatch):
+def test_a_trainer_without_the_statements_is_refused():
     before = vars(RLOOTrainer)["_generate_and_score_completions"]
-    (rloo,) = (site for site in TARGETS["trl"][0].sites if "rloo" in site.where)
+    trainers = TARGETS["trl"][0]
+    (rloo,) = (site for (site, *_) in trainers.groups if "rloo" in site.where)
     elsewhere = rloo._replace(where="trl.trainer.rloo_trainer:RLOOTrainer._compute_loss")
-    target = TARGETS["trl"][0]._replace(sites=(elsewhere,))
     with pytest.raises(PatchError, match=r"per_token_kl = .* once, got 0"):
-        patching.apply("trl", [target], False)
+        patching.apply("trl", [trainers._replace(groups=((elsewhere,),))])
     assert vars(RLOOTrainer)["_generate_and_score_completions"] is before

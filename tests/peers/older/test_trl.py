@@ -1,0 +1,59 @@
+"""``patch("trl")`` and the mixin in older releases of TRL 1.x: trainings are the same."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from agreement_of_runs import assert_same_training
+from comparison import (
+    assert_entropies_agree,
+    assert_logprobs_agree,
+    every_dtype,
+    logits_and_index,
+)
+from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer import utils
+
+import klfast
+from klfast.compat import trl
+
+
+def test_the_release_is_the_one_asked_for(release):
+    assert Path(utils.__file__).is_relative_to(release[0])
+
+
+def test_all_that_there_is_is_known(release, whole_patch):
+    left = [(each.where.rpartition(":")[2], each.reason) for each in whole_patch.left]
+    missing = ("selective_log_softmax_and_entropy", "the installed trl has none")
+    assert left == ([missing] if release[2] == "1.12.0" else [])
+    assert len(whole_patch.replaced) == 5 - len(left)
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
+def test_training_is_the_same(tmp_path, trainer):
+    options = {"beta": 0.5, "num_iterations": 2, "steps_per_generation": 2}
+    theirs = tiny.train(trainer, tmp_path / "theirs", steps=3, **options)
+    with klfast.compat.patch("trl") as made:
+        assert any(trainer.__name__ in each.where for each in made.replaced)
+        ours = tiny.train(trainer, tmp_path / "ours", steps=3, **options)
+    assert_same_training(ours, theirs)
+    without = tiny.train(trainer, tmp_path / "without", steps=3, **{**options, "beta": 1e-9})
+    with pytest.raises(AssertionError):  # the penalty matters for what is compared
+        assert_same_training(without, theirs)
+
+
+def test_the_mixin_takes_the_release_s_trainer(tmp_path):
+    mixed = type("Mixed", (trl.GRPOMixin, GRPOTrainer), {})
+    theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=2)
+    ours = tiny.train(mixed, tmp_path / "ours", steps=2)
+    assert_same_training(ours, theirs)
+    assert not torch.equal(ours.parameters(), theirs.parameters())
+
+
+@every_dtype
+def test_functions_over_logits(dtype):
+    for words in (None, 4):
+        logits, index = logits_and_index(dtype, words=words)
+        assert_logprobs_agree(trl.selective_log_softmax, utils.selective_log_softmax, logits, index)
+    assert_entropies_agree(trl.entropy_from_logits, utils.entropy_from_logits, logits)
