@@ -1,6 +1,6 @@
 """ROLL: the KL and the log-probs of ``roll.utils.functionals``, and ``roll.utils.kl_controller``.
 
-ROLL is installed from source and has no releases; this is its main branch of 2026. Use
+ROLL is installed from source; its tags v0.1.0 to v0.3.0 and its main branch have the same code. Use
 ``from klfast.compat.roll import compute_approx_kl, ...`` in place of ROLL's own, or
 ``klfast.compat.patch("roll")``.
 """

@@ -1,5 +1,5 @@
-"""TRL: ``GRPOTrainer``, ``RLOOTrainer`` and what ``trl.trainer.utils`` makes of logits, of 1.16;
-``PPOTrainer`` up to 0.11.
+"""TRL: ``GRPOTrainer``, ``RLOOTrainer`` and what ``trl.trainer.utils`` makes of logits, of 1.10 to
+1.16; ``PPOTrainer`` of 0.6 to 0.11.
 
 TRL 1.x writes its KL inline. Either make a trainer whose KL is klfast's,
 ``class Trainer(klfast.compat.trl.GRPOMixin, trl.GRPOTrainer): pass``, or call

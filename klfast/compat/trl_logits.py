@@ -1,4 +1,6 @@
-"""What ``trl.trainer.utils`` of TRL 1.16 makes of logits [..., V], by one read of them.
+"""What ``trl.trainer.utils`` of TRL 1.10 to 1.16 makes of logits [..., V], by one read of them.
+
+``temperature``, ``row_mask`` and the function of both results are there since 1.14.
 
 Nothing of their size is made but the gradient. Differs from TRL: lower dtypes give fp32 on a CPU as
 on a GPU (``exact=True``: their own), and are not rounded after the division by the temperature; a

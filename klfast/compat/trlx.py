@@ -1,4 +1,4 @@
-"""trlx 0.7: the KL of ``AcceleratePPOTrainer.make_experience``, and its controllers.
+"""trlx 0.7 and main: the KL of ``AcceleratePPOTrainer.make_experience``, and its controllers.
 
 trlx writes its KL inline, so these functions are what to write instead; or call
 ``klfast.compat.patch("trlx")``.

@@ -1,4 +1,4 @@
-"""verl (proved equal to 0.9.1): ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, and from
+"""verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, and from
 logits ``verl.utils.torch_functional``.
 
 Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
