@@ -25,6 +25,7 @@ CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.c
 
 .PHONY: demo test test-peers lint bench bench-peers gpu-check asan format clean
 .DELETE_ON_ERROR:
+.SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
 demo: $(VENV)/built
 	$(BIN)/klfast compare $(DEMO_OPTIONS)
