@@ -44,8 +44,8 @@ def token_logprobs(
     return logprobs.to(logits.dtype) if exact else logprobs
 
 
-def entropy(logits: Tensor, *, exact: bool = False) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], in nats; ``exact`` as above."""
+def entropy(logits: Tensor, *, mask: Tensor | None = None, exact: bool = False) -> Tensor:
+    """Entropies of softmax(logits), [..., V] -> [...], in nats; the rest as above."""
     any_word = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    _, entropies = fused_token_logprobs(logits, any_word, return_entropy=True)
+    _, entropies = fused_token_logprobs(logits, any_word, mask=mask, return_entropy=True)
     return entropies.to(logits.dtype) if exact else entropies

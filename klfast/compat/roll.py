@@ -1,4 +1,5 @@
-"""ROLL: the KL and the log-probs of ``roll.utils.functionals``, and ``roll.utils.kl_controller``.
+"""ROLL: the KL and the log-probs of ``roll.utils.functionals``, ``roll.utils.kl_controller``, and
+the distillation losses of ``roll.pipeline.distill``.
 
 ROLL is installed from source; its tags v0.1.0 to v0.3.0 and its main branch have the same code. Use
 ``from klfast.compat.roll import compute_approx_kl, ...`` in place of ROLL's own, or
@@ -14,14 +15,17 @@ from klfast.compat.common import per_token_or_full
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import ROLL
+from klfast.compat.roll_distillation import VariousDivergence, op_compute_various_divergence
 
 __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
+    "VariousDivergence",
     "compute_approx_kl",
     "entropy_from_logits",
     "get_kl_controller",
     "log_probs_from_logits",
+    "op_compute_various_divergence",
 ]
 
 

@@ -1,5 +1,5 @@
-"""TRL: ``GRPOTrainer``, ``RLOOTrainer`` and what ``trl.trainer.utils`` makes of logits, of 1.10 to
-1.16; ``PPOTrainer`` of 0.6 to 0.11.
+"""TRL: ``GRPOTrainer``, ``RLOOTrainer``, what ``trl.trainer.utils`` makes of logits, and the
+distillation losses of GKD, SDFT and SDPO, of 1.10 to 1.16; ``PPOTrainer`` of 0.6 to 0.11.
 
 TRL 1.x writes its KL inline. Either make a trainer whose KL is klfast's,
 ``class Trainer(klfast.compat.trl.GRPOMixin, trl.GRPOTrainer): pass``, or call
@@ -19,6 +19,11 @@ from klfast.checks import check_choice
 from klfast.compat.common import per_token, per_token_or_full
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
+from klfast.compat.trl_distillation import (
+    compute_divergence,
+    compute_full_logit_self_distillation_loss,
+    generalized_jsd_loss,
+)
 from klfast.compat.trl_logits import (
     entropy_from_logits,
     selective_log_softmax,
@@ -35,7 +40,10 @@ __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "GRPOMixin",
+    "compute_divergence",
+    "compute_full_logit_self_distillation_loss",
     "entropy_from_logits",
+    "generalized_jsd_loss",
     "kl_loss",
     "kl_penalty",
     "per_token_kl",

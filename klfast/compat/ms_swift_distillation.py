@@ -1,0 +1,173 @@
+"""ms-swift's GKD loss, ``swift.rlhf_trainers.gkd_loss``, as read in August 2026 (4.5).
+
+p = softmax of the student, q of the teacher; what ``beta`` means is in
+``klfast.compat.divergences``. Logits are read once (twice between 0 and 1), without copying the
+rows of labelled tokens, and nothing of their size is made but gradients; :func:`gkd_loss` names
+where it copies.
+
+Differs from ms-swift: lower dtypes give fp32, and near 0 every digit is right, where its sums are
+rounding (never negative, exactly 0 for equal logits); a logit of -inf in either model adds 0, where
+theirs is NaN, and the divergence is infinite only where the other model says that word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.compat.divergences import (
+    check_per_token,
+    check_same_shape,
+    distill,
+    interpolated,
+    kept,
+    with_one_vocabulary,
+)
+
+
+def jsd_loss(
+    s_logits: Tensor,
+    t_logits: Tensor,
+    beta: float,
+    log_softmax_fn: Callable[..., Tensor] | None = None,
+    kl_div_fn: Callable[..., Tensor] | None = None,
+    chunk_size: int = 512,
+) -> Tensor:
+    """The sum over tokens of their divergences, 0-dim, in nats.
+
+    Args:
+        s_logits: [N, V], of the student, over the temperature.
+        t_logits: [N, V], of the teacher.
+        beta: 0 is the forward KL(q || p), 1 the reverse KL(p || q), between them the generalized
+            Jensen-Shannon divergence.
+        log_softmax_fn: None: klfast has its own, over a whole vocabulary.
+        kl_div_fn: None.
+        chunk_size: of no use: there is no temporary that it could make smaller.
+
+    Raises:
+        ValueError: shapes that differ, a ``beta`` that is not between 0 and 1, or functions for a
+            vocabulary in shards.
+    """
+    _check_own_functions(log_softmax_fn, kl_div_fn)
+    check_same_shape("t_logits", t_logits, "s_logits", s_logits)
+    return distill(interpolated("beta", beta), s_logits, t_logits, reduction="token-sum")
+
+
+def gkd_loss(
+    student_logits: Tensor,
+    teacher_output: Any,
+    labels: Tensor,
+    beta: float,
+    temperature: float,
+    gather_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+    log_softmax_fn: Callable[..., Tensor] | None = None,
+    kl_div_fn: Callable[..., Tensor] | None = None,
+    chunk_size: int = 512,
+) -> tuple[Tensor, Tensor]:
+    """ms-swift's GKD loss: (sum over tokens of their divergences in nats, number of tokens).
+
+    The teacher has ``full_logits``, or, which comes first, ``topk_logprobs`` and ``topk_indices``
+    of K words: then both models are made distributions over those K. A full vocabulary that is
+    wider in one model than in the other (padding) is filled up in the other with the first one's
+    logits, as in ms-swift: that copies the narrower. Where the teacher's labels stand at other
+    positions than the student's (OPSD), the rows of both are copied side by side. Finding that out
+    costs a GPU one sync, unless both are one tensor; ms-swift's own has several.
+
+    Args:
+        student_logits: [B, T, V].
+        teacher_output: ms-swift's ``TeacherOutput``, or an object with its attributes
+            ``full_logits`` [B, T, W], ``topk_logprobs`` and ``topk_indices`` [B, T, K], and
+            ``labels`` [B, T] (None: the student's); the others None. Where all K log-probs of a
+            token are infinite, it has none: the token does not count.
+        labels: [B, T], -100 where the token does not exist: its row is not read.
+        beta: see :func:`jsd_loss`.
+        temperature: of both, the teacher's log-probs of K words too.
+        gather_fn: (logits [N, V], indices [N, K]) -> [N, K], of the K words alone, such as from
+            shards of the vocabulary; the rows are copied for it. None: from a whole vocabulary.
+        log_softmax_fn: None with ``full_logits``, like the next: klfast has its own, over a whole
+            vocabulary. As in ms-swift K words need none.
+        kl_div_fn: see there.
+        chunk_size: see :func:`jsd_loss`.
+
+    Returns:
+        Two 0-dim tensors; the number is int64.
+
+    Raises:
+        ValueError: a wrong shape or number; labels of which the teacher has more or fewer than the
+            student; a teacher without anything; or functions for a vocabulary in shards.
+    """
+    divergence = interpolated("beta", beta)
+    check_per_token("labels", labels, "student_logits", student_logits)
+    few = teacher_output.topk_logprobs is not None and teacher_output.topk_indices is not None
+    parts: tuple[Tensor, ...]
+    if few:
+        parts = (teacher_output.topk_logprobs, teacher_output.topk_indices)
+    elif teacher_output.full_logits is not None:
+        _check_own_functions(log_softmax_fn, kl_div_fn)
+        parts = (teacher_output.full_logits,)
+    else:
+        raise ValueError(
+            "teacher_output must have full_logits, or topk_logprobs and topk_indices, got neither"
+        )
+    as_rows = few and gather_fn is not None
+    student, parts, mask = _aligned(student_logits, parts, labels, teacher_output.labels, as_rows)
+    if few:
+        student, teacher, mask = _of_few_words(student, parts[0], parts[1], mask, gather_fn)
+    else:
+        student, teacher = with_one_vocabulary(student, parts[0])
+    check_same_shape("teacher_output", teacher, "student_logits", student)
+    total = distill(
+        divergence, student, teacher, mask, temperature=temperature, reduction="token-sum"
+    )
+    return total, mask.sum()
+
+
+def _check_own_functions(*functions: Callable[..., Tensor] | None) -> None:
+    if any(function is not None for function in functions):
+        raise ValueError(
+            "log_softmax_fn and kl_div_fn must be None: klfast has its own softmax and divergence, "
+            "of whole vocabularies, not of their shards"
+        )
+
+
+def _aligned(
+    student: Tensor,
+    parts: tuple[Tensor, ...],
+    labels: Tensor,
+    teacher_labels: Tensor | None,
+    as_rows: bool,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Student and teacher token by token, and which tokens exist.
+
+    As they are where the labels stand at the same positions; else, or ``as_rows``, [N, ...] of the
+    existing tokens alone.
+    """
+    mask = kept(labels)
+    others = mask if teacher_labels is None or teacher_labels is labels else kept(teacher_labels)
+    same = others is mask or (others.shape == mask.shape and torch.equal(others, mask))
+    if same and not as_rows:
+        return student, parts, mask
+    rows, other_rows = student[mask], tuple(part[others] for part in parts)
+    if len(rows) != len(other_rows[0]):
+        raise ValueError(
+            "teacher_output.labels must keep as many tokens as labels, "
+            f"{len(rows)}, got {len(other_rows[0])}"
+        )
+    return rows, other_rows, mask.new_ones(len(rows))
+
+
+def _of_few_words(
+    student: Tensor,
+    logprobs: Tensor,
+    indices: Tensor,
+    mask: Tensor,
+    gather_fn: Callable[[Tensor, Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both models' K words, [..., K], and the tokens of which the teacher has any."""
+    mask = mask & ~logprobs.isinf().all(-1)
+    indices = torch.where(mask.unsqueeze(-1), indices, 0)
+    words = student.gather(-1, indices) if gather_fn is None else gather_fn(student, indices)
+    return words, logprobs, mask

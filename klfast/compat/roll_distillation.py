@@ -1,0 +1,199 @@
+"""ROLL's distillation losses, ``roll.pipeline.distill.various_divergence``, of its main branch of
+2026 (0.3).
+
+p = softmax(logits / kd_temperature) of the student, q the teacher's probabilities, which ROLL has
+divided by that temperature (and by the teacher's own) already: over a whole vocabulary, or over the
+teacher's K likeliest words, of which both are made distributions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.checks import check_choice
+from klfast.compat.divergences import (
+    FORWARD,
+    REVERSE,
+    Divergence,
+    check_per_token,
+    check_same_shape,
+    distill,
+    kept,
+)
+from klfast.compat.logits import IGNORED
+
+OBJECTIVES = {
+    "forward_kl": FORWARD,
+    "reverse_kl": REVERSE,
+    "js_divergence": Divergence("jsd", 0.5),
+}
+"""``kd_objective`` -> the divergence. Those that no read of klfast computes are ``adaptive_kl``,
+``skewed_forward_kl`` and ``skewed_reverse_kl``."""
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class VariousDivergence:
+    """Divergences of every token, [..., V] -> [...], fp32, in nats, called as ROLL's own.
+
+    ========================= ====================================================
+    ``kd_objective``          per token
+    ========================= ====================================================
+    ``forward_kl``            KL(q || p)
+    ``reverse_kl``            KL(p || q)
+    ``js_divergence``         (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2
+    ========================= ====================================================
+
+    Both are read once (twice for ``js_divergence``), and nothing of their size is made but the
+    student's gradient, and, for a ``kd_temperature`` that is not 1, the teacher's log-probs times
+    it. No gradient reaches the teacher, in ROLL either: its numbers come from another process.
+
+    Differs from ROLL: near 0 every digit is right (never negative, exactly 0 for equal models),
+    and ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities in its logarithms.
+    The teacher is ``teacher_log_probs`` alone, of which klfast makes a distribution.
+    ``teacher_inf_mask`` is not read: a log-prob of -inf says the same. ROLL leaves out words that
+    either model excludes; klfast gives them their value, which is 0 but for ``js_divergence``, the
+    ``reverse_kl`` of what the teacher excludes and the ``forward_kl`` of what the student does,
+    both infinite. fp64 stays fp64.
+
+    Args:
+        pipeline_config: with ROLL's ``kd_objective`` and ``kd_temperature``.
+        padding_id: kept, as in ROLL.
+
+    Raises:
+        ValueError: a ``kd_objective`` that klfast does not compute; the message lists those it
+            does.
+    """
+
+    def __init__(self, pipeline_config: Any, padding_id: int = IGNORED) -> None:
+        self.kd_temperature = pipeline_config.kd_temperature
+        self.kd_objective = pipeline_config.kd_objective
+        self.padding_id = padding_id
+        self.args = pipeline_config
+        check_choice("kd_objective", self.kd_objective, tuple(OBJECTIVES))
+
+    def __call__(
+        self,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The divergence of every token by ``kd_objective``."""
+        objective = OBJECTIVES[self.kd_objective]
+        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
+
+    def compute_forward_kl_divergence(
+        self,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        """KL(q || p)."""
+        objective = OBJECTIVES["forward_kl"]
+        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
+
+    def compute_reverse_kl_divergence(
+        self,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        """KL(p || q)."""
+        objective = OBJECTIVES["reverse_kl"]
+        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
+
+    def compute_js_divergence(
+        self,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        """(KL(p || m) + KL(q || m)) / 2."""
+        objective = OBJECTIVES["js_divergence"]
+        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
+
+
+def op_compute_various_divergence(
+    loss_callable: VariousDivergence,
+    logits: Tensor,
+    teacher_topk_probs: Tensor | None,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_indices: Tensor | None,
+    teacher_topk_inf_mask: Tensor | None,
+    labels: Tensor | None,
+    attention_mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor]:
+    """The strategies' method of that name as a function: (loss, number of tokens), both fp32.
+
+    Divergence, mask and sum in one read, which makes the gradient too; rows of tokens that do not
+    exist are not read. For logits that are whole, not in shards of the vocabulary or the sequence.
+
+    Args:
+        loss_callable: klfast's :class:`VariousDivergence`.
+        logits: [B, T, V], of the student.
+        teacher_topk_probs: not read.
+        teacher_topk_log_probs: [B, T, V], or [B, T, K] of the teacher's likeliest words.
+        teacher_topk_indices: [B, T, K], which words those are; None for a whole vocabulary.
+        teacher_topk_inf_mask: not read.
+        labels: [B, T], -100 where the token does not exist.
+        attention_mask: [B, T], 0 where it does not exist, where ``labels`` is None.
+        reduction: ``"mean"`` over tokens (0 of none), their ``"sum"``, or ``"none"``: [B, T],
+            unmasked as in ROLL.
+
+    Raises:
+        TypeError, ValueError: another ``loss_callable`` or ``reduction``, a wrong shape, or neither
+            labels nor mask.
+    """
+    if not isinstance(loss_callable, VariousDivergence):
+        raise TypeError(
+            "loss_callable must be a klfast.compat.roll.VariousDivergence, got "
+            f"{type(loss_callable).__name__}"
+        )
+    check_choice("reduction", reduction, REDUCTIONS)
+    if labels is not None:
+        check_per_token("labels", labels, "logits", logits)
+        mask = kept(labels)
+    elif attention_mask is not None:
+        check_per_token("attention_mask", attention_mask, "logits", logits)
+        mask = attention_mask != 0
+    else:
+        raise ValueError("labels or attention_mask must be given, got neither")
+    if teacher_topk_indices is not None:
+        indices = teacher_topk_indices.long()
+        if reduction != "none":  # indices of padding need not be words
+            indices = torch.where(mask.unsqueeze(-1), indices, 0)
+        logits = logits.gather(-1, indices)
+    loss = _divergence(
+        OBJECTIVES[loss_callable.kd_objective],
+        loss_callable.kd_temperature,
+        logits,
+        teacher_topk_log_probs,
+        None if reduction == "none" else mask,
+        reduction="none" if reduction == "none" else f"token-{reduction}",
+    )
+    return loss, mask.sum().float()
+
+
+def _divergence(
+    divergence: Divergence,
+    temperature: float,
+    logits: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    reduction: str = "none",
+) -> Tensor:
+    """``distill`` with log-probs of the teacher, which have been over the temperature already."""
+    check_same_shape("teacher_log_probs", teacher_log_probs, "logits", logits)
+    teacher = teacher_log_probs.detach()
+    if temperature != 1:
+        teacher = teacher.to(torch.promote_types(teacher.dtype, torch.float32)) * temperature
+    return distill(divergence, logits, teacher, mask, temperature=temperature, reduction=reduction)
