@@ -1,0 +1,89 @@
+"""The frameworks' distillation losses in eager torch and autograd, in the dtype of what is given.
+
+Written from their published behaviour as klfast states it, not from their code. A loss is per-token
+``values``, [..., V] -> [...], and the ``weights`` by which it adds them up, 0 where a token does
+not count; p is the student's distribution, q the teacher's.
+"""
+
+import torch
+
+IGNORED = -100
+
+
+def total(values, weights):
+    """The weighted sum, whatever a value without a weight is."""
+    return torch.where(weights != 0, values * weights, 0.0).sum()
+
+
+def interpolated(student, teacher, b, temperature=1.0):
+    """TRL, ms-swift: KL(q || p) at 0, KL(p || q) at 1, and the mixture's divergence between."""
+    log_p, log_q = ((x / temperature).log_softmax(-1) for x in (student, teacher))
+    return interpolated_of_logprobs(log_p, log_q, b)
+
+
+def interpolated_of_logprobs(log_p, log_q, b):
+    """The same of log-probs: SDFT, SDPO."""
+    p, q = log_p.exp(), log_q.exp()
+    if b == 0:
+        return (q * (log_q - log_p)).sum(-1)
+    if b == 1:
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = ((1 - b) * p + b * q).log()
+    of_student = (p * (log_p - log_m)).sum(-1)
+    of_teacher = (q * (log_q - log_m)).sum(-1)
+    return (1 - b) * of_student + b * of_teacher
+
+
+def gkd_weights(shape, words, labels=None, reduction="batchmean", num_items_in_batch=None):
+    """TRL's GKD, of [..., V] without the V: ``mean`` is over the terms of all words too."""
+    keep = torch.ones(shape) if labels is None else (labels != IGNORED).float()
+    if num_items_in_batch is not None:
+        return keep.double() / float(num_items_in_batch)
+    divisor = {
+        "sum": 1,
+        "mean": max(1, keep.sum().item()) * words,
+        "batchmean": shape[0] if labels is None else max(1, keep.sum().item()),
+    }[reduction]
+    return keep.double() / divisor
+
+
+def likeliest(logits, indices, with_tail):
+    """Log-probs of a few words: renormalised, or with one bucket for all others (SDFT, SDPO)."""
+    logprobs = logits.log_softmax(-1).gather(-1, indices)
+    if not with_tail:
+        return logprobs.log_softmax(-1)
+    others = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
+    return torch.cat([logprobs, others], -1)
+
+
+def filled_up(student, teacher):
+    """ms-swift's vocabularies of two widths: the other's logits stand in for missing words."""
+    width = max(student.shape[-1], teacher.shape[-1])
+    student, teacher = (
+        torch.cat([x, other[..., x.shape[-1] : width]], -1)
+        for x, other in ((student, teacher), (teacher, student))
+    )
+    return student, teacher
+
+
+def roll(logits, teacher_probs, objective, temperature):
+    """ROLL, of a teacher's probabilities; its Jensen-Shannon adds 1e-9 inside of logarithms."""
+    p = (logits / temperature).softmax(-1)
+    q = teacher_probs
+    if objective == "forward_kl":
+        return (q * (q / p).log()).sum(-1)
+    if objective == "reverse_kl":
+        return (p * (p / q).log()).sum(-1)
+    log_p, log_q, log_m = ((x + 1e-9).log() for x in (p, q, (p + q) / 2))
+    return (q * (log_q - log_m) + p * (log_p - log_m)).sum(-1) / 2
+
+
+def soft_cross_entropy(student, teacher):
+    """SkyRL's draft loss."""
+    return -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)
+
+
+def draft_weights(mask, factor=None):
+    """SkyRL's masked mean: neither denominator is below 1."""
+    mask = mask.double()
+    return mask / max(1.0, mask.sum().item() if factor is None else float(factor))
