@@ -725,6 +725,7 @@ def test_if_nothing_is_kept_value_and_gradient_are_zero(loss):
 ZERO = {name: loss for name, loss in LOSSES.items() if not name.startswith(("skyrl", "roll"))}
 
 
+@pytest.mark.parametrize("auto", ["native"], indirect=True)
 @pytest.mark.parametrize("words", [2, 1000])
 @every_dtype
 @pytest.mark.parametrize("loss", ZERO.values(), ids=ZERO)
@@ -733,6 +734,7 @@ def test_of_equal_logits_it_is_exactly_zero(loss, dtype, words):
     assert loss(student, student.clone(), labels_of((2, 3), "all")) == 0
 
 
+@pytest.mark.parametrize("auto", ["native"], indirect=True)
 @every_objective
 def test_of_equal_log_probs_roll_s_are_exactly_zero(objective):
     _, logprobs = inputs_of_roll(3, 37)

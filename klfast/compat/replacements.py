@@ -50,6 +50,19 @@ def replacement_of_compiled(new: Any, code: str) -> Make:
     return make
 
 
+def replacement_of_static(new: Any, code: str) -> Make:
+    """``replacement`` of a static method; ``code`` is its function's, decorator included."""
+
+    def make(old: Any, exact: bool) -> Any:
+        if not isinstance(old, staticmethod):
+            raise PatchError(f"it must be a static method, got a {type(old).__name__}")
+        if fingerprint(old.__func__) != code:
+            raise PatchError("its code is none of those that klfast replaces")
+        return staticmethod(replacement(new)(old.__func__, exact))
+
+    return make
+
+
 def _revive(cls: type, attributes: dict[str, Any]) -> Any:
     """The pickled object of a replaced class, as klfast's own."""
     revived: Any = object.__new__(cls)

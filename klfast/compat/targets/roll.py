@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from klfast.compat import roll
-from klfast.compat.sites import Target, known
+from klfast.compat.sites import Group, Target, known
 
 _FUNCTIONALS = "roll.utils.functionals"
 _CONTROLLERS = "roll.utils.kl_controller"
+_DIVERGENCES = "roll.pipeline.distill.various_divergence:VariousDivergence"
 _ALL = "v0.1.0 to v0.3.0, main"
+
+
+def _divergence(method: str, code: str) -> Group:
+    """A method of its own, so that objectives that klfast does not compute stay as they are."""
+    new = getattr(roll.VariousDivergence, method)
+    return (known(f"{_DIVERGENCES}.{method}", code, new, "v0.1.3 to v0.3.0, main"),)
+
 
 TARGETS = (
     Target(
@@ -58,6 +66,9 @@ TARGETS = (
                     _ALL,
                 ),
             ),
+            _divergence("compute_forward_kl_divergence", "e666096a7693be98"),
+            _divergence("compute_reverse_kl_divergence", "c2647239834d01cd"),
+            _divergence("compute_js_divergence", "5ce774e327e9d6a8"),
         ),
         exact=True,
     ),

@@ -1,12 +1,12 @@
-"""TRL: GRPO, RLOO and the functions over logits of 1.x, and the PPO of 0.x."""
+"""TRL: GRPO, RLOO, the functions over logits and the distillation of 1.x, and the PPO of 0.x."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 from klfast.compat import trl, trl_trainers
-from klfast.compat.replacements import replacement, rewriting
-from klfast.compat.sites import Form, Site, Target, known
+from klfast.compat.replacements import replacement, replacement_of_static, rewriting
+from klfast.compat.sites import Form, Group, Site, Target, known
 
 _UTILS = "trl.trainer.utils"
 
@@ -37,6 +37,22 @@ def _from_logits(new: object, until_113: str | None, of_114: str, of_116: str) -
         Form(of_116, "1.16", make, _triton),
     )
     return forms if until_113 is None else (Form(until_113, "1.10 to 1.13", make), *forms)
+
+
+def _self_distillation(module: str) -> tuple[Group, ...]:
+    """What SDFT and SDPO have of their own, each in the same words."""
+    since = "1.6 to 1.16"
+    return (
+        (known(f"{module}:compute_divergence", "059a2e6ab8bab901", trl.compute_divergence, since),),
+        (
+            known(
+                f"{module}:compute_full_logit_self_distillation_loss",
+                "3503e963663745ec",
+                trl.compute_full_logit_self_distillation_loss,
+                since,
+            ),
+        ),
+    )
 
 
 _TRAINERS = Target(
@@ -94,6 +110,20 @@ _TRAINERS = Target(
                 ),
             ),
         ),
+        (
+            Site(
+                "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss",
+                (
+                    Form(
+                        None,
+                        "1.7 to 1.16",
+                        replacement_of_static(trl.generalized_jsd_loss, "208d0b50cb51ec1e"),
+                    ),
+                ),
+            ),
+        ),
+        *_self_distillation("trl.experimental.sdft.loss_utils"),
+        *_self_distillation("trl.experimental.sdpo.loss_utils"),
     ),
     exact=True,
 )

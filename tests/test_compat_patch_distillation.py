@@ -1,0 +1,216 @@
+"""patch() of the distillation losses: where the targets look, in packages made up of those places.
+
+The code there is not the frameworks', so each site is given the made-up code's fingerprint;
+tests/peers has the real ones.
+"""
+
+import importlib
+import inspect
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from klfast.compat import PatchError, patching, roll, trl
+from klfast.compat.fingerprints import fingerprint
+from klfast.compat.replacements import replacement_of_static
+from klfast.compat.sites import Form, Site, Target
+from klfast.compat.targets import TARGETS
+
+GKD_TRAINER = """
+class GKDTrainer:
+    @staticmethod
+    def generalized_jsd_loss(
+        student_logits, teacher_logits, labels=None, beta=0.5, temperature=1.0,
+        reduction="batchmean", num_items_in_batch=None,
+    ):
+        return "theirs"
+
+    def compute_loss(self, student, teacher, labels, num_items_in_batch=None):
+        return self.generalized_jsd_loss(
+            student_logits=student, teacher_logits=teacher, labels=labels, beta=0.9,
+            num_items_in_batch=num_items_in_batch,
+        )
+
+
+class Child(GKDTrainer):
+    pass
+"""
+LOSS_UTILS = """
+def compute_divergence(student_log_probs, teacher_log_probs, alpha):
+    return "theirs"
+
+
+def compute_full_logit_self_distillation_loss(
+    student_logits, teacher_logits, *, distillation_alpha
+):
+    return "theirs"
+"""
+TRAINER = """
+from .loss_utils import compute_divergence, compute_full_logit_self_distillation_loss
+"""
+VARIOUS_DIVERGENCE = """
+class VariousDivergence:
+    def __init__(self, pipeline_config, padding_id=-100):
+        self.kd_temperature = pipeline_config.kd_temperature
+        self.dist_func = getattr(self, f"compute_{pipeline_config.kd_objective}_divergence")
+
+    def __call__(self, logits, teacher_probs, teacher_log_probs, teacher_inf_mask):
+        return self.dist_func(logits, teacher_probs, teacher_log_probs, teacher_inf_mask)
+"""
+for _name in ("forward_kl", "reverse_kl", "js", "skewed_forward_kl"):
+    VARIOUS_DIVERGENCE += f"""
+    def compute_{_name}_divergence(
+        self, logits, teacher_probs, teacher_log_probs, teacher_inf_mask
+    ):
+        return "theirs, {_name}"
+"""
+MODULES = {
+    "trl": {
+        "trl.experimental.gkd.gkd_trainer": GKD_TRAINER,
+        "trl.experimental.sdft.loss_utils": LOSS_UTILS,
+        "trl.experimental.sdft.sdft_trainer": TRAINER,
+        "trl.experimental.sdpo.loss_utils": LOSS_UTILS,
+        "trl.experimental.sdpo.sdpo_trainer": TRAINER,
+    },
+    "roll": {"roll.pipeline.distill.various_divergence": VARIOUS_DIVERGENCE},
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch, request):
+    """Writes and imports a framework's modules; (them by name, the target of their sites alone)."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(framework):
+        for name, text in MODULES[framework].items():
+            path = tmp_path.joinpath(*name.split("."))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".py").write_text(text)
+        request.addfinalizer(lambda: _forget(framework))
+        _forget(framework)
+        modules = {name: importlib.import_module(name) for name in MODULES[framework]}
+        target = TARGETS[framework][0]
+        groups = [
+            tuple(_recognising(site, modules) for site in group)
+            for group in target.groups
+            if group[0].where.partition(":")[0] in modules
+        ]
+        return modules, target._replace(groups=tuple(groups))
+
+    return make
+
+
+def _forget(framework):
+    for name in [name for name in sys.modules if name.partition(".")[0] == framework]:
+        del sys.modules[name]
+
+
+def _recognising(site, modules):
+    """The site with the fingerprint of the made-up code."""
+    module, _, path = site.where.partition(":")
+    found = modules[module]
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name)
+    (form,) = site.forms
+    if isinstance(found, staticmethod):
+        make = replacement_of_static(trl.generalized_jsd_loss, fingerprint(found.__func__))
+        return site._replace(forms=(form._replace(make=make),))
+    return site._replace(forms=(form._replace(code=fingerprint(found)),))
+
+
+def test_gkd_trainers_take_klfast_s_loss(package):
+    modules, target = package("trl")
+    module = modules["trl.experimental.gkd.gkd_trainer"]
+    before = vars(module.GKDTrainer)["generalized_jsd_loss"]
+    student, teacher = torch.randn(2, 2, 3, 7)
+    labels = torch.tensor([[1, -100, 1], [-100, 1, 1]])
+    with patching.apply("trl", [target]):
+        for trainer in (module.GKDTrainer(), module.Child()):
+            loss = trainer.compute_loss(student, teacher, labels, 5)
+            expected = trl.generalized_jsd_loss(student, teacher, labels, 0.9, num_items_in_batch=5)
+            assert torch.equal(loss, expected)
+        bare = module.GKDTrainer.generalized_jsd_loss(student, teacher)
+        assert torch.equal(bare, trl.generalized_jsd_loss(student, teacher))
+        names = inspect.signature(module.GKDTrainer.generalized_jsd_loss).parameters
+        assert [*names] == [*inspect.signature(trl.generalized_jsd_loss).parameters]
+    assert vars(module.GKDTrainer)["generalized_jsd_loss"] is before
+    assert module.Child().compute_loss(student, teacher, labels) == "theirs"
+
+
+@pytest.mark.parametrize("of", ["sdft", "sdpo"])
+def test_self_distillation_s_trainers_take_klfast_s_losses(package, of):
+    modules, target = package("trl")
+    trainer = modules[f"trl.experimental.{of}.{of}_trainer"]
+    student, teacher = torch.randn(2, 2, 3, 7).log_softmax(-1)
+    with patching.apply("trl", [target]):
+        value = trainer.compute_divergence(student, teacher, 0.3)
+        assert torch.equal(value, trl.compute_divergence(student, teacher, 0.3))
+        full = trainer.compute_full_logit_self_distillation_loss
+        value = full(student, teacher, distillation_alpha=1.0)
+        expected = trl.compute_full_logit_self_distillation_loss
+        assert torch.equal(value, expected(student, teacher, distillation_alpha=1.0))
+    assert trainer.compute_divergence(student, teacher, 0.3) == "theirs"
+
+
+METHODS = {"forward_kl": "forward_kl", "reverse_kl": "reverse_kl", "js": "js_divergence"}
+
+
+@pytest.mark.parametrize("objective", METHODS)
+def test_roll_s_divergences_are_klfast_s_where_it_has_them(package, objective):
+    modules, target = package("roll")
+    module = modules["roll.pipeline.distill.various_divergence"]
+    logits, logprobs = torch.randn(2, 4, 9)
+    logprobs = logprobs.log_softmax(-1)
+    given = (logits, logprobs.exp(), logprobs, logprobs.isinf())
+
+    def divergence(cls, kd_objective):
+        return cls(SimpleNamespace(kd_temperature=2.0, kd_objective=kd_objective))(*given)
+
+    with patching.apply("roll", [target]):
+        value = divergence(module.VariousDivergence, objective)
+        assert torch.equal(value, divergence(roll.VariousDivergence, METHODS[objective]))
+        skewed = divergence(module.VariousDivergence, "skewed_forward_kl")
+        assert skewed == "theirs, skewed_forward_kl"
+    assert divergence(module.VariousDivergence, objective) == f"theirs, {objective}"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (("@staticmethod", "@classmethod"), "must be a static method, got a classmethod"),
+        (("    @staticmethod\n", ""), "must be a static method, got a function"),
+        (('return "theirs"', 'return "others"'), "its code is none of those"),
+        (("beta=0.5", "beta=0.6"), "its code is none of those"),
+    ],
+    ids=["classmethod", "method", "other code", "other default"],
+)
+def test_what_is_not_that_static_method_is_refused(package, monkeypatch, change, match):
+    modules, target = package("trl")
+    _forget("trl")
+    path = modules["trl.experimental.gkd.gkd_trainer"].__file__
+    other = GKD_TRAINER.replace(*change) + "\n# longer, so that no cache of bytecode serves\n"
+    with open(path, "w") as file:
+        file.write(other)
+    module = importlib.import_module("trl.experimental.gkd.gkd_trainer")
+    before = dict(vars(module.GKDTrainer))
+    gkd = [group for group in target.groups if ".gkd." in group[0].where]
+    with pytest.raises(PatchError, match=match):
+        patching.apply("trl", [target._replace(groups=tuple(gkd))])
+    assert dict(vars(module.GKDTrainer)) == before
+
+
+def test_a_static_method_hears_of_exact(tmp_path, monkeypatch):
+    (tmp_path / "made_up_static.py").write_text(
+        "class Owner:\n    @staticmethod\n    def loss(x):\n        return x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("made_up_static")
+    code = fingerprint(vars(module.Owner)["loss"].__func__)
+    make = replacement_of_static(lambda x, *, exact=False: (x, exact), code)
+    site = Site("made_up_static:Owner.loss", (Form(None, "1.0", make),))
+    target = Target(("made_up_static",), "1.0", ((site,),), exact=True)
+    with patching.apply("made_up_static", [target], True):
+        assert module.Owner.loss(3) == module.Owner().loss(3) == (3, True)
+    assert module.Owner().loss(3) == 3
