@@ -772,3 +772,27 @@ def test_logits_are_not_copied_and_read_by_one_call(loss, monkeypatch):
     ((models, options),) = seen
     assert [x.data_ptr() for x in models[:2]] == [student.data_ptr(), teacher.data_ptr()]
     assert options["reduction"] in ("token-sum", "token-mean")  # whose forward makes the gradient
+
+
+# Importing all of dynamo warns, and it makes a Function object to trace any autograd.Function.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
+)
+@pytest.mark.parametrize("auto", ["native"], indirect=True)
+def test_a_loss_that_torch_compile_traces_follows_beta():
+    student, teacher = random_logits(2, 3, 11)
+    labels = labels_of((2, 3), "some")
+
+    def loss(student, beta):
+        return trl.generalized_jsd_loss(
+            student, teacher, labels, beta, num_items_in_batch=torch.tensor(5)
+        )
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for beta in (0.3, 0.6, 0.9, 1.0, 0.0):
+        results, truth = (
+            _with_gradients(partial(function, beta=beta), student) for function in (compiled, loss)
+        )
+        for result, exact in zip(results, truth, strict=True):
+            torch.testing.assert_close(result, exact)

@@ -41,7 +41,8 @@ REVERSE = Divergence("reverse")
 
 def interpolated(argument: str, number: float) -> Divergence:
     """The divergence that a framework's b stands for; the errors call it ``argument``."""
-    b = check_number(argument, number, least=0)
+    tracing = torch.compiler.is_compiling()  # where the number may be symbolic
+    b = number if tracing else check_number(argument, number, least=0)
     if b > 1:
         raise ValueError(f"{argument} must be a number between 0 and 1, got {number!r}")
     if b in (0, 1):

@@ -3,9 +3,9 @@ distillation losses of GKD, SDFT and SDPO, of 1.10 to 1.16; ``PPOTrainer`` of 0.
 
 TRL 1.x writes its KL inline. Either make a trainer whose KL is klfast's,
 ``class Trainer(klfast.compat.trl.GRPOMixin, trl.GRPOTrainer): pass``, or call
-``klfast.compat.patch("trl")``, which serves GRPO and RLOO, and the trainers that take log-probs
-from logits (those two never have logits). ``AdaptiveKLCallback`` steers the ``beta`` of either
-trainer, patched or not. The functions here are what they are made of.
+``klfast.compat.patch("trl")``, which serves GRPO and RLOO, the trainers that take log-probs from
+logits (those two never have logits), and GKD, SDFT and SDPO. ``AdaptiveKLCallback`` steers the
+``beta`` of GRPO and RLOO, patched or not. The functions here are what they are made of.
 """
 
 from __future__ import annotations
