@@ -39,18 +39,16 @@ def _from_logits(new: object, until_113: str | None, of_114: str, of_116: str) -
     return forms if until_113 is None else (Form(until_113, "1.10 to 1.13", make), *forms)
 
 
-def _self_distillation(module: str) -> tuple[Group, ...]:
+def _self_distillation(module: str) -> Group:
     """What SDFT and SDPO have of their own, each in the same words."""
     since = "1.6 to 1.16"
     return (
-        (known(f"{module}:compute_divergence", "059a2e6ab8bab901", trl.compute_divergence, since),),
-        (
-            known(
-                f"{module}:compute_full_logit_self_distillation_loss",
-                "3503e963663745ec",
-                trl.compute_full_logit_self_distillation_loss,
-                since,
-            ),
+        known(f"{module}:compute_divergence", "059a2e6ab8bab901", trl.compute_divergence, since),
+        known(
+            f"{module}:compute_full_logit_self_distillation_loss",
+            "3503e963663745ec",
+            trl.compute_full_logit_self_distillation_loss,
+            since,
         ),
     )
 
@@ -122,8 +120,8 @@ _TRAINERS = Target(
                 ),
             ),
         ),
-        *_self_distillation("trl.experimental.sdft.loss_utils"),
-        *_self_distillation("trl.experimental.sdpo.loss_utils"),
+        _self_distillation("trl.experimental.sdft.loss_utils"),
+        _self_distillation("trl.experimental.sdpo.loss_utils"),
     ),
     exact=True,
 )
