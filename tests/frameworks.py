@@ -190,30 +190,103 @@ def trlx_rewards(scores, logprobs, ref_logprobs, attention_mask, kl_coef):
     return openrlhf_rewards(scores, kl_coef, kl, attention_mask[:, :-1])
 
 
-# Others
+# SkyRL
 
 
-def limited_twice(logprobs, ref_logprobs):
-    """k3 of SkyRL and ms-swift."""
-    return k3(logprobs - ref_logprobs, log_ratio_clip=20, kl_clip=10)
+def skyrl(logprobs, ref_logprobs, mask=None, mode="k3"):
+    """``compute_approx_kl``; unlike the others' its mask selects the value."""
+    x = logprobs - ref_logprobs
+    if mode == "k3":
+        value = k3(x, log_ratio_clip=20, kl_clip=10)
+    else:
+        value = k1_abs_k2(x, {"k1": "kl", "k2": "mse"}.get(mode, mode))
+    return value if mask is None else torch.where(mask != 0, value * mask, 0.0)
 
 
-def nemo_rl(logprobs, ref_logprobs):
-    """The same, times the ratio, which is 1 but has a gradient."""
-    return limited_twice(logprobs, ref_logprobs) * (logprobs - logprobs.detach()).exp()
+# NeMo-RL
 
 
-def slime(logprobs, ref_logprobs, mode):
-    """Slime and AReaL: k3 without a limit, or limited after exp."""
-    return k3(logprobs - ref_logprobs, kl_clip=None if mode == "k3" else 10)
+def nemo_rl(logprobs, ref_logprobs, mode="k3", input_clamp=20, output_clamp=10, weight=None):
+    """``calculate_kl``: the weight multiplies before the output clamp, and has no gradient where
+    the input clamp acts."""
+    x = logprobs - ref_logprobs
+    if input_clamp is not None:
+        within = x.abs() <= input_clamp
+        x = x.clamp(-input_clamp, input_clamp)
+        weight = None if weight is None else torch.where(within, weight, weight.detach())
+    value = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: k3(x)}[mode]()
+    value = value if weight is None else weight * value
+    return value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
+
+
+def nemo_rl_weight(logprobs, old_logprobs=None):
+    """The weight of its loss: the ratio to the sampler, or to itself; 0 where that is no number."""
+    ratio = (logprobs - (logprobs.detach() if old_logprobs is None else old_logprobs)).exp()
+    return torch.where(ratio.isfinite(), ratio, 0.0)
+
+
+def nemo_rl_loss(values, token_mask, sample_mask, loss_type, count=None):
+    """Its mean over tokens, or over samples of theirs; a sample without a token counts."""
+    if loss_type == "token_level":
+        mask = token_mask * sample_mask[:, None]
+        return (values * mask).sum() / (mask.sum() if count is None else count)
+    of_samples = masked_mean(values, token_mask) * sample_mask
+    return of_samples.sum() / (sample_mask.sum() if count is None else count)
+
+
+# slime
+
+
+def slime(logprobs, ref_logprobs, mode, weight=None):
+    """``compute_approx_kl``: ``low_var_kl`` is weighted k3, limited after an exp without a limit."""
+    x = logprobs - ref_logprobs
+    value = {"k1": lambda: x, "k2": lambda: x.square() / 2}.get(mode, lambda: k3(x))()
+    value = value if weight is None else weight * value
+    return value.clamp(-10, 10) if mode == "low_var_kl" else value
+
+
+# AReaL
+
+
+def areal(logprobs, ref_logprobs, mode="k1", clamped=True):
+    """``KLEstimator``: all three limited."""
+    x = logprobs - ref_logprobs
+    value = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: k3(x)}[mode]()
+    return value.clamp(-10, 10) if clamped else value
+
+
+def areal_rewards(score, logprobs, ref_logprobs, loss_mask, attention_mask, kl_ctl, mode, drop):
+    """(rewards of the KL, total rewards) of its PPO actor, sequence by sequence."""
+    of_kl = -kl_ctl * areal(logprobs * loss_mask, ref_logprobs * loss_mask, mode)
+    total = of_kl.clone()
+    for row, length in enumerate(attention_mask.sum(-1).tolist()):
+        total[row, length - 1] = 0
+        if not (drop and length == attention_mask.shape[1]):
+            total[row, max(length - 2, 0)] += score[row]
+    return of_kl, total
+
+
+# open-instruct
 
 
 def open_instruct(logprobs, ref_logprobs, mode, old_logprobs=None):
-    """Four estimators of the log-ratio limited to 40; the fourth weighs it."""
+    """``estimate_kl`` of the log-ratio limited to 40; the last weighs it, whose limit leaves the
+    weight its gradient."""
     x = (logprobs - ref_logprobs).clamp(-40, 40)
-    if mode == "kl4":
-        return (logprobs - old_logprobs).exp() * x
-    return {"kl1": x, "kl2": x.square() / 2, "kl3": torch.expm1(-x) + x}[mode]
+    return open_instruct_all(x, 1.0 if mode < 3 else (logprobs - old_logprobs).exp())[mode]
+
+
+def open_instruct_all(x, ratio):
+    """The four of them."""
+    return x, x.square() / 2, torch.expm1(-x) + x, ratio * x
+
+
+# ms-swift
+
+
+def ms_swift(logprobs, ref_logprobs):
+    """K3 of GRPO's loss."""
+    return k3(logprobs - ref_logprobs, log_ratio_clip=20, kl_clip=10)
 
 
 # Controllers

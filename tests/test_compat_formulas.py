@@ -16,7 +16,20 @@ from agreement import same_bits
 
 import klfast
 from klfast import Estimator
-from klfast.compat import openrlhf, presets, roll, trl, trlx, verl
+from klfast.compat import (
+    areal,
+    ms_swift,
+    nemo_rl,
+    open_instruct,
+    openrlhf,
+    presets,
+    roll,
+    skyrl,
+    slime,
+    trl,
+    trlx,
+    verl,
+)
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -28,7 +41,8 @@ class Case(NamedTuple):
     ours: Callable
     theirs: Callable
     preset: Estimator
-    weight: str | None = None  # what has one: the "gradient" alone, or "both"
+    weight: str | None = None  # what has one: the "gradient" alone, or "both"; "own": exp(0)
+    summed: bool = False  # by autograd: both terms of the gradient are rounded to logprobs' dtype
 
 
 def without_old(function, **options):
@@ -67,6 +81,60 @@ def unbiased(mode):
     }
 
 
+def with_ratio(function, argument, to_old, **options):
+    """A function of a weight: the ratio to the old policy, or to itself, in the arithmetic's dtype."""
+
+    def weighing(logprobs, ref_logprobs, old):
+        policy = logprobs.to(oracle.arithmetic_dtype(logprobs, ref_logprobs))
+        ratio = (policy - (old if to_old else policy.detach())).exp()
+        return function(logprobs, ref_logprobs, **options, **{argument: ratio})
+
+    return weighing
+
+
+def weighted(framework, modes, ours, argument, weight, theirs):
+    """The cases of a function whose weight is a tensor, with the weights of its framework."""
+    return {
+        f"{framework}-{mode}-{name}": Case(
+            with_ratio(ours, weight, old, **{argument: mode}),
+            with_ratio(theirs, "weight", old, mode=mode),
+            preset,
+            weight="both" if old else "own",
+            summed=True,
+        )
+        for mode, preset in modes.items()
+        for name, old in (("weighted", False), ("weighted-old", True))
+    }
+
+
+def areal_kl(logprobs, ref_logprobs, kl_estimator):
+    return areal.KLEstimator(kl_estimator)(logprobs, ref_logprobs)
+
+
+def estimated(mode):
+    """``estimate_kl`` as open-instruct calls it."""
+
+    def ours(logprobs, ref_logprobs, old):
+        dtype = oracle.arithmetic_dtype(logprobs, ref_logprobs)
+        policy = logprobs.to(dtype)
+        x = (policy - ref_logprobs).clamp(-40, 40)
+        return open_instruct.estimate_kl(x, (policy - old).exp())[mode]
+
+    return ours
+
+
+def four_of_open_instruct():
+    cases = {}
+    for mode, preset in presets.OPEN_INSTRUCT.items():
+        theirs = with_old(frameworks.open_instruct, "old_logprobs", mode=mode)
+        weight = "both" if mode == 3 else None
+        alone = with_old(open_instruct.per_token_kl, "old_logprobs", kl_estimator=mode)
+        cases[f"open-instruct-{mode}"] = Case(alone, theirs, preset, weight)
+        of_four = Case(estimated(mode), theirs, preset, weight, summed=True)
+        cases[f"open-instruct-{mode}-of-four"] = of_four
+    return cases
+
+
 FUNCTIONS = {
     **table("verl", presets.VERL, verl.kl_penalty, "kl_penalty", frameworks.verl),
     **table(
@@ -85,13 +153,44 @@ FUNCTIONS = {
         presets.TRL_GRPO,
     ),
     "trl-grpo-corrected": Case(
-        without_old(trl.per_token_kl), without_old(frameworks.trl_grpo), presets.TRL_GRPO, "both"
+        without_old(trl.per_token_kl), without_old(frameworks.trl_grpo), presets.TRL_GRPO, "own"
     ),
     "trl-grpo-corrected-old": Case(
         with_old(trl.per_token_kl, "old_per_token_logps"),
         with_old(frameworks.trl_grpo, "old_logprobs"),
         presets.TRL_GRPO,
         "both",
+    ),
+    **table("skyrl", presets.SKYRL, skyrl.compute_approx_kl, "kl_estimator_type", frameworks.skyrl),
+    **table("nemo-rl", presets.NEMO_RL, nemo_rl.calculate_kl, "kl_type", frameworks.nemo_rl),
+    **weighted(
+        "nemo-rl",
+        presets.NEMO_RL,
+        nemo_rl.calculate_kl,
+        "kl_type",
+        "importance_sampling_weights",
+        frameworks.nemo_rl,
+    ),
+    **table("slime", presets.SLIME, slime.compute_approx_kl, "kl_loss_type", frameworks.slime),
+    **weighted(
+        "slime",
+        presets.SLIME,
+        slime.compute_approx_kl,
+        "kl_loss_type",
+        "importance_ratio",
+        frameworks.slime,
+    ),
+    **table("areal", presets.AREAL, areal_kl, "kl_estimator", frameworks.areal),
+    **four_of_open_instruct(),
+    "ms-swift-k3": Case(
+        without_old(ms_swift.per_token_kl),
+        without_old(frameworks.ms_swift),
+        presets.MS_SWIFT["k3"],
+    ),
+    "ms-swift-k1": Case(
+        without_old(ms_swift.per_token_k1),
+        without_old(frameworks.k1_abs_k2_of, mode="kl"),
+        presets.MS_SWIFT["k1"],
     ),
 }
 
@@ -102,28 +201,7 @@ def of_preset(theirs, preset, **options):
     return Case(ours, without_old(theirs, **options), preset)
 
 
-def nemo_rl(logprobs, ref_logprobs, old):
-    return klfast.kl_penalty(
-        logprobs, ref_logprobs, estimator=presets.NEMO_RL["k3"], old_logprobs=logprobs.detach()
-    )
-
-
 PRESETS = {
-    "skyrl-k3": of_preset(frameworks.limited_twice, presets.SKYRL["k3"]),
-    "ms-swift-k3": of_preset(frameworks.limited_twice, presets.MS_SWIFT["k3"]),
-    "nemo-rl-k3": Case(nemo_rl, without_old(frameworks.nemo_rl), presets.NEMO_RL["k3"], "both"),
-    **{f"slime-{m}": of_preset(frameworks.slime, p, mode=m) for m, p in presets.SLIME.items()},
-    **{f"areal-{m}": of_preset(frameworks.slime, p, mode=m) for m, p in presets.AREAL.items()},
-    **{
-        f"open-instruct-{m}": of_preset(frameworks.open_instruct, p, mode=m)
-        for m, p in presets.OPEN_INSTRUCT.items()
-    },
-    "open-instruct-kl4": Case(
-        with_old(klfast.kl_penalty, "old_logprobs", estimator=presets.OPEN_INSTRUCT["kl1"]),
-        with_old(frameworks.open_instruct, "old_logprobs", mode="kl4"),
-        presets.OPEN_INSTRUCT["kl1"],
-        "both",
-    ),
     "trl-rloo": of_preset(frameworks.k1_abs_k2_of, presets.TRL_RLOO, mode="kl"),
     "trlx-reward": of_preset(frameworks.k1_abs_k2_of, presets.TRLX["reward"], mode="kl"),
     "trlx-kl": of_preset(frameworks.k3_upside_down, presets.TRLX["kl"]),
@@ -166,7 +244,7 @@ def differentiated(function, logprobs, ref_logprobs, old, upstream=None):
     return value, *torch.autograd.grad(value, (logprobs, ref_logprobs), upstream.to(value.dtype))
 
 
-def promised(case, logprobs, ref_logprobs, old, truth, dtype):
+def promised(case, logprobs, ref_logprobs, old, truth, dtype, grad_dtype=torch.float32):
     """What klfast promises of value and gradients in ``dtype``, and what cancels in the truth.
 
     A gradient with a weight that has one is the sum of two terms, of which that to the reference is
@@ -179,13 +257,16 @@ def promised(case, logprobs, ref_logprobs, old, truth, dtype):
     relative, textbook = (t.double().reshape(value.shape) for t in (relative, textbook))
     if case.weight is None:
         return relative * value + textbook, relative * grad_ref + 2 * textbook
-    log_weight = logprobs - old
+    log_weight = logprobs - (logprobs if case.weight == "own" else old)
     of_weight = [oracle.promise(max(1, abs(lw)), dtype) for lw in log_weight.flatten().tolist()]
     weighted = relative + torch.tensor(of_weight).double().reshape(value.shape)
     textbook = textbook * log_weight.exp().clamp(min=1)
     if case.weight == "gradient":
         return relative * value + textbook, weighted * grad_ref + 2 * textbook
-    return weighted * value + textbook, weighted * (grad_ref + 2 * value) + 4 * textbook
+    in_grad = weighted * (grad_ref + 2 * value) + 4 * textbook
+    if case.summed:
+        in_grad = in_grad + torch.finfo(grad_dtype).eps * (grad_ref + 2 * value)
+    return weighted * value + textbook, in_grad
 
 
 def assert_is_the_frameworks(case, logprobs, ref_logprobs, old):
@@ -195,7 +276,7 @@ def assert_is_the_frameworks(case, logprobs, ref_logprobs, old):
 
     doubles = [t.double() for t in (logprobs, ref_logprobs, old)]
     truth = differentiated(case.theirs, *doubles)
-    tolerance, grad_tolerance = promised(case, *doubles, truth, dtype)
+    tolerance, grad_tolerance = promised(case, *doubles, truth, dtype, logprobs.dtype)
     oracle.assert_within(results[0], truth[0].detach(), tolerance, "value")
     oracle.assert_within(results[1], truth[1], grad_tolerance, "gradient")
     oracle.assert_within(results[2], truth[2], grad_tolerance, "gradient to the reference")
@@ -301,6 +382,13 @@ EXACT = {
     **{f"trl-{mode}": partial(trl.kl_penalty, kl_penalty=mode) for mode in presets.TRL_PPO},
     "trl-grpo": partial(trl.per_token_kl, use_bias_correction_kl=False),
     "trl-grpo-corrected": trl.per_token_kl,
+    **{f"skyrl-{m}": partial(skyrl.compute_approx_kl, kl_estimator_type=m) for m in presets.SKYRL},
+    **{f"nemo-rl-{m}": partial(nemo_rl.calculate_kl, kl_type=m) for m in presets.NEMO_RL},
+    **{
+        f"open-instruct-{m}": partial(open_instruct.per_token_kl, kl_estimator=m)
+        for m in (0, 1, 2)
+    },
+    "ms-swift": ms_swift.per_token_kl,
 }
 
 
@@ -343,6 +431,14 @@ MASKED = {
         for mode in presets.ROLL
     },
     "trlx-log-ratio": (trlx.log_ratio, partial(frameworks.roll, mode="kl")),
+    "ms-swift-k1": (ms_swift.per_token_k1, partial(frameworks.roll, mode="kl")),
+    **{
+        f"skyrl-{mode}": (
+            partial(skyrl.compute_approx_kl, kl_estimator_type=mode),
+            partial(frameworks.skyrl, mode=mode),
+        )
+        for mode in presets.SKYRL
+    },
 }
 every_masked = pytest.mark.parametrize(("ours", "theirs"), MASKED.values(), ids=MASKED)
 
@@ -381,7 +477,7 @@ def test_garbage_under_the_mask_stays_there(ours, theirs, garbage):
 
 @pytest.mark.parametrize("garbage", [NAN, INF], ids=str)
 @every_masked
-def test_garbage_under_the_mask_comes_through_if_exact(ours, theirs, garbage):
+def test_garbage_under_the_mask_comes_through_if_exact_where_the_frameworks_do_so(ours, theirs, garbage):
     """As 0 * NaN and 0 * inf do, but for k3, which makes a limited number of infinity."""
     mask = torch.tensor([1, 0, 1, 1, 0]).expand(6, 5)
     logprobs, ref_logprobs, _ = inputs()
@@ -399,6 +495,10 @@ WORDS = {
     "openrlhf": (openrlhf.compute_approx_kl, "kl_estimator", [*presets.OPENRLHF]),
     "roll": (roll.compute_approx_kl, "kl_penalty", [*presets.ROLL, "full"]),
     "trl": (trl.kl_penalty, "kl_penalty", [*presets.TRL_PPO, "full"]),
+    "skyrl": (skyrl.compute_approx_kl, "kl_estimator_type", [*presets.SKYRL]),
+    "nemo-rl": (nemo_rl.calculate_kl, "kl_type", [*presets.NEMO_RL]),
+    "slime": (slime.compute_approx_kl, "kl_loss_type", [*presets.SLIME]),
+    "areal": (areal.KLEstimator._compute_approx_kl, "kl_estimator", [*presets.AREAL]),
 }
 
 

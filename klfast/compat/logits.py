@@ -45,7 +45,7 @@ def token_logprobs(
 
 
 def entropy(logits: Tensor, *, mask: Tensor | None = None, exact: bool = False) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], in nats; the rest as above."""
+    """Entropies of softmax(logits), [..., V] -> [...], in nats; ``mask``, ``exact`` as above."""
     any_word = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     _, entropies = fused_token_logprobs(logits, any_word, mask=mask, return_entropy=True)
     return entropies.to(logits.dtype) if exact else entropies

@@ -6,7 +6,7 @@ weight's gradient too under ``clip_weighted``: k3 limited to 10 has none once
 ``logprobs - ref_logprobs < -2.61``. ``KLStats.clipped`` counts those tokens, which no framework
 does; verl's ``k3+`` and ``Estimator("k3", linear_tail=c)`` keep a gradient there.
 
-Read from the frameworks' sources of July to September 2026.
+Read from the frameworks' sources of May (AReaL) to September 2026.
 """
 
 from __future__ import annotations
@@ -44,11 +44,42 @@ TRL_RLOO = Estimator("k1")
 TRLX = {"reward": Estimator("k1"), "kl": Estimator("k3_ref")}
 """The reward is shaped with k1; what the controller sees is k3 with the ratio upside down."""
 
-SKYRL = {"k3": K3_LIMITED_TWICE}
-MS_SWIFT = {"k3": K3_LIMITED_TWICE}
-NEMO_RL = {"k3": K3_LIMITED_TWICE}
-"""Takes ``old_logprobs=logprobs.detach()``: a weight of 1 with the gradient of the ratio."""
-SLIME = {"k3": Estimator("k3"), "low_var_kl": K3_LIMITED}
-AREAL = SLIME
-OPEN_INSTRUCT = {f"kl{n}": Estimator(f"k{n}", log_ratio_clip=40) for n in (1, 2, 3)}
-"""Its fourth, ``ratio * x``, is ``kl1`` with ``old_logprobs``."""
+SKYRL = {
+    "k1": Estimator("k1"),
+    "abs": Estimator("abs"),
+    "k2": Estimator("k2"),
+    "k3": K3_LIMITED_TWICE,
+}
+"""``kl_estimator_type``, k3 by default."""
+
+NEMO_RL = {
+    name: Estimator(name, log_ratio_clip=20, kl_clip=10, clip_weighted=True)
+    for name in ("k1", "k2", "k3")
+}
+"""``reference_policy_kl_type``, k3 by default. Its loss always has a weight: ``old_logprobs`` are
+``logprobs.detach()`` (a weight of 1 that has a gradient), or the sampler's with
+``use_on_policy_kl_approximation``. The value of 10 limits the weighted product, and a weight of NaN
+or infinity counts as 0. Its reward, without ``old_logprobs``, has none."""
+
+SLIME = {
+    "k1": Estimator("k1"),
+    "k2": Estimator("k2"),
+    "k3": Estimator("k3"),
+    "low_var_kl": Estimator("k3", kl_clip=10, clip_weighted=True),
+}
+"""``--kl-loss-type``, k1 by default. With ``--use-unbiased-kl`` each takes ``old_logprobs``."""
+
+AREAL = {name: Estimator(name, kl_clip=10) for name in ("k1", "k2", "k3")}
+"""``kl_estimator``, k1 by default. Each is limited; ``apply_clamp=False`` is the name alone."""
+
+OPEN_INSTRUCT = {
+    0: Estimator("k1", log_ratio_clip=40),
+    1: Estimator("k2", log_ratio_clip=40),
+    2: Estimator("k3", log_ratio_clip=40),
+    3: Estimator("k1", log_ratio_clip=40),
+}
+"""``kl_estimator``, 2 by default. The last takes ``old_logprobs``, the others do not: it is
+``ratio * x``."""
+
+MS_SWIFT = {"k1": Estimator("k1"), "k3": K3_LIMITED_TWICE}
+"""k3 in the loss, k1 with ``kl_in_reward``."""

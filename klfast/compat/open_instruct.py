@@ -1,0 +1,128 @@
+"""open-instruct: ``estimate_kl``, ``log_softmax_and_gather`` and ``entropy_from_logits`` of
+``open_instruct.model_utils``, and the KL of its GRPO loss.
+
+Its main branch of August 2026. Use ``from klfast.compat.open_instruct import estimate_kl, ...`` in
+place of open-instruct's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from klfast.api import kl_penalty as fused_kl_penalty
+from klfast.compat import logits as over_logits
+from klfast.compat.common import per_token, zeros_like
+from klfast.compat.presets import OPEN_INSTRUCT
+from klfast.estimator import Estimator
+
+__all__ = [
+    "entropy_from_logits",
+    "estimate_kl",
+    "kl_loss",
+    "log_softmax_and_gather",
+    "per_token_kl",
+]
+
+WEIGHTED = 3
+"""The estimator that multiplies the log-ratio by ``exp(new_logprobs - old_logprobs)``."""
+
+
+def estimate_kl(ref_logprobs_diff: Tensor, ratio: Tensor, *, exact: bool = False) -> Tensor:
+    """open-instruct's four estimators of every token, in nats, stacked: [4, ...].
+
+    ``x``, ``x**2 / 2``, ``expm1(-x) + x`` and ``ratio * x`` of x = ``ref_logprobs_diff`` [...],
+    which the caller has limited to [-40, 40] (``new_logprobs - ref_logprobs``). :func:`per_token_kl`
+    and :func:`kl_loss` take log-probs and make the one that is asked for.
+
+    Differs from open-instruct: the third keeps its digits near 0; lower dtypes give fp32
+    (``exact=True``: what x and the ratio promote to).
+    """
+    nothing = zeros_like(ref_logprobs_diff)
+    k1, k2, k3 = (
+        per_token(ref_logprobs_diff, nothing, Estimator(name), exact=exact)
+        for name in ("k1", "k2", "k3")
+    )
+    return torch.stack([k1, k2, k3, ratio * k1])
+
+
+def per_token_kl(
+    new_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    old_logprobs: Tensor | None = None,
+    kl_estimator: int = 2,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """One estimator of every token, in nats, of the shape of ``new_logprobs``, in one read.
+
+    ``estimate_kl(...)[kl_estimator]`` of the log-ratio limited to 40 (see
+    ``presets.OPEN_INSTRUCT``), with the gradient that open-instruct's loss has: beyond the limit
+    estimator 3 keeps that of its ratio. ``old_logprobs`` are needed for 3, and have no part in the
+    others.
+
+    Differs from open-instruct: digits near 0; fp32 for lower dtypes unless ``exact=True``.
+    """
+    estimator, old = _weighted(kl_estimator, old_logprobs)
+    return per_token(new_logprobs, ref_logprobs, estimator, old_logprobs=old, exact=exact)
+
+
+def kl_loss(
+    new_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    beta: float,
+    old_logprobs: Tensor | None = None,
+    kl_estimator: int = 2,
+    denominator: float | Tensor | None = None,
+) -> Tensor:
+    """The KL term of open-instruct's GRPO loss (0-dim, nats times ``beta``) in one read.
+
+    ``masked_mean(beta * kl, response_mask, None, denominator)``: the sum over kept tokens, [B, T],
+    divided by ``denominator``, a number > 0, the number of kept tokens by default (0 without any).
+    The KL is that of :func:`per_token_kl`.
+
+    Differs from open-instruct: NaN under the mask stays there.
+    """
+    estimator, old = _weighted(kl_estimator, old_logprobs)
+    return fused_kl_penalty(
+        new_logprobs,
+        ref_logprobs,
+        response_mask,
+        estimator=estimator,
+        reduction="token-mean",
+        old_logprobs=old,
+        normalizer=denominator,
+        coef=beta,
+    )
+
+
+def _weighted(kl_estimator: int, old_logprobs: Tensor | None) -> tuple[Estimator, Tensor | None]:
+    """The preset, and the old log-probs if it takes them."""
+    if kl_estimator not in OPEN_INSTRUCT:
+        choices = ", ".join(map(str, OPEN_INSTRUCT))
+        raise ValueError(f"unknown kl_estimator {kl_estimator!r}; expected one of {choices}")
+    if kl_estimator != WEIGHTED:
+        return OPEN_INSTRUCT[kl_estimator], None
+    if old_logprobs is None:
+        raise ValueError(f"old_logprobs must be given for kl_estimator {WEIGHTED}, got None")
+    return OPEN_INSTRUCT[WEIGHTED], old_logprobs
+
+
+def log_softmax_and_gather(logits: Tensor, index: Tensor, *, exact: bool = False) -> Tensor:
+    """Log-probs of the words [...] under softmax(logits), [..., V] -> [...], in nats, by one read.
+
+    Differs from open-instruct: lower dtypes give fp32 (``exact=True``: their own). There is nothing
+    to compile.
+    """
+    return over_logits.token_logprobs(logits, index, exact=exact)
+
+
+def entropy_from_logits(logits: Tensor, *, exact: bool = False) -> Tensor:
+    """Entropies of softmax(logits), [..., V] -> [...], in nats, by one read.
+
+    Differs from open-instruct: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give
+    fp32 (``exact=True``: their own).
+    """
+    return over_logits.entropy(logits, exact=exact)

@@ -1,0 +1,175 @@
+"""SkyRL: the KL of ``skyrl.backends.skyrl_train.utils.ppo_utils``, its reward and controllers, and
+what ``torch_utils`` makes of logits.
+
+Its main branch of August 2026. Use ``from klfast.compat.skyrl import compute_approx_kl, ...`` in
+place of SkyRL's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.api import kl_penalty as fused_kl_penalty
+from klfast.checks import check_choice
+from klfast.compat import logits as over_logits
+from klfast.compat.common import choose, per_token
+from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
+from klfast.compat.presets import SKYRL
+from klfast.controllers import FixedKLController
+
+__all__ = [
+    "AdaptiveKLController",
+    "FixedKLController",
+    "apply_reward_kl_penalty",
+    "chunked_entropy_from_logits",
+    "compute_approx_kl",
+    "get_kl_controller",
+    "kl_loss",
+    "logprobs_from_logits",
+]
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    loss_mask: Tensor | None = None,
+    kl_estimator_type: str = "k3",
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """SkyRL's per-token KL, in nats, of the shape of ``log_probs``, times the mask.
+
+    ``kl_estimator_type``: ``k1``, ``abs``, ``k2`` or ``k3`` (log-ratio limited to 20, value to 10;
+    see ``presets.SKYRL``).
+
+    Differs from SkyRL: low-precision inputs give fp32 (``exact=True``: what they and the mask
+    promote to), k3 keeps its digits near 0, and NaN under the mask gives no NaN gradient (theirs
+    selects the value alone). The mask has the shape of ``log_probs``. Like SkyRL's, the gradient
+    of k3 is 0 once ``log_probs - log_probs_base < -2.61``.
+    """
+    estimator = choose("kl_estimator_type", kl_estimator_type, SKYRL)
+    kl = per_token(log_probs, log_probs_base, estimator, loss_mask)
+    if not exact:
+        return kl
+    dtype = torch.promote_types(log_probs.dtype, log_probs_base.dtype)
+    return kl.to(dtype if loss_mask is None else torch.promote_types(dtype, loss_mask.dtype))
+
+
+def kl_loss(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    loss_mask: Tensor | None = None,
+    kl_estimator_type: str = "k3",
+) -> Tensor:
+    """The KL term of SkyRL's loss (0-dim, nats) before its coefficient, in one read.
+
+    ``masked_mean(compute_approx_kl(...), loss_mask, dim=-1).mean()``: the mean over all B sequences
+    of their mean over kept tokens, 0 for a sequence without any. [B, T] each; the mask holds zeros
+    and ones (SkyRL multiplies by it twice).
+    """
+    return fused_kl_penalty(
+        log_probs,
+        log_probs_base,
+        loss_mask,
+        estimator=choose("kl_estimator_type", kl_estimator_type, SKYRL),
+        reduction="seq-mean-token-mean",
+        normalizer=max(1, log_probs.shape[0]),
+    )
+
+
+@torch.no_grad()
+def apply_reward_kl_penalty(self: Any, data: Any) -> Any:
+    """The KL in SkyRL's reward, as the method of its trainer (``self``) of this name.
+
+    ``rewards -= max(0, coefficient) * kl * mask``, of ``data``'s ``action_log_probs``,
+    ``base_action_log_probs``, ``loss_mask`` of zeros and ones and ``rewards``, [B, T] each. The
+    coefficient is that of ``self.reward_kl_controller``, which is then updated with the mean over
+    sequences of their mean KL per token and ``n_steps=B``, or else ``kl_loss_coef`` of
+    ``self.cfg.trainer.algorithm``. ``avg_kl``, ``avg_kl_max`` (the mean of the sequences' largest
+    absolute KL; nats per token) and ``kl_loss_coef`` go to ``data.metadata["metrics"]`` and, under
+    ``loss/``, to ``self.all_metrics``.
+
+    Differs from SkyRL: no NaN leaves the mask, and lower dtypes give fp32.
+    """
+    algorithm, controller = self.cfg.trainer.algorithm, self.reward_kl_controller
+    kl, stats = fused_kl_penalty(
+        data["action_log_probs"],
+        data["base_action_log_probs"],
+        data["loss_mask"],
+        estimator=choose("kl_estimator_type", algorithm.kl_estimator_type, SKYRL),
+        return_stats=True,
+    )
+    coefficient = algorithm.kl_loss_coef if controller is None else controller.value
+    data["rewards"] = data["rewards"] - kl * max(0, coefficient)
+    metrics = {
+        "avg_kl": (stats.kl / stats.length.clamp(min=1)).mean().item(),
+        "avg_kl_max": kl.abs().amax(-1).mean().item(),
+        "kl_loss_coef": coefficient,
+    }
+    if controller is not None:
+        controller.update(current=metrics["avg_kl"], n_steps=kl.shape[0])
+    data.metadata.setdefault("metrics", {}).update(metrics)
+    self.all_metrics.update({f"loss/{name}": value for name, value in metrics.items()})
+    return data
+
+
+def get_kl_controller(algorithm_cfg: Any) -> AdaptiveKLController | FixedKLController:
+    """The controller of SkyRL's config: ``kl_loss_coef`` and ``kl_ctrl``'s ``type``, ``kl_target``
+    (nats per token) and ``horizon``.
+
+    Raises:
+        ValueError: ``type`` is neither ``"fixed"`` nor ``"adaptive"``, or a number is out of range.
+    """
+    kl_ctrl = algorithm_cfg.kl_ctrl
+    check_choice("kl_ctrl.type", kl_ctrl.type, ("fixed", "adaptive"))
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(algorithm_cfg.kl_loss_coef)
+    return AdaptiveKLController(algorithm_cfg.kl_loss_coef, kl_ctrl.kl_target, kl_ctrl.horizon)
+
+
+def logprobs_from_logits(
+    logits: Tensor, labels: Tensor, inplace_backward: bool = True, *, exact: bool = False
+) -> Tensor:
+    """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], in nats, by one read.
+
+    A label of -100 gives 0 and no gradient, as in SkyRL with flash-attn; without it SkyRL fails.
+    ``inplace_backward``: see ``klfast.compat.verl.logprobs_from_logits``.
+
+    Differs from SkyRL: lower dtypes give fp32, as they do there with flash-attn alone
+    (``exact=True``: their own, as without it).
+    """
+    return over_logits.token_logprobs(
+        logits,
+        labels,
+        ignore_index=over_logits.IGNORED,
+        inplace_backward=inplace_backward,
+        exact=exact,
+    )
+
+
+def chunked_entropy_from_logits(
+    logits: Tensor,
+    requires_grad: bool = False,
+    attention_mask: Tensor | None = None,
+    chunk_size: int = 1024,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """Entropies of softmax(logits), [B, T, V] -> [B, T], in nats, by one read.
+
+    Args:
+        logits: [B, T, V].
+        requires_grad: let a gradient through.
+        attention_mask: [B, T] of zeros and ones: where it is 0 the entropy is 0, its row is not
+            read.
+        chunk_size: ignored: there is no temporary that it could make smaller.
+        exact: in the dtype of the logits, where otherwise it is fp32 for the lower ones.
+
+    Differs from SkyRL: a logit of -inf adds 0, where theirs gives NaN, and NaN in a masked row stays
+    there.
+    """
+    logits = logits if requires_grad else logits.detach()
+    return over_logits.entropy(logits, mask=attention_mask, exact=exact)
