@@ -132,6 +132,8 @@ def four_of_open_instruct():
         cases[f"open-instruct-{mode}"] = Case(alone, theirs, preset, weight)
         of_four = Case(estimated(mode), theirs, preset, weight, summed=True)
         cases[f"open-instruct-{mode}-of-four"] = of_four
+    ours = with_ratio(open_instruct.per_token_kl, "ratio", True, kl_estimator=3)
+    cases["open-instruct-3-ratio"] = cases["open-instruct-3-of-four"]._replace(ours=ours)
     return cases
 
 

@@ -1,4 +1,4 @@
-"""Drop-in replacements for the KL penalty code of trlx, TRL, verl, OpenRLHF and ROLL.
+"""Drop-in replacements for the KL penalty code of eleven frameworks, named below.
 
 ``klfast.compat.<framework>`` has functions and classes with the framework's own names, argument
 names and return shapes; ``patch("<framework>")`` puts them into the installed framework. Values
@@ -10,7 +10,21 @@ controller that can be poisoned), and what ``exact=True`` takes back of that.
 from __future__ import annotations
 
 from klfast.checks import check_choice
-from klfast.compat import openrlhf, patching, presets, roll, trl, trlx, verl
+from klfast.compat import (
+    areal,
+    ms_swift,
+    nemo_rl,
+    open_instruct,
+    openrlhf,
+    patching,
+    presets,
+    roll,
+    skyrl,
+    slime,
+    trl,
+    trlx,
+    verl,
+)
 from klfast.compat.fingerprints import PatchError
 from klfast.compat.patching import Modules, Patch
 from klfast.compat.reports import Left, Replaced
@@ -22,10 +36,16 @@ __all__ = [
     "Patch",
     "PatchError",
     "Replaced",
+    "areal",
+    "ms_swift",
+    "nemo_rl",
+    "open_instruct",
     "openrlhf",
     "patch",
     "presets",
     "roll",
+    "skyrl",
+    "slime",
     "trl",
     "trlx",
     "unpatch",

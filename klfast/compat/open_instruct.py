@@ -14,6 +14,7 @@ from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.compat import logits as over_logits
 from klfast.compat.common import per_token, zeros_like
 from klfast.compat.presets import OPEN_INSTRUCT
+from klfast.compat.weighted import weighted_per_token
 from klfast.estimator import Estimator
 
 __all__ = [
@@ -52,17 +53,21 @@ def per_token_kl(
     old_logprobs: Tensor | None = None,
     kl_estimator: int = 2,
     *,
+    ratio: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """One estimator of every token, in nats, of the shape of ``new_logprobs``, in one read.
+    """One estimator of every token, in nats, of the shape of ``new_logprobs``.
 
     ``estimate_kl(...)[kl_estimator]`` of the log-ratio limited to 40 (see
     ``presets.OPEN_INSTRUCT``), with the gradient that open-instruct's loss has: beyond the limit
-    estimator 3 keeps that of its ratio. ``old_logprobs`` are needed for 3, and have no part in the
-    others.
+    estimator 3 keeps that of its ratio. 3 needs ``old_logprobs``, and is then one read, or the
+    ``ratio`` as a tensor, with whatever graph it has; both have no part in the others.
 
     Differs from open-instruct: digits near 0; fp32 for lower dtypes unless ``exact=True``.
     """
+    if ratio is not None and kl_estimator == WEIGHTED:
+        estimator = OPEN_INSTRUCT[WEIGHTED]
+        return weighted_per_token(new_logprobs, ref_logprobs, estimator, ratio, exact=exact)
     estimator, old = _weighted(kl_estimator, old_logprobs)
     return per_token(new_logprobs, ref_logprobs, estimator, old_logprobs=old, exact=exact)
 
