@@ -207,8 +207,10 @@ def skyrl(logprobs, ref_logprobs, mask=None, mode="k3"):
 
 
 def nemo_rl(logprobs, ref_logprobs, mode="k3", input_clamp=20, output_clamp=10, weight=None):
-    """``calculate_kl``: the weight multiplies before the output clamp, and has no gradient where
-    the input clamp acts."""
+    """``calculate_kl``: the output clamp limits the weighted value.
+
+    Where the input clamp acts the weight has no gradient.
+    """
     x = logprobs - ref_logprobs
     if input_clamp is not None:
         within = x.abs() <= input_clamp
@@ -238,7 +240,7 @@ def nemo_rl_loss(values, token_mask, sample_mask, loss_type, count=None):
 
 
 def slime(logprobs, ref_logprobs, mode, weight=None):
-    """``compute_approx_kl``: ``low_var_kl`` is weighted k3, limited after an exp without a limit."""
+    """``compute_approx_kl``; ``low_var_kl`` limits the weighted k3, but not the exp in it."""
     x = logprobs - ref_logprobs
     value = {"k1": lambda: x, "k2": lambda: x.square() / 2}.get(mode, lambda: k3(x))()
     value = value if weight is None else weight * value
@@ -270,8 +272,7 @@ def areal_rewards(score, logprobs, ref_logprobs, loss_mask, attention_mask, kl_c
 
 
 def open_instruct(logprobs, ref_logprobs, mode, old_logprobs=None):
-    """``estimate_kl`` of the log-ratio limited to 40; the last weighs it, whose limit leaves the
-    weight its gradient."""
+    """``estimate_kl`` of the log-ratio limited to 40; the limit leaves the weight its gradient."""
     x = (logprobs - ref_logprobs).clamp(-40, 40)
     return open_instruct_all(x, 1.0 if mode < 3 else (logprobs - old_logprobs).exp())[mode]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.compat import openrlhf, roll, trl, trlx, verl
+from klfast.compat import openrlhf, roll, skyrl, trl, trlx, verl
 from klfast.stats import KLStats
 
 
@@ -34,6 +34,7 @@ FRAMEWORKS = {
         openrlhf, ("init_kl_coef", "target", "horizon"), ("current", "n_steps"), "sequence"
     ),
     "roll": Names(roll, ("init_kl_coef", "target", "horizon"), ("current", "n_steps"), "token"),
+    "skyrl": Names(skyrl, ("init_kl_coef", "target", "horizon"), ("current", "n_steps"), "token"),
     "trl": Names(trl, ("init_kl_coef", "target", "horizon"), ("current", "n_steps"), "sequence"),
     "trlx": Names(trlx, ("init_kl_coef", "target", "horizon"), ("current", "n_steps"), "sequence"),
     "verl": Names(
@@ -292,6 +293,25 @@ def test_verls_factory_says_what_is_wrong():
         verl.get_kl_controller(SimpleNamespace(type="linear", **CONFIG))
     with pytest.raises(ValueError, match="horizon must be a finite number > 0"):
         verl.get_kl_controller(SimpleNamespace(type="adaptive", **{**CONFIG, "horizon": 0}))
+
+
+def skyrls_config(kind, **changes):
+    kl_ctrl = {"type": kind, "kl_target": 0.2, "horizon": 500, **changes}
+    return SimpleNamespace(kl_loss_coef=0.3, kl_ctrl=SimpleNamespace(**kl_ctrl))
+
+
+def test_skyrls_factory():
+    fixed = skyrl.get_kl_controller(skyrls_config("fixed"))
+    assert type(fixed) is skyrl.FixedKLController
+    assert fixed.value == 0.3
+    adaptive = skyrl.get_kl_controller(skyrls_config("adaptive"))
+    assert type(adaptive) is skyrl.AdaptiveKLController
+    assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.3, 0.2, 500)
+    assert adaptive.unit == "token"
+    with pytest.raises(ValueError, match=r"kl_ctrl.type 'linear'; expected one of 'fixed', 'adapt"):
+        skyrl.get_kl_controller(skyrls_config("linear"))
+    with pytest.raises(ValueError, match="horizon must be a finite number > 0"):
+        skyrl.get_kl_controller(skyrls_config("adaptive", horizon=0))
 
 
 def test_rolls_factory():

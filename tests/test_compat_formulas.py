@@ -82,7 +82,7 @@ def unbiased(mode):
 
 
 def with_ratio(function, argument, to_old, **options):
-    """A function of a weight: the ratio to the old policy, or to itself, in the arithmetic's dtype."""
+    """A function of a weight: the ratio to the old policy or itself, in the arithmetic's dtype."""
 
     def weighing(logprobs, ref_logprobs, old):
         policy = logprobs.to(oracle.arithmetic_dtype(logprobs, ref_logprobs))
@@ -387,8 +387,7 @@ EXACT = {
     **{f"skyrl-{m}": partial(skyrl.compute_approx_kl, kl_estimator_type=m) for m in presets.SKYRL},
     **{f"nemo-rl-{m}": partial(nemo_rl.calculate_kl, kl_type=m) for m in presets.NEMO_RL},
     **{
-        f"open-instruct-{m}": partial(open_instruct.per_token_kl, kl_estimator=m)
-        for m in (0, 1, 2)
+        f"open-instruct-{m}": partial(open_instruct.per_token_kl, kl_estimator=m) for m in (0, 1, 2)
     },
     "ms-swift": ms_swift.per_token_kl,
 }
@@ -479,7 +478,9 @@ def test_garbage_under_the_mask_stays_there(ours, theirs, garbage):
 
 @pytest.mark.parametrize("garbage", [NAN, INF], ids=str)
 @every_masked
-def test_garbage_under_the_mask_comes_through_if_exact_where_the_frameworks_do_so(ours, theirs, garbage):
+def test_garbage_under_the_mask_comes_through_if_exact_where_the_frameworks_do_so(
+    ours, theirs, garbage
+):
     """As 0 * NaN and 0 * inf do, but for k3, which makes a limited number of infinity."""
     mask = torch.tensor([1, 0, 1, 1, 0]).expand(6, 5)
     logprobs, ref_logprobs, _ = inputs()

@@ -1,5 +1,4 @@
-"""klfast.compat at the limits: value and gradients there are the frameworks', of a preset in one read
-and of the functions, whose weight is a tensor.
+"""klfast.compat at the limits: presets in one read, and functions whose weight is a tensor.
 
 The truth is ``frameworks`` in float64 on the stored inputs; a gradient of theirs that is 0 * inf is
 0 here. Log-ratios and log-weights lie on both sides of every limit, on it, and far beyond.
@@ -68,12 +67,8 @@ ALONE = {
     **functions(
         "skyrl", skyrl.compute_approx_kl, "kl_estimator_type", presets.SKYRL, frameworks.skyrl
     ),
-    **functions(
-        "nemo-rl", nemo_rl.calculate_kl, "kl_type", presets.NEMO_RL, frameworks.nemo_rl
-    ),
-    **functions(
-        "slime", slime.compute_approx_kl, "kl_loss_type", presets.SLIME, frameworks.slime
-    ),
+    **functions("nemo-rl", nemo_rl.calculate_kl, "kl_type", presets.NEMO_RL, frameworks.nemo_rl),
+    **functions("slime", slime.compute_approx_kl, "kl_loss_type", presets.SLIME, frameworks.slime),
     **functions("areal", areal_kl, "mode", presets.AREAL, frameworks.areal),
     **functions(
         "open-instruct",
@@ -304,8 +299,7 @@ def test_weights_that_are_no_numbers(ours, theirs):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_exact_gives_the_dtype_that_inputs_and_weights_promote_to(dtype, weight_dtype):
     logprobs, ref_logprobs, _ = (t.to(dtype) for t in at_the_limits(torch.float32))
-    weight = torch.full_like(logprobs, 1.5, dtype=weight_dtype)
-    for weight in (weight, None):
+    for weight in (torch.full_like(logprobs, 1.5, dtype=weight_dtype), None):
         usual = nemo_rl.calculate_kl(logprobs, ref_logprobs, importance_sampling_weights=weight)
         exact = nemo_rl.calculate_kl(
             logprobs, ref_logprobs, importance_sampling_weights=weight, exact=True

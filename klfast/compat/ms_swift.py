@@ -13,7 +13,7 @@ from klfast.compat.common import per_token
 from klfast.compat.presets import MS_SWIFT
 from klfast.compat.trl_logits import entropy_from_logits
 
-__all__ = ["entropy_from_logits", "per_token_kl", "per_token_k1", "sequence_kl"]
+__all__ = ["entropy_from_logits", "per_token_k1", "per_token_kl", "sequence_kl"]
 
 
 def per_token_kl(

@@ -33,8 +33,8 @@ def estimate_kl(ref_logprobs_diff: Tensor, ratio: Tensor, *, exact: bool = False
     """open-instruct's four estimators of every token, in nats, stacked: [4, ...].
 
     ``x``, ``x**2 / 2``, ``expm1(-x) + x`` and ``ratio * x`` of x = ``ref_logprobs_diff`` [...],
-    which the caller has limited to [-40, 40] (``new_logprobs - ref_logprobs``). :func:`per_token_kl`
-    and :func:`kl_loss` take log-probs and make the one that is asked for.
+    which the caller has limited to [-40, 40] (``new_logprobs - ref_logprobs``).
+    :func:`per_token_kl` and :func:`kl_loss` take log-probs and make the one that is asked for.
 
     Differs from open-instruct: the third keeps its digits near 0; lower dtypes give fp32
     (``exact=True``: what x and the ratio promote to).

@@ -16,9 +16,9 @@ from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks import check_choice
 from klfast.compat import logits as over_logits
 from klfast.compat.common import choose, per_token
+from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import SKYRL
-from klfast.controllers import FixedKLController
 
 __all__ = [
     "AdaptiveKLController",
@@ -168,7 +168,7 @@ def chunked_entropy_from_logits(
         chunk_size: ignored: there is no temporary that it could make smaller.
         exact: in the dtype of the logits, where otherwise it is fp32 for the lower ones.
 
-    Differs from SkyRL: a logit of -inf adds 0, where theirs gives NaN, and NaN in a masked row stays
+    Differs from SkyRL: a logit of -inf adds 0, where theirs gives NaN; NaN in a masked row stays
     there.
     """
     logits = logits if requires_grad else logits.detach()

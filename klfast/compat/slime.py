@@ -27,7 +27,7 @@ def compute_approx_kl(
     kl_loss_type: str,
     importance_ratio: Tensor | None = None,
 ) -> Tensor:
-    """slime's per-token KL, fp32, in nats, of the shape of ``log_probs``; there is no mask here.
+    """The per-token KL of slime, fp32, in nats, of the shape of ``log_probs``, without a mask.
 
     ``kl_loss_type``: ``k1``, ``k2``, ``k3`` or ``low_var_kl`` (see ``presets.SLIME``), times
     ``importance_ratio``; ``low_var_kl`` limits the product to 10, and where it does nothing has a
@@ -100,7 +100,7 @@ def kl_rewards(
     kl_coef: float,
     kl_loss_type: str = "k1",
 ) -> list[Tensor]:
-    """slime's rewards of each sample's tokens, [length] each, without context parallelism.
+    """The rewards of each sample's tokens, [length] each, without context parallelism.
 
     ``-kl_coef * compute_approx_kl(...)`` at every token, plus the sample's reward at the last. With
     ``loss_masks``, as its REINFORCE++ has it: 0 where masked, the reward at the last kept token
@@ -118,7 +118,7 @@ def kl_rewards(
         estimator=choose("kl_loss_type", kl_loss_type, SLIME),
         cu_seqlens=_cu_seqlens(lengths, logprobs),
     )
-    return list(shaped.split(lengths))
+    return list(torch.split(shaped, lengths))
 
 
 def _cu_seqlens(lengths: Sequence[int], like: Tensor) -> Tensor:

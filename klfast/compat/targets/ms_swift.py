@@ -39,7 +39,7 @@ def _in_reward(kl: str) -> dict[str, str]:
 
 
 def _under_its_decorator(make: Make) -> Make:
-    """For a method that ms-swift times: its own source has the decorator, and is rewritten whole."""
+    """For a method that ms-swift times: its source has the decorator, and is rewritten whole."""
 
     def make_inside(old: Any, exact: bool) -> Any:
         timed = getattr(old, "__globals__", {}).get("__name__") == "swift.rlhf_trainers.utils"

@@ -35,11 +35,7 @@ TARGETS = (
         ("open_instruct",),
         _ALL,
         (
-            (
-                known(
-                    f"{_UTILS}:estimate_kl", "3a1d509398b6d143", open_instruct.estimate_kl, _ALL
-                ),
-            ),
+            (known(f"{_UTILS}:estimate_kl", "3a1d509398b6d143", open_instruct.estimate_kl, _ALL),),
             (
                 Site(
                     "open_instruct.grpo_utils:compute_grpo_loss",

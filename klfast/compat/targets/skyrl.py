@@ -29,11 +29,7 @@ TARGETS = (
         ("skyrl",),
         _ALL,
         (
-            (
-                Site(
-                    f"{_PPO}:compute_approx_kl", tuple(Form(*code, _KL) for code in _KL_CODES)
-                ),
-            ),
+            (Site(f"{_PPO}:compute_approx_kl", tuple(Form(*code, _KL) for code in _KL_CODES)),),
             (
                 known(
                     f"{_PPO}:AdaptiveKLController",
