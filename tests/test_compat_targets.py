@@ -1,0 +1,325 @@
+"""What ``patch`` replaces in SkyRL, NeMo-RL, slime, AReaL, open-instruct and ms-swift.
+
+The frameworks here are made up, with the statements and the call forms of theirs; tests of the real
+ones need their packages.
+"""
+
+import functools
+import importlib.util
+import inspect
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from klfast.compat import areal, nemo_rl, open_instruct, patch, patching, skyrl, slime, unpatch
+from klfast.compat.fingerprints import PatchError
+from klfast.compat.targets import TARGETS
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Makes modules of the given source, and takes them out again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = set()
+
+    def make(**modules):
+        for name, source in modules.items():
+            *folders, file = name.split("__")
+            made.add(folders[0])
+            folder = tmp_path
+            for part in folders:
+                folder = folder / part
+                folder.mkdir(exist_ok=True)
+                (folder / "__init__.py").touch()
+            (folder / f"{file}.py").write_text(source)
+        return [importlib.import_module(name.replace("__", ".")) for name in modules]
+
+    yield make
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in made:
+            del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_patched():
+    yield
+    assert not patching._ACTIVE
+    patching._ACTIVE.clear()
+
+
+def log_probs(shape=(3, 6)):
+    """(logprobs, ref_logprobs, old_logprobs, mask)."""
+    logprobs = -torch.rand(shape, dtype=torch.float64)
+    ref_logprobs = logprobs - 4 * torch.randn(shape, dtype=torch.float64)
+    old_logprobs = logprobs + 0.3 * torch.randn(shape, dtype=torch.float64)
+    return logprobs, ref_logprobs, old_logprobs, torch.rand(shape) < 0.7
+
+
+# ms-swift
+
+SWIFT_UTILS = """
+import functools
+
+calls = []
+
+
+def profiling_decorator(function):
+    @functools.wraps(function)
+    def timed(*args, **kwargs):
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return timed
+"""
+SWIFT = """
+import torch
+from swift.rlhf_trainers.utils import profiling_decorator
+
+
+class GRPOTrainer:
+    def _compute_loss_and_metrics(self, per_token_logps, ref_per_token_logps):
+        safe_ratio = torch.clamp(ref_per_token_logps - per_token_logps, min=-20, max=20)
+        per_token_kl = torch.clamp(torch.exp(safe_ratio) - safe_ratio - 1, min=-10, max=10)
+        return per_token_kl
+
+    def _compute_advantages(self, grpo_batch):
+        per_token_kl = grpo_batch.old_per_token_logps - grpo_batch.ref_per_token_logps
+        kl = (per_token_kl * grpo_batch.completion_mask).sum(-1)
+        return kl
+
+
+class MegatronGRPOTrainer:
+    {decorator}
+    def loss_func(self, per_token_logps, ref_per_token_logps):
+        safe_ratio = torch.clamp(ref_per_token_logps - per_token_logps, min=-20, max=20)
+        per_token_kl = torch.clamp(torch.exp(safe_ratio) - safe_ratio - 1, min=-10, max=10)
+        return per_token_kl
+
+    def _compute_kl_from_batches(self, grpo_batch):
+        per_token_kl = grpo_batch.old_per_token_logps - grpo_batch.ref_per_token_logps
+        sample_kl = (per_token_kl * grpo_batch.completion_mask).sum(-1)
+        return sample_kl
+"""
+NOT_DECORATED = "# as it is"
+INLINE = [
+    "GRPOTrainer._compute_loss_and_metrics",
+    "GRPOTrainer._compute_advantages",
+    "MegatronGRPOTrainer.loss_func",
+    "MegatronGRPOTrainer._compute_kl_from_batches",
+]
+
+
+def swift(package, decorator="@profiling_decorator"):
+    text = SWIFT.format(decorator=decorator)
+    return package(
+        swift__rlhf_trainers__utils=SWIFT_UTILS,
+        swift__rlhf_trainers__grpo_trainer=text,
+        swift__megatron__trainers__grpo_trainer=text,
+    )
+
+
+def of_swift(trainer, megatron):
+    """What all four methods make of the same tokens, with the gradients of the loss's two."""
+    logprobs, ref_logprobs, old_logprobs, mask = log_probs()
+    logprobs.requires_grad_()
+    batch = SimpleNamespace(
+        old_per_token_logps=old_logprobs, ref_per_token_logps=ref_logprobs, completion_mask=mask
+    )
+    of_loss = [
+        trainer.GRPOTrainer()._compute_loss_and_metrics(logprobs, ref_logprobs),
+        megatron.MegatronGRPOTrainer().loss_func(logprobs, ref_logprobs),
+    ]
+    grads = [torch.autograd.grad(kl.sum(), logprobs)[0] for kl in of_loss]
+    of_reward = [
+        trainer.GRPOTrainer()._compute_advantages(batch),
+        megatron.MegatronGRPOTrainer()._compute_kl_from_batches(batch),
+    ]
+    return *(kl.detach() for kl in of_loss), *grads, *of_reward
+
+
+@pytest.mark.parametrize("decorator", ["@profiling_decorator", NOT_DECORATED])
+def test_ms_swifts_inline_kl_is_replaced_in_both_trainers(package, decorator):
+    utils, trainer, megatron = swift(package, decorator)
+    torch.manual_seed(0)
+    theirs = of_swift(trainer, megatron)
+    before = [len(utils.calls)]
+    with patch("ms_swift") as made:
+        torch.manual_seed(0)
+        ours = of_swift(trainer, megatron)
+        before.append(len(utils.calls))
+    assert [each.where.rpartition(":")[2] for each in made.replaced] == INLINE
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    timed = 0 if decorator == NOT_DECORATED else 1
+    assert before == [timed, 2 * timed]
+
+
+def test_ms_swifts_kl_is_klfasts_while_it_is_patched(package):
+    """NaN under the mask stays there, which it does not in ms-swift."""
+    _, trainer, _ = swift(package)
+    logprobs, ref_logprobs, _, mask = log_probs()
+    batch = SimpleNamespace(
+        old_per_token_logps=logprobs,
+        ref_per_token_logps=torch.where(mask, ref_logprobs, torch.nan),
+        completion_mask=mask,
+    )
+    with patch("ms_swift"):
+        assert trainer.GRPOTrainer()._compute_advantages(batch).isfinite().all()
+    assert trainer.GRPOTrainer()._compute_advantages(batch).isnan().any()
+
+
+def test_a_method_of_ms_swift_that_somebody_else_has_wrapped_is_left_alone(package):
+    _, _, megatron = swift(package)
+    theirs = megatron.MegatronGRPOTrainer.loss_func
+
+    @functools.wraps(theirs)
+    def wrapper(*args):
+        return theirs(*args)
+
+    megatron.MegatronGRPOTrainer.loss_func = wrapper
+    with patch("ms_swift") as made:
+        left = [each.where for each in made.left if "loss_func" in each.where]
+        assert len(left) == 1
+        assert megatron.MegatronGRPOTrainer.loss_func is wrapper
+
+
+# open-instruct
+
+OPEN_INSTRUCT_UTILS = """
+import torch
+
+
+def estimate_kl(ref_logprobs_diff, ratio):
+    x = ref_logprobs_diff
+    return torch.stack([x, x.square() / 2, torch.expm1(-x) + x, ratio * x])
+"""
+OPEN_INSTRUCT = """
+from open_instruct import model_utils
+
+
+def compute_grpo_loss(new_logprobs, ratio, ref_logprobs, config):
+    ref_logprobs_diff = (new_logprobs - ref_logprobs).clamp(-40.0, 40.0)
+    kl_all = model_utils.estimate_kl(ref_logprobs_diff, ratio)
+    kl = kl_all[config.kl_estimator]
+    return kl
+"""
+
+
+@pytest.mark.parametrize("mode", range(4))
+def test_open_instructs_loss_makes_the_one_estimator_that_it_takes(package, mode):
+    utils, grpo = package(
+        open_instruct__model_utils=OPEN_INSTRUCT_UTILS, open_instruct__grpo_utils=OPEN_INSTRUCT
+    )
+    logprobs, ref_logprobs, old_logprobs, _ = log_probs()
+    ref_logprobs[0, 0] = 60  # beyond the limit, where the ratio keeps its gradient
+
+    def differentiated():
+        leaf = logprobs.clone().requires_grad_()
+        config = SimpleNamespace(kl_estimator=mode)
+        kl = grpo.compute_grpo_loss(leaf, (leaf - old_logprobs).exp(), ref_logprobs, config)
+        return kl.detach(), torch.autograd.grad(kl.sum(), leaf)[0]
+
+    theirs = differentiated()
+    with patch("open_instruct") as made:
+        assert made.replaced[0].where == "open_instruct.grpo_utils:compute_grpo_loss"
+        utils.estimate_kl = None  # nobody calls it
+        ours = differentiated()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    assert (theirs[1][0, 0] == 0) == (mode != 3)
+
+
+# Calls
+
+
+CALLS = {
+    "skyrl": (
+        skyrl.compute_approx_kl,
+        {"log_probs": ..., "log_probs_base": ..., "loss_mask": None, "kl_estimator_type": "k3"},
+    ),
+    "skyrl-reward": (skyrl.apply_reward_kl_penalty, {"self": ..., "data": ...}),
+    "skyrl-controller": (skyrl.get_kl_controller, {"algorithm_cfg": ...}),
+    "skyrl-logprobs": (
+        skyrl.logprobs_from_logits,
+        {"logits": ..., "labels": ..., "inplace_backward": True},
+    ),
+    "skyrl-entropy": (
+        skyrl.chunked_entropy_from_logits,
+        {"logits": ..., "requires_grad": False, "attention_mask": None, "chunk_size": 1024},
+    ),
+    "nemo-rl": (
+        nemo_rl.calculate_kl,
+        {
+            "logprobs": ...,
+            "logprobs_reference": ...,
+            "kl_type": "k3",
+            "input_clamp_value": 20.0,
+            "output_clamp_value": 10.0,
+            "importance_sampling_weights": None,
+        },
+    ),
+    "slime": (
+        slime.compute_approx_kl,
+        {"log_probs": ..., "log_probs_base": ..., "kl_loss_type": ..., "importance_ratio": None},
+    ),
+    "areal": (areal.KLEstimator, {"kl_estimator": "k1", "apply_clamp": True}),
+    "areal-static": (
+        areal.KLEstimator._compute_approx_kl,
+        {"log_probs": ..., "log_probs_base": ..., "kl_estimator": "k1", "apply_clamp": True},
+    ),
+    "areal-logprobs": (
+        areal.gather_logprobs,
+        {"logits": ..., "labels": ..., "temperature": 1.0, "tp_group": None, "chunk_size": 1024},
+    ),
+    "open-instruct": (open_instruct.estimate_kl, {"ref_logprobs_diff": ..., "ratio": ...}),
+    "open-instruct-logprobs": (open_instruct.log_softmax_and_gather, {"logits": ..., "index": ...}),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), CALLS.values(), ids=CALLS)
+def test_arguments_have_the_frameworks_names_order_and_defaults(function, expected):
+    parameters = inspect.signature(function).parameters.values()
+    positional = {
+        p.name: ... if p.default is p.empty else p.default
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    assert positional == expected
+    assert list(positional) == list(expected)
+
+
+def test_areals_estimator_keeps_its_settings_as_attributes():
+    estimator = areal.KLEstimator("k2", apply_clamp=False)
+    assert (estimator.kl_estimator, estimator.apply_clamp) == ("k2", False)
+
+
+NEXT = ["areal", "ms_swift", "nemo_rl", "open_instruct", "skyrl", "slime"]
+
+
+@pytest.mark.parametrize("name", NEXT)
+def test_a_framework_that_is_not_installed_is_said_to_be(name):
+    if importlib.util.find_spec(TARGETS[name][0].packages[0]) is not None:
+        pytest.skip("it is installed")
+    with pytest.raises(PatchError, match=f"{name} is not installed"):
+        patch(name)
+    with pytest.raises(PatchError, match=f"{name} is not patched"):
+        unpatch(name)
+
+
+@pytest.mark.parametrize("name", NEXT)
+def test_other_code_than_theirs_is_left_alone(package, name):
+    """Functions of the same names, whose fingerprints are not the frameworks'."""
+    sites = {site.where for target in TARGETS[name] for group in target.groups for site in group}
+    modules = {}
+    for where in sorted(sites):
+        module, _, path = where.partition(":")
+        head, _, method = path.partition(".")
+        body = f"class {head}:\n    def {method or '__init__'}(self):\n        return 1\n"
+        if not method and not head.endswith(("Estimator", "Controller")):
+            body = f"def {head}(*args):\n    return 1\n"
+        modules.setdefault(module.replace(".", "__"), []).append(body)
+    package(**{module: "\n\n".join(bodies) for module, bodies in modules.items()})
+    with pytest.raises(PatchError, match=f"nothing of {name} is known to klfast, which knows"):
+        patch(name)
