@@ -79,7 +79,7 @@ OPEN_INSTRUCT = {
     3: Estimator("k1", log_ratio_clip=40),
 }
 """``kl_estimator``, 2 by default. The last takes ``old_logprobs``, the others do not: it is
-``ratio * x``."""
+``ratio * x``, and the limit on x leaves the ratio its gradient."""
 
 MS_SWIFT = {"k1": Estimator("k1"), "k3": K3_LIMITED_TWICE}
 """k3 in the loss, k1 with ``kl_in_reward``."""
