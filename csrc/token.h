@@ -16,22 +16,15 @@ using math::Range;
 template <typename Acc>
 struct Limits {
   Acc low, high, tail, kl_clip, cap, log_cap;
-  Acc log_largest;  // exp of more than this overflows the arithmetic of the call
   bool k2_gradient, detached, clip_weighted;
 };
 
-// The limits of a call in another type; log_largest stays that of the call.
 template <typename To, typename From>
 KLFAST_HOST_DEVICE Limits<To> limits_as(const Limits<From>& limit) {
-  return {static_cast<To>(limit.low),
-          static_cast<To>(limit.high),
-          static_cast<To>(limit.tail),
-          static_cast<To>(limit.kl_clip),
-          static_cast<To>(limit.cap),
-          static_cast<To>(limit.log_cap),
-          static_cast<To>(limit.log_largest),
-          limit.k2_gradient,
-          limit.detached,
+  return {static_cast<To>(limit.low),  static_cast<To>(limit.high),
+          static_cast<To>(limit.tail), static_cast<To>(limit.kl_clip),
+          static_cast<To>(limit.cap),  static_cast<To>(limit.log_cap),
+          limit.k2_gradient,           limit.detached,
           limit.clip_weighted};
 }
 
@@ -43,7 +36,6 @@ Limits<Acc> limits_of(const EstimatorOptions& options) {
           static_cast<Acc>(options.kl_clip),
           static_cast<Acc>(options.importance_cap),
           static_cast<Acc>(std::log(options.importance_cap)),
-          math::Constants<Acc>::kLogLargest,
           options.gradient == Gradient::kK2,
           options.importance == ImportanceGradient::kDetached,
           options.clip_weighted};
@@ -69,12 +61,13 @@ struct Importance {
 };
 
 // min(w, cap). Under clip_weighted a weight that is NaN or infinite in the arithmetic of the call
-// is 0.
-template <typename Acc>
+// is 0. Call is that arithmetic: Acc, or float where Acc looks again in fp64.
+template <typename Call, typename Acc>
 KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc log_importance) {
   const bool capped = log_importance > limit.log_cap;
   const Acc log_weight = math::select(capped, limit.log_cap, log_importance);
-  const bool dropped = limit.clip_weighted & !(log_weight <= limit.log_largest);
+  const bool dropped =
+      limit.clip_weighted & !(log_weight <= Acc(math::Constants<Call>::kLogLargest));
   const Acc weight = math::select(capped, limit.cap, math::exp<Range::kAnywhere>(log_importance));
   return {math::select(dropped, Acc(0), weight), capped | dropped};
 }
@@ -121,11 +114,11 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
           keep & (outside | large | weight_limited)};
 }
 
-template <typename E, typename Acc>
+template <typename E, typename Call, typename Acc>
 KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
                                              Acc weight, Acc x, Acc log_importance) {
   const Importance<Acc> importance =
-      weighs ? importance_of(limit, log_importance) : Importance<Acc>{};
+      weighs ? importance_of<Call>(limit, log_importance) : Importance<Acc>{};
   return evaluate_token<E>(limit, weighs, keep, weight, x, importance);
 }
 

@@ -722,7 +722,7 @@ def test_so_is_one_without_releases(name):
 
 @pytest.mark.parametrize("call", [patch, unpatch])
 def test_an_unknown_framework_lists_the_known_ones(call):
-    with pytest.raises(ValueError, match="unknown framework 'verll'; expected one of 'openrlhf'"):
+    with pytest.raises(ValueError, match="unknown framework 'verll'; expected one of 'areal'"):
         call("verll")
 
 

@@ -323,3 +323,45 @@ def test_other_code_than_theirs_is_left_alone(package, name):
     package(**{module: "\n\n".join(bodies) for module, bodies in modules.items()})
     with pytest.raises(PatchError, match=f"nothing of {name} is known to klfast, which knows"):
         patch(name)
+
+
+def test_ms_swifts_distillation_loss_is_replaced_in_its_trainer(package):
+    """Not where Megatron's trainer calls it, with vocabularies in shards."""
+    text = """
+import torch
+from swift.rlhf_trainers.gkd_loss import gkd_loss
+
+
+class GKDTrainer:
+    beta, temperature = 0.5, 1.0
+
+    def _compute_jsd_loss(self, student_logits, teacher_output, labels):
+        shifted_labels = torch.roll(labels, shifts=-1, dims=1)
+        teacher_output.labels = torch.roll(teacher_output.labels, shifts=-1, dims=1)
+        total, num_valid = gkd_loss(
+            student_logits, teacher_output, shifted_labels, self.beta, self.temperature
+        )
+        return total / num_valid
+"""
+    trainer = package(
+        swift__rlhf_trainers__gkd_loss="def gkd_loss(*args):\n    return 7.0, 2\n",
+        swift__rlhf_trainers__gkd_trainer=text,
+    )[1]
+    logits, teacher_logits = torch.randn(2, 2, 3, 11, dtype=torch.float64)
+    labels = torch.tensor([[-100, 3, 4], [-100, -100, 9]])
+
+    def loss():
+        teacher = SimpleNamespace(
+            labels=labels.clone(), full_logits=teacher_logits, topk_logprobs=None, topk_indices=None
+        )
+        return trainer.GKDTrainer()._compute_jsd_loss(logits, teacher, labels)
+
+    assert loss() == 3.5
+    with patch("ms_swift"):
+        ours = loss()
+    keep = labels.roll(-1, dims=1) != -100
+    p, q = teacher_logits.log_softmax(-1), logits.log_softmax(-1)
+    m = (0.5 * p.exp() + 0.5 * q.exp()).log()
+    jsd = 0.5 * (p.exp() * (p - m)).sum(-1) + 0.5 * (q.exp() * (q - m)).sum(-1)
+    torch.testing.assert_close(ours, jsd[keep].mean())
+    assert loss() == 3.5

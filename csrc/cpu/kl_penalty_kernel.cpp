@@ -128,7 +128,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
     if (weighs) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const Importance<Acc> importance = importance_of(limit, log_importances[lane]);
+        const Importance<Acc> importance = importance_of<Acc>(limit, log_importances[lane]);
         importances[lane] = importance.weight;
         limited[lane] = importance.limited;
         extreme |= is_extreme(log_ratio[lane]) | is_extreme(log_importances[lane]);
@@ -156,9 +156,9 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
         const Acc x = log_ratio[lane];
         if (!is_extreme(x) && !is_extreme(log_importances[lane])) continue;
-        const Token<double> token =
-            evaluate_token<E, double>(limits_as<double>(limit), weighs, weights[lane] != Acc(0),
-                                      weights[lane], x, log_importances[lane]);
+        const Token<double> token = evaluate_token<E, Acc, double>(
+            limits_as<double>(limit), weighs, weights[lane] != Acc(0), weights[lane], x,
+            log_importances[lane]);
         values[lane] = static_cast<Acc>(token.value);
         derivatives[lane] = static_cast<Acc>(token.derivative);
         ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);

@@ -82,6 +82,7 @@ template <typename T, Pass pass>
 inline constexpr int kBlocksPerProcessor =
     pass == Pass::kPlain && kWidth<T, pass> <= 4           ? 4
     : pass == Pass::kPlain || pass == Pass::kPlainGradient ? 3
+    : std::is_same_v<typename Source<T>::Acc, double>      ? 1  // two spill on sm_100
                                                            : 2;
 
 template <typename T, Pass pass>

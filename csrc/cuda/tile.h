@@ -225,7 +225,7 @@ __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
     const float log_importance = pick(tokens.log_importance, i);
     if (!is_extreme(x) && !is_extreme(log_importance)) continue;
     const float weight = pick(tokens.weight, i);
-    const Token<double> token = evaluate_token<E, double>(
+    const Token<double> token = evaluate_token<E, float, double>(
         limits_as<double>(limit), true, weight != 0.0f, weight, x, log_importance);
     replace(tokens.value, i, static_cast<float>(token.value));
     replace(tokens.derivative, i, static_cast<float>(token.derivative));
@@ -260,7 +260,7 @@ __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
     } else {
       const Acc log_importance = tokens.log_importance.element[i];
       const Token<Acc> token =
-          evaluate_token<E>(limit, tokens.weighs, weight != Acc(0), weight, x, log_importance);
+          evaluate_token<E, Acc>(limit, tokens.weighs, weight != Acc(0), weight, x, log_importance);
       tokens.value.element[i] = token.value;
       tokens.derivative.element[i] = token.derivative;
       tokens.ref_derivative.element[i] = token.ref_derivative;

@@ -1,4 +1,4 @@
-"""ms-swift: the KL that its GRPO trainers write inline, and its entropies, of 4.5.
+"""ms-swift: the KL that its GRPO trainers write inline, its entropies, and its distillation losses.
 
 ``per_token_kl`` and ``sequence_kl`` are what the trainers' lines say; the log-probs that it takes
 from TRL are ``klfast.compat.trl``'s.
@@ -10,10 +10,18 @@ from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.compat.common import per_token
+from klfast.compat.ms_swift_distillation import gkd_loss, jsd_loss
 from klfast.compat.presets import MS_SWIFT
 from klfast.compat.trl_logits import entropy_from_logits
 
-__all__ = ["entropy_from_logits", "per_token_k1", "per_token_kl", "sequence_kl"]
+__all__ = [
+    "entropy_from_logits",
+    "gkd_loss",
+    "jsd_loss",
+    "per_token_k1",
+    "per_token_kl",
+    "sequence_kl",
+]
 
 
 def per_token_kl(

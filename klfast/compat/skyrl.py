@@ -19,6 +19,7 @@ from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import SKYRL
+from klfast.compat.skyrl_mtp import draft_soft_ce, draft_soft_ce_topk
 
 __all__ = [
     "AdaptiveKLController",
@@ -26,6 +27,8 @@ __all__ = [
     "apply_reward_kl_penalty",
     "chunked_entropy_from_logits",
     "compute_approx_kl",
+    "draft_soft_ce",
+    "draft_soft_ce_topk",
     "get_kl_controller",
     "kl_loss",
     "logprobs_from_logits",

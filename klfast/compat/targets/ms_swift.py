@@ -38,6 +38,16 @@ def _in_reward(kl: str) -> dict[str, str]:
     }
 
 
+# Not ``gkd_loss`` itself: Megatron's trainer calls it with vocabularies in shards.
+_DISTILLATION = {
+    "total, num_valid = gkd_loss("
+    "student_logits, teacher_output, shifted_labels, self.beta, self.temperature)": (
+        "total, num_valid = klfast.gkd_loss("
+        "student_logits, teacher_output, shifted_labels, self.beta, self.temperature)"
+    ),
+}
+
+
 def _under_its_decorator(make: Make) -> Make:
     """For a method that ms-swift times: its source has the decorator, and is rewritten whole."""
 
@@ -62,6 +72,9 @@ TARGETS = (
             _rewritten(f"{_TRAINER}._compute_advantages", _in_reward("kl")),
             _rewritten(f"{_MEGATRON}.loss_func", _IN_LOSS),
             _rewritten(f"{_MEGATRON}._compute_kl_from_batches", _in_reward("sample_kl")),
+            _rewritten(
+                "swift.rlhf_trainers.gkd_trainer:GKDTrainer._compute_jsd_loss", _DISTILLATION
+            ),
             (
                 known(
                     "swift.rlhf_trainers.utils:entropy_from_logits",
