@@ -11,6 +11,9 @@
 // Far from 0, 1 + A is the sum of e^(y - m - c) over W, where W + D + E would cancel.
 // The better the guess, the smaller A, and the less D / W and A - log(1 + A) cancel. Where they do,
 // the row is summed again with what the first sums say of m and c: one more look is then exact.
+//
+// Logits far from 0 leave no digits for the log of a sum beside their greatest. Such a row is taken
+// less its greatest, its origin: every x below is `placed`, and every lse is that of placed logits.
 
 #pragma once
 
@@ -22,7 +25,37 @@ namespace klfast::divergences {
 
 using math::Range;
 
-// A guess in the arithmetic's type; logits are multiplied by scale = 1 / temperature.
+// Half the greatest logit of a row, or 0 where that is near 0, of each model. A greatest logit that
+// no model of a call has is 0.
+struct Origins {
+  double first = 0;
+  double second = 0;
+};
+
+// From 4,096 nats on a row has an origin: all of its words that have a probability then lie within
+// a factor of 2 of the greatest, so that subtracting it rounds none of them.
+KLFAST_HOST_DEVICE double origin_of(double greatest, double scale) {
+  constexpr double kFar = 4096;
+  return std::fabs(greatest * scale) > kFar ? greatest / 2 : 0.0;
+}
+
+// A row with an origin is taken at half its size, which is exact, as the difference of two logits
+// may be twice the largest number. Two models must be taken at one size.
+KLFAST_HOST_DEVICE double unit_of(const Origins& origins) {
+  return origins.first == 0 && origins.second == 0 ? 1.0 : 0.5;
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc placed(Acc x, Acc unit, Acc origin) {
+  return math::fma(x, unit, -origin);
+}
+
+// The log-prob of a word; `scale` as the sums took it, before the unit.
+KLFAST_HOST_DEVICE double log_prob(double x, double scale, double unit, double origin, double lse) {
+  return placed(x, unit, origin) * (scale / unit) - lse;
+}
+
+// A guess in the arithmetic's type; placed logits are multiplied by scale = 1 / temperature / unit.
 template <typename Acc>
 struct Guess {
   Acc scale;
@@ -61,6 +94,17 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
   guess.second = static_cast<Acc>(second);
   guess.second_rest = static_cast<Acc>(second - static_cast<double>(guess.second));
   return guess;
+}
+
+// The guess that greatest logits are.
+template <typename Acc>
+KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& origins, double first,
+                                                double second) {
+  const double unit = unit_of(origins);
+  const double own_scale = static_cast<Acc>(scale / unit);
+  const double top = placed(first, unit, origins.first) * own_scale;
+  const double other_top = placed(second, unit, origins.second) * own_scale;
+  return guess_of<Acc>(scale / unit, top, other_top - top);
 }
 
 // A word of one model: e^(x - m), and that times x - m.
@@ -150,6 +194,7 @@ struct PairRow {
   double shift;  // lse_y - lse_x
   bool usable;   // lse and shift are about right
   bool good;     // and exact, as kl is
+  Origins origins;
 };
 
 // Whether a guess served for a sum of e^(x - guess): nothing of it lost to 0 or held at exp's
@@ -159,7 +204,8 @@ KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-20 && mass < 1
 KLFAST_HOST_DEVICE bool is_good(double mass) { return mass > 1e-2 && mass < 1e7; }
 
 template <typename Acc>
-KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess) {
+KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
+                                  const Origins& origins) {
   constexpr double kCancellation = 16;  // roundings: 2e-6 in fp32 even if all point one way
   const double a = (sums.spread + sums.slope) / sums.mass;
   const double spread = sums.spread / sums.mass;
@@ -170,6 +216,7 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess)
   const double kl = spread + (log_total - a);
   const double cancelled = far ? 1 + slope : spread + std::fabs(a) * (slope + spread);
   PairRow row;
+  row.origins = origins;
   row.usable = is_usable(sums.mass) && total > 1e-20 && total < 1e30;
   row.good = row.usable && is_good(sums.mass) && total > 0.125 && total < 1e4 &&
              (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
@@ -248,6 +295,14 @@ KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact
           select(nobody, Acc(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
+// A row's jsd of its sum: never negative, and never above the entropy of the weights, its greatest
+// value, whatever rounding made of the sum; NaN stays.
+KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
+  const double most = -(b * std::log(b) + (1 - b) * std::log1p(-b));
+  if (sum < 0) return 0;
+  return sum > most ? most : sum;
+}
+
 // What a row's gradients are made of, once a row.
 template <typename Acc>
 struct RowGradient {
@@ -266,6 +321,7 @@ struct RowState {
   double lse;
   double shift;
   double slope;  // of jsd: the mean under p of log(m / p)
+  Origins origins;
   double grad;
   double grad_logprob;
   double grad_ref_logprob;
@@ -274,7 +330,7 @@ struct RowState {
 template <typename Acc>
 KLFAST_HOST_DEVICE RowGradient<Acc> gradient_of(bool is_kl, double scale, double beta,
                                                 const RowState& row) {
-  const Guess<Acc> exact = guess_of<Acc>(scale, row.lse, row.shift);
+  const Guess<Acc> exact = guess_of<Acc>(scale / unit_of(row.origins), row.lse, row.shift);
   const double rest = rest_of(exact, row.lse);
   const double g = row.grad;
   if (is_kl) {

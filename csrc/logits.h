@@ -43,20 +43,27 @@ struct RowInputs {
   KLFAST_HOST_DEVICE bool keeps(int64_t row) const { return keep == nullptr || keep[row] != 0; }
 };
 
-// Results per row are in the arithmetic's type, lse and what is saved for a backward always in
-// double: in fp32 a log-sum-exp of 12 would leave 1e-6 of every probability in doubt.
+// What the forward over one model keeps of a row, [kWordSaved, R].
+enum WordSaved {
+  kWordOrigin,  // see divergences.h
+  kWordLse,     // log of the sum of exp(logits / temperature), of logits less their origin
+  kWordSaved
+};
+
+// Results per row are in the arithmetic's type, what is saved for a backward always in double: in
+// fp32 a log-sum-exp of 12 would leave 1e-6 of every probability in doubt.
 struct TokenLogprobsForward {
   RowInputs in;
   Logits logits;
   void* logprobs = nullptr;
   void* entropy = nullptr;  // null if not wanted
-  double* lse = nullptr;    // log of the sum of exp(logits / temperature)
+  double* saved = nullptr;
 };
 
 struct TokenLogprobsBackward {
   RowInputs in;
   Logits logits;
-  const double* lse = nullptr;
+  const double* saved = nullptr;
   const void* entropy = nullptr;
   const void* grad_logprobs = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none
@@ -78,9 +85,11 @@ struct DivergenceInputs {
 
 // What the forward keeps of a row, [kSaved, R].
 enum Saved {
-  kLse,    // of the first model
-  kShift,  // the second's lse minus the first's: near 0 it has more digits than either
-  kSlope,  // of jsd: the mean under p of log(m / p)
+  kLse,          // of the first model, less its origin
+  kShift,        // the second's lse minus the first's: near 0 it has more digits than either
+  kSlope,        // of jsd: the mean under p of log(m / p)
+  kFirstOrigin,  // see divergences.h
+  kSecondOrigin,
   kSaved
 };
 

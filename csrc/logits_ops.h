@@ -40,11 +40,11 @@ inline const void* per_row(const OptionalTensor& tensor, const Tensor& logits, D
   return view.data;
 }
 
-inline const double* saved_of(const Tensor& saved, const Tensor& logits) {
+inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
   const int64_t rows = logits.size(0) * logits.size(1);
   KLFAST_CHECK(
-      saved.dim() == 2 && saved.size(0) == kSaved && saved.size(1) == rows && saved.is_contiguous(),
-      "saved must be [", static_cast<int>(kSaved), ", R]");
+      saved.dim() == 2 && saved.size(0) == fields && saved.size(1) == rows && saved.is_contiguous(),
+      "saved must be [", fields, ", R]");
   const View view = view_of(saved, device_of(logits), "saved");
   KLFAST_CHECK(view.dtype == DType::kFloat64, "saved must be float64");
   return static_cast<const double*>(view.data);
@@ -93,17 +93,17 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   call.in = rows_of(logits, token_ids, keep, temperature, is_double);
   Tensor logprobs = empty_rows(logits, arithmetic(is_double), true);
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
-  Tensor lse = empty_rows(logits, ScalarType::Double, true);
+  Tensor saved = empty({kWordSaved, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
   call.logprobs = data_of(logprobs);
   call.entropy = data_of(entropy);
-  call.lse = static_cast<double*>(data_of(lse));
+  call.saved = static_cast<double*>(data_of(saved));
   if (call.in.shape.rows() > 0) On::run(call, device_of(logits));
-  return {logprobs, entropy, lse};
+  return {logprobs, entropy, saved};
 }
 
 template <typename On>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
-                             const OptionalTensor& keep, const Tensor& lse, const Tensor& entropy,
+                             const OptionalTensor& keep, const Tensor& saved, const Tensor& entropy,
                              double temperature, const Tensor& grad_logprobs,
                              const OptionalTensor& grad_entropy, const Tensor& grad) {
   TokenLogprobsBackward call;
@@ -111,7 +111,7 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   const bool is_double = call.logits.dtype == DType::kFloat64;
   call.in = rows_of(logits, token_ids, keep, temperature, is_double);
   const DType dtype = results_dtype(call.in);
-  call.lse = static_cast<const double*>(per_row(lse, logits, DType::kFloat64, "lse"));
+  call.saved = saved_of(saved, logits, kWordSaved);
   call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
   call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
   if (call.grad_entropy != nullptr) call.entropy = per_row(entropy, logits, dtype, "entropy");
@@ -120,21 +120,21 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
 }
 
 template <typename On>
-Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor lse,
+Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
                           Tensor entropy, double temperature, Tensor grad_logprobs,
                           OptionalTensor grad_entropy) {
   Tensor grad = empty_gradient(logits, true);
-  token_logprobs_backward<On>(logits, token_ids, keep, lse, entropy, temperature, grad_logprobs,
+  token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
                               grad_entropy, grad);
   return grad;
 }
 
 template <typename On>
-void token_logprobs_bwd_(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor lse,
+void token_logprobs_bwd_(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
                          Tensor entropy, double temperature, Tensor grad_logprobs,
                          OptionalTensor grad_entropy) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
-  token_logprobs_backward<On>(logits, token_ids, keep, lse, entropy, temperature, grad_logprobs,
+  token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
                               grad_entropy, logits);
 }
 
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(Tensor logits, Tensor ref_logits,
       token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
       "gradients of tokens' log-probs go with token_ids");
   call.rows = per_row(rows, logits, dtype, "rows");
-  call.saved = saved_of(saved, logits);
+  call.saved = saved_of(saved, logits, kSaved);
   call.grad_rows = per_row(grad_rows, logits, dtype, "grad_rows");
   call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
   call.grad_ref_logprobs = per_row(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
@@ -219,16 +219,16 @@ void implement_logits(Library& library) {
 }
 
 #define KLFAST_TOKENS_SCHEMA "Tensor token_ids, Tensor? keep, "
-#define KLFAST_TOKENS_BACKWARD_SCHEMA                                     \
-  KLFAST_TOKENS_SCHEMA                                                    \
-  "Tensor lse, Tensor entropy, float temperature, Tensor grad_logprobs, " \
+#define KLFAST_TOKENS_BACKWARD_SCHEMA                                       \
+  KLFAST_TOKENS_SCHEMA                                                      \
+  "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, " \
   "Tensor? grad_entropy) -> "
 #define KLFAST_DIVERGENCE_SCHEMA                                        \
   "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, " \
   "str divergence, float jsd_beta, float temperature, "
 
-// token_logprobs_fwd returns logprobs, entropy, lse; kl_divergence_fwd rows, logprobs,
-// ref_logprobs, saved ([3, R]: see logits.h), and the gradients of sum(shares * rows). [0] where
+// token_logprobs_fwd returns logprobs, entropy, saved ([2, R]: see logits.h); kl_divergence_fwd
+// rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(shares * rows). [0] where
 // not wanted.
 template <typename Library>
 void define_logits(Library& library) {

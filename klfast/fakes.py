@@ -51,7 +51,7 @@ def _token_logprobs_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows = logits.shape[0] * logits.shape[1]
     results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits))
     entropy = results.new_empty((rows if want_entropy else 0,))
-    return results, entropy, results.new_empty((rows,), dtype=torch.float64)
+    return results, entropy, results.new_empty((2, rows), dtype=torch.float64)
 
 
 def _token_logprobs_bwd(*args: Any) -> Tensor:
@@ -68,7 +68,7 @@ def _kl_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
         results,
         results.new_empty(taken),
         results.new_empty(taken),
-        results.new_empty((3, rows), dtype=torch.float64),
+        results.new_empty((5, rows), dtype=torch.float64),
         _empty_gradient(logits, want_grad),
         _empty_gradient(ref_logits, want_grad_ref),
     )

@@ -92,15 +92,15 @@ def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     ops = torch.ops.klfast_emulated
     logits, ref_logits = random_logits(1, len(ABSURD) + 1, 50)
     ids, good = torch.tensor([3, *ABSURD]), torch.full((len(ABSURD) + 1,), 3)
-    found, entropy, lse = ops.token_logprobs_fwd(logits, ids, None, 1.0, True)
+    found, entropy, saved = ops.token_logprobs_fwd(logits, ids, None, 1.0, True)
     expected, *others = ops.token_logprobs_fwd(logits, good, None, 1.0, True)
     assert found.isnan().tolist() == [False] + [True] * len(ABSURD)
     assert found[0] == expected[0]
     assert same_bits(entropy, others[0])
-    assert same_bits(lse, others[1])
+    assert same_bits(saved, others[1])
     ones = torch.ones(len(ids))
     backward = [
-        ops.token_logprobs_bwd(logits, of, None, lse, entropy, 1.0, ones, None)[0]
+        ops.token_logprobs_bwd(logits, of, None, saved, entropy, 1.0, ones, None)[0]
         for of in (ids, good)
     ]
     no_word = torch.zeros_like(backward[0])

@@ -43,7 +43,7 @@ def divergence(dtype, backward=False, divergence="kl", stage="row"):
 
 def tokens(dtype, backward=False, stage="row"):
     """(kernel, pointers, constants) with entropies."""
-    pointers = {"logits": f"*{dtype}", "token_ids": "*i64", "lse": "*fp64", "keep": "*i1"}
+    pointers = {"logits": f"*{dtype}", "token_ids": "*i64", "saved": "*fp64", "keep": "*i1"}
     pointers |= {"entropy": result(dtype)}
     if backward:
         pointers |= dict.fromkeys(("grad_logprobs", "grad_entropy"), result(dtype))

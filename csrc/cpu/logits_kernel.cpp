@@ -22,6 +22,7 @@ namespace klfast::cpu {
 namespace {
 
 using divergences::Guess;
+using divergences::Origins;
 using divergences::Pair;
 using divergences::PairRow;
 using divergences::PairSums;
@@ -38,10 +39,14 @@ constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 template <typename Acc>
 using Bits = typename math::Constants<Acc>::Bits;
 
-// A row of logits, as a view of one row.
+// A row of logits, as a view of one row, and how its logits are placed.
 struct Row {
   View words;
   int64_t size;
+  double unit = 1;
+  double origin = 0;
+
+  Row from(double new_unit, double new_origin) const { return {words, size, new_unit, new_origin}; }
 };
 
 Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
@@ -62,12 +67,20 @@ Piece piece_at(int64_t first, int64_t words) {
   return {first, size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-// The words of a piece as Acc: in place where they lie so, else in the buffer, filled up.
+// The words of a piece as Acc, placed: where they lie if they lie so, else in the buffer, filled
+// up.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Piece& piece, Acc* buffer) {
   const Acc* const loaded = load_block(row.words, 0, piece.first, piece.size, piece.padded, buffer);
   if (loaded == buffer) std::fill(buffer + piece.size, buffer + piece.padded, -kInfinity<Acc>);
-  return loaded;
+  if (row.unit == 1) return loaded;
+  const Acc unit = static_cast<Acc>(row.unit);
+  const Acc origin = static_cast<Acc>(row.origin);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < piece.padded; ++i) {
+    buffer[i] = divergences::placed(loaded[i], unit, origin);
+  }
+  return buffer;
 }
 
 // The next piece of each row.
@@ -109,9 +122,10 @@ KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
   return lanes[0];
 }
 
-// The greatest word among the first `words` of a row.
+// The greatest word among the first `words` of a row, as it is.
 template <typename Acc>
-Acc greatest(const Row& row, int64_t words) {
+Acc greatest(const Row& placed_row, int64_t words) {
+  const Row row = placed_row.from(1, 0);
   alignas(64) Acc buffer[kBlock];
   Acc found = -kInfinity<Acc>;
   for (int64_t first = 0; first < words; first += kBlock) {
@@ -156,7 +170,8 @@ int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
   const double scale = static_cast<Acc>(in.inverse_temperature);  // as the sums took it
-  return word_at(row, in.token_ids[index]) * scale - lse;
+  const double word = word_at(row, in.token_ids[index]);
+  return divergences::log_prob(word, scale, row.unit, row.origin, lse);
 }
 
 // ---------------------------------------------------------------- one model
@@ -199,17 +214,26 @@ struct WordRow {
 
 // The first block's greatest word serves as the guess. If the sum shows that it was a poor one, the
 // row is summed again against what that says; if it was useless, against the row's greatest word.
+// Leaves the row placed as its sums took it.
 template <bool kEntropy, typename Acc>
-WordRow look_at_words(const RowInputs& in, const Row& row) {
-  const Acc scale = static_cast<Acc>(in.inverse_temperature);
-  Acc guess = greatest<Acc>(row, std::min(kBlock, row.size)) * scale;
+WordRow look_at_words(const RowInputs& in, Row& row) {
+  Acc scale = 0;
+  Acc guess = 0;
   WordSums sums;
   const auto look = [&] { sums = sum_words<kEntropy>(row, scale, guess); };
-  if (is_guess(guess)) look();
-  if (!divergences::is_usable(sums.mass)) {
-    guess = greatest<Acc>(row, row.size) * scale;
-    if (!is_guess(guess)) return {NAN, NAN};
+  const auto look_from = [&](int64_t words) {
+    const Acc top = greatest<Acc>(row, words);
+    if (!is_guess(top)) return false;
+    const double origin = divergences::origin_of(top, in.inverse_temperature);
+    row = row.from(divergences::unit_of({origin, 0}), origin);
+    scale = static_cast<Acc>(in.inverse_temperature / row.unit);
+    guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
     look();
+    return true;
+  };
+  look_from(std::min(kBlock, row.size));
+  if (!divergences::is_usable(sums.mass)) {
+    if (!look_from(row.size)) return {NAN, NAN};
   } else if (!divergences::is_good(sums.mass)) {
     guess = static_cast<Acc>(guess + std::log(sums.mass));
     look();
@@ -222,19 +246,21 @@ WordRow look_at_words(const RowInputs& in, const Row& row) {
 template <typename Acc>
 bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   const RowInputs& in = call.in;
+  const int64_t rows = in.shape.rows();
   if (!in.keeps(index)) {
     store<Acc>(call.logprobs, index, 0);
     store<Acc>(call.entropy, index, 0);
-    call.lse[index] = 0;
+    for (int field = 0; field < kWordSaved; ++field) call.saved[field * rows + index] = 0;
     return true;
   }
   if (!is_word(in, index)) return false;
-  const Row row = row_at(in, call.logits, index);
+  Row row = row_at(in, call.logits, index);
   const WordRow found = call.entropy != nullptr ? look_at_words<true, Acc>(in, row)
                                                 : look_at_words<false, Acc>(in, row);
   store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
   store<Acc>(call.entropy, index, found.entropy);
-  call.lse[index] = found.lse;
+  call.saved[kWordOrigin * rows + index] = row.origin;
+  call.saved[kWordLse * rows + index] = found.lse;
   return true;
 }
 
@@ -243,12 +269,16 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const RowInputs& in = call.in;
   const int64_t words = in.shape.words;
   if (!in.keeps(index)) return clear(call.grad, index, words);
-  const Row row = row_at(in, call.logits, index);
+  const int64_t rows = in.shape.rows();
+  const double origin = call.saved[kWordOrigin * rows + index];
+  const double lse = call.saved[kWordLse * rows + index];
+  const double unit = divergences::unit_of({origin, 0});
+  const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.inverse_temperature;
   const double taken = element<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
-      scale, call.lse[index], taken, of_entropy, element<Acc>(call.entropy, index));
+      scale / unit, lse, taken, of_entropy, element<Acc>(call.entropy, index));
   alignas(64) Acc buffer[kBlock];
   alignas(64) Acc out_buffer[kBlock];
   for (int64_t first = 0; first < words; first += kBlock) {
@@ -317,6 +347,8 @@ struct PairAccumulator {
   }
 };
 
+constexpr PairRow kNoRow = {NAN, NAN, NAN, false, false, {}};
+
 template <typename Acc>
 PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
   alignas(64) Acc first_buffer[kBlock];
@@ -350,25 +382,32 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
 }
 
 // kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
-// poor, and one with the whole rows' greatest words between them if it was useless.
+// poor, and one with the whole rows' greatest words between them if it was useless. Leaves the rows
+// placed as the sums took them.
 template <typename Acc>
-PairRow look_at_pairs(const RowInputs& in, const Row& first, const Row& second) {
-  const double scale = static_cast<Acc>(in.inverse_temperature);
-  PairRow row = {NAN, NAN, NAN, false, false};
-  const auto look = [&](double guess, double ratio) {
-    const Guess<Acc> taken = divergences::guess_of<Acc>(scale, guess, ratio);
-    row = divergences::row_of(sum_pairs(first, second, taken), taken);
+PairRow look_at_pairs(const RowInputs& in, Row& first, Row& second) {
+  const double scale = in.inverse_temperature;
+  PairRow row = kNoRow;
+  const auto look = [&](const Guess<Acc>& guess, const Origins& origins) {
+    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
   };
   const auto look_from = [&](int64_t words) {
-    const double top = static_cast<double>(greatest<Acc>(first, words)) * scale;
-    const double other_top = static_cast<double>(greatest<Acc>(second, words)) * scale;
-    const bool possible = is_guess(top) && is_guess(other_top);
-    if (possible) look(top, other_top - top);
-    return possible;
+    const double top = greatest<Acc>(first, words);
+    const double other_top = greatest<Acc>(second, words);
+    if (!is_guess(top) || !is_guess(other_top)) return false;
+    const Origins origins = {divergences::origin_of(top, scale),
+                             divergences::origin_of(other_top, scale)};
+    const double unit = divergences::unit_of(origins);
+    first = first.from(unit, origins.first);
+    second = second.from(unit, origins.second);
+    look(divergences::guess_of_greatest<Acc>(scale, origins, top, other_top), origins);
+    return true;
   };
   look_from(std::min(kBlock, in.shape.words));
-  if (!row.usable && !look_from(in.shape.words)) return {NAN, NAN, NAN, false, false};
-  if (row.usable && !row.good) look(row.lse, row.shift);
+  if (!row.usable && !look_from(in.shape.words)) return kNoRow;
+  if (row.usable && !row.good) {
+    look(divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift), row.origins);
+  }
   return row;
 }
 
@@ -387,7 +426,8 @@ Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, cons
   alignas(64) Acc slope[kLanes] = {};
   alignas(64) double wide_value[kLanes] = {};
   alignas(64) double wide_slope[kLanes] = {};
-  const Guess<Acc> exact = divergences::guess_of<Acc>(in.inverse_temperature, row.lse, row.shift);
+  const double scale = in.inverse_temperature / first_row.unit;
+  const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
   const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
   for (int64_t start = 0; start < first_row.size; start += kBlock) {
     const Piece piece = piece_at(start, first_row.size);
@@ -406,8 +446,7 @@ Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, cons
     flush(slope, wide_slope);
   }
   const double rest = divergences::rest_of(exact, row.lse);
-  const double jsd = add_lanes(wide_value) * rest;
-  return {jsd < 0 ? 0 : jsd, add_lanes(wide_slope) * rest};
+  return {divergences::jsd_of(add_lanes(wide_value) * rest, beta), add_lanes(wide_slope) * rest};
 }
 
 template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
@@ -416,8 +455,9 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   constexpr bool is_kl = divergence == Divergence::kKl;
   const RowInputs& in = call.in;
   const int64_t words = in.shape.words;
-  const Row first_row = row_at(in, call.first, index);
-  const Row second_row = row_at(in, call.second, index);
+  const double unit = divergences::unit_of(state.origins);
+  const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
+  const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
   const RowGradient<Acc> row =
       divergences::gradient_of<Acc>(is_kl, in.inverse_temperature, call.beta, state);
   alignas(64) Acc buffers[4][kBlock + kLanes];  // not a page apart, which would alias in the cache
@@ -485,8 +525,8 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
     return true;
   }
   if (!is_word(in, index)) return false;
-  const Row first = row_at(in, call.in.first, index);
-  const Row second = row_at(in, call.in.second, index);
+  Row first = row_at(in, call.in.first, index);
+  Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
   const PairRow row = look_at_pairs<Acc>(in, first, second);
   Mixed mixed = {row.kl, 0};
@@ -502,9 +542,11 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   call.saved[kLse * rows + index] = row.lse;
   call.saved[kShift * rows + index] = row.shift;
   call.saved[kSlope * rows + index] = mixed.slope;
+  call.saved[kFirstOrigin * rows + index] = row.origins.first;
+  call.saved[kSecondOrigin * rows + index] = row.origins.second;
   if (call.shares != nullptr) {
     const double share = element<Acc>(call.shares, index) * in.inverse_temperature;
-    const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, share, 0, 0};
+    const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, row.origins, share, 0, 0};
     write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
   }
   return true;
@@ -520,13 +562,15 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
     return;
   }
   const double scale = in.inverse_temperature;
-  const RowState state = {element<Acc>(call.rows, index),
-                          call.saved[kLse * rows + index],
-                          call.saved[kShift * rows + index],
-                          call.saved[kSlope * rows + index],
-                          element<Acc>(call.grad_rows, index) * scale,
-                          element<Acc>(call.grad_logprobs, index) * scale,
-                          element<Acc>(call.grad_ref_logprobs, index) * scale};
+  const RowState state = {
+      element<Acc>(call.rows, index),
+      call.saved[kLse * rows + index],
+      call.saved[kShift * rows + index],
+      call.saved[kSlope * rows + index],
+      {call.saved[kFirstOrigin * rows + index], call.saved[kSecondOrigin * rows + index]},
+      element<Acc>(call.grad_rows, index) * scale,
+      element<Acc>(call.grad_logprobs, index) * scale,
+      element<Acc>(call.grad_ref_logprobs, index) * scale};
   write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
 }
 

@@ -23,6 +23,7 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
           call.saved[kLse * rows + index],
           call.saved[kShift * rows + index],
           call.saved[kSlope * rows + index],
+          {call.saved[kFirstOrigin * rows + index], call.saved[kSecondOrigin * rows + index]},
           number_at<Acc>(call.grad_rows, index) * scale,
           number_at<Acc>(call.grad_logprobs, index) * scale,
           number_at<Acc>(call.grad_ref_logprobs, index) * scale};
@@ -38,22 +39,25 @@ __global__ void __launch_bounds__(kPieceThreads,
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
   GradientPart<T, 2> part =
-      gradient_part<T>(call.in, call.grad_first, call.grad_second, index, place);
+      gradient_part<T>(call.in, call.grad_first, call.grad_second, index, place, nullptr);
   if (!in.keeps(index)) {
     write_zeros(call.grad_first, part.index, part.size);
     write_zeros(call.grad_second, part.index, part.size);
     return;
   }
   __shared__ RowGradient<Acc> row;
+  __shared__ Frame<Acc, 2> frame;
   __shared__ Acc of_taken[2];
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
     row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.inverse_temperature,
                                         call.in.beta, state);
+    frame = Frame<Acc, 2>::of(state.origins);
     of_taken[0] = static_cast<Acc>(state.grad_logprob);
     of_taken[1] = static_cast<Acc>(state.grad_ref_logprob);
   }
   __syncthreads();
+  part.frame = frame.if_any();
   part.taken = taken_in(in, index, place);
   part.of_taken[0] = of_taken[0];
   part.of_taken[1] = of_taken[1];

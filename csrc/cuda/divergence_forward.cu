@@ -14,6 +14,7 @@ namespace {
 
 using divergences::Guess;
 using divergences::Mixture;
+using divergences::Origins;
 using divergences::PairRow;
 using divergences::RowGradient;
 using math::Range;
@@ -31,6 +32,7 @@ struct Shared {
   Exchange exchange;
   PairRow row;
   Guess<Acc> guess;
+  Frame<Acc, 2> frame;
   Next next;
   RowGradient<Acc> gradient;
 };
@@ -115,12 +117,13 @@ enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
 // All lanes of a warp go the same way, by their own words: so a row's sums depend on nothing else.
 template <typename Rows, typename Acc>
 __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& guess,
-                                          double (&sums)[kFields]) {
+                                          const Frame<Acc, 2>* frame, double (&sums)[kFields]) {
   Lane<Acc> lane;
   bool excluded = false;
 #pragma unroll
   for (int i = 0; i < kFields; ++i) sums[i] = 0;
-  const auto add = [&](const auto& words) {
+  const auto add = [&](auto words) {
+    place_words<typename Rows::Type>(words, frame);
     const auto& first = words.of[0];
     const auto& second = words.of[1];
     if (__any_sync(0xffffffffu, is_far(first, second, guess))) {
@@ -142,11 +145,13 @@ __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& gu
 // jsd and its slope, but for a factor.
 template <typename Rows, typename Acc>
 __device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& exact,
-                                          const Mixture<Acc>& mixture, double (&sums)[2]) {
+                                          const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
+                                          double (&sums)[2]) {
   Acc value = 0;
   Acc slope = 0;
   sums[0] = sums[1] = 0;
-  const auto add = [&](const auto& words) {
+  const auto add = [&](auto words) {
+    place_words<typename Rows::Type>(words, frame);
 #pragma unroll
     for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
       const auto word =
@@ -168,26 +173,28 @@ template <typename Acc>
 __device__ __noinline__ void judge_greatest(double first, double second, double scale,
                                             Shared<Acc>& shared) {
   const bool is_start = shared.next == Next::kStart;
-  const double top = first * static_cast<Acc>(scale);
-  const double other_top = second * static_cast<Acc>(scale);
-  shared.row = {NAN, NAN, NAN, false, false};
-  if (std::isfinite(top) && std::isfinite(other_top)) {
-    shared.guess = divergences::guess_of<Acc>(scale, top, other_top - top);
+  Origins& origins = shared.row.origins;
+  shared.row = {NAN, NAN, NAN, false, false, {}};
+  if (std::isfinite(first) && std::isfinite(second)) {
+    origins = {divergences::origin_of(first, scale), divergences::origin_of(second, scale)};
+    shared.guess = divergences::guess_of_greatest<Acc>(scale, origins, first, second);
     shared.next = is_start ? Next::kSumFirst : Next::kSum;
   } else {
     shared.next = is_start ? Next::kSearch : Next::kDone;
   }
+  shared.frame = Frame<Acc, 2>::of(origins);
 }
 
 // And of the sums: what they say of the row, and whether it is looked at again.
 template <typename Acc>
 __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
                                         Shared<Acc>& shared) {
-  const PairRow row = divergences::row_of(sums, shared.guess);
+  const PairRow row = divergences::row_of(sums, shared.guess, shared.row.origins);
   const bool is_first = shared.next == Next::kSumFirst;
   const bool is_last = shared.next == Next::kSumAgain;
   shared.row = row;
-  shared.guess = divergences::guess_of<Acc>(scale, row.lse, row.shift);
+  const double own_scale = scale / divergences::unit_of(row.origins);
+  shared.guess = divergences::guess_of<Acc>(own_scale, row.lse, row.shift);
   if (!row.usable && is_first) {
     shared.next = Next::kSearch;
   } else if (row.usable && !row.good && !is_last) {
@@ -215,7 +222,7 @@ __device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, Te
     } else {
       const Guess<Acc> guess = shared.guess;
       double sums[kFields];
-      sum_pairs(rows, guess, sums);
+      sum_pairs(rows, guess, shared.frame.if_any(), sums);
       team.combine<Add>(sums);
       if (decides) {
         judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
@@ -236,15 +243,19 @@ __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t
   store_number<Acc>(call.rows, index, value);
   if (in.token_ids != nullptr) {
     const double scale = static_cast<Acc>(in.inverse_temperature);
-    const double logprob = log_prob(in, call.in.first, first[0], index, scale, row.lse);
-    const double ref_logprob =
-        log_prob(in, call.in.second, first[1], index, scale, row.lse + row.shift);
+    const double unit = divergences::unit_of(row.origins);
+    const double logprob =
+        log_prob(in, call.in.first, first[0], index, scale, unit, row.origins.first, row.lse);
+    const double ref_logprob = log_prob(in, call.in.second, first[1], index, scale, unit,
+                                        row.origins.second, row.lse + row.shift);
     store_number<Acc>(call.logprobs, index, logprob);
     store_number<Acc>(call.ref_logprobs, index, ref_logprob);
   }
   call.saved[kLse * rows + index] = row.lse;
   call.saved[kShift * rows + index] = row.shift;
   call.saved[kSlope * rows + index] = slope;
+  call.saved[kFirstOrigin * rows + index] = row.origins.first;
+  call.saved[kSecondOrigin * rows + index] = row.origins.second;
 }
 
 template <typename Acc>
@@ -273,7 +284,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   } else {
     const bool exists = row.lse == row.lse && row.shift == row.shift;
     const double rest = exists ? divergences::rest_of(shared.guess, row.lse) : NAN;
-    jsd = jsd < 0 ? 0 : jsd * rest;
+    jsd = divergences::jsd_of(jsd * rest, call.in.beta);
     slope *= rest;
   }
   const double value = static_cast<Acc>(jsd);  // as a backward will find it
@@ -282,8 +293,8 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   if (call.shares == nullptr) return;
   const double scale = call.in.in.inverse_temperature;
   const double share = number_at<Acc>(call.shares, index) * scale;
-  shared.gradient = divergences::gradient_of<Acc>(is_kl, scale, call.in.beta,
-                                                  {value, row.lse, row.shift, slope, share, 0, 0});
+  shared.gradient = divergences::gradient_of<Acc>(
+      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, share, 0, 0});
 }
 
 // A block's part of a row, from wherever `rows` has it, read from `source`: all but the gradient.
@@ -295,7 +306,8 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<
   double mixed[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
     const Guess<Acc> exact = shared.guess;
-    mix_pairs(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), mixed);
+    mix_pairs(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
+              mixed);
     team.combine<Add>(mixed);
   }
   if (threadIdx.x == 0) {
@@ -347,8 +359,8 @@ __device__ __forceinline__ void keep_row(const ForwardTask& task) {
   const auto kept = keep_rows(rows, place.size, memory);
   run_row<divergence>(task, rows, kept, team, shared);
   __syncthreads();
-  const auto part =
-      gradient_part<T>(call.in, call.grad_first, call.grad_second, task.plan.row_of_block(), place);
+  const auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second,
+                                     task.plan.row_of_block(), place, shared.frame.if_any());
   write_gradients<Memory::kShared, divergence>(of_kept(part, kept), shared.gradient);
   team.end();
 }

@@ -28,7 +28,8 @@ template <typename T>
 __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInputs& in,
                                                             const Output& first,
                                                             const Output& second, int64_t row,
-                                                            const Part& part) {
+                                                            const Part& part,
+                                                            const Frame<AccOf<T>, 2>* frame) {
   const LogitsShape& shape = in.in.shape;
   return {{address_of<T>(shape, in.first, row, part.begin),
            address_of<T>(shape, in.second, row, part.begin)},
@@ -38,7 +39,8 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
           row * shape.words + part.begin,
           part.size,
           -1,
-          {}};
+          {},
+          frame};
 }
 
 template <Memory memory, Divergence divergence, typename T>

@@ -21,6 +21,7 @@ struct GradientPart {
   int64_t size;
   int64_t taken;  // place of the row's token in the part; anything else if it is not there
   AccOf<T> of_taken[kModels];  // what it adds to its word
+  const Frame<AccOf<T>, kModels>* frame;
 };
 
 // The same of a part that has been kept.
@@ -195,7 +196,8 @@ __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& 
         fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
       }
     }
-    const auto words = convert_words<T>(fetch);
+    auto words = convert_words<T>(fetch);
+    place_words<T>(words, part.frame);
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       if (part.to[m].data == nullptr) continue;

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "../divergences.h"
 #include "load.h"
 #include "logits_plan.h"
 
@@ -57,6 +58,37 @@ __device__ __forceinline__ Converted<T, kModels> convert_words(const Fetch<kMode
     }
   }
   return words;
+}
+
+// How the words of a row are placed (divergences.h), in shared memory.
+template <typename Acc, int kModels>
+struct Frame {
+  Acc unit;
+  Acc origin[kModels];
+
+  __device__ static Frame of(const divergences::Origins& origins) {
+    Frame frame;
+    frame.unit = static_cast<Acc>(divergences::unit_of(origins));
+    frame.origin[0] = static_cast<Acc>(origins.first);
+    if constexpr (kModels == 2) frame.origin[1] = static_cast<Acc>(origins.second);
+    return frame;
+  }
+  // Null where words are taken as they are: ordinary rows pay for one comparison a chunk.
+  __device__ __forceinline__ const Frame* if_any() const { return unit == Acc(1) ? nullptr : this; }
+};
+
+template <typename T, int kModels>
+__device__ __forceinline__ void place_words(Converted<T, kModels>& words,
+                                            const Frame<AccOf<T>, kModels>* frame) {
+  if (frame == nullptr) return;
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) {
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      AccOf<T>& word = words.of[m].element[i];
+      word = divergences::placed(word, frame->unit, frame->origin[m]);
+    }
+  }
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {

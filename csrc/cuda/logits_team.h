@@ -114,7 +114,7 @@ __device__ __forceinline__ int64_t taken_in(const RowInputs& in, int64_t row, co
 // Its log-prob, of a row that starts at `first`; NaN if it is no word. `scale` as the sums took it.
 inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
                                                const char* first, int64_t row, double scale,
-                                               double lse) {
+                                               double unit, double origin, double lse) {
   if (!is_word(in, row)) return NAN;
   double word = 0;
   visit_dtype(logits.dtype, [&](auto zero) {
@@ -124,7 +124,7 @@ inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits
           reinterpret_cast<const T*>(first)[in.token_ids[row] * logits.word_stride]);
     }
   });
-  return word * scale - lse;
+  return divergences::log_prob(word, scale, unit, origin, lse);
 }
 
 template <typename Acc>

@@ -25,8 +25,11 @@ enum class Next { kStart, kSumFirst, kSearch, kSum, kDone };
 template <typename Acc>
 struct Shared {
   Exchange exchange;
+  Frame<Acc, 1> frame;
+  Acc scale;  // of words as placed
   Acc guess;
   Next next;
+  double origin;
   double lse;
   double entropy;
 };
@@ -35,13 +38,16 @@ constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
 
 template <bool kEntropy, typename Rows, typename Acc>
 __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess,
+                                          const Frame<Acc, 1>* frame,
                                           double (&sums)[1 + kEntropy]) {
   Acc mass = 0;
   Acc surprise = 0;
 #pragma unroll
   for (int i = 0; i < 1 + kEntropy; ++i) sums[i] = 0;
   const auto add = [&](int, const auto& fetch) {
-    const auto words = convert_words<typename Rows::Type>(fetch).of[0];
+    auto placed = convert_words<typename Rows::Type>(fetch);
+    place_words<typename Rows::Type>(placed, frame);
+    const auto& words = placed.of[0];
 #pragma unroll
     for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
       const auto word = divergences::word_of(words.element[i], scale, guess);
@@ -60,9 +66,15 @@ __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess
 template <typename Acc>
 __device__ __forceinline__ void judge_greatest(double greatest, double scale, Shared<Acc>& shared) {
   const bool is_start = shared.next == Next::kStart;
-  shared.guess = static_cast<Acc>(greatest) * static_cast<Acc>(scale);
   shared.lse = shared.entropy = NAN;
-  if (std::isfinite(shared.guess)) {
+  if (std::isfinite(greatest)) {
+    const divergences::Origins origins = {divergences::origin_of(greatest, scale), 0};
+    shared.origin = origins.first;
+    shared.frame = Frame<Acc, 1>::of(origins);
+    shared.scale = static_cast<Acc>(scale / divergences::unit_of(origins));
+    shared.guess =
+        divergences::placed(static_cast<Acc>(greatest), shared.frame.unit, shared.frame.origin[0]) *
+        shared.scale;
     shared.next = is_start ? Next::kSumFirst : Next::kSum;
   } else {
     shared.next = is_start ? Next::kSearch : Next::kDone;
@@ -94,7 +106,10 @@ template <bool kEntropy, typename Rows, typename Acc>
 __device__ __forceinline__ void look_at_words(const Rows& rows, double scale, Team& team,
                                               Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
-  if (decides) shared.next = Next::kStart;
+  if (decides) {
+    shared.next = Next::kStart;
+    shared.origin = 0;
+  }
 #pragma unroll 1
   for (Next next = Next::kStart; next != Next::kDone; next = shared.next) {
     if (next == Next::kStart || next == Next::kSearch) {
@@ -105,7 +120,7 @@ __device__ __forceinline__ void look_at_words(const Rows& rows, double scale, Te
     } else {
       const Acc guess = shared.guess;
       double sums[1 + kEntropy];
-      sum_words<kEntropy>(rows, static_cast<Acc>(scale), guess, sums);
+      sum_words<kEntropy>(rows, shared.scale, guess, shared.frame.if_any(), sums);
       team.combine<Add>(sums);
       if (decides) judge_sums(sums[0], kEntropy ? sums[kEntropy] : 0, shared);
     }
@@ -115,10 +130,13 @@ __device__ __forceinline__ void look_at_words(const Rows& rows, double scale, Te
 
 template <typename Acc>
 __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int64_t index,
-                                          double logprob, double lse, double entropy) {
+                                          double logprob, double origin, double lse,
+                                          double entropy) {
+  const int64_t rows = call.in.shape.rows();
   store_number<Acc>(call.logprobs, index, logprob);
   store_number<Acc>(call.entropy, index, entropy);
-  call.lse[index] = lse;
+  call.saved[kWordOrigin * rows + index] = origin;
+  call.saved[kWordLse * rows + index] = lse;
 }
 
 template <typename T, bool kEntropy>
@@ -132,7 +150,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   Team team(task.plan, shared.exchange);
   const bool stores = task.plan.rank_of_block() == 0 && threadIdx.x == 0;
   if (!in.keeps(index)) {
-    if (stores) store_row<Acc>(call, index, 0, 0, 0);
+    if (stores) store_row<Acc>(call, index, 0, 0, 0, 0);
     return;
   }
   const Part place = part_at(in.shape.words, task.plan.part, task.plan.rank_of_block());
@@ -142,9 +160,12 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   team.leave();
   if (stores) {
     const double scale = static_cast<Acc>(in.inverse_temperature);
+    const double origin = shared.origin;
+    const double unit = divergences::unit_of({origin, 0});
     const double lse = shared.lse;
-    const double logprob = log_prob(in, call.logits, rows.first(0), index, scale, lse);
-    store_row<Acc>(call, index, logprob, lse, shared.entropy);
+    const double logprob =
+        log_prob(in, call.logits, rows.first(0), index, scale, unit, origin, lse);
+    store_row<Acc>(call, index, logprob, origin, lse, shared.entropy);
   }
   team.end();
 }
@@ -162,17 +183,22 @@ template <typename Acc>
 struct RowGradient {
   divergences::TokenRow<Acc> row;
   Acc taken;
+  Frame<Acc, 1> frame;
 };
 
 template <typename Acc>
 __device__ __forceinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward& call,
                                                         int64_t index) {
+  const int64_t rows = call.in.shape.rows();
+  const divergences::Origins origins = {call.saved[kWordOrigin * rows + index], 0};
+  const double lse = call.saved[kWordLse * rows + index];
   const double scale = call.in.inverse_temperature;
+  const double own_scale = scale / divergences::unit_of(origins);
   const double of_logprob = number_at<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
   const double entropy = number_at<Acc>(call.entropy, index);
-  return {divergences::token_row_of<Acc>(scale, call.lse[index], of_logprob, of_entropy, entropy),
-          static_cast<Acc>(of_logprob)};
+  return {divergences::token_row_of<Acc>(own_scale, lse, of_logprob, of_entropy, entropy),
+          static_cast<Acc>(of_logprob), Frame<Acc, 1>::of(origins)};
 }
 
 // The gradient may go to the logits' own memory: a thread reads its words before it writes them,
@@ -190,7 +216,7 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
   __shared__ RowGradient<Acc> shared;
   if (threadIdx.x == 0) shared = gradient_of<Acc>(call, index);
   __syncthreads();
-  const RowGradient<Acc> gradient_row = shared;
+  const divergences::TokenRow<Acc> gradient_row = shared.row;
   const GradientPart<T, 1> part = {{address_of<T>(in.shape, call.logits, index, place.begin)},
                                    {call.logits.dtype},
                                    {call.logits.word_stride},
@@ -198,9 +224,10 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
                                    first,
                                    place.size,
                                    taken_in(in, index, place),
-                                   {gradient_row.taken}};
+                                   {shared.taken},
+                                   shared.frame.if_any()};
   write_gradients<T, Memory::kReadWrite>(part, [&](const Acc(&word)[1], int) {
-    return divergences::token_gradient(word[0], gradient_row.row);
+    return divergences::token_gradient(word[0], gradient_row);
   });
 }
 

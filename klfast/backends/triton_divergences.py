@@ -3,7 +3,8 @@
 The algebra is that of ``csrc/divergences.h``, where the reasons stand. A probability is
 2^(scale x - shift) of a logit x, with scale = log2(e) / temperature: one fused operation and the
 hardware's power of two. What is per word is of the type ``ACC``, fp32 or fp64; what is per row is
-in fp64.
+in fp64. Words of two models are placed by their row's frame; where a function takes an inverse of
+the temperature, it is that for placed words, ``inverse_in`` their frame.
 """
 
 import triton
@@ -19,6 +20,43 @@ LN2 = tl.constexpr(0.6931471805599453)
 def is_excluded(x):
     """Whether a logit leaves its word out; NaN does not."""
     return x == float("-inf")
+
+
+@triton.jit
+def origin_of(largest, inverse_temperature):
+    """Half a row's greatest logit, or 0 where that is near 0, in fp64."""
+    wide = largest.to(tl.float64)
+    return tl.where(tl.abs(wide * inverse_temperature) > 4096, wide / 2, 0.0)
+
+
+@triton.jit
+def frame_of(first_origin, second_origin):
+    """(unit, origin of either model) in fp64: how words are placed."""
+    unit = tl.where((first_origin == 0) & (second_origin == 0), 1.0, 0.5).to(tl.float64)
+    return unit, first_origin, second_origin
+
+
+@triton.jit
+def inverse_in(frame, inverse_temperature):
+    """What placed words are multiplied by."""
+    return inverse_temperature / frame[0]
+
+
+@triton.jit
+def pair_placed(x, y, frame):
+    """Logits of both models less their origins."""
+    unit, first_origin, second_origin = frame
+    unit = unit.to(x.dtype)
+    x = tl.fma(x, unit, -first_origin.to(x.dtype))
+    return x, tl.fma(y, unit, -second_origin.to(y.dtype))
+
+
+@triton.jit
+def jsd_of(value, beta):
+    """A row's JSD of its sum: from 0 to its greatest value, the entropy of the weights."""
+    most = -(beta * tl.log(beta) + (1 - beta) * tl.log(1 - beta))
+    value = tl.where(value < 0, 0.0, value)
+    return tl.where(value > most, most, value)
 
 
 @triton.jit

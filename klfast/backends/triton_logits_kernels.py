@@ -25,15 +25,19 @@ from klfast.backends.triton_divergences import (
     LN2,
     LOG2E,
     exact_of,
+    frame_of,
     guess_of,
-    is_excluded,
+    inverse_in,
     is_good,
     is_usable,
     jsd_gradients,
+    jsd_of,
     kl_gradients,
     mixed_of,
     mixture_of,
+    origin_of,
     pair_of,
+    pair_placed,
     pair_row,
     rounded,
     word_of,
@@ -108,6 +112,13 @@ def load_words(x_of, begin, offset, count, FORM: tl.constexpr):
     pointer, stride = x_of
     at = place(pointer, 0, 0, begin, stride, offset, FORM.layout)
     return tl.load(at, mask=offset < count, other=float("-inf")).to(FORM.acc)
+
+
+@triton.jit
+def load_pair(x_of, y_of, frame, begin, offset, count, FORM: tl.constexpr):
+    """``load_words`` of both models, placed."""
+    x = load_words(x_of, begin, offset, count, FORM)
+    return pair_placed(x, load_words(y_of, begin, offset, count, FORM), frame)
 
 
 @triton.jit
@@ -231,9 +242,10 @@ def token_logprobs_kernel(
     keep,
     logprobs,
     entropy,
-    lse,
+    saved,
     partials,
     inverse_temperature: tl.int64,
+    rows: tl.int64,
     inner: tl.int64,
     words: tl.int64,
     segment: tl.int64,
@@ -245,7 +257,10 @@ def token_logprobs_kernel(
     STAGE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Log-probs of tokens, log-sum-exps, and entropies [R], None where not wanted."""
+    """Log-probs of tokens and entropies [R], None where not wanted, and what a backward needs.
+
+    That is a logit and the row's log-sum-exp less it, [2, R].
+    """
     row, first, last = program_place(segments, STAGE)
     cut = (words, segment, segments)
     scale = (number(None, inverse_temperature) * LOG2E).to(FORM.acc)
@@ -276,12 +291,14 @@ def token_logprobs_kernel(
                 x_of, scale, largest, total, moment, cut, ENTROPY, FORM
             )
             own_scale = scale.to(tl.float64) * LN2
-            tl.store(lse + row, base * own_scale + log_total)
+            tl.store(saved + row, base)
+            tl.store(saved + rows + row, log_total)
             tl.store(logprobs + row, log_prob((logit - base) * own_scale, log_total))
             if ENTROPY:
                 tl.store(entropy + row, entropy_of_row)
     elif STAGE != "segment":
-        tl.store(lse + row, 0.0)
+        tl.store(saved + row, 0.0)
+        tl.store(saved + rows + row, 0.0)
         tl.store(logprobs + row, 0.0)
         if ENTROPY:
             tl.store(entropy + row, 0.0)
@@ -292,12 +309,13 @@ def token_logprobs_backward_kernel(
     logits,
     token_ids,
     keep,
-    lse,
+    saved,
     entropy,
     grad_logprobs,
     grad_entropy,
     grad,
     inverse_temperature: tl.int64,
+    rows: tl.int64,
     inner: tl.int64,
     words: tl.int64,
     segment: tl.int64,
@@ -316,7 +334,8 @@ def token_logprobs_backward_kernel(
         scale = (inverse * LOG2E).to(FORM.acc)
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
         token = offset_of(tl.load(token_ids + row), begin, count)
-        exact_shift = tl.load(lse + row) * LOG2E
+        base = tl.load(saved + row).to(FORM.acc)
+        exact_shift = tl.load(saved + rows + row) * LOG2E
         shift, factor = rounded(exact_shift, FORM.acc)
         # p (slope log2(p) + constant) is taken off what the token gets.
         of_token = inverse * load_double(grad_logprobs, row)
@@ -328,12 +347,13 @@ def token_logprobs_backward_kernel(
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x = load_words(x_of, begin, offset, count, FORM)
-            power = tl.fma(x, scale, -shift)
+            power = tl.fma(x - base, scale, -shift)
             p = tl.exp2(power) * factor
             if grad_entropy is None:
                 value = -p * constant
             else:
-                value = tl.where(is_excluded(x), 0.0, -p * tl.fma(power, slope, constant))
+                # What has no probability has no gradient: its power may be -infinity.
+                value = tl.where(p == 0, 0.0, -p * tl.fma(power, slope, constant))
             value += tl.where(offset == token, of_token, 0.0)
             store(grad, at, offset, value, offset < count, FORM.layout)
     else:
@@ -342,14 +362,19 @@ def token_logprobs_backward_kernel(
 
 @triton.jit
 def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
-    """``guess_of`` two logits."""
-    inverse = inverse_temperature.to(FORM.acc).to(tl.float64)
-    ratio = (y.to(tl.float64) - x.to(tl.float64)) * inverse
-    return guess_of(x.to(tl.float64) * inverse, ratio, inverse_temperature, FORM.acc)
+    """(the frame of greatest logits, ``guess_of`` them)."""
+    frame = frame_of(origin_of(x, inverse_temperature), origin_of(y, inverse_temperature))
+    own_inverse = inverse_in(frame, inverse_temperature)
+    rounded_inverse = own_inverse.to(FORM.acc).to(tl.float64)
+    x, y = pair_placed(x.to(tl.float64), y.to(tl.float64), frame)
+    ratio = (y - x) * rounded_inverse
+    return frame, guess_of(x * rounded_inverse, ratio, own_inverse, FORM.acc)
 
 
 @triton.jit
-def sum_pairs(x_of, y_of, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM: tl.constexpr):
+def sum_pairs(
+    x_of, y_of, frame, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM: tl.constexpr
+):
     """(the sums of ``pair_of``, whether any word is excluded) over segments of a row."""
     mass = tl.zeros((), tl.float64)
     spread = tl.zeros((), tl.float64)
@@ -365,8 +390,7 @@ def sum_pairs(x_of, y_of, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM:
         exclusions = tl.zeros((FORM.tile,), tl.int32)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
-            x = load_words(x_of, begin, offset, count, FORM)
-            y = load_words(y_of, begin, offset, count, FORM)
+            x, y = load_pair(x_of, y_of, frame, begin, offset, count, FORM)
             word_mass, word_spread, word_slope, word_other, excludes = pair_of(
                 x, y, guess, EXCLUDES
             )
@@ -389,6 +413,7 @@ def sum_pairs(x_of, y_of, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM:
 def look_again(
     x_of,
     y_of,
+    frame,
     guess,
     sums,
     cut,
@@ -396,23 +421,24 @@ def look_again(
     DIVERGENCE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(KL, lse, shift) of a row: of its sums, or of those of up to two more looks at it."""
+    """(KL, frame, lse, shift) of a row: of its sums, or of those of up to two more looks at it."""
     kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
     looks = 1
     while (looks < 3) & ~exact:
-        better = guess_of(lse, shift, inverse_temperature, FORM.acc)
+        better = guess_of(lse, shift, inverse_in(frame, inverse_temperature), FORM.acc)
         if (looks == 1) & ~usable:
             x = row_maximum(x_of, cut, FORM)
-            better = first_guess(x, row_maximum(y_of, cut, FORM), inverse_temperature, FORM)
-        again, excluded = sum_pairs(x_of, y_of, better, cut, 0, cut[2], True, FORM)
+            y = row_maximum(y_of, cut, FORM)
+            frame, better = first_guess(x, y, inverse_temperature, FORM)
+        again, excluded = sum_pairs(x_of, y_of, frame, better, cut, 0, cut[2], True, FORM)
         kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE)
         looks += 1
-    return kl, lse, shift
+    return kl, frame, lse, shift
 
 
 @triton.jit
-def sum_mixed(x_of, y_of, exact, mixture, cut, FORM: tl.constexpr):
-    """(JSD, the mean under p of log(m / p)) of a row."""
+def sum_mixed(x_of, y_of, frame, exact, mixture, cut, FORM: tl.constexpr):
+    """(the sum of JSD, the mean under p of log(m / p)) of a row."""
     value = tl.zeros((), tl.float64)
     slope = tl.zeros((), tl.float64)
     for i in range(cut[2]):
@@ -421,20 +447,20 @@ def sum_mixed(x_of, y_of, exact, mixture, cut, FORM: tl.constexpr):
         slopes = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
-            x = load_words(x_of, begin, offset, count, FORM)
-            y = load_words(y_of, begin, offset, count, FORM)
+            x, y = load_pair(x_of, y_of, frame, begin, offset, count, FORM)
             part, p, _, log_m_over_p, _ = mixed_of(x, y, exact, mixture)
             values += part
             slopes += p * log_m_over_p
         value += tree_sum(values, FORM.tile)
         slope += tree_sum(slopes, FORM.tile)
-    return tl.where(value < 0, 0.0, value), slope
+    return value, slope
 
 
 @triton.jit
 def finish_pairs(
     x_of,
     y_of,
+    frame,
     guess,
     sums,
     cut,
@@ -443,16 +469,19 @@ def finish_pairs(
     DIVERGENCE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(divergence, lse, shift, slope) of a row in fp64; the slope is that of ``sum_mixed``."""
-    value, lse, shift = look_again(
-        x_of, y_of, guess, sums, cut, inverse_temperature, DIVERGENCE, FORM
+    """(divergence, frame, lse, shift, slope) of a row in fp64; the slope is that of
+    ``sum_mixed``.
+    """
+    value, frame, lse, shift = look_again(
+        x_of, y_of, frame, guess, sums, cut, inverse_temperature, DIVERGENCE, FORM
     )
     slope = tl.zeros((), tl.float64)
     if DIVERGENCE == "jsd":
-        exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
-        value, slope = sum_mixed(x_of, y_of, exact, mixture_of(beta, FORM.acc), cut, FORM)
-        value = tl.where(lse == lse, value, lse)  # a row of no word of either model
-    return value, lse, shift, slope
+        exact = exact_of(lse, shift, inverse_in(frame, inverse_temperature), FORM.acc)
+        mixture = mixture_of(beta, FORM.acc)
+        value, slope = sum_mixed(x_of, y_of, frame, exact, mixture, cut, FORM)
+        value = tl.where(lse == lse, jsd_of(value, beta), lse)  # a row of no word of either model
+    return value, frame, lse, shift, slope
 
 
 @triton.jit
@@ -483,9 +512,9 @@ def write_gradients(
     ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence and log-probs,
     all in fp64. From the last tile to the first: what was read last is likely still in the cache.
     """
-    value, lse, shift, slope = state
+    value, frame, lse, shift, slope = state
     grad, of_token, ref_of_token = incoming
-    exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
+    exact = exact_of(lse, shift, inverse_in(frame, inverse_temperature), FORM.acc)
     grad *= inverse_temperature
     of_token *= inverse_temperature
     ref_of_token *= inverse_temperature
@@ -508,8 +537,7 @@ def write_gradients(
     for tile in tl.range(tiles, num_stages=FORM.stages):
         offset = (tiles - 1 - tile) * FORM.tile + tl.arange(0, FORM.tile)
         inside = offset < count
-        x = load_words(x_of, begin, offset, count, FORM)
-        y = load_words(y_of, begin, offset, count, FORM)
+        x, y = load_pair(x_of, y_of, frame, begin, offset, count, FORM)
         if DIVERGENCE == "kl":
             by_x, by_y = kl_gradients(x, y, exact, row)
         else:
@@ -554,7 +582,7 @@ def kl_divergence_kernel(
     DIVERGENCE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Divergences and log-probs of tokens [R], what a backward needs [3, R], and gradients.
+    """Divergences and log-probs of tokens [R], what a backward needs [5, R], and gradients.
 
     None where not wanted. Gradients, those of sum(shares * values), are written in stage "row".
     """
@@ -573,7 +601,7 @@ def kl_divergence_kernel(
         if STAGE == "combine":
             x = tl.load(partials + row * segments)
             y = tl.load(partials + slots + row * segments)
-            guess = first_guess(x, y, inverse, FORM)
+            frame, guess = first_guess(x, y, inverse, FORM)
             sums = (
                 add_up(partials, 2, row, segments, slots),
                 add_up(partials, 3, row, segments, slots),
@@ -583,9 +611,9 @@ def kl_divergence_kernel(
         else:
             x = first_maximum(x_of, cut, FORM)
             y = first_maximum(y_of, cut, FORM)
-            guess = first_guess(x, y, inverse, FORM)
+            frame, guess = first_guess(x, y, inverse, FORM)
             # KL's sums are not finite where a word is excluded that p may say: look again.
-            sums, _ = sum_pairs(x_of, y_of, guess, cut, i, end, DIVERGENCE == "jsd", FORM)
+            sums, _ = sum_pairs(x_of, y_of, frame, guess, cut, i, end, DIVERGENCE == "jsd", FORM)
         if STAGE == "segment":
             partials += tl.program_id(0)
             tl.store(partials, x.to(tl.float64))
@@ -593,20 +621,24 @@ def kl_divergence_kernel(
             for k in tl.static_range(4):
                 tl.store(partials + (2 + k) * slots, sums[k])
         else:
-            value, lse, shift, slope = finish_pairs(
-                x_of, y_of, guess, sums, cut, inverse, beta, DIVERGENCE, FORM
+            value, frame, lse, shift, slope = finish_pairs(
+                x_of, y_of, frame, guess, sums, cut, inverse, beta, DIVERGENCE, FORM
             )
+            unit, first_origin, second_origin = frame
             tl.store(values + row, value)
             tl.store(saved + row, lse)
             tl.store(saved + rows + row, shift)
             tl.store(saved + 2 * rows + row, slope)
+            tl.store(saved + 3 * rows + row, first_origin)
+            tl.store(saved + 4 * rows + row, second_origin)
             if token_ids is not None:
                 token = tl.load(token_ids + row)
-                own_scale = (inverse * LOG2E).to(FORM.acc).to(tl.float64) * LN2
-                scaled = load_logit(x_of, token, words) * own_scale
-                tl.store(logprobs + row, log_prob(scaled, lse))
-                scaled = load_logit(y_of, token, words) * own_scale
-                tl.store(ref_logprobs + row, log_prob(scaled, lse + shift))
+                own_scale = (inverse * LOG2E).to(FORM.acc).to(tl.float64) * LN2 / unit
+                x, y = pair_placed(
+                    load_logit(x_of, token, words), load_logit(y_of, token, words), frame
+                )
+                tl.store(logprobs + row, log_prob(x * own_scale, lse))
+                tl.store(ref_logprobs + row, log_prob(y * own_scale, lse + shift))
             if grad_first is not None or grad_second is not None:
                 begin, count = bounds(i, cut, FORM)
                 value = value.to(FORM.acc).to(tl.float64)  # as a backward will read it
@@ -619,7 +651,7 @@ def kl_divergence_kernel(
                     begin,
                     count,
                     -1,
-                    (value, lse, shift, slope),
+                    (value, frame, lse, shift, slope),
                     (load_double(shares, row), load_double(None, row), load_double(None, row)),
                     inverse,
                     beta,
@@ -628,7 +660,7 @@ def kl_divergence_kernel(
                 )
     elif STAGE != "segment":
         tl.store(values + row, 0.0)
-        for k in tl.static_range(3):
+        for k in tl.static_range(5):
             tl.store(saved + k * rows + row, 0.0)
         if token_ids is not None:
             tl.store(logprobs + row, 0.0)
@@ -687,6 +719,9 @@ def kl_divergence_backward_kernel(
             token,
             (
                 load_double(values, row),
+                frame_of(
+                    load_double(saved, 3 * rows + row), load_double(saved, 4 * rows + row)
+                ),
                 load_double(saved, row),
                 load_double(saved, rows + row),
                 load_double(saved, 2 * rows + row),

@@ -152,14 +152,14 @@ def token_logprobs_fwd(
     call = _Call(temperature, logits)
     rows = call.rows
     logprobs, entropy = call.result(), call.result(want_entropy)
-    lse = call.empty(rows.rows, dtype=torch.float64)
+    saved = call.empty(2, rows.rows, dtype=torch.float64)
     call.launch_forward(
         kernels.token_logprobs_kernel,
-        (logits, token_ids, keep, logprobs, _wanted(entropy), lse),
-        (call.inverse_temperature, *rows[1:], rows.slots),
+        (logits, token_ids, keep, logprobs, _wanted(entropy), saved),
+        (call.inverse_temperature, *rows, rows.slots),
         sums=3,
     )
-    return logprobs, entropy, lse
+    return logprobs, entropy, saved
 
 
 def token_logprobs_bwd(logits: Tensor, *others: Any) -> Tensor:
@@ -179,7 +179,7 @@ def _token_logprobs_backward(
     logits: Tensor,
     token_ids: Tensor,
     keep: Tensor | None,
-    lse: Tensor,
+    saved: Tensor,
     entropy: Tensor,
     temperature: float,
     grad_logprobs: Tensor,
@@ -193,13 +193,13 @@ def _token_logprobs_backward(
         logits,
         token_ids,
         keep,
-        lse,
+        saved,
         None if grad_entropy is None else entropy,
         grad_logprobs.contiguous(),
         _contiguous(grad_entropy),
         grad,
         call.inverse_temperature,
-        *rows[1:],
+        *rows,
     )
 
 
@@ -227,7 +227,7 @@ def kl_divergence_fwd(
     result, logprobs, ref_logprobs = (
         call.result(wanted) for wanted in (True, token_ids is not None, token_ids is not None)
     )
-    saved = call.empty(3, rows.rows, dtype=torch.float64)
+    saved = call.empty(5, rows.rows, dtype=torch.float64)
     grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
     written = tuple(map(_wanted, grads)) if rows.segments == 1 else (None, None)
     call.launch_forward(
@@ -244,7 +244,7 @@ def kl_divergence_fwd(
             saved,
             *written,
         ),
-        (call.inverse_temperature, bits(jsd_beta), rows.rows, *rows[1:], rows.slots),
+        (call.inverse_temperature, bits(jsd_beta), *rows, rows.slots),
         sums=6,
         DIVERGENCE=divergence,
     )
@@ -323,7 +323,6 @@ def _kl_divergence_backward(
             *map(_wanted, grads),
             call.inverse_temperature,
             bits(jsd_beta),
-            rows.rows,
-            *rows[1:],
+            *rows,
             DIVERGENCE=divergence,
         )

@@ -140,9 +140,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         logits, token_ids, keep, ctx.temperature, ctx.want_entropy, ctx.kernels = inputs
-        _, entropy, lse = output
-        ops.save(ctx, (logits, token_ids, keep, lse, entropy))
-        ctx.mark_non_differentiable(*((lse,) if ctx.want_entropy else (entropy, lse)))
+        _, entropy, saved = output
+        ops.save(ctx, (logits, token_ids, keep, saved, entropy))
+        ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
 
     @staticmethod
     def backward(
