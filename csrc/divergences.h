@@ -221,7 +221,8 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
   row.good = row.usable && is_good(sums.mass) && total > 0.125 && total < 1e4 &&
              (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   row.kl = kl < 0 ? 0 : kl;
-  if (sums.excluded && kl == kl) row.kl = INFINITY;  // NaN stays
+  // NaN in a logit shows in `usable`; elsewhere it is what two sums too large for Acc leave.
+  if (row.usable && (sums.excluded || kl != kl)) row.kl = INFINITY;
   row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
   row.shift = ratio_of(guess) + log_total;
   return row;

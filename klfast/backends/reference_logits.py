@@ -61,18 +61,27 @@ def kl_divergence(call: KLDivergenceCall) -> Rows:
 
 
 def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
-    """[A, T, V] -> [R, V]: log-probs in float64; of equal words where masked."""
+    """[A, T, V] -> [R, V]: log-probs in float64; of equal words where masked.
+
+    The greatest logit is subtracted before the temperature: that is exact for logits near it.
+    """
     wide = torch.float64 if logits.device.type != "mps" else torch.float32
     rows = logits.to(wide).flatten(0, 1)
     if keep is not None:
         rows = torch.where(keep[:, None], rows, 0.0)
-    return (rows / temperature).log_softmax(-1)
+    greatest = rows.detach().amax(-1, keepdim=True)
+    return ((rows - greatest) / temperature).log_softmax(-1)
 
 
 def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Sum over the vocabulary of exp(logprobs) * values; a word of probability 0 adds 0."""
+    """Sum over the vocabulary of exp(logprobs) * values; a word of probability 0 adds 0.
+
+    A probability too small for float64 is none, and times infinity still infinite.
+    """
     possible = logprobs != -torch.inf
-    terms = torch.where(possible, logprobs, 0.0).exp() * torch.where(possible, values, 0.0)
+    weights = torch.where(possible, logprobs, 0.0).exp()
+    terms = weights * torch.where(possible, values, 0.0)
+    terms = torch.where((weights == 0) & (values == torch.inf), values, terms)
     return torch.where(possible, terms, 0.0).sum(-1)
 
 

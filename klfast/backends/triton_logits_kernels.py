@@ -719,9 +719,7 @@ def kl_divergence_backward_kernel(
             token,
             (
                 load_double(values, row),
-                frame_of(
-                    load_double(saved, 3 * rows + row), load_double(saved, 4 * rows + row)
-                ),
+                frame_of(load_double(saved, 3 * rows + row), load_double(saved, 4 * rows + row)),
                 load_double(saved, row),
                 load_double(saved, rows + row),
                 load_double(saved, 2 * rows + row),

@@ -1,0 +1,181 @@
+"""Logits from 1e10 to the largest number, in both signs: what is left when maxima have been taken
+out is all that counts.
+"""
+
+import math
+
+import mpmath
+import pytest
+import torch
+from agreement_logits import DIRECTIONS, FAST, FLOATS
+from extreme_logits import (
+    EXTREME,
+    Model,
+    assert_divergence,
+    assert_tokens,
+    divergence,
+    heights,
+    ordinary_rows,
+    pairs,
+    rows_at,
+    tokens,
+)
+from targets import TARGETS
+
+import klfast
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LOWEST = torch.finfo(torch.float32).min
+
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+
+
+def all_rows(words, dtype):
+    rows = [rows_at(height, words, dtype) for height in heights(dtype)]
+    return torch.cat([*rows, ordinary_rows(words, dtype)])
+
+
+@every_dtype
+@every_direction
+def test_divergences(backend, direction, dtype):
+    assert_divergence(backend, *pairs(7, dtype), direction)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 7.0, 1e9])
+@every_direction
+def test_temperatures(backend, direction, temperature):
+    assert_divergence(backend, *pairs(7, torch.float32), direction, temperature)
+
+
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+@every_direction
+def test_the_greatest_is_beyond_the_first_look(backend, direction):
+    assert_divergence(backend, *pairs(3000, torch.float32), direction)
+
+
+@every_dtype
+def test_tokens(backend, dtype):
+    logits = all_rows(7, dtype)
+    for ids in (logits.argmax(-1), torch.arange(len(logits)) % 7):
+        for temperature in (1.0, 0.3, 1e9):
+            assert_tokens(backend, logits, ids, temperature)
+
+
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+def test_tokens_beyond_the_first_look(backend):
+    logits = all_rows(3000, torch.float32)
+    assert_tokens(backend, logits, logits.argmax(-1))
+
+
+def test_a_row_that_is_masked_out_and_kept(backend):
+    """Filled with the lowest number, it is a distribution of equals."""
+    logits = torch.full((1, 8), LOWEST, requires_grad=True)
+    options = {"return_entropy": True, "backend": backend}
+    logprob, entropy = klfast.token_logprobs(logits, torch.tensor([1]), **options)
+    assert logprob.item() == pytest.approx(-math.log(8), rel=1e-6)
+    assert entropy.item() == pytest.approx(math.log(8), rel=1e-6)
+    for direction in DIRECTIONS:
+        options = {"direction": direction, "backend": backend}
+        both = (logits, logits.detach().clone())
+        found = klfast.kl_divergence(*both, **options)
+        (grad,) = torch.autograd.grad(found, logits)
+        for zeros in (found, grad):
+            torch.testing.assert_close(zeros, torch.zeros_like(zeros), rtol=0, atol=1e-15)
+
+
+HAND_MADE = {
+    "10,000 against the lowest": ([1e4, 0, 0, 0], [LOWEST] * 4, math.log(4), 7500 - math.log(4)),
+    "highest against the lowest": (
+        [-LOWEST, 0, 1, 2],
+        [LOWEST] * 4,
+        math.log(4),
+        -0.75 * LOWEST,
+    ),
+    "two against one": ([1e14, 1e14, 0], [1e14, 0, -math.inf], math.inf, math.log(2)),
+    "a constant apart": ([1e20, 1e20], [-1e30, -1e30], 0, 0),
+}
+
+
+@pytest.mark.parametrize(("x", "y", "reverse", "forward"), HAND_MADE.values(), ids=HAND_MADE)
+def test_by_hand(backend, x, y, reverse, forward):
+    models = torch.tensor([x]), torch.tensor([y])
+    for direction, expected in (("reverse", reverse), ("forward", forward)):
+        found = klfast.kl_divergence(*models, direction=direction, backend=backend)
+        assert found.item() == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("beta", [1e-4, 0.3, 0.5, 0.9])
+def test_jsd_stays_within_its_bounds(backend, beta):
+    """Up to the entropy of the weights, of models that share no word."""
+    logits, ref_logits = torch.randn(2, 30, 60)
+    logits[:, ::2] = -80.0
+    ref_logits[:, 1::2] = -80.0
+    logits[::3, 1], ref_logits[::2, 0] = 1e20, 1e30
+    options = {"direction": "jsd", "jsd_beta": beta, "backend": backend}
+    found = klfast.kl_divergence(logits, ref_logits, **options)
+    most = -(beta * math.log(beta) + (1 - beta) * math.log1p(-beta))
+    assert (found <= torch.tensor(most)).all()
+    torch.testing.assert_close(found, torch.full((30,), most), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if not TARGETS[name].is_emulated])
+def test_a_constant_of_any_size_changes_nothing(name, backend):
+    """Logits on the grid of the largest: what all words share is in no result."""
+    del name
+    shared = 2.0**33
+    logits, ref_logits = (1024.0 * torch.randint(-9, 10, (2, 5, 40))).unbind()
+    options = {"temperature": 1024.0, "backend": backend}
+    for direction in DIRECTIONS:
+        plain = klfast.kl_divergence(logits, ref_logits, direction=direction, **options)
+        moved = klfast.kl_divergence(
+            logits + shared, ref_logits - shared, direction=direction, **options
+        )
+        torch.testing.assert_close(moved, plain, rtol=1e-6, atol=1e-7)
+
+
+def exact(value):
+    return mpmath.mpf(value) if math.isfinite(value) else -mpmath.inf
+
+
+def exact_model(row, temperature):
+    weights = [
+        mpmath.exp(exact(x) / mpmath.mpf(temperature) - exact(max(row)) / temperature) for x in row
+    ]
+    total = mpmath.fsum(weights)
+    return [w / total for w in weights], [
+        (exact(x) - exact(max(row))) / mpmath.mpf(temperature) - mpmath.log(total) for x in row
+    ]
+
+
+def exact_kl(first, second):
+    (p, log_p), (_, log_q) = first, second
+    if any(a > -mpmath.inf and b == -mpmath.inf for a, b in zip(log_p, log_q, strict=True)):
+        return mpmath.inf
+    said = [(w, a, b) for w, a, b in zip(p, log_p, log_q, strict=True) if w]
+    return mpmath.fsum(w * (a - b) for w, a, b in said)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_the_truth_is_that_of_exact_arithmetic(temperature):
+    """At 1,300 bits every difference of two fp32 logits is exact."""
+    logits, ref_logits = pairs(4, torch.float32)
+    with mpmath.workprec(1300):
+        models = [
+            [exact_model(row, temperature) for row in t.tolist()] for t in (logits, ref_logits)
+        ]
+        for direction, order in (("reverse", (0, 1)), ("forward", (1, 0))):
+            truth = divergence(logits, ref_logits, direction, temperature)
+            for first, second, found in zip(
+                models[order[0]], models[order[1]], truth.value.exact.tolist(), strict=True
+            ):
+                expected = float(exact_kl(first, second))
+                assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
+        for (p, log_p), found in zip(
+            models[0], zip(*Model.of(logits, temperature)[:2], strict=True), strict=True
+        ):
+            assert [float(w) for w in p] == pytest.approx(found[1].tolist(), rel=1e-12, abs=1e-300)
+            assert [float(w) for w in log_p] == pytest.approx(found[0].tolist(), rel=1e-12)
+    truth = tokens(logits, logits.argmax(-1), temperature)
+    assert (truth.logprobs.exact <= 0).all()
+    assert len({*heights(torch.float32)}) == 2 * len(EXTREME)
