@@ -8,6 +8,7 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import DIRECTIONS, FLOATS, assert_divergence_agrees, random_ids, random_logits
+from extreme_logits import assert_divergence, assert_tokens, pairs
 
 import klfast
 from klfast.backends import triton_logits_launch as launch
@@ -62,6 +63,15 @@ def test_rows_that_say_nothing_of_their_peak(direction):
         ref_logits[0, 2] += 30.0
         ref_logits[0, 3, -1] = 25.0
         assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
+
+
+@pytest.mark.parametrize("words", [7, 150])
+@every_direction
+def test_logits_far_from_0(direction, words):
+    """A thirtieth of the pairs, from every height."""
+    models = [t[::31] for t in pairs(words, torch.float32)]
+    assert_divergence(BACKEND, *models, direction, temperature=0.7)
+    assert_tokens(BACKEND, models[0], models[0].argmax(-1), temperature=0.7)
 
 
 @pytest.mark.parametrize("words", VOCABULARIES)

@@ -136,7 +136,9 @@ def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
     mass = tl.exp2(tl.fma(x, scale, -shift))
     other = tl.exp2(tl.fma(y, scale, -other_shift))
     u = log_ratio(x, y, inverse, offset, rest)
-    u = tl.where(is_excluded(x), 2.0, u)  # mass is 0, and the spread all that is left: other
+    u = tl.where(mass == 0, 2.0, u)  # the spread is all that is left: other
+    if EXCLUDES:
+        u = tl.maximum(u, constant(u, -3.402823466e38, -1.7976931348623157e308))
     slope = mass * u
     excluded = is_excluded(y) & (mass == mass) & (x > float("-inf"))
     if EXCLUDES:
@@ -168,7 +170,8 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
         cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
         exact = exact & (excluded | (cancelled <= 16 * kl) | (spread == 0))
         kl = tl.where(kl < 0, 0.0, kl)
-        kl = tl.where(excluded & (kl == kl), float("inf"), kl)
+        # NaN in a logit shows in usable; elsewhere it is what two sums too large for ACC leave.
+        kl = tl.where(usable & (excluded | (kl != kl)), float("inf"), kl)
     lse = shift.to(tl.float64) * LN2 + tl.log(mass)
     return kl, lse, taken + log_total, usable, exact
 
