@@ -102,9 +102,10 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& ori
                                                 double second) {
   const double unit = unit_of(origins);
   const double own_scale = static_cast<Acc>(scale / unit);
-  const double top = placed(first, unit, origins.first) * own_scale;
-  const double other_top = placed(second, unit, origins.second) * own_scale;
-  return guess_of<Acc>(scale / unit, top, other_top - top);
+  const double top = placed(first, unit, origins.first);
+  const double other_top = placed(second, unit, origins.second);
+  // Of equal models exactly 0, whether or not the compiler fuses.
+  return guess_of<Acc>(scale / unit, top * own_scale, (other_top - top) * own_scale);
 }
 
 // A word of one model: e^(x - m), and that times x - m.

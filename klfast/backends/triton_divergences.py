@@ -3,8 +3,7 @@
 The algebra is that of ``csrc/divergences.h``, where the reasons stand. A probability is
 2^(scale x - shift) of a logit x, with scale = log2(e) / temperature: one fused operation and the
 hardware's power of two. What is per word is of the type ``ACC``, fp32 or fp64; what is per row is
-in fp64. Words of two models are placed by their row's frame; where a function takes an inverse of
-the temperature, it is that for placed words, ``inverse_in`` their frame.
+in fp64. Words of two models are ``pair_placed``: less their row's origin, and halved in every row.
 """
 
 import triton
@@ -24,31 +23,17 @@ def is_excluded(x):
 
 @triton.jit
 def origin_of(largest, inverse_temperature):
-    """Half a row's greatest logit, or 0 where that is near 0, in fp64."""
-    wide = largest.to(tl.float64)
-    return tl.where(tl.abs(wide * inverse_temperature) > 4096, wide / 2, 0.0)
+    """Half a row's greatest logit, or 0 where that is near 0, in the logit's type."""
+    far = tl.abs(largest.to(tl.float64) * inverse_temperature) > 4096
+    return tl.where(far, largest * 0.5, 0.0)
 
 
 @triton.jit
-def frame_of(first_origin, second_origin):
-    """(unit, origin of either model) in fp64: how words are placed."""
-    unit = tl.where((first_origin == 0) & (second_origin == 0), 1.0, 0.5).to(tl.float64)
-    return unit, first_origin, second_origin
-
-
-@triton.jit
-def inverse_in(frame, inverse_temperature):
-    """What placed words are multiplied by."""
-    return inverse_temperature / frame[0]
-
-
-@triton.jit
-def pair_placed(x, y, frame):
-    """Logits of both models less their origins."""
-    unit, first_origin, second_origin = frame
-    unit = unit.to(x.dtype)
-    x = tl.fma(x, unit, -first_origin.to(x.dtype))
-    return x, tl.fma(y, unit, -second_origin.to(y.dtype))
+def pair_placed(x, y, origins):
+    """Half the logits of both models, less their origins."""
+    first, second = origins
+    half = constant(x, 0.5, 0.5)
+    return tl.fma(x, half, -first.to(x.dtype)), tl.fma(y, half, -second.to(y.dtype))
 
 
 @triton.jit
@@ -80,8 +65,8 @@ def rounded(shift, ACC: tl.constexpr):
 
 @triton.jit
 def scales_of(inverse_temperature, ACC: tl.constexpr):
-    """(log2(e) / temperature, 1 / temperature)."""
-    return (inverse_temperature * LOG2E).to(ACC), inverse_temperature.to(ACC)
+    """(log2(e) / temperature, 1 / temperature), both twice: for placed logits."""
+    return (2 * inverse_temperature * LOG2E).to(ACC), (2 * inverse_temperature).to(ACC)
 
 
 @triton.jit
@@ -91,13 +76,13 @@ def parts_of(ratio, inverse, ACC: tl.constexpr):
     The offset is what is large of it, before the temperature: subtracting it costs no digit.
     """
     own_inverse = inverse.to(tl.float64)
-    offset = (tl.floor(ratio / own_inverse / 4 + 0.5) * 4).to(ACC)
+    offset = (tl.floor(ratio / own_inverse / 2 + 0.5) * 2).to(ACC)
     return offset, (ratio - offset.to(tl.float64) * own_inverse).to(ACC)
 
 
 @triton.jit
 def log_ratio(x, y, inverse, offset, rest):
-    """(y - x) / temperature, less offset and rest."""
+    """log(q / p) of placed logits, less offset and rest."""
     return tl.fma((y - offset) - x, inverse, -rest)
 
 

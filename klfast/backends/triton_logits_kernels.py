@@ -25,9 +25,7 @@ from klfast.backends.triton_divergences import (
     LN2,
     LOG2E,
     exact_of,
-    frame_of,
     guess_of,
-    inverse_in,
     is_good,
     is_usable,
     jsd_gradients,
@@ -40,6 +38,7 @@ from klfast.backends.triton_divergences import (
     pair_placed,
     pair_row,
     rounded,
+    scales_of,
     word_of,
 )
 from klfast.backends.triton_kernels import kernel, number, place, store, tree_sum
@@ -115,10 +114,10 @@ def load_words(x_of, begin, offset, count, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_pair(x_of, y_of, frame, begin, offset, count, FORM: tl.constexpr):
+def load_pair(x_of, y_of, origins, begin, offset, count, FORM: tl.constexpr):
     """``load_words`` of both models, placed."""
     x = load_words(x_of, begin, offset, count, FORM)
-    return pair_placed(x, load_words(y_of, begin, offset, count, FORM), frame)
+    return pair_placed(x, load_words(y_of, begin, offset, count, FORM), origins)
 
 
 @triton.jit
@@ -362,18 +361,18 @@ def token_logprobs_backward_kernel(
 
 @triton.jit
 def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
-    """(the frame of greatest logits, ``guess_of`` them)."""
-    frame = frame_of(origin_of(x, inverse_temperature), origin_of(y, inverse_temperature))
-    own_inverse = inverse_in(frame, inverse_temperature)
-    rounded_inverse = own_inverse.to(FORM.acc).to(tl.float64)
-    x, y = pair_placed(x.to(tl.float64), y.to(tl.float64), frame)
-    ratio = (y - x) * rounded_inverse
-    return frame, guess_of(x * rounded_inverse, ratio, own_inverse, FORM.acc)
+    """(origins of greatest logits, ``guess_of`` them)."""
+    origins = (origin_of(x, inverse_temperature), origin_of(y, inverse_temperature))
+    _, inverse = scales_of(inverse_temperature, FORM.acc)
+    inverse = inverse.to(tl.float64)
+    x, y = pair_placed(x.to(tl.float64), y.to(tl.float64), origins)
+    ratio = (y - x) * inverse
+    return origins, guess_of(x * inverse, ratio, inverse_temperature, FORM.acc)
 
 
 @triton.jit
 def sum_pairs(
-    x_of, y_of, frame, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM: tl.constexpr
+    x_of, y_of, origins, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM: tl.constexpr
 ):
     """(the sums of ``pair_of``, whether any word is excluded) over segments of a row."""
     mass = tl.zeros((), tl.float64)
@@ -390,7 +389,7 @@ def sum_pairs(
         exclusions = tl.zeros((FORM.tile,), tl.int32)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
-            x, y = load_pair(x_of, y_of, frame, begin, offset, count, FORM)
+            x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
             word_mass, word_spread, word_slope, word_other, excludes = pair_of(
                 x, y, guess, EXCLUDES
             )
@@ -413,7 +412,7 @@ def sum_pairs(
 def look_again(
     x_of,
     y_of,
-    frame,
+    origins,
     guess,
     sums,
     cut,
@@ -421,23 +420,23 @@ def look_again(
     DIVERGENCE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(KL, frame, lse, shift) of a row: of its sums, or of those of up to two more looks at it."""
+    """(KL, origins, lse, shift) of a row: of its sums, or those of up to two more looks at it."""
     kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
     looks = 1
     while (looks < 3) & ~exact:
-        better = guess_of(lse, shift, inverse_in(frame, inverse_temperature), FORM.acc)
+        better = guess_of(lse, shift, inverse_temperature, FORM.acc)
         if (looks == 1) & ~usable:
             x = row_maximum(x_of, cut, FORM)
             y = row_maximum(y_of, cut, FORM)
-            frame, better = first_guess(x, y, inverse_temperature, FORM)
-        again, excluded = sum_pairs(x_of, y_of, frame, better, cut, 0, cut[2], True, FORM)
+            origins, better = first_guess(x, y, inverse_temperature, FORM)
+        again, excluded = sum_pairs(x_of, y_of, origins, better, cut, 0, cut[2], True, FORM)
         kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE)
         looks += 1
-    return kl, frame, lse, shift
+    return kl, origins, lse, shift
 
 
 @triton.jit
-def sum_mixed(x_of, y_of, frame, exact, mixture, cut, FORM: tl.constexpr):
+def sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM: tl.constexpr):
     """(the sum of JSD, the mean under p of log(m / p)) of a row."""
     value = tl.zeros((), tl.float64)
     slope = tl.zeros((), tl.float64)
@@ -447,7 +446,7 @@ def sum_mixed(x_of, y_of, frame, exact, mixture, cut, FORM: tl.constexpr):
         slopes = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
-            x, y = load_pair(x_of, y_of, frame, begin, offset, count, FORM)
+            x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
             part, p, _, log_m_over_p, _ = mixed_of(x, y, exact, mixture)
             values += part
             slopes += p * log_m_over_p
@@ -460,7 +459,7 @@ def sum_mixed(x_of, y_of, frame, exact, mixture, cut, FORM: tl.constexpr):
 def finish_pairs(
     x_of,
     y_of,
-    frame,
+    origins,
     guess,
     sums,
     cut,
@@ -469,19 +468,19 @@ def finish_pairs(
     DIVERGENCE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(divergence, frame, lse, shift, slope) of a row in fp64; the slope is that of
+    """(divergence, origins, lse, shift, slope) of a row in fp64; the slope is that of
     ``sum_mixed``.
     """
-    value, frame, lse, shift = look_again(
-        x_of, y_of, frame, guess, sums, cut, inverse_temperature, DIVERGENCE, FORM
+    value, origins, lse, shift = look_again(
+        x_of, y_of, origins, guess, sums, cut, inverse_temperature, DIVERGENCE, FORM
     )
     slope = tl.zeros((), tl.float64)
     if DIVERGENCE == "jsd":
-        exact = exact_of(lse, shift, inverse_in(frame, inverse_temperature), FORM.acc)
+        exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
         mixture = mixture_of(beta, FORM.acc)
-        value, slope = sum_mixed(x_of, y_of, frame, exact, mixture, cut, FORM)
+        value, slope = sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM)
         value = tl.where(lse == lse, jsd_of(value, beta), lse)  # a row of no word of either model
-    return value, frame, lse, shift, slope
+    return value, origins, lse, shift, slope
 
 
 @triton.jit
@@ -512,9 +511,9 @@ def write_gradients(
     ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence and log-probs,
     all in fp64. From the last tile to the first: what was read last is likely still in the cache.
     """
-    value, frame, lse, shift, slope = state
+    value, origins, lse, shift, slope = state
     grad, of_token, ref_of_token = incoming
-    exact = exact_of(lse, shift, inverse_in(frame, inverse_temperature), FORM.acc)
+    exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
     grad *= inverse_temperature
     of_token *= inverse_temperature
     ref_of_token *= inverse_temperature
@@ -537,7 +536,7 @@ def write_gradients(
     for tile in tl.range(tiles, num_stages=FORM.stages):
         offset = (tiles - 1 - tile) * FORM.tile + tl.arange(0, FORM.tile)
         inside = offset < count
-        x, y = load_pair(x_of, y_of, frame, begin, offset, count, FORM)
+        x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
         if DIVERGENCE == "kl":
             by_x, by_y = kl_gradients(x, y, exact, row)
         else:
@@ -599,9 +598,9 @@ def kl_divergence_kernel(
             second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
         )
         if STAGE == "combine":
-            x = tl.load(partials + row * segments)
-            y = tl.load(partials + slots + row * segments)
-            frame, guess = first_guess(x, y, inverse, FORM)
+            x = tl.load(partials + row * segments).to(FORM.acc)
+            y = tl.load(partials + slots + row * segments).to(FORM.acc)
+            origins, guess = first_guess(x, y, inverse, FORM)
             sums = (
                 add_up(partials, 2, row, segments, slots),
                 add_up(partials, 3, row, segments, slots),
@@ -611,9 +610,9 @@ def kl_divergence_kernel(
         else:
             x = first_maximum(x_of, cut, FORM)
             y = first_maximum(y_of, cut, FORM)
-            frame, guess = first_guess(x, y, inverse, FORM)
+            origins, guess = first_guess(x, y, inverse, FORM)
             # KL's sums are not finite where a word is excluded that p may say: look again.
-            sums, _ = sum_pairs(x_of, y_of, frame, guess, cut, i, end, DIVERGENCE == "jsd", FORM)
+            sums, _ = sum_pairs(x_of, y_of, origins, guess, cut, i, end, DIVERGENCE == "jsd", FORM)
         if STAGE == "segment":
             partials += tl.program_id(0)
             tl.store(partials, x.to(tl.float64))
@@ -621,10 +620,10 @@ def kl_divergence_kernel(
             for k in tl.static_range(4):
                 tl.store(partials + (2 + k) * slots, sums[k])
         else:
-            value, frame, lse, shift, slope = finish_pairs(
-                x_of, y_of, frame, guess, sums, cut, inverse, beta, DIVERGENCE, FORM
+            value, origins, lse, shift, slope = finish_pairs(
+                x_of, y_of, origins, guess, sums, cut, inverse, beta, DIVERGENCE, FORM
             )
-            unit, first_origin, second_origin = frame
+            first_origin, second_origin = origins
             tl.store(values + row, value)
             tl.store(saved + row, lse)
             tl.store(saved + rows + row, shift)
@@ -633,9 +632,10 @@ def kl_divergence_kernel(
             tl.store(saved + 4 * rows + row, second_origin)
             if token_ids is not None:
                 token = tl.load(token_ids + row)
-                own_scale = (inverse * LOG2E).to(FORM.acc).to(tl.float64) * LN2 / unit
+                scale, _ = scales_of(inverse, FORM.acc)
+                own_scale = scale.to(tl.float64) * LN2
                 x, y = pair_placed(
-                    load_logit(x_of, token, words), load_logit(y_of, token, words), frame
+                    load_logit(x_of, token, words), load_logit(y_of, token, words), origins
                 )
                 tl.store(logprobs + row, log_prob(x * own_scale, lse))
                 tl.store(ref_logprobs + row, log_prob(y * own_scale, lse + shift))
@@ -651,7 +651,7 @@ def kl_divergence_kernel(
                     begin,
                     count,
                     -1,
-                    (value, frame, lse, shift, slope),
+                    (value, origins, lse, shift, slope),
                     (load_double(shares, row), load_double(None, row), load_double(None, row)),
                     inverse,
                     beta,
@@ -719,7 +719,10 @@ def kl_divergence_backward_kernel(
             token,
             (
                 load_double(values, row),
-                frame_of(load_double(saved, 3 * rows + row), load_double(saved, 4 * rows + row)),
+                (
+                    load_double(saved, 3 * rows + row).to(FORM.acc),
+                    load_double(saved, 4 * rows + row).to(FORM.acc),
+                ),
                 load_double(saved, row),
                 load_double(saved, rows + row),
                 load_double(saved, 2 * rows + row),
