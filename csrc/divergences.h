@@ -25,17 +25,17 @@ namespace klfast::divergences {
 
 using math::Range;
 
-// Half the greatest logit of a row, or 0 where that is near 0, of each model. A greatest logit that
-// no model of a call has is 0.
+// Of a row under each model: half its greatest logit, or 0 where that is near 0. With one model
+// `second` is 0.
 struct Origins {
   double first = 0;
   double second = 0;
 };
 
-// From 4,096 nats on a row has an origin: all of its words that have a probability then lie within
-// a factor of 2 of the greatest, so that subtracting it rounds none of them.
+// From 1,024 nats on a row has an origin. Its words down to e^-512 of the greatest's probability
+// then lie within a factor of 2 of it, so that subtracting it rounds none of them.
 KLFAST_HOST_DEVICE double origin_of(double greatest, double scale) {
-  constexpr double kFar = 4096;
+  constexpr double kFar = 1024;
   return std::fabs(greatest * scale) > kFar ? greatest / 2 : 0.0;
 }
 

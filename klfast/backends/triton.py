@@ -41,7 +41,7 @@ _CALL = (
 )
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
 _TOKENS_BACKWARD = (
-    "Tensor lse, Tensor entropy, float temperature, Tensor grad_logprobs, Tensor? grad_entropy"
+    "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, Tensor? grad_entropy"
 )
 _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "

@@ -24,7 +24,7 @@ def is_excluded(x):
 @triton.jit
 def origin_of(largest, inverse_temperature):
     """Half a row's greatest logit, or 0 where that is near 0, in the logit's type."""
-    far = tl.abs(largest.to(tl.float64) * inverse_temperature) > 4096
+    far = tl.abs(largest.to(tl.float64) * inverse_temperature) > 1024
     return tl.where(far, largest * 0.5, 0.0)
 
 

@@ -60,7 +60,8 @@ def token_logprobs(
     ``token_ids[t]``, and the entropy ``-sum_v p_v log p_v`` of each distribution. The logits are
     read once (but for the rare row whose first words say nothing of the others), and nothing of
     their size is made but the gradient, which the backward writes in a second read. Arithmetic and
-    results are fp32 whatever the logits' dtype (fp64 for fp64).
+    results are fp32 whatever the logits' dtype (fp64 for fp64). Finite logits of any size serve: a
+    row filled with the lowest number is a distribution of equals.
 
     Args:
         logits: [..., V], fp64, fp32, bf16 or fp16, any strides; any V >= 1. -inf (a word that
@@ -216,6 +217,9 @@ def kl_divergence(
     first words say nothing of the others), and nothing of their size is made but gradients. For
     scalar reductions these come out of the forward's read, unless ``token_ids`` is given, the
     logits are fp16, or torch.compile or torch.func traces; otherwise backward reads a second time.
+    Finite logits of any size serve; a log-ratio beyond the arithmetic's largest number counts as
+    that number in D, and has an infinite gradient. The jsd never exceeds its greatest value,
+    ``-b log b - (1 - b) log(1 - b)``.
     D is accurate near 0: relative error 2e-6 at 5e-7 nats in fp32, never negative, exactly 0 for
     equal logits. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if one is fp64).
 
