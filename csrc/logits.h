@@ -38,9 +38,13 @@ struct RowInputs {
   const int64_t* token_ids = nullptr;  // null where no token's log-prob is wanted
   const uint8_t* keep = nullptr;       // null for all
   double inverse_temperature = 1;
+  const double* inverse_temperature_at = nullptr;  // on the device, in place of the number
   bool is_double = false;  // arithmetic, and the type of results and their gradients
 
   KLFAST_HOST_DEVICE bool keeps(int64_t row) const { return keep == nullptr || keep[row] != 0; }
+  KLFAST_HOST_DEVICE double scale() const {
+    return inverse_temperature_at == nullptr ? inverse_temperature : *inverse_temperature_at;
+  }
 };
 
 // What the forward over one model keeps of a row, [kWordSaved, R].
@@ -70,9 +74,9 @@ struct TokenLogprobsBackward {
   Output grad;                         // [A, T, V]; may be the logits' own memory
 };
 
-enum class Divergence { kKl, kJsd };
+enum class Divergence { kKl, kJsd };  // klfast.logits.call.DIVERGENCES
 
-inline constexpr const char* kDivergenceNames[] = {"kl", "jsd"};
+inline constexpr int kDivergences = 2;
 
 // Of p, the first model, and q, the second: KL(p || q), or JSD with weight beta on q.
 struct DivergenceInputs {

@@ -50,10 +50,29 @@ inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fie
   return static_cast<const double*>(view.data);
 }
 
+// 1 / temperature: a number, or what a tensor holds, which a device reads itself.
+struct InverseTemperature {
+  double number;
+  const double* at;
+
+  static InverseTemperature of(double temperature, const OptionalTensor& tensor,
+                               const Device& device) {
+    if (!tensor.has_value()) return {1 / temperature, nullptr};
+    const View view = scalar_of(tensor, device, "inverse_temperature");
+    KLFAST_CHECK(view.dtype == DType::kFloat64, "inverse_temperature must be float64");
+    const double* const at = static_cast<const double*>(view.data);
+    if (device.type == aoti_torch_device_type_cpu()) return {*at, nullptr};
+    return {1, at};
+  }
+};
+
 inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
-                         const OptionalTensor& keep, double temperature, bool is_double) {
+                         const OptionalTensor& keep, double temperature,
+                         const OptionalTensor& inverse_temperature, bool is_double) {
   KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
-  const double inverse = 1 / temperature;
+  const InverseTemperature given =
+      InverseTemperature::of(temperature, inverse_temperature, device_of(logits));
+  const double inverse = given.number;
   const double own = is_double ? inverse : static_cast<float>(inverse);
   KLFAST_CHECK(own > 0 && std::isfinite(own), "temperature must be > 0, and in range");
   RowInputs in;
@@ -62,6 +81,7 @@ inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
       static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids"));
   in.keep = static_cast<const uint8_t*>(per_row(keep, logits, DType::kBool, "keep"));
   in.inverse_temperature = inverse;
+  in.inverse_temperature_at = given.at;
   in.is_double = is_double;
   return in;
 }
@@ -86,11 +106,12 @@ inline void* data_of(const Tensor& tensor) {
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor token_ids,
                                                       OptionalTensor keep, double temperature,
-                                                      bool want_entropy) {
+                                                      bool want_entropy,
+                                                      OptionalTensor inverse_temperature) {
   TokenLogprobsForward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
-  call.in = rows_of(logits, token_ids, keep, temperature, is_double);
+  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   Tensor logprobs = empty_rows(logits, arithmetic(is_double), true);
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
   Tensor saved = empty({kWordSaved, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
@@ -105,11 +126,12 @@ template <typename On>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
                              const OptionalTensor& keep, const Tensor& saved, const Tensor& entropy,
                              double temperature, const Tensor& grad_logprobs,
-                             const OptionalTensor& grad_entropy, const Tensor& grad) {
+                             const OptionalTensor& grad_entropy,
+                             const OptionalTensor& inverse_temperature, const Tensor& grad) {
   TokenLogprobsBackward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
-  call.in = rows_of(logits, token_ids, keep, temperature, is_double);
+  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   const DType dtype = results_dtype(call.in);
   call.saved = saved_of(saved, logits, kWordSaved);
   call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
@@ -122,32 +144,32 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
 template <typename On>
 Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
                           Tensor entropy, double temperature, Tensor grad_logprobs,
-                          OptionalTensor grad_entropy) {
+                          OptionalTensor grad_entropy, OptionalTensor inverse_temperature) {
   Tensor grad = empty_gradient(logits, true);
   token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
-                              grad_entropy, grad);
+                              grad_entropy, inverse_temperature, grad);
   return grad;
 }
 
 template <typename On>
 void token_logprobs_bwd_(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
                          Tensor entropy, double temperature, Tensor grad_logprobs,
-                         OptionalTensor grad_entropy) {
+                         OptionalTensor grad_entropy, OptionalTensor inverse_temperature) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
   token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
-                              grad_entropy, logits);
+                              grad_entropy, inverse_temperature, logits);
 }
 
 inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
                                       const OptionalTensor& token_ids, const OptionalTensor& keep,
-                                      const std::string& divergence, double beta,
-                                      double temperature) {
+                                      int64_t divergence, double beta, double temperature,
+                                      const OptionalTensor& inverse_temperature) {
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
   in.second = logits_of(ref_logits, logits, "ref_logits");
   const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
-  in.in = rows_of(logits, token_ids, keep, temperature, is_double);
-  in.divergence = static_cast<Divergence>(index_of(divergence, kDivergenceNames, "divergence"));
+  in.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
   KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
   in.beta = beta;
   return in;
@@ -156,10 +178,11 @@ inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_lo
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
     Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
-    std::string divergence, double jsd_beta, double temperature, OptionalTensor shares,
-    bool want_grad, bool want_grad_ref) {
+    int64_t divergence, double jsd_beta, double temperature, OptionalTensor shares, bool want_grad,
+    bool want_grad_ref, OptionalTensor inverse_temperature) {
   DivergenceForward call;
-  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature);
+  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
+                          inverse_temperature);
   const RowInputs& in = call.in.in;
   KLFAST_CHECK(shares.has_value() || !(want_grad || want_grad_ref),
                "gradients need the shares of the rows");
@@ -182,15 +205,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor> kl_divergence_bwd(Tensor logits, Tensor ref_logits,
-                                             OptionalTensor token_ids, OptionalTensor keep,
-                                             std::string divergence, double jsd_beta,
-                                             double temperature, Tensor rows, Tensor saved,
-                                             Tensor grad_rows, OptionalTensor grad_logprobs,
-                                             OptionalTensor grad_ref_logprobs, bool want_grad,
-                                             bool want_grad_ref) {
+std::tuple<Tensor, Tensor> kl_divergence_bwd(
+    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
+    int64_t divergence, double jsd_beta, double temperature, Tensor rows, Tensor saved,
+    Tensor grad_rows, OptionalTensor grad_logprobs, OptionalTensor grad_ref_logprobs,
+    bool want_grad, bool want_grad_ref, OptionalTensor inverse_temperature) {
   DivergenceBackward call;
-  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature);
+  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
+                          inverse_temperature);
   const RowInputs& in = call.in.in;
   const DType dtype = results_dtype(in);
   KLFAST_CHECK(
@@ -222,26 +244,30 @@ void implement_logits(Library& library) {
 #define KLFAST_TOKENS_BACKWARD_SCHEMA                                       \
   KLFAST_TOKENS_SCHEMA                                                      \
   "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, " \
-  "Tensor? grad_entropy) -> "
+  "Tensor? grad_entropy, Tensor? inverse_temperature=None) -> "
 #define KLFAST_DIVERGENCE_SCHEMA                                        \
   "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, " \
-  "str divergence, float jsd_beta, float temperature, "
+  "int divergence, float jsd_beta, float temperature, "
 
 // token_logprobs_fwd returns logprobs, entropy, saved ([2, R]: see logits.h); kl_divergence_fwd
 // rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(shares * rows). [0] where
-// not wanted.
+// not wanted. inverse_temperature, a 0-dim float64 tensor, takes the place of the temperature where
+// torch.compile must not take that for a constant.
 template <typename Library>
 void define_logits(Library& library) {
   library.def("token_logprobs_fwd(Tensor logits, " KLFAST_TOKENS_SCHEMA
-              "float temperature, bool want_entropy) -> (Tensor, Tensor, Tensor)");
+              "float temperature, bool want_entropy, Tensor? inverse_temperature=None) "
+              "-> (Tensor, Tensor, Tensor)");
   library.def("token_logprobs_bwd(Tensor logits, " KLFAST_TOKENS_BACKWARD_SCHEMA "Tensor");
   library.def("token_logprobs_bwd_(Tensor(a!) logits, " KLFAST_TOKENS_BACKWARD_SCHEMA "()");
   library.def("kl_divergence_fwd(" KLFAST_DIVERGENCE_SCHEMA
-              "Tensor? shares, bool want_grad, bool want_grad_ref) "
+              "Tensor? shares, bool want_grad, bool want_grad_ref, "
+              "Tensor? inverse_temperature=None) "
               "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("kl_divergence_bwd(" KLFAST_DIVERGENCE_SCHEMA
               "Tensor rows, Tensor saved, Tensor grad_rows, Tensor? grad_logprobs, "
-              "Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref) "
+              "Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
+              "Tensor? inverse_temperature=None) "
               "-> (Tensor, Tensor)");
 }
 

@@ -146,15 +146,6 @@ inline double limit_of(double limit) {
   return is_none ? std::copysign(INFINITY, limit) : limit;
 }
 
-// Position of a name in a list.
-template <size_t n>
-int index_of(const std::string& name, const char* const (&names)[n], const char* argument) {
-  for (size_t i = 0; i < n; ++i) {
-    if (name == names[i]) return static_cast<int>(i);
-  }
-  KLFAST_CHECK(false, "unknown ", argument, " '", name, "'");
-}
-
 inline EstimatorOptions options_of(int64_t estimator, int64_t gradient, int64_t importance,
                                    bool clip_weighted, const std::vector<double>& limits) {
   KLFAST_CHECK(limits.size() == 5, "limits must hold 5 numbers");

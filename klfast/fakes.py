@@ -38,7 +38,7 @@ def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _two_gradients(*args: Any) -> tuple[Tensor, Tensor]:
+def _kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty_gradient(args[0], args[-2]), _empty_gradient(args[1], args[-1])
 
 
@@ -46,21 +46,37 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _token_logprobs_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    logits, want_entropy = args[0], args[4]
+def _token_logprobs_fwd(
+    logits: Tensor,
+    token_ids: Tensor,
+    keep: Tensor | None,
+    temperature: float,
+    want_entropy: bool,
+    inverse_temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = logits.shape[0] * logits.shape[1]
     results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits))
     entropy = results.new_empty((rows if want_entropy else 0,))
     return results, entropy, results.new_empty((2, rows), dtype=torch.float64)
 
 
-def _token_logprobs_bwd(*args: Any) -> Tensor:
-    return _empty_gradient(args[0], True)
+def _token_logprobs_bwd(logits: Tensor, *_: Any) -> Tensor:
+    return _empty_gradient(logits, True)
 
 
-def _kl_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
-    logits, ref_logits, token_ids = args[:3]
-    want_grad, want_grad_ref = args[-2:]
+def _kl_divergence_fwd(
+    logits: Tensor,
+    ref_logits: Tensor,
+    token_ids: Tensor | None,
+    keep: Tensor | None,
+    divergence: int,
+    jsd_beta: float,
+    temperature: float,
+    shares: Tensor | None,
+    want_grad: bool,
+    want_grad_ref: bool,
+    inverse_temperature: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     rows = logits.shape[0] * logits.shape[1]
     results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits, ref_logits))
     taken = (0 if token_ids is None else rows,)
@@ -74,14 +90,34 @@ def _kl_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _kl_divergence_bwd(
+    logits: Tensor,
+    ref_logits: Tensor,
+    token_ids: Tensor | None,
+    keep: Tensor | None,
+    divergence: int,
+    jsd_beta: float,
+    temperature: float,
+    rows: Tensor,
+    saved: Tensor,
+    grad_rows: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_ref_logprobs: Tensor | None,
+    want_grad: bool,
+    want_grad_ref: bool,
+    inverse_temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _empty_gradient(logits, want_grad), _empty_gradient(ref_logits, want_grad_ref)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "kl_penalty_fwd": _kl_penalty_fwd,
-    "kl_penalty_bwd": _two_gradients,
+    "kl_penalty_bwd": _kl_penalty_bwd,
     "token_logprobs_fwd": _token_logprobs_fwd,
     "token_logprobs_bwd": _token_logprobs_bwd,
     "token_logprobs_bwd_": _nothing,
     "kl_divergence_fwd": _kl_divergence_fwd,
-    "kl_divergence_bwd": _two_gradients,
+    "kl_divergence_bwd": _kl_divergence_bwd,
     "scale_": _nothing,
 }
 

@@ -8,7 +8,10 @@ import torch
 from agreement import same_bits
 from agreement_logits import random_ids, random_logits
 
+from klfast.logits.call import DIVERGENCES
+
 CHIPS = ("hopper", "ampere", "small")
+KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
 every_chip = pytest.mark.parametrize("chip", CHIPS)
 
 
@@ -34,7 +37,7 @@ def last_launch():
     return Launch(*ops().last_launch(torch.empty(0)).tolist())
 
 
-def forward(logits, ref_logits, divergence="kl", shares=None):
+def forward(logits, ref_logits, divergence=KL, shares=None):
     wanted = shares is not None
     options = (None, None, divergence, 0.3, 1.0, shares, wanted, wanted)
     return ops().kl_divergence_fwd(logits, ref_logits, *options)
@@ -65,7 +68,7 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
     for rows in (1, 3):
         masked = torch.zeros(rows, dtype=torch.bool)  # rows that nobody has to read
         logits = torch.empty(1, rows, 1).expand(1, rows, words)
-        options = (None, masked, "jsd", 0.3, 1.0, None, False, False)
+        options = (None, masked, JSD, 0.3, 1.0, None, False, False)
         ops().kl_divergence_fwd(logits, logits, *options)
         launches.append(last_launch())
     one, three = launches
@@ -91,7 +94,7 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
         row_grad = shares - 0.4
         backward = (lse, entropy, 0.7, row_grad, shares)
         outputs = [logprobs, entropy, lse, ops().token_logprobs_bwd(x, ids, None, *backward)]
-        for divergence in ("kl", "jsd"):
+        for divergence in (KL, JSD):
             outputs += forward(x, y, divergence)[:4:3]
             one_read = forward(x, y, divergence, shares)
             outputs += [one_read[0], *one_read[4:]]

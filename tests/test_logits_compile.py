@@ -208,3 +208,29 @@ def test_compiled_autograd():
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         result.backward()
     torch.testing.assert_close([t.grad for t in tensors], list(expected))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+def test_a_new_temperature_needs_no_new_compilation(backend, grad):
+    """An annealed one: as ``coef``, compiled once for the first number and once for all others."""
+    logits, ref_logits = random_logits(2, 3, 11)
+    leaf = logits.requires_grad_(grad)
+    ids = random_ids(logits)
+
+    def both(temperature):
+        options = {"temperature": temperature, "backend": backend}
+        logprobs, entropy = klfast.token_logprobs(leaf, ids, return_entropy=True, **options)
+        kl = klfast.kl_divergence(leaf, ref_logits, reduction="token-mean", **options)
+        return logprobs.sum() + entropy.sum() + kl
+
+    temperatures = [0.5 + 0.1 * i for i in range(12)]
+    counter = CompileCounterWithBackend("aot_eager")
+    function = compiled(both, counter)
+    found = [function(temperature) for temperature in temperatures]
+    assert counter.frame_count <= 2
+    for temperature, total in zip(temperatures, found, strict=True):
+        expected = both(temperature)
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+        if grad:
+            grads = [torch.autograd.grad(value, leaf)[0] for value in (total, expected)]
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)

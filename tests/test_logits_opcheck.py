@@ -6,6 +6,7 @@ from agreement_logits import random_logits
 from torch.library import opcheck
 
 import klfast
+from klfast.logits.call import DIVERGENCES
 
 assert klfast.info()  # loads the extension
 OPS = torch.ops.klfast
@@ -66,7 +67,7 @@ def divergence_inputs(logits, ref_logits, divergence="kl", with_ids=False, keep=
         "ref_logits": ref_logits,
         "token_ids": ids_for(logits) if with_ids else None,
         "keep": keep,
-        "divergence": divergence,
+        "divergence": DIVERGENCES.index(divergence),
         "jsd_beta": 0.3,
         "temperature": 0.7,
     }
@@ -217,7 +218,7 @@ def test_a_direct_call_on_divergences_with_a_wrong_argument_raises():
     wrong = {
         "logits": WRONG_LOGITS.values(),
         "ref_logits": [*WRONG_LOGITS.values(), torch.zeros(3, 2, 7), torch.zeros(2, 3, 6)],
-        "divergence": ["reverse", ""],
+        "divergence": [-1, len(DIVERGENCES)],
         "jsd_beta": [0.0, 1.0, -1.0, float("nan")],
         **WRONG_ROWS,
     }

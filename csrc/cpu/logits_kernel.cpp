@@ -169,7 +169,7 @@ int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
 
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
-  const double scale = static_cast<Acc>(in.inverse_temperature);  // as the sums took it
+  const double scale = static_cast<Acc>(in.scale());  // as the sums took it
   const double word = word_at(row, in.token_ids[index]);
   return divergences::log_prob(word, scale, row.unit, row.origin, lse);
 }
@@ -224,9 +224,9 @@ WordRow look_at_words(const RowInputs& in, Row& row) {
   const auto look_from = [&](int64_t words) {
     const Acc top = greatest<Acc>(row, words);
     if (!is_guess(top)) return false;
-    const double origin = divergences::origin_of(top, in.inverse_temperature);
+    const double origin = divergences::origin_of(top, in.scale());
     row = row.from(divergences::unit_of({origin, 0}), origin);
-    scale = static_cast<Acc>(in.inverse_temperature / row.unit);
+    scale = static_cast<Acc>(in.scale() / row.unit);
     guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
     look();
     return true;
@@ -274,7 +274,7 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const double lse = call.saved[kWordLse * rows + index];
   const double unit = divergences::unit_of({origin, 0});
   const Row row = row_at(in, call.logits, index).from(unit, origin);
-  const double scale = in.inverse_temperature;
+  const double scale = in.scale();
   const double taken = element<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
@@ -386,7 +386,7 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
 // placed as the sums took them.
 template <typename Acc>
 PairRow look_at_pairs(const RowInputs& in, Row& first, Row& second) {
-  const double scale = in.inverse_temperature;
+  const double scale = in.scale();
   PairRow row = kNoRow;
   const auto look = [&](const Guess<Acc>& guess, const Origins& origins) {
     row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
@@ -426,7 +426,7 @@ Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, cons
   alignas(64) Acc slope[kLanes] = {};
   alignas(64) double wide_value[kLanes] = {};
   alignas(64) double wide_slope[kLanes] = {};
-  const double scale = in.inverse_temperature / first_row.unit;
+  const double scale = in.scale() / first_row.unit;
   const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
   const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
   for (int64_t start = 0; start < first_row.size; start += kBlock) {
@@ -458,8 +458,7 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const double unit = divergences::unit_of(state.origins);
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
-  const RowGradient<Acc> row =
-      divergences::gradient_of<Acc>(is_kl, in.inverse_temperature, call.beta, state);
+  const RowGradient<Acc> row = divergences::gradient_of<Acc>(is_kl, in.scale(), call.beta, state);
   alignas(64) Acc buffers[4][kBlock + kLanes];  // not a page apart, which would alias in the cache
   for (int64_t start = 0; start < words; start += kBlock) {
     const Piece piece = piece_at(start, words);
@@ -545,7 +544,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   call.saved[kFirstOrigin * rows + index] = row.origins.first;
   call.saved[kSecondOrigin * rows + index] = row.origins.second;
   if (call.shares != nullptr) {
-    const double share = element<Acc>(call.shares, index) * in.inverse_temperature;
+    const double share = element<Acc>(call.shares, index) * in.scale();
     const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, row.origins, share, 0, 0};
     write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
   }
@@ -561,7 +560,7 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
     clear(call.grad_second, index, in.shape.words);
     return;
   }
-  const double scale = in.inverse_temperature;
+  const double scale = in.scale();
   const RowState state = {
       element<Acc>(call.rows, index),
       call.saved[kLse * rows + index],

@@ -18,7 +18,7 @@ struct BackwardTask {
 template <typename Acc>
 __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int64_t index) {
   const int64_t rows = call.in.in.shape.rows();
-  const double scale = call.in.in.inverse_temperature;
+  const double scale = call.in.in.scale();
   return {number_at<Acc>(call.rows, index),
           call.saved[kLse * rows + index],
           call.saved[kShift * rows + index],
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kPieceThreads,
   __shared__ Acc of_taken[2];
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
-    row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.inverse_temperature,
-                                        call.in.beta, state);
+    row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.scale(), call.in.beta,
+                                        state);
     frame = Frame<Acc, 2>::of(state.origins);
     of_taken[0] = static_cast<Acc>(state.grad_logprob);
     of_taken[1] = static_cast<Acc>(state.grad_ref_logprob);

@@ -242,7 +242,7 @@ __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t
   const int64_t rows = in.shape.rows();
   store_number<Acc>(call.rows, index, value);
   if (in.token_ids != nullptr) {
-    const double scale = static_cast<Acc>(in.inverse_temperature);
+    const double scale = static_cast<Acc>(in.scale());
     const double unit = divergences::unit_of(row.origins);
     const double logprob =
         log_prob(in, call.in.first, first[0], index, scale, unit, row.origins.first, row.lse);
@@ -291,7 +291,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   const bool stores = task.plan.rank_of_block() == 0;
   if (stores) store_row<Acc>(call, index, {first, second}, row, value, slope);
   if (call.shares == nullptr) return;
-  const double scale = call.in.in.inverse_temperature;
+  const double scale = call.in.in.scale();
   const double share = number_at<Acc>(call.shares, index) * scale;
   shared.gradient = divergences::gradient_of<Acc>(
       is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, share, 0, 0});
@@ -301,7 +301,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
 template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
-  const double scale = task.call.in.in.inverse_temperature;
+  const double scale = task.call.in.in.scale();
   look_at_pairs(rows, scale, team, shared);
   double mixed[2] = {};
   if constexpr (divergence == Divergence::kJsd) {

@@ -156,10 +156,10 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const Part place = part_at(in.shape.words, task.plan.part, task.plan.rank_of_block());
   const ReadRows<T, 1> rows = read_rows<T, 1>(
       {&call.logits}, {address_of<T>(in.shape, call.logits, index, place.begin)}, place.size);
-  look_at_words<kEntropy>(rows, in.inverse_temperature, team, shared);
+  look_at_words<kEntropy>(rows, in.scale(), team, shared);
   team.leave();
   if (stores) {
-    const double scale = static_cast<Acc>(in.inverse_temperature);
+    const double scale = static_cast<Acc>(in.scale());
     const double origin = shared.origin;
     const double unit = divergences::unit_of({origin, 0});
     const double lse = shared.lse;
@@ -192,7 +192,7 @@ __device__ __forceinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackw
   const int64_t rows = call.in.shape.rows();
   const divergences::Origins origins = {call.saved[kWordOrigin * rows + index], 0};
   const double lse = call.saved[kWordLse * rows + index];
-  const double scale = call.in.inverse_temperature;
+  const double scale = call.in.scale();
   const double own_scale = scale / divergences::unit_of(origins);
   const double of_logprob = number_at<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;

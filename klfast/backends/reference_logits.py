@@ -25,7 +25,7 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies: log softmax(logits / temperature) and -sum p log p."""
     logits = _Overwritten.apply(call.logits) if call.inplace_backward else call.logits
     arithmetic = arithmetic_dtype(logits)
-    logprobs = _log_softmax(logits, call.keep, call.temperature)
+    logprobs = _log_softmax(logits, call.keep, _temperature(call))
     taken = _taken(logprobs, call.token_ids, call.keep)
     entropy = None
     if call.return_entropy:
@@ -42,7 +42,7 @@ def kl_divergence(call: KLDivergenceCall) -> Rows:
     """
     arithmetic = arithmetic_dtype(call.logits, call.ref_logits)
     p, q = (
-        _log_softmax(logits, call.keep, call.temperature)
+        _log_softmax(logits, call.keep, _temperature(call))
         for logits in (call.logits, call.ref_logits)
     )
     if call.direction == "reverse":
@@ -60,7 +60,12 @@ def kl_divergence(call: KLDivergenceCall) -> Rows:
     return rows, taken, ref_taken
 
 
-def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
+def _temperature(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
+    inverse = call.inverse_temperature
+    return call.temperature if inverse is None else 1 / inverse
+
+
+def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float | Tensor) -> Tensor:
     """[A, T, V] -> [R, V]: log-probs in float64; of equal words where masked.
 
     The greatest logit is subtracted before the temperature: that is exact for logits near it.

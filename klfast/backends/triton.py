@@ -39,24 +39,28 @@ _CALL = (
     "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, "
     "int reduction, float coef, float normalizer, "
 )
+_INVERSE = "Tensor? inverse_temperature=None"
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
 _TOKENS_BACKWARD = (
-    "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, Tensor? grad_entropy"
+    "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, Tensor? grad_entropy, "
+    f"{_INVERSE}"
 )
 _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
-    "str divergence, float jsd_beta, float temperature, "
+    "int divergence, float jsd_beta, float temperature, "
 )
 _SCHEMAS = {
-    "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy) "
+    "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
     "-> (Tensor, Tensor, Tensor)",
     "token_logprobs_bwd": f"({_TOKENS}{_TOKENS_BACKWARD}) -> Tensor",
     "token_logprobs_bwd_": f"({_TOKENS.replace('Tensor', 'Tensor(a!)', 1)}{_TOKENS_BACKWARD}) "
     "-> ()",
-    "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? shares, bool want_grad, bool want_grad_ref) "
+    "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? shares, bool want_grad, bool want_grad_ref, "
+    f"{_INVERSE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
-    "Tensor? grad_logprobs, Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref) "
+    "Tensor? grad_logprobs, Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
+    f"{_INVERSE}) "
     "-> (Tensor, Tensor)",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -243,6 +243,7 @@ def token_logprobs_kernel(
     entropy,
     saved,
     partials,
+    inverse_temperature_at,
     inverse_temperature: tl.int64,
     rows: tl.int64,
     inner: tl.int64,
@@ -262,7 +263,7 @@ def token_logprobs_kernel(
     """
     row, first, last = program_place(segments, STAGE)
     cut = (words, segment, segments)
-    scale = (number(None, inverse_temperature) * LOG2E).to(FORM.acc)
+    scale = (number(inverse_temperature_at, inverse_temperature) * LOG2E).to(FORM.acc)
     ENTROPY: tl.constexpr = entropy is not None
     if is_kept(keep, row):
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
@@ -313,6 +314,7 @@ def token_logprobs_backward_kernel(
     grad_logprobs,
     grad_entropy,
     grad,
+    inverse_temperature_at,
     inverse_temperature: tl.int64,
     rows: tl.int64,
     inner: tl.int64,
@@ -329,7 +331,7 @@ def token_logprobs_backward_kernel(
     begin, count = bounds(i, (words, segment, segments), FORM)
     at = output_place(row, words, begin, FORM)
     if is_kept(keep, row):
-        inverse = number(None, inverse_temperature)
+        inverse = number(inverse_temperature_at, inverse_temperature)
         scale = (inverse * LOG2E).to(FORM.acc)
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
         token = offset_of(tl.load(token_ids + row), begin, count)
@@ -563,6 +565,7 @@ def kl_divergence_kernel(
     grad_first,
     grad_second,
     partials,
+    inverse_temperature_at,
     inverse_temperature: tl.int64,
     jsd_beta: tl.int64,
     rows: tl.int64,
@@ -588,7 +591,7 @@ def kl_divergence_kernel(
     row, i, end = program_place(segments, STAGE)
     cut = (words, segment, segments)
     at = output_place(row, words, words * 0, FORM)
-    inverse = number(None, inverse_temperature)
+    inverse = number(inverse_temperature_at, inverse_temperature)
     beta = number(None, jsd_beta)
     if is_kept(keep, row):
         x_of = words_of(
@@ -682,6 +685,7 @@ def kl_divergence_backward_kernel(
     grad_ref_logprobs,
     grad_first,
     grad_second,
+    inverse_temperature_at,
     inverse_temperature: tl.int64,
     jsd_beta: tl.int64,
     rows: tl.int64,
@@ -732,7 +736,7 @@ def kl_divergence_backward_kernel(
                 load_double(grad_logprobs, row),
                 load_double(grad_ref_logprobs, row),
             ),
-            number(None, inverse_temperature),
+            number(inverse_temperature_at, inverse_temperature),
             number(None, jsd_beta),
             DIVERGENCE,
             FORM,

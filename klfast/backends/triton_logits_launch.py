@@ -14,6 +14,7 @@ from torch import Tensor
 from klfast.backends import triton_logits_kernels as kernels
 from klfast.backends.triton_launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
+from klfast.logits.call import DIVERGENCES
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
@@ -84,11 +85,17 @@ def form_of(dtype: torch.dtype, layout: str, models: int, divergence: str = "kl"
 class _Call:
     """What all ops are given, and how their kernels are launched."""
 
-    def __init__(self, temperature: float, *logits: Tensor, divergence: str = "kl") -> None:
+    def __init__(
+        self,
+        temperature: float,
+        inverse_temperature: Tensor | None,
+        *logits: Tensor,
+        divergence: str = "kl",
+    ) -> None:
         self.logits = logits
         self.rows = _Rows.of(logits[0])
         self.dtype = arithmetic_dtype(*logits)
-        self.inverse_temperature = bits(1 / temperature)
+        self.inverse_temperature = (inverse_temperature, bits(1 / temperature))
         self.strides = [stride for tensor in logits for stride in _strides(tensor)]
         self.options = {
             "FORM": form_of(self.dtype, _layout(*logits), len(logits), divergence),
@@ -132,9 +139,9 @@ def _wanted(output: Tensor) -> Tensor | None:
     return output if output.numel() > 0 else None
 
 
-def _exchanges(divergence: str, jsd_beta: float) -> bool:
+def _exchanges(divergence: int, jsd_beta: float) -> bool:
     """Whether the models change roles: the formulas want the second's weight to be the smaller."""
-    return divergence == "jsd" and jsd_beta > 0.5
+    return DIVERGENCES[divergence] == "jsd" and jsd_beta > 0.5
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -147,16 +154,17 @@ def token_logprobs_fwd(
     keep: Tensor | None,
     temperature: float,
     want_entropy: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op ``token_logprobs_fwd`` of ``csrc/logits_ops.h``."""
-    call = _Call(temperature, logits)
+    call = _Call(temperature, inverse_temperature, logits)
     rows = call.rows
     logprobs, entropy = call.result(), call.result(want_entropy)
     saved = call.empty(2, rows.rows, dtype=torch.float64)
     call.launch_forward(
         kernels.token_logprobs_kernel,
         (logits, token_ids, keep, logprobs, _wanted(entropy), saved),
-        (call.inverse_temperature, *rows, rows.slots),
+        (*call.inverse_temperature, *rows, rows.slots),
         sums=3,
     )
     return logprobs, entropy, saved
@@ -184,8 +192,9 @@ def _token_logprobs_backward(
     temperature: float,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    inverse_temperature: Tensor | None = None,
 ) -> None:
-    call = _Call(temperature, logits)
+    call = _Call(temperature, inverse_temperature, logits)
     rows = call.rows
     call.launch(
         kernels.token_logprobs_backward_kernel,
@@ -198,7 +207,7 @@ def _token_logprobs_backward(
         grad_logprobs.contiguous(),
         _contiguous(grad_entropy),
         grad,
-        call.inverse_temperature,
+        *call.inverse_temperature,
         *rows,
     )
 
@@ -208,21 +217,24 @@ def kl_divergence_fwd(
     ref_logits: Tensor,
     token_ids: Tensor | None,
     keep: Tensor | None,
-    divergence: str,
+    divergence: int,
     jsd_beta: float,
     temperature: float,
     shares: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op ``kl_divergence_fwd`` of ``csrc/logits_ops.h``."""
     if _exchanges(divergence, jsd_beta):
         options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, shares)
         result, ref_logprobs, logprobs, saved, grad_ref, grad = kl_divergence_fwd(
-            ref_logits, logits, *options, want_grad_ref, want_grad
+            ref_logits, logits, *options, want_grad_ref, want_grad, inverse_temperature
         )
         return result, logprobs, ref_logprobs, saved, grad, grad_ref
-    call = _Call(temperature, logits, ref_logits, divergence=divergence)
+    call = _Call(
+        temperature, inverse_temperature, logits, ref_logits, divergence=DIVERGENCES[divergence]
+    )
     rows = call.rows
     result, logprobs, ref_logprobs = (
         call.result(wanted) for wanted in (True, token_ids is not None, token_ids is not None)
@@ -244,9 +256,9 @@ def kl_divergence_fwd(
             saved,
             *written,
         ),
-        (call.inverse_temperature, bits(jsd_beta), *rows, rows.slots),
+        (*call.inverse_temperature, bits(jsd_beta), *rows, rows.slots),
         sums=6,
-        DIVERGENCE=divergence,
+        DIVERGENCE=DIVERGENCES[divergence],
     )
     if rows.segments > 1 and shares is not None:
         _kl_divergence_backward(
@@ -260,7 +272,7 @@ def kl_divergence_bwd(
     ref_logits: Tensor,
     token_ids: Tensor | None,
     keep: Tensor | None,
-    divergence: str,
+    divergence: int,
     jsd_beta: float,
     temperature: float,
     rows: Tensor,
@@ -270,6 +282,7 @@ def kl_divergence_bwd(
     grad_ref_logprobs: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op ``kl_divergence_bwd`` of ``csrc/logits_ops.h``."""
     if _exchanges(divergence, jsd_beta):
@@ -288,9 +301,12 @@ def kl_divergence_bwd(
             grad_logprobs,
             want_grad_ref,
             want_grad,
+            inverse_temperature,
         )
         return grad, grad_ref
-    call = _Call(temperature, logits, ref_logits, divergence=divergence)
+    call = _Call(
+        temperature, inverse_temperature, logits, ref_logits, divergence=DIVERGENCES[divergence]
+    )
     grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
     options = (divergence, jsd_beta, rows, saved)
     incoming = (grad_rows, grad_logprobs, grad_ref_logprobs)
@@ -303,7 +319,7 @@ def _kl_divergence_backward(
     grads: tuple[Tensor, Tensor],
     token_ids: Tensor | None,
     keep: Tensor | None,
-    divergence: str,
+    divergence: int,
     jsd_beta: float,
     values: Tensor,
     saved: Tensor,
@@ -321,8 +337,8 @@ def _kl_divergence_backward(
             saved,
             *map(_contiguous, incoming),
             *map(_wanted, grads),
-            call.inverse_temperature,
+            *call.inverse_temperature,
             bits(jsd_beta),
             *rows,
-            DIVERGENCE=divergence,
+            DIVERGENCE=DIVERGENCES[divergence],
         )

@@ -13,6 +13,8 @@ from torch import Tensor
 from klfast.call import KLCall
 
 DIRECTIONS = ("reverse", "forward", "jsd")
+DIVERGENCES = ("kl", "jsd")
+"""What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits.h``."""
 
 
 class TokenLogprobsCall(NamedTuple):
@@ -25,6 +27,8 @@ class TokenLogprobsCall(NamedTuple):
     keep: Tensor | None
     """[R], bool, contiguous: which rows are read."""
     temperature: float
+    inverse_temperature: Tensor | None
+    """0-dim float64, in place of the temperature where torch.compile holds that as a symbol."""
     return_entropy: bool
     inplace_backward: bool
     shape: torch.Size
@@ -46,6 +50,8 @@ class KLDivergenceCall(NamedTuple):
     direction: str
     jsd_beta: float
     temperature: float
+    inverse_temperature: Tensor | None
+    """0-dim float64, in place of the temperature where torch.compile holds that as a symbol."""
     tokens: KLCall
     """What is made of the rows' divergences: k1 of them against zeros. Its log-probs are zeros."""
 

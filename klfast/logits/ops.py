@@ -16,7 +16,7 @@ from torch import Tensor
 
 from klfast import ops
 from klfast.call import SCALAR_REDUCTIONS, KLTensors
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import DIVERGENCES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import outputs_of
 from klfast.ops import Kernels
@@ -51,7 +51,14 @@ class LogitsKernels(NamedTuple):
 def token_logprobs(call: TokenLogprobsCall, kernels: LogitsKernels) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for, in the call's shape; differentiable once."""
     function = _InplaceTokenLogprobs if call.inplace_backward else _TokenLogprobs
-    arguments = (call.logits, call.token_ids, call.keep, call.temperature, call.return_entropy)
+    arguments = (
+        call.logits,
+        call.token_ids,
+        call.keep,
+        call.temperature,
+        call.return_entropy,
+        call.inverse_temperature,
+    )
     try:
         if ops.may_need_gradient(call.logits):
             logprobs, entropy, _ = function.apply(*arguments, kernels)
@@ -91,7 +98,7 @@ def _run(
     first, second = call.logits, call.ref_logits
     if forward:
         first, second = second, first
-    divergence = "jsd" if call.direction == "jsd" else "kl"
+    divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
     options = (divergence, call.jsd_beta, call.temperature)
     inputs = (first, second, call.token_ids, call.keep)
     needed = ops.may_need_gradient(first, second)
@@ -101,9 +108,13 @@ def _run(
         stats = ops.stats_of(per_sequence) if call.tokens.return_stats else None
         return (result, stats), None, None
     if needed:
-        rows, logprobs, ref_logprobs, _ = _KLRows.apply(*inputs, *options, kernels)
+        rows, logprobs, ref_logprobs, _ = _KLRows.apply(
+            *inputs, call.inverse_temperature, *options, kernels
+        )
     else:
-        outputs = kernels.kl_divergence(*inputs, *options, None, False, False)
+        outputs = kernels.kl_divergence(
+            *inputs, *options, None, False, False, call.inverse_temperature
+        )
         rows, logprobs, ref_logprobs = outputs[:3]
     if forward:
         logprobs, ref_logprobs = ref_logprobs, logprobs
@@ -133,22 +144,25 @@ class _TokenLogprobs(torch.autograd.Function):
         keep: Tensor | None,
         temperature: float,
         want_entropy: bool,
+        inverse_temperature: Tensor | None,
         kernels: LogitsKernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.token_logprobs(logits, token_ids, keep, temperature, want_entropy)
+        return kernels.token_logprobs(
+            logits, token_ids, keep, temperature, want_entropy, inverse_temperature
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, ctx.kernels = inputs
+        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.kernels = inputs
         _, entropy, saved = output
-        ops.save(ctx, (logits, token_ids, keep, saved, entropy))
+        ops.save(ctx, (logits, token_ids, keep, saved, entropy, inverse))
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
-        logits, *others = ops.saved(ctx)
+        logits, *others, inverse = ops.saved(ctx)
         with torch.no_grad():
             grad = ctx.kernels.token_logprobs_backward(
                 logits,
@@ -156,9 +170,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 ctx.temperature,
                 grad_logprobs.contiguous(),
                 grad_entropy.contiguous() if ctx.want_entropy else None,
+                inverse,
             )
         grads = ops.once((grad, None), logits, grad_logprobs, grad_entropy)
-        return grads[0], None, None, None, None, None
+        return grads[0], *(None,) * 6
 
 
 class _InplaceTokenLogprobs(_TokenLogprobs):
@@ -179,7 +194,7 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
             raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
         if torch.is_grad_enabled() or ops.take(ctx, "is_fresh") is None:
             raise RuntimeError(SERVES_ONE_BACKWARD)
-        logits, *others = ops.saved(ctx)
+        logits, *others, inverse = ops.saved(ctx)
         assert logits is not None
         ctx.kernels.token_logprobs_backward_(
             logits,
@@ -187,10 +202,11 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
             ctx.temperature,
             grad_logprobs.contiguous(),
             grad_entropy.contiguous() if ctx.want_entropy else None,
+            inverse,
         )
         # As torch's own ops do, for whoever has saved the logits too.
         torch.autograd.graph.increment_version(logits)
-        return logits.detach(), None, None, None, None, None
+        return logits.detach(), *(None,) * 6
 
 
 class _KLRows(torch.autograd.Function):
@@ -200,9 +216,9 @@ class _KLRows(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *inputs, kernels = args
+        *tensors, inverse, divergence, beta, temperature, kernels = args
         rows, logprobs, ref_logprobs, saved, _, _ = kernels.kl_divergence(
-            *inputs, None, False, False
+            *tensors, divergence, beta, temperature, None, False, False, inverse
         )
         return rows, logprobs, ref_logprobs, saved
 
@@ -212,7 +228,7 @@ class _KLRows(torch.autograd.Function):
         ctx.options = (divergence, beta, temperature)
         rows, logprobs, ref_logprobs, saved = output
         ctx.has_tokens = tensors[2] is not None
-        ops.save(ctx, (*tensors, rows, saved))
+        ops.save(ctx, (*tensors, rows, saved))  # the inverse temperature is the last of them
         no_gradient = (saved,) if ctx.has_tokens else (logprobs, ref_logprobs, saved)
         ctx.mark_non_differentiable(*no_gradient)
 
@@ -224,14 +240,14 @@ class _KLRows(torch.autograd.Function):
         saved = ops.saved(ctx)
         grads = _recompute(ctx, saved, grad_rows, *of_tokens)
         grads = ops.once(grads, *saved[:2], grad_rows, *of_tokens)
-        return (*grads, *(None,) * 6)
+        return (*grads, *(None,) * 7)
 
 
 def _recompute(
     ctx: Any, saved: list[Tensor | None], grad_rows: Tensor, *of_tokens: Tensor | None
 ) -> ops.Grads:
     """The gradients by a second read of the logits."""
-    *tensors, rows, state = saved
+    *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
     row_grads = (grad_rows, *of_tokens)
     with torch.no_grad():
@@ -242,6 +258,7 @@ def _recompute(
             state,
             *(None if grad is None else grad.contiguous() for grad in row_grads),
             *needs,
+            inverse,
         )
     return ops.wanted(grads, needs)
 
@@ -260,7 +277,7 @@ class _OneReadKL(torch.autograd.Function):
         result, per_sequence, *_ = ctx.kernels.forward(
             *reduced.tensors, *ops.options_of(reduced), None, False, False, reduced.return_stats
         )
-        inputs = (first, second, None, call.keep, rows, saved)
+        inputs = (first, second, None, call.keep, call.inverse_temperature, rows, saved)
         ctx.has_inference = ops.save(ctx, inputs, copy=False)
         ctx.unit_grads = grads
         ctx.mark_non_differentiable(per_sequence)
@@ -300,7 +317,7 @@ def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> ops.Grads
     Raises:
         RuntimeError: they have changed.
     """
-    first, second, _, keep, rows, _ = saved
+    first, second, _, keep, _, rows, _ = saved
     assert first is not None
     assert second is not None
     assert rows is not None

@@ -46,7 +46,7 @@ def validate_token_logprobs(
         raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
     if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
-    temperature = _temperature(temperature)
+    temperature, inverse_temperature = _temperature(temperature, logits)
     if inplace_backward:
         check_inplace(logits)
     ids = _flat_ids(token_ids)
@@ -55,6 +55,7 @@ def validate_token_logprobs(
         ids,
         _keep(mask, ids, ignore_index),
         temperature,
+        inverse_temperature,
         return_entropy,
         inplace_backward,
         token_ids.shape,
@@ -119,7 +120,7 @@ def validate_kl_divergence(
         _keep(mask, None, None),
         direction,
         _jsd_beta(jsd_beta),
-        _temperature(temperature),
+        *_temperature(temperature, logits),
         KLCall(tensors, _K1, reduction, coef_number, normalizer_number, return_stats),
     )
 
@@ -153,13 +154,16 @@ def _jsd_beta(jsd_beta: float) -> float:
     return number
 
 
-def _temperature(temperature: float) -> float:
-    if torch.compiler.is_compiling() and not isinstance(temperature, bool):
-        return temperature  # may be symbolic
+def _temperature(temperature: float, logits: Tensor) -> tuple[float, Tensor | None]:
+    """A checked temperature as (number, None); its inverse as (1, tensor) under torch.compile."""
+    if torch.compiler.is_compiling() and type(temperature) in (int, float):
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        one = torch.ones((), dtype=torch.float64, device=logits.device)
+        return 1.0, one / temperature
     number = check_number("temperature", temperature, above=0)
     if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
         raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
-    return number
+    return number, None
 
 
 def _rows(logits: Tensor) -> Tensor:
