@@ -2,11 +2,14 @@
 
 import os
 
+import packages
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from targets import TARGETS, serving
 from torch.utils._pytree import tree_map_only
+
+from klfast.compat import patching
 
 # Fuzzing draws the same examples in every run; `HYPOTHESIS_PROFILE=explore` looks for new ones.
 # The fixture of the backends is the same for all examples of a test.
@@ -47,6 +50,31 @@ def _move_parameters(request):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Makes modules of the given sources by dotted name, and forgets them after the test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = set()
+
+    def make(sources):
+        roots = {name.partition(".")[0] for name in sources}
+        packages.forget(roots - made)
+        made.update(roots)
+        packages.write(tmp_path, sources)
+        return packages.load(sources)
+
+    yield make
+    packages.forget(made)
+
+
+@pytest.fixture
+def nothing_stays_patched():
+    """For tests of ``patch``: each undoes what it patches."""
+    yield
+    assert not patching._ACTIVE
+    patching._ACTIVE.clear()
 
 
 @pytest.fixture

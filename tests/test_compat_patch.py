@@ -11,6 +11,7 @@ import sys
 import traceback
 from importlib import metadata
 
+import packages
 import pytest
 import torch
 from fresh import run_fresh
@@ -21,6 +22,8 @@ from klfast.compat.fingerprints import fingerprint
 from klfast.compat.replacements import replacement, replacement_of_compiled, rewriting
 from klfast.compat.sites import Form, Site, Target, known, stays
 from klfast.compat.targets import TARGETS
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_patched")
 
 CORE = '''
 """A framework's core."""
@@ -62,32 +65,15 @@ USER = "from {name}.core import penalty, Controller\nfrom {name}.core import pen
 
 
 @pytest.fixture
-def framework(tmp_path, monkeypatch):
+def framework(package, tmp_path):
     """Makes the package ``name`` with a core and a module that imports from it by name."""
-    monkeypatch.syspath_prepend(tmp_path)
-    made = []
 
     def make(name="made_up", core=CORE):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("")
-        (tmp_path / name / "core.py").write_text(core)
-        for user in ("user", "late"):
-            (tmp_path / name / f"{user}.py").write_text(USER.format(name=name))
-        made.append(name)
-        importlib.import_module(f"{name}.user")
-        return importlib.import_module(f"{name}.core")
+        user = USER.format(name=name)
+        packages.write(tmp_path, {f"{name}.late": user})
+        return package({f"{name}.core": core, f"{name}.user": user})[0]
 
-    yield make
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in made:
-            del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_patched():
-    yield
-    assert not patching._ACTIVE
-    patching._ACTIVE.clear()
+    return make
 
 
 def doubled(logprobs, ref_logprobs, *, scale=1.0, exact=False):
@@ -118,8 +104,8 @@ class Inline:
     """What a rewritten statement calls."""
 
     @staticmethod
-    def triple(log_ratio):
-        return log_ratio * 3
+    def triple(log_ratio, *, exact=False):
+        return ("exact", log_ratio) if exact else log_ratio * 3
 
 
 TRIPLE = rewriting({"kl = log_ratio*2": "kl = klfast.triple(log_ratio)"}, Inline)
@@ -212,6 +198,7 @@ def test_a_function_that_is_replaced_and_rewritten_code_both_hear_of_exact(frame
     core = framework()
     apply(core, exact=True)
     assert core.penalty(1, 2, scale=3.0) == ("exact", 3.0)
+    assert core.KLTrainer().step(torch.tensor(5)) == ("base", ("exact", 4))
     undo()
 
 
@@ -434,6 +421,69 @@ def test_unpatch_does_not_lose_a_wrapper_of_what_it_replaced(framework, where, c
     assert vars(owner)[name] is not klfasts
 
 
+@pytest.mark.parametrize("carefully", [True, False], ids=["with wraps", "without"])
+@pytest.mark.parametrize("modules", [(), ("my_trainer",)], ids=["its own", "reached"])
+def test_unpatch_does_not_lose_a_wrapper_where_a_module_imported_by_name(
+    framework, own_module, carefully, modules
+):
+    core = framework()
+    holder = own_module() if modules else sys.modules["made_up.user"]
+    apply(core, modules=modules)
+    klfasts = holder.penalty
+    holder.penalty = wrapping(klfasts, carefully)
+    before = dict(vars(core)), holder.penalty
+    match = f"^{holder.__name__}:penalty has been wrapped or replaced since it was patched, by"
+    with pytest.raises(PatchError, match=match):
+        undo()
+    assert (dict(vars(core)), holder.penalty) == before
+    holder.penalty = klfasts
+    undo()
+    assert holder.penalty is core.penalty is not klfasts
+
+
+def test_a_name_that_a_module_has_deleted_since_stays_deleted(framework):
+    core = framework()
+    with apply(core):
+        del sys.modules["made_up.user"].renamed
+    assert not hasattr(sys.modules["made_up.user"], "renamed")
+    assert sys.modules["made_up.user"].penalty is core.penalty
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_leaves_no_half_of_a_patch(framework, monkeypatch, error):
+    core = framework()
+    known_there = target(core)
+    before = dict(vars(core)), dict(vars(sys.modules["made_up.user"]))
+    calls, held = [], patching._held
+
+    def interrupted(value):
+        calls.append(value)
+        if len(calls) == 2:
+            raise error
+        return held(value)
+
+    monkeypatch.setattr(patching, "_held", interrupted)
+    with pytest.raises(error):
+        patching.apply("made_up", [known_there])
+    assert (dict(vars(core)), dict(vars(sys.modules["made_up.user"]))) == before
+
+
+def test_an_interrupted_unpatch_can_be_repeated(framework, monkeypatch):
+    core = framework()
+    before = dict(vars(core)), dict(vars(sys.modules["made_up.user"]))
+    apply(core)
+
+    def interrupted(value):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(patching, "_held", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            undo()
+    undo()
+    assert (dict(vars(core)), dict(vars(sys.modules["made_up.user"]))) == before
+
+
 def test_a_module_that_was_reloaded_in_between_keeps_what_it_has_loaded(framework):
     core = framework()
     apply(core)
@@ -518,7 +568,7 @@ def test_exact_is_refused_where_nothing_has_it(framework):
     core = framework()
     with pytest.raises(PatchError, match="nothing that klfast replaces in made_up has an exact"):
         patching.apply("made_up", [target(core)._replace(exact=False)], True)
-    assert not any(target.exact for target in TARGETS["trlx"])
+    assert not any(target.exact for target in TARGETS["slime"])
 
 
 def test_what_has_no_source_is_left_alone(framework):
@@ -701,8 +751,45 @@ def test_code_that_calls_a_fused_kernel_is_left_alone_on_a_gpu(
         left_so = there and kernel is not None
         assert (core.penalty is before) == left_so
         assert asked == ([core] if there else [])
-        reason = f"on a GPU it calls {kernel}, which no measurement shows klfast to be faster than"
-        assert made.left == ((Left(penalty.where, reason),) if left_so else ())
+        assert made.left == ((Left(penalty.where, kernel),) if left_so else ())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_where_all_that_is_known_is_left_alone_so_nothing_is_replaced(
+    framework, monkeypatch, strict
+):
+    core = framework()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    code, why = fingerprint(core.penalty), "on a GPU it is fused"
+    site = known("made_up.core:penalty", code, doubled, "1.0", fused=lambda _: why)
+    before = dict(vars(core))
+    fused = Target(("made_up",), "1.0", ((site,),))
+    of_other_releases = Target(("made_up",), "9", ((stays("made_up.new:x", "0", "9"),),))
+    with patching.apply("made_up", [of_other_releases, fused], strict=strict) as made:
+        assert (made.replaced, made.left) == ((), (Left(site.where, why),))
+        assert vars(core) == before
+    other = known("made_up.core:Controller", "0" * 16, Fixed, "1.0")
+    beside_other_code = fused._replace(groups=((site,), (other,)))
+    if strict:
+        with pytest.raises(PatchError, match=r"not all of made_up is known.*core:Controller"):
+            patching.apply("made_up", [beside_other_code], strict=True)
+    else:
+        with patching.apply("made_up", [beside_other_code]) as made:
+            assert [each.where for each in made.left] == [site.where, other.where]
+
+
+# What a release lacks
+
+
+@pytest.mark.parametrize("where", ["core:gone", "core:Trainer.gone", "gone:step"])
+def test_strict_takes_what_a_known_release_lacks(framework, where):
+    core = framework()
+    site = known(f"made_up.{where}", "0" * 16, doubled, "1.0")._replace(absent="as until 0.9")
+    with apply(core, Controller=site, strict=True) as made:
+        assert made.left == (Left(site.where, "the installed made_up has none (as until 0.9)"),)
+        assert len(made.replaced) == 2
+    with pytest.raises(PatchError, match="nothing of made_up is known"):
+        patching.apply("made_up", [Target(("made_up",), "1.0", ((site,),))])
 
 
 # The frameworks that it knows
@@ -777,19 +864,11 @@ class AcceleratePPOTrainer:
 """
 
 
-def test_trlx_s_inline_formula_is_replaced(tmp_path, monkeypatch):
+def test_trlx_s_inline_formula_is_replaced(package):
     """With what peers.md says of trlx for its code: trlx itself cannot be installed."""
-    for folder, file, text in [
-        ("trlx", "__init__", ""),
-        ("trlx/models", "__init__", ""),
-        ("trlx/models", "modeling_ppo", TRLX),
-        ("trlx/trainer", "__init__", ""),
-        ("trlx/trainer", "accelerate_ppo_trainer", TRLX_TRAINER),
-    ]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / f"{file}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    models = importlib.import_module("trlx.models.modeling_ppo")
+    models, trainer = package(
+        {"trlx.models.modeling_ppo": TRLX, "trlx.trainer.accelerate_ppo_trainer": TRLX_TRAINER}
+    )
     (known_there,) = TARGETS["trlx"]
     _, make_experience = known_there.groups
     controllers = tuple(
@@ -797,7 +876,7 @@ def test_trlx_s_inline_formula_is_replaced(tmp_path, monkeypatch):
         for name, new in (("AdaptiveKLController", trlx.AdaptiveKLController),)
     )
     known_there = known_there._replace(groups=(controllers, make_experience))
-    trainer = importlib.import_module("trlx.trainer.accelerate_ppo_trainer").AcceleratePPOTrainer()
+    trainer = trainer.AcceleratePPOTrainer()
     logprobs = -torch.rand(3, 6)
     ref_logprobs = logprobs - torch.randn(3, 6)
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0, 0] + [1] * 5])
@@ -808,6 +887,3 @@ def test_trlx_s_inline_formula_is_replaced(tmp_path, monkeypatch):
         assert issubclass(models.AdaptiveKLController, trlx.AdaptiveKLController)
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
     assert trainer.make_experience(logprobs, ref_logprobs, mask)[2].isnan()
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "trlx":
-            del sys.modules[name]

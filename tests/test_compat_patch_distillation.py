@@ -6,9 +6,9 @@ tests/peers has the real ones.
 
 import importlib
 import inspect
-import sys
 from types import SimpleNamespace
 
+import packages
 import pytest
 import torch
 
@@ -79,18 +79,11 @@ MODULES = {
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch, request):
-    """Writes and imports a framework's modules; (them by name, the target of their sites alone)."""
-    monkeypatch.syspath_prepend(tmp_path)
+def made_up(package):
+    """Makes a framework's modules; (them by name, the target of their sites alone)."""
 
     def make(framework):
-        for name, text in MODULES[framework].items():
-            path = tmp_path.joinpath(*name.split("."))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".py").write_text(text)
-        request.addfinalizer(lambda: _forget(framework))
-        _forget(framework)
-        modules = {name: importlib.import_module(name) for name in MODULES[framework]}
+        modules = dict(zip(MODULES[framework], package(MODULES[framework]), strict=True))
         target = TARGETS[framework][0]
         groups = [
             tuple(_recognising(site, modules) for site in group)
@@ -100,11 +93,6 @@ def package(tmp_path, monkeypatch, request):
         return modules, target._replace(groups=tuple(groups))
 
     return make
-
-
-def _forget(framework):
-    for name in [name for name in sys.modules if name.partition(".")[0] == framework]:
-        del sys.modules[name]
 
 
 def _recognising(site, modules):
@@ -120,8 +108,8 @@ def _recognising(site, modules):
     return site._replace(forms=(form._replace(code=fingerprint(found)),))
 
 
-def test_gkd_trainers_take_klfast_s_loss(package):
-    modules, target = package("trl")
+def test_gkd_trainers_take_klfast_s_loss(made_up):
+    modules, target = made_up("trl")
     module = modules["trl.experimental.gkd.gkd_trainer"]
     before = vars(module.GKDTrainer)["generalized_jsd_loss"]
     student, teacher = torch.randn(2, 2, 3, 7)
@@ -140,8 +128,8 @@ def test_gkd_trainers_take_klfast_s_loss(package):
 
 
 @pytest.mark.parametrize("of", ["sdft", "sdpo"])
-def test_self_distillation_s_trainers_take_klfast_s_losses(package, of):
-    modules, target = package("trl")
+def test_self_distillation_s_trainers_take_klfast_s_losses(made_up, of):
+    modules, target = made_up("trl")
     trainer = modules[f"trl.experimental.{of}.{of}_trainer"]
     student, teacher = torch.randn(2, 2, 3, 7).log_softmax(-1)
     with patching.apply("trl", [target]):
@@ -158,8 +146,8 @@ METHODS = {"forward_kl": "forward_kl", "reverse_kl": "reverse_kl", "js": "js_div
 
 
 @pytest.mark.parametrize("objective", METHODS)
-def test_roll_s_divergences_are_klfast_s_where_it_has_them(package, objective):
-    modules, target = package("roll")
+def test_roll_s_divergences_are_klfast_s_where_it_has_them(made_up, objective):
+    modules, target = made_up("roll")
     module = modules["roll.pipeline.distill.various_divergence"]
     logits, logprobs = torch.randn(2, 4, 9)
     logprobs = logprobs.log_softmax(-1)
@@ -186,9 +174,9 @@ def test_roll_s_divergences_are_klfast_s_where_it_has_them(package, objective):
     ],
     ids=["classmethod", "method", "other code", "other default"],
 )
-def test_what_is_not_that_static_method_is_refused(package, monkeypatch, change, match):
-    modules, target = package("trl")
-    _forget("trl")
+def test_what_is_not_that_static_method_is_refused(made_up, monkeypatch, change, match):
+    modules, target = made_up("trl")
+    packages.forget(["trl"])
     path = modules["trl.experimental.gkd.gkd_trainer"].__file__
     other = GKD_TRAINER.replace(*change) + "\n# longer, so that no cache of bytecode serves\n"
     with open(path, "w") as file:
@@ -201,12 +189,9 @@ def test_what_is_not_that_static_method_is_refused(package, monkeypatch, change,
     assert dict(vars(module.GKDTrainer)) == before
 
 
-def test_a_static_method_hears_of_exact(tmp_path, monkeypatch):
-    (tmp_path / "made_up_static.py").write_text(
-        "class Owner:\n    @staticmethod\n    def loss(x):\n        return x\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("made_up_static")
+def test_a_static_method_hears_of_exact(package):
+    text = "class Owner:\n    @staticmethod\n    def loss(x):\n        return x\n"
+    (module,) = package({"made_up_static": text})
     code = fingerprint(vars(module.Owner)["loss"].__func__)
     make = replacement_of_static(lambda x, *, exact=False: (x, exact), code)
     site = Site("made_up_static:Owner.loss", (Form(None, "1.0", make),))

@@ -8,45 +8,29 @@ import functools
 import importlib.util
 import inspect
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from packages import retargeted
 
-from klfast.compat import areal, nemo_rl, open_instruct, patch, patching, skyrl, slime, unpatch
-from klfast.compat.fingerprints import PatchError
+from klfast.compat import (
+    Left,
+    areal,
+    ms_swift,
+    nemo_rl,
+    open_instruct,
+    patch,
+    skyrl,
+    slime,
+    unpatch,
+)
+from klfast.compat.fingerprints import PatchError, fingerprint
+from klfast.compat.sites import known, known_compiled
 from klfast.compat.targets import TARGETS
 
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Makes modules of the given source, and takes them out again."""
-    monkeypatch.syspath_prepend(tmp_path)
-    made = set()
-
-    def make(**modules):
-        for name, source in modules.items():
-            *folders, file = name.split("__")
-            made.add(folders[0])
-            folder = tmp_path
-            for part in folders:
-                folder = folder / part
-                folder.mkdir(exist_ok=True)
-                (folder / "__init__.py").touch()
-            (folder / f"{file}.py").write_text(source)
-        return [importlib.import_module(name.replace("__", ".")) for name in modules]
-
-    yield make
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in made:
-            del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_patched():
-    yield
-    assert not patching._ACTIVE
-    patching._ACTIVE.clear()
+pytestmark = pytest.mark.usefixtures("nothing_stays_patched")
 
 
 def log_probs(shape=(3, 6)):
@@ -114,9 +98,11 @@ INLINE = [
 def swift(package, decorator="@profiling_decorator"):
     text = SWIFT.format(decorator=decorator)
     return package(
-        swift__rlhf_trainers__utils=SWIFT_UTILS,
-        swift__rlhf_trainers__grpo_trainer=text,
-        swift__megatron__trainers__grpo_trainer=text,
+        {
+            "swift.rlhf_trainers.utils": SWIFT_UTILS,
+            "swift.rlhf_trainers.grpo_trainer": text,
+            "swift.megatron.trainers.grpo_trainer": text,
+        }
     )
 
 
@@ -207,11 +193,21 @@ def compute_grpo_loss(new_logprobs, ratio, ref_logprobs, config):
 """
 
 
-@pytest.mark.parametrize("mode", range(4))
-def test_open_instructs_loss_makes_the_one_estimator_that_it_takes(package, mode):
-    utils, grpo = package(
-        open_instruct__model_utils=OPEN_INSTRUCT_UTILS, open_instruct__grpo_utils=OPEN_INSTRUCT
+def open_instructs(package, monkeypatch):
+    """Its two modules, with what klfast knows of the first."""
+    modules = package(
+        {
+            "open_instruct.model_utils": OPEN_INSTRUCT_UTILS,
+            "open_instruct.grpo_utils": OPEN_INSTRUCT,
+        }
     )
+    monkeypatch.setitem(TARGETS, "open_instruct", retargeted("open_instruct", modules[0]))
+    return modules
+
+
+@pytest.mark.parametrize("mode", range(4))
+def test_open_instructs_loss_makes_the_one_estimator_that_it_takes(package, monkeypatch, mode):
+    utils, grpo = open_instructs(package, monkeypatch)
     logprobs, ref_logprobs, old_logprobs, _ = log_probs()
     ref_logprobs[0, 0] = 60  # beyond the limit, where the ratio keeps its gradient
 
@@ -229,6 +225,35 @@ def test_open_instructs_loss_makes_the_one_estimator_that_it_takes(package, mode
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     assert (theirs[1][0, 0] == 0) == (mode != 3)
+
+
+def test_open_instructs_loss_with_other_estimators_is_left_alone(package, monkeypatch):
+    utils, grpo = open_instructs(package, monkeypatch)
+    before = grpo.compute_grpo_loss
+    other = OPEN_INSTRUCT_UTILS.replace("x.square() / 2", "x.abs()")
+    (utils,) = package({"open_instruct.other_utils": other})
+    sys.modules["open_instruct.model_utils"].estimate_kl = utils.estimate_kl
+    with pytest.raises(PatchError, match="estimate_kl: its code is none of those"):
+        patch("open_instruct")
+    assert grpo.compute_grpo_loss is before
+
+
+def test_strict_takes_a_release_of_open_instruct_whose_loss_is_elsewhere(package, monkeypatch):
+    """v0.1.0, of whose functions klfast knows all."""
+    open_instructs(package, monkeypatch)
+    del sys.modules["open_instruct.grpo_utils"].compute_grpo_loss
+    utils = sys.modules["open_instruct.model_utils"]
+    (target,) = TARGETS["open_instruct"]
+    code = fingerprint(utils.estimate_kl)
+    of_utils = known("open_instruct.model_utils:estimate_kl", code, open_instruct.estimate_kl, "1")
+    groups = ((of_utils,), target.groups[1])
+    monkeypatch.setitem(TARGETS, "open_instruct", (target._replace(groups=groups),))
+    with patch("open_instruct", strict=True) as made:
+        assert [each.where for each in made.replaced] == [of_utils.where]
+        assert made.left[0].reason == (
+            "the installed open_instruct has none (as open-instruct v0.1.0, whose loss is "
+            "elsewhere)"
+        )
 
 
 # Calls
@@ -319,15 +344,46 @@ def test_other_code_than_theirs_is_left_alone(package, name):
         body = f"class {head}:\n    def {method or '__init__'}(self):\n        return 1\n"
         if not method and not head.endswith(("Estimator", "Controller")):
             body = f"def {head}(*args):\n    return 1\n"
-        modules.setdefault(module.replace(".", "__"), []).append(body)
-    package(**{module: "\n\n".join(bodies) for module, bodies in modules.items()})
+        modules.setdefault(module, []).append(body)
+    package({module: "\n\n".join(bodies) for module, bodies in modules.items()})
     with pytest.raises(PatchError, match=f"nothing of {name} is known to klfast, which knows"):
         patch(name)
 
 
-def test_ms_swifts_distillation_loss_is_replaced_in_its_trainer(package):
-    """Not where Megatron's trainer calls it, with vocabularies in shards."""
-    text = """
+GKD_LOSS = """
+class TeacherOutput:
+    def select(self, mask):
+        return self
+
+
+def extract_active(student_logits, teacher_output, labels):
+    return student_logits
+
+
+def jsd_loss(s_logits, t_logits, beta):
+    return 7.0
+
+
+def _align_vocab(*logits):
+    return logits
+
+
+def default_kl_div(*log_probs):
+    return log_probs
+
+
+def default_gather(logits, indices):
+    return logits
+
+
+def default_log_softmax(logits):
+    return logits
+
+
+def gkd_loss(*args):
+    return 7.0, 2
+"""
+GKD_TRAINER = """
 import torch
 from swift.rlhf_trainers.gkd_loss import gkd_loss
 
@@ -343,10 +399,23 @@ class GKDTrainer:
         )
         return total / num_valid
 """
-    trainer = package(
-        swift__rlhf_trainers__gkd_loss="def gkd_loss(*args):\n    return 7.0, 2\n",
-        swift__rlhf_trainers__gkd_trainer=text,
-    )[1]
+
+
+def swifts_distillation(package, monkeypatch):
+    """(gkd_loss.py, gkd_trainer.py), with what klfast knows of the first."""
+    loss, trainer = package(
+        {
+            "swift.rlhf_trainers.gkd_loss": GKD_LOSS,
+            "swift.rlhf_trainers.gkd_trainer": GKD_TRAINER,
+        }
+    )
+    monkeypatch.setitem(TARGETS, "ms_swift", retargeted("ms_swift", loss))
+    return loss, trainer
+
+
+def test_ms_swifts_distillation_loss_is_replaced_in_its_trainer(package, monkeypatch):
+    """Not where Megatron's trainer calls it, with vocabularies in shards."""
+    _, trainer = swifts_distillation(package, monkeypatch)
     logits, teacher_logits = torch.randn(2, 2, 3, 11, dtype=torch.float64)
     labels = torch.tensor([[-100, 3, 4], [-100, -100, 9]])
 
@@ -365,3 +434,115 @@ class GKDTrainer:
     jsd = 0.5 * (p.exp() * (p - m)).sum(-1) + 0.5 * (q.exp() * (q - m)).sum(-1)
     torch.testing.assert_close(ours, jsd[keep].mean())
     assert loss() == 3.5
+
+
+@pytest.mark.parametrize(
+    "name", ["gkd_loss", "extract_active", "jsd_loss", "TeacherOutput.select", "default_gather"]
+)
+def test_ms_swifts_distillation_with_another_callee_is_left_alone(package, monkeypatch, name):
+    """In 4.3 ``extract_active`` reads an attribute that klfast does not know."""
+    loss, trainer = swifts_distillation(package, monkeypatch)
+    before = vars(trainer.GKDTrainer)["_compute_jsd_loss"]
+    owner, _, last = name.rpartition(".")
+    setattr(getattr(loss, owner) if owner else loss, last, lambda *args: args)
+    with pytest.raises(PatchError, match=f"gkd_loss:{name}: its code is none of those"):
+        patch_its_distillation(monkeypatch)
+    assert vars(trainer.GKDTrainer)["_compute_jsd_loss"] is before
+
+
+def patch_its_distillation(monkeypatch):
+    """``patch("ms_swift")`` of that group alone, so that the error names the callee."""
+    (target,) = TARGETS["ms_swift"]
+    groups = tuple(group for group in target.groups if "GKDTrainer" in group[0].where)
+    monkeypatch.setitem(TARGETS, "ms_swift", (target._replace(groups=groups),))
+    patch("ms_swift")
+
+
+def test_ms_swifts_loss_of_no_tokens_has_a_gradient():
+    """As ``jsd_loss`` has since 4.6, and without harm to the releases before it."""
+    logits = torch.randn(1, 3, 5, requires_grad=True)
+    labels = torch.full((1, 3), -100)
+    teacher = SimpleNamespace(
+        full_logits=torch.randn(1, 3, 5), topk_logprobs=None, topk_indices=None, labels=labels
+    )
+    total, count = ms_swift.gkd_loss(logits, teacher, labels, 0.5, 1.0)
+    total.backward()
+    assert (total.item(), count.item()) == (0, 0)
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("error", ["ModuleNotFoundError", "OSError"])
+def test_strict_does_without_megatron_but_not_with_a_broken_one(package, monkeypatch, error):
+    package(
+        {
+            "swift.rlhf_trainers.grpo_trainer": SWIFT.format(decorator=NOT_DECORATED).replace(
+                "from swift.rlhf_trainers.utils import profiling_decorator", ""
+            ),
+            "swift.megatron.trainers.nothing": "",
+        }
+    )
+    name = ", name='megatron'" if error == "ModuleNotFoundError" else ""
+    folder = Path(sys.modules["swift.megatron.trainers"].__file__).parent
+    (folder / "grpo_trainer.py").write_text(f"raise {error}('no'{name})")
+    (target,) = TARGETS["ms_swift"]
+    groups = tuple(group for group in target.groups if "GRPOTrainer" in group[0].where)
+    monkeypatch.setitem(TARGETS, "ms_swift", (target._replace(groups=groups),))
+    if error == "OSError":
+        with pytest.raises(PatchError, match=r"not all of ms_swift is known.*OSError"):
+            patch("ms_swift", strict=True)
+        return
+    with patch("ms_swift", strict=True) as made:
+        assert len(made.replaced) == len(made.left) == 2
+        assert {each.reason for each in made.left} == {
+            "importing swift.megatron.trainers.grpo_trainer failed, for want of megatron "
+            "(as without Megatron)"
+        }
+
+
+# Where there is a GPU
+
+
+def test_slime_s_one_function_is_left_alone_on_a_gpu_and_said_to_be(package, monkeypatch):
+    """No error: it is known, and compiled."""
+    source = """
+import torch
+
+
+@torch.compile
+def compute_approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio=None):
+    return log_probs
+"""
+    (module,) = package({"slime.utils.ppo_utils": source})
+    code = fingerprint(module.compute_approx_kl._torchdynamo_orig_callable)
+    where = "slime.utils.ppo_utils:compute_approx_kl"
+    site = known_compiled(where, code, slime.compute_approx_kl, "1")
+    (target,) = TARGETS["slime"]
+    monkeypatch.setitem(TARGETS, "slime", (target._replace(groups=((site,),)),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = module.compute_approx_kl
+    with patch("slime", strict=True) as made:
+        assert made.replaced == ()
+        assert made.left == (
+            Left(
+                where,
+                "on a GPU it runs under torch.compile; no measurement shows klfast to be faster",
+            ),
+        )
+        assert module.compute_approx_kl is before
+
+
+def test_a_flash_attn_without_a_spec_is_there(monkeypatch):
+    """As others' tests put one into ``sys.modules``; None there blocks an import."""
+    fused = next(
+        form.fused
+        for group in TARGETS["openrlhf"][0].groups
+        for site in group
+        for form in site.forms
+        if site.where.endswith(":log_probs_from_logits")
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert fused(sys) == (
+        "on a GPU it calls flash-attn's cross entropy; no measurement shows klfast to be faster"
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert fused(sys) is None

@@ -7,7 +7,6 @@ it must be one that klfast was proved equal to. What is not is left alone, with 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 import threading
@@ -20,7 +19,7 @@ import torch
 
 from klfast.compat.fingerprints import PatchError, fingerprint
 from klfast.compat.reports import Left, Replaced, report
-from klfast.compat.sites import Form, Group, Site, Target
+from klfast.compat.sites import Form, Group, Site, Target, is_there
 
 Modules = tuple[str, ...] | str
 """Further modules whose names are replaced too, or ``"all"``."""
@@ -37,8 +36,28 @@ class _Holder(NamedTuple):
     new: Any
 
 
-class _FusedError(PatchError):
-    """The framework calls a kernel of its own: known code that is left alone."""
+class _Name(NamedTuple):
+    """A name by which a module holds something."""
+
+    module: str
+    names: dict[str, Any]
+    name: str
+
+
+class _ExpectedError(PatchError):
+    """A site that is left alone, ``strict`` or not."""
+
+
+class _FusedError(_ExpectedError):
+    """Known code that runs as a fused kernel on a GPU."""
+
+
+class _AbsentError(PatchError):
+    """A site that the installed framework does not have, or cannot import."""
+
+
+class _ExpectedAbsentError(_AbsentError, _ExpectedError):
+    """A site that some releases or installations are known to lack."""
 
 
 class Patch:
@@ -66,6 +85,7 @@ class Patch:
         self.left = tuple(left)
         self._holders = holders
         self._reaches = reaches
+        self._reached: list[tuple[_Holder, _Name]] = []
 
     def __enter__(self) -> Patch:
         return self
@@ -82,10 +102,11 @@ class Patch:
         for holder in self._holders:
             setattr(holder.owner, holder.name, holder.new)
             held = list(_held(holder.old)) if isinstance(holder.owner, ModuleType) else []
-            reached = [each for each in held if self._reaches(each[0])]
-            for _, names, name in reached:
-                names[name] = holder.new
-            modules = dict.fromkeys(module for module, *_ in reached)
+            reached = [each for each in held if self._reaches(each.module)]
+            for each in reached:
+                each.names[each.name] = holder.new
+                self._reached.append((holder, each))
+            modules = dict.fromkeys(each.module for each in reached)
             modules.pop(holder.site.where.partition(":")[0], None)
             self.replaced += (Replaced(holder.site.where, holder.form.releases, tuple(modules)),)
             self.left += tuple(
@@ -102,17 +123,21 @@ class Patch:
             imported them while it was patched: they are not touched.
 
         Raises:
-            PatchError: somebody has wrapped or replaced one of them since; nothing is changed.
+            PatchError: somebody has wrapped or replaced one of them since, also where a module
+                imported it by name; nothing is changed.
         """
         with _LOCK:
             if _ACTIVE.get(self.framework) is not self:
                 return ()
             for holder in self._holders:
-                _check_unchanged(holder)
+                found = vars(holder.owner).get(holder.name)
+                _check_unchanged(holder, found, holder.site.where)
+            for holder, (module, names, name) in self._reached:
+                # A name that the module has deleted since holds no wrapper that could be lost.
+                _check_unchanged(holder, names.get(name, holder.new), f"{module}:{name}")
             return self._put_back()
 
     def _put_back(self) -> tuple[Left, ...]:
-        del _ACTIVE[self.framework]
         kept: list[Left] = []
         for holder in self._holders:
             if vars(holder.owner).get(holder.name) is holder.new:
@@ -124,6 +149,7 @@ class Patch:
                     names[name] = holder.old
                 else:
                     kept.append(Left(f"{module}:{name}", "imported from the patched framework"))
+        del _ACTIVE[self.framework]  # last, so that an interrupted undo can be repeated
         return tuple(kept)
 
     def __str__(self) -> str:
@@ -159,8 +185,10 @@ def apply(
         _ACTIVE[framework] = patch
         try:
             patch._apply()
-        except Exception as error:
+        except BaseException as error:  # an interrupt too must not leave half of it
             patch._put_back()
+            if not isinstance(error, Exception):
+                raise
             raise PatchError(f"{framework} does not let itself be patched: {error!r}") from error
         return patch
 
@@ -181,25 +209,21 @@ def _choose(
     framework: str, targets: Sequence[Target], exact: bool, strict: bool
 ) -> tuple[Target, list[_Holder], Failures]:
     """The first target of which something is known here, what to put where, and what is left."""
-    if not _is_there(targets[0].packages[0]):
+    if not is_there(targets[0].packages[0]):
         raise PatchError(f"{framework} is not installed")
     found = []
     for target in targets:
         holders, failures = _prepare(framework, target, exact)
         found.append((target, holders, failures))
-        if holders:
+        known = bool(holders) or any(isinstance(each, _FusedError) for each in failures.values())
+        if known:
             break
-    target, holders, failures = found[-1] if found[-1][1] else found[0]
+    target, holders, failures = found[-1] if known else found[0]
     installed = _versioned(framework, target)
     releases = ", ".join(each.releases for each in targets)
-    unknown = {
-        where: failure
-        for where, failure in failures.items()
-        if not isinstance(failure, _FusedError)
-    }
-    for where, failure in (unknown if holders else failures).items():
-        if strict or not holders:
-            what = "not all" if holders else "nothing"
+    for where, failure in failures.items():
+        if not known or (strict and not isinstance(failure, _ExpectedError)):
+            what = "not all" if known else "nothing"
             raise PatchError(
                 f"{what} of {installed} is known to klfast, which knows {framework} {releases}; "
                 f"{where}: {failure}"
@@ -244,17 +268,20 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[_Hol
 
 def _recognise(framework: str, site: Site, exact: bool) -> _Holder | None:
     """What to put where; None for what stays; or an error: it is not what it should be."""
-    owner, name, old = _find(framework, site.where)
+    try:
+        owner, name, old = _find(framework, site.where)
+    except _AbsentError as error:
+        if site.absent is None:
+            raise
+        raise _ExpectedAbsentError(f"{error} ({site.absent})") from error
     form = _form(site, old)
     if form.make is None:
         return None
     new = form.make(old, exact)
     if form.fused is not None and torch.cuda.is_available():
-        kernel = form.fused(sys.modules[site.where.partition(":")[0]])
-        if kernel is not None:
-            raise _FusedError(
-                f"on a GPU it calls {kernel}, which no measurement shows klfast to be faster than"
-            )
+        reason = form.fused(sys.modules[site.where.partition(":")[0]])
+        if reason is not None:
+            raise _FusedError(reason)
     return _Holder(site, form, owner, name, old, new)
 
 
@@ -268,7 +295,7 @@ def _find(framework: str, where: str) -> tuple[Any, str, Any]:
             owner = getattr(owner, part)
         return owner, name, vars(owner)[name]
     except (AttributeError, KeyError):
-        raise PatchError(f"the installed {framework} has none") from None
+        raise _AbsentError(f"the installed {framework} has none") from None
 
 
 def _form(site: Site, old: Any) -> Form:
@@ -289,16 +316,10 @@ def _import(framework: str, module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise PatchError(f"the installed {framework} has none") from None
-        raise PatchError(f"importing {module} failed, for want of {error.name}") from error
+            raise _AbsentError(f"the installed {framework} has none") from None
+        raise _AbsentError(f"importing {module} failed, for want of {error.name}") from error
     except Exception as error:  # whatever a framework's import may raise
         raise PatchError(f"importing {module} failed: {error!r}") from error
-
-
-def _is_there(package: str) -> bool:
-    if package in sys.modules:
-        return True
-    return importlib.util.find_spec(package) is not None
 
 
 def _versioned(framework: str, target: Target) -> str:
@@ -341,8 +362,8 @@ def _outside(module: str) -> str:
     return f'it was imported by name into another module; modules=("{module}",) reaches it'
 
 
-def _held(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every module that holds a value: its name, its dict, and the value's name in it."""
+def _held(value: Any) -> Iterator[_Name]:
+    """Every name by which a module holds a value."""
     seen: set[int] = set()
     for module_name, module in list(sys.modules.items()):
         # Their dicts, not their attributes: a lazy module must not be made to load what it holds.
@@ -351,12 +372,11 @@ def _held(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
             continue
         seen.add(id(names))
         for name in [name for name, held in list(names.items()) if held is value]:
-            yield module_name, names, name
+            yield _Name(module_name, names, name)
 
 
-def _check_unchanged(holder: _Holder) -> None:
+def _check_unchanged(holder: _Holder, found: Any, where: str) -> None:
     """Nobody has put something of their own where klfast's is; a reload of the module may have."""
-    found = vars(holder.owner).get(holder.name)
     if found is holder.new or found is holder.old:
         return
     try:
@@ -365,6 +385,6 @@ def _check_unchanged(holder: _Holder) -> None:
     except PatchError:
         pass
     raise PatchError(
-        f"{holder.site.where} has been wrapped or replaced since it was patched, by "
+        f"{where} has been wrapped or replaced since it was patched, by "
         f"{getattr(found, '__module__', found)!r}; that must be taken back first"
     )

@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from klfast.compat.fingerprints import PatchError, fingerprint, parse
@@ -25,11 +26,11 @@ def replacement(new: Any) -> Make:
             names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
             methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
             return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
-        options = {"exact": True} if exact and "exact" in inspect.signature(new).parameters else {}
+        function = _exact(new) if exact else new
 
         @functools.wraps(old)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return new(*args, **options, **kwargs)
+            return function(*args, **kwargs)
 
         return stand_in
 
@@ -63,6 +64,13 @@ def replacement_of_static(new: Any, code: str) -> Make:
     return make
 
 
+def _exact(function: Any) -> Any:
+    """The function with ``exact=True``, where it has an ``exact``."""
+    if "exact" not in inspect.signature(function).parameters:
+        return function
+    return functools.partial(function, exact=True)
+
+
 def _revive(cls: type, attributes: dict[str, Any]) -> Any:
     """The pickled object of a replaced class, as klfast's own."""
     revived: Any = object.__new__(cls)
@@ -73,8 +81,9 @@ def _revive(cls: type, attributes: dict[str, Any]) -> Any:
 def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
     """The framework's function with some of its statements replaced, each found exactly once.
 
-    For code that is written inline. The new statements see ``namespace`` under the name ``klfast``.
-    Line numbers stay, so tracebacks still point into the framework's file.
+    For code that is written inline. The new statements see the functions of ``namespace`` under the
+    name ``klfast``, with ``exact=True`` if that is asked for and they have an ``exact``. Line
+    numbers stay, so tracebacks still point into the framework's file.
     """
 
     def make(old: Any, exact: bool) -> Any:
@@ -96,7 +105,10 @@ def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
         code = old.__code__
         flags = code.co_flags & __future__.annotations.compiler_flag
         exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
-        rewritten = scope["around"](_class_of(old), namespace)
+        functions = dict(inspect.getmembers(namespace, inspect.isfunction))
+        if exact:
+            functions = {name: _exact(function) for name, function in functions.items()}
+        rewritten = scope["around"](_class_of(old), SimpleNamespace(**functions))
         rewritten.__qualname__ = old.__qualname__
         return rewritten
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
-from klfast.compat.replacements import Make, replacement
+from klfast.compat.replacements import Make, replacement, replacement_of_compiled
 
 Fused = Callable[[ModuleType], str | None]
-"""The module of a site -> the name of the fused GPU kernel that its own code calls, if it does."""
+"""The module of a site -> why its own code is left alone on a GPU, where it is fused there."""
 
 
 class Form(NamedTuple):
@@ -21,7 +23,7 @@ class Form(NamedTuple):
         releases: which releases have it, for messages.
         make: from the framework's object to its replacement; None for code that stays, but that
             what is replaced was proved equal with.
-        fused: asked where there is a GPU; if it names a kernel, the site is left alone.
+        fused: asked where there is a GPU; if it has a reason, the site is left alone.
     """
 
     code: str | None
@@ -36,10 +38,13 @@ class Site(NamedTuple):
     Attributes:
         where: ``"package.module:Class.method"``.
         forms: the codes that it is known to have in one release or another.
+        absent: which of the known releases or installations lack it, for messages; None: none.
+            Where it is absent so, it is left alone, ``strict`` or not.
     """
 
     where: str
     forms: tuple[Form, ...]
+    absent: str | None = None
 
 
 Group = tuple[Site, ...]
@@ -67,6 +72,39 @@ class Target(NamedTuple):
 def known(where: str, code: str, new: object, releases: str, *, fused: Fused | None = None) -> Site:
     """A function or class of one known code, and klfast's in its place."""
     return Site(where, (Form(code, releases, replacement(new), fused),))
+
+
+def left_on_gpu(what: str) -> str:
+    """Why code is left alone where there is a GPU; ``what`` it does there is a verb phrase."""
+    return f"on a GPU it {what}; no measurement shows klfast to be faster"
+
+
+def compiled(module: ModuleType) -> str:
+    """``Fused`` of a function that always runs under ``torch.compile``."""
+    return left_on_gpu("runs under torch.compile")
+
+
+def flash_attn(calls_it: Callable[[ModuleType], bool]) -> Fused:
+    """``Fused`` of a function that calls flash-attn's cross entropy where the module says so."""
+
+    def fused(module: ModuleType) -> str | None:
+        return left_on_gpu("calls flash-attn's cross entropy") if calls_it(module) else None
+
+    return fused
+
+
+def known_compiled(
+    where: str, code: str, new: object, releases: str, *, fused: Fused = compiled
+) -> Site:
+    """A function that ``torch.compile`` decorates; ``code`` is its own, and klfast's in place."""
+    return Site(where, (Form(None, releases, replacement_of_compiled(new, code), fused),))
+
+
+def is_there(package: str) -> bool:
+    """Whether a package is imported or could be, also where a stub without a spec stands for it."""
+    if sys.modules.get(package) is not None:
+        return True
+    return importlib.util.find_spec(package) is not None
 
 
 def stays(where: str, code: str, releases: str) -> Site:

@@ -9,20 +9,18 @@ from __future__ import annotations
 from types import ModuleType
 
 from klfast.compat import areal
-from klfast.compat.replacements import replacement_of_compiled
-from klfast.compat.sites import Form, Site, Target, known
+from klfast.compat.sites import Site, Target, compiled, known, known_compiled
 
 _FROM_LOGITS = "areal.utils.functional.vocab_parallel"
 _ALL = "0.5.1 to 1.0.4, main"
 
 
 def _compiled(module: ModuleType) -> str | None:
-    return "what torch.compile makes of it" if module._should_use_torch_compile() else None
+    return compiled(module) if module._should_use_torch_compile() else None
 
 
 def _of_chunks(name: str, new: object, code: str) -> tuple[Site]:
-    make = replacement_of_compiled(new, code)
-    return (Site(f"{_FROM_LOGITS}:{name}", (Form(None, _ALL, make, _compiled),)),)
+    return (known_compiled(f"{_FROM_LOGITS}:{name}", code, new, _ALL, fused=_compiled),)
 
 
 TARGETS = (

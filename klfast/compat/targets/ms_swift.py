@@ -1,6 +1,7 @@
 """ms-swift, 4.3 to 4.6 and its main branch of August 2026: the KL that GRPO writes inline.
 
-Twice, as its trainers do: the one on transformers, and the one on Megatron.
+Twice, as its trainers do: the one on transformers, and the one on Megatron. Until 4.3 the sums of
+``kl_in_reward`` and the distillation loss have other code, which is left alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from typing import Any
 
 from klfast.compat import ms_swift
 from klfast.compat.replacements import Make, rewriting
-from klfast.compat.sites import Form, Site, Target, known
+from klfast.compat.sites import Form, Site, Target, known, stays
 
 _ALL = "4.3 to 4.6, main"
+_SINCE_44 = "4.4 to 4.6, main"
+_GKD_LOSS = "swift.rlhf_trainers.gkd_loss"
 _TRAINER = "swift.rlhf_trainers.grpo_trainer:GRPOTrainer"
 _MEGATRON = "swift.megatron.trainers.grpo_trainer:MegatronGRPOTrainer"
 
@@ -58,22 +61,52 @@ def _under_its_decorator(make: Make) -> Make:
     return make_inside
 
 
-def _rewritten(where: str, statements: dict[str, str]) -> tuple[Site]:
+def _rewritten(where: str, statements: dict[str, str], releases: str) -> Site:
     make = _under_its_decorator(rewriting(statements, ms_swift))
-    return (Site(where, (Form(None, _ALL, make),)),)
+    absent = "as without Megatron" if where.startswith(_MEGATRON) else None
+    return Site(where, (Form(None, releases, make),), absent)
 
+
+# ``gkd_loss`` and its callees; ``extract_active`` of 4.3 takes the teacher's labels from elsewhere.
+_DISTILLATION_STAYS = (
+    *(
+        stays(f"{_GKD_LOSS}:{name}", code, _SINCE_44)
+        for name, code in (
+            ("gkd_loss", "a17cd23003291afa"),
+            ("extract_active", "ec323bd4396e427d"),
+            ("TeacherOutput.select", "25acdfcc61909a89"),
+            ("_align_vocab", "c115e449072a5c79"),
+            ("default_kl_div", "acedac886face6ba"),
+            ("default_gather", "8af74a475fa426b2"),
+            ("default_log_softmax", "8e37b1597457e037"),
+        )
+    ),
+    Site(  # since 4.6 the loss of no tokens has a gradient of 0, as klfast's has
+        f"{_GKD_LOSS}:jsd_loss",
+        (Form("f37af55da6c0da61", "4.4, 4.5, main"), Form("c87210fc29b0826e", "4.6")),
+    ),
+)
 
 TARGETS = (
     Target(
         ("swift",),
         _ALL,
         (
-            _rewritten(f"{_TRAINER}._compute_loss_and_metrics", _IN_LOSS),
-            _rewritten(f"{_TRAINER}._compute_advantages", _in_reward("kl")),
-            _rewritten(f"{_MEGATRON}.loss_func", _IN_LOSS),
-            _rewritten(f"{_MEGATRON}._compute_kl_from_batches", _in_reward("sample_kl")),
-            _rewritten(
-                "swift.rlhf_trainers.gkd_trainer:GKDTrainer._compute_jsd_loss", _DISTILLATION
+            (_rewritten(f"{_TRAINER}._compute_loss_and_metrics", _IN_LOSS, _ALL),),
+            (_rewritten(f"{_TRAINER}._compute_advantages", _in_reward("kl"), _SINCE_44),),
+            (_rewritten(f"{_MEGATRON}.loss_func", _IN_LOSS, _ALL),),
+            (
+                _rewritten(
+                    f"{_MEGATRON}._compute_kl_from_batches", _in_reward("sample_kl"), _SINCE_44
+                ),
+            ),
+            (
+                _rewritten(
+                    "swift.rlhf_trainers.gkd_trainer:GKDTrainer._compute_jsd_loss",
+                    _DISTILLATION,
+                    _SINCE_44,
+                ),
+                *_DISTILLATION_STAYS,
             ),
             (
                 known(

@@ -5,14 +5,14 @@ GRPO's loss makes all four estimators and takes one: klfast makes the one.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from klfast.compat import open_instruct
-from klfast.compat.replacements import replacement_of_compiled, rewriting
-from klfast.compat.sites import Form, Site, Target, known
+from klfast.compat.replacements import rewriting
+from klfast.compat.sites import Form, Site, Target, known, known_compiled, stays
 
 _UTILS = "open_instruct.model_utils"
 _ALL = "v0.1.0 to v0.3.0, main"
+_SINCE_020 = "v0.2.0 to v0.3.0, main"
+_ESTIMATE_KL = "3a1d509398b6d143"
 
 _GRPO_LOSS = {
     "ref_logprobs_diff = (new_logprobs - ref_logprobs).clamp(-40.0, 40.0)": (
@@ -25,36 +25,26 @@ _GRPO_LOSS = {
     ),
 }
 
-
-def _compiled(module: ModuleType) -> str:
-    return "what torch.compile makes of it"
-
-
 TARGETS = (
     Target(
         ("open_instruct",),
         _ALL,
         (
-            (known(f"{_UTILS}:estimate_kl", "3a1d509398b6d143", open_instruct.estimate_kl, _ALL),),
+            (known(f"{_UTILS}:estimate_kl", _ESTIMATE_KL, open_instruct.estimate_kl, _ALL),),
             (
                 Site(
                     "open_instruct.grpo_utils:compute_grpo_loss",
-                    (Form(None, _ALL, rewriting(_GRPO_LOSS, open_instruct)),),
+                    (Form(None, _SINCE_020, rewriting(_GRPO_LOSS, open_instruct)),),
+                    absent="as open-instruct v0.1.0, whose loss is elsewhere",
                 ),
+                stays(f"{_UTILS}:estimate_kl", _ESTIMATE_KL, _SINCE_020),
             ),
             (
-                Site(
+                known_compiled(
                     f"{_UTILS}:log_softmax_and_gather",
-                    (
-                        Form(
-                            None,
-                            _ALL,
-                            replacement_of_compiled(
-                                open_instruct.log_softmax_and_gather, "7b6d4eb29c2909fa"
-                            ),
-                            _compiled,
-                        ),
-                    ),
+                    "7b6d4eb29c2909fa",
+                    open_instruct.log_softmax_and_gather,
+                    _ALL,
                 ),
             ),
             (

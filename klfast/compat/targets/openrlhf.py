@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from types import ModuleType
-
 from klfast.compat import openrlhf
-from klfast.compat.replacements import replacement, replacement_of_compiled
-from klfast.compat.sites import Form, Site, Target, known, stays
+from klfast.compat.replacements import replacement
+from klfast.compat.sites import (
+    Form,
+    Site,
+    Target,
+    flash_attn,
+    is_there,
+    known,
+    known_compiled,
+    stays,
+)
 
 _UTILS = "openrlhf.models.utils"
 _CONTROLLERS = "openrlhf.trainer.ppo_utils.kl_controller"
 _ALL = "0.10 to 0.11.2, main"
-
-
-def _flash_attn(module: ModuleType) -> str | None:
-    return "flash-attn's cross entropy" if find_spec("flash_attn") else None
-
-
-def _compiled(module: ModuleType) -> str:
-    return "what torch.compile makes of it"
-
 
 TARGETS = (
     Target(
@@ -48,21 +45,16 @@ TARGETS = (
                     "66bc5702680a2331",
                     openrlhf.log_probs_from_logits,
                     _ALL,
-                    fused=_flash_attn,
+                    fused=flash_attn(lambda module: is_there("flash_attn")),
                 ),
                 stays(f"{_UTILS}:_logsumexp_by_chunk", "ae51220665162669", _ALL),
             ),
             (
-                Site(
+                known_compiled(
                     f"{_UTILS}:compute_entropy",
-                    (
-                        Form(
-                            None,
-                            _ALL,
-                            replacement_of_compiled(openrlhf.compute_entropy, "c3423c739cc25222"),
-                            _compiled,
-                        ),
-                    ),
+                    "c3423c739cc25222",
+                    openrlhf.compute_entropy,
+                    _ALL,
                 ),
             ),
             (

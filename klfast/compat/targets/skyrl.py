@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from klfast.compat import skyrl
 from klfast.compat.replacements import replacement
-from klfast.compat.sites import Form, Site, Target, known, stays
+from klfast.compat.sites import Form, Site, Target, flash_attn, known, stays
 
 _PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _TORCH = "skyrl.backends.skyrl_train.utils.torch_utils"
@@ -18,11 +16,7 @@ _KL = replacement(skyrl.compute_approx_kl)
 _REWARD = replacement(skyrl.apply_reward_kl_penalty)
 _ENTROPY = replacement(skyrl.chunked_entropy_from_logits)
 
-
-def _flash_attn(module: ModuleType) -> str | None:
-    there = module.FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
-    return "flash-attn's cross entropy" if there else None
-
+_flash_attn = flash_attn(lambda module: module.FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE)
 
 TARGETS = (
     Target(

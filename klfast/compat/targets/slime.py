@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from klfast.compat import slime
-from klfast.compat.replacements import replacement_of_compiled
-from klfast.compat.sites import Form, Site, Target
+from klfast.compat.sites import Target, known_compiled
 
 _RELEASES = "v0.2.1 to v0.3.1, main"
-
-
-def _compiled(module: ModuleType) -> str:
-    return "what torch.compile makes of it"
 
 
 TARGETS = (
@@ -21,16 +14,11 @@ TARGETS = (
         _RELEASES,
         (
             (
-                Site(
+                known_compiled(
                     "slime.utils.ppo_utils:compute_approx_kl",
-                    (
-                        Form(
-                            None,
-                            _RELEASES,
-                            replacement_of_compiled(slime.compute_approx_kl, "355f0714c5a0e214"),
-                            _compiled,
-                        ),
-                    ),
+                    "355f0714c5a0e214",
+                    slime.compute_approx_kl,
+                    _RELEASES,
                 ),
             ),
         ),

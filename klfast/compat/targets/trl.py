@@ -6,7 +6,7 @@ from types import ModuleType
 
 from klfast.compat import trl, trl_trainers
 from klfast.compat.replacements import replacement, replacement_of_static, rewriting
-from klfast.compat.sites import Form, Group, Site, Target, known
+from klfast.compat.sites import Form, Group, Site, Target, known, left_on_gpu
 
 _UTILS = "trl.trainer.utils"
 
@@ -21,12 +21,15 @@ _RLOO = {
 }
 
 
+_TRITON = left_on_gpu("calls TRL's Triton kernel")
+
+
 def _triton_of_114(module: ModuleType) -> str | None:
-    return "TRL's Triton kernel" if module._fused_logprob_entropy is not None else None
+    return _TRITON if module._fused_logprob_entropy is not None else None
 
 
 def _triton(module: ModuleType) -> str | None:
-    return "TRL's Triton kernel" if module.is_triton_available() else None
+    return _TRITON if module.is_triton_available() else None
 
 
 def _from_logits(new: object, until_113: str | None, of_114: str, of_116: str) -> tuple[Form, ...]:
@@ -106,6 +109,7 @@ _TRAINERS = Target(
                     "bbc5e71b87ab2182",
                     "0194eb27f740d629",
                 ),
+                absent="as TRL until 1.13",
             ),
         ),
         (

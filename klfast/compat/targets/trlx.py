@@ -46,5 +46,6 @@ TARGETS = (
                 ),
             ),
         ),
+        exact=True,
     ),
 )

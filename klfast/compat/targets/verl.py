@@ -7,7 +7,7 @@ from types import ModuleType
 
 from klfast.compat import verl
 from klfast.compat.replacements import replacement
-from klfast.compat.sites import Form, Site, Target, known, stays
+from klfast.compat.sites import Form, Site, Target, flash_attn, known, left_on_gpu, stays
 
 _CORE = "verl.trainer.ppo.core_algos"
 _FROM_LOGITS = "verl.utils.torch_functional"
@@ -26,9 +26,9 @@ _KL_CODES = (
 _KL_STAYS = Site(f"{_CORE}:kl_penalty", tuple(Form(*code) for code in _KL_CODES))
 
 
-def _flash_attn(module: ModuleType) -> str | None:
-    there = module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE  # verl's spelling
-    return "flash-attn's cross entropy" if there else None
+_flash_attn = flash_attn(
+    lambda module: module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE  # verl's spelling
+)
 
 
 def _flash_attn_unless_disabled(module: ModuleType) -> str | None:
@@ -37,7 +37,7 @@ def _flash_attn_unless_disabled(module: ModuleType) -> str | None:
 
 
 def _compiled(module: ModuleType) -> str:
-    return "what torch.compile makes of it (verl's use_torch_compile)"
+    return left_on_gpu("runs under torch.compile (verl's use_torch_compile)")
 
 
 _LOGPROBS = replacement(verl.logprobs_from_logits)
