@@ -63,7 +63,8 @@ def patch(
     The code decides, not the version: what klfast was proved equal to is replaced, what it does not
     know is left alone, and ``print(patch(...))`` names both. Functions that were proved equal
     together are replaced together or not at all. Where there is a GPU, and the framework's own code
-    calls a fused kernel there, it is left alone too: no measurement says that klfast's is faster.
+    runs there as a fused kernel, it is left alone too, also where that is all there is (slime): no
+    measurement says that klfast's is faster.
 
     Every module of the framework that imported what is replaced by name gets the replacement. Names
     in other modules, ``__main__`` too, stay as they are and are listed in ``Patch.left``, unless
@@ -74,8 +75,9 @@ def patch(
     Args:
         framework: one of ``klfast.compat.FRAMEWORKS``.
         exact: give it to the replacements that have one: the framework's dtypes and faults too.
+            The KL in GRPO's loss and sums over a sequence have none.
         strict: all that klfast knows of the framework or nothing: code that is not known is an
-            error.
+            error. What the release is known to lack, and what is fused on a GPU, is none.
         modules: further modules or packages whose names are replaced too, ``("my_trainer",)``, or
             ``"all"``.
 
@@ -100,7 +102,8 @@ def unpatch(framework: str) -> tuple[Left, ...]:
 
     Raises:
         PatchError: it is not patched; or somebody has wrapped or replaced what is klfast's since,
-            whose wrapper would be lost: nothing is changed.
+            where it is defined or where a module imported it by name, whose wrapper would be lost:
+            nothing is changed.
         ValueError, TypeError: an unknown framework.
     """
     _targets(framework)

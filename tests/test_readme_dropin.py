@@ -1,0 +1,113 @@
+"""The README's drop-in table: its frameworks, names and releases are those of the code."""
+
+import importlib
+import re
+from typing import NamedTuple
+
+import pytest
+from readme import README
+
+from klfast.compat import FRAMEWORKS
+from klfast.compat.targets import TARGETS
+
+HEADER = "| framework | their line | your line | what differs |"
+IMPORT = re.compile(r"`from (\S+) import ([^`]+)`")
+OF_KLFAST = re.compile(r"`klfast\.compat\.(\w+)\.(?:\{([^}]+)\}|(\w+))`")
+
+
+class Releases(NamedTuple):
+    """Of a row or a site: the first, major and minor number of the last, whether main too."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    main: bool
+
+
+class Row(NamedTuple):
+    framework: str
+    notes: list[tuple[int, ...]]
+    """Releases from which on one of several functions is known."""
+    releases: Releases
+    theirs: str
+    mine: str
+
+
+def numbers(text):
+    """Its releases, without the zeros at their ends: 0.7.0 is 0.7."""
+    found = [tuple(map(int, each.split("."))) for each in re.findall(r"\d+(?:\.\d+)+", text)]
+    return [each[:-1] if len(each) > 2 and each[-1] == 0 else each for each in found]
+
+
+def releases(text):
+    return Releases(min(numbers(text)), max(numbers(text))[:2], "main" in text)
+
+
+def rows():
+    lines = README.read_text().partition(HEADER)[2].splitlines()[2:]
+    table = [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
+    for name, theirs, mine, _ in table:
+        if name == "all":  # the controllers
+            continue
+        plain, _, notes = name.partition("(")
+        framework = re.match(r"[\w-]+", plain)[0].lower().replace("-", "_")
+        yield Row(framework, numbers(notes), releases(plain), theirs, mine)
+
+
+ROWS = list(rows())
+IDS = [f"{row.framework}: {row.theirs}" for row in ROWS]
+
+WITHOUT_SITES = {
+    ("roll", "`full`, of log-probs [..., V]"),
+    (
+        "skyrl",
+        "`from skyrl.backends.skyrl_train.mtp.soft_ce import draft_soft_ce, draft_soft_ce_topk`",
+    ),
+}
+"""Rows of functions that ``patch`` does not replace under that name."""
+
+
+def sites(row):
+    """The releases of every site that the row names by a function or its class."""
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", row.theirs))))
+    public = {name.lstrip("_") for name in named}
+    return [
+        releases(", ".join(form.releases for form in site.forms))
+        for target in TARGETS[row.framework]
+        for group in target.groups
+        for site in group
+        if public & {part.lstrip("_") for part in site.where.partition(":")[2].split(".")}
+    ]
+
+
+def test_every_framework_has_a_row():
+    assert {row.framework for row in ROWS} == set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_what_their_line_imports_klfast_has(row):
+    here = importlib.import_module(f"klfast.compat.{row.framework}")
+    for module, names in IMPORT.findall(row.theirs):
+        packages = [package for target in TARGETS[row.framework] for package in target.packages]
+        assert module.partition(".")[0] in packages
+        for name in names.split(", "):
+            assert hasattr(here, name)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_what_your_line_names_there_is(row):
+    imported = [(module, names) for module, names in IMPORT.findall(row.mine) if names != "..."]
+    named = [(f"klfast.compat.{of}", many or one) for of, many, one in OF_KLFAST.findall(row.mine)]
+    for module, names in imported + named:
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name)
+    assert set(re.findall(r'patch\("(\w+)"\)', row.mine)) <= {row.framework}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_the_releases_are_those_whose_code_is_known(row):
+    known = sites(row)
+    assert bool(known) == ((row.framework, row.theirs) not in WITHOUT_SITES)
+    for first, last, main in known:
+        assert first <= row.releases.first or first in row.notes
+        assert (last, main) == (row.releases.last, row.releases.main)
+    assert not known or row.releases.first in [each.first for each in known]
