@@ -66,16 +66,22 @@ def filled_up(student, teacher):
     return student, teacher
 
 
-def roll(logits, teacher_probs, objective, temperature):
-    """ROLL, of a teacher's probabilities; its Jensen-Shannon adds 1e-9 inside of logarithms."""
+def roll(logits, teacher_probs, objective, temperature, excluded=None):
+    """ROLL, of a teacher's probabilities; its Jensen-Shannon adds 1e-9 inside of logarithms.
+
+    Words that the teacher excludes have no term; the student's p is over all of them.
+    """
     p = (logits / temperature).softmax(-1)
-    q = teacher_probs
+    excluded = torch.zeros_like(p, dtype=torch.bool) if excluded is None else excluded
+    q = teacher_probs.masked_fill(excluded, 1.0)  # any number whose logarithm is finite
     if objective == "forward_kl":
-        return (q * (q / p).log()).sum(-1)
-    if objective == "reverse_kl":
-        return (p * (p / q).log()).sum(-1)
-    log_p, log_q, log_m = ((x + 1e-9).log() for x in (p, q, (p + q) / 2))
-    return (q * (log_q - log_m) + p * (log_p - log_m)).sum(-1) / 2
+        terms = q * (q / p).log()
+    elif objective == "reverse_kl":
+        terms = p * (p / q).log()
+    else:
+        log_p, log_q, log_m = ((x + 1e-9).log() for x in (p, q, (p + q) / 2))
+        terms = (q * (log_q - log_m) + p * (log_p - log_m)) / 2
+    return terms.masked_fill(excluded, 0.0).sum(-1)
 
 
 def soft_cross_entropy(student, teacher):

@@ -33,6 +33,20 @@ every_vocabulary = pytest.mark.parametrize("words", VOCABULARIES)
 DIRECTIONS = {0: "forward", 1: "reverse"}
 
 
+def traced(test):
+    """Importing all of dynamo warns, and it makes a Function object to trace an autograd.Function.
+
+    The backend is the native one.
+    """
+    ignored = (
+        "ignore:`torch.jit:DeprecationWarning",
+        "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning",
+    )
+    for warning in ignored:
+        test = pytest.mark.filterwarnings(warning)(test)
+    return pytest.mark.parametrize("auto", ["native"], indirect=True)(test)
+
+
 @pytest.fixture(params=["native", "reference"])
 def auto(request, monkeypatch):
     """The backend that "auto" takes, as the frameworks have no argument for it."""
@@ -559,7 +573,7 @@ def test_roll_s_teacher_gets_no_gradient(objective):
     assert logprobs.grad is None
 
 
-def test_words_that_roll_leaves_out_have_their_value_here():
+def test_without_its_mask_words_that_roll_leaves_out_have_their_value_here():
     logits, logprobs = inputs_of_roll(3, 11)
     logits[0, 4] = logprobs[1, 4] = -INF  # excluded by the student, by the teacher, by both
     logits[2, 4] = logprobs[2, 4] = -INF
@@ -567,6 +581,138 @@ def test_words_that_roll_leaves_out_have_their_value_here():
     assert forward[0] == reverse[1] == INF
     for value in (forward[1:], reverse[::2], js):
         assert value.isfinite().all()
+
+
+def padded_teacher(*shape, temperature, dtype):
+    """(logits, the teacher's log-probs, which of them are -inf).
+
+    The vocabulary is padded; the teacher has one word of token [0, 0], and none of token [1, 1].
+    """
+    logits, teacher = random_logits(*shape, dtype=dtype)
+    teacher[..., -5:] = -INF
+    teacher[0, 0, 1:] = -INF
+    teacher[1, 1] = -INF
+    excluded = teacher == -INF
+    return logits, (teacher / temperature).log_softmax(-1), excluded
+
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@every_temperature
+@every_objective
+def test_roll_leaves_out_the_words_that_its_mask_excludes(objective, temperature, dtype):
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    logits, logprobs, excluded = padded_teacher(2, 3, 37, temperature=temperature, dtype=arithmetic)
+    logits = logits.to(dtype)
+    probs = logprobs.double().exp().nan_to_num(0)
+    upstream = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.5, 0.25]]).to(arithmetic)
+
+    def differentiated(divergence, logits):
+        (logits,) = leaves(logits)
+        value = divergence(logits)
+        return value.detach(), *torch.autograd.grad(value, logits, upstream.to(value.dtype))
+
+    expected = differentiated(
+        lambda x: theirs.roll(x, probs, objective, temperature, excluded), logits.double()
+    )
+    loss = various(objective, temperature)
+    close = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
+    if objective == "js_divergence":
+        close["atol"] += 37 * 4e-9  # ROLL's 1e-9 in logarithms
+    for function in (loss, getattr(loss, METHODS[objective])):
+        value, grad = differentiated(lambda x, f=function: f(x, None, logprobs, excluded), logits)
+        assert value.dtype == arithmetic
+        assert value[1, 1] == 0
+        assert grad[1, 1].count_nonzero() == 0
+        for result, truth in zip((value, grad), expected, strict=True):
+            torch.testing.assert_close(result.double(), truth, **close)
+
+
+def test_roll_s_mask_by_hand():
+    """The student's probabilities are (1/2, 1/4, 1/4), the teacher's (1/2, 1/2, 0)."""
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    logprobs = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    two, three = math.log(2), math.log(3)
+    of_mixture = (0.5 * (2 * two - three) + 0.25 * (two - three)) / 2  # m = 3/8 at the second word
+    exact = {"forward_kl": 0.5 * two, "reverse_kl": -0.25 * two, "js_divergence": of_mixture}
+    for objective, value in exact.items():
+        result = various(objective)(logits, None, logprobs, logprobs.isinf())
+        torch.testing.assert_close(result, torch.tensor([value]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("excluded", [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6])
+def test_roll_s_reverse_kl_has_its_digits_whatever_the_student_gives_excluded_words(excluded):
+    each = (1 - excluded) / 2
+    logits = torch.tensor([[each, each, excluded]], dtype=torch.float64).log().float()
+    logprobs = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    mask = logprobs == -INF
+    halves = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64)
+    truth = theirs.roll(logits.double(), halves, "reverse_kl", 1.0, mask)
+    value = various("reverse_kl")(logits, None, logprobs, mask)
+    torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "mask", [None, torch.zeros(2, 3, 11, dtype=torch.bool)], ids=["none", "empty"]
+)
+@every_objective
+def test_a_mask_that_excludes_nothing_changes_nothing(objective, mask):
+    logits, logprobs = inputs_of_roll(2, 3, 11)
+    loss = various(objective)
+    assert torch.equal(loss(logits, None, logprobs, mask), loss(logits, None, logprobs))
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["whole vocabulary", "four words"])
+@pytest.mark.parametrize("reduction", [*WEIGHTS, "none"])
+@every_objective
+def test_roll_s_op_leaves_out_the_words_that_its_mask_excludes(objective, reduction, few):
+    logits, logprobs, excluded = padded_teacher(2, 3, 7, temperature=1.0, dtype=torch.float32)
+    labels = torch.tensor([[1, 1, 1], [-100, 1, 1]])
+    keep = (labels != theirs.IGNORED).double()
+    indices = None
+    if few:
+        logprobs, indices = logprobs.nan_to_num(-INF, neginf=-INF).topk(4)
+        excluded = logprobs == -INF
+        logprobs = logprobs.log_softmax(-1)
+    if reduction != "none":
+        logits[1, 0] = NAN
+
+    def ours(logits):
+        return roll.op_compute_various_divergence(
+            various(objective), logits, None, logprobs, indices, excluded, labels, None, reduction
+        )[0]
+
+    def formula(logits):
+        words = logits if indices is None else logits.gather(-1, indices)
+        probs = logprobs.double().exp().nan_to_num(0)
+        values = theirs.roll(words, probs, objective, 1.0, excluded)
+        return values if reduction == "none" else theirs.total(values, WEIGHTS[reduction](keep))
+
+    result = ours(*leaves(logits))
+    torch.testing.assert_close(
+        result.detach().double(), formula(logits.double()), rtol=1e-5, atol=2e-7
+    )
+    if reduction != "none":
+        (x,) = leaves(logits)
+        ours(x).backward()
+        clean = torch.where(logits.isnan(), 0.0, logits).double()
+        (exact,) = leaves(clean)
+        formula(exact).backward()
+        torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=2e-7)
+
+
+@traced
+@every_objective
+def test_roll_s_mask_under_torch_compile(objective):
+    logits, logprobs, excluded = padded_teacher(2, 3, 11, temperature=1.0, dtype=torch.float32)
+    loss = various(objective)
+    eager = loss(logits, None, logprobs, excluded)
+    compiled = torch.compile(
+        lambda *x: loss(x[0], None, *x[1:]), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(logits, logprobs, excluded), eager, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("objective", ["adaptive_kl", "skewed_forward_kl", "skewed_reverse_kl"])
@@ -582,6 +728,8 @@ def test_roll_s_errors():
     op = roll.op_compute_various_divergence
     with pytest.raises(ValueError, match=r"teacher_log_probs must have .*11\], got \[2, 3, 10\]"):
         loss(logits, None, logprobs[..., :-1])
+    with pytest.raises(ValueError, match=r"teacher_inf_mask must have .*11\], got \[2, 3, 1\]"):
+        loss(logits, None, logprobs, torch.zeros(2, 3, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="unknown reduction 'batchmean'; expected one of 'mean'"):
         op(loss, logits, None, logprobs, None, None, labels, reduction="batchmean")
     with pytest.raises(ValueError, match="labels or attention_mask must be given, got neither"):
@@ -774,12 +922,7 @@ def test_logits_are_not_copied_and_read_by_one_call(loss, monkeypatch):
     assert options["reduction"] in ("token-sum", "token-mean")  # whose forward makes the gradient
 
 
-# Importing all of dynamo warns, and it makes a Function object to trace any autograd.Function.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings(
-    "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
-)
-@pytest.mark.parametrize("auto", ["native"], indirect=True)
+@traced
 def test_a_loss_that_torch_compile_traces_follows_beta():
     student, teacher = random_logits(2, 3, 11)
     labels = labels_of((2, 3), "some")

@@ -8,6 +8,9 @@ teacher's K likeliest words, of which both are made distributions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +39,24 @@ OBJECTIVES = {
 REDUCTIONS = ("mean", "sum", "none")
 
 
+def _method(objective: str) -> Callable[..., Tensor]:
+    """ROLL's method of one objective, whatever the object's own is."""
+
+    def compute(
+        self: Any,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        return _divergence(
+            OBJECTIVES[objective], self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
+        )
+
+    compute.__doc__ = f"The divergence of every token by ``{objective}``."
+    return compute
+
+
 class VariousDivergence:
     """Divergences of every token, [..., V] -> [...], fp32, in nats, called as ROLL's own.
 
@@ -51,13 +72,20 @@ class VariousDivergence:
     student's gradient, and, for a ``kd_temperature`` that is not 1, the teacher's log-probs times
     it. No gradient reaches the teacher, in ROLL either: its numbers come from another process.
 
-    Differs from ROLL: near 0 every digit is right (never negative, exactly 0 for equal models),
-    and ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities in its logarithms.
-    The teacher is ``teacher_log_probs`` alone, of which klfast makes a distribution.
-    ``teacher_inf_mask`` is not read: a log-prob of -inf says the same. ROLL leaves out words that
-    either model excludes; klfast gives them their value, which is 0 but for ``js_divergence``, the
-    ``reverse_kl`` of what the teacher excludes and the ``forward_kl`` of what the student does,
-    both infinite. fp64 stays fp64.
+    Words that ``teacher_inf_mask`` excludes (log-probs of -inf, such as a padded vocabulary) are
+    left out of the sum, as in ROLL: p is that of all words, its terms those of the others, so that
+    ``reverse_kl`` is finite, and can be negative. A token without any other word is 0. Where there
+    are such words, which costs a GPU one sync to find out, the logits are copied, and all but
+    ``forward_kl`` take a second divergence.
+
+    Differs from ROLL: near 0 every digit is right (without excluded words never negative, exactly 0
+    for equal models), and ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities
+    in its logarithms. Where words are excluded the gradient is that of the value; ROLL's of
+    ``reverse_kl`` is NaN, and so is every objective's where all words are. The teacher is
+    ``teacher_log_probs`` alone, of which klfast makes a distribution. Without the mask, and for
+    words that the student alone excludes (a logit of -inf), klfast has the words' value where ROLL
+    leaves them out: 0 but for ``js_divergence``, the ``reverse_kl`` of what the teacher excludes
+    and the ``forward_kl`` of what the student does, both infinite. fp64 stays fp64.
 
     Args:
         pipeline_config: with ROLL's ``kd_objective`` and ``kd_temperature``.
@@ -84,40 +112,13 @@ class VariousDivergence:
     ) -> Tensor:
         """The divergence of every token by ``kd_objective``."""
         objective = OBJECTIVES[self.kd_objective]
-        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
+        return _divergence(
+            objective, self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
+        )
 
-    def compute_forward_kl_divergence(
-        self,
-        logits: Tensor,
-        teacher_probs: Tensor | None,
-        teacher_log_probs: Tensor,
-        teacher_inf_mask: Tensor | None = None,
-    ) -> Tensor:
-        """KL(q || p)."""
-        objective = OBJECTIVES["forward_kl"]
-        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
-
-    def compute_reverse_kl_divergence(
-        self,
-        logits: Tensor,
-        teacher_probs: Tensor | None,
-        teacher_log_probs: Tensor,
-        teacher_inf_mask: Tensor | None = None,
-    ) -> Tensor:
-        """KL(p || q)."""
-        objective = OBJECTIVES["reverse_kl"]
-        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
-
-    def compute_js_divergence(
-        self,
-        logits: Tensor,
-        teacher_probs: Tensor | None,
-        teacher_log_probs: Tensor,
-        teacher_inf_mask: Tensor | None = None,
-    ) -> Tensor:
-        """(KL(p || m) + KL(q || m)) / 2."""
-        objective = OBJECTIVES["js_divergence"]
-        return _divergence(objective, self.kd_temperature, logits, teacher_log_probs)
+    compute_forward_kl_divergence = _method("forward_kl")
+    compute_reverse_kl_divergence = _method("reverse_kl")
+    compute_js_divergence = _method("js_divergence")
 
 
 def op_compute_various_divergence(
@@ -133,8 +134,9 @@ def op_compute_various_divergence(
 ) -> tuple[Tensor, Tensor]:
     """The strategies' method of that name as a function: (loss, number of tokens), both fp32.
 
-    Divergence, mask and sum in one read, which makes the gradient too; rows of tokens that do not
-    exist are not read. For logits that are whole, not in shards of the vocabulary or the sequence.
+    Divergence, mask and sum in one read, which makes the gradient too, unless the teacher excludes
+    words (see :class:`VariousDivergence`); rows of tokens that do not exist are not read. For
+    logits that are whole, not in shards of the vocabulary or the sequence.
 
     Args:
         loss_callable: klfast's :class:`VariousDivergence`.
@@ -142,7 +144,7 @@ def op_compute_various_divergence(
         teacher_topk_probs: not read.
         teacher_topk_log_probs: [B, T, V], or [B, T, K] of the teacher's likeliest words.
         teacher_topk_indices: [B, T, K], which words those are; None for a whole vocabulary.
-        teacher_topk_inf_mask: not read.
+        teacher_topk_inf_mask: of their shape, True at the words that the teacher excludes, or None.
         labels: [B, T], -100 where the token does not exist.
         attention_mask: [B, T], 0 where it does not exist, where ``labels`` is None.
         reduction: ``"mean"`` over tokens (0 of none), their ``"sum"``, or ``"none"``: [B, T],
@@ -176,6 +178,7 @@ def op_compute_various_divergence(
         loss_callable.kd_temperature,
         logits,
         teacher_topk_log_probs,
+        teacher_topk_inf_mask,
         None if reduction == "none" else mask,
         reduction="none" if reduction == "none" else f"token-{reduction}",
     )
@@ -187,6 +190,7 @@ def _divergence(
     temperature: float,
     logits: Tensor,
     teacher_log_probs: Tensor,
+    excluded: Tensor | None = None,
     mask: Tensor | None = None,
     *,
     reduction: str = "none",
@@ -196,4 +200,53 @@ def _divergence(
     teacher = teacher_log_probs.detach()
     if temperature != 1:
         teacher = teacher.to(torch.promote_types(teacher.dtype, torch.float32)) * temperature
+    if excluded is not None:
+        check_same_shape("teacher_inf_mask", excluded, "logits", logits)
+        if torch.compiler.is_compiling() or excluded.any():
+            return _of_kept_words(
+                divergence, temperature, logits, teacher, excluded, mask, reduction
+            )
     return distill(divergence, logits, teacher, mask, temperature=temperature, reduction=reduction)
+
+
+def _of_kept_words(
+    divergence: Divergence,
+    temperature: float,
+    logits: Tensor,
+    teacher: Tensor,
+    excluded: Tensor,
+    mask: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """The divergence's terms at the words that the teacher keeps, K, summed; q is 0 elsewhere.
+
+    With P what p has at K, and p_K = p / P there:
+
+    ======= ==================================================
+    reverse ``sum over K of p log(p / q) = P (KL(p_K || q) + log P)``
+    jsd     ``jsd(p, q) - (1 - P) log(2) / 2``
+    forward ``KL(q || p)``
+    ======= ==================================================
+
+    ``log P = -KL(p_K || p)``, which has its digits near P = 1 and near P = 0.
+    """
+    within = logits.masked_fill(excluded, -math.inf)
+    any_word = ~within.isneginf().all(-1)
+    each = partial(
+        distill, mask=any_word if mask is None else any_word & mask, temperature=temperature
+    )
+    if divergence == FORWARD:
+        terms = each(FORWARD, logits, teacher)
+    else:
+        log_mass = -each(REVERSE, within, logits)
+        if divergence == REVERSE:
+            terms = log_mass.exp() * (each(REVERSE, within, teacher) + log_mass)
+        else:
+            terms = each(divergence, logits, teacher) + log_mass.expm1() * (math.log(2) / 2)
+    if reduction == "none":
+        return terms
+    total = terms.sum()
+    if reduction == "token-sum":
+        return total
+    number = terms.numel() if mask is None else mask.sum()
+    return total / torch.as_tensor(number).clamp(min=1)
