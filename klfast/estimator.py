@@ -61,9 +61,9 @@ class Estimator:
         clip_weighted: with ``old_logprobs``: ``kl_clip`` acts on ``w * f``, value and whole
             gradient, the weight's too; where ``log_ratio_clip`` acts, the weight carries no
             gradient either; a weight that is NaN or infinite (in the arithmetic's dtype, after
-            ``importance_cap``) is 0 and counts as clipped. So NeMo-RL, slime and DeepSeek-V3.2
-            have it. Without ``old_logprobs`` it changes nothing, and with ``gradient="k2"`` the
-            limits still shape the value alone.
+            ``importance_cap``) is 0 and counts as clipped. NeMo-RL's loss has all three; slime's
+            ``low_var_kl`` the first. Without ``old_logprobs`` it changes nothing, and with
+            ``gradient="k2"`` the limits still shape the value alone.
         linear_tail: c: for abs(x) > c, f continues on its tangent at c or -c: the value stays
             finite and the gradient never dies.
 

@@ -193,6 +193,7 @@ def test_gkd_of_no_tokens_is_zero(reduction, shape):
         ({"beta": NAN}, "beta must be a finite number >= 0, got nan"),
         ({"temperature": 0.0}, "temperature must be a finite number > 0, got 0.0"),
         ({"num_items_in_batch": 0}, "num_items_in_batch must be a finite number > 0, got 0"),
+        ({"num_items_in_batch": torch.tensor(0)}, "num_items_in_batch must be .* > 0, got 0"),
         ({"num_items_in_batch": torch.ones(1)}, r"num_items_in_batch must be .* shape \[1\]"),
         ({"labels": torch.zeros(2, 4)}, r"labels must have .*\[2, 3\], got \[2, 4\]"),
         ({"teacher_logits": torch.zeros(2, 3, 8)}, r"teacher_logits must .*got \[2, 3, 8\]"),

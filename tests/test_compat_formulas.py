@@ -519,3 +519,12 @@ def test_an_unknown_mode_names_the_argument_and_the_choices(
 def test_verl_passes_no_vocabulary():
     with pytest.raises(NotImplementedError, match="whole vocabulary"):
         verl.kl_penalty(torch.zeros(2, 3), torch.zeros(2, 3), "full")
+
+
+@pytest.mark.parametrize("mode", presets.OPENRLHF)
+def test_openrlhf_s_third_argument_is_its_estimator_where_there_is_no_weight(mode):
+    inputs = torch.tensor([-3.0, -0.5]), torch.tensor([-0.5, -2.5])
+    unweighted = openrlhf.compute_approx_kl_unweighted(*inputs, mode)
+    assert torch.equal(unweighted, openrlhf.compute_approx_kl(*inputs, kl_estimator=mode))
+    with pytest.raises(TypeError, match="log_probs_old must be a torch.Tensor or None, got"):
+        openrlhf.compute_approx_kl(*inputs, mode)

@@ -285,6 +285,54 @@ def test_no_gradient_is_nan_where_exp_overflows_under_a_limit(name):
         assert exactly[1][0].isnan()
 
 
+TAKE_A_WEIGHT = {
+    "nemo-rl": (
+        "importance_sampling_weights",
+        lambda x, w: nemo_rl.calculate_kl(x, x, importance_sampling_weights=w),
+    ),
+    "slime": ("importance_ratio", lambda x, w: slime.compute_approx_kl(x, x, "k1", w)),
+    "open-instruct": (
+        "ratio",
+        lambda x, w: open_instruct.per_token_kl(x, x, kl_estimator=3, ratio=w),
+    ),
+    "open-instruct-four": ("ratio", open_instruct.estimate_kl),
+}
+every_weighted = pytest.mark.parametrize(
+    ("argument", "function"), TAKE_A_WEIGHT.values(), ids=TAKE_A_WEIGHT
+)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (), (1, 2, 3)], ids=str)
+@every_weighted
+def test_a_weight_of_another_shape_is_named(argument, function, shape):
+    message = rf"^{argument} must have a number for every token, of shape \[2, 3\], got \["
+    with pytest.raises(ValueError, match=message):
+        function(torch.zeros(2, 3), torch.ones(shape))
+
+
+@every_weighted
+def test_a_weight_that_is_no_tensor_is_named(argument, function):
+    message = f"^{argument} must be a torch.Tensor, got float"
+    with pytest.raises(TypeError, match=message):
+        function(torch.zeros(2, 3), 2.0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mode", presets.SLIME)
+def test_slimes_function_takes_one_number(mode, weighted):
+    one = [torch.tensor([t], dtype=torch.float64) for t in (-3.0, -0.5, 1.5)]
+    inputs = one if weighted else one[:2]
+    results, truths = (
+        with_a_weight_of_its_own(
+            lambda a, b, *w, f=f: f(a, b, mode, *w), *inputs if shape else [t[0] for t in inputs]
+        )
+        for f, shape in ((slime.compute_approx_kl, ()), (frameworks.slime, (1,)))
+    )
+    for result, truth in zip(results, truths, strict=True):
+        assert result.shape == ()
+        torch.testing.assert_close(result, truth[0], rtol=1e-13, atol=1e-14)
+
+
 @every_weight
 def test_weights_that_are_no_numbers(ours, theirs):
     logprobs, ref_logprobs = torch.tensor([-1.0, -1.0]), torch.zeros(2)

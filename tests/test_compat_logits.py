@@ -156,6 +156,10 @@ def test_an_entropy_without_a_gradient_lets_that_of_the_log_probs_through():
     assert torch.equal(torch.autograd.grad(logprobs.sum(), logits)[0], alone)
 
 
+def test_skyrl_has_verl_s_function():
+    assert skyrl.logprobs_from_logits is verl.logprobs_from_logits
+
+
 # exact=True
 
 

@@ -5,6 +5,7 @@ Each loss is the framework's per-token KL under the framework's mean: ``framewor
 
 import enum
 import math
+import re
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -231,6 +232,67 @@ def test_losses_of_nothing_are_0():
     assert slime.kl_loss(nothing[0], nothing[0], [2, 1], [torch.zeros(2), torch.zeros(1)]) == 0
 
 
+ONES = torch.ones(2, 3)
+NONE_KEPT = torch.zeros(2, 3)
+COUNTS = {
+    "global_valid_toks": lambda x, mask, count: nemo_rl.kl_loss(
+        x, -x, mask, global_valid_toks=count
+    ),
+    "global_valid_seqs": lambda x, mask, count: nemo_rl.kl_loss(
+        x, -x, mask, loss_type="sequence_level", global_valid_seqs=count
+    ),
+    "denominator": lambda x, mask, count: open_instruct.kl_loss(
+        x, -x, mask, beta=0.3, denominator=count
+    ),
+}
+every_count = pytest.mark.parametrize(("argument", "loss"), COUNTS.items(), ids=COUNTS)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0), torch.tensor(0.0)], ids=repr)
+@every_count
+def test_a_count_of_0_goes_with_a_loss_of_0(argument, loss, zero):
+    x = ONES.clone().requires_grad_()
+    value = loss(x, NONE_KEPT, zero)
+    value.backward()
+    assert value == 0
+    assert x.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("count", [-1, NAN, INF, torch.tensor(-1), torch.tensor(NAN)], ids=repr)
+@every_count
+def test_a_count_that_is_none_is_named(argument, loss, count):
+    with pytest.raises(ValueError, match=f"^{argument} must be a finite number >= 0, got "):
+        loss(ONES, ONES, count)
+
+
+@every_count
+def test_a_count_that_is_no_number_is_named(argument, loss):
+    with pytest.raises(ValueError, match=rf"^{argument} must be a number or .* shape \[1\]"):
+        loss(ONES, ONES, torch.ones(1))
+    with pytest.raises(TypeError, match=f"^{argument} must be .* got '3' of type str"):
+        loss(ONES, ONES, "3")
+
+
+@every_count
+def test_ranks_whose_gradients_are_averaged_divide_the_count_by_the_world_size(argument, loss):
+    x = torch.tensor([[-1.0, -0.5, -2.0], [-0.25, -1.5, -3.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    count = 2 if argument == "global_valid_seqs" else 4
+    whole = loss(x, mask, count)
+    ranks = [loss(x[r : r + 1], mask[r : r + 1], count / 2) for r in (0, 1)]
+    torch.testing.assert_close(sum(ranks) / 2, whole)
+
+
+def test_slime_s_losses_and_rewards_of_no_samples():
+    nothing = torch.zeros(0, requires_grad=True)
+    for options in ({}, {"rollout_mask_sums": torch.zeros(0)}, {"calculate_per_token_loss": True}):
+        loss = slime.kl_loss(nothing, torch.zeros(0), [], [], **options)
+        loss.backward()
+        assert loss == 0
+    assert slime.kl_rewards([], [], [], kl_coef=0.1) == []
+    assert slime.kl_rewards([], [], [], [], kl_coef=0.1) == []
+
+
 WRONG = {
     "skyrl": (partial(skyrl.kl_loss, kl_estimator_type="k4"), "kl_estimator_type 'k4'", "abs"),
     "nemo-rl": (
@@ -268,13 +330,30 @@ def test_an_unknown_word_names_the_argument_and_the_choices(function, wrong, cho
         function(torch.zeros(2), torch.zeros(2))
 
 
-@pytest.mark.parametrize("function", [open_instruct.per_token_kl, open_instruct.kl_loss])
-def test_open_instructs_last_estimator_needs_the_old_log_probs(function):
-    options = {"kl_estimator": 3}
-    if function is open_instruct.kl_loss:
-        options |= {"response_mask": torch.ones(2), "beta": 1.0}
-    with pytest.raises(ValueError, match="old_logprobs must be given for kl_estimator 3, got None"):
-        function(torch.zeros(2), torch.zeros(2), **options)
+OF_OPEN_INSTRUCT = {
+    "per_token_kl": (open_instruct.per_token_kl, "old_logprobs or ratio must .* 3, got neither"),
+    "kl_loss": (
+        partial(open_instruct.kl_loss, response_mask=torch.ones(2), beta=1.0),
+        "old_logprobs must be given for kl_estimator 3, got None",
+    ),
+}
+of_open_instruct = pytest.mark.parametrize(
+    ("function", "message"), OF_OPEN_INSTRUCT.values(), ids=OF_OPEN_INSTRUCT
+)
+
+
+@of_open_instruct
+def test_open_instructs_last_estimator_needs_a_weight(function, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        function(torch.zeros(2), torch.zeros(2), kl_estimator=3)
+
+
+@pytest.mark.parametrize("wrong", [[3], True, 2.0, "2", None], ids=repr)
+@of_open_instruct
+def test_open_instructs_estimators_are_integers(function, message, wrong):
+    expected = re.escape(f"unknown kl_estimator {wrong!r}; expected one of 0, 1, 2, 3")
+    with pytest.raises(ValueError, match=expected):
+        function(torch.zeros(2), torch.zeros(2), kl_estimator=wrong)
 
 
 # Rewards

@@ -30,7 +30,7 @@ def per_token(
     old_logprobs: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """The estimator of every token, in nats, of the shape of ``logprobs``: [T], [B, T], [..., T].
+    """The estimator of every token, in nats, of the shape of ``logprobs``: [], [T], [..., T].
 
     Args:
         logprobs: of the taken tokens under the policy.
@@ -59,7 +59,9 @@ def per_token(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[..., T] as [N, T]; up to two dimensions as they are."""
+    """[..., T] as [N, T], [] as [1]; one or two dimensions as they are."""
+    if tensor.dim() == 0:
+        return tensor.reshape(1)
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
 
 

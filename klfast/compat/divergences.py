@@ -14,6 +14,12 @@ between  Jensen-Shannon: (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q
 
 The two ends are not the limits of what lies between, which goes to 0 at both. No framework
 multiplies by the square of the temperature.
+
+Logits are read once (twice between 0 and 1), and nothing of their size is made but gradients.
+
+Differs from TRL and ms-swift: lower dtypes give fp32, and near 0 every digit is right, where their
+sums are rounding (never negative, exactly 0 for equal logits); a logit of -inf in either model adds
+0, where theirs is NaN, and the divergence is infinite only where the other model says that word.
 """
 
 from __future__ import annotations

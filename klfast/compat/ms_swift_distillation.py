@@ -1,13 +1,8 @@
 """ms-swift's GKD loss, ``swift.rlhf_trainers.gkd_loss``, as read in August 2026 (4.5).
 
-p = softmax of the student, q of the teacher; what ``beta`` means is in
-``klfast.compat.divergences``. Logits are read once (twice between 0 and 1), without copying the
-rows of labelled tokens, and nothing of their size is made but gradients; :func:`gkd_loss` names
-where it copies.
-
-Differs from ms-swift: lower dtypes give fp32, and near 0 every digit is right, where its sums are
-rounding (never negative, exactly 0 for equal logits); a logit of -inf in either model adds 0, where
-theirs is NaN, and the divergence is infinite only where the other model says that word.
+p = softmax of the student, q of the teacher. ``klfast.compat.divergences`` has what ``beta`` means,
+what is read and made, and what differs from ms-swift. The rows of labelled tokens are not copied
+unless :func:`gkd_loss` says so.
 """
 
 from __future__ import annotations

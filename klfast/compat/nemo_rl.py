@@ -15,6 +15,7 @@ from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.api import kl_rewards
 from klfast.checks import check_choice
 from klfast.compat.common import choose
+from klfast.compat.counts import count_of_tokens
 from klfast.compat.presets import NEMO_RL
 from klfast.compat.weighted import weighted_per_token
 from klfast.estimator import Estimator
@@ -45,11 +46,17 @@ def calculate_kl(
 
     Differs from NeMo-RL: low-precision inputs give fp32 (``exact=True``: their own dtype), k3 keeps
     its digits near 0, and where ``exp`` or a weight overflows under an ``output_clamp_value`` the
-    gradient is 0, not NaN (``exact=True`` takes that back). An unknown word is a ValueError.
+    gradient is 0, not NaN (``exact=True`` takes that back). An unknown word is a ValueError, and
+    so are weights of another shape, which NeMo-RL broadcasts.
     """
     estimator = _estimator(kl_type, input_clamp_value, output_clamp_value)
     return weighted_per_token(
-        logprobs, logprobs_reference, estimator, importance_sampling_weights, exact=exact
+        logprobs,
+        logprobs_reference,
+        estimator,
+        importance_sampling_weights,
+        argument="importance_sampling_weights",
+        exact=exact,
     )
 
 
@@ -92,7 +99,10 @@ def kl_loss(
         kl_output_clamp_value: see there.
         loss_type: ``"token_level"``: mean over kept tokens; ``"sequence_level"``: over kept
             samples of their means over tokens; or NeMo-RL's ``LossType``.
-        global_valid_toks: the number of tokens to divide by, where it is not the local one.
+        global_valid_toks: the number of tokens to divide by, where it is not the local one; 0 where
+            no token is kept, and the loss is 0. NeMo-RL's is the number of all ranks, undivided:
+            its FSDP workers multiply the loss by ``dp_size * cp_size``. Under DDP and FSDP, which
+            average gradients, divide it by the world size where nothing multiplies the loss.
         global_valid_seqs: the same of samples.
 
     Differs from NeMo-RL: the gradient of an infinite weight is 0, not NaN; NaN under the mask stays
@@ -108,6 +118,10 @@ def kl_loss(
         if normalizer is None:  # samples without a kept token count, as in NeMo-RL
             kept = mask.shape[0] if sample_mask is None else sample_mask.sum().clamp(min=1)
             normalizer = kept if isinstance(kept, Tensor) else max(1, kept)
+        else:
+            normalizer = count_of_tokens("global_valid_seqs", normalizer)
+    elif normalizer is not None:
+        normalizer = count_of_tokens("global_valid_toks", normalizer)
     return fused_kl_penalty(
         curr_logprobs,
         reference_policy_logprobs,

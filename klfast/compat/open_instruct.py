@@ -13,8 +13,9 @@ from torch import Tensor
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.compat import logits as over_logits
 from klfast.compat.common import per_token, zeros_like
+from klfast.compat.counts import count_of_tokens
 from klfast.compat.presets import OPEN_INSTRUCT
-from klfast.compat.weighted import weighted_per_token
+from klfast.compat.weighted import check_weight, weighted_per_token
 from klfast.estimator import Estimator
 
 __all__ = [
@@ -37,8 +38,10 @@ def estimate_kl(ref_logprobs_diff: Tensor, ratio: Tensor, *, exact: bool = False
     :func:`per_token_kl` and :func:`kl_loss` take log-probs and make the one that is asked for.
 
     Differs from open-instruct: the third keeps its digits near 0; lower dtypes give fp32
-    (``exact=True``: what x and the ratio promote to).
+    (``exact=True``: what x and the ratio promote to); a ratio of another shape than x is a
+    ValueError.
     """
+    check_weight("ratio", ratio, ref_logprobs_diff)
     nothing = zeros_like(ref_logprobs_diff)
     k1, k2, k3 = (
         per_token(ref_logprobs_diff, nothing, Estimator(name), exact=exact)
@@ -64,11 +67,17 @@ def per_token_kl(
     ``ratio`` as a tensor, with whatever graph it has; both have no part in the others.
 
     Differs from open-instruct: digits near 0; fp32 for lower dtypes unless ``exact=True``.
+
+    Raises:
+        ValueError: an unknown ``kl_estimator``, 3 without ``old_logprobs`` and ``ratio``, or a
+            wrong shape, that of the ratio too.
     """
-    if ratio is not None and kl_estimator == WEIGHTED:
-        estimator = OPEN_INSTRUCT[WEIGHTED]
-        return weighted_per_token(new_logprobs, ref_logprobs, estimator, ratio, exact=exact)
-    estimator, old = _weighted(kl_estimator, old_logprobs)
+    estimator = _estimator(kl_estimator)
+    if kl_estimator == WEIGHTED and ratio is not None:
+        return weighted_per_token(
+            new_logprobs, ref_logprobs, estimator, ratio, argument="ratio", exact=exact
+        )
+    old = _old(kl_estimator, old_logprobs, "old_logprobs or ratio must be given", "neither")
     return per_token(new_logprobs, ref_logprobs, estimator, old_logprobs=old, exact=exact)
 
 
@@ -85,12 +94,18 @@ def kl_loss(
     """The KL term of open-instruct's GRPO loss (0-dim, nats times ``beta``) in one read.
 
     ``masked_mean(beta * kl, response_mask, None, denominator)``: the sum over kept tokens, [B, T],
-    divided by ``denominator``, a number > 0, the number of kept tokens by default (0 without any).
-    The KL is that of :func:`per_token_kl`.
+    divided by ``denominator``, by default the number of kept tokens (0 without any). A
+    ``denominator`` of 0 is for batches that keep no token, whose loss is 0. open-instruct's is the
+    number of all ranks, undivided, and its trainer multiplies the loss by the number of ranks.
+    Under DDP and FSDP, which average gradients, divide it by the world size where nothing
+    multiplies the loss. The KL is that of :func:`per_token_kl`.
 
     Differs from open-instruct: NaN under the mask stays there.
     """
-    estimator, old = _weighted(kl_estimator, old_logprobs)
+    estimator = _estimator(kl_estimator)
+    old = _old(kl_estimator, old_logprobs, "old_logprobs must be given", "None")
+    if denominator is not None:
+        denominator = count_of_tokens("denominator", denominator)
     return fused_kl_penalty(
         new_logprobs,
         ref_logprobs,
@@ -103,16 +118,22 @@ def kl_loss(
     )
 
 
-def _weighted(kl_estimator: int, old_logprobs: Tensor | None) -> tuple[Estimator, Tensor | None]:
-    """The preset, and the old log-probs if it takes them."""
-    if kl_estimator not in OPEN_INSTRUCT:
+def _estimator(kl_estimator: object) -> Estimator:
+    if type(kl_estimator) is not int or kl_estimator not in OPEN_INSTRUCT:
         choices = ", ".join(map(str, OPEN_INSTRUCT))
         raise ValueError(f"unknown kl_estimator {kl_estimator!r}; expected one of {choices}")
+    return OPEN_INSTRUCT[kl_estimator]
+
+
+def _old(
+    kl_estimator: int, old_logprobs: Tensor | None, required: str, missing: str
+) -> Tensor | None:
+    """The old log-probs if the estimator takes them; else the error says what it requires."""
     if kl_estimator != WEIGHTED:
-        return OPEN_INSTRUCT[kl_estimator], None
+        return None
     if old_logprobs is None:
-        raise ValueError(f"old_logprobs must be given for kl_estimator {WEIGHTED}, got None")
-    return OPEN_INSTRUCT[WEIGHTED], old_logprobs
+        raise ValueError(f"{required} for kl_estimator {WEIGHTED}, got {missing}")
+    return old_logprobs
 
 
 def log_softmax_and_gather(logits: Tensor, index: Tensor, *, exact: bool = False) -> Tensor:

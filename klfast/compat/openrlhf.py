@@ -22,7 +22,7 @@ __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "compute_approx_kl",
-    "compute_approx_kl_of_two",
+    "compute_approx_kl_unweighted",
     "compute_entropy",
     "compute_reward",
     "log_probs_from_logits",
@@ -61,12 +61,13 @@ def compute_approx_kl(
     return straight_through(value, surrogate)
 
 
-def compute_approx_kl_of_two(
+def compute_approx_kl_unweighted(
     log_probs: Tensor, log_probs_base: Tensor, kl_estimator: str = "k1"
 ) -> Tensor:
-    """The same as OpenRLHF has it up to 0.11.0 and on its main branch: of two log-probs alone.
+    """``compute_approx_kl`` as OpenRLHF has it up to 0.11.0 and on its main branch.
 
-    Its third argument is ``kl_estimator``. Differs from it as :func:`compute_approx_kl`.
+    Without ``log_probs_old``, whose weight came with 0.11.1: the third argument is
+    ``kl_estimator``. Differs from OpenRLHF as :func:`compute_approx_kl`.
     """
     return compute_approx_kl(log_probs, log_probs_base, kl_estimator=kl_estimator)
 

@@ -6,7 +6,7 @@ weight's gradient too under ``clip_weighted``: k3 limited to 10 has none once
 ``logprobs - ref_logprobs < -2.61``. ``KLStats.clipped`` counts those tokens, which no framework
 does; verl's ``k3+`` and ``Estimator("k3", linear_tail=c)`` keep a gradient there.
 
-Read from the frameworks' sources of May (AReaL) to September 2026.
+Read from the frameworks' sources of August 2026, AReaL's of May.
 """
 
 from __future__ import annotations

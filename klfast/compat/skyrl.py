@@ -2,7 +2,7 @@
 what ``torch_utils`` makes of logits.
 
 Its main branch of August 2026. Use ``from klfast.compat.skyrl import compute_approx_kl, ...`` in
-place of SkyRL's own.
+place of SkyRL's own. ``logprobs_from_logits``, which SkyRL has from verl, is verl's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.presets import SKYRL
 from klfast.compat.skyrl_mtp import draft_soft_ce, draft_soft_ce_topk
+from klfast.compat.verl import logprobs_from_logits
 
 __all__ = [
     "AdaptiveKLController",
@@ -131,26 +132,6 @@ def get_kl_controller(algorithm_cfg: Any) -> AdaptiveKLController | FixedKLContr
     if kl_ctrl.type == "fixed":
         return FixedKLController(algorithm_cfg.kl_loss_coef)
     return AdaptiveKLController(algorithm_cfg.kl_loss_coef, kl_ctrl.kl_target, kl_ctrl.horizon)
-
-
-def logprobs_from_logits(
-    logits: Tensor, labels: Tensor, inplace_backward: bool = True, *, exact: bool = False
-) -> Tensor:
-    """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], in nats, by one read.
-
-    A label of -100 gives 0 and no gradient, as in SkyRL with flash-attn; without it SkyRL fails.
-    ``inplace_backward``: see ``klfast.compat.verl.logprobs_from_logits``.
-
-    Differs from SkyRL: lower dtypes give fp32, as they do there with flash-attn alone
-    (``exact=True``: their own, as without it).
-    """
-    return over_logits.token_logprobs(
-        logits,
-        labels,
-        ignore_index=over_logits.IGNORED,
-        inplace_backward=inplace_backward,
-        exact=exact,
-    )
 
 
 def chunked_entropy_from_logits(

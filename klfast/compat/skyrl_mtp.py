@@ -41,7 +41,8 @@ def draft_soft_ce(
         teacher_logits: [B, T, V], detached; cut both to the words that exist (a view will do).
         mask: [B, T], which tokens exist, and their weights.
         global_normalization_factor: divides the sum instead of that of the mask. Below 1 either
-            counts as 1.
+            counts as 1. Under DDP and FSDP, which average gradients, the number of all ranks has
+            to be divided by the world size unless the loss is multiplied by it.
         vocab_parallel_group: None, or a group of one: klfast does not add up shards here.
         chunk_size: of no use: there is no temporary that it could make smaller.
 

@@ -34,10 +34,13 @@ def compute_approx_kl(
     gradient. :func:`kl_loss` takes the old log-probs in place of the ratio, and reads once.
 
     Differs from slime: k3 keeps its digits near 0; the gradient of ``low_var_kl`` is 0, not NaN,
-    where exp overflows (log-ratios below -88); fp64 stays fp64. There is nothing to compile.
+    where exp overflows (log-ratios below -88); fp64 stays fp64; a ratio of another shape is a
+    ValueError, where slime broadcasts. There is nothing to compile.
     """
     estimator = choose("kl_loss_type", kl_loss_type, SLIME)
-    return weighted_per_token(log_probs, log_probs_base, estimator, importance_ratio)
+    return weighted_per_token(
+        log_probs, log_probs_base, estimator, importance_ratio, argument="importance_ratio"
+    )
 
 
 def kl_loss(
@@ -54,7 +57,8 @@ def kl_loss(
 ) -> Tensor:
     """The KL term of slime's loss (0-dim, nats times ``kl_loss_coef``) in one read.
 
-    ``kl_loss_coef * sum_of_sample_mean(compute_approx_kl(...))``, without context parallelism.
+    ``kl_loss_coef * sum_of_sample_mean(compute_approx_kl(...))``, without context parallelism; 0 of
+    no samples.
 
     Args:
         log_probs: [N], of the samples' responses one after the other, under the policy.
@@ -76,7 +80,7 @@ def kl_loss(
     of_samples = fused_kl_penalty(
         log_probs,
         log_probs_base,
-        torch.cat(list(loss_masks)),
+        torch.cat(list(loss_masks)) if len(loss_masks) else log_probs.new_ones(0),
         estimator=choose("kl_loss_type", kl_loss_type, SLIME),
         reduction="token-sum" if calculate_per_token_loss else reduction,
         cu_seqlens=_cu_seqlens(response_lengths, log_probs),
@@ -106,6 +110,8 @@ def kl_rewards(
     ``loss_masks``, as its REINFORCE++ has it: 0 where masked, the reward at the last kept token
     (none for a sample without any, where slime fails); without, as its PPO. No gradient.
     """
+    if len(log_probs) == 0:
+        return []
     lengths = [len(sample) for sample in log_probs]
     logprobs = torch.cat(list(log_probs))
     scores = torch.as_tensor(rewards, dtype=torch.float32, device=logprobs.device)

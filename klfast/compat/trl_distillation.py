@@ -1,13 +1,9 @@
 """TRL's distillation losses over a whole vocabulary, of 1.16: ``trl.experimental.gkd``, and
 ``loss_utils`` of ``trl.experimental.sdft`` and ``trl.experimental.sdpo``.
 
-p = softmax of the student, q of the teacher; what ``beta`` and ``alpha`` mean is in
-``klfast.compat.divergences``. Logits are read once (twice between 0 and 1), and nothing of their
-size is made but gradients, which reach the student, and the teacher if it requires them.
-
-Differs from TRL: lower dtypes give fp32, and near 0 every digit is right, where TRL's sums are
-rounding (never negative, exactly 0 for equal logits); a logit of -inf in either model adds 0, where
-theirs is NaN, and the divergence is infinite only where the other model says that word.
+p = softmax of the student, q of the teacher. ``klfast.compat.divergences`` has what ``beta`` and
+``alpha`` mean, what is read and made, and what differs from TRL; gradients reach the student, and
+the teacher if it requires them.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from klfast.checks import check_number
+from klfast.compat.counts import positive_count
 from klfast.compat.divergences import (
     check_per_token,
     check_same_shape,
@@ -47,7 +43,9 @@ def generalized_jsd_loss(
         reduction: of the per-token divergences, ``"batchmean"``: their mean over kept tokens, or
             without labels their sum / the first dimension; ``"sum"``; ``"mean"``: their mean over
             tokens / V, as TRL's is over the terms of all words.
-        num_items_in_batch: instead of all that, the sum / this number > 0.
+        num_items_in_batch: instead of all that, the sum / this number > 0. Under DDP and FSDP,
+            which average gradients, the number of all ranks has to be divided by the world size
+            unless the loss is multiplied by it.
 
     Differs from TRL, besides the module's list: rows of ignored tokens are not copied; the mean of
     nothing is 0, where ``"mean"`` is NaN there.
@@ -86,7 +84,10 @@ def _reduced(
 ) -> _Reduction:
     """How a sum over tokens is divided."""
     if number is not None:
-        return {"reduction": "token-mean", "normalizer": _number_of_items(number)}
+        return {
+            "reduction": "token-mean",
+            "normalizer": positive_count("num_items_in_batch", number),
+        }
     if reduction == "batchmean":
         if mask is not None:
             return {"reduction": "token-mean"}
@@ -99,17 +100,6 @@ def _reduced(
         "reduction must be 'batchmean', 'sum' or 'mean', as klfast makes no terms of every word "
         f"(klfast.kl_divergence gives divergences per token), got {reduction!r}"
     )
-
-
-def _number_of_items(number: float | Tensor) -> float | Tensor:
-    if not isinstance(number, Tensor):
-        return check_number("num_items_in_batch", number, above=0)
-    if number.dim() != 0:
-        raise ValueError(
-            "num_items_in_batch must be a number or a 0-dim tensor, got a tensor of shape "
-            f"{list(number.shape)}"
-        )
-    return number
 
 
 def compute_divergence(

@@ -209,6 +209,7 @@ def logprobs_from_logits(
     """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], in nats, by one read.
 
     A label of -100 gives 0 and no gradient, as in verl with flash-attn; without it verl fails.
+    SkyRL's function is the same.
 
     ``inplace_backward``: as flash-attn does it, the backward leaves the gradient in the memory of
     the logits. Where the logits are a leaf or not contiguous, or under ``torch.compile``, it takes

@@ -22,6 +22,7 @@ def weighted_per_token(
     estimator: Estimator,
     weight: Tensor | None,
     *,
+    argument: str,
     exact: bool = False,
 ) -> Tensor:
     """``weight * f`` of every token, in nats, where f is the estimator's; f alone without a weight.
@@ -36,11 +37,16 @@ def weighted_per_token(
         ref_logprobs: under the reference, like the weight of the same shape.
         estimator: which one.
         weight: of every token, or None.
+        argument: the framework's name for the weight.
         exact: the order of the frameworks, see ``common.per_token``; the result has the dtype that
             the inputs and the weight promote to.
+
+    Raises:
+        TypeError, ValueError: the weight is no tensor, or has another shape.
     """
     if weight is None:
         return per_token(logprobs, ref_logprobs, estimator, exact=exact)
+    check_weight(argument, weight, logprobs)
     limit = None
     if estimator.clip_weighted:
         weight = _without_gradient_where_clipped(logprobs, ref_logprobs, estimator, weight)
@@ -57,6 +63,17 @@ def weighted_per_token(
     # Only tokens inside are differentiated: f may be infinite at the others, and 0 * inf is NaN.
     kept = torch.where(inside, weight, 0.0) * per_token(logprobs, ref_logprobs, estimator, inside)
     return torch.where(inside, kept, product.clamp(-limit, limit))
+
+
+def check_weight(argument: str, weight: object, logprobs: Tensor) -> None:
+    """A weight is a tensor of the shape of the log-probs."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(weight).__name__}")
+    if weight.shape != logprobs.shape:
+        raise ValueError(
+            f"{argument} must have a number for every token, of shape {list(logprobs.shape)}, got "
+            f"{list(weight.shape)}"
+        )
 
 
 def _without_gradient_where_clipped(

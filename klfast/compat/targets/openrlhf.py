@@ -31,7 +31,7 @@ TARGETS = (
                         Form(
                             "b30f7454ec143071",
                             "0.10, 0.11.0, main",
-                            replacement(openrlhf.compute_approx_kl_of_two),
+                            replacement(openrlhf.compute_approx_kl_unweighted),
                         ),
                         Form("7fb45510c34dfeb7", "0.11.1", replacement(openrlhf.compute_approx_kl)),
                         Form("9a31bec1e32b8ff1", "0.11.2", replacement(openrlhf.compute_approx_kl)),

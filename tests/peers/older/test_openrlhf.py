@@ -12,7 +12,7 @@ from openrlhf.trainer.ppo_utils import experience_maker
 import klfast
 from klfast.compat import openrlhf
 
-OURS = {"0.10.0": openrlhf.compute_approx_kl_of_two, "0.11.1": openrlhf.compute_approx_kl}
+OURS = {"0.10.0": openrlhf.compute_approx_kl_unweighted, "0.11.1": openrlhf.compute_approx_kl}
 
 
 def test_the_release_is_the_one_asked_for(release):
