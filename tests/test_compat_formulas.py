@@ -526,5 +526,5 @@ def test_openrlhf_s_third_argument_is_its_estimator_where_there_is_no_weight(mod
     inputs = torch.tensor([-3.0, -0.5]), torch.tensor([-0.5, -2.5])
     unweighted = openrlhf.compute_approx_kl_unweighted(*inputs, mode)
     assert torch.equal(unweighted, openrlhf.compute_approx_kl(*inputs, kl_estimator=mode))
-    with pytest.raises(TypeError, match=r"log_probs_old must be a torch.Tensor or None, got"):
+    with pytest.raises(TypeError, match=r"log_probs_old must be a torch\.Tensor or None, got"):
         openrlhf.compute_approx_kl(*inputs, mode)

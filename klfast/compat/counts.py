@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks import check_number
-from klfast.value_checks import checks_requested, holds_values
+from klfast.value_checks import are_tracing, checks_requested, holds_values
 
 
 def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
@@ -43,5 +43,4 @@ def _value_is_checked(argument: str, count: Tensor) -> bool:
             f"{argument} must be a number or a 0-dim tensor, got a tensor of shape "
             f"{list(count.shape)}"
         )
-    tracing = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return holds_values(count) or (checks_requested() and not tracing)
+    return holds_values(count) or (checks_requested() and not are_tracing())

@@ -27,6 +27,7 @@ from klfast.compat.divergences import (
     kept,
 )
 from klfast.compat.logits import IGNORED
+from klfast.value_checks import are_tracing
 
 OBJECTIVES = {
     "forward_kl": FORWARD,
@@ -202,7 +203,7 @@ def _divergence(
         teacher = teacher.to(torch.promote_types(teacher.dtype, torch.float32)) * temperature
     if excluded is not None:
         check_same_shape("teacher_inf_mask", excluded, "logits", logits)
-        if torch.compiler.is_compiling() or excluded.any():
+        if are_tracing() or excluded.any():
             return _of_kept_words(
                 divergence, temperature, logits, teacher, excluded, mask, reduction
             )
