@@ -283,6 +283,20 @@ def test_ranks_whose_gradients_are_averaged_divide_the_count_by_the_world_size(a
     torch.testing.assert_close(sum(ranks) / 2, whole)
 
 
+# Importing all of dynamo warns, and it makes a Function object to trace any autograd.Function.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
+)
+@every_count
+def test_counts_that_torch_compile_traces(argument, loss):
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    x = -ONES
+    for count in (5, 6, 7.5, 8.5, torch.tensor(9), torch.tensor(2.5)):
+        torch.testing.assert_close(compiled(x, ONES, count), loss(x, ONES, count))
+    assert compiled(x, NONE_KEPT, 0) == compiled(x, NONE_KEPT, torch.tensor(0)) == 0
+
+
 def test_slime_s_losses_and_rewards_of_no_samples():
     nothing = torch.zeros(0, requires_grad=True)
     for options in ({}, {"rollout_mask_sums": torch.zeros(0)}, {"calculate_per_token_loss": True}):

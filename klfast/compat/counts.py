@@ -17,7 +17,7 @@ def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
             sync, unless ``KLFAST_CHECK=1`` asks for it.
     """
     if not isinstance(count, Tensor):
-        return check_number(argument, count, above=0)
+        return _number(argument, count, above=0)
     if _value_is_checked(argument, count):
         check_number(argument, count.item(), above=0)
     return count
@@ -30,10 +30,19 @@ def count_of_tokens(argument: str, count: float | Tensor) -> float | Tensor:
         TypeError, ValueError: as :func:`positive_count`.
     """
     if not isinstance(count, Tensor):
-        return check_number(argument, count, least=0) or 1.0
+        return _number(argument, count, least=0) or 1.0
     if _value_is_checked(argument, count):
         check_number(argument, count.item(), least=0)
     return torch.where(count == 0, 1, count)
+
+
+def _number(
+    argument: str, count: float, *, above: float | None = None, least: float | None = None
+) -> float:
+    """A number that is checked, or under torch.compile, where it may be symbolic, as it is."""
+    if torch.compiler.is_compiling() and type(count) in (int, float):
+        return count
+    return check_number(argument, count, above=above, least=least)
 
 
 def _value_is_checked(argument: str, count: Tensor) -> bool:
