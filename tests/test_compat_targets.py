@@ -502,6 +502,11 @@ def test_strict_does_without_megatron_but_not_with_a_broken_one(package, monkeyp
 # Where there is a GPU
 
 
+# torch's own, when dynamo is imported first
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
+)
 def test_slime_s_one_function_is_left_alone_on_a_gpu_and_said_to_be(package, monkeypatch):
     """No error: it is known, and compiled."""
     source = """
