@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import klfast
 
 CATEGORY = "autograd"
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 SHAPE, WORDS = (3, 5), 9
 MASK = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 IDS = torch.tensor([[0, 3, 8, 1, 2], [4, 4, 4, 4, 4], [7, 6, 5, 0, 1]])
