@@ -9,6 +9,7 @@
 #   make bench-peers    time klfast against the frameworks' own functions
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
+#   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make format   rewrite sources in the house style
 # PYTHON chooses the interpreter for .venv (3.10 to 3.13).
 
@@ -23,7 +24,7 @@ PEERS := build/peers/trl/installed build/peers/verl/installed
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/emulator/*)
 
-.PHONY: demo test test-peers lint bench bench-peers gpu-check asan format clean
+.PHONY: demo test test-peers lint bench bench-peers gpu-check asan test-break format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -69,6 +70,9 @@ asan: $(VENV)/built
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
 	  tests/test_layouts.py tests/test_masking.py tests/test_reductions.py tests/test_errors.py tests/test_fuzz.py
+
+test-break: $(VENV)/built
+	$(BIN)/pytest -n 2 -p no:benchmark tests/break $(TEST_BREAK_OPTIONS)
 
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,9 @@
 Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``.
 """
 
+import runpy
+from pathlib import Path
+
 import pytest
 import readme
 import torch
@@ -73,3 +76,8 @@ def test_verl_s_words_without_verl():
 def test_the_patch_needs_the_framework():
     with pytest.raises(PatchError, match="verl is not installed"):
         readme.run("patch")
+
+
+def test_the_counts_of_test_break_are_those_of_its_last_whole_run():
+    hunt = runpy.run_path(str(Path(__file__).parent / "break" / "hunt.py"))
+    assert f"<!-- break -->\n{hunt['sentence']()}<!-- end -->" in readme.README.read_text()

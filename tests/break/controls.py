@@ -81,9 +81,7 @@ def penalty(
     steepness = share.abs() * (through_x.abs() + through_w.abs())
     # A derivative with a root away from 0 is as exact as x is.
     steepness = steepness + share.abs() * torch.where(keep, weight * w * (1 + x.abs()), 0.0)
-    return Penalty(
-        total, size, share * (through_x + through_w), share * -through_x, steepness
-    )
+    return Penalty(total, size, share * (through_x + through_w), share * -through_x, steepness)
 
 
 def segments(shape, cu):

@@ -84,7 +84,9 @@ class Hunt:
             found = call()
         except ERRORS as error:
             if not any(name in str(error) for name in names):
-                self.failures.append(f"{case} {type(error).__name__} names none of {names}: {error}")
+                self.failures.append(
+                    f"{case} {type(error).__name__} names none of {names}: {error}"
+                )
         except Exception as error:
             self.failures.append(f"{case} raised {type(error).__name__}: {error}")
         else:
@@ -136,9 +138,9 @@ def sentence():
     counts = json.loads(COUNTS.read_text())
     checks, bad = totals(counts)
     return (
-        f"`make test-break` looks for faults by force: {checks:,} checks in {len(counts)} "
-        f"categories, {bad:,} of them\nbad inputs, each of which must raise an error that names "
-        "the argument.\n"
+        f"`make test-break` runs {checks:,} checks of {len(counts)} categories: misuse, extreme "
+        f"numbers, layouts,\nautograd, threads, the command line. {bad:,} of them are bad inputs, "
+        "each of which must raise an error that\nnames the argument.\n"
     )
 
 

@@ -12,7 +12,9 @@ CATEGORY = "bad shapes, dtypes and layouts"
 BACKENDS = ("native", "reference")
 
 # Torch's warnings at the making of exotic tensors are not klfast's.
-pytestmark = pytest.mark.filterwarnings("ignore:.*(nested|ComplexHalf|[Ss]parse|quantiz|deprecated).*")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(nested|ComplexHalf|[Ss]parse|quantiz|deprecated).*"
+)
 
 NOT_TENSORS = {
     "none": None,
@@ -176,9 +178,7 @@ def packed(edges, backend):
 def rewards(edges, backend, sequences):
     a = torch.zeros(6)
     scores = torch.ones(sequences)
-    return lambda: klfast.kl_rewards(
-        scores, a, a, kl_coef=0.1, cu_seqlens=edges, backend=backend
-    )
+    return lambda: klfast.kl_rewards(scores, a, a, kl_coef=0.1, cu_seqlens=edges, backend=backend)
 
 
 REDUCED = ("none", "seq-sum", "token-mean", "seq-mean-token-mean")
@@ -219,7 +219,22 @@ def test_cu_seqlens_of_a_wrong_kind(hunt):
 
 def test_unknown_choices(hunt):
     choices = ("reduction", "estimator", "backend")
-    bad = ("", "K3", "mean", "k9", "none ", None, 0, 1.5, True, ["k3"], ("none",), b"k3", {}, object())
+    bad = (
+        "",
+        "K3",
+        "mean",
+        "k9",
+        "none ",
+        None,
+        0,
+        1.5,
+        True,
+        ["k3"],
+        ("none",),
+        b"k3",
+        {},
+        object(),
+    )
     for name, (function, good, _) in functions().items():
         for argument, value in itertools.product(choices, bad):
             if argument == "reduction" and name not in ("kl_penalty", "kl_divergence"):

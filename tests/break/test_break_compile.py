@@ -16,6 +16,7 @@ CATEGORY = "compile and export"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning"),
 ]
 IDS = torch.tensor([[0, 4, 6], [1, 1, 3]])
 

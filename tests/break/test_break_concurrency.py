@@ -49,7 +49,10 @@ def jobs():
         ((1, 1), (3, 70), (4, 16500), (64, 1000)), REDUCTIONS
     ):
         a, b, mask = inputs(rows, columns)
-        yield ("penalty", rows, reduction), lambda a=a, b=b, m=mask, n=reduction: penalty(a, b, m, n)
+        yield (
+            ("penalty", rows, reduction),
+            lambda a=a, b=b, m=mask, n=reduction: penalty(a, b, m, n),
+        )
     for words, direction in itertools.product((5, 1000, 5001), ("reverse", "forward", "jsd")):
         z, r, _ = (torch.randn(2, 3, words) for _ in range(3))
         for reduction in ("none", "token-mean"):
@@ -96,7 +99,7 @@ def test_errors_in_threads_are_that_thread_s_own(hunt):
 
     with ThreadPoolExecutor(WORKERS) as pool:
         submitted = []
-        for index in range(500 if hunt.whole else 50):
+        for _ in range(500 if hunt.whole else 50):
             submitted.append((True, pool.submit(err)))
             submitted.append((False, pool.submit(penalty, a, b, mask, "token-mean")))
         for index, (fails, future) in enumerate(submitted):

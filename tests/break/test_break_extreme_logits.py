@@ -72,9 +72,7 @@ def test_divergences(hunt, dtype, backend):
         z, r = kinds[first], kinds[second]
         exact, value = expected_value(z, r, direction, 0.3)
         leaves = [row.clone()[None].requires_grad_() for row in (z, r)]
-        found = klfast.kl_divergence(
-            *leaves, direction=direction, jsd_beta=0.3, backend=backend
-        )
+        found = klfast.kl_divergence(*leaves, direction=direction, jsd_beta=0.3, backend=backend)
         error = 2e-6 if single(z) else 1e-12
         case = (backend, direction, first, second)
         textbook = 1e-14 * (1 + torch.nan_to_num(exact.size, 0.0, 0.0, 0.0))

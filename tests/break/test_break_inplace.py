@@ -135,7 +135,9 @@ def test_one_backward_alone(hunt):
         hunt.raises(lambda y=loss, x=leaf: torch.autograd.grad(y, x), dtype, backend, "second")
         again = inplace(leaf * 1, backend=backend).sum()
         hunt.raises(
-            lambda y=again, x=leaf: torch.autograd.grad(y, x, create_graph=True)[0].sum().backward(),
+            lambda y=again, x=leaf: (
+                torch.autograd.grad(y, x, create_graph=True)[0].sum().backward()
+            ),
             dtype,
             backend,
             "create_graph",

@@ -32,7 +32,9 @@ def draws(random):
     return {
         "near": lambda t: t * random.lognormvariate(0, 0.5),
         "edges": lambda t: t * random.choice((0.5, 1.0, 2.0)),
-        "beside the edges": lambda t: math.nextafter(t * random.choice((0.5, 2.0)), random.choice((0, INF))),
+        "beside the edges": lambda t: math.nextafter(
+            t * random.choice((0.5, 2.0)), random.choice((0, INF))
+        ),
         "cancelling": lambda t: random.choice((1e16, -1e16, t)),
         "tiny": lambda _: random.choice((5e-324, 1e-308, 0.0)),
         "negative": lambda t: -t * random.random(),
@@ -41,7 +43,11 @@ def draws(random):
 
 
 def test_statuses_are_those_of_the_exact_mean(hunt):
-    windows, targets, bands = (1, 2, 3, 10, 100), (6.0, 0.1, 1e-3), ((0.5, 2.0), (0.0, 1.0), (0.9, 1.1))
+    windows, targets, bands = (
+        (1, 2, 3, 10, 100),
+        (6.0, 0.1, 1e-3),
+        ((0.5, 2.0), (0.0, 1.0), (0.9, 1.1)),
+    )
     for (what, draw), window, target, (low, high) in itertools.product(
         draws(hunt.random).items(), windows, targets, bands
     ):
@@ -111,7 +117,9 @@ def test_bad_arguments_are_refused(hunt):
         hunt.refuses(lambda b=bad: KLMonitor(6.0).update(b), "current", bad)
     good = KLMonitor(6.0).state_dict()
     changes = [("kind", "fixed"), ("version", 2), ("version", True), ("skipped", -1)]
-    changes += [("values", bad) for bad in (None, "1", (1.0,), {}, [NAN], [INF], ["1"], [True], [None])]
+    changes += [
+        ("values", bad) for bad in (None, "1", (1.0,), {}, [NAN], [INF], ["1"], [True], [None])
+    ]
     for key, bad in changes:
         monitor = KLMonitor(6.0)
         hunt.refuses(lambda m=monitor, s={**good, key: bad}: m.load_state_dict(s), key, key, bad)

@@ -29,9 +29,7 @@ def compare(hunt, a, b, *case, mask=None, old=None, grads=True, **options):
     backend, name, reduction = options["backend"], options["estimator"], options["reduction"]
     normal = {key: options[key] for key in ("coef", "normalizer") if key in options}
     normal = {key: float(value) for key, value in normal.items()}
-    expected = penalty(
-        a, b, mask, name, reduction, cu=options.get("cu_seqlens"), old=old, **normal
-    )
+    expected = penalty(a, b, mask, name, reduction, cu=options.get("cu_seqlens"), old=old, **normal)
     leaves = [t.detach().clone().requires_grad_() for t in (a, b)]
     found = klfast.kl_penalty(*leaves, mask, old_logprobs=old, **options)
     error = allowed(a.double() - b.double(), a, b, old)

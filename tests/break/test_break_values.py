@@ -43,7 +43,9 @@ def test_copies_are_equal_and_compute_the_same(hunt):
             copy.deepcopy(one),
             pickle.loads(pickle.dumps(one)),
             dataclasses.replace(one),
-            Estimator(**{field.name: getattr(one, field.name) for field in dataclasses.fields(one)}),
+            Estimator(
+                **{field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+            ),
         )
         expected = klfast.kl_penalty(a, b, estimator=one, old_logprobs=old)
         for way, other in enumerate(others):
@@ -52,7 +54,13 @@ def test_copies_are_equal_and_compute_the_same(hunt):
             hunt.bits(klfast.kl_penalty(a, b, estimator=other, old_logprobs=old), expected, options)
         wide = klfast.kl_penalty(a, b, estimator=one, old_logprobs=old, backend="reference")
         hunt.close(expected, wide.double(), 1e-5 * (1 + wide.abs().max().item()), drawn, options)
-        hunt.equal(eval(repr(one), {"Estimator": Estimator, "Fraction": Fraction, "np": np}), one, drawn, options, "repr")
+        hunt.equal(
+            eval(repr(one), {"Estimator": Estimator, "Fraction": Fraction, "np": np}),
+            one,
+            drawn,
+            options,
+            "repr",
+        )
 
 
 def test_bad_limits_are_refused(hunt):
