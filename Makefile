@@ -72,7 +72,7 @@ asan: $(VENV)/built
 	  tests/test_layouts.py tests/test_masking.py tests/test_reductions.py tests/test_errors.py tests/test_fuzz.py
 
 test-break: $(VENV)/built
-	$(BIN)/pytest -n 2 -p no:benchmark tests/break $(TEST_BREAK_OPTIONS)
+	$(BIN)/pytest -n 2 --dist worksteal -p no:benchmark tests/break $(TEST_BREAK_OPTIONS)
 
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .

@@ -86,7 +86,7 @@ LEAST_LEAK = 40
 
 @pytest.mark.skipif("not __import__('os').path.exists('/proc/self/statm')")
 def test_calls_keep_no_memory(hunt):
-    calls = 10_000 if hunt.whole else 600
+    calls = 3000 if hunt.whole else 600
     printed = run_fresh(COMMON, arguments=(str(calls),), timeout=600)
     for kind, growth in ast.literal_eval(printed).items():
         hunt.check(growth < LEAST_LEAK, kind, got=f"{growth:.0f} bytes a call, over {calls} calls")
