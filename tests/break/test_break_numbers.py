@@ -163,7 +163,7 @@ NOT_POSITIVE = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS, scope="session")
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_coefficients_and_normalizers_are_refused(hunt, backend):
     for (what, value), reduction in itertools.product(BAD_NUMBERS.items(), REDUCTIONS):
         for name, call in calls(backend=backend, reduction=reduction):
