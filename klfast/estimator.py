@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
+
+import torch
 
 from klfast.backends.reference import FORMULAS
 from klfast.checks import check_choice, check_number
@@ -15,7 +16,7 @@ ESTIMATORS = tuple(FORMULAS)
 ALIASES = {"mse": "k2", "low_var_kl": "k3"}
 GRADIENTS = ("value", "k2", "none")
 IMPORTANCE = ("differentiable", "detached")
-NO_LIMIT = sys.float_info.max
+NO_LIMIT = torch.finfo(torch.float64).max
 """An absent limit to the ops: AOTInductor's packages hold no infinity."""
 
 Encoded = tuple[int, int, int, bool, tuple[float, ...]]
@@ -108,18 +109,21 @@ class Estimator:
         ``IMPORTANCE``, and the limits (importance_cap, lo, hi, linear_tail, kl_clip), of which
         ``NO_LIMIT`` stands for an absent one.
         """
+        if torch.compiler.is_compiling():  # what is read from an object may become a symbol
+            return self._encode()
         encoded: Encoded = self._encoded  # type: ignore[attr-defined]  # not a field
         return encoded
 
     def _encode(self) -> Encoded:
         limits = (self.importance_cap, *self.log_ratio_bounds, self.linear_tail, self.kl_clip)
-        finite = (NO_LIMIT if limit is None else float(limit) for limit in limits)
+        largest = torch.finfo(torch.float64).max  # NO_LIMIT, and a constant to dynamo
+        finite = (largest if limit is None else float(limit) for limit in limits)
         return (
             ESTIMATORS.index(self.name),
             GRADIENTS.index(self.gradient),
             IMPORTANCE.index(self.importance),
             self.clip_weighted,
-            tuple(max(-NO_LIMIT, min(limit, NO_LIMIT)) for limit in finite),
+            tuple(max(-largest, min(limit, largest)) for limit in finite),
         )
 
     @property

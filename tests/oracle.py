@@ -38,12 +38,16 @@ CONTRACT = {
 """f(x) of the estimators that design.md names."""
 
 
+def _clamp(x, min=-mpmath.inf, max=mpmath.inf):  # noqa: A002
+    return sorted([min, x, max])[1]
+
+
 class Exact:
     """An mpmath number that torch's functions take for a tensor."""
 
     functions = {  # noqa: RUF012
         "abs": abs,
-        "clamp": lambda x, lo, hi: min(max(x, lo), hi),
+        "clamp": _clamp,
         "cosh": mpmath.cosh,
         "exp": mpmath.exp,
         "expm1": lambda x: mpmath.exp(x) - 1,
@@ -65,8 +69,8 @@ class Exact:
         self.number = number
 
     @classmethod
-    def apply(cls, function, *arguments):
-        return cls(function(*(getattr(a, "number", a) for a in arguments)))
+    def apply(cls, function, *arguments, **options):
+        return cls(function(*(getattr(a, "number", a) for a in arguments), **options))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -99,6 +99,8 @@ class Pair:
         self.u_error += self.promise * total(self.change.abs())  # of what is taken off each
         self.excluded = ((x > -torch.inf) & (y == -torch.inf)).any(-1, keepdim=True)
         self.textbook = torch.maximum(self.first.textbook, self.second.textbook)
+        for words in (self.first, self.second):  # either may be normalised by way of the other
+            words.relative = words.relative + self.textbook
 
     @property
     def change(self):

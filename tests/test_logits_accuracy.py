@@ -183,10 +183,13 @@ def misleading_rows(words):
             f"faint, and apart, up to {end}": (beginning(x, end, -60.0), beginning(far, end, 5.0)),
             f"alike up to {end}, then apart": (x, torch.cat([x[:end], x[end:] + 5])),
             f"apart up to {end}, then alike": (x, torch.cat([x[:end] - 50, x[end:]])),
-            f"alike but for the faint first {end}": (
-                torch.cat([x[:end] - 25, x[end:]]),
-                torch.cat([x[:end] - 25 + (2.0 if end % 2 else -0.7), near[end:]]),
-            ),
+            **{
+                f"{apart} apart in the faint first {end} alone": (
+                    torch.cat([x[:end] - faint, x[end:]]),
+                    torch.cat([x[:end] - faint + apart, near[end:]]),
+                )
+                for apart, faint in ((0.3, 12), (-1.7, 6), (-1.7, 12), (2.0, 25))
+            },
             f"loud up to {end}": (torch.cat([x[:end] + 40, x[end:]]), near),
         }
     for at in (0, 5, words // 2, -1):

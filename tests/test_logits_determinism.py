@@ -87,6 +87,23 @@ def test_neighbours_do_not_change_the_way_a_row_is_looked_at(backend, direction)
     assert_same([part[:, 0] for part in found], [part[:, 0] for part in expected])
 
 
+@every_direction
+def test_asking_for_a_gradient_or_for_log_probs_changes_no_value(direction):
+    """On the CPU: CUDA blocks that keep a row, to write its gradient, add it up in other parts."""
+    backend = "native"
+    logits, ref_logits = random_logits(2, 3, 2500)
+    models = leaves(logits, ref_logits)
+    options = {"direction": direction, "backend": backend}
+    plain = klfast.kl_divergence(logits, ref_logits, **options)
+    for asked in (models, (models[0], ref_logits), (logits, models[1])):
+        assert same_bits(klfast.kl_divergence(*asked, **options).detach(), plain)
+        _, stats = klfast.kl_divergence(*asked, reduction="token-sum", return_stats=True, **options)
+        _, expected = klfast.kl_divergence(logits, ref_logits, return_stats=True, **options)
+        assert same_bits(stats.kl, expected.kl)
+    with_ids = klfast.kl_divergence(*models, token_ids=random_ids(logits), **options)
+    assert same_bits(with_ids[0].detach(), plain)
+
+
 @pytest.mark.parametrize("backend", FAST, indirect=True)
 @every_direction
 def test_threads_and_runs_change_nothing(backend, direction, set_num_threads):
