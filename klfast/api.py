@@ -10,6 +10,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from klfast import backends
+from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
 from klfast.stats import KLStats
 from klfast.validation import validate_kl_penalty, validate_kl_rewards
@@ -49,6 +50,7 @@ def kl_penalty(
 ) -> tuple[Tensor, KLStats]: ...
 
 
+@serves_dtensors
 def kl_penalty(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -155,6 +157,7 @@ def kl_rewards(
 ) -> tuple[Tensor, KLStats]: ...
 
 
+@serves_dtensors
 def kl_rewards(
     scores: Tensor,
     logprobs: Tensor,

@@ -82,5 +82,5 @@ def _tell_of_reference(device: torch.device) -> None:
     warnings.warn(
         f"klfast uses its slow reference backend on {device.type} ({because})",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -11,6 +11,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from klfast import backends
+from klfast.dtensors import serves_dtensors
 from klfast.logits.validation import validate_kl_divergence, validate_token_logprobs
 from klfast.stats import KLStats
 
@@ -43,6 +44,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@serves_dtensors
 def token_logprobs(
     logits: Tensor,
     token_ids: Tensor,
@@ -178,6 +180,7 @@ def kl_divergence(
 ) -> tuple[Tensor, Tensor, Tensor, KLStats]: ...
 
 
+@serves_dtensors
 def kl_divergence(
     logits: Tensor,
     ref_logits: Tensor,

@@ -1,0 +1,219 @@
+"""DTensors: every rank computes its own shard.
+
+A public function that is given DTensors calls itself with their local tensors and makes DTensors of
+what comes back. A per-token or per-sequence result is sharded as its tokens are; a scalar is a sum
+over the ranks (``Partial``), for which a mean divides by the count of all of them; statistics are
+of all sequences, on every rank.
+
+=============================================== ====================================================
+placement of logprobs or logits                 what happens
+=============================================== ====================================================
+``Replicate``                                   every rank computes the same
+``Shard`` over sequences (dimension 0 of        nothing is moved but the count that a mean divides
+[B, T], of [B, T, V])                           by
+``Shard`` over the tokens of sequences          the same, where a token's sequence does not matter:
+                                                ``token_logprobs``, and the reductions ``none``,
+                                                ``token-sum`` and ``token-mean`` without
+                                                ``cu_seqlens``, statistics and scores
+everything else, ``Partial`` and a sharded      gathered first (``Replicate``)
+vocabulary among it
+=============================================== ====================================================
+
+The other tensors are moved to where these are; they must be DTensors on the same mesh too, but for
+0-dim ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TOKENWISE = ("none", "token-sum", "token-mean")
+"""Reductions that do not ask which sequence a token belongs to."""
+_MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+_PER_TOKEN = (
+    *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
+    *("mask", "token_ids"),
+)
+_PER_SEQUENCE = ("scores",)
+
+
+def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
+    """The public function, over DTensors as well."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def served(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _is_among((*args, *kwargs.values())):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return _over_shards(function, bound.arguments)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    return served
+
+
+def _is_among(values: tuple[object, ...]) -> bool:
+    """Whether there is a DTensor; a program that has one has imported them."""
+    module = getattr(torch.distributed, "tensor", None)
+    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+
+
+class _Shards(NamedTuple):
+    """Where the tokens of a call are."""
+
+    name: str
+    """Of the argument that says it."""
+    of: DTensor
+    rank: int
+    """The tokens' dimensions: those of ``of``, but for a vocabulary."""
+    placements: tuple[Placement, ...]
+    """``Shard`` and ``Replicate`` alone."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.of.device_mesh
+
+    @property
+    def dimensions(self) -> set[int]:
+        """Those that are sharded."""
+        return {p.dim for p in self.placements if p.is_shard()}  # type: ignore[attr-defined]
+
+    def local(self, name: str, value: object) -> object:
+        """This rank's part of an argument."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not isinstance(value, Tensor):
+            return value
+        if not isinstance(value, DTensor):
+            if value.dim() == 0:
+                return value
+            raise TypeError(
+                f"{name} must be a DTensor as {self.name} is, got {type(value).__name__}"
+            )
+        if value.device_mesh != self.mesh:
+            raise ValueError(
+                f"{name} must be on the mesh of {self.name}, {self.mesh}, got {value.device_mesh}"
+            )
+        placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
+        if name in _PER_TOKEN or name in _PER_SEQUENCE:
+            self._check_shape(name, value)
+            placements = self.placements
+        moved = value.redistribute(placements=placements)
+        return moved.to_local(grad_placements=placements)
+
+    def _check_shape(self, name: str, value: Tensor) -> None:
+        """That no rank but some raises: shards of equal tensors are equal on all of them."""
+        if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in self.dimensions):
+            raise ValueError(
+                f"{name} must have the shape of {self.name}, {list(self.of.shape)}, where that is "
+                f"sharded, got {list(value.shape)}"
+            )
+
+    def whole(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
+        """The DTensor of every rank's part."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size(
+            self.of.shape[d] if d in self.dimensions else n for d, n in enumerate(local.shape)
+        )
+        strides = torch.empty(shape, device="meta").stride() if shape else ()
+        return DTensor.from_local(
+            local.contiguous(), self.mesh, placements, shape=shape, stride=strides
+        )
+
+    def total(self, local: Tensor) -> DTensor:
+        """The sum of what the ranks have."""
+        from torch.distributed.tensor import Partial
+
+        return self.whole(local, tuple(Partial() if p.is_shard() else p for p in self.placements))
+
+
+def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What the function makes of DTensors. Its arguments are in the order of its signature."""
+    shards = _shards_of(arguments)
+    if arguments.get("inplace_backward"):
+        raise ValueError("inplace_backward must be False for DTensors, got True")
+    local = {name: shards.local(name, value) for name, value in arguments.items()}
+    reduction = arguments.get("reduction", "none")
+    if reduction in _MEANS and arguments["normalizer"] is None and shards.dimensions:
+        local["normalizer"] = _denominator(shards, local, reduction)
+    result = function(**local)
+    if isinstance(result, tuple):
+        first, *others = result
+        return (_whole_result(shards, first, reduction), *(_whole(shards, o) for o in others))
+    return _whole_result(shards, result, reduction)
+
+
+def _shards_of(arguments: dict[str, Any]) -> _Shards:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    name = "logits" if "logits" in arguments else "logprobs"
+    of = arguments[name]
+    if not isinstance(of, DTensor):
+        other = next(n for n, value in arguments.items() if isinstance(value, DTensor))
+        raise TypeError(f"{name} must be a DTensor as {other} is, got {type(of).__name__}")
+    rank = of.dim() - (name == "logits")
+    sequences, tokens = _may_shard(arguments, rank)
+
+    def serves(placement: Placement) -> bool:
+        if type(placement) is not Shard or placement.dim >= rank:
+            return False
+        return sequences if placement.dim == 0 and rank == 2 else tokens
+
+    placements = tuple(p if serves(p) else Replicate() for p in of.placements)
+    return _Shards(name, of, rank, placements)
+
+
+def _may_shard(arguments: dict[str, Any], rank: int) -> tuple[bool, bool]:
+    """Whether (sequences, the tokens of a sequence) may be on several ranks."""
+    if "token_ids" in arguments and "ref_logits" not in arguments:
+        return True, True  # token_logprobs knows no sequences
+    if arguments["cu_seqlens"] is not None:
+        return False, False
+    by_token = arguments.get("reduction", "none") in _TOKENWISE
+    return True, by_token and not arguments["return_stats"] and "scores" not in arguments
+
+
+def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
+    """What a mean over all ranks divides by; 1 for nothing, whose mean is 0."""
+    like, mask = local[shards.name], local["mask"]
+    if mask is None:
+        mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
+    with torch.no_grad():
+        if reduction != "token-mean":
+            mask = (mask != 0).any(-1)
+        count = shards.total(mask.sum(dtype=torch.float64)).full_tensor()
+        return torch.where(count == 0, 1.0, count)
+
+
+def _whole_result(shards: _Shards, local: Tensor, reduction: str) -> DTensor:
+    return shards.total(local) if local.dim() == 0 else shards.whole(local, shards.placements)
+
+
+def _whole(shards: _Shards, local: Tensor | KLStats) -> Any:
+    """What is returned beside the first: per token, and statistics per sequence.
+
+    Those of all sequences, on every rank: ``if`` and ``item()`` look at a DTensor's own part alone.
+    """
+    from torch.distributed.tensor import Replicate
+
+    if not isinstance(local, KLStats):
+        return shards.whole(local, shards.placements)
+    together = shards.whole(torch.stack(local, -1), shards.placements)
+    everywhere = together.redistribute(placements=(Replicate(),) * shards.mesh.ndim)
+    return KLStats(*everywhere.unbind(-1))
