@@ -58,19 +58,25 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def served(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_among((*args, *kwargs.values())):
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return _over_shards(function, bound.arguments)  # type: ignore[no-any-return]
-        return function(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if type(value) not in _PLAIN and _is_dtensor(value):
+                break
+        else:
+            return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return _over_shards(function, bound.arguments)  # type: ignore[no-any-return]
 
     return served
 
 
-def _is_among(values: tuple[object, ...]) -> bool:
-    """Whether there is a DTensor; a program that has one has imported them."""
-    module = getattr(torch.distributed, "tensor", None)
-    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+_PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
+"""Types that say at once what a value is not."""
+
+
+def _is_dtensor(value: object) -> bool:
+    module = getattr(torch.distributed, "tensor", None)  # a program that has one has imported them
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class _Shards(NamedTuple):
