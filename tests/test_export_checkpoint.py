@@ -115,3 +115,35 @@ def test_a_checkpoint_saves_no_log_probs(backend):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         checkpoint(penalty, logprobs, use_reentrant=False)
     assert not [tensor for tensor in saved if tensor.numel() >= 210 and tensor is not logprobs]
+
+
+class Penalties(torch.nn.Module):
+    """With no limit (which is infinite), and with every one."""
+
+    def forward(self, logprobs, ref_logprobs, old_logprobs, mask):
+        limited = Estimator(
+            "k3", log_ratio_clip=(-1.0, 2.0), kl_clip=0.5, importance_cap=1.5, linear_tail=0.8
+        )
+        pair = logprobs, ref_logprobs
+        return (
+            klfast.kl_penalty(*pair, mask, reduction="token-mean"),
+            klfast.kl_penalty(*pair, mask, reduction="seq-mean", old_logprobs=old_logprobs),
+            klfast.kl_penalty(*pair, mask, estimator=limited, old_logprobs=old_logprobs),
+        )
+
+
+# AOTInductor itself uses what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.* is deprecated")
+def test_a_package_of_aot_inductor_has_eagers_bits(tmp_path):
+    def inputs():
+        logprobs, ref_logprobs, mask = arguments(3, 70)
+        return logprobs, ref_logprobs, logprobs + 0.7 * torch.randn(3, 70), mask
+
+    module = Penalties()
+    package = torch._inductor.aoti_compile_and_package(
+        export(module, inputs()), package_path=str(tmp_path / "penalties.pt2")
+    )
+    fresh = inputs()
+    results = torch._inductor.aoti_load_package(package)(*fresh)
+    for result, expected in zip(results, module(*fresh), strict=True):
+        assert same_bits(result, expected)

@@ -109,3 +109,25 @@ def test_nothing_of_the_logits_size_is_saved_but_the_logits():
         klfast.token_logprobs(models[0], ids, return_entropy=True, backend="native")
     addresses = {t.data_ptr() for t in saved if t.numel() >= 2 * 3 * 37}
     assert addresses == {model.data_ptr() for model in models}
+
+
+class Everything(torch.nn.Module):
+    def forward(self, logits, ref_logits, ids):
+        return (
+            klfast.kl_divergence(logits, ref_logits, reduction="token-mean"),
+            *klfast.kl_divergence(logits, ref_logits, direction="jsd", token_ids=ids),
+            *klfast.token_logprobs(logits, ids, return_entropy=True, temperature=0.7),
+        )
+
+
+# AOTInductor itself uses what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.* is deprecated")
+def test_a_package_of_aot_inductor_has_eagers_bits(tmp_path):
+    module = Everything()
+    package = torch._inductor.aoti_compile_and_package(
+        export(module, arguments(3, 7, 11)), package_path=str(tmp_path / "everything.pt2")
+    )
+    inputs = arguments(3, 7, 11)
+    results = torch._inductor.aoti_load_package(package)(*inputs)
+    for result, expected in zip(results, module(*inputs), strict=True):
+        assert same_bits(result, expected)
