@@ -189,19 +189,7 @@ def growth():
     return json.loads(run_fresh(code, arguments=[here], timeout=600, PYTHONMALLOC="malloc"))
 
 
-LOSES_A_STRING = pytest.mark.xfail(
-    strict=True,
-    reason="kl_divergence's ops take a str, and torch's stable ABI loses a std::string for each",
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[LOSES_A_STRING] if case.startswith("kl_divergence") else [])
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_no_call_leaves_memory_behind(growth, case):
     given_out, resident = growth[case]
     assert given_out < SLACK
