@@ -34,7 +34,8 @@ def built(tmp_path_factory):
         text=True,
         check=False,
     )
-    assert process.returncode == 0, process.stderr[-4000:]
+    errors = [line for line in process.stderr.splitlines() if "error" in line.lower()]
+    assert process.returncode == 0, "\n".join(errors)
     return folder
 
 

@@ -206,9 +206,10 @@ __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale
 
 // kl, lse and shift of a row, in shared.row, and the guess that they are: a look with the guess of
 // the first words, one more if that was poor, and one with the whole row's greatest words between
-// them if it was useless.
+// them if it was useless. The scale is read where it is needed: kept, it costs two registers, and
+// 16-bit kernels spill.
 template <typename Rows, typename Acc>
-__device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, Team& team,
+__device__ __forceinline__ void look_at_pairs(const Rows& rows, const RowInputs& in, Team& team,
                                               Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
   if (decides) shared.next = Next::kStart;
@@ -218,7 +219,7 @@ __device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, Te
       double greatest[2];
       find_greatest(rows, next == Next::kStart ? 1 : rows.rounds.some, greatest);
       team.combine<Greatest>(greatest);
-      if (decides) judge_greatest(greatest[0], greatest[1], scale, shared);
+      if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
     } else {
       const Guess<Acc> guess = shared.guess;
       double sums[kFields];
@@ -226,7 +227,7 @@ __device__ __forceinline__ void look_at_pairs(const Rows& rows, double scale, Te
       team.combine<Add>(sums);
       if (decides) {
         judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
-                   scale, shared);
+                   in.scale(), shared);
       }
     }
     __syncthreads();
@@ -301,8 +302,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
 template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
-  const double scale = task.call.in.in.scale();
-  look_at_pairs(rows, scale, team, shared);
+  look_at_pairs(rows, task.call.in.in, team, shared);
   double mixed[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
     const Guess<Acc> exact = shared.guess;
