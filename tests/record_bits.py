@@ -1,0 +1,225 @@
+"""The bits of every public function, for a change that must not change any.
+
+    python tests/record_bits.py bits.json             # before
+    python tests/record_bits.py bits.json --compare   # after: lists the cases that differ
+
+Values, gradients and statistics over all estimators, options, reductions, layouts and dtypes are
+hashed, one hash a case. Each instruction set of the CPU has a process of its own, as have the
+emulated CUDA kernels and Triton's interpreter.
+"""
+
+import argparse
+import functools
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import torch
+from agreement import INTEGERS, random_inputs
+from targets import TARGETS, serving
+
+import klfast
+from klfast import Estimator
+from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.estimator import ESTIMATORS
+
+RUNS = {
+    "native-avx512": {"KLFAST_CPU": "avx512"},
+    "native-avx2": {"KLFAST_CPU": "avx2"},
+    "native-baseline": {"KLFAST_CPU": "baseline"},
+    "native-emulated": {},
+    "reference": {},
+    "triton": {"TRITON_INTERPRET": "1"},
+}
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OPTIONS = {
+    "plain": {},
+    "k2-gradient": {"gradient": "k2"},
+    "no-gradient": {"gradient": "none"},
+    "detached": {"importance": "detached", "importance_cap": 1.5},
+    "clips": {"log_ratio_clip": (-0.8, 1.1), "kl_clip": 0.6},
+    "weighted-clips": {"log_ratio_clip": 1.0, "kl_clip": 0.5, "clip_weighted": True},
+    "tail": {"linear_tail": 0.7},
+}
+
+
+class Batch:
+    """The tensors of a layout in a dtype."""
+
+    def __init__(self, layout, dtype):
+        generator = torch.Generator().manual_seed(7)
+        shape = {"padded": (5, 37), "long": (2, 16_500), "packed": (113,), "strided": (6, 50)}
+        torch.manual_seed(11)
+        logprobs, ref, old = random_inputs(shape[layout], dtype)
+        mask = torch.rand(logprobs.shape, generator=generator)
+        mask = torch.where(mask < 0.3, 0.0, mask)
+        self.cu_seqlens = None
+        if layout == "packed":
+            self.cu_seqlens = torch.tensor([0, 0, 40, 41, 41, 113])
+        if layout == "strided":
+            logprobs, ref, old, mask = (t[::2, ::3] for t in (logprobs, ref, old, mask))
+        self.logprobs, self.ref, self.old, self.mask = logprobs, ref, old, mask
+        self.sequences = 5 if layout == "packed" else logprobs.shape[0]
+
+
+def hash_of(tensors):
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        tensor = tensor.detach().contiguous()
+        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.view(INTEGERS[tensor.element_size()]).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def outputs_of(function, *differentiable, **options):
+    """Hash of results, statistics and gradients, of the first backward and of a second."""
+    leaves = [tensor.detach().requires_grad_() for tensor in differentiable]
+    results = function(*leaves, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    flat = [t for r in results for t in (r if isinstance(r, klfast.KLStats) else (r,))]
+    roots = [t for t in flat if t.requires_grad]
+    grads = []
+    if roots:
+        weights = [torch.linspace(1, 2, root.numel()).view(root.shape) for root in roots]
+        total = sum((root * weight).sum() for root, weight in zip(roots, weights, strict=True))
+        for again in (True, False):
+            grads += torch.autograd.grad(total, leaves, retain_graph=again)
+    return hash_of([*flat, *grads])
+
+
+def penalties(layouts):
+    """(name, call) of every case of ``kl_penalty``; a call takes the backend."""
+    for layout, dtype, estimator, (what, options), reduction, masked in itertools.product(
+        layouts, FLOATS, ESTIMATORS, OPTIONS.items(), REDUCTIONS, (False, True)
+    ):
+        batch = Batch(layout, dtype)
+        has_old = "importance" in options or "clip_weighted" in options
+        has_normalizer = what == "clips" and reduction in NORMALIZED_REDUCTIONS
+        call = functools.partial(
+            outputs_of,
+            klfast.kl_penalty,
+            batch.logprobs,
+            batch.ref,
+            mask=batch.mask if masked else None,
+            estimator=Estimator(estimator, **options),
+            old_logprobs=batch.old if has_old else None,
+            cu_seqlens=batch.cu_seqlens,
+            reduction=reduction,
+            coef=0.3,
+            normalizer=7.0 if has_normalizer else None,
+            return_stats=True,
+        )
+        yield f"kl_penalty {layout} {dtype} {estimator} {what} {reduction} {masked}", call
+
+
+def rewards(layouts):
+    """(name, call) of every case of ``kl_rewards``."""
+    for layout, dtype, estimator in itertools.product(layouts, FLOATS, ESTIMATORS):
+        batch = Batch(layout, dtype)
+        call = functools.partial(
+            outputs_of,
+            functools.partial(klfast.kl_rewards, torch.linspace(-1, 1, batch.sequences)),
+            batch.logprobs,
+            batch.ref,
+            mask=batch.mask,
+            kl_coef=0.2,
+            estimator=estimator,
+            cu_seqlens=batch.cu_seqlens,
+            return_stats=True,
+        )
+        yield f"kl_rewards {layout} {dtype} {estimator}", call
+
+
+def over_logits(vocabularies):
+    """(name, call) of every case over logits."""
+    for vocabulary, dtype in itertools.product(vocabularies, FLOATS):
+        torch.manual_seed(3)
+        logits = (3 * torch.randn(2, 5, vocabulary, dtype=torch.float64)).to(dtype)
+        noise = 0.2 * torch.randn(2, 5, vocabulary, dtype=torch.float64)
+        ref_logits = (logits.double() + noise).to(dtype)
+        ids = torch.randint(vocabulary, (2, 5))
+        mask = torch.tensor([[1, 1, 0, 0.5, 1], [0, 1, 1, 1, 2.0]])
+        for entropy in (False, True):
+            call = functools.partial(
+                outputs_of,
+                klfast.token_logprobs,
+                logits,
+                token_ids=ids,
+                mask=mask,
+                return_entropy=entropy,
+                temperature=0.8,
+            )
+            yield f"token_logprobs {vocabulary} {dtype} {entropy}", call
+        for direction, reduction, taken in itertools.product(
+            ("reverse", "forward", "jsd"), ("none", "seq-mean", "token-mean"), (False, True)
+        ):
+            call = functools.partial(
+                outputs_of,
+                klfast.kl_divergence,
+                logits,
+                ref_logits,
+                mask=mask,
+                direction=direction,
+                jsd_beta=0.3,
+                temperature=1.3,
+                reduction=reduction,
+                token_ids=ids if taken else None,
+                return_stats=True,
+            )
+            yield f"kl_divergence {vocabulary} {dtype} {direction} {reduction} {taken}", call
+
+
+def record(run):
+    """Case -> hash, of one run in this process."""
+    target = TARGETS[run if run in TARGETS else "native"]
+    is_slow = run == "triton"
+    layouts = ("padded", "packed") if is_slow else ("padded", "packed", "strided", "long")
+    cases = [
+        *penalties(layouts),
+        *rewards(layouts),
+        *over_logits((37,) if is_slow else (1, 37, 4_099)),
+    ]
+    with serving(target):
+        kept = cases[:: 97 if is_slow else 1]
+        return {f"{run} {name}": call(backend=target.backend) for name, call in kept}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("file")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument(
+        "--only", help="one of the runs, in this process; prints JSON", choices=RUNS
+    )
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=RUNS)
+    options = parser.parse_args()
+    if options.only:
+        json.dump(record(options.only), sys.stdout)
+        return
+    hashes = {}
+    for run in options.runs:
+        command = [sys.executable, __file__, options.file, "--only", run]
+        done = subprocess.run(
+            command, env=os.environ | RUNS[run], check=True, stdout=subprocess.PIPE
+        )
+        hashes |= json.loads(done.stdout)
+    if not options.compare:
+        with open(options.file, "w") as file:
+            json.dump(hashes, file, indent=0)
+        print(f"{len(hashes)} cases")
+        return
+    with open(options.file) as file:
+        before = json.load(file)
+    before = {n: h for n, h in before.items() if n.split(" ")[0] in options.runs}
+    differ = [name for name in before | hashes if before.get(name) != hashes.get(name)]
+    print(*differ[:50], f"{len(differ)} of {len(hashes)} cases differ", sep="\n")
+    sys.exit(bool(differ))
+
+
+if __name__ == "__main__":
+    main()
