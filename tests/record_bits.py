@@ -46,6 +46,11 @@ OPTIONS = {
 }
 
 
+@functools.cache
+def batch_of(layout, dtype):
+    return Batch(layout, dtype)
+
+
 class Batch:
     """The tensors of a layout in a dtype."""
 
@@ -95,7 +100,7 @@ def penalties(layouts):
     for layout, dtype, estimator, (what, options), reduction, masked in itertools.product(
         layouts, FLOATS, ESTIMATORS, OPTIONS.items(), REDUCTIONS, (False, True)
     ):
-        batch = Batch(layout, dtype)
+        batch = batch_of(layout, dtype)
         has_old = "importance" in options or "clip_weighted" in options
         has_normalizer = what == "clips" and reduction in NORMALIZED_REDUCTIONS
         call = functools.partial(
@@ -118,7 +123,7 @@ def penalties(layouts):
 def rewards(layouts):
     """(name, call) of every case of ``kl_rewards``."""
     for layout, dtype, estimator in itertools.product(layouts, FLOATS, ESTIMATORS):
-        batch = Batch(layout, dtype)
+        batch = batch_of(layout, dtype)
         call = functools.partial(
             outputs_of,
             functools.partial(klfast.kl_rewards, torch.linspace(-1, 1, batch.sequences)),
