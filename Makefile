@@ -18,11 +18,11 @@ DEMO_OPTIONS ?= --force
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
+BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*/* csrc/*/*/*)
 PEERS := build/peers/trl/installed build/peers/verl/installed
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
-CPP_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/emulator/*)
+CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/emulator/*)
 
 .PHONY: demo test test-peers lint bench bench-peers gpu-check asan test-break format clean
 .DELETE_ON_ERROR:

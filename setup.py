@@ -29,24 +29,24 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
 OLDEST_TORCH = "0x020a000000000000"  # TORCH_TARGET_VERSION: one binary runs on torch 2.10 and later
-KERNELS = ("csrc/cpu/kl_penalty_kernel.cpp", "csrc/cpu/logits_kernel.cpp")
+KERNELS = ("csrc/penalty/cpu_kernel.cpp", "csrc/logits/cpu_kernel.cpp")
 SOURCES = (
-    "csrc/cpu/instruction_sets.cpp",
-    "csrc/cpu/kl_penalty.cpp",
-    "csrc/cpu/logits.cpp",
-    "csrc/cpu/ops.cpp",
-    "csrc/module.cpp",
-    "csrc/ops.cpp",
+    "csrc/device/cpu/instruction_sets.cpp",
+    "csrc/penalty/cpu.cpp",
+    "csrc/logits/cpu.cpp",
+    "csrc/binding/cpu.cpp",
+    "csrc/binding/module.cpp",
+    "csrc/binding/schemas.cpp",
 )
 CUDA_SOURCES = (
-    "csrc/cuda/arrivals.cu",
-    "csrc/cuda/chip.cu",
-    "csrc/cuda/divergence_backward.cu",
-    "csrc/cuda/divergence_forward.cu",
-    "csrc/cuda/kl_penalty.cu",
-    "csrc/cuda/ops.cpp",
-    "csrc/cuda/problem.cu",
-    "csrc/cuda/token_logprobs.cu",
+    "csrc/device/cuda/arrivals.cu",
+    "csrc/device/cuda/chip.cu",
+    "csrc/logits/cuda_divergence_backward.cu",
+    "csrc/logits/cuda_divergence_forward.cu",
+    "csrc/penalty/cuda.cu",
+    "csrc/binding/cuda.cpp",
+    "csrc/device/cuda/problem.cu",
+    "csrc/logits/cuda_token_logprobs.cu",
 )
 CUDA_ARCHS = "8.0 9.0 10.0+PTX"
 # No -ffast-math: it folds the rounding trick of exp_series.h away, and the result is wrong.
@@ -147,7 +147,7 @@ def arch_flags() -> list[str]:
 
 def nvcc_flags() -> list[str]:
     threads = os.environ.get("NVCC_THREADS", str(min(len(cuda_archs()), os.cpu_count() or 1)))
-    flags = [*NVCC_FLAGS, *arch_flags(), f"--threads={threads}"]
+    flags = [*NVCC_FLAGS, f"-I{ROOT / 'csrc'}", *arch_flags(), f"--threads={threads}"]
     flags += ["-O0", "-g", "-G"] if enabled("DEBUG") else ["-O3"]
     if "CXX" in os.environ:
         flags.append(f"-ccbin={shlex.split(os.environ['CXX'])[-1]}")
@@ -164,7 +164,7 @@ def variants() -> list[str]:
 def include_flags() -> list[str]:
     # pip's pybind11 first: torch's own copy refuses TORCH_TARGET_VERSION.
     paths = [pybind11.get_include(), *cpp_extension.include_paths(), sysconfig.get_path("include")]
-    return [f"-isystem{path}" for path in paths]
+    return [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in paths)]
 
 
 def compile_flags() -> list[str]:
@@ -212,16 +212,21 @@ def ninja_path(path: Path | str) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def object_of(source: str, *variant: str) -> str:
+    """The name of an object file: ``penalty_cpu_kernel.cpp_avx2.o``."""
+    return "_".join([*Path(source).parts[1:], *variant]) + ".o"
+
+
 def ninja_file(output: Path) -> str:
     """The build as a ninja file: one object per source, and per instruction set for the kernels."""
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     common = ninja_quote([*compile_flags(), *include_flags()])
-    objects = {source.replace("/", "_") + ".o": (source, ()) for source in SOURCES}
+    objects = {object_of(source): (source, ()) for source in SOURCES}
     for name, flags in instruction_sets().items():
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
-        objects |= {f"{Path(kernel).stem}_{name}.o": (kernel, flags) for kernel in KERNELS}
+        objects |= {object_of(kernel, name): (kernel, flags) for kernel in KERNELS}
     if builds_cuda():
-        objects |= {source.replace("/", "_") + ".o": (source, ()) for source in CUDA_SOURCES}
+        objects |= {object_of(source): (source, ()) for source in CUDA_SOURCES}
     lines = [
         "rule compile",
         f"  command = {ninja_quote(cxx)} -MMD -MF $out.d {common} $flags -c $in -o $out",

@@ -159,7 +159,7 @@ def _vmap_by_element(op: Any) -> Any:
 
 
 def register(namespace: str) -> None:
-    """Register fakes and vmap rules for the ops of ``csrc/ops.h`` under a namespace."""
+    """Register fakes and vmap rules for the ops of ``csrc/binding/penalty_ops.h`` under a namespace."""
     ops = getattr(torch.ops, namespace)
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake)

@@ -26,7 +26,7 @@ Grads = tuple[Tensor | None, Tensor | None]
 
 
 class Kernels(NamedTuple):
-    """The compiled functions of a backend, with the signatures of the ops in ``csrc/ops.h``."""
+    """The compiled functions of a backend, with the signatures of the ops in ``csrc/binding/penalty_ops.h``."""
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor]]

@@ -40,7 +40,7 @@ def kernels():
             "klfast_emulated",
             SOURCES,
             extra_cflags=list(FLAGS),
-            extra_include_paths=[str(TESTS / "emulator")],
+            extra_include_paths=[str(TESTS / "emulator"), str(TESTS.parent / "csrc")],
             build_directory=str(folder),
             is_python_module=False,
         )

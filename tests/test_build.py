@@ -13,7 +13,7 @@ from klfast import ops
 from klfast.estimator import ESTIMATORS
 
 FOLDER = f"build/klfast-{sys.implementation.cache_tag}"
-KERNELS = sorted((Path(__file__).parents[1] / FOLDER).glob("kl_penalty_kernel_avx*.o"))
+KERNELS = sorted((Path(__file__).parents[1] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
 
 
 def test_the_extension_knows_every_estimator():

@@ -1,6 +1,6 @@
 """The Triton kernels: NVIDIA and AMD GPUs, without a compiler at installation.
 
-Their ops have the schemas of ``csrc/ops.h``, in a namespace of their own as the extension may be
+Their ops have the schemas of ``csrc/binding/penalty_ops.h``, in a namespace of their own as the extension may be
 absent. Triton is imported when the first of them runs: it takes its time.
 """
 

@@ -1,6 +1,6 @@
 """The formulas over a vocabulary in Triton: what a word adds, what a row comes to, gradients.
 
-The algebra is that of ``csrc/divergences.h``, where the reasons stand. A probability is
+The algebra is that of ``csrc/formulas/divergences.h``, where the reasons stand. A probability is
 2^(scale x - shift) of a logit x, with scale = log2(e) / temperature: one fused operation and the
 hardware's power of two. What is per word is of the type ``ACC``, fp32 or fp64; what is per row is
 in fp64. Words of two models are ``pair_placed``: less their row's origin, and halved in every row.

@@ -145,7 +145,7 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 def sequence_weight(
     length, tokens, sequences, normalizer, REDUCTION: tl.constexpr, NORMALIZED: tl.constexpr, ACC
 ):
-    """What a sequence's sum counts in the result, as ``sequence_weight`` of csrc/reductions.h.
+    """What a sequence's sum counts in the result, as ``sequence_weight`` of csrc/formulas/reductions.h.
 
     Rounded to the arithmetic's type, as the backward will read it: every gradient of a call is then
     the same, whoever computes it.

@@ -306,7 +306,7 @@ class _Call:
 
 
 def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op ``kl_penalty_fwd`` of ``csrc/ops.h``."""
+    """The op ``kl_penalty_fwd`` of ``csrc/binding/penalty_ops.h``."""
     *of_call, scores, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = args
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
@@ -354,7 +354,7 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op ``kl_penalty_bwd`` of ``csrc/ops.h``."""
+    """The op ``kl_penalty_bwd`` of ``csrc/binding/penalty_ops.h``."""
     *of_call, grad_out, per_sequence, want_grad_logprobs, want_grad_ref_logprobs = args
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
@@ -373,7 +373,7 @@ def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """The op ``scale_`` of ``csrc/ops.h``."""
+    """The op ``scale_`` of ``csrc/binding/penalty_ops.h``."""
     size = tensor.numel()
     if size == 0:
         return

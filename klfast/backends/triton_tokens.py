@@ -1,6 +1,6 @@
 """What one token comes to, in Triton: everything that ``klfast.Estimator`` can say.
 
-The algebra is that of ``evaluate_token`` in ``csrc/token.h``.
+The algebra is that of ``evaluate_token`` in ``csrc/formulas/token.h``.
 """
 
 from typing import NamedTuple

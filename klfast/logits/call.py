@@ -14,7 +14,7 @@ from klfast.call import KLCall
 
 DIRECTIONS = ("reverse", "forward", "jsd")
 DIVERGENCES = ("kl", "jsd")
-"""What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits.h``."""
+"""What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 
 
 class TokenLogprobsCall(NamedTuple):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LogitsKernels(NamedTuple):
-    """The functions over logits of a backend, with the signatures of ``csrc/logits_ops.h``."""
+    """The functions over logits of a backend, with the signatures of ``csrc/binding/logits_ops.h``."""
 
     token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     token_logprobs_backward: Callable[..., Tensor]

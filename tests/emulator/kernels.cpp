@@ -1,4 +1,4 @@
 // The CUDA kernels, compiled for the host.
 
-#include "../../csrc/cuda/arrivals.cu"
-#include "../../csrc/cuda/kl_penalty.cu"
+#include "device/cuda/arrivals.cu"
+#include "penalty/cuda.cu"

@@ -1,5 +1,5 @@
 // The CUDA kernels over logits, compiled for the host.
 
-#include "../../csrc/cuda/chip.cu"
-#include "../../csrc/cuda/divergence_backward.cu"
-#include "../../csrc/cuda/divergence_forward.cu"
+#include "device/cuda/chip.cu"
+#include "logits/cuda_divergence_backward.cu"
+#include "logits/cuda_divergence_forward.cu"

@@ -1,7 +1,6 @@
 // The CUDA ops on CPU tensors: torch.ops.klfast_emulated.
 
-#include "../../csrc/cuda/ops.cpp"
-
+#include "binding/cuda.cpp"
 #include "cuda_emulator.h"
 
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {

@@ -1,3 +1,3 @@
 // The CUDA kernels over one model's logits, compiled for the host.
 
-#include "../../csrc/cuda/token_logprobs.cu"
+#include "logits/cuda_token_logprobs.cu"

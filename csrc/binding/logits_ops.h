@@ -1,0 +1,274 @@
+// The rim between torch and the kernels over logits, as ops.h is for those over log-probs. A device
+// brings
+//   static void run(const TokenLogprobsForward&, const Device&), and so on for every call of
+//   logits.h
+
+#pragma once
+
+#include "binding/penalty_ops.h"
+#include "logits/call.h"
+
+namespace klfast::rim {
+
+inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument) {
+  const Device own = device_of(tensor);
+  const Device device = device_of(like);
+  KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
+               " must be on the device of logits");
+  KLFAST_CHECK(tensor.dim() == 3, argument, " must be [A, T, V]");
+  for (int64_t i = 0; i < 3; ++i) {
+    KLFAST_CHECK(tensor.size(i) == like.size(i), argument, " must have the shape of logits");
+  }
+  Logits logits;
+  logits.data = tensor.numel() > 0 ? tensor.const_data_ptr() : "";
+  logits.dtype = dtype_of(tensor, argument);
+  KLFAST_CHECK(is_floating(logits.dtype), argument, " must be floating");
+  logits.outer_stride = tensor.stride(0);
+  logits.inner_stride = tensor.stride(1);
+  logits.word_stride = tensor.stride(2);
+  return logits;
+}
+
+// What a call reads per row, contiguous and of one dtype; null where it is absent.
+inline const void* per_row(const OptionalTensor& tensor, const Tensor& logits, DType dtype,
+                           const char* argument) {
+  if (!tensor.has_value()) return nullptr;
+  const int64_t rows = logits.size(0) * logits.size(1);
+  const View view = row_of(*tensor, rows, device_of(logits), argument);
+  KLFAST_CHECK(view.dtype == dtype, argument, " has another dtype than the kernels read");
+  KLFAST_CHECK(tensor->is_contiguous(), argument, " must be contiguous");
+  return view.data;
+}
+
+inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
+  const int64_t rows = logits.size(0) * logits.size(1);
+  KLFAST_CHECK(
+      saved.dim() == 2 && saved.size(0) == fields && saved.size(1) == rows && saved.is_contiguous(),
+      "saved must be [", fields, ", R]");
+  const View view = view_of(saved, device_of(logits), "saved");
+  KLFAST_CHECK(view.dtype == DType::kFloat64, "saved must be float64");
+  return static_cast<const double*>(view.data);
+}
+
+// 1 / temperature: a number, or what a tensor holds, which a device reads itself.
+struct InverseTemperature {
+  double number;
+  const double* at;
+
+  static InverseTemperature of(double temperature, const OptionalTensor& tensor,
+                               const Device& device) {
+    if (!tensor.has_value()) return {1 / temperature, nullptr};
+    const View view = scalar_of(tensor, device, "inverse_temperature");
+    KLFAST_CHECK(view.dtype == DType::kFloat64, "inverse_temperature must be float64");
+    const double* const at = static_cast<const double*>(view.data);
+    if (device.type == aoti_torch_device_type_cpu()) return {*at, nullptr};
+    return {1, at};
+  }
+};
+
+inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
+                         const OptionalTensor& keep, double temperature,
+                         const OptionalTensor& inverse_temperature, bool is_double) {
+  KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
+  const InverseTemperature given =
+      InverseTemperature::of(temperature, inverse_temperature, device_of(logits));
+  const double inverse = given.number;
+  const double own = is_double ? inverse : static_cast<float>(inverse);
+  KLFAST_CHECK(own > 0 && std::isfinite(own), "temperature must be > 0, and in range");
+  RowInputs in;
+  in.shape = {logits.size(0), logits.size(1), logits.size(2)};
+  in.token_ids =
+      static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids"));
+  in.keep = static_cast<const uint8_t*>(per_row(keep, logits, DType::kBool, "keep"));
+  in.inverse_temperature = inverse;
+  in.inverse_temperature_at = given.at;
+  in.is_double = is_double;
+  return in;
+}
+
+inline ScalarType arithmetic(bool is_double) {
+  return is_double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline DType results_dtype(const RowInputs& in) {
+  return in.is_double ? DType::kFloat64 : DType::kFloat32;
+}
+
+// Results per row, or nothing of shape [0].
+inline Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
+  return empty({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
+}
+
+inline void* data_of(const Tensor& tensor) {
+  return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
+}
+
+template <typename On>
+std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor token_ids,
+                                                      OptionalTensor keep, double temperature,
+                                                      bool want_entropy,
+                                                      OptionalTensor inverse_temperature) {
+  TokenLogprobsForward call;
+  call.logits = logits_of(logits, logits, "logits");
+  const bool is_double = call.logits.dtype == DType::kFloat64;
+  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  Tensor logprobs = empty_rows(logits, arithmetic(is_double), true);
+  Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
+  Tensor saved = empty({kWordSaved, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
+  call.logprobs = data_of(logprobs);
+  call.entropy = data_of(entropy);
+  call.saved = static_cast<double*>(data_of(saved));
+  if (call.in.shape.rows() > 0) On::run(call, device_of(logits));
+  return {logprobs, entropy, saved};
+}
+
+template <typename On>
+void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
+                             const OptionalTensor& keep, const Tensor& saved, const Tensor& entropy,
+                             double temperature, const Tensor& grad_logprobs,
+                             const OptionalTensor& grad_entropy,
+                             const OptionalTensor& inverse_temperature, const Tensor& grad) {
+  TokenLogprobsBackward call;
+  call.logits = logits_of(logits, logits, "logits");
+  const bool is_double = call.logits.dtype == DType::kFloat64;
+  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  const DType dtype = results_dtype(call.in);
+  call.saved = saved_of(saved, logits, kWordSaved);
+  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
+  call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
+  if (call.grad_entropy != nullptr) call.entropy = per_row(entropy, logits, dtype, "entropy");
+  call.grad = output_of(grad, true);
+  if (call.in.shape.rows() > 0) On::run(call, device_of(logits));
+}
+
+template <typename On>
+Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
+                          Tensor entropy, double temperature, Tensor grad_logprobs,
+                          OptionalTensor grad_entropy, OptionalTensor inverse_temperature) {
+  Tensor grad = empty_gradient(logits, true);
+  token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
+                              grad_entropy, inverse_temperature, grad);
+  return grad;
+}
+
+template <typename On>
+void token_logprobs_bwd_(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
+                         Tensor entropy, double temperature, Tensor grad_logprobs,
+                         OptionalTensor grad_entropy, OptionalTensor inverse_temperature) {
+  KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
+  token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
+                              grad_entropy, inverse_temperature, logits);
+}
+
+inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
+                                      const OptionalTensor& token_ids, const OptionalTensor& keep,
+                                      int64_t divergence, double beta, double temperature,
+                                      const OptionalTensor& inverse_temperature) {
+  DivergenceInputs in;
+  in.first = logits_of(logits, logits, "logits");
+  in.second = logits_of(ref_logits, logits, "ref_logits");
+  const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
+  in.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
+  KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
+  in.beta = beta;
+  return in;
+}
+
+template <typename On>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
+    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
+    int64_t divergence, double jsd_beta, double temperature, OptionalTensor shares, bool want_grad,
+    bool want_grad_ref, OptionalTensor inverse_temperature) {
+  DivergenceForward call;
+  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
+                          inverse_temperature);
+  const RowInputs& in = call.in.in;
+  KLFAST_CHECK(shares.has_value() || !(want_grad || want_grad_ref),
+               "gradients need the shares of the rows");
+  const ScalarType dtype = arithmetic(in.is_double);
+  Tensor rows = empty_rows(logits, dtype, true);
+  Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
+  Tensor ref_logprobs = empty_rows(logits, dtype, token_ids.has_value());
+  Tensor saved = empty({kSaved, in.shape.rows()}, ScalarType::Double, device_of(logits));
+  Tensor grad = empty_gradient(logits, want_grad);
+  Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
+  call.rows = data_of(rows);
+  call.logprobs = data_of(logprobs);
+  call.ref_logprobs = data_of(ref_logprobs);
+  call.saved = static_cast<double*>(data_of(saved));
+  call.shares = per_row(shares, logits, results_dtype(in), "shares");
+  call.grad_first = output_of(grad, want_grad);
+  call.grad_second = output_of(grad_ref, want_grad_ref);
+  if (in.shape.rows() > 0) On::run(call, device_of(logits));
+  return {rows, logprobs, ref_logprobs, saved, grad, grad_ref};
+}
+
+template <typename On>
+std::tuple<Tensor, Tensor> kl_divergence_bwd(
+    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
+    int64_t divergence, double jsd_beta, double temperature, Tensor rows, Tensor saved,
+    Tensor grad_rows, OptionalTensor grad_logprobs, OptionalTensor grad_ref_logprobs,
+    bool want_grad, bool want_grad_ref, OptionalTensor inverse_temperature) {
+  DivergenceBackward call;
+  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
+                          inverse_temperature);
+  const RowInputs& in = call.in.in;
+  const DType dtype = results_dtype(in);
+  KLFAST_CHECK(
+      token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
+      "gradients of tokens' log-probs go with token_ids");
+  call.rows = per_row(rows, logits, dtype, "rows");
+  call.saved = saved_of(saved, logits, kSaved);
+  call.grad_rows = per_row(grad_rows, logits, dtype, "grad_rows");
+  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
+  call.grad_ref_logprobs = per_row(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
+  Tensor grad = empty_gradient(logits, want_grad);
+  Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
+  call.grad_first = output_of(grad, want_grad);
+  call.grad_second = output_of(grad_ref, want_grad_ref);
+  if (in.shape.rows() > 0) On::run(call, device_of(logits));
+  return {grad, grad_ref};
+}
+
+template <typename On, typename Library>
+void implement_logits(Library& library) {
+  library.impl("token_logprobs_fwd", TORCH_BOX(&token_logprobs_fwd<On>));
+  library.impl("token_logprobs_bwd", TORCH_BOX(&token_logprobs_bwd<On>));
+  library.impl("token_logprobs_bwd_", TORCH_BOX(&token_logprobs_bwd_<On>));
+  library.impl("kl_divergence_fwd", TORCH_BOX(&kl_divergence_fwd<On>));
+  library.impl("kl_divergence_bwd", TORCH_BOX(&kl_divergence_bwd<On>));
+}
+
+#define KLFAST_TOKENS_SCHEMA "Tensor token_ids, Tensor? keep, "
+#define KLFAST_TOKENS_BACKWARD_SCHEMA                                       \
+  KLFAST_TOKENS_SCHEMA                                                      \
+  "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, " \
+  "Tensor? grad_entropy, Tensor? inverse_temperature=None) -> "
+#define KLFAST_DIVERGENCE_SCHEMA                                        \
+  "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, " \
+  "int divergence, float jsd_beta, float temperature, "
+
+// token_logprobs_fwd returns logprobs, entropy, saved ([2, R]: see logits.h); kl_divergence_fwd
+// rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(shares * rows). [0] where
+// not wanted. inverse_temperature, a 0-dim float64 tensor, takes the place of the temperature where
+// torch.compile must not take that for a constant.
+template <typename Library>
+void define_logits(Library& library) {
+  library.def("token_logprobs_fwd(Tensor logits, " KLFAST_TOKENS_SCHEMA
+              "float temperature, bool want_entropy, Tensor? inverse_temperature=None) "
+              "-> (Tensor, Tensor, Tensor)");
+  library.def("token_logprobs_bwd(Tensor logits, " KLFAST_TOKENS_BACKWARD_SCHEMA "Tensor");
+  library.def("token_logprobs_bwd_(Tensor(a!) logits, " KLFAST_TOKENS_BACKWARD_SCHEMA "()");
+  library.def("kl_divergence_fwd(" KLFAST_DIVERGENCE_SCHEMA
+              "Tensor? shares, bool want_grad, bool want_grad_ref, "
+              "Tensor? inverse_temperature=None) "
+              "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("kl_divergence_bwd(" KLFAST_DIVERGENCE_SCHEMA
+              "Tensor rows, Tensor saved, Tensor grad_rows, Tensor? grad_logprobs, "
+              "Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
+              "Tensor? inverse_temperature=None) "
+              "-> (Tensor, Tensor)");
+}
+
+}  // namespace klfast::rim

@@ -1,0 +1,47 @@
+// klfast._C: what was built. Importing it registers the ops of ops.cpp.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "device/cpu/parallel.h"
+#include "formulas/estimators.h"
+#ifdef KLFAST_CUDA
+#include "penalty/cuda.h"
+// As in cuda/ops.cpp.
+extern "C" int aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
+    __attribute__((weak));
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+std::string cuda_problem() {
+#ifdef KLFAST_CUDA
+  if (aoti_torch_get_current_cuda_stream == nullptr) return "this torch has no CUDA streams";
+  return klfast::cuda::problem();
+#else
+  return "the extension was built without CUDA kernels; set CUDA_HOME to a CUDA toolkit and build "
+         "it again";
+#endif
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Compiled kernels of klfast; importing registers torch.ops.klfast.";
+  module.def(
+      "estimator_names",
+      [] {
+        return std::vector<std::string>(std::begin(klfast::estimators::kNames),
+                                        std::end(klfast::estimators::kNames));
+      },
+      "Names of the estimators that the kernels know.");
+  module.def("cuda_problem", &cuda_problem,
+             "Why the CUDA kernels cannot run on the current device; empty if they can.");
+  module.def("instruction_set", &klfast::cpu::instruction_set,
+             "The instruction set that the CPU kernels use here; KLFAST_CPU limits it.");
+}

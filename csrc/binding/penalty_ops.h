@@ -1,0 +1,353 @@
+// The rim between torch and the kernels, on LibTorch's stable ABI: what the ops of every device do
+// around their kernels. A device brings
+//   static void forward(KlPenaltyInputs, const KlPenaltyForward&, const Device&)
+//   static void backward(KlPenaltyInputs, const KlPenaltyBackward&, const Device&)
+//   static void scale(const Output&, int64_t n, const View& factor, const Device&)
+//
+// Arguments have been checked in Python, where the messages are. What is checked again here
+// protects memory: torch.ops can be called by anyone.
+
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "device/cpu/huge_pages.h"
+#include "formulas/estimators.h"
+#include "penalty/call.h"
+
+namespace klfast::rim {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+#define KLFAST_CHECK(condition, ...) STD_TORCH_CHECK(condition, "klfast: ", __VA_ARGS__)
+
+inline DType dtype_of(const Tensor& tensor, const char* argument) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Bool:
+      return DType::kBool;
+    case ScalarType::Byte:
+      return DType::kUInt8;
+    case ScalarType::Char:
+      return DType::kInt8;
+    case ScalarType::Short:
+      return DType::kInt16;
+    case ScalarType::Int:
+      return DType::kInt32;
+    case ScalarType::Long:
+      return DType::kInt64;
+    default:
+      break;
+  }
+  KLFAST_CHECK(false, argument, " has a dtype that the kernels do not read");
+}
+
+inline bool is_floating(DType dtype) { return dtype <= DType::kFloat16; }
+
+// The device that a call runs on.
+struct Device {
+  int32_t type;
+  int32_t index;
+};
+
+inline Device device_of(const Tensor& tensor) {
+  Device device;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
+  return device;
+}
+
+inline View view_of(const Tensor& tensor, const Device& device, const char* argument) {
+  const Device own = device_of(tensor);
+  KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
+               " must be on the device of the call");
+  KLFAST_CHECK(tensor.dim() <= 2, argument, " must have at most 2 dimensions");
+  View view;
+  view.data = tensor.numel() > 0 ? tensor.const_data_ptr() : "";
+  view.dtype = dtype_of(tensor, argument);
+  view.row_stride = tensor.dim() == 2 ? tensor.stride(0) : 0;
+  view.column_stride = tensor.dim() > 0 ? tensor.stride(tensor.dim() - 1) : 0;
+  return view;
+}
+
+// Row-less inputs of shape [n].
+inline View row_of(const Tensor& tensor, int64_t n, const Device& device, const char* argument) {
+  KLFAST_CHECK(tensor.dim() == 1 && tensor.numel() == n, argument, " must have ", n, " elements");
+  return view_of(tensor, device, argument);
+}
+
+inline View view_like(const OptionalTensor& tensor, const Tensor& logprobs, const char* argument) {
+  if (!tensor.has_value()) return View();
+  bool same = tensor->dim() == logprobs.dim();
+  for (int64_t i = 0; same && i < logprobs.dim(); ++i) same = tensor->size(i) == logprobs.size(i);
+  KLFAST_CHECK(same, argument, " must have the shape of logprobs");
+  return view_of(*tensor, device_of(logprobs), argument);
+}
+
+inline View scalar_of(const OptionalTensor& tensor, const Device& device, const char* argument) {
+  if (!tensor.has_value()) return View();
+  KLFAST_CHECK(tensor->dim() == 0, argument, " must be 0-dimensional");
+  return view_of(*tensor, device, argument);
+}
+
+inline Batch batch_of(const Tensor& logprobs, const OptionalTensor& cu_seqlens) {
+  Batch batch;
+  batch.tokens = logprobs.numel();
+  if (!cu_seqlens.has_value()) {
+    KLFAST_CHECK(logprobs.dim() == 1 || logprobs.dim() == 2, "logprobs must be [B, T] or [N]");
+    batch.sequences = logprobs.dim() == 2 ? logprobs.size(0) : 1;
+    batch.width = logprobs.size(logprobs.dim() - 1);
+    return batch;
+  }
+  KLFAST_CHECK(logprobs.dim() == 1, "logprobs must be [N] with cu_seqlens");
+  KLFAST_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->numel() >= 1, "cu_seqlens must be [S+1]");
+  KLFAST_CHECK(cu_seqlens->is_contiguous(), "cu_seqlens must be contiguous");
+  const DType dtype = view_of(*cu_seqlens, device_of(logprobs), "cu_seqlens").dtype;
+  KLFAST_CHECK(dtype == DType::kInt64 || dtype == DType::kInt32,
+               "cu_seqlens must be int32 or int64");
+  batch.sequences = cu_seqlens->numel() - 1;
+  batch.cu_seqlens = cu_seqlens->const_data_ptr();
+  batch.cu_seqlens_is_int64 = dtype == DType::kInt64;
+  return batch;
+}
+
+// A choice that came as its position in a list.
+template <typename Choice>
+Choice choice_of(int64_t position, int64_t choices, const char* argument) {
+  KLFAST_CHECK(position >= 0 && position < choices, argument, " must be from 0 to ", choices - 1);
+  return static_cast<Choice>(position);
+}
+
+// A limit of an estimator. The largest double stands for none, as some formats know no infinity.
+inline double limit_of(double limit) {
+  const bool is_none = std::abs(limit) >= std::numeric_limits<double>::max();
+  return is_none ? std::copysign(INFINITY, limit) : limit;
+}
+
+inline EstimatorOptions options_of(int64_t estimator, int64_t gradient, int64_t importance,
+                                   bool clip_weighted, const std::vector<double>& limits) {
+  KLFAST_CHECK(limits.size() == 5, "limits must hold 5 numbers");
+  EstimatorOptions options;
+  options.estimator = choice_of<int>(estimator, std::size(estimators::kNames), "estimator");
+  options.gradient = choice_of<Gradient>(gradient, 3, "gradient");
+  options.importance = choice_of<ImportanceGradient>(importance, 2, "importance");
+  options.clip_weighted = clip_weighted;
+  options.importance_cap = limit_of(limits[0]);
+  options.log_ratio_low = limit_of(limits[1]);
+  options.log_ratio_high = limit_of(limits[2]);
+  options.linear_tail = limit_of(limits[3]);
+  options.kl_clip = limit_of(limits[4]);
+  return options;
+}
+
+inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logprobs,
+                                 const OptionalTensor& old_logprobs, const OptionalTensor& mask,
+                                 const OptionalTensor& cu_seqlens,
+                                 const OptionalTensor& coef_tensor,
+                                 const OptionalTensor& normalizer_tensor,
+                                 const EstimatorOptions& options, int64_t reduction, double coef,
+                                 double normalizer) {
+  KlPenaltyInputs in;
+  const Device device = device_of(logprobs);
+  in.batch = batch_of(logprobs, cu_seqlens);
+  in.logprobs = view_of(logprobs, device, "logprobs");
+  in.ref_logprobs = view_like(ref_logprobs, logprobs, "ref_logprobs");
+  in.old_logprobs = view_like(old_logprobs, logprobs, "old_logprobs");
+  in.mask = view_like(mask, logprobs, "mask");
+  for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.old_logprobs}) {
+    if (view->data == nullptr) continue;
+    KLFAST_CHECK(is_floating(view->dtype), "log-probs must be floating");
+    in.is_double = in.is_double || view->dtype == DType::kFloat64;
+  }
+  in.options = options;
+  in.reduction = choice_of<Reduction>(reduction, std::size(kReductionNames), "reduction");
+  in.coef = coef;
+  in.coef_tensor = scalar_of(coef_tensor, device, "coef");
+  in.normalizer = normalizer;
+  in.normalizer_tensor = scalar_of(normalizer_tensor, device, "normalizer");
+  return in;
+}
+
+// The numbers of a call as the kernels need them.
+inline void check_numbers(const KlPenaltyInputs& in) {
+  const double largest =
+      in.is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  KLFAST_CHECK(std::abs(in.coef) <= largest, "coef must be finite");
+  KLFAST_CHECK(in.normalizer >= 0 && std::isfinite(in.normalizer), "normalizer must be finite");
+}
+
+// Straight to the allocator: an op call through the dispatcher costs some microseconds here.
+inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
+      device.index, &handle));
+  Tensor tensor(handle);
+#ifdef KLFAST_POISON  // by tests: an element that is never written shows as NaN
+  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * element_size(dtype_of(tensor, "")));
+#endif
+  return tensor;
+}
+
+// A gradient of the input's shape, or nothing of shape [0].
+inline Tensor empty_gradient(const Tensor& input, bool wanted) {
+  std::vector<int64_t> sizes = {0};
+  if (wanted) sizes.assign(input.sizes().begin(), input.sizes().end());
+  const Device device = device_of(input);
+  Tensor gradient = empty(sizes, input.scalar_type(), device);
+  if (device.type == aoti_torch_device_type_cpu()) {
+    const int64_t bytes = gradient.numel() * element_size(dtype_of(gradient, "gradient"));
+    cpu::prefer_huge_pages(gradient.mutable_data_ptr(), bytes);
+  }
+  return gradient;
+}
+
+inline Output output_of(const Tensor& tensor, bool wanted) {
+  if (!wanted || tensor.numel() == 0) return Output();
+  return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
+}
+
+template <typename On>
+std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
+    Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
+    OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
+    int64_t estimator, int64_t gradient, int64_t importance, bool clip_weighted,
+    std::vector<double> limits, int64_t reduction, double coef, double normalizer,
+    OptionalTensor scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
+    bool want_statistics) {
+  KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
+                                 coef_tensor, normalizer_tensor,
+                                 options_of(estimator, gradient, importance, clip_weighted, limits),
+                                 reduction, coef, normalizer);
+  const Device device = device_of(logprobs);
+  in.negate = scores.has_value();  // a penalty is taken off the score
+  const int64_t sequences = in.batch.sequences;
+  const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
+  const bool per_token = in.reduction == Reduction::kNone;
+  KLFAST_CHECK(!scores.has_value() || per_token, "scores go with reduction 'none' alone");
+  KLFAST_CHECK(is_scalar(in.reduction) || !(want_grad_logprobs || want_grad_ref_logprobs),
+               "only scalar reductions have a unit gradient");
+  std::vector<int64_t> sizes;
+  if (per_token) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
+  if (!per_token && !is_scalar(in.reduction)) sizes = {sequences};
+  Tensor result = empty(sizes, acc, device);
+  Tensor per_sequence = empty({per_sequence_rows(want_statistics), sequences}, acc, device);
+  Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
+  Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
+
+  KlPenaltyForward out;
+  if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
+  out.want_statistics = want_statistics;
+  out.result = result.mutable_data_ptr();
+  out.per_sequence = per_sequence.mutable_data_ptr();
+  out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
+  out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
+  On::forward(in, out, device);
+  return {result, per_sequence, grad_logprobs, grad_ref_logprobs};
+}
+
+template <typename On>
+std::tuple<Tensor, Tensor> kl_penalty_bwd(
+    Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
+    OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
+    int64_t estimator, int64_t gradient, int64_t importance, bool clip_weighted,
+    std::vector<double> limits, int64_t reduction, double coef, double normalizer, Tensor grad_out,
+    Tensor per_sequence, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
+  const KlPenaltyInputs in = inputs_of(
+      logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
+      options_of(estimator, gradient, importance, clip_weighted, limits), reduction, coef,
+      normalizer);
+  const Device device = device_of(logprobs);
+  KlPenaltyBackward out;
+  KLFAST_CHECK(per_sequence.dim() == 2 && per_sequence.size(0) >= 1 &&
+                   per_sequence.size(1) == in.batch.sequences,
+               "per_sequence must be [1 or more, S]");
+  out.weights = view_of(per_sequence, device, "per_sequence");
+  if (in.reduction == Reduction::kNone) {
+    out.grad_out = view_like(grad_out, logprobs, "grad_out");
+  } else if (is_scalar(in.reduction)) {
+    KLFAST_CHECK(grad_out.dim() == 0, "grad_out must be 0-dimensional");
+    out.grad_out = view_of(grad_out, device, "grad_out");
+  } else {
+    out.grad_out = row_of(grad_out, in.batch.sequences, device, "grad_out");
+  }
+  const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
+  KLFAST_CHECK(out.weights.dtype == acc, "per_sequence must have the dtype of the result");
+  KLFAST_CHECK(out.grad_out.dtype == acc, "grad_out must have the dtype of the result");
+  Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
+  Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
+  out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
+  out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
+  On::backward(in, out, device);
+  return {grad_logprobs, grad_ref_logprobs};
+}
+
+template <typename On>
+void scale_(Tensor tensor, Tensor factor) {
+  const Device device = device_of(tensor);
+  KLFAST_CHECK(tensor.is_contiguous(), "tensor must be contiguous");
+  const View view = scalar_of(factor, device, "factor");
+  const Output output = output_of(tensor, true);
+  if (output.data == nullptr) return;
+  KLFAST_CHECK(is_floating(output.dtype), "tensor must be floating");
+  On::scale(output, tensor.numel(), view, device);
+}
+
+// One set of ops for a dispatch key.
+template <typename On, typename Library>
+void implement(Library& library) {
+  library.impl("kl_penalty_fwd", TORCH_BOX(&kl_penalty_fwd<On>));
+  library.impl("kl_penalty_bwd", TORCH_BOX(&kl_penalty_bwd<On>));
+  library.impl("scale_", TORCH_BOX(&scale_<On>));
+}
+
+#define KLFAST_CALL_SCHEMA                                                                \
+  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "            \
+  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "                  \
+  "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, int " \
+  "reduction, "                                                                           \
+  "float coef, float normalizer, "
+
+// Choices are positions in klfast.estimator's and klfast.call's lists: torch's conversion of a
+// string argument to std::string leaks it (torch 2.10 to 2.15), some 50 bytes a call.
+//
+// kl_penalty_fwd returns result, per_sequence ([1, S] of weights, [9, S] with statistics after
+// them) and the gradients of a scalar result, of shape [0] where not wanted.
+template <typename Library>
+void define(Library& library) {
+  library.def("kl_penalty_fwd(" KLFAST_CALL_SCHEMA
+              "Tensor? scores, bool want_grad_logprobs, bool want_grad_ref_logprobs, "
+              "bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def("kl_penalty_bwd(" KLFAST_CALL_SCHEMA
+              "Tensor grad_out, Tensor per_sequence, bool want_grad_logprobs, "
+              "bool want_grad_ref_logprobs) -> (Tensor, Tensor)");
+  library.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
+}
+
+}  // namespace klfast::rim

@@ -1,0 +1,66 @@
+// Blocks of any dtype and stride to and from the arithmetic's type. Included by kernels that are
+// compiled once per instruction set: everything here is inlined into them.
+
+#pragma once
+
+#include <algorithm>
+
+#include "tensors/convert.h"
+
+namespace klfast {
+namespace {
+
+// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the
+// memory serves as it is, else in `buffer`.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t column, int64_t n,
+                                         int64_t padded, Acc* buffer) {
+  const Acc* block = buffer;
+  visit_dtype(view.dtype, [&](auto zero) __attribute__((always_inline)) {
+    using From = decltype(zero);
+    const From* from =
+        static_cast<const From*>(view.data) + row * view.row_stride + column * view.column_stride;
+    if (view.column_stride == 1) {
+      if constexpr (std::is_same_v<From, Acc>) {
+        if (n == padded) {
+          block = from;
+          return;
+        }
+      }
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i]);
+    } else {
+      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i * view.column_stride]);
+    }
+    std::fill(buffer + n, buffer + padded, Acc(0));
+  });
+  return block;
+}
+
+// Where to compute n elements of an output from `index` on: in the output's own memory, or in
+// `buffer`, which store_block then converts.
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc* output_block(const Output& output, int64_t index, int64_t n, int64_t padded,
+                                     Acc* buffer) {
+  constexpr DType own = sizeof(Acc) == 8 ? DType::kFloat64 : DType::kFloat32;
+  const bool direct = output.data != nullptr && output.dtype == own && n == padded;
+  return direct ? static_cast<Acc*>(output.data) + index : buffer;
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE void store_block(const Output& output, int64_t index, int64_t n,
+                                    const Acc* block) {
+  if (output.data == nullptr) return;
+  visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
+    using To = decltype(zero);
+    if constexpr (is_floating<To>) {
+      To* to = static_cast<To*>(output.data) + index;
+      if (static_cast<const void*>(to) == block) return;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(block[i]);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace klfast

@@ -1,0 +1,36 @@
+// Sums by lane: word or token t of a row always meets lane t % kLanes, so that a sum depends on
+// nothing but its own terms, and loops over lanes have a constant length and vectorise completely.
+// Included by kernels that are compiled once per instruction set: everything here is inlined.
+
+#pragma once
+
+#include <cstdint>
+
+#include "math/host_device.h"
+
+namespace klfast::cpu {
+namespace {
+
+constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
+
+// Into double, after a block: its own sums are short, and so exact enough, in the arithmetic's
+// type.
+template <typename Acc>
+KLFAST_HOST_DEVICE void flush(Acc* lanes, double* wide) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    wide[lane] += lanes[lane];
+    lanes[lane] = 0;
+  }
+}
+
+KLFAST_HOST_DEVICE double add_lanes(double* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace klfast::cpu

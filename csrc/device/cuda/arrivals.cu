@@ -1,0 +1,63 @@
+// Counters of arrived blocks: a static array on each device, all zero from the start, so that a
+// launch needs neither an allocation nor a memset.
+
+#include <mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "device/cuda/device.h"
+#include "penalty/cuda.h"
+
+namespace klfast::cuda {
+namespace {
+
+constexpr int kCounters = 1 << 14;
+__device__ unsigned counters[kCounters];
+
+struct Counters {
+  unsigned* first = nullptr;
+  int used = 0;
+  std::unordered_map<void*, int> of_stream;
+};
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+         status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+unsigned* arrivals_of_stream(int device, void* stream) {
+  // One handle for another stream in every thread.
+  if (stream == static_cast<void*>(cudaStreamPerThread)) return nullptr;
+  static std::mutex mutex;
+  static std::unordered_map<int, Counters> of_device;
+  const bool capturing = is_capturing(static_cast<cudaStream_t>(stream));
+  const std::lock_guard<std::mutex> lock(mutex);
+  Counters& pool = of_device[device];
+  if (pool.first == nullptr) {
+    void* address = nullptr;
+    if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
+      cudaGetLastError();  // forgotten: the caller has another way
+      return nullptr;
+    }
+    pool.first = static_cast<unsigned*>(address);
+  }
+  if (!capturing) {
+    const auto known = pool.of_stream.find(stream);
+    if (known != pool.of_stream.end()) return pool.first + known->second;
+  }
+  if (pool.used == kCounters) return nullptr;
+  const int fresh = pool.used++;
+  if (!capturing) pool.of_stream[stream] = fresh;
+  return pool.first + fresh;
+}
+
+void zero(unsigned* arrivals, void* stream) {
+  const cudaError_t error =
+      cudaMemsetAsync(arrivals, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+}  // namespace klfast::cuda

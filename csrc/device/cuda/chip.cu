@@ -1,0 +1,41 @@
+// What the current device is, asked once.
+
+#include <mutex>
+#include <unordered_map>
+
+#include "device/cuda/launch.h"
+
+namespace klfast::cuda {
+namespace {
+
+// Compiled for the same architectures as every kernel.
+__global__ void probe() {}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check_launch(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+Chip ask(int device) {
+  // PTX of an older architecture runs on a chip with clusters, but knows nothing of them.
+  cudaFuncAttributes compiled;
+  check_launch(cudaFuncGetAttributes(&compiled, probe));
+  return {attribute(cudaDevAttrClusterLaunch, device) != 0 && compiled.ptxVersion >= 90,
+          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
+}
+
+}  // namespace
+
+Chip this_chip() {
+  static std::mutex mutex;
+  static std::unordered_map<int, Chip> known;
+  int device = 0;
+  check_launch(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
+}
+
+}  // namespace klfast::cuda

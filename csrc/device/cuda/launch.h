@@ -1,0 +1,62 @@
+// Launches, and what the chip at hand has to offer them.
+
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+#include "device/cuda/device.h"
+
+namespace klfast::cuda {
+
+inline void check_launch(cudaError_t error) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("a CUDA kernel did not launch: ") +
+                             cudaGetErrorString(error));
+  }
+}
+
+// Of the current device, as far as it decides how a row is read.
+struct Chip {
+  bool has_clusters;  // and these kernels were compiled for them
+  int64_t shared_of_block;
+  int64_t shared_of_processor;
+};
+
+Chip this_chip();
+
+// The blocks of a launch.
+struct Blocks {
+  unsigned count;
+  int threads;
+  int of_cluster = 1;
+  size_t shared = 0;  // bytes of dynamic shared memory, each
+};
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), const Blocks& blocks, void* stream,
+            const Arguments&... arguments) {
+  constexpr size_t kGranted = 48 << 10;  // without a request
+  if (blocks.shared > kGranted) {
+    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(blocks.shared)));
+    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
+  }
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks.of_cluster);
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks.count);
+  config.blockDim = dim3(static_cast<unsigned>(blocks.threads));
+  config.dynamicSmemBytes = blocks.shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &cluster;
+  config.numAttrs = blocks.of_cluster > 1 ? 1 : 0;
+  check_launch(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace klfast::cuda

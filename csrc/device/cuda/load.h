@@ -1,0 +1,192 @@
+// Tokens of a warp into registers, from any dtype, stride and alignment.
+//
+// A lane takes W consecutive tokens at a time, W chosen by dtype so that they fill 16 bytes; which
+// token meets which lane depends on positions alone. How they are fetched depends on where they
+// lie: whole 16-byte words where they are aligned, pairs of such words shifted into place where a
+// row starts between two (packed sequences, sliced rows), single elements at the end of a row and
+// under other strides.
+
+#pragma once
+
+#include <type_traits>
+
+#include "device/cuda/device.h"
+#include "tensors/convert.h"
+
+namespace klfast::cuda {
+
+// All inputs of one dtype T, or of any: then Mixed<Acc>.
+template <typename Acc>
+struct Mixed {};
+
+template <typename T>
+struct Source {
+  using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Element = T;  // as it is kept until all inputs have been fetched
+};
+
+template <typename A>
+struct Source<Mixed<A>> {
+  using Acc = A;
+  using Element = A;  // converted at once
+};
+
+template <typename T, int W>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Chunk {
+  T element[W];
+};
+
+// Tokens of an input from the start of a tile on, and how many there are: more than a tile's, where
+// the sequence goes on.
+template <typename T>
+struct Row {
+  const T* first;
+  int64_t stride;
+  int size;
+};
+
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+
+// How a chunk is fetched in whole words: of an element's size where that is 8 bytes, which are then
+// always aligned, and of 16 bytes at most.
+template <typename T, int W>
+struct Words {
+  static constexpr int kMost = sizeof(T) == 8 ? 8 : 16;
+  static constexpr int kBytes = sizeof(T) * W < kMost ? sizeof(T) * W : kMost;
+  static constexpr int kCount = sizeof(T) * W / kBytes;
+  static constexpr bool kShifts = kBytes >= 4 && kBytes > sizeof(T);  // in units of 4 bytes
+  using Word = typename WordOf<kBytes>::type;
+};
+
+// What a kernel also writes must not go through the read-only path.
+enum class Memory { kReadOnly, kReadWrite, kShared };
+
+template <Memory memory, typename Word>
+__device__ __forceinline__ Word load_word(const Word* from) {
+  if constexpr (memory == Memory::kReadOnly) return __ldg(from);
+  if constexpr (memory == Memory::kReadWrite) return __ldca(from);
+  return *from;
+}
+
+template <typename T, int W, Memory memory = Memory::kReadOnly>
+__device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
+  using Ws = Words<T, W>;
+  union {
+    typename Ws::Word words[Ws::kCount];
+    Chunk<T, W> chunk;
+  } loaded;
+#pragma unroll
+  for (int i = 0; i < Ws::kCount; ++i) {
+    loaded.words[i] = load_word<memory>(reinterpret_cast<const typename Ws::Word*>(from) + i);
+  }
+  return loaded.chunk;
+}
+
+// Moves units down by those bits of `shift`, in bytes, that are worth `step` units or less. A
+// register array has no index at run time, so each bit moves all.
+template <int step, int n>
+__device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift) {
+  if constexpr (step > 0) {
+    const bool moves = (shift & (4u * step)) != 0;
+#pragma unroll
+    for (int i = 0; i < n - step; ++i) units[i] = moves ? units[i + step] : units[i];
+    shift_units<step / 2>(units, shift);
+  }
+}
+
+// From between two words: both are fetched, and cut. No word is touched that holds none of the
+// bytes asked for, and memory is handed out in whole words.
+template <typename T, int W, Memory memory = Memory::kReadOnly>
+__device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
+  using Ws = Words<T, W>;
+  constexpr int kUnits = Ws::kBytes / 4;  // of a word
+  constexpr int kTotal = kUnits * Ws::kCount;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
+  const unsigned shift = address % Ws::kBytes;
+  const auto* aligned = reinterpret_cast<const typename Ws::Word*>(address - shift);
+  union {
+    typename Ws::Word words[Ws::kCount + 1];
+    uint32_t units[kTotal + kUnits];
+  } loaded;
+#pragma unroll
+  for (int i = 0; i <= Ws::kCount; ++i) loaded.words[i] = load_word<memory>(aligned + i);
+  shift_units<kUnits / 2>(loaded.units, shift);
+  union {
+    uint32_t units[kTotal];
+    Chunk<T, W> chunk;
+  } cut;
+#pragma unroll
+  for (int i = 0; i < kTotal; ++i) {
+    cut.units[i] = __funnelshift_r(loaded.units[i], loaded.units[i + 1], 8 * (shift % 4));
+  }
+  return cut.chunk;
+}
+
+// Element by element; zeros beyond the end.
+template <typename T, int W>
+__device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int position) {
+  Chunk<T, W> chunk = {};
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if (position + i < row.size) chunk.element[i] = row.first[(position + i) * row.stride];
+  }
+  return chunk;
+}
+
+// A lane's chunk at `position`; `end` is where the chunks of its warp end. All lanes go the same
+// way.
+template <typename T, int W, Memory memory = Memory::kReadOnly>
+__device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
+  using Ws = Words<T, W>;
+  const T* const from = row.first + position;
+  const bool dense = row.stride == 1;
+  const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Ws::kBytes == 0;
+  if (dense && aligned && end <= row.size) return load_aligned<T, W, memory>(from);
+  if constexpr (Ws::kShifts) {
+    if (dense && !aligned && end <= row.size) return load_shifted<T, W, memory>(from);
+  }
+  return load_single<T, W>(row, position);
+}
+
+// A lane's W results to consecutive places of an output, of which only `count` exist.
+template <typename To, typename Acc, int W>
+__device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
+  using Ws = Words<To, W>;
+  union {
+    typename Ws::Word words[Ws::kCount];
+    Chunk<To, W> chunk;
+  } stored;
+#pragma unroll
+  for (int i = 0; i < W; ++i) stored.chunk.element[i] = convert<To>(values.element[i]);
+  if (count >= W && reinterpret_cast<uintptr_t>(to) % Ws::kBytes == 0) {
+#pragma unroll
+    for (int i = 0; i < Ws::kCount; ++i) {
+      // Said as one store: plain ones are taken apart and merged with those below.
+      __stwb(reinterpret_cast<typename Ws::Word*>(to) + i, stored.words[i]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if (i < count) to[i] = stored.chunk.element[i];
+  }
+}
+
+}  // namespace klfast::cuda

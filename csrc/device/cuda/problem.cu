@@ -1,0 +1,30 @@
+// Whether this build and a machine go together.
+
+#include "device/cuda/device.h"
+#include "penalty/cuda.h"
+
+namespace klfast::cuda {
+namespace {
+
+// Compiled for the same architectures as every kernel.
+__global__ void probe() {}
+
+std::string version(int number) {
+  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
+}  // namespace
+
+std::string problem() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, probe);
+  cudaGetLastError();  // told here, not at the next launch
+  if (error == cudaSuccess) return "";
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  return std::string("the CUDA kernels cannot run: ") + cudaGetErrorString(error) +
+         " (built with CUDA " + version(CUDART_VERSION) + ", the driver offers " + version(driver) +
+         "); build again with a toolkit that fits";
+}
+
+}  // namespace klfast::cuda

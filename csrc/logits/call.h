@@ -1,0 +1,122 @@
+// What the kernels over logits are asked. No torch.
+//
+// A kernel works on rows: [A, T, V] logits to numbers [R], R = A * T. Masks, layouts and reductions
+// of the rows' numbers are the business of the kernels over log-probs.
+
+#pragma once
+
+#include "tensors/view.h"
+
+namespace klfast {
+
+// Logits of shape [A, T, V] with any strides, in elements.
+struct Logits {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t outer_stride = 0;
+  int64_t inner_stride = 0;
+  int64_t word_stride = 1;
+};
+
+struct LogitsShape {
+  int64_t outer = 0;  // A
+  int64_t inner = 0;  // T
+  int64_t words = 0;  // V
+
+  KLFAST_HOST_DEVICE int64_t rows() const { return outer * inner; }
+
+  // Where a row starts, in elements.
+  KLFAST_HOST_DEVICE int64_t offset(const Logits& logits, int64_t row) const {
+    return row / inner * logits.outer_stride + row % inner * logits.inner_stride;
+  }
+};
+
+// What the kernels over one model's logits share with those over two. Everything per row is
+// contiguous; rows with a 0 in `keep` are not read, and everything about them is 0.
+struct RowInputs {
+  LogitsShape shape;
+  const int64_t* token_ids = nullptr;  // null where no token's log-prob is wanted
+  const uint8_t* keep = nullptr;       // null for all
+  double inverse_temperature = 1;
+  const double* inverse_temperature_at = nullptr;  // on the device, in place of the number
+  bool is_double = false;  // arithmetic, and the type of results and their gradients
+
+  KLFAST_HOST_DEVICE bool keeps(int64_t row) const { return keep == nullptr || keep[row] != 0; }
+  KLFAST_HOST_DEVICE double scale() const {
+    return inverse_temperature_at == nullptr ? inverse_temperature : *inverse_temperature_at;
+  }
+};
+
+// What the forward over one model keeps of a row, [kWordSaved, R].
+enum WordSaved {
+  kWordOrigin,  // see divergences.h
+  kWordLse,     // log of the sum of exp(logits / temperature), of logits less their origin
+  kWordSaved
+};
+
+// Results per row are in the arithmetic's type, what is saved for a backward always in double: in
+// fp32 a log-sum-exp of 12 would leave 1e-6 of every probability in doubt.
+struct TokenLogprobsForward {
+  RowInputs in;
+  Logits logits;
+  void* logprobs = nullptr;
+  void* entropy = nullptr;  // null if not wanted
+  double* saved = nullptr;
+};
+
+struct TokenLogprobsBackward {
+  RowInputs in;
+  Logits logits;
+  const double* saved = nullptr;
+  const void* entropy = nullptr;
+  const void* grad_logprobs = nullptr;
+  const void* grad_entropy = nullptr;  // null if there is none
+  Output grad;                         // [A, T, V]; may be the logits' own memory
+};
+
+enum class Divergence { kKl, kJsd };  // klfast.logits.call.DIVERGENCES
+
+inline constexpr int kDivergences = 2;
+
+// Of p, the first model, and q, the second: KL(p || q), or JSD with weight beta on q.
+struct DivergenceInputs {
+  RowInputs in;
+  Logits first;
+  Logits second;
+  Divergence divergence = Divergence::kKl;
+  double beta = 0.5;
+};
+
+// What the forward keeps of a row, [kSaved, R].
+enum Saved {
+  kLse,          // of the first model, less its origin
+  kShift,        // the second's lse minus the first's: near 0 it has more digits than either
+  kSlope,        // of jsd: the mean under p of log(m / p)
+  kFirstOrigin,  // see divergences.h
+  kSecondOrigin,
+  kSaved
+};
+
+struct DivergenceForward {
+  DivergenceInputs in;
+  void* rows = nullptr;
+  void* logprobs = nullptr;  // of the tokens, under either model; null without token ids
+  void* ref_logprobs = nullptr;
+  double* saved = nullptr;
+  const void* shares = nullptr;  // per row: factor of its gradient; null where none is written
+  Output grad_first;             // [A, T, V]; of sum(shares * rows)
+  Output grad_second;
+};
+
+struct DivergenceBackward {
+  DivergenceInputs in;
+  const void* rows = nullptr;
+  const double* saved = nullptr;
+  const void* grad_rows = nullptr;
+  const void* grad_logprobs = nullptr;  // null without token ids
+  const void* grad_ref_logprobs = nullptr;
+  Output grad_first;
+  Output grad_second;
+};
+
+}  // namespace klfast

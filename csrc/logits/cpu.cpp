@@ -1,0 +1,49 @@
+// Rows on all threads: a row is one thread's, so that its sums do not depend on how many there are.
+
+#include "logits/cpu.h"
+
+#include <atomic>
+#include <stdexcept>
+
+#include "logits/cpu_kernel.h"
+
+namespace klfast::cpu {
+namespace {
+
+template <typename Call>
+void backward(const Call& call, const RowInputs& in, const Threads& threads,
+              void (*kernel)(const Call&, int64_t)) {
+  const int64_t rows = in.shape.rows();
+  for_each(rows, rows * in.shape.words, threads, [&](int64_t row) { kernel(call, row); });
+}
+
+template <typename Call>
+void forward(const Call& call, const RowInputs& in, const Threads& threads,
+             bool (*kernel)(const Call&, int64_t)) {
+  const int64_t rows = in.shape.rows();
+  std::atomic<bool> all_words{true};
+  for_each(rows, rows * in.shape.words, threads, [&](int64_t row) {
+    if (!kernel(call, row)) all_words = false;
+  });
+  if (!all_words) throw std::runtime_error("token_ids must be words of the vocabulary");
+}
+
+}  // namespace
+
+void token_logprobs_forward(const TokenLogprobsForward& call, const Threads& threads) {
+  forward(call, call.in, threads, logits_kernels().token_logprobs_forward);
+}
+
+void token_logprobs_backward(const TokenLogprobsBackward& call, const Threads& threads) {
+  backward(call, call.in, threads, logits_kernels().token_logprobs_backward);
+}
+
+void divergence_forward(const DivergenceForward& call, const Threads& threads) {
+  forward(call, call.in.in, threads, logits_kernels().divergence_forward);
+}
+
+void divergence_backward(const DivergenceBackward& call, const Threads& threads) {
+  backward(call, call.in.in, threads, logits_kernels().divergence_backward);
+}
+
+}  // namespace klfast::cpu

@@ -1,0 +1,601 @@
+// Rows of logits. setup.py compiles this file once per instruction set, with KLFAST_INSTRUCTION_SET
+// naming it; everything but the table at the end is internal to each copy.
+//
+// A row goes through in blocks, a block in groups of kLanes (lanes.h). The last group is filled up
+// with words that do not exist: their logits are -infinity. How a row's sums become its results,
+// and when a row is looked at again, is said in divergences.h.
+
+#include "logits/cpu_kernel.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+
+#include "device/cpu/ahead.h"
+#include "device/cpu/blocks.h"
+#include "device/cpu/instruction_set_table.h"
+#include "device/cpu/lanes.h"
+#include "formulas/divergences.h"
+
+namespace klfast::cpu {
+namespace {
+
+using divergences::Guess;
+using divergences::Origins;
+using divergences::Pair;
+using divergences::PairRow;
+using divergences::PairSums;
+using divergences::RowGradient;
+using divergences::RowState;
+using math::Range;
+
+constexpr int64_t kBlock =
+    1024;  // words between conversions; buffers stay in the first-level cache
+
+template <typename Acc>
+constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+
+template <typename Acc>
+using Bits = typename math::Constants<Acc>::Bits;
+
+// A row of logits, as a view of one row, and how its logits are placed.
+struct Row {
+  View words;
+  int64_t size;
+  double unit = 1;
+  double origin = 0;
+
+  Row from(double new_unit, double new_origin) const { return {words, size, new_unit, new_origin}; }
+};
+
+Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
+  const int64_t offset = in.shape.offset(logits, row) * element_size(logits.dtype);
+  const char* const first = static_cast<const char*>(logits.data) + offset;
+  return {{first, logits.dtype, 0, logits.word_stride}, in.shape.words};
+}
+
+// Words of a block.
+struct Piece {
+  int64_t first;
+  int64_t size;
+  int64_t padded;  // size rounded up to whole groups
+};
+
+Piece piece_at(int64_t first, int64_t words) {
+  const int64_t size = std::min(kBlock, words - first);
+  return {first, size, (size + kLanes - 1) / kLanes * kLanes};
+}
+
+// The words of a piece as Acc, placed: where they lie if they lie so, else in the buffer, filled
+// up.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Piece& piece, Acc* buffer) {
+  const Acc* const loaded = load_block(row.words, 0, piece.first, piece.size, piece.padded, buffer);
+  if (loaded == buffer) std::fill(buffer + piece.size, buffer + piece.padded, -kInfinity<Acc>);
+  if (row.unit == 1) return loaded;
+  const Acc unit = static_cast<Acc>(row.unit);
+  const Acc origin = static_cast<Acc>(row.origin);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < piece.padded; ++i) {
+    buffer[i] = divergences::placed(loaded[i], unit, origin);
+  }
+  return buffer;
+}
+
+// The next piece of each row.
+Ahead ahead_of(std::initializer_list<const Row*> rows, const Piece& piece) {
+  Ahead ahead;
+  for (const Row* row : rows) ahead.add(row->words, 0, piece.first + kBlock);
+  return ahead;
+}
+
+double word_at(const Row& row, int64_t index) {
+  double word = 0;
+  visit_dtype(row.words.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (is_floating<T>) {
+      word =
+          convert<double>(static_cast<const T*>(row.words.data)[index * row.words.column_stride]);
+    }
+  });
+  return word;
+}
+
+// The greatest word of a piece; NaN is passed over, as any sum will show it.
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
+  alignas(64) Acc lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, -kInfinity<Acc>);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Acc word = words[i + lane];
+      lanes[lane] = word > lanes[lane] ? word : lanes[lane];
+    }
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
+    }
+  }
+  return lanes[0];
+}
+
+// The greatest word among the first `words` of a row, as it is.
+template <typename Acc>
+Acc greatest(const Row& placed_row, int64_t words) {
+  const Row row = placed_row.from(1, 0);
+  alignas(64) Acc buffer[kBlock];
+  Acc found = -kInfinity<Acc>;
+  for (int64_t first = 0; first < words; first += kBlock) {
+    const Piece piece = piece_at(first, words);
+    found = std::max(found, greatest(load(row, piece, buffer), piece.padded));
+  }
+  return found;
+}
+
+bool is_guess(double greatest) { return std::isfinite(greatest); }
+
+template <typename Acc>
+void store(void* data, int64_t index, double value) {
+  if (data != nullptr) static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
+}
+
+template <typename Acc>
+double element(const void* data, int64_t index) {
+  return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
+}
+
+// Zeros for a row's gradient.
+void clear(const Output& output, int64_t row, int64_t words) {
+  if (output.data == nullptr) return;
+  const int64_t bytes = words * element_size(output.dtype);
+  std::fill_n(static_cast<char*>(output.data) + row * bytes, bytes, 0);
+}
+
+// Whether a row's token id is a word; masked rows need none.
+bool is_word(const RowInputs& in, int64_t row) {
+  if (in.token_ids == nullptr) return true;
+  return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
+}
+
+// The place of the row's token within a piece, or -1.
+int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
+  if (in.token_ids == nullptr) return -1;
+  const int64_t place = in.token_ids[row] - piece.first;
+  return place >= 0 && place < piece.size ? place : -1;
+}
+
+template <typename Acc>
+double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
+  const double scale = static_cast<Acc>(in.scale());  // as the sums took it
+  const double word = word_at(row, in.token_ids[index]);
+  return divergences::log_prob(word, scale, row.unit, row.origin, lse);
+}
+
+// ---------------------------------------------------------------- one model
+
+struct WordSums {
+  double mass = 0;
+  double surprise = 0;
+};
+
+template <bool kEntropy, typename Acc>
+WordSums sum_words(const Row& row, Acc scale, Acc guess) {
+  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc mass[kLanes] = {};
+  alignas(64) Acc surprise[kLanes] = {};
+  alignas(64) double wide_mass[kLanes] = {};
+  alignas(64) double wide_surprise[kLanes] = {};
+  for (int64_t first = 0; first < row.size; first += kBlock) {
+    const Piece piece = piece_at(first, row.size);
+    const Ahead ahead = ahead_of({&row}, piece);
+    const Acc* const words = load(row, piece, buffer);
+    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+      ahead.fetch(i / kLanes);
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const divergences::Word<Acc> word = divergences::word_of(words[i + lane], scale, guess);
+        mass[lane] += word.mass;
+        if constexpr (kEntropy) surprise[lane] += word.surprise;
+      }
+    }
+    flush(mass, wide_mass);
+    if constexpr (kEntropy) flush(surprise, wide_surprise);
+  }
+  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_surprise) : 0.0};
+}
+
+struct WordRow {
+  double lse;
+  double entropy;
+};
+
+// The first block's greatest word serves as the guess. If the sum shows that it was a poor one, the
+// row is summed again against what that says; if it was useless, against the row's greatest word.
+// Leaves the row placed as its sums took it.
+template <bool kEntropy, typename Acc>
+WordRow look_at_words(const RowInputs& in, Row& row) {
+  Acc scale = 0;
+  Acc guess = 0;
+  WordSums sums;
+  const auto look = [&] { sums = sum_words<kEntropy>(row, scale, guess); };
+  const auto look_from = [&](int64_t words) {
+    const Acc top = greatest<Acc>(row, words);
+    if (!is_guess(top)) return false;
+    const double origin = divergences::origin_of(top, in.scale());
+    row = row.from(divergences::unit_of({origin, 0}), origin);
+    scale = static_cast<Acc>(in.scale() / row.unit);
+    guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
+    look();
+    return true;
+  };
+  look_from(std::min(kBlock, row.size));
+  if (!divergences::is_usable(sums.mass)) {
+    if (!look_from(row.size)) return {NAN, NAN};
+  } else if (!divergences::is_good(sums.mass)) {
+    guess = static_cast<Acc>(guess + std::log(sums.mass));
+    look();
+  }
+  const double log_mass = std::log(sums.mass);
+  const double entropy = log_mass - sums.surprise / sums.mass;
+  return {static_cast<double>(guess) + log_mass, entropy < 0 ? 0 : entropy};
+}
+
+template <typename Acc>
+bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
+  const RowInputs& in = call.in;
+  const int64_t rows = in.shape.rows();
+  if (!in.keeps(index)) {
+    store<Acc>(call.logprobs, index, 0);
+    store<Acc>(call.entropy, index, 0);
+    for (int field = 0; field < kWordSaved; ++field) call.saved[field * rows + index] = 0;
+    return true;
+  }
+  if (!is_word(in, index)) return false;
+  Row row = row_at(in, call.logits, index);
+  const WordRow found = call.entropy != nullptr ? look_at_words<true, Acc>(in, row)
+                                                : look_at_words<false, Acc>(in, row);
+  store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
+  store<Acc>(call.entropy, index, found.entropy);
+  call.saved[kWordOrigin * rows + index] = row.origin;
+  call.saved[kWordLse * rows + index] = found.lse;
+  return true;
+}
+
+template <typename Acc>
+void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
+  const RowInputs& in = call.in;
+  const int64_t words = in.shape.words;
+  if (!in.keeps(index)) return clear(call.grad, index, words);
+  const int64_t rows = in.shape.rows();
+  const double origin = call.saved[kWordOrigin * rows + index];
+  const double lse = call.saved[kWordLse * rows + index];
+  const double unit = divergences::unit_of({origin, 0});
+  const Row row = row_at(in, call.logits, index).from(unit, origin);
+  const double scale = in.scale();
+  const double taken = element<Acc>(call.grad_logprobs, index) * scale;
+  const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
+  const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
+      scale / unit, lse, taken, of_entropy, element<Acc>(call.entropy, index));
+  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc out_buffer[kBlock];
+  for (int64_t first = 0; first < words; first += kBlock) {
+    const Piece piece = piece_at(first, words);
+    const Acc* const logits = load(row, piece, buffer);
+    Acc* const grad =
+        output_block(call.grad, index * words + first, piece.size, piece.padded, out_buffer);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < piece.padded; ++i) {
+      grad[i] = divergences::token_gradient(logits[i], own);
+    }
+    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
+      grad[place] += static_cast<Acc>(taken);
+    }
+    store_block(call.grad, index * words + first, piece.size, grad);
+  }
+}
+
+// --------------------------------------------------------------- two models
+
+template <typename Acc>
+struct PairLanes {
+  Acc mass[kLanes] = {};
+  Acc spread[kLanes] = {};
+  Acc slope[kLanes] = {};
+  Acc other[kLanes] = {};
+  Bits<Acc> excluded[kLanes] = {};
+};
+
+template <Range range, typename Acc>
+KLFAST_HOST_DEVICE void add_group(const Acc* first, const Acc* second, const Guess<Acc>& guess,
+                                  PairLanes<Acc>& sums) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Pair<Acc> pair = divergences::pair_of<range>(first[lane], second[lane], guess);
+    sums.mass[lane] += pair.mass;
+    sums.spread[lane] += pair.spread;
+    sums.slope[lane] += pair.slope;
+    if constexpr (range != Range::kNear) {
+      sums.other[lane] += pair.other;
+      sums.excluded[lane] |= pair.excluded;
+    }
+  }
+}
+
+// Lane sums over a row.
+template <Range range, typename Acc>
+struct PairAccumulator {
+  alignas(64) PairLanes<Acc> lanes;
+  alignas(64) double mass[kLanes] = {};
+  alignas(64) double spread[kLanes] = {};
+  alignas(64) double slope[kLanes] = {};
+  alignas(64) double other[kLanes] = {};
+
+  void end_block() {
+    flush(lanes.mass, mass);
+    flush(lanes.spread, spread);
+    flush(lanes.slope, slope);
+    if constexpr (range != Range::kNear) flush(lanes.other, other);
+  }
+
+  PairSums total() {
+    PairSums sums = {add_lanes(mass), add_lanes(spread), add_lanes(slope), add_lanes(other), false};
+    for (Bits<Acc> excluded : lanes.excluded) sums.excluded |= excluded != 0;
+    return sums;
+  }
+};
+
+constexpr PairRow kNoRow = {NAN, NAN, NAN, false, false, {}};
+
+template <typename Acc>
+PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
+  alignas(64) Acc first_buffer[kBlock];
+  alignas(64) Acc second_buffer[kBlock];
+  PairAccumulator<Range::kNear, Acc> near;
+  PairAccumulator<Range::kAnywhere, Acc> anywhere;
+  const Guess<Acc> own = guess;
+  for (int64_t start = 0; start < first_row.size; start += kBlock) {
+    const Piece piece = piece_at(start, first_row.size);
+    const Ahead ahead = ahead_of({&first_row, &second_row}, piece);
+    const Acc* const first = load(first_row, piece, first_buffer);
+    const Acc* const second = load(second_row, piece, second_buffer);
+    bool any_far = false;
+    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+      ahead.fetch(i / kLanes);
+      Bits<Acc> far = 0;
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        far |= !math::is_near(divergences::log_ratio(first[i + lane], second[i + lane], own));
+      }
+      if (far) {
+        any_far = true;
+        add_group<Range::kAnywhere>(first + i, second + i, own, anywhere.lanes);
+      } else {
+        add_group<Range::kNear>(first + i, second + i, own, near.lanes);
+      }
+    }
+    near.end_block();
+    if (any_far) anywhere.end_block();
+  }
+  return divergences::add(near.total(), anywhere.total());
+}
+
+// kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
+// poor, and one with the whole rows' greatest words between them if it was useless. Leaves the rows
+// placed as the sums took them.
+template <typename Acc>
+PairRow look_at_pairs(const RowInputs& in, Row& first, Row& second) {
+  const double scale = in.scale();
+  PairRow row = kNoRow;
+  const auto look = [&](const Guess<Acc>& guess, const Origins& origins) {
+    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
+  };
+  const auto look_from = [&](int64_t words) {
+    const double top = greatest<Acc>(first, words);
+    const double other_top = greatest<Acc>(second, words);
+    if (!is_guess(top) || !is_guess(other_top)) return false;
+    const Origins origins = {divergences::origin_of(top, scale),
+                             divergences::origin_of(other_top, scale)};
+    const double unit = divergences::unit_of(origins);
+    first = first.from(unit, origins.first);
+    second = second.from(unit, origins.second);
+    look(divergences::guess_of_greatest<Acc>(scale, origins, top, other_top), origins);
+    return true;
+  };
+  look_from(std::min(kBlock, in.shape.words));
+  if (!row.usable && !look_from(in.shape.words)) return kNoRow;
+  if (row.usable && !row.good) {
+    look(divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift), row.origins);
+  }
+  return row;
+}
+
+struct Mixed {
+  double jsd;
+  double slope;
+};
+
+template <typename Acc>
+Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, const PairRow& row,
+          double beta) {
+  if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
+  alignas(64) Acc first_buffer[kBlock];
+  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) Acc value[kLanes] = {};
+  alignas(64) Acc slope[kLanes] = {};
+  alignas(64) double wide_value[kLanes] = {};
+  alignas(64) double wide_slope[kLanes] = {};
+  const double scale = in.scale() / first_row.unit;
+  const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
+  const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
+  for (int64_t start = 0; start < first_row.size; start += kBlock) {
+    const Piece piece = piece_at(start, first_row.size);
+    const Acc* const first = load(first_row, piece, first_buffer);
+    const Acc* const second = load(second_row, piece, second_buffer);
+    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const divergences::MixedWord<Acc> word =
+            divergences::mixed_of(first[i + lane], second[i + lane], exact, mixture);
+        value[lane] += word.value;
+        slope[lane] += word.p * word.log_m_over_p;
+      }
+    }
+    flush(value, wide_value);
+    flush(slope, wide_slope);
+  }
+  const double rest = divergences::rest_of(exact, row.lse);
+  return {divergences::jsd_of(add_lanes(wide_value) * rest, beta), add_lanes(wide_slope) * rest};
+}
+
+template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
+void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
+                     const Output& grad_first, const Output& grad_second) {
+  constexpr bool is_kl = divergence == Divergence::kKl;
+  const RowInputs& in = call.in;
+  const int64_t words = in.shape.words;
+  const double unit = divergences::unit_of(state.origins);
+  const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
+  const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
+  const RowGradient<Acc> row = divergences::gradient_of<Acc>(is_kl, in.scale(), call.beta, state);
+  alignas(64) Acc buffers[4][kBlock + kLanes];  // not a page apart, which would alias in the cache
+  for (int64_t start = 0; start < words; start += kBlock) {
+    const Piece piece = piece_at(start, words);
+    const int64_t at = index * words + start;
+    const Acc* const first = load(first_row, piece, buffers[0]);
+    const Acc* const second = load(second_row, piece, buffers[1]);
+    Acc* const to_first = output_block(grad_first, at, piece.size, piece.padded, buffers[2]);
+    Acc* const to_second = output_block(grad_second, at, piece.size, piece.padded, buffers[3]);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < piece.padded; ++i) {
+      const divergences::WordGradients<Acc> grads =
+          is_kl ? divergences::kl_gradients(first[i], second[i], row)
+                : divergences::jsd_gradients(first[i], second[i], row);
+      if constexpr (kFirst) to_first[i] = grads.first;
+      if constexpr (kSecond) to_second[i] = grads.second;
+    }
+    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
+      if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
+      if constexpr (kSecond) to_second[place] += static_cast<Acc>(state.grad_ref_logprob);
+    }
+    if constexpr (kFirst) store_block(grad_first, at, piece.size, to_first);
+    if constexpr (kSecond) store_block(grad_second, at, piece.size, to_second);
+  }
+}
+
+template <Divergence divergence, typename Acc>
+void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
+                     const Output& first, const Output& second) {
+  if (second.data == nullptr) {
+    write_gradients<divergence, true, false, Acc>(call, index, state, first, second);
+  } else if (first.data == nullptr) {
+    write_gradients<divergence, false, true, Acc>(call, index, state, first, second);
+  } else {
+    write_gradients<divergence, true, true, Acc>(call, index, state, first, second);
+  }
+}
+
+template <typename Acc>
+void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
+                     const Output& first, const Output& second) {
+  if (first.data == nullptr && second.data == nullptr) return;
+  if (call.divergence == Divergence::kKl) {
+    write_gradients<Divergence::kKl, Acc>(call, index, state, first, second);
+  } else {
+    write_gradients<Divergence::kJsd, Acc>(call, index, state, first, second);
+  }
+}
+
+template <typename Acc>
+void skip(const DivergenceForward& call, int64_t index, int64_t rows, int64_t words) {
+  for (void* result : {call.rows, call.logprobs, call.ref_logprobs}) store<Acc>(result, index, 0);
+  for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
+  clear(call.grad_first, index, words);
+  clear(call.grad_second, index, words);
+}
+
+template <typename Acc>
+bool divergence_forward(const DivergenceForward& call, int64_t index) {
+  const RowInputs& in = call.in.in;
+  const int64_t rows = in.shape.rows();
+  if (!in.keeps(index)) {
+    skip<Acc>(call, index, rows, in.shape.words);
+    return true;
+  }
+  if (!is_word(in, index)) return false;
+  Row first = row_at(in, call.in.first, index);
+  Row second = row_at(in, call.in.second, index);
+  const bool is_kl = call.in.divergence == Divergence::kKl;
+  const PairRow row = look_at_pairs<Acc>(in, first, second);
+  Mixed mixed = {row.kl, 0};
+  if (!is_kl) {
+    mixed = mix<Acc>(in, first, second, row, call.in.beta);
+  }
+  mixed.jsd = static_cast<Acc>(mixed.jsd);  // as a backward will find it
+  store<Acc>(call.rows, index, mixed.jsd);
+  if (in.token_ids != nullptr) {
+    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
+    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
+  }
+  call.saved[kLse * rows + index] = row.lse;
+  call.saved[kShift * rows + index] = row.shift;
+  call.saved[kSlope * rows + index] = mixed.slope;
+  call.saved[kFirstOrigin * rows + index] = row.origins.first;
+  call.saved[kSecondOrigin * rows + index] = row.origins.second;
+  if (call.shares != nullptr) {
+    const double share = element<Acc>(call.shares, index) * in.scale();
+    const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, row.origins, share, 0, 0};
+    write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
+  }
+  return true;
+}
+
+template <typename Acc>
+void divergence_backward(const DivergenceBackward& call, int64_t index) {
+  const RowInputs& in = call.in.in;
+  const int64_t rows = in.shape.rows();
+  if (!in.keeps(index)) {
+    clear(call.grad_first, index, in.shape.words);
+    clear(call.grad_second, index, in.shape.words);
+    return;
+  }
+  const double scale = in.scale();
+  const RowState state = {
+      element<Acc>(call.rows, index),
+      call.saved[kLse * rows + index],
+      call.saved[kShift * rows + index],
+      call.saved[kSlope * rows + index],
+      {call.saved[kFirstOrigin * rows + index], call.saved[kSecondOrigin * rows + index]},
+      element<Acc>(call.grad_rows, index) * scale,
+      element<Acc>(call.grad_logprobs, index) * scale,
+      element<Acc>(call.grad_ref_logprobs, index) * scale};
+  write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
+}
+
+bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t row) {
+  return call.in.is_double ? token_logprobs_forward<double>(call, row)
+                           : token_logprobs_forward<float>(call, row);
+}
+
+void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t row) {
+  call.in.is_double ? token_logprobs_backward<double>(call, row)
+                    : token_logprobs_backward<float>(call, row);
+}
+
+bool divergence_forward(const DivergenceForward& call, int64_t row) {
+  return call.in.in.is_double ? divergence_forward<double>(call, row)
+                              : divergence_forward<float>(call, row);
+}
+
+void divergence_backward(const DivergenceBackward& call, int64_t row) {
+  call.in.in.is_double ? divergence_backward<double>(call, row)
+                       : divergence_backward<float>(call, row);
+}
+
+}  // namespace
+
+KLFAST_TABLE(LogitsKernels, logits_kernels) = {token_logprobs_forward, token_logprobs_backward,
+                                               divergence_forward, divergence_backward};
+
+}  // namespace klfast::cpu

@@ -1,0 +1,89 @@
+// Gradients of divergences of rows: kernel and launches.
+
+#include "logits/cuda.h"
+#include "logits/cuda_divergence_gradients.h"
+#include "logits/cuda_team.h"
+
+namespace klfast::cuda {
+namespace {
+
+using divergences::RowGradient;
+using divergences::RowState;
+
+struct BackwardTask {
+  DivergenceBackward call;
+  PiecePlan plan;
+};
+
+template <typename Acc>
+__device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int64_t index) {
+  const int64_t rows = call.in.in.shape.rows();
+  const double scale = call.in.in.scale();
+  return {number_at<Acc>(call.rows, index),
+          call.saved[kLse * rows + index],
+          call.saved[kShift * rows + index],
+          call.saved[kSlope * rows + index],
+          {call.saved[kFirstOrigin * rows + index], call.saved[kSecondOrigin * rows + index]},
+          number_at<Acc>(call.grad_rows, index) * scale,
+          number_at<Acc>(call.grad_logprobs, index) * scale,
+          number_at<Acc>(call.grad_ref_logprobs, index) * scale};
+}
+
+template <typename T, Divergence divergence>
+__global__ void __launch_bounds__(kPieceThreads,
+                                  is_mixed<T> || divergence == Divergence::kJsd ? 2 : 3)
+    divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
+  using Acc = AccOf<T>;
+  const DivergenceBackward& call = task.call;
+  const RowInputs& in = call.in.in;
+  const int64_t index = task.plan.row_of_block();
+  const Part place = task.plan.part_of_block(in.shape.words);
+  GradientPart<T, 2> part =
+      gradient_part<T>(call.in, call.grad_first, call.grad_second, index, place, nullptr);
+  if (!in.keeps(index)) {
+    write_zeros(call.grad_first, part.index, part.size);
+    write_zeros(call.grad_second, part.index, part.size);
+    return;
+  }
+  __shared__ RowGradient<Acc> row;
+  __shared__ Frame<Acc, 2> frame;
+  __shared__ Acc of_taken[2];
+  if (threadIdx.x == 0) {
+    const RowState state = state_of<Acc>(call, index);
+    row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.scale(), call.in.beta,
+                                        state);
+    frame = Frame<Acc, 2>::of(state.origins);
+    of_taken[0] = static_cast<Acc>(state.grad_logprob);
+    of_taken[1] = static_cast<Acc>(state.grad_ref_logprob);
+  }
+  __syncthreads();
+  part.frame = frame.if_any();
+  part.taken = taken_in(in, index, place);
+  part.of_taken[0] = of_taken[0];
+  part.of_taken[1] = of_taken[1];
+  write_gradients<Memory::kReadOnly, divergence>(part, row);
+}
+
+template <typename T, Divergence divergence>
+void launch_backward(BackwardTask task, void* stream) {
+  const LogitsShape& shape = task.call.in.in.shape;
+  task.plan = plan_pieces(shape.words, kChunk<T>);
+  launch_rows(divergence_backward_kernel<T, divergence>, shape.rows(), 1, 0, task, stream);
+}
+
+}  // namespace
+
+void divergence_backward(const DivergenceBackward& call, void* stream) {
+  if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
+  const BackwardTask task = {call, {}};
+  visit_pair(call.in, [&](auto source) {
+    using T = typename decltype(source)::Type;
+    if (call.in.divergence == Divergence::kKl) {
+      launch_backward<T, Divergence::kKl>(task, stream);
+    } else {
+      launch_backward<T, Divergence::kJsd>(task, stream);
+    }
+  });
+}
+
+}  // namespace klfast::cuda

@@ -1,0 +1,423 @@
+// Divergences of rows of two models: kernel and launches.
+//
+// The blocks of a row guess, sum, check, and look again (divergences.h), the first thread of each
+// deciding alike from the same sums; then, for jsd, they sum once more. Where a row fits in shared
+// memory it is read once, and its gradient written by the same kernel; else by that of the
+// backward.
+
+#include "logits/cuda.h"
+#include "logits/cuda_divergence_gradients.h"
+#include "logits/cuda_team.h"
+
+namespace klfast::cuda {
+namespace {
+
+using divergences::Guess;
+using divergences::Mixture;
+using divergences::Origins;
+using divergences::PairRow;
+using divergences::RowGradient;
+using math::Range;
+
+struct ForwardTask {
+  DivergenceForward call;
+  RowPlan plan;
+};
+
+enum class Next { kStart, kSumFirst, kSearch, kSum, kSumAgain, kDone };
+
+// What the first thread of a block tells the others.
+template <typename Acc>
+struct Shared {
+  Exchange exchange;
+  PairRow row;
+  Guess<Acc> guess;
+  Frame<Acc, 2> frame;
+  Next next;
+  RowGradient<Acc> gradient;
+};
+
+// Two blocks on a processor, with the registers that they need.
+template <Divergence divergence, bool kKeeps>
+constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kKeeps ? 384 : 448);
+
+constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
+
+// Of a thread: over a chunk, over a group of chunks, and in double over all.
+template <typename Acc>
+struct Lane {
+  Acc mass = 0;
+  Acc spread = 0;
+  Acc slope = 0;
+  Acc other = 0;
+
+  __device__ __forceinline__ void add(const Lane& part) {
+    mass += part.mass;
+    spread += part.spread;
+    slope += part.slope;
+    other += part.other;
+  }
+};
+
+template <typename Acc, int W>
+__device__ __forceinline__ Lane<Acc> sum_chunk(const Chunk<Acc, W>& first,
+                                               const Chunk<Acc, W>& second, const Guess<Acc>& guess,
+                                               bool& excluded) {
+  Lane<Acc> sums;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const auto pair =
+        divergences::pair_of<Range::kAnywhere>(first.element[i], second.element[i], guess);
+    sums.add({pair.mass, pair.spread, pair.slope, pair.other});
+    excluded = excluded || pair.excluded != 0;
+  }
+  return sums;
+}
+
+// What log_ratio comes to where neither model carries an offset.
+template <typename Acc>
+__device__ __forceinline__ Acc plain_log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
+  return math::fma(y - x, guess.scale, -guess.ratio);
+}
+
+// Whether some word takes the long way.
+template <typename Acc, int W>
+__device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
+                                       const Guess<Acc>& guess) {
+  bool far = guess.first_offset != guess.second_offset;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    far |= !math::is_near(plain_log_ratio(first.element[i], second.element[i], guess));
+  }
+  return far;
+}
+
+// The same sums for other chunks, in fewer instructions: of w (e^u - 1 - u) = (w u) (u q(u)) the
+// first factor is there already.
+template <typename Acc, int W>
+__device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
+                                                    const Chunk<Acc, W>& second,
+                                                    const Guess<Acc>& guess) {
+  Lane<Acc> sums;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const Acc u = plain_log_ratio(first.element[i], second.element[i], guess);
+    const Acc mass = divergences::first_term(first.element[i], guess);
+    const Acc slope = mass * u;
+    sums.mass += mass;
+    sums.slope += slope;
+    sums.spread = math::fma(slope, u * math::series(u), sums.spread);
+  }
+  sums.other = (sums.mass + sums.spread) + sums.slope;
+  return sums;
+}
+
+enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
+
+// All lanes of a warp go the same way, by their own words: so a row's sums depend on nothing else.
+template <typename Rows, typename Acc>
+__device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& guess,
+                                          const Frame<Acc, 2>* frame, double (&sums)[kFields]) {
+  Lane<Acc> lane;
+  bool excluded = false;
+#pragma unroll
+  for (int i = 0; i < kFields; ++i) sums[i] = 0;
+  const auto add = [&](auto words) {
+    place_words<typename Rows::Type>(words, frame);
+    const auto& first = words.of[0];
+    const auto& second = words.of[1];
+    if (__any_sync(0xffffffffu, is_far(first, second, guess))) {
+      lane.add(sum_chunk(first, second, guess, excluded));
+    } else {
+      lane.add(sum_near_chunk(first, second, guess));
+    }
+  };
+  for_each_round<4>(rows, rows.rounds.some, add, [&] {
+    sums[kMass] += lane.mass;
+    sums[kSpread] += lane.spread;
+    sums[kSlope] += lane.slope;
+    sums[kOther] += lane.other;
+    lane = {};
+  });
+  sums[kExcluded] = excluded ? 1 : 0;
+}
+
+// jsd and its slope, but for a factor.
+template <typename Rows, typename Acc>
+__device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& exact,
+                                          const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
+                                          double (&sums)[2]) {
+  Acc value = 0;
+  Acc slope = 0;
+  sums[0] = sums[1] = 0;
+  const auto add = [&](auto words) {
+    place_words<typename Rows::Type>(words, frame);
+#pragma unroll
+    for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
+      const auto word =
+          divergences::mixed_of(words.of[0].element[i], words.of[1].element[i], exact, mixture);
+      value += word.value;
+      slope += word.p * word.log_m_over_p;
+    }
+  };
+  for_each_round<4>(rows, rows.rounds.some, add, [&] {
+    sums[0] += value;
+    sums[1] += slope;
+    value = slope = 0;
+  });
+}
+
+// What the first thread makes of the greatest words: a guess, if they are finite. These two are not
+// inlined, as they are long, and run once or twice a row.
+template <typename Acc>
+__device__ __noinline__ void judge_greatest(double first, double second, double scale,
+                                            Shared<Acc>& shared) {
+  const bool is_start = shared.next == Next::kStart;
+  Origins& origins = shared.row.origins;
+  shared.row = {NAN, NAN, NAN, false, false, {}};
+  if (std::isfinite(first) && std::isfinite(second)) {
+    origins = {divergences::origin_of(first, scale), divergences::origin_of(second, scale)};
+    shared.guess = divergences::guess_of_greatest<Acc>(scale, origins, first, second);
+    shared.next = is_start ? Next::kSumFirst : Next::kSum;
+  } else {
+    shared.next = is_start ? Next::kSearch : Next::kDone;
+  }
+  shared.frame = Frame<Acc, 2>::of(origins);
+}
+
+// And of the sums: what they say of the row, and whether it is looked at again.
+template <typename Acc>
+__device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
+                                        Shared<Acc>& shared) {
+  const PairRow row = divergences::row_of(sums, shared.guess, shared.row.origins);
+  const bool is_first = shared.next == Next::kSumFirst;
+  const bool is_last = shared.next == Next::kSumAgain;
+  shared.row = row;
+  const double own_scale = scale / divergences::unit_of(row.origins);
+  shared.guess = divergences::guess_of<Acc>(own_scale, row.lse, row.shift);
+  if (!row.usable && is_first) {
+    shared.next = Next::kSearch;
+  } else if (row.usable && !row.good && !is_last) {
+    shared.next = Next::kSumAgain;
+  } else {
+    shared.next = Next::kDone;
+  }
+}
+
+// kl, lse and shift of a row, in shared.row, and the guess that they are: a look with the guess of
+// the first words, one more if that was poor, and one with the whole row's greatest words between
+// them if it was useless. The scale is read where it is needed: kept, it costs two registers, and
+// 16-bit kernels spill.
+template <typename Rows, typename Acc>
+__device__ __forceinline__ void look_at_pairs(const Rows& rows, const RowInputs& in, Team& team,
+                                              Shared<Acc>& shared) {
+  const bool decides = threadIdx.x == 0;
+  if (decides) shared.next = Next::kStart;
+#pragma unroll 1
+  for (Next next = Next::kStart; next != Next::kDone; next = shared.next) {
+    if (next == Next::kStart || next == Next::kSearch) {
+      double greatest[2];
+      find_greatest(rows, next == Next::kStart ? 1 : rows.rounds.some, greatest);
+      team.combine<Greatest>(greatest);
+      if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
+    } else {
+      const Guess<Acc> guess = shared.guess;
+      double sums[kFields];
+      sum_pairs(rows, guess, shared.frame.if_any(), sums);
+      team.combine<Add>(sums);
+      if (decides) {
+        judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
+                   in.scale(), shared);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// `first`: where the row starts, of each model.
+template <typename Acc>
+__device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t index,
+                                          const char* const (&first)[2], const PairRow& row,
+                                          double value, double slope) {
+  const RowInputs& in = call.in.in;
+  const int64_t rows = in.shape.rows();
+  store_number<Acc>(call.rows, index, value);
+  if (in.token_ids != nullptr) {
+    const double scale = static_cast<Acc>(in.scale());
+    const double unit = divergences::unit_of(row.origins);
+    const double logprob =
+        log_prob(in, call.in.first, first[0], index, scale, unit, row.origins.first, row.lse);
+    const double ref_logprob = log_prob(in, call.in.second, first[1], index, scale, unit,
+                                        row.origins.second, row.lse + row.shift);
+    store_number<Acc>(call.logprobs, index, logprob);
+    store_number<Acc>(call.ref_logprobs, index, ref_logprob);
+  }
+  call.saved[kLse * rows + index] = row.lse;
+  call.saved[kShift * rows + index] = row.shift;
+  call.saved[kSlope * rows + index] = slope;
+  call.saved[kFirstOrigin * rows + index] = row.origins.first;
+  call.saved[kSecondOrigin * rows + index] = row.origins.second;
+}
+
+template <typename Acc>
+__device__ __forceinline__ void skip_row(const DivergenceForward& call, int64_t index,
+                                         const Part& part) {
+  if (part.begin > 0 || threadIdx.x > 0) return;
+  store_number<Acc>(call.rows, index, 0);
+  store_number<Acc>(call.logprobs, index, 0);
+  store_number<Acc>(call.ref_logprobs, index, 0);
+  const int64_t rows = call.in.in.shape.rows();
+  for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
+}
+
+// What there is to say of the row, by one thread of all its blocks; and, by one of each, what its
+// gradient is made of. `first` and `second`: where the part starts, of each model.
+template <typename Acc>
+__device__ __noinline__ void finish_row(const ForwardTask& task, const char* first,
+                                        const char* second, double jsd, double slope,
+                                        Shared<Acc>& shared) {
+  const DivergenceForward& call = task.call;
+  const int64_t index = task.plan.row_of_block();
+  const bool is_kl = call.in.divergence == Divergence::kKl;
+  const PairRow row = shared.row;
+  if (is_kl) {
+    jsd = row.kl;
+  } else {
+    const bool exists = row.lse == row.lse && row.shift == row.shift;
+    const double rest = exists ? divergences::rest_of(shared.guess, row.lse) : NAN;
+    jsd = divergences::jsd_of(jsd * rest, call.in.beta);
+    slope *= rest;
+  }
+  const double value = static_cast<Acc>(jsd);  // as a backward will find it
+  const bool stores = task.plan.rank_of_block() == 0;
+  if (stores) store_row<Acc>(call, index, {first, second}, row, value, slope);
+  if (call.shares == nullptr) return;
+  const double scale = call.in.in.scale();
+  const double share = number_at<Acc>(call.shares, index) * scale;
+  shared.gradient = divergences::gradient_of<Acc>(
+      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, share, 0, 0});
+}
+
+// A block's part of a row, from wherever `rows` has it, read from `source`: all but the gradient.
+template <Divergence divergence, typename T, typename Rows, typename Acc>
+__device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
+                                        const Rows& rows, Team& team, Shared<Acc>& shared) {
+  look_at_pairs(rows, task.call.in.in, team, shared);
+  double mixed[2] = {};
+  if constexpr (divergence == Divergence::kJsd) {
+    const Guess<Acc> exact = shared.guess;
+    mix_pairs(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
+              mixed);
+    team.combine<Add>(mixed);
+  }
+  if (threadIdx.x == 0) {
+    finish_row(task, source.first(0), source.first(1), mixed[0], mixed[1], shared);
+  }
+  team.leave();
+}
+
+template <typename T>
+__device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in, int64_t index,
+                                                    const Part& place) {
+  const LogitsShape& shape = in.in.shape;
+  return read_rows<T, 2>({&in.first, &in.second},
+                         {address_of<T>(shape, in.first, index, place.begin),
+                          address_of<T>(shape, in.second, index, place.begin)},
+                         place.size);
+}
+
+template <typename T, Divergence divergence>
+__global__ void __launch_bounds__(kThreads<divergence, false>, is_mixed<T> ? 1 : 2)
+    divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
+  auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
+  const DivergenceForward& call = task.call;
+  const int64_t index = task.plan.row_of_block();
+  const Part place = part_at(call.in.in.shape.words, task.plan.part, task.plan.rank_of_block());
+  if (!call.in.in.keeps(index)) return skip_row<AccOf<T>>(call, index, place);
+  Team team(task.plan, shared.exchange);
+  const auto rows = read_pair<T>(call.in, index, place);
+  run_row<divergence>(task, rows, rows, team, shared);
+  team.end();
+}
+
+// The same with rows kept in the shared memory of a cluster, and their gradients.
+template <typename T, Divergence divergence>
+__device__ __forceinline__ void keep_row(const ForwardTask& task) {
+  auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
+  char* const memory = dynamic_shared() + kState;
+  const DivergenceForward& call = task.call;
+  const int64_t index = task.plan.row_of_block();
+  const Part place = part_at(call.in.in.shape.words, task.plan.part, task.plan.rank_of_block());
+  if (!call.in.in.keeps(index)) {
+    const int64_t first = index * call.in.in.shape.words + place.begin;
+    write_zeros(call.grad_first, first, place.size);
+    write_zeros(call.grad_second, first, place.size);
+    return skip_row<AccOf<T>>(call, index, place);
+  }
+  Team team(task.plan, shared.exchange);
+  const auto rows = read_pair<T>(call.in, index, place);
+  const auto kept = keep_rows(rows, place.size, memory);
+  run_row<divergence>(task, rows, kept, team, shared);
+  __syncthreads();
+  const auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second,
+                                     task.plan.row_of_block(), place, shared.frame.if_any());
+  write_gradients<Memory::kShared, divergence>(of_kept(part, kept), shared.gradient);
+  team.end();
+}
+
+template <typename T, Divergence divergence>
+__global__ void __launch_bounds__(kThreads<divergence, true>, 2)
+    divergence_forward_kept_kernel(const __grid_constant__ ForwardTask task) {
+  if constexpr (kHasClusters) keep_row<T, divergence>(task);
+}
+
+bool wants_gradient(const DivergenceForward& call) {
+  return call.grad_first.data != nullptr || call.grad_second.data != nullptr;
+}
+
+void launch_gradient(const DivergenceForward& call, void* stream) {
+  DivergenceBackward backward;
+  backward.in = call.in;
+  backward.in.in.token_ids = nullptr;  // whose log-probs have no part in it
+  backward.rows = call.rows;
+  backward.saved = call.saved;
+  backward.grad_rows = call.shares;
+  backward.grad_first = call.grad_first;
+  backward.grad_second = call.grad_second;
+  divergence_backward(backward, stream);
+}
+
+template <typename T, Divergence divergence>
+void launch_forward(ForwardTask task, void* stream) {
+  const int64_t words = task.call.in.in.shape.words;
+  const int64_t rows = task.call.in.in.shape.rows();
+  const Chip chip = this_chip();
+  if constexpr (!is_mixed<T>) {
+    task.plan =
+        plan_kept(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
+    if (task.plan.is_kept && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
+      return launch_rows(divergence_forward_kept_kernel<T, divergence>, rows, task.plan.blocks,
+                         task.plan.shared, task, stream);
+    }
+  }
+  task.plan = plan_read(words, kChunk<T>, kThreads<divergence, false>, kState, chip);
+  launch_rows(divergence_forward_kernel<T, divergence>, rows, task.plan.blocks, task.plan.shared,
+              task, stream);
+  if (wants_gradient(task.call)) launch_gradient(task.call, stream);
+}
+
+}  // namespace
+
+void divergence_forward(const DivergenceForward& call, void* stream) {
+  const ForwardTask task = {call, {}};
+  visit_pair(call.in, [&](auto source) {
+    using T = typename decltype(source)::Type;
+    if (call.in.divergence == Divergence::kKl) {
+      launch_forward<T, Divergence::kKl>(task, stream);
+    } else {
+      launch_forward<T, Divergence::kJsd>(task, stream);
+    }
+  });
+}
+
+}  // namespace klfast::cuda

@@ -1,0 +1,123 @@
+// How rows of logits are shared out among blocks. All of it depends on the vocabulary, the dtypes
+// and the chip alone, never on the number of rows: so the tree of a row's sums does too.
+
+#pragma once
+
+#include <algorithm>
+
+#include "device/cuda/launch.h"
+#include "logits/call.h"
+
+namespace klfast::cuda {
+
+inline constexpr int kMostThreads = 512;
+inline constexpr int kPieceThreads = 256;
+inline constexpr int kMostBlocksOfRow = 8;  // of a cluster, on any chip that has them
+
+// Words of a row.
+struct Part {
+  int64_t begin;
+  int64_t size;
+};
+
+__device__ __forceinline__ Part part_at(int64_t words, int64_t part, int64_t index) {
+  const int64_t begin = index * part;
+  const int64_t rest = words - begin;
+  return {begin, rest < 0 ? 0 : (rest < part ? rest : part)};
+}
+
+// For sums: a row is cut into as many parts as it has blocks, which then are a cluster.
+struct RowPlan {
+  int blocks;
+  int threads;
+  int64_t part;           // words of a block; a multiple of a chunk's
+  bool is_kept;           // in shared memory, from the first read on
+  int64_t shared;         // bytes
+  int64_t first_row = 0;  // of the launch
+
+  __device__ __forceinline__ int64_t row_of_block() const {
+    return first_row + blockIdx.x / static_cast<unsigned>(blocks);
+  }
+  __device__ __forceinline__ int rank_of_block() const {
+    return static_cast<int>(blockIdx.x % static_cast<unsigned>(blocks));
+  }
+};
+
+// For what is done to each word alone: blocks have nothing to do with each other.
+struct PiecePlan {
+  int blocks;  // of a row
+  int threads;
+  int64_t piece;  // words
+  int64_t first_row = 0;
+
+  __device__ __forceinline__ int64_t row_of_block() const {
+    return first_row + blockIdx.x / static_cast<unsigned>(blocks);
+  }
+  __device__ __forceinline__ Part part_of_block(int64_t words) const {
+    return part_at(words, piece, blockIdx.x % static_cast<unsigned>(blocks));
+  }
+};
+
+inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// 128 bytes: a part starts where a line of the cache does, if its row does.
+inline int64_t part_of(int64_t words, int blocks, int chunk) {
+  return round_up((words + blocks - 1) / blocks, 8 * chunk);
+}
+
+inline int threads_for(int64_t words, int chunk, int most) {
+  const int64_t chunks = (words + chunk - 1) / chunk;
+  return static_cast<int>(std::min<int64_t>(most, round_up(chunks, kWarp)));
+}
+
+// Rows that are read whenever they are needed, by blocks of at most so many threads; `state` bytes
+// are what a block needs besides.
+inline RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, const Chip& chip) {
+  constexpr int64_t kMostWords = 1 << 16;  // of a block, where a row may have several
+  int blocks = 1;
+  while (chip.has_clusters && blocks < kMostBlocksOfRow && words > blocks * kMostWords) blocks *= 2;
+  const int64_t part = part_of(words, blocks, chunk);
+  return {blocks, threads_for(std::min(part, words), chunk, threads), part, false, state};
+}
+
+// Rows that are read once, `bytes` of all models a word. As few blocks as leave room for two rows
+// on a processor, so that one is read while another is summed or written; as many as it takes
+// otherwise. Rows that fit nowhere are read again.
+inline RowPlan plan_kept(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
+                         const Chip& chip) {
+  constexpr int64_t kReserved = 1024;  // of a block, by CUDA
+  for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
+    const int64_t part = part_of(words, blocks, chunk);
+    const int64_t shared = state + bytes * round_up(std::min(part, words), kWarp * chunk);
+    const int64_t most = blocks == kMostBlocksOfRow ? chip.shared_of_block
+                                                    : chip.shared_of_processor / 2 - kReserved;
+    if (shared > std::min(most, chip.shared_of_block)) continue;
+    return {blocks, threads_for(std::min(part, words), chunk, threads), part, true, shared};
+  }
+  return plan_read(words, chunk, threads, state, chip);
+}
+
+inline PiecePlan plan_pieces(int64_t words, int chunk) {
+  constexpr int64_t kLeast = 1 << 14;  // a block's
+  constexpr int64_t kMostBlocks = 1 << 20;
+  const int64_t piece = std::min(words, std::max(kLeast, round_up(words / kMostBlocks, chunk)));
+  return {static_cast<int>((words + piece - 1) / piece), threads_for(piece, chunk, kPieceThreads),
+          piece};
+}
+
+// All rows, in as many launches as grids have room for.
+template <typename Task>
+void launch_rows(void (*kernel)(Task), int64_t rows, int of_cluster, int64_t shared, Task task,
+                 void* stream) {
+  const int64_t most = std::max<int64_t>(1, (int64_t{1} << 30) / task.plan.blocks);
+  for (int64_t first = 0; first < rows; first += most) {
+    task.plan.first_row = first;
+    const auto blocks = static_cast<unsigned>(std::min(most, rows - first) * task.plan.blocks);
+    launch(kernel, {blocks, task.plan.threads, of_cluster, static_cast<size_t>(shared)}, stream,
+           task);
+  }
+}
+
+}  // namespace klfast::cuda

@@ -1,0 +1,365 @@
+// Rows of logits into registers: of one model or of two, from where they lie or from shared memory.
+//
+// A thread takes a chunk of 16 bytes at a time; which words those are depends on their places in
+// the row alone. Beyond the end of a row are words that do not exist: their logits are -infinity.
+
+#pragma once
+
+#include "device/cuda/load.h"
+#include "formulas/divergences.h"
+#include "logits/cuda_plan.h"
+
+namespace klfast::cuda {
+
+template <typename T>
+using AccOf = typename Source<T>::Acc;
+template <typename T>
+using ElementOf = typename Source<T>::Element;
+template <typename T>
+inline constexpr bool is_mixed = !std::is_same_v<T, ElementOf<T>>;
+template <typename T>
+inline constexpr int kChunk = 16 / static_cast<int>(sizeof(ElementOf<T>));  // words
+
+// A chunk as it comes from memory. Its elements are not named before they are used: that would wait
+// for them.
+using Raw = Chunk<uint32_t, 4>;
+
+// The same words of every model.
+template <int kModels>
+struct Fetch {
+  Raw of[kModels];
+};
+
+template <typename T, int kModels>
+struct Converted {
+  Chunk<AccOf<T>, kChunk<T>> of[kModels];
+};
+
+template <typename T>
+__device__ __forceinline__ T element_of(const Raw& raw, int i) {
+  if constexpr (sizeof(T) == 2) {
+    return {static_cast<uint16_t>(raw.element[i / 2] >> (16 * (i % 2)))};
+  } else if constexpr (sizeof(T) == 4) {
+    return math::bit_cast<T>(raw.element[i]);
+  } else {
+    return math::bit_cast<T>(static_cast<uint64_t>(raw.element[2 * i + 1]) << 32 |
+                             raw.element[2 * i]);
+  }
+}
+
+template <typename T, int kModels>
+__device__ __forceinline__ Converted<T, kModels> convert_words(const Fetch<kModels>& fetch) {
+  Converted<T, kModels> words;
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) {
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      words.of[m].element[i] = convert<AccOf<T>>(element_of<ElementOf<T>>(fetch.of[m], i));
+    }
+  }
+  return words;
+}
+
+// How the words of a row are placed (divergences.h), in shared memory.
+template <typename Acc, int kModels>
+struct Frame {
+  Acc unit;
+  Acc origin[kModels];
+
+  __device__ static Frame of(const divergences::Origins& origins) {
+    Frame frame;
+    frame.unit = static_cast<Acc>(divergences::unit_of(origins));
+    frame.origin[0] = static_cast<Acc>(origins.first);
+    if constexpr (kModels == 2) frame.origin[1] = static_cast<Acc>(origins.second);
+    return frame;
+  }
+  // Null where words are taken as they are: ordinary rows pay for one comparison a chunk.
+  __device__ __forceinline__ const Frame* if_any() const { return unit == Acc(1) ? nullptr : this; }
+};
+
+template <typename T, int kModels>
+__device__ __forceinline__ void place_words(Converted<T, kModels>& words,
+                                            const Frame<AccOf<T>, kModels>* frame) {
+  if (frame == nullptr) return;
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) {
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      AccOf<T>& word = words.of[m].element[i];
+      word = divergences::placed(word, frame->unit, frame->origin[m]);
+    }
+  }
+}
+
+__device__ __forceinline__ bool is_aligned(const char* address) {
+  return reinterpret_cast<uintptr_t>(address) % sizeof(Raw) == 0;
+}
+
+template <typename T>
+__device__ __forceinline__ T minus_infinity() {
+  if constexpr (std::is_same_v<T, BFloat16>) return {0xff80};
+  if constexpr (std::is_same_v<T, Float16>) return {0xfc00};
+  if constexpr (std::is_floating_point_v<T>) return -math::Constants<T>::kInfinity;
+}
+
+// Where a thread's chunk lies, and the chunks of its warp, in a row of words [low, high).
+struct Stretch {
+  int position;
+  int first;
+  int end;
+  int low;
+  int high;
+
+  __device__ __forceinline__ bool is_whole() const { return first >= low && end <= high; }
+  __device__ __forceinline__ bool has(int place) const { return place >= low && place < high; }
+};
+
+// A chunk word by word, of a row that starts at `first`. Not inlined, as it is long, and rare.
+template <typename T>
+__device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t stride,
+                                        int position, int low, int high) {
+  union {
+    ElementOf<T> elements[kChunk<T>];
+    Raw raw;
+  } loaded;
+  const auto load = [&](auto zero) {
+    using From = decltype(zero);
+    const From* const row = reinterpret_cast<const From*>(first);
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      const int place = position + i;
+      const bool exists = place >= low && place < high;
+      const From word = exists ? row[place * stride] : minus_infinity<From>();
+      if constexpr (is_mixed<T>) {
+        loaded.elements[i] = convert<AccOf<T>>(word);
+      } else {
+        loaded.elements[i] = word;
+      }
+    }
+  };
+  if constexpr (!is_mixed<T>) {
+    load(T());
+  } else {
+    visit_dtype(dtype, [&](auto zero) {
+      if constexpr (is_floating<decltype(zero)>) load(zero);
+    });
+  }
+  return loaded.raw;
+}
+
+template <typename T>
+__device__ __forceinline__ int64_t size_of(DType dtype) {
+  return is_mixed<T> ? element_size(dtype) : static_cast<int64_t>(sizeof(T));
+}
+
+// A chunk of a row that starts at `first`, from wherever it lies.
+template <typename T, Memory memory>
+__device__ __forceinline__ Raw load_raw(const char* first, DType dtype, int64_t stride,
+                                        const Stretch& at) {
+  if constexpr (!is_mixed<T>) {
+    if (stride == 1 && at.is_whole()) {
+      const auto* const from =
+          reinterpret_cast<const uint32_t*>(first + at.position * static_cast<int64_t>(sizeof(T)));
+      return is_aligned(first) ? load_aligned<uint32_t, 4, memory>(from)
+                               : load_shifted<uint32_t, 4, memory>(from);
+    }
+  }
+  return load_singly<T>(first, dtype, stride, at.position, at.low, at.high);
+}
+
+template <typename T>
+__device__ __forceinline__ const char* address_of(const LogitsShape& shape, const Logits& logits,
+                                                  int64_t row, int64_t word) {
+  const int64_t offset = shape.offset(logits, row) + word * logits.word_stride;
+  return static_cast<const char*>(logits.data) + offset * size_of<T>(logits.dtype);
+}
+
+// Of dense rows, between a thread's first chunk and that of a round.
+__device__ __forceinline__ uint64_t bytes_before(int round) {
+  constexpr unsigned kBytes = sizeof(Raw);
+  return static_cast<uint64_t>(static_cast<unsigned>(round)) * (blockDim.x * kBytes);
+}
+
+// Words of a block's round, a chunk a thread.
+template <typename T>
+__device__ __forceinline__ int words_of_round() {
+  return static_cast<int>(blockDim.x) * kChunk<T>;
+}
+
+// The first of a thread, and of its warp, in the block's first round.
+template <typename T>
+__device__ __forceinline__ int start_of_thread() {
+  return static_cast<int>(threadIdx.x) * kChunk<T>;
+}
+template <typename T>
+__device__ __forceinline__ int start_of_warp() {
+  return start_of_thread<T>() / (kWarp * kChunk<T>)*(kWarp * kChunk<T>);
+}
+
+// Rounds in which a warp has words of a part.
+struct Rounds {
+  int some;
+  int whole;  // of them, those in which all of its words exist
+  int tail;   // words of the last
+};
+
+template <typename T>
+__device__ __forceinline__ Rounds rounds_of(int64_t size) {
+  constexpr int kOfWarp = kWarp * kChunk<T>;
+  const int round = words_of_round<T>();
+  const int64_t rest = size - start_of_warp<T>();
+  if (rest <= 0) return {0, 0, 0};
+  const int before = static_cast<int>((rest - 1) / round);
+  const int64_t left = rest - static_cast<int64_t>(before) * round;
+  const int tail = left < kOfWarp ? static_cast<int>(left) : kOfWarp;
+  return {before + 1, tail == kOfWarp ? before + 1 : before, tail};
+}
+
+// A part where it lies.
+template <typename T, int kModels>
+struct ReadRows {
+  using Type = T;
+  static constexpr int kOf = kModels;
+  const Logits* logits[kModels];
+  const char* own[kModels];  // where the thread's first chunk is, if the part is dense
+  Rounds rounds;             // `whole` is 0 where chunks are not aligned, or have to be converted
+
+  // Where the part starts. Not kept, for want of registers.
+  __device__ __forceinline__ const char* first(int model) const {
+    return own[model] - opaque(threadIdx.x) * sizeof(Raw);
+  }
+
+  // The thread's chunk.
+  __device__ __forceinline__ Fetch<kModels> load(int round) const {
+    return round < rounds.whole ? load_whole(round) : load_any(round);
+  }
+
+  // The same for one of the `whole` rounds.
+  __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
+    Fetch<kModels> fetch;
+#pragma unroll
+    for (int m = 0; m < kModels; ++m) {
+      fetch.of[m] = load_aligned<uint32_t, 4>(
+          reinterpret_cast<const uint32_t*>(own[m] + bytes_before(round)));
+    }
+    return fetch;
+  }
+
+  __device__ __forceinline__ Fetch<kModels> load_any(int round) const {
+    constexpr int kOfWarp = kWarp * kChunk<T>;
+    const int own = static_cast<int>(opaque(start_of_thread<T>()));  // here, not before the loop
+    const int start = own / kOfWarp * kOfWarp;
+    const int words = round == rounds.some - 1 ? rounds.tail : kOfWarp;
+    const Stretch at = {own, start, start + kOfWarp, 0, start + words};
+    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>();
+    Fetch<kModels> fetch;
+#pragma unroll
+    for (int m = 0; m < kModels; ++m) {
+      const int64_t offset = base * logits[m]->word_stride * size_of<T>(logits[m]->dtype);
+      fetch.of[m] = load_raw<T, Memory::kReadOnly>(first(m) + offset, logits[m]->dtype,
+                                                   logits[m]->word_stride, at);
+    }
+    return fetch;
+  }
+};
+
+template <typename T, int kModels>
+__device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&logits)[kModels],
+                                                          const char* const (&first)[kModels],
+                                                          int64_t size) {
+  ReadRows<T, kModels> rows;
+  rows.rounds = rounds_of<T>(size);
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) {
+    rows.logits[m] = logits[m];
+    rows.own[m] = first[m] + threadIdx.x * sizeof(Raw);
+    const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
+    if (is_mixed<T> || !is_smooth) rows.rounds.whole = 0;
+  }
+  return rows;
+}
+
+// A part in shared memory, a model after the other, filled up to whole warps. Each thread has put
+// there the chunks that it gets.
+template <typename T, int kModels>
+struct KeptRows {
+  using Type = T;
+  static constexpr int kOf = kModels;
+  char* first[kModels];
+  Rounds rounds;
+
+  __device__ __forceinline__ Raw* place(int round, int model) const {
+    return reinterpret_cast<Raw*>(first[model]) + (round * blockDim.x + threadIdx.x);
+  }
+
+  __device__ __forceinline__ Fetch<kModels> load(int round) const {
+    Fetch<kModels> fetch;
+#pragma unroll
+    for (int m = 0; m < kModels; ++m) fetch.of[m] = *place(round, m);
+    return fetch;
+  }
+
+  __device__ __forceinline__ void store(int round, const Fetch<kModels>& fetch) const {
+#pragma unroll
+    for (int m = 0; m < kModels; ++m) *place(round, m) = fetch.of[m];
+  }
+};
+
+// visit(words) for the thread's chunks of the first `count` rounds, and flush() after every
+// `kGroup` of them. All lanes of a warp come along. The next chunk is on its way while one is dealt
+// with.
+template <int kGroup, typename Rows, typename Visit, typename Flush>
+__device__ __forceinline__ void for_each_round(const Rows& rows, int count, const Visit& visit,
+                                               const Flush& flush) {
+  Fetch<Rows::kOf> fetch = {};
+#pragma unroll 1
+  for (int round = 0; round <= count;) {
+    const int end = round + kGroup <= count ? round + kGroup : count + 1;
+#pragma unroll 1
+    for (; round < end; ++round) {
+      const auto words = convert_words<typename Rows::Type>(fetch);  // of the round before
+      if (round < count) fetch = rows.load(round);
+      if (round > 0) visit(words);
+    }
+    flush();
+  }
+}
+
+// visit(round, fetch) for all, with `kGroup` loads on their way before the first is used.
+template <int kGroup, typename T, int kModels, typename Visit, typename Flush>
+__device__ __forceinline__ void for_each_group(const ReadRows<T, kModels>& rows, const Visit& visit,
+                                               const Flush& flush) {
+  int round = 0;
+#pragma unroll 1
+  for (; round + kGroup <= rows.rounds.whole; round += kGroup) {
+    Fetch<kModels> fetches[kGroup];
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) visit(round + g, fetches[g]);
+    flush();
+  }
+#pragma unroll 1
+  for (; round < rows.rounds.some; ++round) {
+    visit(round, rows.load(round));
+    if (round % kGroup == kGroup - 1) flush();
+  }
+  flush();
+}
+
+// Copies rows to shared memory. Who reads what another thread has kept has a barrier before it.
+template <typename T, int kModels>
+__device__ __forceinline__ KeptRows<T, kModels> keep_rows(const ReadRows<T, kModels>& rows,
+                                                          int64_t size, char* memory) {
+  constexpr int kOfWarp = kWarp * kChunk<T>;
+  const int64_t bytes = (size + kOfWarp - 1) / kOfWarp * (kWarp * sizeof(Raw));
+  KeptRows<T, kModels> kept;
+  kept.rounds = rows.rounds;
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) kept.first[m] = memory + m * bytes;
+  for_each_group<4 / kModels>(
+      rows, [&](int round, const auto& fetch) { kept.store(round, fetch); }, [] {});
+  return kept;
+}
+
+}  // namespace klfast::cuda

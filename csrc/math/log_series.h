@@ -1,0 +1,70 @@
+// log(1 + a) for a > -1 without cancellation near 0, for float and double, host and device.
+//
+// With s = a / (2 + a): log(1 + a) = 2 atanh(s) = 2 s + 2 s^3 P(s^2), so that log(1 + a) - a
+// = -a s + 2 s^3 P(s^2), where nothing cancels. 1 + a is first brought to [0.75, 1.5) by a power of
+// two.
+
+#pragma once
+
+#include "math/exp_series.h"
+
+namespace klfast::math {
+
+// P on s^2 in [0, 0.04]: minimax with relative error 2e-9 for float, Taylor for double.
+KLFAST_HOST_DEVICE float atanh_series(float z) {
+  return fma(fma(fma(0.118854248054f, z, 0.142657637253f), z, 0.200001632887f), z, 0.333333331249f);
+}
+template <int k>
+KLFAST_HOST_DEVICE double atanh_taylor(double p, double z) {
+  p = fma(p, z, 1.0 / (2 * k + 3));
+  if constexpr (k > 0) return atanh_taylor<k - 1>(p, z);
+  return p;
+}
+KLFAST_HOST_DEVICE double atanh_series(double z) { return atanh_taylor<10>(0.0, z); }
+
+// a / b for b in [1.75, 2.5).
+template <typename T>
+KLFAST_HOST_DEVICE T divide(T a, T b) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(b));
+    const float quotient = a * reciprocal;
+    return fma(fma(-quotient, b, a), reciprocal, quotient);
+  }
+#endif
+  return a / b;
+}
+
+template <typename T>
+struct Log1p {
+  T power;  // log(1 + a) = power ln 2 + rest
+  T rest;
+  T minus_argument;  // log(1 + a) - a
+
+  KLFAST_HOST_DEVICE T value() const { return fma(power, T(0.6931471805599453), rest); }
+  // u - log(1 + a), which may cancel.
+  KLFAST_HOST_DEVICE T taken_from(T u) const {
+    using C = Constants<T>;
+    return fma(-power, T(C::kLn2Low), fma(-power, T(C::kLn2High), u)) - rest;
+  }
+};
+
+template <typename T>
+KLFAST_HOST_DEVICE Log1p<T> log1p(T a) {
+  using C = Constants<T>;
+  using Bits = typename C::Bits;
+  // 1 + a = 2^n (1 + reduced): three quarters of a binade up, so that n = 0 near a = 0.
+  const T sum = T(1) + a;
+  const Bits quarter = Bits(1) << (C::kMantissaBits - 1);
+  const Bits n = ((bit_cast<Bits>(sum) + quarter) >> C::kMantissaBits) - C::kExponentBias;
+  const T power = power_of_two<T>(-n);
+  const T reduced = select(n == 0, a, fma(sum, power, T(-1)));
+  const T s = divide(reduced, T(2) + reduced);
+  const T cubic = T(2) * s * (s * s) * atanh_series(s * s);
+  Log1p<T> log = {static_cast<T>(n), fma(T(2), s, cubic), T(0)};
+  log.minus_argument = select(n == 0, fma(-reduced, s, cubic), log.value() - a);
+  return log;
+}
+
+}  // namespace klfast::math

@@ -1,0 +1,251 @@
+// Splits a batch into segments, runs the kernels over them on all threads, and adds their partial
+// sums in the order of positions: the result does not depend on threads or on other sequences.
+
+#include "penalty/cpu.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "device/cpu/blocks.h"
+#include "device/cpu/parallel.h"
+#include "penalty/cpu_kernel.h"
+
+namespace klfast::cpu {
+namespace {
+
+constexpr int64_t kSegment = 16384;  // tokens; fixed, as it shapes the sum of a long sequence
+
+int64_t segments_of(int64_t length) { return (length + kSegment - 1) / kSegment; }
+
+// The segments of a batch, numbered in the order of sequences and positions.
+class Segments {
+ public:
+  explicit Segments(const Batch& batch) : batch_(batch) {
+    if (!batch.packed()) {
+      per_sequence_ = segments_of(batch.width);
+      return;
+    }
+    first_.resize(batch.sequences + 1, 0);
+    for (int64_t s = 0; s < batch.sequences; ++s) {
+      first_[s + 1] = first_[s] + segments_of(batch.length(s));
+    }
+  }
+
+  int64_t count() const { return first(batch_.sequences); }
+
+  int64_t first(int64_t sequence) const {
+    return batch_.packed() ? first_[sequence] : sequence * per_sequence_;
+  }
+
+  Segment operator[](int64_t i) const {
+    const int64_t sequence =
+        batch_.packed() ? std::upper_bound(first_.begin(), first_.end(), i) - first_.begin() - 1
+                        : i / per_sequence_;
+    const int64_t position = (i - first(sequence)) * kSegment;
+    return {sequence, position, std::min(kSegment, batch_.length(sequence) - position)};
+  }
+
+ private:
+  const Batch& batch_;
+  int64_t per_sequence_ = 0;
+  std::vector<int64_t> first_;
+};
+
+void check_cu_seqlens(const Batch& batch) {
+  if (!batch.packed()) return;
+  bool good = batch.start(0) == 0 && batch.start(batch.sequences) == batch.tokens;
+  for (int64_t s = 0; s < batch.sequences; ++s) good = good && batch.length(s) >= 0;
+  if (!good) throw std::runtime_error("cu_seqlens must rise from 0 to the number of tokens");
+}
+
+Totals add_up(const std::vector<double>& lengths) {
+  Totals totals;
+  for (double length : lengths) {
+    totals.tokens += length;
+    totals.sequences += length > 0 ? 1 : 0;
+  }
+  return totals;
+}
+
+// Sum of every sequence's mask, where weights depend on it: known without a mask, one read
+// otherwise.
+std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
+                                 const Threads& threads) {
+  if (!uses_own_length(in.reduction) && !uses_totals(in.reduction, in.is_normalized())) {
+    return std::vector<double>(in.batch.sequences, 1);
+  }
+  std::vector<double> lengths(in.batch.sequences, 0);
+  if (in.mask.data == nullptr) {
+    for (int64_t s = 0; s < in.batch.sequences; ++s) {
+      lengths[s] = static_cast<double>(in.batch.length(s));
+    }
+    return lengths;
+  }
+  std::vector<Partial> partials(segments.count());
+  for_each(segments.count(), in.batch.tokens, threads,
+           [&](int64_t i) { partials[i] = kernels().read_mask(in, segments[i]); });
+  for (int64_t s = 0; s < in.batch.sequences; ++s) {
+    for (int64_t i = segments.first(s); i < segments.first(s + 1); ++i) {
+      lengths[s] += partials[i].length;
+    }
+  }
+  return lengths;
+}
+
+// In the arithmetic's precision, as the backward will read them: every gradient of a call is then
+// the same, whoever computes it.
+std::vector<double> sequence_weights(const KlPenaltyInputs& in,
+                                     const std::vector<double>& lengths) {
+  const Totals totals = add_up(lengths);
+  std::vector<double> weights(lengths.size());
+  for (size_t s = 0; s < lengths.size(); ++s) {
+    const double weight =
+        sequence_weight(in.reduction, lengths[s], totals, in.is_normalized(), in.normalizer);
+    weights[s] = in.is_double ? weight : static_cast<float>(weight);
+  }
+  return weights;
+}
+
+template <typename Acc>
+void store(void* data, int64_t index, double value) {
+  static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
+}
+
+template <typename Acc>
+double from_bits(int64_t bits) {
+  return math::bit_cast<Acc>(static_cast<typename math::Constants<Acc>::Bits>(bits));
+}
+
+template <typename Acc>
+void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& sum) {
+  const double fields[kStatistics] = {
+      sum.length,  sum.kl,       sum.k1, sum.k2, sum.k3, from_bits<Acc>(sum.max_log_ratio_bits),
+      sum.clipped, sum.nonfinite};
+  for (int field = 0; field < kStatistics; ++field) {
+    store<Acc>(data, (1 + field) * sequences + s, fields[field]);
+  }
+}
+
+void add_to(Partial& sum, const Partial& part) {
+  sum.kl += part.kl;
+  sum.length += part.length;
+  sum.k1 += part.k1;
+  sum.k2 += part.k2;
+  sum.k3 += part.k3;
+  sum.clipped += part.clipped;
+  sum.nonfinite += part.nonfinite;
+  sum.max_log_ratio_bits = std::max(sum.max_log_ratio_bits, part.max_log_ratio_bits);
+  sum.last_kept = std::max(sum.last_kept, part.last_kept);
+  sum.bad_mask |= part.bad_mask;
+}
+
+template <typename Acc>
+void add_score(const KlPenaltyForward& out, int64_t s, int64_t last_kept) {
+  if (last_kept < 0) return;
+  static_cast<Acc*>(out.result)[last_kept] += static_cast<Acc>(read_element(out.scores, s));
+}
+
+template <typename Acc>
+void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
+                    const Segments& segments, const std::vector<Partial>& partials) {
+  const int64_t sequences = in.batch.sequences;
+  std::vector<double> lengths(sequences), sums(sequences);
+  for (int64_t s = 0; s < sequences; ++s) {
+    Partial sum;
+    for (int64_t i = segments.first(s); i < segments.first(s + 1); ++i) add_to(sum, partials[i]);
+    if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
+    lengths[s] = sum.length;
+    sums[s] = sum.kl;
+    if (out.want_statistics) store_statistics<Acc>(out.per_sequence, sequences, s, sum);
+    if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
+  }
+  const std::vector<double> weights = sequence_weights(in, lengths);
+  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.per_sequence, s, weights[s]);
+  if (in.reduction == Reduction::kNone) return;
+  double total = 0;
+  for (int64_t s = 0; s < sequences; ++s) {
+    const double term = lengths[s] > 0 ? weights[s] * sums[s] : 0;
+    if (!is_scalar(in.reduction)) store<Acc>(out.result, s, in.coef * term);
+    total += term;
+  }
+  if (is_scalar(in.reduction)) store<Acc>(out.result, 0, in.coef * total);
+}
+
+}  // namespace
+
+double read_element(const View& view, int64_t index) {
+  double value;
+  return *load_block<double>(view, 0, index, 1, 1, &value);
+}
+
+void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
+                        const Threads& threads) {
+  check_cu_seqlens(in.batch);
+  const Segments segments(in.batch);
+  SegmentTask task;
+  task.inputs = &in;
+  task.want_statistics = out.want_statistics;
+  task.want_last_kept = out.scores.data != nullptr;
+  task.grad_logprobs = out.grad_logprobs;
+  task.grad_ref_logprobs = out.grad_ref_logprobs;
+  if (in.reduction == Reduction::kNone) {
+    task.value = {out.result, in.is_double ? DType::kFloat64 : DType::kFloat32};
+  }
+  // The gradient of a mean needs its denominator first: one more read of the mask, if there is one.
+  const bool want_gradient =
+      out.grad_logprobs.data != nullptr || out.grad_ref_logprobs.data != nullptr;
+  std::vector<double> weights;
+  if (want_gradient) {
+    weights = sequence_weights(in, read_lengths(in, segments, threads));
+  }
+  std::vector<Partial> partials(segments.count());
+  for_each(segments.count(), in.batch.tokens, threads, [&](int64_t i) {
+    const Segment segment = segments[i];
+    SegmentTask own = task;
+    if (want_gradient) own.grad_scale = in.coef * weights[segment.sequence];
+    partials[i] = kernels().run_segment(own, segment);
+  });
+  if (in.is_double) {
+    finish_forward<double>(in, out, segments, partials);
+  } else {
+    finish_forward<float>(in, out, segments, partials);
+  }
+}
+
+void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
+                         const Threads& threads) {
+  check_cu_seqlens(in.batch);
+  const Segments segments(in.batch);
+  SegmentTask task;
+  task.inputs = &in;
+  task.grad_logprobs = out.grad_logprobs;
+  task.grad_ref_logprobs = out.grad_ref_logprobs;
+  std::vector<double> scales(in.batch.sequences, in.coef);
+  if (in.reduction == Reduction::kNone) {
+    task.grad_out = out.grad_out;
+  } else {
+    for (int64_t s = 0; s < in.batch.sequences; ++s) {
+      const int64_t of = is_scalar(in.reduction) ? 0 : s;
+      scales[s] *= read_element(out.weights, s) * read_element(out.grad_out, of);
+    }
+  }
+  for_each(segments.count(), in.batch.tokens, threads, [&](int64_t i) {
+    const Segment segment = segments[i];
+    SegmentTask own = task;
+    own.grad_scale = scales[segment.sequence];
+    kernels().run_segment(own, segment);
+  });
+}
+
+void scale(const Output& x, int64_t n, double factor, const Threads& threads) {
+  if (factor == 1) return;
+  const int64_t parts = (n + kSegment - 1) / kSegment;
+  const int64_t size = element_size(x.dtype);
+  for_each(parts, n, threads, [&](int64_t i) {
+    const Output part = {static_cast<char*>(x.data) + i * kSegment * size, x.dtype};
+    kernels().scale(part, std::min(kSegment, n - i * kSegment), factor);
+  });
+}
+
+}  // namespace klfast::cpu

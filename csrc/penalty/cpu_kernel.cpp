@@ -1,0 +1,444 @@
+// The fused pass over the tokens of a segment. setup.py compiles this file once per instruction
+// set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to
+// each copy.
+//
+// Tokens go through in groups of kLanes (lanes.h), with the same instructions whatever follows: the
+// last group is filled up with masked zeros.
+
+#include "penalty/cpu_kernel.h"
+
+#include <algorithm>
+
+#include "device/cpu/ahead.h"
+#include "device/cpu/blocks.h"
+#include "device/cpu/instruction_set_table.h"
+#include "device/cpu/lanes.h"
+#include "formulas/token.h"
+
+namespace klfast::cpu {
+namespace {
+
+constexpr int64_t kBlock =
+    1024;                       // tokens between conversions; buffers stay in the first-level cache
+constexpr int64_t kBlocks = 8;  // buffers of a pass
+
+template <typename Acc>
+struct LaneSums {
+  using Bits = typename math::Constants<Acc>::Bits;
+  Acc kl[kLanes] = {};
+  Acc length[kLanes] = {};
+  Acc k1[kLanes] = {};
+  Acc k2[kLanes] = {};
+  Acc k3[kLanes] = {};
+  Bits clipped[kLanes] = {};
+  Bits nonfinite[kLanes] = {};
+  Bits max_log_ratio[kLanes] = {};
+};
+
+// A block in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
+template <typename Acc>
+struct Block {
+  int64_t size;
+  const Acc* log_ratio;       // logprobs - ref_logprobs
+  const Acc* log_importance;  // logprobs - old_logprobs; null without
+  const Acc* weight;
+  bool statistics;  // whether they are wanted
+  Acc coef;
+  Acc grad_scale;
+  Acc* value;
+  Acc* grad;
+  Acc* grad_ref;
+  Ahead ahead;
+};
+
+// Adds what KLStats says of a token beyond kl and length.
+template <Range range, typename Acc>
+KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
+  using Bits = typename LaneSums<Acc>::Bits;
+  constexpr Bits infinity = (2 * math::Constants<Acc>::kExponentBias + 1)
+                            << math::Constants<Acc>::kMantissaBits;
+  const Bits bits = math::magnitude_bits(x);
+  sums.k1[lane] += weight * estimators::k1::value(x);
+  sums.k2[lane] += weight * estimators::k2::value(x);
+  sums.k3[lane] += weight * estimators::k3::value<range>(x);
+  sums.nonfinite[lane] += bits >= infinity;
+  sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
+}
+
+// What a pass stores per token.
+enum class Store { kNothing, kValue, kGradient };
+
+// A group of a block: value and derivative of the formula.
+template <typename E, Range range, Store stores, bool kStatistics, typename Acc>
+KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first,
+                                       LaneSums<Acc>& sums) {
+  const Acc* log_ratio = block.log_ratio + first;
+  const Acc* weights = block.weight + first;
+  [[maybe_unused]] Acc* value = block.value + first;
+  [[maybe_unused]] Acc* grad = block.grad + first;
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Acc weight = weights[lane];
+    const Acc x = log_ratio[lane];
+    const Acc weighted = weight * E::template value<range>(x);
+    if constexpr (stores == Store::kValue) value[lane] = block.coef * weighted;
+    if constexpr (stores == Store::kGradient) {
+      grad[lane] = block.grad_scale * (weight * E::template derivative<range>(x));
+    }
+    sums.kl[lane] += weighted;
+    sums.length[lane] += weight;
+    if constexpr (kStatistics) add_statistics<range>(sums, lane, x, weight);
+  }
+}
+
+// No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and
+// take the shorter way, to the same bits.
+template <typename E, typename Acc, Store stores, bool kStatistics>
+void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
+  for (int64_t first = 0; first < block.size; first += kLanes) {
+    block.ahead.fetch(first / kLanes);
+    const Acc* log_ratio = block.log_ratio + first;
+    typename LaneSums<Acc>::Bits far = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(log_ratio[lane]);
+    if (far) {
+      evaluate_group<E, Range::kAnywhere, stores, kStatistics>(block, first, sums);
+    } else {
+      evaluate_group<E, Range::kNear, stores, kStatistics>(block, first, sums);
+    }
+  }
+}
+
+// Everything there is, gradients to both log-probs too. In fp32 a weighted token with an extreme
+// ratio is computed again in fp64; which one is depends on the token alone. What not every call
+// needs, and what looks the same for every estimator, has a loop of its own.
+template <typename E, typename Acc>
+void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
+  const bool weighs = block.log_importance != nullptr;
+  const Limits<Acc> limit = limits;
+  alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
+  alignas(64) Acc importances[kLanes];
+  alignas(64) typename LaneSums<Acc>::Bits limited[kLanes] = {}, clipped[kLanes];
+  std::fill(importances, importances + kLanes, Acc(1));
+  for (int64_t first = 0; first < block.size; first += kLanes) {
+    block.ahead.fetch(first / kLanes);
+    const Acc* log_ratio = block.log_ratio + first;
+    const Acc* log_importances = weighs ? block.log_importance + first : nullptr;
+    const Acc* weights = block.weight + first;
+    typename LaneSums<Acc>::Bits extreme = 0;
+    if (weighs) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const Importance<Acc> importance = importance_of<Acc>(limit, log_importances[lane]);
+        importances[lane] = importance.weight;
+        limited[lane] = importance.limited;
+        extreme |= is_extreme(log_ratio[lane]) | is_extreme(log_importances[lane]);
+      }
+    }
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Acc weight = weights[lane];
+      const Acc x = log_ratio[lane];
+      const Token<Acc> token = evaluate_token<E>(limit, weighs, weight != Acc(0), weight, x,
+                                                 Importance<Acc>{importances[lane], limited[lane]});
+      values[lane] = token.value;
+      derivatives[lane] = token.derivative;
+      ref_derivatives[lane] = token.ref_derivative;
+      sums.length[lane] += weight;
+      clipped[lane] = token.clipped;
+    }
+    if (block.statistics) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        add_statistics<Range::kAnywhere>(sums, lane, log_ratio[lane], weights[lane]);
+      }
+    }
+    if constexpr (std::is_same_v<Acc, float>) {
+      for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
+        const Acc x = log_ratio[lane];
+        if (!is_extreme(x) && !is_extreme(log_importances[lane])) continue;
+        const Token<double> token = evaluate_token<E, Acc, double>(
+            limits_as<double>(limit), weighs, weights[lane] != Acc(0), weights[lane], x,
+            log_importances[lane]);
+        values[lane] = static_cast<Acc>(token.value);
+        derivatives[lane] = static_cast<Acc>(token.derivative);
+        ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);
+        clipped[lane] = static_cast<typename LaneSums<Acc>::Bits>(token.clipped);
+      }
+    }
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      block.value[first + lane] = block.coef * values[lane];
+      block.grad[first + lane] = block.grad_scale * derivatives[lane];
+      block.grad_ref[first + lane] = -block.grad_scale * ref_derivatives[lane];
+      sums.kl[lane] += values[lane];
+      sums.clipped[lane] += clipped[lane];
+    }
+  }
+}
+
+template <typename Acc>
+using Evaluate = void (*)(const Block<Acc>&, const Limits<Acc>&, LaneSums<Acc>&);
+
+template <typename E, typename Acc, Store stores>
+Evaluate<Acc> choose_plain(bool statistics) {
+  return statistics ? evaluate_plain<E, Acc, stores, true> : evaluate_plain<E, Acc, stores, false>;
+}
+
+// Only fp32 arithmetic has plain passes; fp64 is for checking, not for speed.
+template <typename E, typename Acc>
+Evaluate<Acc> choose(bool plain, Store stores, bool statistics) {
+  if constexpr (std::is_same_v<Acc, float>) {
+    if (plain && stores == Store::kNothing)
+      return choose_plain<E, Acc, Store::kNothing>(statistics);
+    if (plain && stores == Store::kValue) return choose_plain<E, Acc, Store::kValue>(statistics);
+    if (plain) return choose_plain<E, Acc, Store::kGradient>(statistics);
+  }
+  return evaluate_any<E, Acc>;
+}
+
+template <typename Acc>
+Evaluate<Acc> choose(const SegmentTask& task) {
+  const KlPenaltyInputs& inputs = *task.inputs;
+  const EstimatorOptions& options = inputs.options;
+  const bool stores_value = task.value.data != nullptr;
+  const bool stores_gradient = task.grad_logprobs.data != nullptr;
+  const bool plain = !options.has_limits() && options.gradient != Gradient::kK2 &&
+                     inputs.old_logprobs.data == nullptr &&
+                     task.grad_ref_logprobs.data == nullptr && !(stores_value && stores_gradient);
+  const Store stores = stores_value      ? Store::kValue
+                       : stores_gradient ? Store::kGradient
+                                         : Store::kNothing;
+  using Choice = Evaluate<Acc> (*)(bool, Store, bool);
+#define KLFAST_CHOICE(NAME, ...) choose<estimators::NAME, Acc>,
+  constexpr Choice choices[] = {KLFAST_ESTIMATORS(KLFAST_CHOICE)};
+#undef KLFAST_CHOICE
+  return choices[options.estimator](plain, stores, task.want_statistics);
+}
+
+// Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's
+// type.
+struct WideSums {
+  double kl[kLanes] = {};
+  double length[kLanes] = {};
+  double k1[kLanes] = {};
+  double k2[kLanes] = {};
+  double k3[kLanes] = {};
+};
+
+// A part of a sequence, and where it lies in the inputs.
+struct Part {
+  int64_t row;
+  int64_t column;
+  int64_t size;
+  int64_t padded;  // size rounded up to whole groups
+};
+
+// Weights of a part: the mask's, or ones; zeros beyond its size.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Part& part, Acc* buffer) {
+  if (mask.data != nullptr) {
+    return load_block(mask, part.row, part.column, part.size, part.padded, buffer);
+  }
+  std::fill(buffer, buffer + part.size, Acc(1));
+  std::fill(buffer + part.size, buffer + part.padded, Acc(0));
+  return buffer;
+}
+
+template <typename Acc, typename From>
+KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weights, int64_t n,
+                                 Acc* difference) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    difference[i] =
+        math::select(weights[i] != Acc(0), convert<Acc>(a[i]) - convert<Acc>(b[i]), Acc(0));
+  }
+}
+
+// a - b where the weight is not 0, else 0: what is masked is never looked at.
+template <typename Acc>
+KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part& part,
+                                        const Acc* weights, Acc* difference, Acc* buffer) {
+  std::fill(difference + part.size, difference + part.padded, Acc(0));
+  if (a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
+    visit_dtype(a.dtype, [&](auto zero) __attribute__((always_inline)) {
+      using From = decltype(zero);
+      if constexpr (is_floating<From>) {
+        subtract(static_cast<const From*>(a.data) + part.row * a.row_stride + part.column,
+                 static_cast<const From*>(b.data) + part.row * b.row_stride + part.column, weights,
+                 part.size, difference);
+      }
+    });
+    return;
+  }
+  const Acc* loaded = load_block(a, part.row, part.column, part.size, part.padded, difference);
+  const Acc* other = load_block(b, part.row, part.column, part.size, part.padded, buffer);
+  subtract(loaded, other, weights, part.padded, difference);
+}
+
+// grad *= factor where the weight is not 0; exactly 0 elsewhere, whatever stands there.
+template <typename Acc>
+KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* weights, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    grad[i] = math::select(weights[i] != Acc(0), grad[i] * factor[i], Acc(0));
+  }
+}
+
+bool can_be_bad(const View& mask) {
+  return mask.data != nullptr && mask.dtype != DType::kBool && mask.dtype != DType::kUInt8;
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE bool any_bad(const Acc* weights, int64_t n) {
+  int bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= !(weights[i] >= Acc(0) && weights[i] < Acc(INFINITY));
+  return bad != 0;
+}
+
+Part part_of(const Batch& batch, const Segment& segment, int64_t done) {
+  const int64_t size = std::min(kBlock, segment.length - done);
+  return {batch.row(segment.sequence), batch.column(segment.sequence, segment.position + done),
+          size, (size + kLanes - 1) / kLanes * kLanes};
+}
+
+Ahead ahead_of(const KlPenaltyInputs& in, const Part& part) {
+  Ahead ahead;
+  for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.mask, &in.old_logprobs}) {
+    ahead.add(*view, part.row, part.column + kBlock);
+  }
+  return ahead;
+}
+
+template <typename Acc>
+Partial run_segment(const SegmentTask& task, const Segment& segment) {
+  const KlPenaltyInputs& in = *task.inputs;
+  const Limits<Acc> limits = limits_of<Acc>(in.options);
+  const Evaluate<Acc> evaluate = choose<Acc>(task);
+  const bool check_mask = can_be_bad(in.mask);
+  const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
+  alignas(64)
+      Acc buffers[kBlocks][kBlock + kLanes];  // not a page apart, which would alias in the cache
+  alignas(64) LaneSums<Acc> sums;
+  alignas(64) WideSums wide;
+  Partial partial;
+
+  for (int64_t done = 0; done < segment.length; done += kBlock) {
+    const Part part = part_of(in.batch, segment, done);
+    const int64_t n = part.size;
+    const int64_t index = first_index + done;
+    Block<Acc> block;
+    block.size = part.padded;
+    block.ahead = ahead_of(in, part);
+    block.weight = load_weights(in.mask, part, buffers[0]);
+    load_difference(in.logprobs, in.ref_logprobs, part, block.weight, buffers[1], buffers[7]);
+    block.log_ratio = buffers[1];
+    block.log_importance = nullptr;
+    if (in.old_logprobs.data != nullptr) {
+      load_difference(in.logprobs, in.old_logprobs, part, block.weight, buffers[2], buffers[7]);
+      block.log_importance = buffers[2];
+    }
+    block.statistics = task.want_statistics;
+    block.coef = static_cast<Acc>(in.coef);
+    block.grad_scale = static_cast<Acc>(task.grad_scale);
+    block.value = output_block(task.value, index, n, part.padded, buffers[3]);
+    block.grad = output_block(task.grad_logprobs, index, n, part.padded, buffers[4]);
+    block.grad_ref = output_block(task.grad_ref_logprobs, index, n, part.padded, buffers[5]);
+    evaluate(block, limits, sums);
+
+    if (task.grad_out.data != nullptr) {
+      const Acc* grad_out =
+          load_block(task.grad_out, part.row, part.column, n, part.padded, buffers[6]);
+      multiply_kept(block.grad, grad_out, block.weight, part.padded);
+      multiply_kept(block.grad_ref, grad_out, block.weight, part.padded);
+    } else if (!std::isfinite(static_cast<Acc>(task.grad_scale))) {  // 0 * infinity where masked
+      std::fill(buffers[6], buffers[6] + part.padded, Acc(1));
+      multiply_kept(block.grad, buffers[6], block.weight, part.padded);
+      multiply_kept(block.grad_ref, buffers[6], block.weight, part.padded);
+    }
+    store_block(task.value, index, n, block.value);
+    store_block(task.grad_logprobs, index, n, block.grad);
+    store_block(task.grad_ref_logprobs, index, n, block.grad_ref);
+    if (check_mask) partial.bad_mask |= any_bad(block.weight, n);
+    if (task.want_last_kept) {
+      for (int64_t i = n - 1; i >= 0; --i) {
+        if (block.weight[i] == Acc(0)) continue;
+        partial.last_kept = index + i;
+        break;
+      }
+    }
+    flush(sums.kl, wide.kl);
+    flush(sums.length, wide.length);
+    if (task.want_statistics) {
+      flush(sums.k1, wide.k1);
+      flush(sums.k2, wide.k2);
+      flush(sums.k3, wide.k3);
+    }
+  }
+  partial.kl = add_lanes(wide.kl);
+  partial.length = add_lanes(wide.length);
+  if (task.want_statistics) {
+    partial.k1 = add_lanes(wide.k1);
+    partial.k2 = add_lanes(wide.k2);
+    partial.k3 = add_lanes(wide.k3);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      partial.clipped += static_cast<double>(sums.clipped[lane]);
+      partial.nonfinite += static_cast<double>(sums.nonfinite[lane]);
+      partial.max_log_ratio_bits =
+          std::max<int64_t>(partial.max_log_ratio_bits, sums.max_log_ratio[lane]);
+    }
+  }
+  return partial;
+}
+
+Partial run_segment(const SegmentTask& task, const Segment& segment) {
+  return task.inputs->is_double ? run_segment<double>(task, segment)
+                                : run_segment<float>(task, segment);
+}
+
+// The sum of weights in the same order as run_segment adds them.
+template <typename Acc>
+Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
+  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc lanes[kLanes] = {};
+  alignas(64) double wide[kLanes] = {};
+  Partial partial;
+  for (int64_t done = 0; done < segment.length; done += kBlock) {
+    const Part part = part_of(in.batch, segment, done);
+    const Acc* weights = load_weights(in.mask, part, buffer);
+    for (int64_t i = 0; i < part.padded; i += kLanes) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += weights[i + lane];
+    }
+    if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, part.size);
+    flush(lanes, wide);
+  }
+  partial.length = add_lanes(wide);
+  return partial;
+}
+
+Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
+  return in.is_double ? read_mask<double>(in, segment) : read_mask<float>(in, segment);
+}
+
+void scale(const Output& output, int64_t n, double factor) {
+  visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
+    using T = decltype(zero);
+    using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    T* data = static_cast<T*>(output.data);
+    if constexpr (is_floating<T>) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) {
+        // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+        const Acc value = convert<Acc>(data[i]);
+        const Acc scaled = value * static_cast<Acc>(factor);
+        data[i] = convert<T>(math::select(value != Acc(0), scaled, value));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+KLFAST_TABLE(Kernels, kernels) = {run_segment, read_mask, scale};
+
+}  // namespace klfast::cpu

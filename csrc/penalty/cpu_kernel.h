@@ -1,0 +1,53 @@
+// What the kernels that are compiled per instruction set offer to kl_penalty.cpp.
+
+#pragma once
+
+#include "penalty/call.h"
+
+namespace klfast::cpu {
+
+// Tokens [position, position + length) of a sequence.
+struct Segment {
+  int64_t sequence;
+  int64_t position;
+  int64_t length;
+};
+
+// What a segment adds to its sequence. Sums are of fp32 (fp64) terms in a fixed order that depends
+// on positions alone.
+struct Partial {
+  double kl = 0;
+  double length = 0;
+  double k1 = 0;
+  double k2 = 0;
+  double k3 = 0;
+  double clipped = 0;
+  double nonfinite = 0;
+  int64_t max_log_ratio_bits =
+      0;                   // of a non-negative float or double: ordered as integers, NaN last
+  int64_t last_kept = -1;  // index among all tokens
+  bool bad_mask = false;
+};
+
+// One pass over a segment's tokens.
+struct SegmentTask {
+  const KlPenaltyInputs* inputs;
+  View grad_out;          // per token, or absent
+  double grad_scale = 1;  // factor of every token's gradient
+  bool want_statistics = false;
+  bool want_last_kept = false;
+  Output value;  // arithmetic's type; coef * weighted value
+  Output grad_logprobs;
+  Output grad_ref_logprobs;
+};
+
+struct Kernels {
+  Partial (*run_segment)(const SegmentTask&, const Segment&);
+  Partial (*read_mask)(const KlPenaltyInputs&, const Segment&);  // length and bad_mask alone
+  void (*scale)(const Output&, int64_t n, double factor);        // in place
+};
+
+// The best kernels for this processor, or those that KLFAST_CPU names.
+const Kernels& kernels();
+
+}  // namespace klfast::cpu

@@ -1,0 +1,310 @@
+// The kernels, and their launches.
+
+#include <stdexcept>
+
+#include "penalty/cuda.h"
+#include "penalty/cuda_tile.h"
+
+namespace klfast::cuda {
+namespace {
+
+template <typename Acc>
+__device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
+                                                   int64_t sequence) {
+  const Reduction reduction = task.in.reduction;
+  double gradient = scalars.coef;
+  if (task.backward) {
+    gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
+    if (reduction != Reduction::kNone) {
+      const int64_t index = is_scalar(reduction) ? 0 : sequence * task.grad_out.column_stride;
+      gradient *= static_cast<const Acc*>(task.grad_out.data)[index];
+    }
+  } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
+    gradient *= weight_before_sums<Acc>(task, scalars, sequence);
+  }
+  return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
+}
+
+// Read by one thread for the whole block.
+__device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& in) {
+  __shared__ Scalars scalars;
+  if (threadIdx.x == 0) scalars = scalars_of(in);
+  __syncthreads();
+  return scalars;
+}
+
+// The tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
+// LaneSums. Then finish(slot, segment, sums) by one thread of each slot. A tile's sum and a
+// segment's do not depend on how many warps share in the work.
+template <bool kStatistics, typename Locate, typename Run, typename Finish>
+__device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
+                                          const Finish& finish) {
+  __shared__ Sums tile_sums[kWarps * kTilesPerSegment];
+  const int warps = task.grid.warps_per_segment;
+  const int group = threadIdx.x / kWarp / warps;
+  const int warp = threadIdx.x / kWarp % warps;
+  const bool first_lane = threadIdx.x % kWarp == 0;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps / warps) + group;
+  __shared__ Segment segments[kWarps];  // the warps' own: here they take no registers
+  __shared__ Tile tiles_of_warps[kWarps];
+  Segment& segment = segments[threadIdx.x / kWarp];
+  Tile& tile_of_warp = tiles_of_warps[threadIdx.x / kWarp];
+  const Segment found = segment_of_slot(task.in.batch, task.grid, slot);
+  if (first_lane) segment = found;
+  __syncwarp();
+  Sums* const tiles = tile_sums + group * kTilesPerSegment;
+  const bool follows = segment.sequence == task.in.batch.sequences;
+  if (follows && segment.size > 0) {
+    store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
+  }
+#pragma unroll 1
+  for (int tile = warp; tile * kTile < segment.size && !follows; tile += warps) {
+    const int64_t position = segment.position + tile * kTile;
+    if (first_lane) tile_of_warp = locate(segment, position);
+    __syncwarp();
+    const auto lane_sums = run(tile_of_warp, segment.sequence);
+    __syncwarp();
+    if (task.backward) continue;
+    const Sums sums =
+        add_up<kStatistics>(lane_sums, task.scores.data != nullptr, segment.start + position);
+    if (first_lane) tiles[tile] = sums;
+  }
+  if (task.backward) return;
+  __syncthreads();
+  if (!segment.exists || warp != 0 || !first_lane) return;
+  Sums sums;
+  for (int tile = 0; tile * kTile < segment.size; ++tile) add<kStatistics>(sums, tiles[tile]);
+  finish(slot, segment, sums);
+}
+
+// Enough warps to hide the latency of memory, at the registers that leaves each.
+template <typename T, Pass pass>
+inline constexpr int kBlocksPerProcessor =
+    pass == Pass::kPlain && kWidth<T, pass> <= 4           ? 4
+    : pass == Pass::kPlain || pass == Pass::kPlainGradient ? 3
+    : std::is_same_v<typename Source<T>::Acc, double>      ? 1  // two spill on sm_100
+                                                           : 2;
+
+template <typename T, Pass pass>
+__global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
+    kl_penalty_kernel(const __grid_constant__ Task task) {
+  using Acc = typename Source<T>::Acc;
+  constexpr bool kStatistics = adds_statistics<pass>;
+  const Partials partials = {task.partials, task.grid.slots};
+  const Scalars& scalars = shared_scalars(task.in);
+  run_slots<kStatistics>(
+      task,
+      [&](const Segment& segment, int64_t position) {
+        return tile_at<T, pass>(task, segment, position);
+      },
+      [&](const Tile& tile, int64_t sequence) {
+        const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
+        return run_tile<T, pass>(task, limits_as<Acc>(task.limits), factors, tile);
+      },
+      [&](int64_t slot, const Segment& segment, const Sums& sums) {
+        if (!is_scalar(task.in.reduction) && segments_of(segment.length) == 1) {
+          finish_sequence<kStatistics, Acc>(task, scalars, segment.sequence, sums, {});
+        } else {
+          put<kStatistics>(partials, slot, sums, task.scores.data != nullptr);
+        }
+      });
+  if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
+    finish_batch<kStatistics, Acc>(task, scalars, partials);
+  }
+}
+
+// What a mean divides by, before its gradient can be written: the weights into per_sequence.
+template <typename Acc, int W>
+__global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constant__ Task task) {
+  const Partials partials = {task.partials, task.grid.slots};
+  const Scalars& scalars = shared_scalars(task.in);
+  run_slots<false>(
+      task,
+      [&](const Segment& segment, int64_t position) {
+        return tile_at<Mixed<Acc>, Pass::kAny>(task, segment, position);
+      },
+      [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
+      [&](int64_t slot, const Segment&, const Sums& sums) {
+        put<false>(partials, slot, sums, false);
+      });
+  if (arrives_last(task.arrivals)) finish_lengths<Acc>(task, scalars, partials);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBlock)
+    scale_kernel(T* const data, const int64_t n, const __grid_constant__ View factor_view) {
+  using Acc = typename Source<T>::Acc;
+  constexpr int W = kWidth<T, Pass::kPlain>;
+  const double factor = read_element(factor_view, 0);
+  if (factor == 1) return;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock * W;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * W; i < n;
+       i += step) {
+    Chunk<T, W> chunk = {};
+    if (i + W <= n && reinterpret_cast<uintptr_t>(data) % Words<T, W>::kBytes == 0) {
+      chunk = load_aligned<T, W, Memory::kReadWrite>(data + i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if (i + j < n) chunk.element[j] = data[i + j];
+      }
+    }
+    Chunk<Acc, W> values;
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const Acc value = convert<Acc>(chunk.element[j]);
+      // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+      values.element[j] = value != Acc(0) ? value * static_cast<Acc>(factor) : value;
+    }
+    store_chunk(data + i, static_cast<int>(n - i < W ? n - i : W), values);
+  }
+}
+
+void check_launch() {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("a CUDA kernel did not launch: ") +
+                             cudaGetErrorString(error));
+  }
+}
+
+template <typename Kernel>
+void launch(Kernel kernel, const Task& task, const Launch& on) {
+  KLFAST_LAUNCH(kernel, task.grid.blocks, kBlock, static_cast<cudaStream_t>(on.stream), task);
+  check_launch();
+}
+
+bool is_mixed(const KlPenaltyInputs& in) {
+  const DType dtype = in.logprobs.dtype;
+  return in.ref_logprobs.dtype != dtype ||
+         (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
+}
+
+// Whether a plain kernel serves. Only dtypes that are trained in have them; others are for
+// checking, not for speed.
+bool is_plain_call(const KlPenaltyInputs& in) {
+  return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
+         in.old_logprobs.data == nullptr && !in.is_double && !is_mixed(in);
+}
+
+// Whether sums of several blocks must be added: of every sequence, or of those too long for one.
+bool needs_last_block(const KlPenaltyInputs& in) {
+  const int64_t longest = in.batch.packed() ? in.batch.tokens : in.batch.width;
+  return is_scalar(in.reduction) || longest > kSegment;
+}
+
+bool wants_gradient(const KlPenaltyForward& out) {
+  return out.grad_logprobs.data != nullptr || out.grad_ref_logprobs.data != nullptr;
+}
+
+// Whether the weights of a gradient depend on lengths that only the device knows.
+bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
+  const bool unknown = in.mask.data != nullptr || in.batch.packed();
+  return wants_gradient(out) && unknown &&
+         (uses_own_length(in.reduction) || uses_totals(in.reduction, in.is_normalized()));
+}
+
+Task task_of(const KlPenaltyInputs& in) {
+  Task task;
+  task.in = in;
+  task.limits = in.is_double ? limits_of<double>(in.options)
+                             : limits_as<double>(limits_of<float>(in.options));
+  task.grid = grid_of(in.batch);
+  return task;
+}
+
+template <typename T>
+void launch_kl_penalty(const Task& task, const Launch& on) {
+  if constexpr (!std::is_same_v<typename Source<T>::Acc, double>) {
+    const bool adds_more = task.want_statistics || task.scores.data != nullptr;
+    if (is_plain_call(task.in) && adds_more) {
+      return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
+    }
+    const bool stores_gradient =
+        task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr;
+    if (is_plain_call(task.in) && stores_gradient) {
+      return launch(kl_penalty_kernel<T, Pass::kPlainGradient>, task, on);
+    }
+    if (is_plain_call(task.in)) return launch(kl_penalty_kernel<T, Pass::kPlain>, task, on);
+  }
+  launch(kl_penalty_kernel<T, Pass::kAny>, task, on);
+}
+
+void launch_kl_penalty(Task task, const Launch& on) {
+  const KlPenaltyInputs& in = task.in;
+  task.stores_tokens = task.value.data != nullptr || task.grad_logprobs.data != nullptr ||
+                       task.grad_ref_logprobs.data != nullptr;
+  if (is_mixed(in)) {
+    return in.is_double ? launch(kl_penalty_kernel<Mixed<double>, Pass::kAny>, task, on)
+                        : launch(kl_penalty_kernel<Mixed<float>, Pass::kAny>, task, on);
+  }
+  visit_dtype(in.logprobs.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (is_floating<T>) launch_kl_penalty<T>(task, on);
+  });
+}
+
+// Lanes as wide as those of the kernel that follows: its sums of the mask are then the same.
+void launch_lengths(const Task& task, const Launch& on) {
+  if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
+  const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
+  launch(wide ? lengths_kernel<float, 8> : lengths_kernel<float, 4>, task, on);
+}
+
+}  // namespace
+
+int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
+  if (!needs_last_block(in)) return 0;
+  const bool all = !is_plain_call(in) || out.want_statistics || out.scores.data != nullptr;
+  const int64_t fields = all ? Sums::kFields : Sums::kLength + 1;
+  return fields * std::max<int64_t>(1, grid_of(in.batch).slots);
+}
+
+void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {
+  Task task = task_of(in);
+  const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
+  if (in.reduction == Reduction::kNone) {
+    task.value = {out.result, acc};
+  } else {
+    task.result = out.result;
+  }
+  task.scores = out.scores;
+  task.want_statistics = out.want_statistics;
+  task.per_sequence = out.per_sequence;
+  task.partials = on.partials;
+  task.arrivals = needs_last_block(in) ? on.arrivals : nullptr;
+  if (needs_lengths(in, out)) {
+    launch_lengths(task, on);
+    task.weights_known = true;
+  }
+  task.grad_logprobs = out.grad_logprobs;
+  task.grad_ref_logprobs = out.grad_ref_logprobs;
+  launch_kl_penalty(task, on);
+}
+
+void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
+                         const Launch& on) {
+  Task task = task_of(in);
+  task.grad_logprobs = out.grad_logprobs;
+  task.grad_ref_logprobs = out.grad_ref_logprobs;
+  task.grad_out = out.grad_out;
+  task.weights = out.weights;
+  task.backward = true;
+  launch_kl_penalty(task, on);
+}
+
+void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
+  constexpr int64_t kMostBlocks = 4096;  // each takes its share again and again
+  visit_dtype(x.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (is_floating<T>) {
+      const int64_t per_block = kBlock * kWidth<T, Pass::kPlain>;
+      const int64_t blocks = std::min(kMostBlocks, (n + per_block - 1) / per_block);
+      KLFAST_LAUNCH(scale_kernel<T>, static_cast<unsigned>(blocks), kBlock,
+                    static_cast<cudaStream_t>(on.stream), static_cast<T*>(x.data), n, factor);
+    }
+  });
+  check_launch();
+}
+
+}  // namespace klfast::cuda

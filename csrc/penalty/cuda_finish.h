@@ -1,0 +1,186 @@
+// From sums of segments to results: of a sequence by the block that has read it, where that is all
+// of it, and of the batch by the last block to arrive, always in the order of positions.
+
+#pragma once
+
+#include "penalty/cuda_sums.h"
+#include "penalty/cuda_task.h"
+#include "tensors/convert.h"
+
+namespace klfast::cuda {
+
+__device__ __forceinline__ double read_element(const View& view, int64_t index) {
+  double value = 0;
+  visit_dtype(view.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    value = convert<double>(static_cast<const T*>(view.data)[index * view.column_stride]);
+  });
+  return value;
+}
+
+// The numbers of a call, wherever they lie.
+struct Scalars {
+  double coef;
+  double normalizer;
+};
+
+__device__ __forceinline__ Scalars scalars_of(const KlPenaltyInputs& in) {
+  const double coef = in.coef_tensor.data == nullptr ? in.coef : read_element(in.coef_tensor, 0);
+  const double normalizer =
+      in.normalizer_tensor.data == nullptr ? in.normalizer : read_element(in.normalizer_tensor, 0);
+  return {in.negate ? -coef : coef, normalizer};
+}
+
+template <typename Acc>
+__device__ __forceinline__ void store(void* data, int64_t index, double value) {
+  static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
+}
+
+// The weight of a sequence's tokens, in the arithmetic's precision, as the backward will read it.
+template <typename Acc>
+__device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
+                                            int64_t sequence, double length, const Totals& totals) {
+  if (task.weights_known) return static_cast<const Acc*>(task.per_sequence)[sequence];
+  return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals,
+                                          task.in.is_normalized(), scalars.normalizer));
+}
+
+// Before anything is summed: without a mask the lengths of a padded batch are known, and where a
+// weight does not depend on lengths, any will do.
+template <typename Acc>
+__device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
+                                                     int64_t sequence) {
+  const Batch& batch = task.in.batch;
+  const double sequences = batch.width > 0 ? static_cast<double>(batch.sequences) : 0.0;
+  return weight_of<Acc>(task, scalars, sequence, static_cast<double>(batch.width),
+                        {static_cast<double>(batch.tokens), sequences});
+}
+
+template <typename Acc>
+__device__ __forceinline__ void store_statistics(const Task& task, int64_t sequence,
+                                                 const Sums& sums) {
+  using Bits = typename math::Constants<Acc>::Bits;
+  const double fields[kStatistics] = {
+      sums.length,  sums.kl,
+      sums.k1,      sums.k2,
+      sums.k3,      static_cast<double>(math::bit_cast<Acc>(static_cast<Bits>(sums.max_log_ratio))),
+      sums.clipped, sums.nonfinite};
+#pragma unroll
+  for (int field = 0; field < kStatistics; ++field) {
+    store<Acc>(task.per_sequence, (1 + field) * task.in.batch.sequences + sequence, fields[field]);
+  }
+}
+
+// Everything that is said of one sequence. Returns its share of a scalar result, before coef.
+template <bool kStatistics, typename Acc>
+__device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
+                                                  int64_t sequence, const Sums& sums,
+                                                  const Totals& totals) {
+  const KlPenaltyInputs& in = task.in;
+  const double weight = weight_of<Acc>(task, scalars, sequence, sums.length, totals);
+  const double term = sums.length > 0 ? weight * sums.kl : 0.0;
+  store<Acc>(task.per_sequence, sequence, weight);
+  if constexpr (kStatistics) {
+    if (task.want_statistics) store_statistics<Acc>(task, sequence, sums);
+  }
+  if (in.reduction != Reduction::kNone && !is_scalar(in.reduction)) {
+    store<Acc>(task.result, sequence, scalars.coef * term);
+  }
+  // The upper bound is for cu_seqlens that overlap: then a sum may hold what nobody wrote.
+  if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
+    Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
+    *reward += static_cast<Acc>(read_element(task.scores, sequence));
+  }
+  return term;
+}
+
+// Sum over the threads of a block, in every thread.
+__device__ __forceinline__ double add_block(double value) {
+  __shared__ double of_warp[kWarps];
+  value = add_lanes(value);
+  __syncthreads();  // the last use is over
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  double sum = of_warp[0];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
+template <bool kStatistics>
+__device__ __forceinline__ Sums sums_of_sequence(const Task& task, const Partials& partials,
+                                                 int64_t sequence) {
+  const int64_t segments = segments_of(sequence_at(task.in.batch, sequence).length);
+  const int64_t first = first_slot(task.in.batch, task.grid, sequence);
+  const bool with_last_kept = task.scores.data != nullptr;
+  Sums sums;
+  for (int64_t i = 0; i < segments && first + i < task.grid.slots; ++i) {
+    add<kStatistics>(sums, get<kStatistics>(partials, first + i, with_last_kept));
+  }
+  return sums;
+}
+
+// What the mask adds up to, by all threads of a block.
+__device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& scalars,
+                                            const Partials& partials) {
+  const KlPenaltyInputs& in = task.in;
+  Totals totals;
+  if (!uses_totals(in.reduction, in.is_normalized()) || task.weights_known) return totals;
+  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
+    const double length = sums_of_sequence<false>(task, partials, s).length;
+    totals.tokens += length;
+    totals.sequences += length > 0 ? 1 : 0;
+  }
+  totals.tokens = add_block(totals.tokens);
+  totals.sequences = add_block(totals.sequences);
+  return totals;
+}
+
+// The weights of all sequences, by all threads of the last block of a pass over lengths.
+template <typename Acc>
+__device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
+                                               const Partials& partials) {
+  const Totals totals = totals_of(task, scalars, partials);
+  for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlock) {
+    const double length = sums_of_sequence<false>(task, partials, s).length;
+    store<Acc>(task.per_sequence, s, weight_of<Acc>(task, scalars, s, length, totals));
+  }
+}
+
+// The batch, by all threads of the last block. Sequences that their own block has finished are left
+// out.
+template <bool kStatistics, typename Acc>
+__device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
+                                             const Partials& partials) {
+  const KlPenaltyInputs& in = task.in;
+  const bool scalar = is_scalar(in.reduction);
+  const Totals totals = totals_of(task, scalars, partials);
+  double total = 0;
+  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
+    if (!scalar && segments_of(sequence_at(in.batch, s).length) == 1) continue;
+    const Sums sums = sums_of_sequence<kStatistics>(task, partials, s);
+    total += finish_sequence<kStatistics, Acc>(task, scalars, s, sums, totals);
+  }
+  if (!scalar) return;
+  total = add_block(total);
+  if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * total);
+}
+
+// Whether this block is the last of the launch to come here. Everything that the others wrote
+// before they came is then visible. The counter is 0 again afterwards: for the next launch on this
+// stream, or the next replay of a graph.
+__device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(arrivals, 1u) == gridDim.x - 1;
+    if (is_last) *arrivals = 0;
+  }
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+}  // namespace klfast::cuda

@@ -1,0 +1,125 @@
+// How tokens are dealt out: a sequence is cut into segments, a segment into tiles. A warp takes a
+// tile, a group of warps a segment. All of it depends on token positions alone, so that a sum does
+// too.
+
+#pragma once
+
+#include <algorithm>
+
+#include "device/cuda/device.h"
+#include "tensors/view.h"
+
+namespace klfast::cuda {
+
+inline constexpr int64_t kTile = 1024;  // tokens
+inline constexpr int kTilesPerSegment = 8;
+inline constexpr int64_t kSegment = kTile * kTilesPerSegment;
+
+// A slot is room for one segment. In a padded batch every row has the same number of them. In a
+// packed one lengths are on the device, where the host does not look: sequence s starts at slot
+// floor(cu_seqlens[s] / kSegment) + s, which leaves room enough for each, and one to spare for
+// some. One more sequence, number S, is what follows the last, where a buffer is longer than its
+// sequences: it has no sums, and its tokens get zeros.
+struct Grid {
+  int64_t slots;
+  int64_t slots_per_row;  // padded
+  int warps_per_segment;  // 1, 2, 4 or 8; does not change any result
+  unsigned blocks;
+};
+
+inline Grid grid_of(const Batch& batch) {
+  Grid grid;
+  grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegment - 1) / kSegment);
+  grid.slots = batch.packed() ? batch.tokens / kSegment + batch.sequences + 1
+                              : batch.sequences * grid.slots_per_row;
+  const int64_t typical_length =
+      batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
+  grid.warps_per_segment = 1;
+  while (grid.warps_per_segment < kWarps && grid.warps_per_segment * kTile < typical_length) {
+    grid.warps_per_segment *= 2;
+  }
+  const int64_t per_block = kWarps / grid.warps_per_segment;
+  grid.blocks =
+      static_cast<unsigned>(std::max<int64_t>(1, (grid.slots + per_block - 1) / per_block));
+  return grid;
+}
+
+// A sequence's place among all tokens. What cu_seqlens holds is not trusted.
+struct Sequence {
+  int64_t start;
+  int64_t length;
+};
+
+__device__ __forceinline__ int64_t clamp_index(int64_t index, int64_t lowest, int64_t highest) {
+  return index < lowest ? lowest : (index > highest ? highest : index);
+}
+
+__device__ __forceinline__ int64_t start_of(const Batch& batch, int64_t sequence) {
+  return clamp_index(batch.start(sequence), 0, batch.tokens);
+}
+
+__device__ __forceinline__ Sequence sequence_at(const Batch& batch, int64_t sequence) {
+  const int64_t start = start_of(batch, sequence);
+  if (!batch.packed()) return {start, batch.width};
+  return {start, clamp_index(start_of(batch, sequence + 1), start, batch.tokens) - start};
+}
+
+__device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& grid,
+                                              int64_t sequence) {
+  if (!batch.packed()) return sequence * grid.slots_per_row;
+  return clamp_index(start_of(batch, sequence) / kSegment + sequence, 0, grid.slots);
+}
+
+// The sequence that a slot belongs to, by the whole warp: every lane probes, the highest that does
+// not lie beyond the slot narrows the search 32-fold.
+__device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Grid& grid,
+                                                    int64_t slot) {
+  if (!batch.packed()) {
+    if ((slot >> 32) != 0) return slot / grid.slots_per_row;
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);  // is quicker
+  }
+  const int lane = threadIdx.x % kWarp;
+  int64_t low = 0;
+  int64_t high = batch.sequences + 1;
+  while (high - low > 1) {
+    const int64_t step = (high - low + kWarp - 1) / kWarp;
+    const int64_t probe = low + lane * step;
+    const bool reaches = probe < high && first_slot(batch, grid, probe) <= slot;
+    const unsigned votes = __ballot_sync(0xffffffffu, reaches);
+    const int last = votes == 0 ? 0 : kWarp - 1 - __clz(votes);
+    low += last * step;
+    high = low + step < high ? low + step : high;
+  }
+  return low;
+}
+
+// The segment of a slot; of size 0 where the slot is to spare.
+struct Segment {
+  int64_t sequence;
+  int64_t start;     // of the sequence among all tokens
+  int64_t length;    // of the sequence
+  int64_t position;  // of the segment in the sequence
+  int64_t size;
+  bool exists;  // size may be 0 all the same: every sequence has a first segment
+};
+
+__device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Grid& grid,
+                                                   int64_t slot) {
+  if (slot >= grid.slots) return {0, 0, 0, 0, 0, false};
+  const int64_t s = sequence_of_slot(batch, grid, slot);
+  const bool follows = s == batch.sequences;
+  const int64_t end = start_of(batch, s);
+  const Sequence sequence = follows ? Sequence{end, batch.tokens - end} : sequence_at(batch, s);
+  const int64_t position = (slot - first_slot(batch, grid, s)) * kSegment;
+  const bool has_tokens = position >= 0 && position < sequence.length;
+  if (!has_tokens) return {s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
+  const int64_t rest = sequence.length - position;
+  return {s,       sequence.start, sequence.length, position, rest < kSegment ? rest : kSegment,
+          !follows};
+}
+
+__device__ __forceinline__ int64_t segments_of(int64_t length) {
+  return length <= kSegment ? 1 : (length + kSegment - 1) / kSegment;
+}
+
+}  // namespace klfast::cuda

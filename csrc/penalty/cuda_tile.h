@@ -1,0 +1,457 @@
+// A warp over a tile of a sequence: loads, formulas, stores, lane sums.
+
+#pragma once
+
+#include "device/cuda/load.h"
+#include "penalty/cuda_finish.h"
+
+namespace klfast::cuda {
+
+// Tokens of a lane at a time: 16 bytes of an input, and never more than the registers of a pass
+// allow.
+template <typename T, Pass pass>
+inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass == Pass::kAny
+                                  ? 4
+                                  : 16 / static_cast<int>(sizeof(typename Source<T>::Element));
+
+// The tokens of a tile.
+struct Tile {
+  int64_t index;   // of the first among all tokens
+  int size;        // up to the sequence's end: more than kTile where the sequence goes on
+  bool is_smooth;  // whole words of every input are aligned, and the mask is of bytes
+  // Where it starts in each input, in elements.
+  int64_t logprobs;
+  int64_t ref_logprobs;
+  int64_t old_logprobs;
+  int64_t mask;
+  int64_t grad_out;
+};
+
+__device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
+                                             const Segment& segment, int64_t position) {
+  return batch.packed() ? (segment.start + position) * view.column_stride
+                        : segment.sequence * view.row_stride + position * view.column_stride;
+}
+
+template <typename T, int W>
+__device__ __forceinline__ bool is_smooth(const View& view, int64_t offset) {
+  const T* const first = static_cast<const T*>(view.data) + offset;
+  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Words<T, W>::kBytes == 0;
+}
+
+template <typename T, Pass pass>
+__device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment,
+                                        int64_t position) {
+  constexpr int W = kWidth<T, pass>;
+  const KlPenaltyInputs& in = task.in;
+  const int64_t rest = segment.length - position;
+  Tile tile;
+  tile.index = segment.start + position;
+  tile.size = static_cast<int>(rest < 2 * kTile ? rest : 2 * kTile);
+  tile.logprobs = offset_of(in.logprobs, in.batch, segment, position);
+  tile.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment, position);
+  tile.old_logprobs = offset_of(in.old_logprobs, in.batch, segment, position);
+  tile.mask = offset_of(in.mask, in.batch, segment, position);
+  tile.grad_out = offset_of(task.grad_out, in.batch, segment, position);
+  tile.is_smooth = false;
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
+    tile.is_smooth =
+        is_smooth<T, W>(in.logprobs, tile.logprobs) &&
+        is_smooth<T, W>(in.ref_logprobs, tile.ref_logprobs) &&
+        (in.old_logprobs.data == nullptr || is_smooth<T, W>(in.old_logprobs, tile.old_logprobs)) &&
+        (in.mask.data == nullptr ||
+         (in.mask.dtype == DType::kBool && is_smooth<Bool, W>(in.mask, tile.mask)));
+  }
+  return tile;
+}
+
+// Where a lane is in a tile.
+struct Place {
+  int position;  // of the lane's first token
+  int end;       // of the warp's tokens
+};
+
+// A chunk of any dtype, converted.
+template <bool kAnyDtype, typename Acc, int W>
+__device__ __forceinline__ void load_converted(const View& view, int64_t offset, int size,
+                                               const Place& at, Chunk<Acc, W>& values) {
+  offset = opaque(offset);
+  visit_dtype(view.dtype, [&](auto zero) {
+    using From = decltype(zero);
+    if constexpr (kAnyDtype || is_floating<From>) {
+      const Row<From> row = {static_cast<const From*>(view.data) + offset, view.column_stride,
+                             size};
+      const Chunk<From, W> chunk = load_chunk<From, W>(row, at.position, at.end);
+#pragma unroll
+      for (int i = 0; i < W; ++i) values.element[i] = convert<Acc>(chunk.element[i]);
+    }
+  });
+}
+
+// Fetched and not looked at yet, so that all inputs are on their way before the first is used; a
+// mixed source has to convert at once.
+template <typename T, int W>
+__device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const View& view,
+                                                                       int64_t offset, int size,
+                                                                       const Place& at) {
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
+    const Row<T> row = {static_cast<const T*>(view.data) + offset, view.column_stride, size};
+    return load_chunk<T, W>(row, at.position, at.end);
+  } else {
+    Chunk<typename Source<T>::Element, W> chunk;
+    load_converted<false>(view, offset, size, at, chunk);
+    return chunk;
+  }
+}
+
+// The mask's weights, or ones; zeros beyond the sequence's end.
+template <typename Acc, int W>
+__device__ __forceinline__ void load_weights(const View& mask, const Tile& tile, const Place& at,
+                                             Chunk<Acc, W>& weights) {
+  if (mask.data != nullptr) {
+    return load_converted<true>(mask, tile.mask, tile.size, at, weights);
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < tile.size ? Acc(1) : Acc(0);
+}
+
+// A lane's chunk of every input, as it was fetched.
+template <typename T, int W>
+struct Fetched {
+  Chunk<typename Source<T>::Element, W> logprobs;
+  Chunk<typename Source<T>::Element, W> ref_logprobs;
+  Chunk<typename Source<T>::Element, W> old_logprobs;
+  Chunk<typename Source<T>::Acc, W> weight;
+};
+
+// What a lane works on at a time, and what comes of it: a part of its chunk, for want of registers.
+template <typename Acc, int W>
+struct Tokens {
+  bool weighs;                   // by importance
+  Chunk<Acc, W> weight;          // the mask's
+  Chunk<Acc, W> log_ratio;       // logprobs - ref_logprobs, 0 where masked
+  Chunk<Acc, W> log_importance;  // logprobs - old_logprobs, 0 where masked or without
+  Chunk<Acc, W> value;
+  Chunk<Acc, W> derivative;
+  Chunk<Acc, W> ref_derivative;
+  bool clipped[W];
+};
+
+// By the shortest way, which most tiles can go.
+template <typename T, Pass pass, int W>
+__device__ __forceinline__ Fetched<T, W> fetch_smooth(const KlPenaltyInputs& in, const Tile& tile,
+                                                      const Place& at) {
+  using Acc = typename Source<T>::Acc;
+  const auto load = [&](const View& view, int64_t offset) {
+    return load_aligned<T, W>(static_cast<const T*>(view.data) + offset + at.position);
+  };
+  Fetched<T, W> fetched;
+  fetched.logprobs = load(in.logprobs, tile.logprobs);
+  fetched.ref_logprobs = load(in.ref_logprobs, tile.ref_logprobs);
+  fetched.old_logprobs = fetched.logprobs;
+  if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
+    fetched.old_logprobs = load(in.old_logprobs, tile.old_logprobs);
+  }
+  Chunk<Bool, W> mask;
+#pragma unroll
+  for (int i = 0; i < W; ++i) mask.element[i] = {1};
+  if (in.mask.data != nullptr) {
+    mask = load_aligned<Bool, W>(static_cast<const Bool*>(in.mask.data) + tile.mask + at.position);
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i) fetched.weight.element[i] = convert<Acc>(mask.element[i]);
+  return fetched;
+}
+
+template <typename T, Pass pass, int W>
+__device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Tile& tile,
+                                                   const Place& at) {
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
+    if (tile.is_smooth && at.end <= tile.size) return fetch_smooth<T, pass, W>(in, tile, at);
+  }
+  Fetched<T, W> fetched;
+  fetched.logprobs = fetch<T, W>(in.logprobs, tile.logprobs, tile.size, at);
+  fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+  fetched.old_logprobs = fetched.logprobs;
+  if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
+    fetched.old_logprobs = fetch<T, W>(in.old_logprobs, tile.old_logprobs, tile.size, at);
+  }
+  load_weights(in.mask, tile, at, fetched.weight);
+  return fetched;
+}
+
+template <Pass pass, typename T, int kFetched, typename Acc, int W>
+__device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
+                                            bool weighs, Tokens<Acc, W>& tokens) {
+  tokens.weighs = weighs;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const Acc weight = fetched.weight.element[first + i];
+    const bool keep = weight != Acc(0);
+    const Acc logprob = convert<Acc>(fetched.logprobs.element[first + i]);
+    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[first + i]);
+    tokens.weight.element[i] = weight;
+    tokens.log_ratio.element[i] = keep ? log_ratio : Acc(0);
+    if constexpr (!is_plain<pass>) {
+      const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
+      tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
+    }
+  }
+}
+
+// Element i of a chunk, without indexing registers at run time.
+template <typename Acc, int W>
+__device__ __forceinline__ Acc pick(const Chunk<Acc, W>& chunk, int i) {
+  Acc picked = chunk.element[0];
+#pragma unroll
+  for (int j = 1; j < W; ++j) picked = i == j ? chunk.element[j] : picked;
+  return picked;
+}
+
+template <typename Acc, int W>
+__device__ __forceinline__ void replace(Chunk<Acc, W>& chunk, int i, Acc value) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) chunk.element[j] = i == j ? value : chunk.element[j];
+}
+
+// Weighted tokens beyond fp32's range in a factor, but perhaps not in the product: once more in
+// fp64, one after the other, as they are rare. Whether it is done depends on the token alone.
+template <typename E, int W>
+__device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
+                                                  Tokens<float, W>& tokens) {
+#pragma unroll 1
+  for (int i = 0; i < W; ++i) {
+    const float x = pick(tokens.log_ratio, i);
+    const float log_importance = pick(tokens.log_importance, i);
+    if (!is_extreme(x) && !is_extreme(log_importance)) continue;
+    const float weight = pick(tokens.weight, i);
+    const Token<double> token = evaluate_token<E, float, double>(
+        limits_as<double>(limit), true, weight != 0.0f, weight, x, log_importance);
+    replace(tokens.value, i, static_cast<float>(token.value));
+    replace(tokens.derivative, i, static_cast<float>(token.derivative));
+    replace(tokens.ref_derivative, i, static_cast<float>(token.ref_derivative));
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      tokens.clipped[j] = i == j ? token.clipped != 0 : tokens.clipped[j];
+    }
+  }
+}
+
+// Value and derivatives of a lane's tokens under one formula. Bit i of `far` says whether some lane
+// has a large |x| at i: where none has, the short way leads to the same bits.
+template <Pass pass, typename E, typename Acc, int W>
+__device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
+                                         Tokens<Acc, W>& tokens) {
+  [[maybe_unused]] bool extreme = false;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const Acc x = tokens.log_ratio.element[i];
+    const Acc weight = tokens.weight.element[i];
+    if constexpr (is_plain<pass>) {
+      const bool is_far = (far >> i & 1) != 0;
+      const Acc value =
+          is_far ? E::template value<Range::kAnywhere>(x) : E::template value<Range::kNear>(x);
+      tokens.value.element[i] = weight * value;
+      if constexpr (has_gradient<pass>) {
+        const Acc derivative = is_far ? E::template derivative<Range::kAnywhere>(x)
+                                      : E::template derivative<Range::kNear>(x);
+        tokens.derivative.element[i] = weight * derivative;
+      }
+    } else {
+      const Acc log_importance = tokens.log_importance.element[i];
+      const Token<Acc> token =
+          evaluate_token<E, Acc>(limit, tokens.weighs, weight != Acc(0), weight, x, log_importance);
+      tokens.value.element[i] = token.value;
+      tokens.derivative.element[i] = token.derivative;
+      tokens.ref_derivative.element[i] = token.ref_derivative;
+      tokens.clipped[i] = token.clipped;
+      extreme = extreme || is_extreme(x) || is_extreme(log_importance);
+    }
+  }
+  if constexpr (!is_plain<pass> && std::is_same_v<Acc, float>) {
+    if (tokens.weighs && extreme) evaluate_extremes<E>(limit, tokens);
+  }
+}
+
+template <Pass pass, typename Acc, int W>
+__device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit,
+                                         Tokens<Acc, W>& tokens) {
+  unsigned far = 0;
+  if constexpr (is_plain<pass>) {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      const bool is_far = !math::is_near(tokens.log_ratio.element[i]);
+      far |= __any_sync(0xffffffffu, is_far) ? 1u << i : 0u;
+    }
+  }
+  switch (estimator) {
+#define KLFAST_CASE(NAME, ...)                            \
+  case estimators::index_of_##NAME:                       \
+    evaluate<pass, estimators::NAME>(limit, far, tokens); \
+    break;
+    KLFAST_ESTIMATORS(KLFAST_CASE)
+#undef KLFAST_CASE
+  }
+}
+
+// What a lane's tokens add to its sums; `offset` is the place of its first token in the tile.
+template <Pass pass, typename Acc, int W>
+__device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
+                                           LaneSums<Acc>& sums) {
+  using Bits = typename LaneSums<Acc>::Bits;
+  constexpr Bits infinity = Bits(2 * math::Constants<Acc>::kExponentBias + 1)
+                            << math::Constants<Acc>::kMantissaBits;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const Acc weight = tokens.weight.element[i];
+    sums.kl += tokens.value.element[i];
+    sums.length += weight;
+    if constexpr (adds_statistics<pass>) {
+      if (weight != Acc(0)) sums.last_kept = offset + i;
+      const Acc x = tokens.log_ratio.element[i];
+      const Bits bits = math::magnitude_bits(x);
+      sums.k1 += weight * estimators::k1::value(x);
+      sums.k2 += weight * estimators::k2::value(x);
+      sums.k3 += weight * estimators::k3::value(x);
+      sums.nonfinite += bits >= infinity;
+      sums.max_log_ratio = bits > sums.max_log_ratio ? bits : sums.max_log_ratio;
+      if constexpr (!is_plain<pass>) sums.clipped += tokens.clipped[i];
+    }
+  }
+}
+
+// Factors of what is stored.
+template <typename Acc>
+struct Factors {
+  Acc coef;
+  Acc gradient;
+};
+
+// A chunk of a gradient, in the dtype of its input, to its place. A token's own grad_out is met
+// here: 0 stays 0 where the token is masked, whatever comes in.
+template <typename T, typename Acc, int W>
+__device__ __forceinline__ void store_gradient(const Output& output, int64_t index, int count,
+                                               Acc factor, const Chunk<Acc, W>& derivative,
+                                               const Chunk<Acc, W>& weight,
+                                               const Chunk<Acc, W>& grad_out) {
+  Chunk<Acc, W> gradient;
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const Acc product = (factor * derivative.element[i]) * grad_out.element[i];
+    gradient.element[i] = weight.element[i] != Acc(0) ? product : Acc(0);
+  }
+  if constexpr (std::is_same_v<T, Mixed<Acc>>) {
+    visit_dtype(output.dtype, [&](auto zero) {
+      using To = decltype(zero);
+      if constexpr (is_floating<To>) {
+        store_chunk(static_cast<To*>(output.data) + index, count, gradient);
+      }
+    });
+  } else {
+    store_chunk(static_cast<T*>(output.data) + index, count, gradient);
+  }
+}
+
+// Values and gradients that were asked for.
+template <typename T, Pass pass, typename Acc, int W>
+__device__ __forceinline__ void store_results(const Task& task, const Factors<Acc>& factors,
+                                              const Tile& tile, const Place& at,
+                                              const Tokens<Acc, W>& tokens) {
+  const int64_t index = tile.index + at.position;
+  const int count = tile.size - at.position;
+  if (task.value.data != nullptr) {
+    Chunk<Acc, W> value;
+#pragma unroll
+    for (int i = 0; i < W; ++i) value.element[i] = factors.coef * tokens.value.element[i];
+    store_chunk(static_cast<Acc*>(task.value.data) + index, count, value);
+  }
+  if constexpr (!has_gradient<pass>) return;
+  if (task.grad_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr) return;
+  Chunk<Acc, W> grad_out;
+#pragma unroll
+  for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
+  if (task.backward && task.in.reduction == Reduction::kNone) {
+    const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + tile.grad_out,
+                          task.grad_out.column_stride, tile.size};
+    grad_out = load_chunk<Acc, W>(row, at.position, at.end);
+  }
+  if (task.grad_logprobs.data != nullptr) {
+    store_gradient<T>(task.grad_logprobs, index, count, factors.gradient, tokens.derivative,
+                      tokens.weight, grad_out);
+  }
+  if (task.grad_ref_logprobs.data != nullptr) {
+    const Chunk<Acc, W>& derivative = is_plain<pass> ? tokens.derivative : tokens.ref_derivative;
+    store_gradient<T>(task.grad_ref_logprobs, index, count, -factors.gradient, derivative,
+                      tokens.weight, grad_out);
+  }
+}
+
+__device__ __forceinline__ void store_zero(const Output& output, int64_t index) {
+  if (output.data == nullptr) return;
+  visit_dtype(output.dtype, [&](auto zero) {
+    using To = decltype(zero);
+    if constexpr (is_floating<To>) static_cast<To*>(output.data)[index] = To{};
+  });
+}
+
+// Nothing at all for tokens that belong to no sequence.
+__device__ __forceinline__ void store_zeros(const Task& task, const Segment& segment, int first,
+                                            int step) {
+#pragma unroll 1
+  for (int64_t i = first; i < segment.size; i += step) {
+    const int64_t index = segment.start + segment.position + i;
+    store_zero(task.value, index);
+    store_zero(task.grad_logprobs, index);
+    store_zero(task.grad_ref_logprobs, index);
+  }
+}
+
+// Calls visit(tile, place) for every chunk of a lane in a tile. Where the tile lies is read from
+// shared memory for each chunk again: a dozen registers less, and so more warps to hide latency.
+template <int W, typename Visitor>
+__device__ __forceinline__ void visit_chunks(const Tile& tile, const Visitor& visit) {
+  const int lane = threadIdx.x % kWarp;
+  const int size = tile.size;
+#pragma unroll 1
+  for (int done = 0; done < kTile && done < size; done += kWarp * W) {
+    visit(opaque(&tile), Place{done + lane * W, done + kWarp * W});
+  }
+}
+
+template <typename T, Pass pass, typename Acc>
+__device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits<Acc>& limit,
+                                                  const Factors<Acc>& factors,
+                                                  const Tile& warp_tile) {
+  constexpr int W = kWidth<T, pass>;
+  constexpr int kGroup = W < 4 ? W : 4;
+  LaneSums<Acc> sums;
+  visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
+    const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, tile, at);
+#pragma unroll
+    for (int first = 0; first < W; first += kGroup) {
+      Tokens<Acc, kGroup> tokens;
+      take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr, tokens);
+      evaluate<pass>(task.in.options.estimator, limit, tokens);
+      add_tokens<pass>(tokens, at.position + first, sums);
+      if (task.stores_tokens) {
+        store_results<T, pass>(task, factors, tile, Place{at.position + first, at.end}, tokens);
+      }
+    }
+  });
+  return sums;
+}
+
+// The sum of the weights alone, in the same order.
+template <int W, typename Acc>
+__device__ __forceinline__ LaneSums<Acc> run_lengths(const Task& task, const Tile& warp_tile) {
+  LaneSums<Acc> sums;
+  visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
+    Chunk<Acc, W> weights;
+    load_weights(task.in.mask, tile, at, weights);
+#pragma unroll
+    for (int i = 0; i < W; ++i) sums.length += weights.element[i];
+  });
+  return sums;
+}
+
+}  // namespace klfast::cuda

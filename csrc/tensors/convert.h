@@ -1,0 +1,154 @@
+// Elements of any dtype to and from the arithmetic's type, on the host and on devices. Included by
+// kernels that are compiled once per instruction set: everything here is inlined into them.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "math/exp_series.h"
+#include "tensors/view.h"
+
+namespace klfast {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+struct Bool {
+  uint8_t byte;
+};
+
+// The dtypes that log-probs and results may have.
+template <typename T>
+inline constexpr bool is_floating =
+    std::is_floating_point_v<T> || std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
+
+template <typename To, typename From>
+KLFAST_HOST_DEVICE To convert(From from) {
+  return static_cast<To>(from);
+}
+
+// As torch reads it: any byte but 0 is true.
+template <>
+KLFAST_HOST_DEVICE float convert<float>(Bool from) {
+  return from.byte != 0 ? 1.0f : 0.0f;
+}
+
+template <>
+KLFAST_HOST_DEVICE double convert<double>(Bool from) {
+  return from.byte != 0 ? 1.0 : 0.0;
+}
+
+template <>
+KLFAST_HOST_DEVICE float convert<float>(BFloat16 from) {
+  return math::bit_cast<float>(static_cast<uint32_t>(from.bits) << 16);
+}
+
+template <>
+KLFAST_HOST_DEVICE float convert<float>(Float16 from) {
+#ifdef __CUDA_ARCH__
+  float converted;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(from.bits));
+  return converted;
+#else
+  const uint32_t magnitude = from.bits & 0x7fffu;
+  const uint32_t sign = (from.bits & 0x8000u) << 16;
+  // The exponent moves from bias 15 to 127 by a multiplication, which serves subnormals too.
+  const float finite = math::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
+  return math::bit_cast<float>(math::bit_cast<uint32_t>(finite) | special | sign);
+#endif
+}
+
+template <>
+KLFAST_HOST_DEVICE double convert<double>(BFloat16 from) {
+  return convert<float>(from);
+}
+
+template <>
+KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
+  return convert<float>(from);
+}
+
+// To nearest, ties to even, as everybody does; NaN stays NaN.
+template <>
+KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(float from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  BFloat16 converted;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(converted.bits) : "f"(from));
+  return converted;
+#else
+  const uint32_t bits = math::bit_cast<uint32_t>(from);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<uint16_t>(from != from ? 0x7fc0u : rounded)};
+#endif
+}
+
+template <>
+KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
+#ifdef __CUDA_ARCH__
+  Float16 converted;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(converted.bits) : "f"(from));
+  return converted;
+#else
+  const uint32_t bits = math::bit_cast<uint32_t>(from);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal results round in the integers. Subnormal ones round in the addition of a half, whose
+  // last bit is worth 2^-24, the smallest Float16.
+  const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+  const float shifted = math::bit_cast<float>(magnitude) + 0.5f;
+  const uint32_t subnormal = math::bit_cast<uint32_t>(shifted) - math::bit_cast<uint32_t>(0.5f);
+  uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 and more round to infinity
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return {static_cast<uint16_t>(half | sign)};
+#endif
+}
+
+template <>
+KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(double from) {
+  return convert<BFloat16>(static_cast<float>(from));
+}
+
+template <>
+KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
+  return convert<Float16>(static_cast<float>(from));
+}
+
+// Calls visit(T()) with the C++ type of a dtype.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable  // a host function may bring a visitor for the host
+#endif
+template <typename Visitor>
+KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return visit(double());
+    case DType::kFloat32:
+      return visit(float());
+    case DType::kBFloat16:
+      return visit(BFloat16());
+    case DType::kFloat16:
+      return visit(Float16());
+    case DType::kBool:
+      return visit(Bool());
+    case DType::kUInt8:
+      return visit(uint8_t());
+    case DType::kInt8:
+      return visit(int8_t());
+    case DType::kInt16:
+      return visit(int16_t());
+    case DType::kInt32:
+      return visit(int32_t());
+    case DType::kInt64:
+      return visit(int64_t());
+  }
+}
+
+}  // namespace
+}  // namespace klfast
