@@ -36,7 +36,6 @@ SOURCES = (
     "csrc/logits/cpu.cpp",
     "csrc/binding/cpu.cpp",
     "csrc/binding/module.cpp",
-    "csrc/binding/schemas.cpp",
 )
 CUDA_SOURCES = (
     "csrc/device/cuda/arrivals.cu",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.backends.reference import FORMULAS
+from klfast.backends.reference.penalty import FORMULAS
 from klfast.estimator import ESTIMATORS
 
 # k3 and its mirror as the frameworks write them; the others have one way to be written.

@@ -2,16 +2,16 @@
 
 from klfast import compat
 from klfast.api import kl_penalty, kl_rewards
-from klfast.controllers import (
+from klfast.control.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
     get_kl_controller,
 )
+from klfast.control.monitor import KLMonitor
 from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.logits.api import kl_divergence, token_logprobs
-from klfast.monitor import KLMonitor
 from klfast.stats import KLStats
 
 __all__ = [

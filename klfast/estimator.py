@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from klfast.backends.reference import FORMULAS
-from klfast.checks import check_choice, check_number
+from klfast.checks.arguments import check_choice, check_number
+from klfast.formulas import FORMULAS
 
 ESTIMATORS = tuple(FORMULAS)
 """Names of the estimators, in the order of the formula table."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from klfast import backends, ops
+from klfast import backends
+from klfast.ops import load
 
 HELP = "versions, build, and which backend serves which device"
 _BUILD_INFO = Path(__file__).parent / "_build_info.json"
@@ -27,7 +28,7 @@ def info() -> dict[str, Any]:
         and compute capability of each GPU. ``backends``: for each kind of device, ``auto``: the
         backend's name, and ``why_not``: for each backend, None or why it cannot serve the device.
     """
-    error = ops.load_error()
+    error = load.load_error()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = ["cpu", *(f"cuda:{index}" for index in gpus)]
     return {

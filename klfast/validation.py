@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, KLCall, KLTensors
-from klfast.checks import check_choice, check_number
+from klfast.checks.arguments import check_choice, check_number
 from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
 from klfast.estimator import Estimator, as_estimator
 from klfast.layout import number_of_sequences

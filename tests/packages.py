@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 
-from klfast.compat.fingerprints import fingerprint
+from klfast.compat.patching.fingerprints import fingerprint
 from klfast.compat.targets import TARGETS
 
 

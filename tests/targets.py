@@ -8,16 +8,17 @@ import emulated
 import pytest
 import torch
 
-from klfast import backends, ops
+from klfast import backends
 from klfast.backends import native
-from klfast.logits import ops as logits_ops
-from klfast.logits.ops import LogitsKernels
-from klfast.value_checks import (
+from klfast.checks.values import (
     are_tracing,
     check_divergence_values,
     check_token_logprobs_values,
     check_values,
 )
+from klfast.logits import autograd as logits_ops
+from klfast.logits.autograd import LogitsKernels
+from klfast.ops import autograd as ops
 
 
 class Target(NamedTuple):

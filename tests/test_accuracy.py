@@ -10,8 +10,8 @@ import torch
 
 import klfast
 from klfast import backends
-from klfast.backends.reference import FORMULAS as REFERENCE_FORMULAS
 from klfast.estimator import ESTIMATORS
+from klfast.formulas import FORMULAS as REFERENCE_FORMULAS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from klfast import ops
 from klfast.estimator import ESTIMATORS
+from klfast.ops import load
 
 FOLDER = f"build/klfast-{sys.implementation.cache_tag}"
 KERNELS = sorted((Path(__file__).parents[1] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
 
 
 def test_the_extension_knows_every_estimator():
-    assert ops.load_error() is None
+    assert load.load_error() is None
     from klfast import _C
 
     assert tuple(_C.estimator_names()) == ESTIMATORS

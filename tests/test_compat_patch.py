@@ -18,9 +18,9 @@ from fresh import run_fresh
 
 import klfast
 from klfast.compat import Left, PatchError, Replaced, patch, patching, trlx, unpatch
-from klfast.compat.fingerprints import fingerprint
-from klfast.compat.replacements import replacement, replacement_of_compiled, rewriting
-from klfast.compat.sites import Form, Site, Target, known, stays
+from klfast.compat.patching.fingerprints import fingerprint
+from klfast.compat.patching.replacements import replacement, replacement_of_compiled, rewriting
+from klfast.compat.patching.sites import Form, Site, Target, known, stays
 from klfast.compat.targets import TARGETS
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_patched")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from klfast.compat import PatchError, patching, roll, trl
-from klfast.compat.fingerprints import fingerprint
-from klfast.compat.replacements import replacement_of_static
-from klfast.compat.sites import Form, Site, Target
+from klfast.compat.patching.fingerprints import fingerprint
+from klfast.compat.patching.replacements import replacement_of_static
+from klfast.compat.patching.sites import Form, Site, Target
 from klfast.compat.targets import TARGETS
 
 GKD_TRAINER = """

@@ -26,8 +26,8 @@ from klfast.compat import (
     slime,
     unpatch,
 )
-from klfast.compat.fingerprints import PatchError, fingerprint
-from klfast.compat.sites import known, known_compiled
+from klfast.compat.patching.fingerprints import PatchError, fingerprint
+from klfast.compat.patching.sites import known, known_compiled
 from klfast.compat.targets import TARGETS
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_patched")

@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from klfast.controllers import (
+from klfast.control.controllers import (
     ADAPTIVE_OPTIONS,
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
     get_kl_controller,
 )
-from klfast.monitor import KLMonitor
+from klfast.control.monitor import KLMonitor
 from klfast.stats import KLStats
 
 MAKERS = {

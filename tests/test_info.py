@@ -43,7 +43,7 @@ def test_build_info_is_kept_beside_the_extension():
 
 
 def test_a_load_failure_is_told_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(klfast.ops, "load_error", lambda: "the extension was not built")
+    monkeypatch.setattr("klfast.ops.load.load_error", lambda: "the extension was not built")
     facts = klfast.info()
     assert facts["extension"] == "the extension was not built"
     assert facts["cpu"] is None

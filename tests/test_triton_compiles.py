@@ -18,9 +18,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton_compile import build, build_nvidia, instructions, resources
 
 from klfast import Estimator
-from klfast.backends import triton_kernels, triton_launch
-from klfast.backends.triton_math import ESTIMATORS, LOG_LARGEST
-from klfast.backends.triton_tokens import Form
+from klfast.backends.triton import penalty_kernels as triton_kernels
+from klfast.backends.triton import penalty_launch as triton_launch
+from klfast.backends.triton.math import ESTIMATORS, LOG_LARGEST
+from klfast.backends.triton.tokens import Form
 from klfast.call import REDUCTIONS
 
 FLOATS = ("fp32", "bf16", "fp16", "fp64")

@@ -12,8 +12,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton_compile import build, instructions, resources
 
-from klfast.backends import triton_logits_kernels as kernels
-from klfast.backends import triton_logits_launch as launch
+from klfast.backends.triton import logits_kernels as kernels
+from klfast.backends.triton import logits_launch as launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -11,7 +11,7 @@ from agreement_logits import DIRECTIONS, FLOATS, assert_divergence_agrees, rando
 from extreme_logits import assert_divergence, assert_tokens, pairs
 
 import klfast
-from klfast.backends import triton_logits_launch as launch
+from klfast.backends.triton import logits_launch as launch
 
 BACKEND = "triton"
 VOCABULARIES = (1, 2, 31, 64, 97, 200)

@@ -11,7 +11,7 @@ from agreement import assert_agrees, random_inputs, same_bits
 
 import klfast
 from klfast import Estimator
-from klfast.backends import triton_launch
+from klfast.backends.triton import penalty_launch as triton_launch
 from klfast.call import REDUCTIONS
 
 BACKEND = "triton"
@@ -252,6 +252,6 @@ def test_rewards(shape, edges):
 
 
 def test_the_kernels_state_every_estimator():
-    from klfast.backends.triton_math import ESTIMATORS
+    from klfast.backends.triton.math import ESTIMATORS
 
     assert tuple(ESTIMATORS) == klfast.estimator.ESTIMATORS

@@ -240,35 +240,4 @@ void implement_logits(Library& library) {
   library.impl("kl_divergence_bwd", TORCH_BOX(&kl_divergence_bwd<On>));
 }
 
-#define KLFAST_TOKENS_SCHEMA "Tensor token_ids, Tensor? keep, "
-#define KLFAST_TOKENS_BACKWARD_SCHEMA                                       \
-  KLFAST_TOKENS_SCHEMA                                                      \
-  "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, " \
-  "Tensor? grad_entropy, Tensor? inverse_temperature=None) -> "
-#define KLFAST_DIVERGENCE_SCHEMA                                        \
-  "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, " \
-  "int divergence, float jsd_beta, float temperature, "
-
-// token_logprobs_fwd returns logprobs, entropy, saved ([2, R]: see logits.h); kl_divergence_fwd
-// rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(shares * rows). [0] where
-// not wanted. inverse_temperature, a 0-dim float64 tensor, takes the place of the temperature where
-// torch.compile must not take that for a constant.
-template <typename Library>
-void define_logits(Library& library) {
-  library.def("token_logprobs_fwd(Tensor logits, " KLFAST_TOKENS_SCHEMA
-              "float temperature, bool want_entropy, Tensor? inverse_temperature=None) "
-              "-> (Tensor, Tensor, Tensor)");
-  library.def("token_logprobs_bwd(Tensor logits, " KLFAST_TOKENS_BACKWARD_SCHEMA "Tensor");
-  library.def("token_logprobs_bwd_(Tensor(a!) logits, " KLFAST_TOKENS_BACKWARD_SCHEMA "()");
-  library.def("kl_divergence_fwd(" KLFAST_DIVERGENCE_SCHEMA
-              "Tensor? shares, bool want_grad, bool want_grad_ref, "
-              "Tensor? inverse_temperature=None) "
-              "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("kl_divergence_bwd(" KLFAST_DIVERGENCE_SCHEMA
-              "Tensor rows, Tensor saved, Tensor grad_rows, Tensor? grad_logprobs, "
-              "Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
-              "Tensor? inverse_temperature=None) "
-              "-> (Tensor, Tensor)");
-}
-
 }  // namespace klfast::rim

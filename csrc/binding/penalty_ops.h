@@ -319,35 +319,12 @@ void scale_(Tensor tensor, Tensor factor) {
   On::scale(output, tensor.numel(), view, device);
 }
 
-// One set of ops for a dispatch key.
+// One set of ops for a dispatch key; their schemas stand in klfast/ops/table.py.
 template <typename On, typename Library>
 void implement(Library& library) {
   library.impl("kl_penalty_fwd", TORCH_BOX(&kl_penalty_fwd<On>));
   library.impl("kl_penalty_bwd", TORCH_BOX(&kl_penalty_bwd<On>));
   library.impl("scale_", TORCH_BOX(&scale_<On>));
-}
-
-#define KLFAST_CALL_SCHEMA                                                                \
-  "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "            \
-  "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "                  \
-  "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, int " \
-  "reduction, "                                                                           \
-  "float coef, float normalizer, "
-
-// Choices are positions in klfast.estimator's and klfast.call's lists: torch's conversion of a
-// string argument to std::string leaks it (torch 2.10 to 2.15), some 50 bytes a call.
-//
-// kl_penalty_fwd returns result, per_sequence ([1, S] of weights, [9, S] with statistics after
-// them) and the gradients of a scalar result, of shape [0] where not wanted.
-template <typename Library>
-void define(Library& library) {
-  library.def("kl_penalty_fwd(" KLFAST_CALL_SCHEMA
-              "Tensor? scores, bool want_grad_logprobs, bool want_grad_ref_logprobs, "
-              "bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)");
-  library.def("kl_penalty_bwd(" KLFAST_CALL_SCHEMA
-              "Tensor grad_out, Tensor per_sequence, bool want_grad_logprobs, "
-              "bool want_grad_ref_logprobs) -> (Tensor, Tensor)");
-  library.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }
 
 }  // namespace klfast::rim

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from klfast.backends import native, reference, triton
-from klfast.checks import check_choice
+from klfast.backends import native, triton
+from klfast.backends.reference import penalty as reference
+from klfast.checks.arguments import check_choice
 
 if TYPE_CHECKING:
     from klfast.call import KLCall

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from klfast import ops
 from klfast.call import KLCall
-from klfast.logits import ops as logits_ops
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-from klfast.logits.ops import LogitsKernels
-from klfast.stats import KLStats
-from klfast.value_checks import (
+from klfast.checks.values import (
     are_tracing,
     check_divergence_values,
     check_keeping_mask,
@@ -22,6 +17,12 @@ from klfast.value_checks import (
     checks_requested,
     holds_values,
 )
+from klfast.logits import autograd as logits_ops
+from klfast.logits.autograd import LogitsKernels
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.ops import autograd as ops
+from klfast.ops import load
+from klfast.stats import KLStats
 
 if TYPE_CHECKING:
     from klfast.logits.outputs import KLOutputs
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def unavailable(device: torch.device) -> str | None:
     """Why this backend cannot serve ``device``; None if it can."""
-    if (error := ops.load_error()) is not None:
+    if (error := load.load_error()) is not None:
         return error
     if device.type == "cuda":
         return _cuda_problem(device.index)

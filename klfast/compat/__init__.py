@@ -9,7 +9,7 @@ controller that can be poisoned), and what ``exact=True`` takes back of that.
 
 from __future__ import annotations
 
-from klfast.checks import check_choice
+from klfast.checks.arguments import check_choice
 from klfast.compat import (
     areal,
     ms_swift,
@@ -25,10 +25,10 @@ from klfast.compat import (
     trlx,
     verl,
 )
-from klfast.compat.fingerprints import PatchError
 from klfast.compat.patching import Modules, Patch
+from klfast.compat.patching.fingerprints import PatchError
+from klfast.compat.patching.sites import Target
 from klfast.compat.reports import Left, Replaced
-from klfast.compat.sites import Target
 from klfast.compat.targets import TARGETS
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from klfast.api import kl_penalty
-from klfast.checks import check_choice
+from klfast.checks.arguments import check_choice
 from klfast.estimator import Estimator
 from klfast.logits.api import kl_divergence
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from klfast import controllers as own
-from klfast.checks import check_number
+from klfast.checks.arguments import check_number
+from klfast.control import controllers as own
 from klfast.stats import KLStats
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from klfast.checks import check_number
-from klfast.value_checks import are_tracing, checks_requested, holds_values
+from klfast.checks.arguments import check_number
+from klfast.checks.values import are_tracing, checks_requested, holds_values
 
 
 def positive_count(argument: str, count: float | Tensor) -> float | Tensor:

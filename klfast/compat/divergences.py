@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.checks import check_number
+from klfast.checks.arguments import check_number
 from klfast.compat.logits import IGNORED
 from klfast.logits.api import kl_divergence
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.api import kl_rewards
-from klfast.checks import check_choice
+from klfast.checks.arguments import check_choice
 from klfast.compat.common import choose
 from klfast.compat.counts import count_of_tokens
 from klfast.compat.presets import NEMO_RL

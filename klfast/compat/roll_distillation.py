@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.checks import check_choice
+from klfast.checks.arguments import check_choice
+from klfast.checks.values import are_tracing
 from klfast.compat.divergences import (
     FORWARD,
     REVERSE,
@@ -27,7 +28,6 @@ from klfast.compat.divergences import (
     kept,
 )
 from klfast.compat.logits import IGNORED
-from klfast.value_checks import are_tracing
 
 OBJECTIVES = {
     "forward_kl": FORWARD,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.checks import check_choice
+from klfast.checks.arguments import check_choice
 from klfast.compat import logits as over_logits
 from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import FixedKLController

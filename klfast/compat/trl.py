@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.checks import check_choice
+from klfast.checks.arguments import check_choice
 from klfast.compat.common import per_token, per_token_or_full
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from klfast.controllers import AdaptiveKLController
+from klfast.control.controllers import AdaptiveKLController
 
 STATE = "klfast.AdaptiveKLCallback"
 """Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""

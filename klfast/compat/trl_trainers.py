@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast.compat import trl
 from klfast.compat.common import per_token
-from klfast.compat.fingerprints import PatchError, fingerprint
+from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.presets import TRL_RLOO
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"

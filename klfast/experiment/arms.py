@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from klfast.controllers import AdaptiveKLController, ExponentialKLController, FixedKLController
+from klfast.control.controllers import (
+    AdaptiveKLController,
+    ExponentialKLController,
+    FixedKLController,
+)
 from klfast.experiment.settings import Settings
 
 Controller = FixedKLController | AdaptiveKLController | ExponentialKLController

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import KLCall, KLTensors
-from klfast.checks import check_choice, check_number, shown
+from klfast.checks.arguments import check_choice, check_number, shown
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
 from klfast.estimator import Estimator
 from klfast.logits.call import DIRECTIONS, KLDivergenceCall, TokenLogprobsCall

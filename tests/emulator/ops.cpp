@@ -23,11 +23,6 @@ Tensor last_launch(Tensor like) {
   return numbers;
 }
 
-STABLE_TORCH_LIBRARY(klfast_emulated, library) {
-  define(library);
-  define_logits(library);
-  library.def("last_launch(Tensor like) -> Tensor");
-}
 STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
   library.impl("last_launch", TORCH_BOX(&last_launch));
   implement<Cuda>(library);

@@ -6,7 +6,7 @@ beside it are those whose code was read; ``patch`` goes by the code alone.
 
 from __future__ import annotations
 
-from klfast.compat.sites import Target
+from klfast.compat.patching.sites import Target
 from klfast.compat.targets import (
     areal,
     ms_swift,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from klfast.compat import areal
-from klfast.compat.sites import Site, Target, compiled, known, known_compiled
+from klfast.compat.patching.sites import Site, Target, compiled, known, known_compiled
 
 _FROM_LOGITS = "areal.utils.functional.vocab_parallel"
 _ALL = "0.5.1 to 1.0.4, main"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from klfast.compat import ms_swift
-from klfast.compat.replacements import Make, rewriting
-from klfast.compat.sites import Form, Site, Target, known, stays
+from klfast.compat.patching.replacements import Make, rewriting
+from klfast.compat.patching.sites import Form, Site, Target, known, stays
 
 _ALL = "4.3 to 4.6, main"
 _SINCE_44 = "4.4 to 4.6, main"

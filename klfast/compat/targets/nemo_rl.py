@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from klfast.compat import nemo_rl
-from klfast.compat.replacements import replacement
-from klfast.compat.sites import Form, Site, Target
+from klfast.compat.patching.replacements import replacement
+from klfast.compat.patching.sites import Form, Site, Target
 
 _KL = replacement(nemo_rl.calculate_kl)
 

@@ -6,8 +6,8 @@ GRPO's loss makes all four estimators and takes one: klfast makes the one.
 from __future__ import annotations
 
 from klfast.compat import open_instruct
-from klfast.compat.replacements import rewriting
-from klfast.compat.sites import Form, Site, Target, known, known_compiled, stays
+from klfast.compat.patching.replacements import rewriting
+from klfast.compat.patching.sites import Form, Site, Target, known, known_compiled, stays
 
 _UTILS = "open_instruct.model_utils"
 _ALL = "v0.1.0 to v0.3.0, main"

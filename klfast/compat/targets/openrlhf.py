@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from klfast.compat import openrlhf
-from klfast.compat.replacements import replacement
-from klfast.compat.sites import (
+from klfast.compat.patching.replacements import replacement
+from klfast.compat.patching.sites import (
     Form,
     Site,
     Target,

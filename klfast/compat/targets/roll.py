@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from klfast.compat import roll
-from klfast.compat.sites import Group, Target, known
+from klfast.compat.patching.sites import Group, Target, known
 
 _FUNCTIONALS = "roll.utils.functionals"
 _CONTROLLERS = "roll.utils.kl_controller"

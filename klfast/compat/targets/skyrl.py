@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from klfast.compat import skyrl
-from klfast.compat.replacements import replacement
-from klfast.compat.sites import Form, Site, Target, flash_attn, known, stays
+from klfast.compat.patching.replacements import replacement
+from klfast.compat.patching.sites import Form, Site, Target, flash_attn, known, stays
 
 _PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _TORCH = "skyrl.backends.skyrl_train.utils.torch_utils"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from klfast.compat import slime
-from klfast.compat.sites import Target, known_compiled
+from klfast.compat.patching.sites import Target, known_compiled
 
 _RELEASES = "v0.2.1 to v0.3.1, main"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 
 from klfast.compat import trl, trl_trainers
-from klfast.compat.replacements import replacement, replacement_of_static, rewriting
-from klfast.compat.sites import Form, Group, Site, Target, known, left_on_gpu
+from klfast.compat.patching.replacements import replacement, replacement_of_static, rewriting
+from klfast.compat.patching.sites import Form, Group, Site, Target, known, left_on_gpu
 
 _UTILS = "trl.trainer.utils"
 

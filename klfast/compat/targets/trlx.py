@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from klfast.compat import trlx
-from klfast.compat.replacements import rewriting
-from klfast.compat.sites import Form, Site, Target, known
+from klfast.compat.patching.replacements import rewriting
+from klfast.compat.patching.sites import Form, Site, Target, known
 
 _MODELS = "trlx.models.modeling_ppo"
 

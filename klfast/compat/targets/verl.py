@@ -6,8 +6,8 @@ import os
 from types import ModuleType
 
 from klfast.compat import verl
-from klfast.compat.replacements import replacement
-from klfast.compat.sites import Form, Site, Target, flash_attn, known, left_on_gpu, stays
+from klfast.compat.patching.replacements import replacement
+from klfast.compat.patching.sites import Form, Site, Target, flash_attn, known, left_on_gpu, stays
 
 _CORE = "verl.trainer.ppo.core_algos"
 _FROM_LOGITS = "verl.utils.torch_functional"

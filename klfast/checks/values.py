@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from klfast.checks import check_number
+from klfast.checks.arguments import check_number
 from klfast.dtypes import arithmetic_dtype
 
 if TYPE_CHECKING:

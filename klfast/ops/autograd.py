@@ -1,4 +1,4 @@
-"""Loads the extension, and makes its ops differentiable.
+"""The ops over log-probs, differentiable.
 
 The autograd.Function is shared by every compiled backend: a backend brings ``Kernels``, the
 Function decides what to compute when. For a scalar reduction the forward writes the unit gradient
@@ -8,7 +8,6 @@ the gradient anew, since what was handed out belongs to autograd and may have be
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +16,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS, KLCall
-from klfast.fakes import register
+from klfast.checks.values import are_tracing, check_coef, check_values
 from klfast.stats import KLStats
-from klfast.value_checks import are_tracing, check_coef, check_values
 
 Grads = tuple[Tensor | None, Tensor | None]
 """Gradients to logprobs and ref_logprobs; None where not needed."""
 
 
 class Kernels(NamedTuple):
-    """The compiled functions of a backend, with the signatures of the ops in ``csrc/binding/penalty_ops.h``."""
+    """The compiled functions of a backend, with the signatures of ``klfast.ops.table``."""
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor]]
@@ -40,25 +38,6 @@ class Kernels(NamedTuple):
             namespace.kl_penalty_bwd.default,
             namespace.scale_.default,
         )
-
-
-def _load() -> str | None:
-    try:
-        importlib.import_module("klfast._C")
-    except ModuleNotFoundError:
-        return "the extension was not built; run pip install --no-build-isolation ."
-    except ImportError as error:
-        return f"the extension does not load with torch {torch.__version__}: {error}"
-    register("klfast")
-    return None
-
-
-_LOAD_ERROR = _load()
-
-
-def load_error() -> str | None:
-    """Why the extension could not be loaded, in one sentence; None if it was."""
-    return _LOAD_ERROR
 
 
 def native_kernels() -> Kernels:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from klfast.compat.fingerprints import PatchError, fingerprint
+from klfast.compat.patching.fingerprints import PatchError, fingerprint
+from klfast.compat.patching.sites import Form, Group, Site, Target, is_there
 from klfast.compat.reports import Left, Replaced, report
-from klfast.compat.sites import Form, Group, Site, Target, is_there
 
 Modules = tuple[str, ...] | str
 """Further modules whose names are replaced too, or ``"all"``."""

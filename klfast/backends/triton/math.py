@@ -1,8 +1,8 @@
 """The formulas in Triton: value and derivative of every estimator, and the series they share.
 
-The algebra and the constants are those of ``csrc/formulas/estimators.h``, ``csrc/math/exp_series.h`` and
-``csrc/math/log_series.h``, where the reasons stand. Every function takes tensors of fp32 or fp64 and
-computes in that type. To add an estimator, write its three functions and its row of ``ESTIMATORS``.
+The algebra and the constants are those of ``csrc/formulas/estimators.h`` and ``csrc/math``, where
+the reasons stand. Every function takes tensors of fp32 or fp64 and computes in that type. To add an
+estimator, write its three functions and its row of ``ESTIMATORS``.
 """
 
 from typing import Any, NamedTuple

@@ -9,7 +9,7 @@ in fp64. Words of two models are ``pair_placed``: less their row's origin, and h
 import triton
 import triton.language as tl
 
-from klfast.backends.triton_math import clamp, constant, log1p, series
+from klfast.backends.triton.math import clamp, constant, log1p, series
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -16,10 +16,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from klfast.backends import triton_kernels as kernels
-from klfast.backends.triton_math import ESTIMATORS as FORMULAS
-from klfast.backends.triton_math import LOG_LARGEST
-from klfast.backends.triton_tokens import Form
+from klfast.backends.triton import penalty_kernels as kernels
+from klfast.backends.triton.math import ESTIMATORS as FORMULAS
+from klfast.backends.triton.math import LOG_LARGEST
+from klfast.backends.triton.tokens import Form
 from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
 from klfast.dtypes import arithmetic_dtype
 from klfast.estimator import ESTIMATORS as NAMES

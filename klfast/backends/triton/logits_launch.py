@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.backends import triton_logits_kernels as kernels
-from klfast.backends.triton_launch import ACC, DEFINED, bits, device_of
+from klfast.backends.triton import logits_kernels as kernels
+from klfast.backends.triton.penalty_launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES
 

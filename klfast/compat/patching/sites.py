@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
-from klfast.compat.replacements import Make, replacement, replacement_of_compiled
+from klfast.compat.patching.replacements import Make, replacement, replacement_of_compiled
 
 Fused = Callable[[ModuleType], str | None]
 """The module of a site -> why its own code is left alone on a GPU, where it is fused there."""

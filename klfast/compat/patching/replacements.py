@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from klfast.compat.fingerprints import PatchError, fingerprint, parse
+from klfast.compat.patching.fingerprints import PatchError, fingerprint, parse
 
 Make = Callable[[Any, bool], Any]
 """(what the framework has, exact) -> what takes its place."""

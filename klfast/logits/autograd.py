@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast import ops
 from klfast.call import SCALAR_REDUCTIONS, KLTensors
+from klfast.checks.values import are_tracing, check_token_ids
 from klfast.logits.call import DIVERGENCES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import outputs_of
-from klfast.ops import Kernels
+from klfast.ops import autograd as ops
+from klfast.ops.autograd import Kernels
 from klfast.stats import KLStats
-from klfast.value_checks import are_tracing, check_token_ids
 
 if TYPE_CHECKING:
     from klfast.logits.outputs import KLOutputs
 
 
 class LogitsKernels(NamedTuple):
-    """The functions over logits of a backend, with the signatures of ``csrc/binding/logits_ops.h``."""
+    """The functions over logits of a backend, with the signatures of ``klfast.ops.table``."""
 
     token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     token_logprobs_backward: Callable[..., Tensor]

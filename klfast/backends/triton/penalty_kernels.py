@@ -22,8 +22,8 @@ import inspect
 import triton
 import triton.language as tl
 
-from klfast.backends.triton_math import bits_of, constant, k1_value, k2_value, k3_value
-from klfast.backends.triton_tokens import evaluate_tile
+from klfast.backends.triton.math import bits_of, constant, k1_value, k2_value, k3_value
+from klfast.backends.triton.tokens import evaluate_tile
 
 TILE = tl.constexpr(1024)
 SEGMENT = tl.constexpr(4096)
@@ -145,7 +145,7 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 def sequence_weight(
     length, tokens, sequences, normalizer, REDUCTION: tl.constexpr, NORMALIZED: tl.constexpr, ACC
 ):
-    """What a sequence's sum counts in the result, as ``sequence_weight`` of csrc/formulas/reductions.h.
+    """The weight of a sequence's sum in the result: ``sequence_weight`` of csrc/formulas.
 
     Rounded to the arithmetic's type, as the backward will read it: every gradient of a call is then
     the same, whoever computes it.

@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from klfast.checks import check_choice, check_number, shown
+from klfast.checks.arguments import check_choice, check_number, shown
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

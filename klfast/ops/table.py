@@ -1,4 +1,9 @@
-"""What torch must know of the ops without running them: shapes for tracing, and a rule for vmap."""
+"""The ops: schemas, shapes for tracing, and a rule for vmap. Backends implement them, each in a
+namespace of its own.
+
+Choices are positions in lists: torch's conversion of a string argument to std::string leaks it
+(torch 2.10 to 2.15), some 50 bytes a call.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,51 @@ from klfast.layout import number_of_sequences
 from klfast.stats import KLStats
 
 _REDUCTION = 12  # position among the arguments of both ops
+
+
+_CALL = (
+    "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
+    "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "
+    "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, "
+    "int reduction, float coef, float normalizer, "
+)
+_INVERSE = "Tensor? inverse_temperature=None"
+_TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
+_TOKENS_BACKWARD = (
+    "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, Tensor? grad_entropy, "
+    f"{_INVERSE}"
+)
+_DIVERGENCE = (
+    "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
+    "int divergence, float jsd_beta, float temperature, "
+)
+SCHEMAS = {
+    "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
+    "-> (Tensor, Tensor, Tensor)",
+    "token_logprobs_bwd": f"({_TOKENS}{_TOKENS_BACKWARD}) -> Tensor",
+    "token_logprobs_bwd_": f"({_TOKENS.replace('Tensor', 'Tensor(a!)', 1)}{_TOKENS_BACKWARD}) "
+    "-> ()",
+    "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? shares, bool want_grad, bool want_grad_ref, "
+    f"{_INVERSE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
+    "Tensor? grad_logprobs, Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
+    f"{_INVERSE}) "
+    "-> (Tensor, Tensor)",
+    "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_grad_logprobs, "
+    "bool want_grad_ref_logprobs, bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)",
+    "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor per_sequence, bool want_grad_logprobs, "
+    "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
+    "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
+}
+"""Name -> signature. A gradient that is not wanted has the shape [0].
+
+``kl_penalty_fwd`` returns result, per_sequence ([1, S] of weights, [9, S] with statistics after
+them) and the gradients of a scalar result. ``token_logprobs_fwd`` returns logprobs, entropy, saved
+([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of
+sum(shares * rows). ``inverse_temperature``, a 0-dim float64 tensor, takes the place of the
+temperature where torch.compile must not take that for a constant.
+"""
 
 
 def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor:
@@ -158,13 +208,17 @@ def _vmap_by_element(op: Any) -> Any:
     return vmap
 
 
-def register(namespace: str) -> None:
-    """Register fakes and vmap rules for the ops of ``csrc/binding/penalty_ops.h`` under a namespace."""
-    ops = getattr(torch.ops, namespace)
-    for name, fake in _FAKES.items():
-        torch.library.register_fake(f"{namespace}::{name}", fake)
-    for name in _FAKES:
-        if name.endswith("_"):  # changes a tensor that no transform sees
-            continue
-        op = getattr(ops, name).default
-        torch.library.register_vmap(op, _vmap_by_element(op))
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def define(namespace: str) -> torch.library.Library:
+    """Define the ops in a namespace, for the life of the process."""
+    library = torch.library.Library(namespace, "DEF")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+        torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
+        if not name.endswith("_"):  # which changes a tensor that no transform sees
+            op = getattr(getattr(torch.ops, namespace), name).default
+            torch.library.register_vmap(op, _vmap_by_element(op), lib=library)
+    _LIBRARIES.append(library)
+    return library

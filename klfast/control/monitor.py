@@ -7,8 +7,8 @@ import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
-from klfast.checks import check_number
-from klfast.controllers import KLReader, Unit, check_count
+from klfast.checks.arguments import check_number
+from klfast.control.controllers import KLReader, Unit, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,34 +13,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.backends import reference_logits
-from klfast.dtypes import arithmetic_dtype
-from klfast.layout import number_of_sequences
-from klfast.logits.outputs import outputs_of
-from klfast.stats import KLStats
-from klfast.value_checks import (
+from klfast.backends.reference import logits as reference_logits
+from klfast.checks.values import (
     are_tracing,
     check_divergence_values,
     check_token_logprobs_values,
     check_values,
     checks_requested,
 )
+from klfast.dtypes import arithmetic_dtype
+from klfast.formulas import FORMULAS
+from klfast.layout import number_of_sequences
+from klfast.logits.outputs import outputs_of
+from klfast.stats import KLStats
 
 if TYPE_CHECKING:
     from klfast.call import KLCall
     from klfast.estimator import Estimator
     from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
     from klfast.logits.outputs import KLOutputs
-
-FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda x: x,
-    "abs": lambda x: x.abs(),
-    "k2": lambda x: x.square() / 2,
-    "k3": lambda x: torch.expm1(-x) + x,
-    "k3_ref": lambda x: torch.expm1(x) - x,
-    "r_log_r": lambda x: torch.exp(x) * x.clamp(min=-1000),  # e^x x is 0 at -infinity
-}
-"""f(x) of every estimator, x = logprobs - ref_logprobs. The list that everything else reads."""
 
 
 def unavailable(device: torch.device) -> str | None:

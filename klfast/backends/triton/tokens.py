@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from klfast.backends.triton_math import clamp, exp, k2_derivative, k2_sum
+from klfast.backends.triton.math import clamp, exp, k2_derivative, k2_sum
 
 
 class Form(NamedTuple):

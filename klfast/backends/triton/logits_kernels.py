@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from klfast.backends.triton_divergences import (
+from klfast.backends.triton.divergences import (
     LN2,
     LOG2E,
     exact_of,
@@ -41,7 +41,7 @@ from klfast.backends.triton_divergences import (
     scales_of,
     word_of,
 )
-from klfast.backends.triton_kernels import kernel, number, place, store, tree_sum
+from klfast.backends.triton.penalty_kernels import kernel, number, place, store, tree_sum
 
 
 class Form(NamedTuple):

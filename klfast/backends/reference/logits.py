@@ -1,6 +1,6 @@
 """The readable specification over logits: textbook formulas in float64, differentiated by autograd.
 
-What belongs to ``klfast.backends.reference``. A masked row is replaced before anything looks at it.
+A masked row is replaced before anything looks at it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The readable specification in float64, on any device."""

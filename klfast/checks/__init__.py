@@ -1,0 +1,1 @@
+"""Checks: of ``arguments`` (types, shapes, choices) and of ``values`` (what tensors hold)."""

@@ -1,0 +1,1 @@
+"""Controllers of the KL coefficient, and the monitor."""

@@ -1,0 +1,1 @@
+"""The ops that compiled backends implement: schemas, loading, autograd."""
