@@ -27,6 +27,7 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "_ONE_PROGRAM", 96)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("words", VOCABULARIES)
 @every_direction
 def test_vocabularies(direction, words):
@@ -37,6 +38,7 @@ def test_vocabularies(direction, words):
         assert_divergence_agrees(BACKEND, logits, ref_logits, mask, **options)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every_direction
 def test_dtypes_mix(direction, dtype):

@@ -100,6 +100,7 @@ def assert_same(alone, other):
     assert not different
 
 
+@pytest.mark.grid
 @every_dtype
 @every_form
 @every_compiled
