@@ -252,6 +252,7 @@ print([round(slope, 4) for slope in logprobs.grad[0].tolist()])
 """
 
 
+@pytest.mark.long
 def test_the_first_call_of_a_process_may_be_a_compiled_one():
     assert eval(run_fresh(FIRST_CALL)) == [0.0, 0.1967]
 

@@ -181,6 +181,7 @@ def eager_k3(logprobs, ref_logprobs, reduction):
     return {"seq-sum": k3.sum(-1), "seq-mean": k3.mean(-1), "token-mean": k3.mean()}[reduction]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean", "token-mean"])
 @pytest.mark.parametrize("tokens", [16_384, 65_537, 1_000_003])
 def test_long_sums_err_at_most_twice_as_much_as_eager(backend, tokens, reduction, record_property):

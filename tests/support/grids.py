@@ -42,7 +42,8 @@ def mark_exhaustive(items):
     """Marks the cases that ``make test`` leaves out of the tests marked ``grid``."""
     grids = {}
     for item in items:
-        if marker := item.get_closest_marker("grid"):
+        marker = item.get_closest_marker("grid")
+        if marker and not item.get_closest_marker("exhaustive"):
             options = dict(marker.kwargs)
             each = item.callspec.params.get(options.pop("each", None))
             name = (item.path, item.originalname, each)

@@ -55,7 +55,7 @@ def test_pairs(a, b, c): pass
 def test_pairs_of_each(a, b, c): pass
 
 @pytest.mark.grid(meet=1)
-@pytest.mark.parametrize("c", range(4))
+@pytest.mark.parametrize("c", [pytest.param(-1, marks=pytest.mark.exhaustive), *range(4)])
 @pytest.mark.parametrize("b", range(4))
 def test_values(b, c): pass
 
@@ -73,7 +73,7 @@ class Hook:
     ("chosen", "counts"),
     [
         ("not exhaustive", {"test_pairs": 16, "test_pairs_of_each": 8, "test_values": 4}),
-        ("exhaustive", {"test_pairs": 16, "test_pairs_of_each": 0, "test_values": 12}),
+        ("exhaustive", {"test_pairs": 16, "test_pairs_of_each": 0, "test_values": 16}),
     ],
 )
 def test_markers_part_a_suite_in_two(pytester, chosen, counts):
