@@ -171,6 +171,7 @@ def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction
         assert_promised(result.detach(), true_value, logprobs.detach(), torch.float32)
 
 
+@pytest.mark.grid
 @every_dtype
 @every_estimator
 def test_value_and_gradients_on_realistic_pairs(backend, estimator, dtype):

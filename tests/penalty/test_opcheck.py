@@ -77,6 +77,7 @@ def backward_arguments(reduction="none", **changes):
     return (*common(reduction, **changes).values(), *outputs.values(), *grads)
 
 
+@pytest.mark.grid(meet=1)
 @every_layout
 @one_of_each_kind
 def test_the_forward_keeps_its_contract_with_torch(reduction, tensors):
@@ -103,6 +104,7 @@ def test_the_forward_with_limits_does(estimator):
     opcheck(FORWARD, forward_arguments(estimator=estimator, log_ratio_clip=0.5))
 
 
+@pytest.mark.grid(meet=1)
 @every_layout
 @one_of_each_kind
 def test_the_backward_keeps_its_contract_with_torch(reduction, tensors):

@@ -139,10 +139,10 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("name", "output"),
     [
-        *(("compare", output) for output in ("closed", "latin-1", "C-locale", "read-in-part")),
         *(("info", output) for output in OUTPUTS),
         *(("bench", output) for output in ("ascii", "all-unread")),
         ("help", "unread"),
+        *(("compare", output) for output in ("closed", "latin-1", "C-locale", "read-in-part")),
     ],
 )
 def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
@@ -155,6 +155,7 @@ def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
         assert json.loads((tmp_path / "bench.json").read_text())["rows"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
 def test_what_an_encoding_lacks_is_a_question_mark(tmp_path):

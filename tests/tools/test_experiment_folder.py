@@ -124,6 +124,7 @@ def count_up(out, counter, times):
                 pass
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_processes_that_contend_hold_the_folder_one_after_the_other(tmp_path):
     out, counter = tmp_path / "out", tmp_path / "counter"
