@@ -9,11 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from torch.utils import cpp_extension
 
-from klfast.ops import autograd as ops
-from klfast.ops.table import define
+from klfast.backends.compiled import compiled
+from klfast.backends.native import NATIVE
+from klfast.ops.table import Ops, define
 
 TESTS = Path(__file__).parent
 SOURCES = [str(path) for path in sorted((TESTS / "emulator").glob("*.cpp"))]
@@ -30,7 +30,7 @@ FLAGS = (
 
 
 @functools.cache
-def kernels():
+def ops():
     """The emulated ops, built on first use."""
     define("klfast_emulated").define("last_launch(Tensor like) -> Tensor")
     folder = TESTS.parent / "build" / f"emulator-{sys.implementation.cache_tag}"
@@ -48,4 +48,13 @@ def kernels():
         )
     finally:
         os.environ["PATH"] = before
-    return ops.Kernels.of(torch.ops.klfast_emulated)
+    return Ops.of("klfast_emulated")
+
+
+@functools.cache
+def backend():
+    """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
+    tensors on a CPU are checked before.
+    """
+    ops()
+    return compiled("native", NATIVE.why_not, "klfast_emulated")

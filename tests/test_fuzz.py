@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klfast import Estimator
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASKS = (

@@ -16,9 +16,9 @@ def test_info_is_json_and_names_a_backend_for_the_cpu():
     facts = json.loads(json.dumps(klfast.info()))
     assert facts["versions"]["torch"] == torch.__version__
     cpu = facts["backends"]["cpu"]
-    assert list(cpu["why_not"]) == list(backends.MODULES)
+    assert list(cpu["why_not"]) == list(backends.BACKENDS)
     assert cpu["why_not"][cpu["auto"]] is None
-    assert backends.resolve("auto", torch.device("cpu")) is backends.MODULES[cpu["auto"]]
+    assert backends.resolve("auto", torch.device("cpu")) is backends.BACKENDS[cpu["auto"]]
 
 
 def test_info_describes_gpus(monkeypatch):
@@ -31,7 +31,7 @@ def test_info_describes_gpus(monkeypatch):
     assert facts["devices"]["cuda:1"] == {"name": "GPU 1", "capability": "9.1"}
     assert list(facts["backends"]) == ["cpu", "cuda:0", "cuda:1"]
     for choice in facts["backends"].values():
-        assert list(choice["why_not"]) == list(backends.MODULES)
+        assert list(choice["why_not"]) == list(backends.BACKENDS)
         assert choice["why_not"][choice["auto"]] is None
 
 

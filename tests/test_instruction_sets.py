@@ -29,7 +29,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def _needs_native():
-    reason = backends.MODULES["native"].unavailable(torch.device("cpu"))
+    reason = backends.BACKENDS["native"].why_not(torch.device("cpu"))
     if reason is not None:
         pytest.skip(reason)
 

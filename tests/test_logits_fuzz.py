@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz import MASKS, edges
 
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 WORDS = (1, 2, 5, 16, 33, 70)
 

@@ -72,7 +72,7 @@ Totals add_up(const std::vector<double>& lengths) {
 // otherwise.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
-  if (!uses_own_length(in.reduction) && !uses_totals(in.reduction, in.is_normalized())) {
+  if (!in.reduction.own_length && !in.reduction.uses_totals(in.is_normalized())) {
     return std::vector<double>(in.batch.sequences, 1);
   }
   std::vector<double> lengths(in.batch.sequences, 0);
@@ -119,11 +119,17 @@ double from_bits(int64_t bits) {
 
 template <typename Acc>
 void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& sum) {
-  const double fields[kStatistics] = {
-      sum.length,  sum.kl,       sum.k1, sum.k2, sum.k3, from_bits<Acc>(sum.max_log_ratio_bits),
-      sum.clipped, sum.nonfinite};
+  double fields[kStatistics];
+  fields[kKl] = sum.kl;
+  fields[kLength] = sum.length;
+  fields[kK1] = sum.k1;
+  fields[kK2] = sum.k2;
+  fields[kK3] = sum.k3;
+  fields[kMaxLogRatio] = from_bits<Acc>(sum.max_log_ratio_bits);
+  fields[kClipped] = sum.clipped;
+  fields[kNonfinite] = sum.nonfinite;
   for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(data, (1 + field) * sequences + s, fields[field]);
+    store<Acc>(data, field * sequences + s, fields[field]);
   }
 }
 
@@ -157,19 +163,20 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
     lengths[s] = sum.length;
     sums[s] = sum.kl;
-    if (out.want_statistics) store_statistics<Acc>(out.per_sequence, sequences, s, sum);
+    if (out.statistics != nullptr) store_statistics<Acc>(out.statistics, sequences, s, sum);
     if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
   }
   const std::vector<double> weights = sequence_weights(in, lengths);
-  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.per_sequence, s, weights[s]);
-  if (in.reduction == Reduction::kNone) return;
+  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.weights, s, weights[s]);
+  if (in.reduction.result == Result::kToken) return;
+  const bool is_scalar = in.reduction.result == Result::kScalar;
   double total = 0;
   for (int64_t s = 0; s < sequences; ++s) {
     const double term = lengths[s] > 0 ? weights[s] * sums[s] : 0;
-    if (!is_scalar(in.reduction)) store<Acc>(out.result, s, in.coef * term);
+    if (!is_scalar) store<Acc>(out.result, s, in.coef * term);
     total += term;
   }
-  if (is_scalar(in.reduction)) store<Acc>(out.result, 0, in.coef * total);
+  if (is_scalar) store<Acc>(out.result, 0, in.coef * total);
 }
 
 }  // namespace
@@ -185,11 +192,11 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
   const Segments segments(in.batch);
   SegmentTask task;
   task.inputs = &in;
-  task.want_statistics = out.want_statistics;
+  task.want_statistics = out.statistics != nullptr;
   task.want_last_kept = out.scores.data != nullptr;
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
-  if (in.reduction == Reduction::kNone) {
+  if (in.reduction.result == Result::kToken) {
     task.value = {out.result, in.is_double ? DType::kFloat64 : DType::kFloat32};
   }
   // The gradient of a mean needs its denominator first: one more read of the mask, if there is one.
@@ -222,11 +229,11 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
   std::vector<double> scales(in.batch.sequences, in.coef);
-  if (in.reduction == Reduction::kNone) {
+  if (in.reduction.result == Result::kToken) {
     task.grad_out = out.grad_out;
   } else {
     for (int64_t s = 0; s < in.batch.sequences; ++s) {
-      const int64_t of = is_scalar(in.reduction) ? 0 : s;
+      const int64_t of = in.reduction.result == Result::kScalar ? 0 : s;
       scales[s] *= read_element(out.weights, s) * read_element(out.grad_out, of);
     }
   }

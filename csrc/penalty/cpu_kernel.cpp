@@ -254,12 +254,12 @@ KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weight
   }
 }
 
-// a - b where the weight is not 0, else 0: what is masked is never looked at.
+// a - b where the weight is not 0, else 0: NaN under the mask stays there. b is 0 where absent.
 template <typename Acc>
 KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part& part,
                                         const Acc* weights, Acc* difference, Acc* buffer) {
   std::fill(difference + part.size, difference + part.padded, Acc(0));
-  if (a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
+  if (b.data != nullptr && a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
     visit_dtype(a.dtype, [&](auto zero) __attribute__((always_inline)) {
       using From = decltype(zero);
       if constexpr (is_floating<From>) {
@@ -271,7 +271,12 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part
     return;
   }
   const Acc* loaded = load_block(a, part.row, part.column, part.size, part.padded, difference);
-  const Acc* other = load_block(b, part.row, part.column, part.size, part.padded, buffer);
+  const Acc* other = buffer;
+  if (b.data != nullptr) {
+    other = load_block(b, part.row, part.column, part.size, part.padded, buffer);
+  } else {
+    std::fill(buffer, buffer + part.padded, Acc(0));
+  }
   subtract(loaded, other, weights, part.padded, difference);
 }
 

@@ -11,12 +11,12 @@ namespace {
 template <typename Acc>
 __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
                                                    int64_t sequence) {
-  const Reduction reduction = task.in.reduction;
+  const Result result = task.in.reduction.result;
   double gradient = scalars.coef;
   if (task.backward) {
     gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
-    if (reduction != Reduction::kNone) {
-      const int64_t index = is_scalar(reduction) ? 0 : sequence * task.grad_out.column_stride;
+    if (result != Result::kToken) {
+      const int64_t index = result == Result::kScalar ? 0 : sequence * task.grad_out.column_stride;
       gradient *= static_cast<const Acc*>(task.grad_out.data)[index];
     }
   } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
         return run_tile<T, pass>(task, limits_as<Acc>(task.limits), factors, tile);
       },
       [&](int64_t slot, const Segment& segment, const Sums& sums) {
-        if (!is_scalar(task.in.reduction) && segments_of(segment.length) == 1) {
+        if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
           finish_sequence<kStatistics, Acc>(task, scalars, segment.sequence, sums, {});
         } else {
           put<kStatistics>(partials, slot, sums, task.scores.data != nullptr);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
   }
 }
 
-// What a mean divides by, before its gradient can be written: the weights into per_sequence.
+// What a mean divides by, before its gradient can be written: the weights of the sequences.
 template <typename Acc, int W>
 __global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
@@ -176,7 +176,7 @@ void launch(Kernel kernel, const Task& task, const Launch& on) {
 
 bool is_mixed(const KlPenaltyInputs& in) {
   const DType dtype = in.logprobs.dtype;
-  return in.ref_logprobs.dtype != dtype ||
+  return (in.ref_logprobs.data != nullptr && in.ref_logprobs.dtype != dtype) ||
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
 }
 
@@ -190,7 +190,7 @@ bool is_plain_call(const KlPenaltyInputs& in) {
 // Whether sums of several blocks must be added: of every sequence, or of those too long for one.
 bool needs_last_block(const KlPenaltyInputs& in) {
   const int64_t longest = in.batch.packed() ? in.batch.tokens : in.batch.width;
-  return is_scalar(in.reduction) || longest > kSegment;
+  return in.reduction.result == Result::kScalar || longest > kSegment;
 }
 
 bool wants_gradient(const KlPenaltyForward& out) {
@@ -201,7 +201,7 @@ bool wants_gradient(const KlPenaltyForward& out) {
 bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
   return wants_gradient(out) && unknown &&
-         (uses_own_length(in.reduction) || uses_totals(in.reduction, in.is_normalized()));
+         (in.reduction.own_length || in.reduction.uses_totals(in.is_normalized()));
 }
 
 Task task_of(const KlPenaltyInputs& in) {
@@ -216,7 +216,7 @@ Task task_of(const KlPenaltyInputs& in) {
 template <typename T>
 void launch_kl_penalty(const Task& task, const Launch& on) {
   if constexpr (!std::is_same_v<typename Source<T>::Acc, double>) {
-    const bool adds_more = task.want_statistics || task.scores.data != nullptr;
+    const bool adds_more = task.statistics != nullptr || task.scores.data != nullptr;
     if (is_plain_call(task.in) && adds_more) {
       return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
     }
@@ -255,7 +255,7 @@ void launch_lengths(const Task& task, const Launch& on) {
 
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   if (!needs_last_block(in)) return 0;
-  const bool all = !is_plain_call(in) || out.want_statistics || out.scores.data != nullptr;
+  const bool all = !is_plain_call(in) || out.statistics != nullptr || out.scores.data != nullptr;
   const int64_t fields = all ? Sums::kFields : Sums::kLength + 1;
   return fields * std::max<int64_t>(1, grid_of(in.batch).slots);
 }
@@ -263,14 +263,14 @@ int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {
   Task task = task_of(in);
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
-  if (in.reduction == Reduction::kNone) {
+  if (in.reduction.result == Result::kToken) {
     task.value = {out.result, acc};
   } else {
     task.result = out.result;
   }
   task.scores = out.scores;
-  task.want_statistics = out.want_statistics;
-  task.per_sequence = out.per_sequence;
+  task.weights_out = out.weights;
+  task.statistics = out.statistics;
   task.partials = on.partials;
   task.arrivals = needs_last_block(in) ? on.arrivals : nullptr;
   if (needs_lengths(in, out)) {

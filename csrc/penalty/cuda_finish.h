@@ -40,7 +40,7 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
 template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
                                             int64_t sequence, double length, const Totals& totals) {
-  if (task.weights_known) return static_cast<const Acc*>(task.per_sequence)[sequence];
+  if (task.weights_known) return static_cast<const Acc*>(task.weights_out)[sequence];
   return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals,
                                           task.in.is_normalized(), scalars.normalizer));
 }
@@ -60,14 +60,18 @@ template <typename Acc>
 __device__ __forceinline__ void store_statistics(const Task& task, int64_t sequence,
                                                  const Sums& sums) {
   using Bits = typename math::Constants<Acc>::Bits;
-  const double fields[kStatistics] = {
-      sums.length,  sums.kl,
-      sums.k1,      sums.k2,
-      sums.k3,      static_cast<double>(math::bit_cast<Acc>(static_cast<Bits>(sums.max_log_ratio))),
-      sums.clipped, sums.nonfinite};
+  double fields[kStatistics];
+  fields[kKl] = sums.kl;
+  fields[kLength] = sums.length;
+  fields[kK1] = sums.k1;
+  fields[kK2] = sums.k2;
+  fields[kK3] = sums.k3;
+  fields[kMaxLogRatio] = math::bit_cast<Acc>(static_cast<Bits>(sums.max_log_ratio));
+  fields[kClipped] = sums.clipped;
+  fields[kNonfinite] = sums.nonfinite;
 #pragma unroll
   for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(task.per_sequence, (1 + field) * task.in.batch.sequences + sequence, fields[field]);
+    store<Acc>(task.statistics, field * task.in.batch.sequences + sequence, fields[field]);
   }
 }
 
@@ -79,11 +83,11 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   const KlPenaltyInputs& in = task.in;
   const double weight = weight_of<Acc>(task, scalars, sequence, sums.length, totals);
   const double term = sums.length > 0 ? weight * sums.kl : 0.0;
-  store<Acc>(task.per_sequence, sequence, weight);
+  store<Acc>(task.weights_out, sequence, weight);
   if constexpr (kStatistics) {
-    if (task.want_statistics) store_statistics<Acc>(task, sequence, sums);
+    if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);
   }
-  if (in.reduction != Reduction::kNone && !is_scalar(in.reduction)) {
+  if (in.reduction.result == Result::kSequence) {
     store<Acc>(task.result, sequence, scalars.coef * term);
   }
   // The upper bound is for cu_seqlens that overlap: then a sum may hold what nobody wrote.
@@ -125,7 +129,7 @@ __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& sca
                                             const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
   Totals totals;
-  if (!uses_totals(in.reduction, in.is_normalized()) || task.weights_known) return totals;
+  if (!in.reduction.uses_totals(in.is_normalized()) || task.weights_known) return totals;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
     totals.tokens += length;
@@ -143,7 +147,7 @@ __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& 
   const Totals totals = totals_of(task, scalars, partials);
   for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlock) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
-    store<Acc>(task.per_sequence, s, weight_of<Acc>(task, scalars, s, length, totals));
+    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, totals));
   }
 }
 
@@ -153,7 +157,7 @@ template <bool kStatistics, typename Acc>
 __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
                                              const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
-  const bool scalar = is_scalar(in.reduction);
+  const bool scalar = in.reduction.result == Result::kScalar;
   const Totals totals = totals_of(task, scalars, partials);
   double total = 0;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {

@@ -31,10 +31,10 @@ struct Task {
   // Forward.
   Output value;  // per token: coef * weighted value
   View scores;
-  bool want_statistics = false;
-  bool weights_known = false;  // row 0 of per_sequence has been written by a pass over the lengths
+  bool weights_known = false;  // written by a pass over the lengths
   void* result = nullptr;      // of a reduction
-  void* per_sequence = nullptr;
+  void* weights_out = nullptr;
+  void* statistics = nullptr;
   double* partials = nullptr;
   unsigned* arrivals = nullptr;  // null: every block finishes its own sequences
   // Backward.

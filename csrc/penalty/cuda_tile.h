@@ -56,7 +56,7 @@ __device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment
   tile.is_smooth = false;
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
     tile.is_smooth =
-        is_smooth<T, W>(in.logprobs, tile.logprobs) &&
+        is_smooth<T, W>(in.logprobs, tile.logprobs) && in.ref_logprobs.data != nullptr &&
         is_smooth<T, W>(in.ref_logprobs, tile.ref_logprobs) &&
         (in.old_logprobs.data == nullptr || is_smooth<T, W>(in.old_logprobs, tile.old_logprobs)) &&
         (in.mask.data == nullptr ||
@@ -171,7 +171,10 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
   }
   Fetched<T, W> fetched;
   fetched.logprobs = fetch<T, W>(in.logprobs, tile.logprobs, tile.size, at);
-  fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+  fetched.ref_logprobs = {};
+  if (in.ref_logprobs.data != nullptr) {
+    fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+  }
   fetched.old_logprobs = fetched.logprobs;
   if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = fetch<T, W>(in.old_logprobs, tile.old_logprobs, tile.size, at);
@@ -370,7 +373,7 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
   Chunk<Acc, W> grad_out;
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
-  if (task.backward && task.in.reduction == Reduction::kNone) {
+  if (task.backward && task.in.reduction.result == Result::kToken) {
     const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + tile.grad_out,
                           task.grad_out.column_stride, tile.size};
     grad_out = load_chunk<Acc, W>(row, at.position, at.end);
