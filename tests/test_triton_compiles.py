@@ -46,8 +46,6 @@ def constants(estimator="k3", **others):
         "LAYOUT": "aligned",
         "OWN_LENGTH": False,
         "OVER": "tokens",
-        "OWN_LENGTH": False,
-        "OVER": "tokens",
         "NORMALIZED": False,
         "GRADIENT": "none",
         "STATISTICS": False,
