@@ -89,7 +89,7 @@ def kl_loss(
     Args:
         curr_logprobs: [B, T], of the policy (unfiltered by top-k and top-p).
         reference_policy_logprobs: [B, T], of the reference.
-        token_mask: [B, T]; masked tokens are not read.
+        token_mask: [B, T]; what a masked token holds, NaN too, has no effect.
         sample_mask: [B] of zeros and ones, or None.
         generation_logprobs: [B, T], of the sampler: ``use_on_policy_kl_approximation``. None: of
             the policy itself, a weight of 1 with the gradient of the ratio.

@@ -64,7 +64,8 @@ def kl_loss(
         log_probs: [N], of the samples' responses one after the other, under the policy.
         log_probs_base: [N], under the reference.
         response_lengths: of the S samples.
-        loss_masks: their masks, [length] each, of zeros and ones; masked tokens are not read.
+        loss_masks: their masks, [length] each, of zeros and ones; what a masked token holds,
+            NaN too, has no effect.
         kl_loss_type: see :func:`compute_approx_kl`.
         old_log_probs: [N]: ``--use-unbiased-kl``, whose ratio ``exp(log_probs - old_log_probs)`` is
             differentiable.

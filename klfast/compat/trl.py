@@ -122,7 +122,7 @@ def kl_loss(
     Args:
         per_token_logps: [B, T], of the policy.
         ref_per_token_logps: [B, T], of the reference.
-        mask: [B, T]; masked tokens are not read.
+        mask: [B, T]; what a masked token holds, NaN too, has no effect.
         beta: the coefficient.
         loss_type: how tokens are averaged. ``grpo``, ``sapo``: mean over all B sequences of their
             means, ``luspo``: of their sums. ``bnpo``: mean over tokens. ``dr_grpo``, ``cispo``,

@@ -351,7 +351,7 @@ def kl_penalty_kernel(
         )
         at = place(logprobs, row, logprobs_row, first, logprobs_stride, offset, LAYOUT)
         logprob = tl.load(at, mask=inside, other=0).to(ACC)
-        # Selected, never multiplied: NaN under the mask stays there.
+        # Selected, never multiplied: NaN under the mask has no effect.
         if ref_logprobs is None:
             x = tl.where(keep, logprob, 0.0)
         else:
