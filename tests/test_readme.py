@@ -1,4 +1,4 @@
-"""The README's examples run as they are written.
+"""The examples of the README and docs/drop_in.md run as they are written.
 
 Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``.
 """
