@@ -1,7 +1,7 @@
 """Tables and pictures from ``benchmarks/results/*.json``, in docs/measured.md and the README.
 
-Measured numbers stand on a page between ``<!-- benchmark:NAME -->`` and ``<!-- end -->``, where this
-script writes them from those files; ``--check`` (a test) tells whether a page is out of date::
+Between ``<!-- benchmark:NAME -->`` and ``<!-- end -->`` a page holds the numbers that this script
+writes from those files; ``--check`` (a test) tells whether a page is out of date::
 
     python benchmarks/report.py
 
@@ -198,15 +198,17 @@ def summary(parts: Sequence[dict[str, Any]]) -> str:
         for dtype in dtypes:
             line += [number(cases[dtype]["klfast"]["median_ms"]), *ratios(cases[dtype], rivals)]
         lines.append(line)
-    wheres = dict.fromkeys(
-        f"{where['device']}, {where['threads']} threads, torch {where['versions']['torch']}, "
-        f"{where['date'][:10]}, medians of {where['rounds']} interleaved rounds"
-        for where in (data["conditions"] for data in parts)
-    )
+    wheres = [
+        f"{suite}: {where['device']}, {where['threads']} threads, torch "
+        f"{where['versions']['torch']}, {where['date'][:10]}, medians of {where['rounds']} "
+        f"interleaved rounds, inputs {where['inputs']}"
+        for suite, where in zip(
+            ("Log-probs", "Logits"), (data["conditions"] for data in parts), strict=True
+        )
+    ]
     return (
-        f"{table(headings, lines)}\n\n{'; '.join(wheres)}; inputs rotated, so that they come from "
-        "DRAM. [docs/measured.md](docs/measured.md) has all conditions, bandwidths, memory, and "
-        "the goals that were missed."
+        f"{table(headings, lines)}\n\n{'. '.join(wheres)}. [docs/measured.md](docs/measured.md) "
+        "has all conditions, bandwidths, memory, and the goals that were missed."
     )
 
 
