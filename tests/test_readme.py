@@ -14,7 +14,6 @@ import torch
 import klfast
 from klfast.compat import PatchError
 
-
 PAGES = [readme.README, readme.ROOT / "CONTRIBUTING.md", *readme.ROOT.glob("docs/**/*.md")]
 LINK = re.compile(r"\]\((?!http)([^)#]*)#?([^)]*)\)")
 PATH = re.compile(r"`((?:benchmarks|csrc|docs|klfast|tests)/[\w./*-]+)`")
