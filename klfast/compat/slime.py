@@ -74,8 +74,8 @@ def kl_loss(
             by default.
         calculate_per_token_loss: sum over tokens, divided by nothing.
 
-    Differs from slime: NaN under the mask stays there; with ``low_var_kl`` an infinite ratio counts
-    as 0, where theirs is 10, or NaN, with a gradient of NaN.
+    Differs from slime: NaN under the mask has no effect; with ``low_var_kl`` an infinite ratio
+    counts as 0, where theirs is 10, or NaN, with a gradient of NaN.
     """
     reduction = "seq-mean" if rollout_mask_sums is None else "seq-sum"
     of_samples = fused_kl_penalty(

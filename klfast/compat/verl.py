@@ -90,7 +90,7 @@ def agg_loss(
     ``normalizer`` is divided.) ``token-sum`` has no denominator.
 
     Differs from verl: NaN under the mask has no effect (verl's sequence modes multiply by the
-    mask), the mean over a local count of nothing is 0, not NaN, and a count that is given must be
+    mask), the mean over no local tokens is 0, not NaN, and a count that is given must be
     > 0; lower dtypes give fp32.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The kernels of the Triton backend; ``triton_launch`` is their host side.
+"""The kernels of the Triton backend; ``penalty_launch`` is their host side.
 
 A sequence is cut into segments of ``SEGMENT`` tokens, and a program runs over one segment, tile by
 tile. Shapes: S sequences, P slots for segments, one program each.
