@@ -79,7 +79,7 @@ def kl_penalty(
         ref_logprobs: the same under the reference; may differ in dtype. Gradients reach
             ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
-            ``logprobs``. At a zero the inputs are not looked at: NaN there reaches neither value
+            ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
             nor gradient, which is exactly 0. None keeps all.
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, or an alias
             ``mse``, ``low_var_kl``) or an :class:`klfast.Estimator`.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+from importlib import metadata
+from pathlib import Path
 
+import pytest
 import torch
+from setuptools.config.pyprojecttoml import read_configuration
 
 import klfast
 from klfast import backends
@@ -48,6 +52,34 @@ def test_a_load_failure_is_told_in_one_sentence(monkeypatch):
     assert facts["extension"] == "the extension was not built"
     assert facts["cpu"] is None
     assert facts["backends"]["cpu"]["auto"] == "reference"
+
+
+def no_package(name):
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_the_version_is_that_of_the_package():
+    project = read_configuration(Path(__file__).parents[1] / "pyproject.toml")["project"]
+    assert klfast.__version__ == project["version"]
+
+
+def test_the_version_needs_no_install_record(monkeypatch):
+    monkeypatch.setattr(metadata, "version", no_package)
+    versions = klfast.info()["versions"]
+    assert versions["klfast"] == klfast.__version__
+    assert versions["triton"] is None
+
+
+@pytest.mark.parametrize("failure", [None, "the extension was not built"], ids=["loads", "fails"])
+def test_the_text_says_ok_or_why_not(monkeypatch, capsys, failure):
+    monkeypatch.setattr("klfast.ops.load.load_error", lambda: failure)
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"extension: {failure or 'ok'}" in lines
+    assert "    reference: ok" in lines
+    native = next(line for line in lines if line.startswith("    native: "))
+    assert (native == "    native: ok") == (failure is None)
+    assert failure is None or failure in native
 
 
 def test_the_command_prints_text_and_json(capsys):

@@ -1,7 +1,7 @@
-// The rim between torch and the kernels over logits, as ops.h is for those over log-probs. A device
-// brings
+// The binding of the kernels over logits to torch, as penalty_ops.h is for those over log-probs. A
+// device brings
 //   static void run(const TokenLogprobsForward&, const Device&), and so on for every call of
-//   logits.h
+//   logits/call.h
 
 #pragma once
 

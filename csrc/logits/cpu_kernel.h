@@ -1,4 +1,4 @@
-// What the kernels over logits that are compiled per instruction set offer to logits.cpp: a row
+// What the kernels over logits that are compiled per instruction set offer to cpu.cpp: a row
 // each.
 
 #pragma once

@@ -254,7 +254,8 @@ KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weight
   }
 }
 
-// a - b where the weight is not 0, else 0: NaN under the mask stays there. b is 0 where absent.
+// a - b where the weight is not 0, else 0. Masked elements are loaded and selected away, so NaN in
+// them has no effect. b is 0 where absent.
 template <typename Acc>
 KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part& part,
                                         const Acc* weights, Acc* difference, Acc* buffer) {

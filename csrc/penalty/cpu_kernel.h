@@ -1,4 +1,4 @@
-// What the kernels that are compiled per instruction set offer to kl_penalty.cpp.
+// What the kernels that are compiled per instruction set offer to cpu.cpp.
 
 #pragma once
 

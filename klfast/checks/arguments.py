@@ -66,7 +66,7 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:
-    """Its type, shape and device; what it holds is for ``value_checks``."""
+    """Its type, shape and device; ``values`` checks what it holds."""
     check_tensor("cu_seqlens", cu_seqlens, INDICES)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [S+1], got {shape_text(cu_seqlens)}")

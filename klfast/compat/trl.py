@@ -122,7 +122,7 @@ def kl_loss(
     Args:
         per_token_logps: [B, T], of the policy.
         ref_per_token_logps: [B, T], of the reference.
-        mask: [B, T]; masked tokens are not read.
+        mask: [B, T]; what a masked token holds, NaN too, has no effect.
         beta: the coefficient.
         loss_type: how tokens are averaged. ``grpo``, ``sapo``: mean over all B sequences of their
             means, ``luspo``: of their sums. ``bnpo``: mean over tokens. ``dr_grpo``, ``cispo``,
@@ -140,7 +140,7 @@ def kl_loss(
         the ``klfast.KLStats`` of the same read, whose ``kl`` carries the weights: TRL's metric
         ``kl`` is ``stats.kl.sum() / stats.length.sum()``.
 
-    Differs from TRL: NaN and inf under the mask stay there (TRL multiplies by the mask).
+    Differs from TRL: NaN and inf under the mask have no effect (TRL multiplies by the mask).
     """
     check_choice("loss_type", loss_type, tuple(REDUCTIONS))
     check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
@@ -186,7 +186,7 @@ def sequence_kl(
     """RLOO's KL of each sequence [B], in nats: the sum of k1 over its kept tokens.
 
     RLOO subtracts ``beta`` times this from the reward; it can be negative. Differs from TRL: NaN
-    under the mask stays there.
+    under the mask has no effect.
     """
     return fused_kl_penalty(
         old_per_token_logps,

@@ -12,8 +12,8 @@ A forward kernel is compiled for a ``STAGE``:
 - "combine": a program adds up a row's partial sums and finishes it.
 
 To finish a row is to look at it again where the sums say too little, to write what is per row, and
-in stage "row" its gradients. What ``triton_kernels`` says of fusion, divisibility and doubles holds
-here too.
+in stage "row" its gradients. What ``penalty_kernels`` says of fusion, divisibility and doubles
+holds here too.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The kernels of the Triton backend; ``triton_launch`` is their host side.
+"""The kernels of the Triton backend; ``penalty_launch`` is their host side.
 
 A sequence is cut into segments of ``SEGMENT`` tokens, and a program runs over one segment, tile by
 tile. Shapes: S sequences, P slots for segments, one program each.
@@ -351,7 +351,7 @@ def kl_penalty_kernel(
         )
         at = place(logprobs, row, logprobs_row, first, logprobs_stride, offset, LAYOUT)
         logprob = tl.load(at, mask=inside, other=0).to(ACC)
-        # Selected, never multiplied: NaN under the mask stays there.
+        # Selected, never multiplied: NaN under the mask has no effect.
         if ref_logprobs is None:
             x = tl.where(keep, logprob, 0.0)
         else:
