@@ -22,7 +22,7 @@ BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* cs
 PEERS := build/peers/trl/installed build/peers/verl/installed
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
-CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/emulator/*)
+CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/*)
 
 .PHONY: demo test test-peers lint bench bench-peers gpu-check asan test-break format clean
 .DELETE_ON_ERROR:
@@ -69,7 +69,7 @@ asan: $(VENV)/built
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
-	  tests/test_layouts.py tests/test_masking.py tests/test_reductions.py tests/test_errors.py tests/test_fuzz.py
+	  $(addprefix tests/penalty/test_,layouts.py masking.py reductions.py errors.py fuzz.py)
 
 test-break: $(VENV)/built
 	$(BIN)/pytest -n 2 --dist worksteal -p no:benchmark tests/break $(TEST_BREAK_OPTIONS)

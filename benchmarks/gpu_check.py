@@ -72,15 +72,15 @@ ON_CUDA = "cuda and not (triton and (test_fuzz or test_estimator_options))"
 """The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
 two files that ask Triton for thousands of variants, more than there is time to compile: its
 interpreter runs them elsewhere."""
-CUDA_TESTS = ["tests/test_cuda.py", "tests/test_cuda_logits.py"]
+CUDA_TESTS = ["tests/gpu/test_cuda.py", "tests/gpu/test_cuda_logits.py"]
 """Streams, graphs, syncs, memory, large sizes; among them those for the sanitizers."""
 NOT_HERE = [
     f"--ignore={path}"
     for path in (
         *CUDA_TESTS,
-        "tests/test_cuda_build.py",
-        "tests/test_triton_compiles.py",
-        "tests/test_triton_interpreted.py",
+        "tests/gpu/test_cuda_build.py",
+        "tests/gpu/test_triton_compiles.py",
+        "tests/gpu/test_triton_interpreted.py",
     )
 ]
 PASSED = r"\d+ passed.* in [\d.]+s"

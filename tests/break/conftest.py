@@ -77,6 +77,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 def is_whole(config):
     """Whether every test was to run, on every case."""
     option = config.option
-    return not (option.short or option.keyword or option.markexpr or option.deselect) and (
+    part = option.short or option.keyword or option.markexpr or option.deselect
+    return not (part or option.collectonly) and (
         list(map(Path, option.file_or_dir)) == [Path("tests/break")]
     )

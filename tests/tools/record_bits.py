@@ -1,7 +1,8 @@
 """The bits of every public function, for a change that must not change any.
 
-    python tests/record_bits.py bits.json             # before
-    python tests/record_bits.py bits.json --compare   # after: lists the cases that differ
+    export PYTHONPATH=.:tests/support
+    python tests/tools/record_bits.py bits.json             # before
+    python tests/tools/record_bits.py bits.json --compare   # after: lists the cases that differ
 
 Values, gradients and statistics over all estimators, options, reductions, layouts and dtypes are
 hashed, one hash a case. Each instruction set of the CPU has a process of its own, as have the

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-MODULE = runpy.run_path(str(Path(__file__).parent / "break" / "hunt.py"))
+MODULE = runpy.run_path(str(Path(__file__).parents[1] / "break" / "hunt.py"))
 Hunt = MODULE["Hunt"]
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from agreement import same_bits
+from refusals import FLOATS, assert_refused, cases, weights
 
 import klfast
 from klfast import Estimator
@@ -14,18 +14,10 @@ from klfast.estimator import ALIASES, ESTIMATORS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 NAN, INF = math.nan, math.inf
-FLOATS = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
 
 
 def zeros(*shape, **options):
     return torch.zeros(*shape, **options)
-
-
-def weights(value, dtype=torch.float32):
-    """A good mask but for its last row's middle."""
-    mask = torch.ones(2, 3, dtype=dtype)
-    mask[1, 1] = value
-    return mask
 
 
 def packed(cu_seqlens, tokens=6):
@@ -291,31 +283,6 @@ REWARD_VALUES = {
     "mask": ({"mask": weights(-1.0)}, r"mask must hold finite weights >= 0, got -1.0 at \[1, 1\]"),
     "ref_logprobs": ({"ref_logprobs": zeros(2, 4)}, "ref_logprobs must have the shape of logprobs"),
 }
-
-
-def cases(of_type, of_value):
-    both = [(of_type, TypeError), (of_value, ValueError)]
-    return [
-        pytest.param(arguments, error, message, id=name)
-        for table, error in both
-        for name, (arguments, message) in table.items()
-    ]
-
-
-def assert_refused(function, arguments, error, message):
-    tensors = [
-        argument
-        for argument in arguments.values()
-        if isinstance(argument, torch.Tensor)
-        and argument.layout == torch.strided
-        and not argument.is_meta
-    ]
-    before = [tensor.clone() for tensor in tensors]
-    with pytest.raises(error, match=message) as caught:
-        function(**arguments)
-    assert type(caught.value) is error
-    assert "\n" not in str(caught.value)
-    assert all(same_bits(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no-grad", "grad"])

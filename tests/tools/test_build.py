@@ -13,7 +13,7 @@ from klfast.estimator import ESTIMATORS
 from klfast.ops import load
 
 FOLDER = f"build/klfast-{sys.implementation.cache_tag}"
-KERNELS = sorted((Path(__file__).parents[1] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
+KERNELS = sorted((Path(__file__).parents[2] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
 
 
 def test_the_extension_knows_every_estimator():

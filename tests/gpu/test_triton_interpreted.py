@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 SELECTED = [
     "triton_interpreted_suite.py",
     "triton_interpreted_logits_suite.py",
-    "test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
-    "test_rewards.py::test_scores_of_any_dtype",
+    "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
+    "../penalty/test_rewards.py::test_scores_of_any_dtype",
 ]
 """Tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 def run_interpreted(*arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_interpreter", *arguments]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.with_name("support")), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     options = ("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist", "-k", "triton")
     return subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fresh import run_fresh
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
 pytestmark = pytest.mark.skipif(

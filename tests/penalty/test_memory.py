@@ -184,9 +184,10 @@ def report():
 @pytest.fixture(scope="module")
 def growth():
     """Case -> (given out, resident), bytes a call."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import test_memory; test_memory.report()"
-    here = str(pathlib.Path(__file__).parent)
-    return json.loads(run_fresh(code, arguments=[here], timeout=600, PYTHONMALLOC="malloc"))
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import test_memory; test_memory.report()"
+    here = pathlib.Path(__file__).parent
+    folders = [str(here), str(here.with_name("support"))]
+    return json.loads(run_fresh(code, arguments=folders, timeout=600, PYTHONMALLOC="malloc"))
 
 
 @pytest.mark.parametrize("case", CASES)

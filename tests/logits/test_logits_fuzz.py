@@ -3,9 +3,9 @@
 import agreement_logits
 import torch
 from agreement_logits import DIRECTIONS, FLOATS, assert_divergence_agrees, assert_tokens_agree
+from draws import MASKS, edges
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fuzz import MASKS, edges
 
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 

@@ -1,7 +1,7 @@
 """The CUDA kernels on CPU tensors: their own source, compiled against an emulation of CUDA.
 
-``tests/emulator/cuda_emulator.h`` runs every thread of a block as a fiber. What this cannot show is
-speed, memory ordering and what nvcc makes of the source; that is for a GPU.
+``tests/support/emulator/cuda_emulator.h`` runs every thread of a block as a fiber. What this
+cannot show is speed, memory ordering and what nvcc makes of the source; that is for a GPU.
 """
 
 import functools
@@ -15,8 +15,9 @@ from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
 from klfast.ops.table import Ops, define
 
-TESTS = Path(__file__).parent
-SOURCES = [str(path) for path in sorted((TESTS / "emulator").glob("*.cpp"))]
+ROOT = Path(__file__).parents[2]
+EMULATOR = Path(__file__).with_name("emulator")
+SOURCES = [str(path) for path in sorted(EMULATOR.glob("*.cpp"))]
 FLAGS = (
     "-O1",
     "-g0",
@@ -33,7 +34,7 @@ FLAGS = (
 def ops():
     """The emulated ops, built on first use."""
     define("klfast_emulated").define("last_launch(Tensor like) -> Tensor")
-    folder = TESTS.parent / "build" / f"emulator-{sys.implementation.cache_tag}"
+    folder = ROOT / "build" / f"emulator-{sys.implementation.cache_tag}"
     folder.mkdir(parents=True, exist_ok=True)
     before = os.environ["PATH"]
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])  # for ninja
@@ -42,7 +43,7 @@ def ops():
             "klfast_emulated",
             SOURCES,
             extra_cflags=list(FLAGS),
-            extra_include_paths=[str(TESTS / "emulator"), str(TESTS.parent / "csrc")],
+            extra_include_paths=[str(EMULATOR), str(ROOT / "csrc")],
             build_directory=str(folder),
             is_python_module=False,
         )

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from agreement_logits import NOT_EMULATED
-from test_errors import FLOATS, assert_refused, cases, weights
+from refusals import FLOATS, assert_refused, cases, weights
 
 import klfast
 from klfast.backends import BACKENDS

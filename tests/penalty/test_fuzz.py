@@ -2,24 +2,13 @@
 
 import torch
 from agreement import assert_agrees
+from draws import FLOATS, MASKS, edges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klfast import Estimator
 from klfast.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MASKS = (
-    None,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    *FLOATS,
-)
 
 
 def junk(values, size):
@@ -70,13 +59,6 @@ estimators = st.builds(
     clip_weighted=st.booleans(),
     linear_tail=st.sampled_from([None, None, 0.5123, 1.7321]),
 )
-
-
-@st.composite
-def edges(draw):
-    """cu_seqlens as a list, with empty sequences at any place."""
-    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 17]), max_size=5))
-    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 
 @st.composite

@@ -1,0 +1,40 @@
+"""Bad arguments: what an error must say, and that a refused call leaves its tensors alone."""
+
+import pytest
+import torch
+from agreement import same_bits
+
+FLOATS = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
+"""As messages name them."""
+
+
+def weights(value, dtype=torch.float32):
+    """A good mask but for its last row's middle."""
+    mask = torch.ones(2, 3, dtype=dtype)
+    mask[1, 1] = value
+    return mask
+
+
+def cases(of_type, of_value):
+    both = [(of_type, TypeError), (of_value, ValueError)]
+    return [
+        pytest.param(arguments, error, message, id=name)
+        for table, error in both
+        for name, (arguments, message) in table.items()
+    ]
+
+
+def assert_refused(function, arguments, error, message):
+    tensors = [
+        argument
+        for argument in arguments.values()
+        if isinstance(argument, torch.Tensor)
+        and argument.layout == torch.strided
+        and not argument.is_meta
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(error, match=message) as caught:
+        function(**arguments)
+    assert type(caught.value) is error
+    assert "\n" not in str(caught.value)
+    assert all(same_bits(a, b) for a, b in zip(tensors, before, strict=True))
