@@ -3,13 +3,9 @@
 import re
 from pathlib import Path
 
-<<<<<<< HEAD:tests/readme.py
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DROP_IN = ROOT / "docs" / "drop_in.md"
-=======
-README = Path(__file__).parents[2] / "README.md"
->>>>>>> 05b92db:tests/support/readme.py
 BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
