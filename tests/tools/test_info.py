@@ -59,7 +59,7 @@ def no_package(name):
 
 
 def test_the_version_is_that_of_the_package():
-    project = read_configuration(Path(__file__).parents[1] / "pyproject.toml")["project"]
+    project = read_configuration(Path(__file__).parents[2] / "pyproject.toml")["project"]
     assert klfast.__version__ == project["version"]
 
 
