@@ -19,6 +19,7 @@
 
 #include <cmath>
 
+#include "formulas/passes.h"
 #include "math/log_series.h"
 
 namespace klfast::divergences {
@@ -88,8 +89,8 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
   const bool second_carries = std::fabs(first + ratio) > std::fabs(first);
   guess.first_offset = static_cast<Acc>(second_carries ? 0.0 : -offset);
   guess.second_offset = static_cast<Acc>(second_carries ? offset : 0.0);
-  const double taken = static_cast<double>(guess.second_offset - guess.first_offset);
-  guess.ratio = static_cast<Acc>(ratio - taken * own_scale);
+  const double carried = static_cast<double>(guess.second_offset - guess.first_offset);
+  guess.ratio = static_cast<Acc>(ratio - carried * own_scale);
   const double second = static_cast<double>(guess.first) + ratio_of(guess);
   guess.second = static_cast<Acc>(second);
   guess.second_rest = static_cast<Acc>(second - static_cast<double>(guess.second));
@@ -112,7 +113,7 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& ori
 template <typename Acc>
 struct Word {
   Acc mass;
-  Acc surprise;
+  Acc moment;
 };
 
 template <typename Acc>
@@ -188,21 +189,17 @@ KLFAST_HOST_DEVICE PairSums add(const PairSums& near, const PairSums& far) {
           (near.mass + near.spread + near.slope) + far.other, far.excluded};
 }
 
-// What sums say of a row.
+// The results of a row of two models.
 struct PairRow {
   double kl;
   double lse;    // of x
   double shift;  // lse_y - lse_x
-  bool usable;   // lse and shift are about right
-  bool good;     // and exact, as kl is
+  passes::Verdict verdict;
   Origins origins;
 };
 
-// Whether a guess served for a sum of e^(x - guess): nothing of it lost to 0 or held at exp's
-// limit.
-KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-20 && mass < 1e30; }
-// And not so far below the greatest word that the rounding of x - guess shows.
-KLFAST_HOST_DEVICE bool is_good(double mass) { return mass > 1e-2 && mass < 1e7; }
+// A row that has a NaN, or no finite logit.
+KLFAST_HOST_DEVICE PairRow nan_row() { return {NAN, NAN, NAN, passes::Verdict::kUseless, {}}; }
 
 template <typename Acc>
 KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
@@ -216,14 +213,15 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
   const double log_total = far ? std::log(total) : std::log1p(a);
   const double kl = spread + (log_total - a);
   const double cancelled = far ? 1 + slope : spread + std::fabs(a) * (slope + spread);
+  const bool cancels = !(cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   PairRow row;
   row.origins = origins;
-  row.usable = is_usable(sums.mass) && total > 1e-20 && total < 1e30;
-  row.good = row.usable && is_good(sums.mass) && total > 0.125 && total < 1e4 &&
-             (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
+  row.verdict = passes::verdict_of(sums.mass, total, cancels);
   row.kl = kl < 0 ? 0 : kl;
-  // NaN in a logit shows in `usable`; elsewhere it is what two sums too large for Acc leave.
-  if (row.usable && (sums.excluded || kl != kl)) row.kl = INFINITY;
+  // A NaN logit makes the sums useless. In other sums a KL of NaN comes from two of them beyond
+  // Acc's range.
+  const bool is_useless = row.verdict == passes::Verdict::kUseless;
+  if (!is_useless && (sums.excluded || kl != kl)) row.kl = INFINITY;
   row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
   row.shift = ratio_of(guess) + log_total;
   return row;
@@ -242,7 +240,7 @@ KLFAST_HOST_DEVICE double rest_of(const Guess<Acc>& exact, double lse) {
 // b q W - (1 - b) p L. Near u = 0 the two cancel: there it is p (b g(u) - h(a)), where
 // g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
 template <typename Acc>
-struct MixedWord {
+struct JsdWord {
   Acc value;  // to JSD
   Acc p;      // probabilities
   Acc q;
@@ -265,8 +263,8 @@ KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
 }
 
 template <typename Acc>
-KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact,
-                                           const Mixture<Acc>& mixture) {
+KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc>& exact,
+                                            const Mixture<Acc>& mixture) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const Acc p = first_term(x, exact);
@@ -284,7 +282,7 @@ KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact
   const Acc a = mixture.smaller * em1;
   const math::Log1p<Acc> log = math::log1p(a);
   const Acc log_m_over_front = log.value();
-  const Acc log_back_over_m = log.taken_from(u);
+  const Acc log_back_over_m = log.subtracted_from(u);
   const Acc g = math::fma(near_u, em1, -tail);
   const Acc h = math::fma(Acc(1) + a, log.minus_argument, a * a);
   const Acc near_value = front * math::fma(mixture.smaller, g, -h);
@@ -381,7 +379,7 @@ template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const MixedWord<Acc> word = mixed_of(x, y, row.exact, row.mixture);
+  const JsdWord<Acc> word = jsd_word_of(x, y, row.exact, row.mixture);
   const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
   return {select(x == -infinity, Acc(0), -word.p * first),

@@ -8,15 +8,13 @@
 #include "cuda_emulator.h"
 #else
 #include <cuda_runtime.h>
-#define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
-  kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 #endif
 
 namespace klfast::cuda {
 
-inline constexpr int kWarp = 32;               // lanes
-inline constexpr int kWarps = 8;               // of a block
-inline constexpr int kBlock = kWarp * kWarps;  // threads
+inline constexpr int kWarp = 32;                      // lanes
+inline constexpr int kWarps = 8;                      // of a block
+inline constexpr int kBlockThreads = kWarp * kWarps;  // threads
 
 // Memory that the threads of a block share, as much as its launch asked for; 16-byte aligned.
 __device__ __forceinline__ char* dynamic_shared() {
