@@ -1,7 +1,9 @@
 # Each target sets up what it needs, once: .venv with the versions of constraints.txt, and the build.
 #   make demo     train a small language model under KL control, and write a report; an earlier
 #                 one is kept (DEMO_OPTIONS=--resume goes on with it)
-#   make test     lint and every test
+#   make test     lint and the tests that show a fault soonest: of a grid of options a part in which
+#                 any two meet
+#   make test-all     make test, and then make test-rest: the rest of the grids, the CUDA build
 #   make test-peers   tests against trl, Liger, verl and OpenRLHF themselves, which it installs, the
 #                     newest and older releases
 #   make lint     ruff, mypy, clang-format
@@ -22,9 +24,11 @@ BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* cs
 PEERS := build/peers/trl/installed build/peers/verl/installed
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
+# Each process runs a stretch of neighbours, whose fixtures it makes once, and takes over from the other.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/*)
 
-.PHONY: demo test test-peers lint bench bench-peers gpu-check asan test-break format clean
+.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check asan test-break format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -32,7 +36,13 @@ demo: $(VENV)/built
 	$(BIN)/klfast compare $(DEMO_OPTIONS)
 
 test: lint
-	$(BIN)/pytest -n 2 -p no:benchmark
+	$(PYTEST) -m "not exhaustive"
+
+test-rest: $(VENV)/built
+	$(PYTEST) -m exhaustive
+
+test-all: test
+	$(MAKE) --no-print-directory test-rest
 
 test-peers: $(VENV)/built $(PEERS)
 	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
@@ -72,7 +82,7 @@ asan: $(VENV)/built
 	  $(addprefix tests/penalty/test_,layouts.py masking.py reductions.py errors.py fuzz.py)
 
 test-break: $(VENV)/built
-	$(BIN)/pytest -n 2 --dist worksteal -p no:benchmark tests/break $(TEST_BREAK_OPTIONS)
+	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)
 
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .

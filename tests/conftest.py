@@ -2,6 +2,7 @@
 
 import os
 
+import grids
 import packages
 import pytest
 import torch
@@ -26,6 +27,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "klfast"))
 def pytest_configure():
     if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items):
+    grids.mark_exhaustive(items)
+    # Of two processes, one begins with what is long, and the other takes over what it leaves.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(params=TARGETS)

@@ -99,6 +99,7 @@ def test_they_are_klfasts_own(names):
 # The rule
 
 
+@pytest.mark.grid
 @every_framework
 @pytest.mark.parametrize("wrap", [int, float], ids=["n_steps-int", "n_steps-float"])
 @pytest.mark.parametrize("target", [6.0, 0.1])

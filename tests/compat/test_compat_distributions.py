@@ -123,6 +123,7 @@ REDUCTIONS = {
 every_reduction = pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS)
 
 
+@pytest.mark.grid
 @every_reduction
 @every_kept
 @every_shape
@@ -135,6 +136,7 @@ def test_gkd_reduces_as_trl(beta, shape, kept, options):
     assert_loss(ours, student, teacher, beta, weights)
 
 
+@pytest.mark.grid
 @every_dtype
 @every_temperature
 @every_beta
@@ -146,6 +148,7 @@ def test_gkd_of_temperatures_and_dtypes(beta, temperature, dtype):
     assert_loss(ours, student, teacher, beta, weights, temperature=temperature)
 
 
+@pytest.mark.grid
 @every_vocabulary
 @every_beta
 def test_gkd_of_vocabularies(beta, words):
@@ -210,6 +213,7 @@ def test_gkd_s_errors_name_trl_s_arguments(change, message):
 # TRL's SDFT and SDPO
 
 
+@pytest.mark.grid
 @every_dtype
 @every_beta
 def test_self_distillation_from_logits(beta, dtype):
@@ -218,6 +222,7 @@ def test_self_distillation_from_logits(beta, dtype):
     assert_loss(ours, student, teacher, beta, torch.ones(2, 3).double(), per_token=True)
 
 
+@pytest.mark.grid
 @every_vocabulary
 @every_beta
 def test_self_distillation_of_vocabularies(beta, words):
@@ -322,6 +327,7 @@ def gkd(student, teacher, labels, beta, temperature=1.0, teacher_labels=None):
     return loss
 
 
+@pytest.mark.grid
 @every_dtype
 @every_beta
 def test_swift_s_jsd_loss_is_a_sum(beta, dtype):
@@ -330,6 +336,7 @@ def test_swift_s_jsd_loss_is_a_sum(beta, dtype):
     assert_loss(ours, student, teacher, beta, torch.ones(5).double())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kept", ["all", "some", "none"])
 @every_temperature
 @every_beta
@@ -343,6 +350,7 @@ def test_swift_s_gkd_loss_of_a_full_vocabulary(beta, temperature, kept):
     assert torch.equal(same(student, teacher), ours(student, teacher))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("words", [1, 36, 38, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_beta
@@ -389,6 +397,7 @@ def test_swift_s_teacher_may_have_its_tokens_elsewhere(beta, length):
     assert grad[labels < 0].count_nonzero() == grad_teacher[teacher_labels < 0].count_nonzero() == 0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("gather_fn", [None, lambda x, at: x.gather(-1, at)], ids=["own", "given"])
 @every_temperature
 @every_beta
@@ -478,6 +487,7 @@ def inputs_of_roll(*shape, temperature=1.0, dtype=torch.float32):
     return logits, logprobs.to(torch.promote_types(dtype, torch.float32))
 
 
+@pytest.mark.grid
 @every_dtype
 @every_temperature
 @every_objective
@@ -522,6 +532,7 @@ def test_roll_s_divergences_of_vocabularies(objective, words):
 WEIGHTS = {"mean": lambda keep: keep / keep.sum().clamp(min=1), "sum": lambda keep: keep}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("by", ["labels", "attention_mask"])
 @pytest.mark.parametrize("kept", ["all", "some", "none"])
 @pytest.mark.parametrize("few", [False, True], ids=["whole vocabulary", "four words"])
@@ -600,6 +611,7 @@ def padded_teacher(*shape, temperature, dtype):
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @every_temperature
 @every_objective
@@ -744,6 +756,7 @@ def test_roll_s_errors():
 # SkyRL
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("factor", [None, 9, torch.tensor(9.0), torch.tensor(0.5)], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])
 @pytest.mark.parametrize("chunk_size", [None, 2])
@@ -848,6 +861,7 @@ LOSSES = {
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
+@pytest.mark.grid
 @every_loss
 @pytest.mark.parametrize("garbage", [NAN, INF], ids=str)
 def test_garbage_under_the_labels_stays_there(loss, garbage):
@@ -874,6 +888,7 @@ def test_if_nothing_is_kept_value_and_gradient_are_zero(loss):
 ZERO = {name: loss for name, loss in LOSSES.items() if not name.startswith(("skyrl", "roll"))}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("auto", ["native"], indirect=True)
 @pytest.mark.parametrize("words", [2, 1000])
 @every_dtype

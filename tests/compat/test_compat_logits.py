@@ -92,6 +92,7 @@ def differentiated(function, logits):
     return value, torch.autograd.grad(value, leaf, uneven(value.shape).to(value.dtype))[0]
 
 
+@pytest.mark.grid
 @every_dtype
 @pytest.mark.parametrize("shape", [(3, 4), (5,), (2, 3, 2)], ids=str)
 @every(LOGPROBS)
@@ -180,6 +181,7 @@ EXACT = {
 }
 
 
+@pytest.mark.grid
 @every_dtype
 @pytest.mark.parametrize("words", [None, 3])
 @pytest.mark.parametrize("ours", EXACT.values(), ids=EXACT)

@@ -84,6 +84,7 @@ every_aggregation = pytest.mark.parametrize("mode", AGGREGATIONS)
 every_count = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @every_count
 @every_aggregation
@@ -103,6 +104,7 @@ def test_agg_loss_takes_any_mask(mode, mask):
     assert same_bits(verl.agg_loss(loss, mask, mode), verl.agg_loss(loss, MASK, mode))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("counts", [{}, COUNTS["global"]], ids=["local", "global"])
 @every_aggregation
 @pytest.mark.parametrize("name", ["kl", "abs", "mse", "k3", "k3+"])
@@ -350,6 +352,7 @@ R = torch.tensor([7.0, -3.0, 0.5, 20.0])
 EXACT = pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 
 
+@pytest.mark.grid
 @EXACT
 @pytest.mark.parametrize("clip", [None, (-1.0, 5.0)], ids=["no-clip", "clip"])
 @pytest.mark.parametrize("kl_coef", [0.1, 0.0, -0.5])
@@ -533,6 +536,7 @@ def trl_tolerances(share, logprobs, ref_logprobs, old, sequence_level):
     return value.sum(), through_kl + MASK * through_weight[:, None]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sampler", ["old", "itself"])
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
 @pytest.mark.parametrize("level", trl.LEVELS)

@@ -17,9 +17,13 @@ from fresh import run_fresh
 ROOT = Path(__file__).parents[2]
 HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
-pytestmark = pytest.mark.skipif(
-    not (HOME / "bin" / "nvcc").exists(), reason="no CUDA toolkit at CUDA_HOME or /usr/local/cuda"
-)
+pytestmark = [
+    pytest.mark.exhaustive,  # minutes: every kernel for every architecture
+    pytest.mark.skipif(
+        not (HOME / "bin" / "nvcc").exists(),
+        reason="no CUDA toolkit at CUDA_HOME or /usr/local/cuda",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -79,12 +79,14 @@ def assert_no_spills(compiled):
     assert used.registers < 255, used
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_compiles_without_spills(estimator, dtype):
     assert_no_spills(unit_gradient_kernel(estimator, dtype))
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_dtype_compiles_on_every_architecture(dtype, capability):
@@ -156,6 +158,7 @@ COMBINE = {
 RESULTS = {"weights": "*fp32", "statistics": "*fp32", "result": "*fp32"}
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize(("block", "warps"), [(128, 4), (1024, 16)], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_combining_compiles_without_spills(packed, block, warps):

@@ -13,19 +13,22 @@ import numpy
 import pytest
 
 HERE = Path(__file__).parent
-SELECTED = [
-    "triton_interpreted_suite.py",
-    "triton_interpreted_logits_suite.py",
-    "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
-    "../penalty/test_rewards.py::test_scores_of_any_dtype",
-]
-"""Tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
+SUITES = {
+    "logits": ["triton_interpreted_logits_suite.py"],
+    "penalty": ["triton_interpreted_suite.py"],
+    "every-backend": [
+        "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
+        "../penalty/test_rewards.py::test_scores_of_any_dtype",
+    ],
+}
+"""Of the last, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = pytest.mark.skipif(
     triton.__version__ < "3.7" and numpy.__version__ >= "2.4",
     reason="Triton's interpreter before 3.7 does not work with numpy 2.4 and later",
 )
+exhaustive = pytest.mark.exhaustive
 
 
 def run_interpreted(*arguments):
@@ -38,9 +41,11 @@ def run_interpreted(*arguments):
     )
 
 
-@pytest.mark.parametrize("selected", SELECTED)
-def test_kernels_pass_in_the_interpreter(selected):
-    process = run_interpreted(selected)
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
+@pytest.mark.parametrize("suite", SUITES)
+def test_kernels_pass_in_the_interpreter(suite, part):
+    process = run_interpreted("-m", part, *SUITES[suite])
     assert process.returncode == 0, process.stdout + process.stderr
     summary = process.stdout.strip().splitlines()[-1]
     assert re.search(r"\b[1-9]\d* passed", summary), process.stdout

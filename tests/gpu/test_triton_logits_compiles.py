@@ -83,12 +83,14 @@ def assert_in_registers(kernel):
     assert usage.registers <= 65_536 // (32 * launch._WARPS)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_spills(call, dtype):
     assert_in_registers(compiled(call, dtype))
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("layout", ["unit", "strided"])
 @pytest.mark.parametrize("call", ["kl", "tokens-backward"])
 def test_no_layout_spills(call, layout):
@@ -100,6 +102,7 @@ def test_fp64_is_for_checking_and_compiles_all_the_same(call):
     assert_in_registers(compiled(call, "fp64"))
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize("call", ["kl", "tokens"])
 def test_other_chips(call, capability):
@@ -111,6 +114,7 @@ def test_amd(call):
     assert compiled(call, "bf16", GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("call", ["kl", "tokens", "kl-backward"])
 def test_aligned_rows_move_in_words_of_16_bytes(call, dtype):

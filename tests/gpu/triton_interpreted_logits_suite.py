@@ -27,6 +27,7 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "_ONE_PROGRAM", 96)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("words", VOCABULARIES)
 @every_direction
 def test_vocabularies(direction, words):
@@ -37,6 +38,7 @@ def test_vocabularies(direction, words):
         assert_divergence_agrees(BACKEND, logits, ref_logits, mask, **options)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every_direction
 def test_dtypes_mix(direction, dtype):
@@ -52,24 +54,27 @@ def test_mixtures(beta):
     assert_divergence_agrees(BACKEND, logits, ref_logits, direction="jsd", jsd_beta=beta)
 
 
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("words", [90, 190], ids=["one-program", "segments"])
 @every_direction
-def test_rows_that_say_nothing_of_their_peak(direction):
-    """The first look is poor or useless, in one program and in segments."""
-    for words in (90, 190):
-        logits, ref_logits = random_logits(1, 4, words)
-        logits[0, 0, :40] = -torch.inf
-        ref_logits[0, 0, :40] = -torch.inf
-        logits[0, 1, -1] = 60.0
-        ref_logits[0, 2] += 30.0
-        ref_logits[0, 3, -1] = 25.0
-        assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
+def test_rows_that_say_nothing_of_their_peak(direction, words):
+    """The first look is poor or useless."""
+    logits, ref_logits = random_logits(1, 4, words)
+    logits[0, 0, :40] = -torch.inf
+    ref_logits[0, 0, :40] = -torch.inf
+    logits[0, 1, -1] = 60.0
+    ref_logits[0, 2] += 30.0
+    ref_logits[0, 3, -1] = 25.0
+    assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
 
 
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("step", [pytest.param(31, marks=pytest.mark.exhaustive), 123])
 @pytest.mark.parametrize("words", [7, 150])
 @every_direction
-def test_logits_far_from_0(direction, words):
-    """A thirtieth of the pairs, from every height."""
-    models = [t[::31] for t in pairs(words, torch.float32)]
+def test_logits_far_from_0(direction, words, step):
+    """One of so many pairs, from every height."""
+    models = [t[::step] for t in pairs(words, torch.float32)]
     assert_divergence(BACKEND, *models, direction, temperature=0.7)
     assert_tokens(BACKEND, models[0], models[0].argmax(-1), temperature=0.7)
 

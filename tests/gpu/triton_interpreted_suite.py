@@ -39,6 +39,7 @@ def packing(edges, dtype=torch.int64):
     return None if edges is None else torch.tensor(edges, dtype=dtype)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("shape", "edges"), LAYOUTS.values(), ids=LAYOUTS)
 @every_reduction
@@ -48,6 +49,7 @@ def test_reductions(reduction, shape, edges, mask):
     assert_agrees(BACKEND, logprobs, ref_logprobs, mask(shape), reduction=reduction, **options)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
 def test_dtypes_mix(dtype, ref_dtype):
@@ -96,6 +98,7 @@ def test_clips_of_the_weighted_value(dtype, importance):
     assert_agrees(BACKEND, logprobs, -log_ratio, **options)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("few_and_many", [(128, 1024), (2, 64), (2, 4)], ids=str)
 @pytest.mark.parametrize("reduction", list(REDUCTIONS)[1:])
 def test_any_way_to_combine_sequences(monkeypatch, reduction, few_and_many):
@@ -158,6 +161,7 @@ def test_both_ways_to_a_gradient_give_the_same_bits(reduction):
     assert same_bits(first, second)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
 @every_reduction
 def test_what_is_masked_is_not_looked_at(reduction, poison):
@@ -186,6 +190,7 @@ BAD_EDGES = {
 }
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("edges", BAD_EDGES.values(), ids=BAD_EDGES)
 @every_reduction
 def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):

@@ -82,6 +82,7 @@ def test_from_5_nats_to_5e_7_at_a_whole_vocabulary(backend, shape, dtype):
     assert max(seen) > 0.3
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("beta", [1e-4, 0.01, 0.5, 0.99, 0.9999])
 @pytest.mark.parametrize("offset", [0.0, 40.0, -200.0])
 @every_compiled
@@ -102,6 +103,7 @@ def test_nearness_and_offsets_cost_no_digits(backend, offset, beta):
             assert_promised(found, exact, f"{direction}, {nats} nats")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", agreement_logits.FLOATS, ids=str)
 @every_direction
 @every_compiled
@@ -120,6 +122,7 @@ def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
                 assert not grad.any()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shift", [0.5, 16.0, -32.0, 1024.0])
 @every_direction
 @every_compiled
@@ -266,6 +269,7 @@ def eager_divergence(logits, ref_logits, direction, beta=0.5):
     return (1 - beta) * (p.exp() * (p - m)).sum(-1) + beta * (q.exp() * (q - m)).sum(-1)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("nats", [2.0, 0.1, 1e-3, 5e-7])
 @every_direction
 @every_compiled

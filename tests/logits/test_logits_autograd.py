@@ -46,6 +46,7 @@ def test_gradcheck_of_log_probs_and_entropies(backend):
     )
 
 
+@pytest.mark.grid
 @every_reduction
 @every_direction
 def test_a_gradient_does_not_depend_on_who_else_asks(backend, direction, reduction):
@@ -142,6 +143,7 @@ def test_an_inference_tensor_that_changes_gives_no_gradient_of_other_logits(back
                 torch.autograd.grad(found.sum(), leaf, retain_graph=True)
 
 
+@pytest.mark.grid
 @every_reduction
 @every_direction
 def test_a_second_backward_is_right_after_the_first_gradient_was_changed(
@@ -207,6 +209,7 @@ def test_gradients_accumulate_over_calls_and_over_backwards(backend, reduction):
     torch.testing.assert_close(logits.grad, 4 * once)
 
 
+@pytest.mark.grid
 @one_of_each_kind
 @every_direction
 def test_a_tensor_against_itself_gets_both_gradients(backend, direction, reduction):

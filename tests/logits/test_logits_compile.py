@@ -66,6 +66,7 @@ def assert_like_eager(function, of, tensors, *arguments, exactly):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("options", DIVERGENCES.values(), ids=DIVERGENCES)
 @every_fast
 def test_divergences_compile_to_the_bits_of_eager(backend, options):
@@ -76,6 +77,7 @@ def test_divergences_compile_to_the_bits_of_eager(backend, options):
     assert_like_eager(divergence, compiled(divergence), tensors, exactly=backend == "native")
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("options", TOKENS.values(), ids=TOKENS)
 @not_emulated
 def test_log_probs_compile_to_the_bits_of_eager(backend, options):
@@ -112,6 +114,7 @@ def test_inductor_fuses_what_is_around_the_ops():
     )
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("grad", [False, True])
 @every_fast
 def test_inference_compiles(backend, grad):
@@ -210,6 +213,7 @@ def test_compiled_autograd():
     torch.testing.assert_close([t.grad for t in tensors], list(expected))
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
 def test_a_new_temperature_needs_no_new_compilation(backend, grad):
     """An annealed one: as ``coef``, compiled once for the first number and once for all others."""

@@ -40,6 +40,7 @@ def assert_same(found, expected):
     assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", VOCABULARIES, ids=str)
 @every_direction
 @every_compiled
@@ -180,6 +181,7 @@ MASKS = {
 SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0, 5, 3)}
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -294,6 +294,7 @@ def asking_for_a_gradient(arguments, requires_grad):
 requires_grad = pytest.mark.parametrize("requires_grad", [False, True], ids=["no-grad", "grad"])
 
 
+@pytest.mark.grid
 @requires_grad
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
@@ -306,6 +307,7 @@ def test_token_logprobs_refuses(backend, arguments, error, message, requires_gra
     assert_refused(klfast.token_logprobs, arguments, error, message)
 
 
+@pytest.mark.grid
 @requires_grad
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),

@@ -121,6 +121,7 @@ class Everything(torch.nn.Module):
 
 
 # AOTInductor itself uses what torch deprecates.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.* is deprecated")
 def test_a_package_of_aot_inductor_has_eagers_bits(tmp_path):
     module = Everything()

@@ -35,12 +35,14 @@ def all_rows(words, dtype):
     return torch.cat([*rows, ordinary_rows(words, dtype)])
 
 
+@pytest.mark.grid
 @every_dtype
 @every_direction
 def test_divergences(backend, direction, dtype):
     assert_divergence(backend, *pairs(7, dtype), direction)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [0.3, 7.0, 1e9])
 @every_direction
 def test_temperatures(backend, direction, temperature):
@@ -48,9 +50,11 @@ def test_temperatures(backend, direction, temperature):
 
 
 @pytest.mark.parametrize("backend", FAST, indirect=True)
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), 7])
 @every_direction
-def test_the_greatest_is_beyond_the_first_look(backend, direction):
-    assert_divergence(backend, *pairs(3000, torch.float32), direction)
+def test_the_greatest_is_beyond_the_first_look(backend, direction, step):
+    """One of so many pairs, from every height."""
+    assert_divergence(backend, *(t[::step] for t in pairs(3000, torch.float32)), direction)
 
 
 @every_dtype

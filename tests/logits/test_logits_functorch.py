@@ -54,6 +54,7 @@ def plain_grad(function, logits, *others):
     return torch.autograd.grad(function(leaf, *others), leaf)[0]
 
 
+@pytest.mark.grid
 @one_of_each_kind
 @every_direction
 def test_grad(backend, direction, reduction):
@@ -103,6 +104,7 @@ BATCHED = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("in_dims", BATCHED.values(), ids=BATCHED)
 @pytest.mark.parametrize("reduction", ["none", "token-mean"])
 def test_vmap_is_a_loop(backend, reduction, in_dims):

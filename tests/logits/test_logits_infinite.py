@@ -96,6 +96,7 @@ def test_the_reference_leaves_out_what_the_policy_says(backend, at):
         assert_divergence_agrees(backend, logits, ref_logits, direction="jsd", reduction=reduction)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every_direction
 def test_infinity_stays_infinity_beside_finite_rows(backend, direction, dtype):
@@ -107,6 +108,7 @@ def test_infinity_stays_infinity_beside_finite_rows(backend, direction, dtype):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-15)
 
 
+@pytest.mark.grid
 @every_poison
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("side", [0, 1], ids=["policy", "reference"])
@@ -144,6 +146,7 @@ def test_nan_beats_whatever_hides_it(backend, direction):
     assert found.isnan().all()
 
 
+@pytest.mark.grid
 @every_direction
 @pytest.mark.parametrize("side", [0, 1, 2], ids=["policy", "reference", "both"])
 def test_a_row_of_nothing_is_nan(backend, direction, side):
@@ -157,6 +160,7 @@ def test_a_row_of_nothing_is_nan(backend, direction, side):
     assert all(grad[0, 0].isfinite().all() for grad in found[1:])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("words", [37, 1500])
 def test_tokens_of_filtered_logits(backend, words, dtype):

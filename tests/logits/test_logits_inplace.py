@@ -21,6 +21,7 @@ def call(logits, ids, backend, **options):
     return klfast.token_logprobs(logits, ids, inplace_backward=True, backend=backend, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_the_gradient_is_the_usual_one_in_the_memory_of_the_logits(backend, dtype, return_entropy):

@@ -45,6 +45,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.grid
 @every_reduction
 @every_direction
 def test_every_reduction_of_a_padded_batch(backend, direction, reduction):
@@ -54,6 +55,7 @@ def test_every_reduction_of_a_padded_batch(backend, direction, reduction):
         assert_divergence_agrees(backend, *logits, mask((2, 3)), **options)
 
 
+@pytest.mark.grid
 @every_reduction
 @every_direction
 def test_every_reduction_of_a_packed_batch(backend, direction, reduction):
@@ -70,6 +72,7 @@ def test_one_sequence_without_a_batch(backend, reduction):
     assert_divergence_agrees(backend, *random_logits(4, 11), reduction=reduction)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ref_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every_direction
@@ -81,6 +84,7 @@ def test_dtypes_mix(backend, direction, dtype, ref_dtype):
         assert_divergence_agrees(backend, *logits, mask, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("words", [1, 2, 3, 31, 64, 255, 1025, 4097])
 @every_direction
@@ -101,6 +105,7 @@ def test_the_vocabularies_of_models(backend, words, dtype):
             assert_divergence_agrees(backend, *logits, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1, 3, 10.0])
 @every_direction
 def test_temperatures(backend, direction, temperature):
@@ -137,6 +142,7 @@ def test_jsd_of_a_half_is_symmetric_and_below_log_2(backend):
     torch.testing.assert_close(largest, torch.tensor([2.0, 1.0]).log(), rtol=1e-7, atol=0)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
 @every_reduction
 def test_coefficients_and_normalizers(backend, reduction, as_tensor):
@@ -158,6 +164,7 @@ def test_a_coefficient_that_asks_for_a_gradient_gets_none(backend):
     assert logits[0].grad.any()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 @every_direction
 def test_token_ids_give_the_log_probs_of_both_models(backend, direction, reduction):
@@ -211,6 +218,7 @@ def test_token_ids_of_any_dtype_and_layout(backend, dtype):
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("shape", "edges"), EMPTY.values(), ids=EMPTY)
 @every_reduction
 def test_empty_batches_are_zero(backend, reduction, shape, edges):
@@ -234,6 +242,7 @@ def test_empty_batches_are_zero(backend, reduction, shape, edges):
         assert torch.equal(outputs[3].length, torch.zeros(sequences))
 
 
+@pytest.mark.grid
 @every_reduction
 @every_direction
 def test_fully_masked_batches_are_zero(backend, direction, reduction):

@@ -93,6 +93,7 @@ def divergences(backend, logits, ref_logits, ids):
     return [t.detach() for t in found]
 
 
+@pytest.mark.grid
 @every_layout
 @every_dtype
 @every_size
@@ -108,6 +109,7 @@ def test_divergences_of_logits_of_any_layout(backend, words, dtype, layout):
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.grid
 @every_layout
 @every_dtype
 @every_size

@@ -70,6 +70,7 @@ def is_gradient(t):
     return t.dim() == 3
 
 
+@pytest.mark.grid
 @every_reduction
 @every_direction
 def test_poison_under_the_mask_changes_no_bit(backend, direction, reduction):
@@ -122,6 +123,7 @@ def test_a_weight_scales_its_token(backend, direction):
         assert all(same_bits(a, b) for a, b in zip(weighed[2:6], own[2:6], strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 @every_direction
 def test_masked_gradients_are_0_under_any_upstream_gradient(backend, direction, reduction):
@@ -134,6 +136,7 @@ def test_masked_gradients_are_0_under_any_upstream_gradient(backend, direction, 
         assert all((t[~keep] == 0).all() for t in found if is_gradient(t))
 
 
+@pytest.mark.grid
 @every_poison
 @every_direction
 def test_an_upstream_gradient_under_the_mask_does_not_count(backend, direction, poison):

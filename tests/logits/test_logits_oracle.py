@@ -72,6 +72,7 @@ def assert_close(actual, expected, scale=0.0):
     torch.testing.assert_close(actual.flatten(), expected, rtol=1e-12, atol=1e-12 * scale)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @every_kind
 @every_pair

@@ -29,6 +29,7 @@ def call(backend, *logits, ids=None, mask=MASK, **options):
     return outputs[0], outputs[-1]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("with_ids", [False, True], ids=["no-ids", "ids"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @every_direction

@@ -19,6 +19,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_any_shape_and_dtype(backend, shape, dtype):
@@ -26,6 +27,7 @@ def test_any_shape_and_dtype(backend, shape, dtype):
     assert_tokens_agree(backend, logits, random_ids(logits))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("words", [1, 2, 3, 31, 64, 255, 1025, 4097])
 def test_vocabularies_of_any_size(backend, words, dtype):

@@ -145,6 +145,7 @@ def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
     assert_promised(-grad_ref, true_derivative, x, arithmetic, slack)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("return_stats", [False, True], ids=["no-stats", "stats"])
 @pytest.mark.parametrize("reduction", ["none", "token-sum"])
 @every_estimator
@@ -237,6 +238,7 @@ def test_k3_is_not_negative_at_infinity_either(backend, estimator, dtype):
     assert not (k3 < 0).any()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
 @every_dtype
 def test_mixed_dtypes_lose_nothing(backend, dtype, ref_dtype):

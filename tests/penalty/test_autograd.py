@@ -39,6 +39,7 @@ def smooth_points():
     return logprobs, logprobs - x, old_logprobs
 
 
+@pytest.mark.grid
 @every_reduction
 @every_estimator
 @pytest.mark.parametrize("weighted", [False, True], ids=["no-old", "old"])
@@ -62,6 +63,7 @@ def test_gradcheck_of_every_estimator_and_reduction(backend, name, reduction, we
     assert torch.autograd.gradcheck(penalty, inputs)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=str)
 def test_gradcheck_of_every_option(backend, options, needs):
@@ -79,6 +81,7 @@ def test_gradcheck_of_every_option(backend, options, needs):
     assert torch.autograd.gradcheck(penalty, inputs)
 
 
+@pytest.mark.grid
 @every_reduction
 @pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["logprobs", "ref_logprobs"])
 def test_a_gradient_does_not_depend_on_who_else_asks(backend, reduction, needs):
@@ -146,6 +149,7 @@ def test_an_expanded_leaf_gets_the_sum_over_its_copies(backend, reduction):
     torch.testing.assert_close(row.grad, copies.grad.sum(0, keepdim=True), rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_reduction
 def test_a_second_backward_is_right_after_the_first_gradient_was_changed(backend, reduction, dtype):
@@ -160,6 +164,7 @@ def test_a_second_backward_is_right_after_the_first_gradient_was_changed(backend
     assert all(same_bits(a, b) for a, b in zip(second, expected, strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("factor", [0.0, 1.0, -0.5, 8.0, 0.3, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", SCALAR_REDUCTIONS)
@@ -515,6 +520,7 @@ def test_anomaly_detection_finds_nothing_in_good_gradients_and_nan_in_bad(backen
             penalty.backward()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("needs", [(True, False), (True, True)], ids=["logprobs", "both"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["k2", "k3"])

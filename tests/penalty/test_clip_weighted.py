@@ -94,6 +94,7 @@ def test_at_the_clip_the_gradient_flows_and_beyond_it_is_0(backend, x):
         assert (grad.item(), grad_ref.item()) == (slope, -slope)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("old_logprob", [-100.0, torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("importance", ["differentiable", "detached"])
 @pytest.mark.parametrize("gradient", ["value", "k2"])

@@ -76,6 +76,7 @@ def compiled(function, backend="aot_eager", **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_compiles_to_the_bits_of_eager(backend, options):
     def penalty(*tensors):
@@ -92,6 +93,7 @@ def test_every_dtype_compiles(dtype):
     assert_like_eager(penalty, compiled(penalty), inputs(3, 70, dtype=dtype), exactly=True)
 
 
+@pytest.mark.grid(meet=1)
 @every_reduction
 def test_every_reduction_compiles(backend, reduction):
     def penalty(*tensors):
@@ -124,6 +126,7 @@ def test_inductor_fuses_what_is_around_the_op():
     )
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("grad", [False, True])
 def test_inference_compiles(backend, grad):
     tensors = [t.detach() for t in inputs(3, 7)]
@@ -148,6 +151,7 @@ def test_rewards_compile(backend):
     torch.testing.assert_close(actual, rewards(scores, kl_coef))
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("argument", ["coef", "normalizer"])
 def test_a_controllers_coefficient_changes_without_recompiling(backend, argument, as_tensor):
@@ -171,6 +175,7 @@ def test_a_controllers_coefficient_changes_without_recompiling(backend, argument
     assert counter.frame_count <= 2
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_dynamic_shapes_compile_once(backend, packed, reduction):
@@ -247,6 +252,7 @@ print([round(slope, 4) for slope in logprobs.grad[0].tolist()])
 """
 
 
+@pytest.mark.long
 def test_the_first_call_of_a_process_may_be_a_compiled_one():
     assert eval(run_fresh(FIRST_CALL)) == [0.0, 0.1967]
 

@@ -100,6 +100,7 @@ def assert_same(alone, other):
     assert not different
 
 
+@pytest.mark.grid
 @every_dtype
 @every_form
 @every_compiled
@@ -107,6 +108,7 @@ def test_a_sequence_is_the_same_alone_padded_packed_and_in_any_company(backend, 
     check_company(backend, form, dtype, LENGTHS)
 
 
+@pytest.mark.grid(meet=1)
 @slow_forms
 def test_a_long_sequence_is_the_same_in_any_company(backend, form):
     """And in fp64, where the order of additions shows in the last bit."""
@@ -174,6 +176,7 @@ def test_the_place_in_memory_changes_nothing(backend, offset):
     assert_same(alone, strided.compute(backend, "k3"))
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @slow_forms
 def test_threads_and_runs_change_nothing(backend, form, reduction, set_num_threads):

@@ -285,6 +285,7 @@ REWARD_VALUES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no-grad", "grad"])
 @pytest.mark.parametrize(("arguments", "error", "message"), cases(TYPES, VALUES))
 def test_kl_penalty_refuses(backend, arguments, error, message, requires_grad):

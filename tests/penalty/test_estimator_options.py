@@ -89,6 +89,7 @@ def test_any_real_number_is_a_limit(backend, field, number):
         assert all(type(bound) is float for bound in limits)
 
 
+@pytest.mark.grid(each="backend")
 @every_importance
 @every_limit
 @every_estimator
@@ -99,6 +100,7 @@ def test_every_combination_agrees_with_the_oracle(backend, name, limits, importa
     assert_agrees(backend, logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("limits", ["all-limits", "weighted-all"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @every_estimator
@@ -172,6 +174,7 @@ def test_a_linear_tail_goes_on_with_the_slope_of_its_edge(backend, name):
         assert far[1] == slope
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("gradient", ["value", "k2"])
 @pytest.mark.parametrize("limits", BOUNDED.values(), ids=BOUNDED)
 @every_estimator
@@ -188,6 +191,7 @@ def test_any_limit_keeps_value_and_gradient_finite(backend, name, limits, gradie
             assert all(t.isfinite().all() for t in (value, *grads))
 
 
+@pytest.mark.grid
 @every_limit
 @every_importance
 @every_estimator

@@ -28,6 +28,7 @@ def arguments(rows, columns):
     return logprobs, ref_logprobs, mask
 
 
+@pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 def test_an_exported_program_takes_any_batch(backend, reduction):
     module = Penalty(
@@ -57,6 +58,7 @@ def test_an_exported_program_survives_a_file(backend, tmp_path):
     torch.testing.assert_close(loaded(*inputs), module(*inputs))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @every_reduction
 def test_a_checkpointed_penalty_has_the_bits_of_a_plain_one(backend, reduction, use_reentrant):
@@ -133,6 +135,7 @@ class Penalties(torch.nn.Module):
 
 
 # AOTInductor itself uses what torch deprecates.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.* is deprecated")
 def test_a_package_of_aot_inductor_has_eagers_bits(tmp_path):
     def inputs():

@@ -40,6 +40,7 @@ def plain_grad(function, logprobs, *others):
     return torch.autograd.grad(function(logprobs, *others), logprobs)[0]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ESTIMATORS)
 @every_reduction
 def test_grad(backend, reduction, name):
@@ -113,6 +114,7 @@ BATCHED = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("in_dims", BATCHED.values(), ids=BATCHED)
 @every_reduction
 def test_vmap_is_a_loop(backend, reduction, in_dims):
@@ -174,6 +176,7 @@ def test_vmap_of_rewards(backend):
     close(vmap(rewards)(*arguments), torch.stack(expected))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("masked", [False, True])
 @every_reduction
 def test_per_sample_gradients(backend, reduction, masked):

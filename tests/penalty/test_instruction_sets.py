@@ -27,6 +27,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+exhaustive = pytest.mark.exhaustive
+
+
 @pytest.fixture(autouse=True)
 def _needs_native():
     reason = backends.BACKENDS["native"].why_not(torch.device("cpu"))
@@ -45,13 +48,15 @@ def run(instruction_set, *arguments):
     )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set_keeps_the_promises(instruction_set):
+def test_every_instruction_set_keeps_the_promises(instruction_set, part):
     from klfast import _C
 
     if instruction_set == _C.instruction_set():
         pytest.skip(f"{instruction_set}: what this process uses, and every other file tests")
-    options = ["-q", "-x", "-k", NAMES, "-p", "no:cacheprovider", *TESTS]
+    options = ["-q", "-x", "-m", part, "-k", NAMES, "-p", "no:cacheprovider", *TESTS]
     done = run(instruction_set, RUN, *options)
     if "which this processor does not have" in done.stderr:
         pytest.skip(f"this processor does not have {instruction_set}")

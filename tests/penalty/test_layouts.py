@@ -74,6 +74,7 @@ def assert_layout_does_not_matter(tensors, argument, layout, backend, **options)
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("argument", ["logprobs", "ref_logprobs", "mask", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS_2D.values(), ids=LAYOUTS_2D)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -96,6 +97,7 @@ def test_old_logprobs_may_have_any_layout(backend, layout):
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "one-row", "one-column", "middle-columns"])
 def test_masks_of_any_dtype_may_have_any_layout(backend, layout, mask_dtype):
@@ -107,6 +109,7 @@ def test_masks_of_any_dtype_may_have_any_layout(backend, layout, mask_dtype):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("packed", [False, True], ids=["one-sequence", "packed"])
 @pytest.mark.parametrize("argument", ["logprobs", "ref_logprobs", "mask", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS_1D.values(), ids=LAYOUTS_1D)
@@ -122,6 +125,7 @@ def test_flat_inputs_may_have_any_layout(backend, layout, argument, packed):
         )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
     "layout",
@@ -176,6 +180,7 @@ def test_lazily_negated_tensors_are_negated(backend):
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.grid
 @every_reduction
 @pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=str)
 def test_one_token(backend, reduction, shape):
@@ -194,6 +199,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("shape", "cu_seqlens", "sequences"), EMPTY.values(), ids=EMPTY)
 @every_reduction
 def test_empty_batches_are_zero(backend, reduction, shape, cu_seqlens, sequences):

@@ -58,6 +58,7 @@ def everything(backend, tensors, mask, estimator, reduction, grad_out=None):
     return [result.detach(), *grads, *stats]
 
 
+@pytest.mark.grid
 @every_poison
 @every_reduction
 @every_form
@@ -90,6 +91,7 @@ def test_a_negative_zero_masks(backend):
     assert all(t.isfinite().all() for t in everything(backend, poisoned, mask, RICH, "token-mean"))
 
 
+@pytest.mark.grid
 @every_poison
 @every_form
 def test_an_upstream_gradient_under_the_mask_does_not_count(backend, estimator, poison):
@@ -101,6 +103,7 @@ def test_an_upstream_gradient_under_the_mask_does_not_count(backend, estimator, 
     assert all(same_bits(a, b) for a, b in zip(clean, dirty, strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean"])
 @every_form
 def test_an_upstream_gradient_of_an_empty_sequence_does_not_count(backend, estimator, reduction):
@@ -114,6 +117,7 @@ def test_an_upstream_gradient_of_an_empty_sequence_does_not_count(backend, estim
         assert all((a == b).all() for a, b in zip(clean, dirty, strict=True))
 
 
+@pytest.mark.grid
 @every_reduction
 @every_form
 def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, reduction):
@@ -126,6 +130,7 @@ def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, 
         assert all((grad[~keep] == 0).all() for grad in grads)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("clip", [(100, 200), (-200, -100)], ids=str)
 @every_reduction
 def test_clips_that_exclude_0_leave_masked_tokens_0(backend, reduction, clip):
@@ -172,6 +177,7 @@ def test_nan_outranks_infinity_in_max_log_ratio(backend):
         assert stats.nonfinite == 2
 
 
+@pytest.mark.grid
 @every_poison
 @every_form
 def test_what_is_not_finite_stays_in_its_sequence(backend, estimator, poison):

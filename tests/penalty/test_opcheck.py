@@ -146,6 +146,7 @@ MASKS = {
 SHAPES = {"one": (1, 1), "odd": (3, 67), "long": (2, 1500), "no-tokens": (3, 0), "none": (0, 5)}
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -46,6 +46,7 @@ def result_shape(reduction, shape, edges):
     return {"none": shape, "seq-sum": (sequences,), "seq-mean": (sequences,)}.get(reduction, ())
 
 
+@pytest.mark.grid(each="backend")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @every_layout
@@ -67,6 +68,7 @@ def test_reductions_agree_with_the_oracle(backend, reduction, shape, edges, mask
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("as_tensor", [float, torch.tensor], ids=["number", "tensor"])
 @pytest.mark.parametrize("coef", [0.0, 0.05, -2.5])
 @every_reduction
@@ -84,6 +86,7 @@ def test_coef_scales_value_and_gradient(backend, reduction, coef, as_tensor):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("as_tensor", [float, torch.tensor], ids=["number", "tensor"])
 @every_layout
 @pytest.mark.parametrize("reduction", NORMALIZED_REDUCTIONS)
@@ -122,6 +125,7 @@ def test_reductions_by_hand(backend):
         assert got.tolist() == value, reduction
 
 
+@pytest.mark.grid
 @every_reduction
 @pytest.mark.parametrize(("shape", "edges"), EMPTY.values(), ids=EMPTY)
 def test_empty_batches(backend, shape, edges, reduction):
@@ -138,6 +142,7 @@ def test_empty_batches(backend, shape, edges, reduction):
     assert stats.token_mean() == stats.sequence_mean() == 0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("normalizer", [None, 8.0])
 @every_layout
 @every_reduction
@@ -176,6 +181,7 @@ def eager_k3(logprobs, ref_logprobs, reduction):
     return {"seq-sum": k3.sum(-1), "seq-mean": k3.mean(-1), "token-mean": k3.mean()}[reduction]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean", "token-mean"])
 @pytest.mark.parametrize("tokens", [16_384, 65_537, 1_000_003])
 def test_long_sums_err_at_most_twice_as_much_as_eager(backend, tokens, reduction, record_property):

@@ -39,6 +39,7 @@ def expected_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, estimator, e
     return rewards.reshape(logprobs.shape), tolerance.reshape(logprobs.shape)
 
 
+@pytest.mark.grid(each="backend")
 @pytest.mark.parametrize("kl_coef", [0.2, torch.tensor(0.2)], ids=["number", "tensor"])
 @pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask-with-gaps"])
 @every_layout

@@ -27,6 +27,7 @@ def stats_of(backend, logprobs, ref_logprobs, mask=None, **options):
     )[1]
 
 
+@pytest.mark.grid(each="backend")
 @pytest.mark.parametrize("weights", ["bool", "float"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -48,9 +48,10 @@ def every_size(monkeypatch):
     monkeypatch.setattr(memory, "SMALLEST_INPUTS", 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("op", "klfast", "eager"),
-    [("kl", 0, 3), ("kl-one-read", 1, 5)],
+    [pytest.param("kl", 0, 3, marks=pytest.mark.exhaustive), ("kl-one-read", 1, 5)],
 )
 def test_klfast_takes_its_gradient_and_eager_takes_several(every_size, op, klfast, eager):
     """In tensors of the logits' size."""

@@ -80,6 +80,7 @@ def test_a_read_only_output_folder_is_refused(tmp_path, capsys):
     assert "Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
     command = [sys.executable, "-m", "klfast", "compare", "--steps", "1000", "--arms"]
@@ -132,13 +133,15 @@ COMMANDS = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.grid(meet=1)
 @pytest.mark.skipif(os.name == "nt", reason="pipes of a POSIX shell")
 @pytest.mark.parametrize(
     ("name", "output"),
     [
-        *(("compare", output) for output in ("latin-1", "C-locale", "read-in-part", "closed")),
-        *(("bench", output) for output in ("ascii", "all-unread")),
+        *(("compare", output) for output in ("closed", "latin-1", "C-locale", "read-in-part")),
         *(("info", output) for output in OUTPUTS),
+        *(("bench", output) for output in ("ascii", "all-unread")),
         ("help", "unread"),
     ],
 )
@@ -152,6 +155,7 @@ def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
         assert json.loads((tmp_path / "bench.json").read_text())["rows"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
 def test_what_an_encoding_lacks_is_a_question_mark(tmp_path):
     code, printed, _ = shell(

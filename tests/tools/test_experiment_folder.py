@@ -81,6 +81,7 @@ def copy(finished, tmp_path):
     return out
 
 
+@pytest.mark.long
 def test_a_second_process_is_refused_by_name_until_the_first_is_gone(tmp_path, capsys):
     holder = started(tmp_path)
     try:
@@ -123,6 +124,7 @@ def count_up(out, counter, times):
                 pass
 
 
+@pytest.mark.long
 def test_processes_that_contend_hold_the_folder_one_after_the_other(tmp_path):
     out, counter = tmp_path / "out", tmp_path / "counter"
     out.mkdir()

@@ -1,0 +1,85 @@
+"""What ``make test`` runs of a grid."""
+
+from itertools import combinations, product
+
+import pytest
+from grids import covering, mark_exhaustive
+
+pytest_plugins = ["pytester"]
+
+
+def meetings(rows, meet):
+    return {those for row in rows for those in combinations(enumerate(row), meet)}
+
+
+GRIDS = {
+    "of two parameters": list(product(range(3), range(4))),
+    "of three": list(product(range(3), range(4), range(5))),
+    "of four": list(product(range(3), range(6), range(11), range(5))),
+    "with holes": [row for row in product(range(3), range(4), range(5)) if sum(row) % 3],
+    "of one row": [(0, 1, 2)],
+    "of no row": [],
+}
+
+
+@pytest.mark.parametrize("meet", [1, 2])
+@pytest.mark.parametrize("rows", GRIDS.values(), ids=GRIDS)
+def test_values_that_meet_meet_among_the_chosen(rows, meet):
+    chosen = [rows[position] for position in covering(rows, meet)]
+    assert meetings(chosen, meet) == meetings(rows, meet)
+
+
+@pytest.mark.parametrize(("meet", "most"), [(1, 11), (2, 70)])
+def test_few_are_chosen(meet, most):
+    """Of 990; of 11 and of 5 values, 55 pairs at the least."""
+    assert len(covering(GRIDS["of four"], meet)) <= most
+
+
+def test_one_parameter_is_no_grid_and_stays_whole():
+    assert covering([(value,) for value in range(7)]) == set(range(7))
+
+
+SUITE = """
+import pytest
+
+@pytest.mark.grid
+@pytest.mark.parametrize("c", range(4))
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("a", ["x", "y"])
+def test_pairs(a, b, c): pass
+
+@pytest.mark.grid(each="a")
+@pytest.mark.parametrize("c", range(2))
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("a", ["x", "y"])
+def test_pairs_of_each(a, b, c): pass
+
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("c", [pytest.param(-1, marks=pytest.mark.exhaustive), *range(4)])
+@pytest.mark.parametrize("b", range(4))
+def test_values(b, c): pass
+
+def test_plain(): pass
+"""
+
+
+class Hook:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        mark_exhaustive(items)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "counts"),
+    [
+        ("not exhaustive", {"test_pairs": 16, "test_pairs_of_each": 8, "test_values": 4}),
+        ("exhaustive", {"test_pairs": 16, "test_pairs_of_each": 0, "test_values": 16}),
+    ],
+)
+def test_markers_part_a_suite_in_two(pytester, chosen, counts):
+    pytester.makepyfile(SUITE)
+    pytester.makeini("[pytest]\nmarkers =\n    grid\n    exhaustive\n")
+    done = pytester.inline_run("-m", chosen, plugins=[Hook()])
+    tests = [report.nodeid.partition("::")[2] for report in done.listoutcomes()[0]]
+    assert {name: sum(test.startswith(f"{name}[") for test in tests) for name in counts} == counts
+    assert ("test_plain" in tests) == (chosen == "not exhaustive")
