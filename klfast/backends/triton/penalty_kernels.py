@@ -446,12 +446,13 @@ def lengths_kernel(
     partials,
     sequences: tl.int64,
     width: tl.int64,
+    slots: tl.int64,
     mask_row: tl.int64,
     mask_stride: tl.int64,
     ACC: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Sums of the mask [P], added as ``kl_penalty_kernel`` adds them."""
+    """Sums of the mask, in their row of the partials, added as ``kl_penalty_kernel`` does."""
     sequence, start, length, position = locate(cu_seqlens, sequences, width)
     count = tl.minimum(tl.maximum(length - position, 0), SEGMENT).to(tl.int32)
     if LAYOUT == "aligned":
@@ -468,7 +469,7 @@ def lengths_kernel(
             mask, row, mask_row, first, mask_stride, offset, offset < count, ACC, LAYOUT
         )
         lengths += weight
-    tl.store(partials + tl.program_id(0), tree_sum(lengths, TILE))
+    store_partial(partials, LENGTH, slots, tree_sum(lengths, TILE))
 
 
 @triton.jit

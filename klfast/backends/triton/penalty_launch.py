@@ -31,6 +31,9 @@ from klfast.stats import KLStats
 _SEGMENT = kernels.SEGMENT.value
 _TILE = kernels.TILE.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
+_FEW_FIELDS = kernels.LENGTH.value + 1
+_ALL_FIELDS = kernels.LAST_KEPT.value + 1
+"""Rows of the partial results: with kl and length alone, and all."""
 _FEW, _MANY = 128, 1024  # sequences of a program that combines
 _SCALE_PROGRAMS = 1024  # enough for any device, and few to start for nothing
 DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
@@ -284,13 +287,14 @@ class _Call:
         batch, mask = self.batch, self.inputs[3]
         lengths = None
         if mask is not None:
-            lengths = self.empty(batch.slots, dtype=torch.float64)
+            lengths = self.empty(_FEW_FIELDS, batch.slots, dtype=torch.float64)
             kernels.lengths_kernel[(batch.slots,)](
                 mask,
                 batch.cu_seqlens,
                 lengths,
                 batch.sequences,
                 batch.width,
+                batch.slots,
                 *_strides(mask),
                 ACC=self.options["ACC"],
                 LAYOUT=_layout(batch, mask),
@@ -322,7 +326,7 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     gradient = "none"
     partials = None
     if not per_token or want_statistics or scores is not None:
-        rows = 9 if want_statistics or scores is not None else 2
+        rows = _ALL_FIELDS if want_statistics or scores is not None else _FEW_FIELDS
         partials = call.empty(rows, slots, dtype=torch.float64)
     with device_of(logprobs):
         if want_grad_logprobs or want_grad_ref_logprobs:
