@@ -19,6 +19,7 @@
 
 #include <cmath>
 
+#include "formulas/passes.h"
 #include "math/log_series.h"
 
 namespace klfast::divergences {
@@ -188,21 +189,17 @@ KLFAST_HOST_DEVICE PairSums add(const PairSums& near, const PairSums& far) {
           (near.mass + near.spread + near.slope) + far.other, far.excluded};
 }
 
-// What sums say of a row.
+// The results of a row of two models.
 struct PairRow {
   double kl;
   double lse;    // of x
   double shift;  // lse_y - lse_x
-  bool usable;   // lse and shift are about right
-  bool good;     // and exact, as kl is
+  passes::Verdict verdict;
   Origins origins;
 };
 
-// Whether a guess served for a sum of e^(x - guess): nothing of it lost to 0 or held at exp's
-// limit.
-KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-20 && mass < 1e30; }
-// And not so far below the greatest word that the rounding of x - guess shows.
-KLFAST_HOST_DEVICE bool is_good(double mass) { return mass > 1e-2 && mass < 1e7; }
+// A row that has a NaN, or no finite logit.
+KLFAST_HOST_DEVICE PairRow nan_row() { return {NAN, NAN, NAN, passes::Verdict::kUseless, {}}; }
 
 template <typename Acc>
 KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
@@ -216,14 +213,15 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
   const double log_total = far ? std::log(total) : std::log1p(a);
   const double kl = spread + (log_total - a);
   const double cancelled = far ? 1 + slope : spread + std::fabs(a) * (slope + spread);
+  const bool cancels = !(cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   PairRow row;
   row.origins = origins;
-  row.usable = is_usable(sums.mass) && total > 1e-20 && total < 1e30;
-  row.good = row.usable && is_good(sums.mass) && total > 0.125 && total < 1e4 &&
-             (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
+  row.verdict = passes::verdict_of(sums.mass, total, cancels);
   row.kl = kl < 0 ? 0 : kl;
-  // NaN in a logit shows in `usable`; elsewhere it is what two sums too large for Acc leave.
-  if (row.usable && (sums.excluded || kl != kl)) row.kl = INFINITY;
+  // A NaN logit makes the sums useless. In other sums a KL of NaN comes from two of them beyond
+  // Acc's range.
+  const bool is_useless = row.verdict == passes::Verdict::kUseless;
+  if (!is_useless && (sums.excluded || kl != kl)) row.kl = INFINITY;
   row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
   row.shift = ratio_of(guess) + log_total;
   return row;

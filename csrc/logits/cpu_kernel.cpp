@@ -2,8 +2,8 @@
 // naming it; everything but the table at the end is internal to each copy.
 //
 // A row goes through in blocks, a block in groups of kLanes (lanes.h). The last group is filled up
-// with words that do not exist: their logits are -infinity. How a row's sums become its results,
-// and when a row is looked at again, is said in divergences.h.
+// with words that do not exist: their logits are -infinity. formulas/divergences.h has the
+// formulas, formulas/passes.h the passes that a row takes.
 
 #include "logits/cpu_kernel.h"
 
@@ -29,6 +29,8 @@ using divergences::PairSums;
 using divergences::RowGradient;
 using divergences::RowState;
 using math::Range;
+using passes::Step;
+using passes::Verdict;
 
 constexpr int64_t kBlock =
     1024;  // words between conversions; buffers stay in the first-level cache
@@ -135,7 +137,20 @@ Acc greatest(const Row& placed_row, int64_t words) {
   return found;
 }
 
-bool is_guess(double greatest) { return std::isfinite(greatest); }
+// Runs the passes of a row (passes.h): find(words) among so many of its first words, sum(again),
+// both returning their verdict.
+template <typename Find, typename Sum>
+void run_passes(int64_t words, const Find& find, const Sum& sum) {
+  for (Step step = Step::kFindFirst; step != Step::kDone;) {
+    Verdict verdict;
+    if (step == Step::kFindFirst || step == Step::kFindInRow) {
+      verdict = find(step == Step::kFindFirst ? std::min(kBlock, words) : words);
+    } else {
+      verdict = sum(step == Step::kSumAgain);
+    }
+    step = passes::next_step(step, verdict);
+  }
+}
 
 template <typename Acc>
 void store(void* data, int64_t index, double value) {
@@ -212,32 +227,28 @@ struct WordRow {
   double entropy;
 };
 
-// The first block's greatest word serves as the guess. If the sum shows that it was a poor one, the
-// row is summed again against what that says; if it was useless, against the row's greatest word.
-// Leaves the row placed as its sums took it.
+// The results of a row. Leaves the row placed as its sums took it.
 template <bool kEntropy, typename Acc>
-WordRow look_at_words(const RowInputs& in, Row& row) {
+WordRow sum_row(const RowInputs& in, Row& row) {
   Acc scale = 0;
   Acc guess = 0;
   WordSums sums;
-  const auto look = [&] { sums = sum_words<kEntropy>(row, scale, guess); };
-  const auto look_from = [&](int64_t words) {
+  const auto find = [&](int64_t words) {
+    sums.mass = NAN;
     const Acc top = greatest<Acc>(row, words);
-    if (!is_guess(top)) return false;
+    if (!std::isfinite(top)) return Verdict::kUseless;
     const double origin = divergences::origin_of(top, in.scale());
     row = row.from(divergences::unit_of({origin, 0}), origin);
     scale = static_cast<Acc>(in.scale() / row.unit);
     guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
-    look();
-    return true;
+    return Verdict::kGood;
   };
-  look_from(std::min(kBlock, row.size));
-  if (!divergences::is_usable(sums.mass)) {
-    if (!look_from(row.size)) return {NAN, NAN};
-  } else if (!divergences::is_good(sums.mass)) {
-    guess = static_cast<Acc>(guess + std::log(sums.mass));
-    look();
-  }
+  const auto sum = [&](bool again) {
+    if (again) guess = static_cast<Acc>(guess + std::log(sums.mass));
+    sums = sum_words<kEntropy>(row, scale, guess);
+    return passes::verdict_of(sums.mass);
+  };
+  run_passes(row.size, find, sum);
   const double log_mass = std::log(sums.mass);
   const double entropy = log_mass - sums.surprise / sums.mass;
   return {static_cast<double>(guess) + log_mass, entropy < 0 ? 0 : entropy};
@@ -255,8 +266,8 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   }
   if (!is_word(in, index)) return false;
   Row row = row_at(in, call.logits, index);
-  const WordRow found = call.entropy != nullptr ? look_at_words<true, Acc>(in, row)
-                                                : look_at_words<false, Acc>(in, row);
+  const WordRow found =
+      call.entropy != nullptr ? sum_row<true, Acc>(in, row) : sum_row<false, Acc>(in, row);
   store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
   store<Acc>(call.entropy, index, found.entropy);
   call.saved[kWordOrigin * rows + index] = row.origin;
@@ -347,8 +358,6 @@ struct PairAccumulator {
   }
 };
 
-constexpr PairRow kNoRow = {NAN, NAN, NAN, false, false, {}};
-
 template <typename Acc>
 PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
   alignas(64) Acc first_buffer[kBlock];
@@ -381,33 +390,31 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
   return divergences::add(near.total(), anywhere.total());
 }
 
-// kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
-// poor, and one with the whole rows' greatest words between them if it was useless. Leaves the rows
-// placed as the sums took them.
+// The results of a pair of rows. Leaves the rows placed as their sums took them.
 template <typename Acc>
-PairRow look_at_pairs(const RowInputs& in, Row& first, Row& second) {
+PairRow sum_rows(const RowInputs& in, Row& first, Row& second) {
   const double scale = in.scale();
-  PairRow row = kNoRow;
-  const auto look = [&](const Guess<Acc>& guess, const Origins& origins) {
-    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
-  };
-  const auto look_from = [&](int64_t words) {
+  PairRow row;
+  Guess<Acc> guess;
+  Origins origins;
+  const auto find = [&](int64_t words) {
+    row = divergences::nan_row();
     const double top = greatest<Acc>(first, words);
     const double other_top = greatest<Acc>(second, words);
-    if (!is_guess(top) || !is_guess(other_top)) return false;
-    const Origins origins = {divergences::origin_of(top, scale),
-                             divergences::origin_of(other_top, scale)};
+    if (!std::isfinite(top) || !std::isfinite(other_top)) return Verdict::kUseless;
+    origins = {divergences::origin_of(top, scale), divergences::origin_of(other_top, scale)};
     const double unit = divergences::unit_of(origins);
     first = first.from(unit, origins.first);
     second = second.from(unit, origins.second);
-    look(divergences::guess_of_greatest<Acc>(scale, origins, top, other_top), origins);
-    return true;
+    guess = divergences::guess_of_greatest<Acc>(scale, origins, top, other_top);
+    return Verdict::kGood;
   };
-  look_from(std::min(kBlock, in.shape.words));
-  if (!row.usable && !look_from(in.shape.words)) return kNoRow;
-  if (row.usable && !row.good) {
-    look(divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift), row.origins);
-  }
+  const auto sum = [&](bool again) {
+    if (again) guess = divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift);
+    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
+    return row.verdict;
+  };
+  run_passes(in.shape.words, find, sum);
   return row;
 }
 
@@ -527,7 +534,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   Row first = row_at(in, call.in.first, index);
   Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
-  const PairRow row = look_at_pairs<Acc>(in, first, second);
+  const PairRow row = sum_rows<Acc>(in, first, second);
   Mixed mixed = {row.kl, 0};
   if (!is_kl) {
     mixed = mix<Acc>(in, first, second, row, call.in.beta);

@@ -1,9 +1,9 @@
 // Divergences of rows of two models: kernel and launches.
 //
-// The blocks of a row guess, sum, check, and look again (divergences.h), the first thread of each
-// deciding alike from the same sums; then, for jsd, they sum once more. Where a row fits in shared
-// memory it is read once, and its gradient written by the same kernel; else by that of the
-// backward.
+// The blocks of a row take the passes of formulas/passes.h; the first thread of each block chooses
+// the next step, alike in all blocks, as all have the same sums. A JSD takes one more pass. A row
+// that fits in shared memory is read once, and its gradient written by the same kernel; the
+// gradient of any other row is written by the backward's kernel.
 
 #include "logits/cuda.h"
 #include "logits/cuda_divergence_gradients.h"
@@ -18,13 +18,13 @@ using divergences::Origins;
 using divergences::PairRow;
 using divergences::RowGradient;
 using math::Range;
+using passes::Step;
+using passes::Verdict;
 
 struct ForwardTask {
   DivergenceForward call;
   RowPlan plan;
 };
-
-enum class Next { kStart, kSumFirst, kSearch, kSum, kSumAgain, kDone };
 
 // What the first thread of a block tells the others.
 template <typename Acc>
@@ -33,7 +33,7 @@ struct Shared {
   PairRow row;
   Guess<Acc> guess;
   Frame<Acc, 2> frame;
-  Next next;
+  Step step;
   RowGradient<Acc> gradient;
 };
 
@@ -167,57 +167,47 @@ __device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& ex
   });
 }
 
-// What the first thread makes of the greatest words: a guess, if they are finite. These two are not
-// inlined, as they are long, and run once or twice a row.
+// Takes the greatest words as the guess, and chooses the next step. Run by the first thread. Not
+// inlined, like judge_sums: both are long, and run once or twice a row.
 template <typename Acc>
 __device__ __noinline__ void judge_greatest(double first, double second, double scale,
                                             Shared<Acc>& shared) {
-  const bool is_start = shared.next == Next::kStart;
+  const bool is_finite = std::isfinite(first) && std::isfinite(second);
   Origins& origins = shared.row.origins;
-  shared.row = {NAN, NAN, NAN, false, false, {}};
-  if (std::isfinite(first) && std::isfinite(second)) {
+  shared.row = divergences::nan_row();
+  if (is_finite) {
     origins = {divergences::origin_of(first, scale), divergences::origin_of(second, scale)};
     shared.guess = divergences::guess_of_greatest<Acc>(scale, origins, first, second);
-    shared.next = is_start ? Next::kSumFirst : Next::kSum;
-  } else {
-    shared.next = is_start ? Next::kSearch : Next::kDone;
   }
   shared.frame = Frame<Acc, 2>::of(origins);
+  shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
 }
 
-// And of the sums: what they say of the row, and whether it is looked at again.
+// Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
+// first thread.
 template <typename Acc>
 __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
                                         Shared<Acc>& shared) {
   const PairRow row = divergences::row_of(sums, shared.guess, shared.row.origins);
-  const bool is_first = shared.next == Next::kSumFirst;
-  const bool is_last = shared.next == Next::kSumAgain;
   shared.row = row;
   const double own_scale = scale / divergences::unit_of(row.origins);
   shared.guess = divergences::guess_of<Acc>(own_scale, row.lse, row.shift);
-  if (!row.usable && is_first) {
-    shared.next = Next::kSearch;
-  } else if (row.usable && !row.good && !is_last) {
-    shared.next = Next::kSumAgain;
-  } else {
-    shared.next = Next::kDone;
-  }
+  shared.step = passes::next_step(shared.step, row.verdict);
 }
 
-// kl, lse and shift of a row, in shared.row, and the guess that they are: a look with the guess of
-// the first words, one more if that was poor, and one with the whole row's greatest words between
-// them if it was useless. The scale is read where it is needed: kept, it costs two registers, and
-// 16-bit kernels spill.
+// kl, lse and shift of a row, in shared.row, by the passes of passes.h; lse and shift are also in
+// shared.guess. The scale is read where it is needed: kept, it costs two registers, and 16-bit
+// kernels spill. They also spill where a function decides which kind of pass a step is.
 template <typename Rows, typename Acc>
-__device__ __forceinline__ void look_at_pairs(const Rows& rows, const RowInputs& in, Team& team,
-                                              Shared<Acc>& shared) {
+__device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, Team& team,
+                                        Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
-  if (decides) shared.next = Next::kStart;
+  if (decides) shared.step = Step::kFindFirst;
 #pragma unroll 1
-  for (Next next = Next::kStart; next != Next::kDone; next = shared.next) {
-    if (next == Next::kStart || next == Next::kSearch) {
+  for (Step step = Step::kFindFirst; step != Step::kDone; step = shared.step) {
+    if (step == Step::kFindFirst || step == Step::kFindInRow) {
       double greatest[2];
-      find_greatest(rows, next == Next::kStart ? 1 : rows.rounds.some, greatest);
+      find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
       team.combine<Greatest>(greatest);
       if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
     } else {
@@ -302,7 +292,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
 template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
-  look_at_pairs(rows, task.call.in.in, team, shared);
+  sum_row(rows, task.call.in.in, team, shared);
   double mixed[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
     const Guess<Acc> exact = shared.guess;

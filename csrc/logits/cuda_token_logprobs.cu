@@ -9,6 +9,9 @@
 namespace klfast::cuda {
 namespace {
 
+using passes::Step;
+using passes::Verdict;
+
 struct ForwardTask {
   TokenLogprobsForward call;
   RowPlan plan;
@@ -19,8 +22,6 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
-enum class Next { kStart, kSumFirst, kSearch, kSum, kDone };
-
 // What the first thread of a block tells the others.
 template <typename Acc>
 struct Shared {
@@ -28,7 +29,7 @@ struct Shared {
   Frame<Acc, 1> frame;
   Acc scale;  // of words as placed
   Acc guess;
-  Next next;
+  Step step;
   double origin;
   double lse;
   double entropy;
@@ -62,12 +63,12 @@ __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess
   });
 }
 
-// What the first thread makes of the greatest word: a guess, if it is finite.
+// Takes the greatest word as the guess, and chooses the next step. Run by the first thread.
 template <typename Acc>
 __device__ __forceinline__ void judge_greatest(double greatest, double scale, Shared<Acc>& shared) {
-  const bool is_start = shared.next == Next::kStart;
+  const bool is_finite = std::isfinite(greatest);
   shared.lse = shared.entropy = NAN;
-  if (std::isfinite(greatest)) {
+  if (is_finite) {
     const divergences::Origins origins = {divergences::origin_of(greatest, scale), 0};
     shared.origin = origins.first;
     shared.frame = Frame<Acc, 1>::of(origins);
@@ -75,46 +76,36 @@ __device__ __forceinline__ void judge_greatest(double greatest, double scale, Sh
     shared.guess =
         divergences::placed(static_cast<Acc>(greatest), shared.frame.unit, shared.frame.origin[0]) *
         shared.scale;
-    shared.next = is_start ? Next::kSumFirst : Next::kSum;
-  } else {
-    shared.next = is_start ? Next::kSearch : Next::kDone;
   }
+  shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
 }
 
-// And of the sums: what they say of the row, and whether it is looked at again.
+// Takes the row's results from its sums, and chooses the next step. Run by the first thread.
 template <typename Acc>
 __device__ __noinline__ void judge_sums(double mass, double surprise, Shared<Acc>& shared) {
   const double log_mass = std::log(mass);
   const double entropy = log_mass - surprise / mass;
   const double lse = static_cast<double>(shared.guess) + log_mass;
-  const bool is_first = shared.next == Next::kSumFirst;
   shared.lse = lse;
   shared.entropy = entropy < 0 ? 0 : entropy;
-  if (!is_first || divergences::is_good(mass)) {
-    shared.next = Next::kDone;
-  } else if (divergences::is_usable(mass)) {
-    shared.guess = static_cast<Acc>(lse);
-    shared.next = Next::kSum;
-  } else {
-    shared.next = Next::kSearch;
-  }
+  shared.step = passes::next_step(shared.step, passes::verdict_of(mass));
+  if (shared.step == Step::kSumAgain) shared.guess = static_cast<Acc>(lse);
 }
 
-// lse and entropy of a row, in shared: by the guess of the first words; once more if that was poor,
-// and by the whole row's greatest if it was useless.
+// lse and entropy of a row, in shared, by the passes of passes.h.
 template <bool kEntropy, typename Rows, typename Acc>
-__device__ __forceinline__ void look_at_words(const Rows& rows, double scale, Team& team,
-                                              Shared<Acc>& shared) {
+__device__ __forceinline__ void sum_row(const Rows& rows, double scale, Team& team,
+                                        Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
   if (decides) {
-    shared.next = Next::kStart;
+    shared.step = Step::kFindFirst;
     shared.origin = 0;
   }
 #pragma unroll 1
-  for (Next next = Next::kStart; next != Next::kDone; next = shared.next) {
-    if (next == Next::kStart || next == Next::kSearch) {
+  for (Step step = Step::kFindFirst; step != Step::kDone; step = shared.step) {
+    if (step == Step::kFindFirst || step == Step::kFindInRow) {
       double greatest[1];
-      find_greatest(rows, next == Next::kStart ? 1 : rows.rounds.some, greatest);
+      find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
       team.combine<Greatest>(greatest);
       if (decides) judge_greatest(greatest[0], scale, shared);
     } else {
@@ -156,7 +147,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const Part place = part_at(in.shape.words, task.plan.part, task.plan.rank_of_block());
   const ReadRows<T, 1> rows = read_rows<T, 1>(
       {&call.logits}, {address_of<T>(in.shape, call.logits, index, place.begin)}, place.size);
-  look_at_words<kEntropy>(rows, in.scale(), team, shared);
+  sum_row<kEntropy>(rows, in.scale(), team, shared);
   team.leave();
   if (stores) {
     const double scale = static_cast<Acc>(in.scale());
