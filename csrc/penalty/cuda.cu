@@ -1,7 +1,6 @@
 // The kernels, and their launches.
 
-#include <stdexcept>
-
+#include "device/cuda/launch.h"
 #include "penalty/cuda.h"
 #include "penalty/cuda_tile.h"
 
@@ -160,18 +159,8 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-void check_launch() {
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("a CUDA kernel did not launch: ") +
-                             cudaGetErrorString(error));
-  }
-}
-
-template <typename Kernel>
-void launch(Kernel kernel, const Task& task, const Launch& on) {
-  KLFAST_LAUNCH(kernel, task.grid.blocks, kBlock, static_cast<cudaStream_t>(on.stream), task);
-  check_launch();
+void launch(void (*kernel)(Task), const Task& task, const Launch& on) {
+  launch(kernel, {task.grid.blocks, kBlock}, on.stream, task);
 }
 
 bool is_mixed(const KlPenaltyInputs& in) {
@@ -299,12 +288,11 @@ void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {
       const int64_t per_block = kBlock * kWidth<T, Pass::kPlain>;
-      const int64_t blocks = std::min(kMostBlocks, (n + per_block - 1) / per_block);
-      KLFAST_LAUNCH(scale_kernel<T>, static_cast<unsigned>(blocks), kBlock,
-                    static_cast<cudaStream_t>(on.stream), static_cast<T*>(x.data), n, factor);
+      const auto blocks =
+          static_cast<unsigned>(std::min(kMostBlocks, (n + per_block - 1) / per_block));
+      launch(scale_kernel<T>, {blocks, kBlock}, on.stream, static_cast<T*>(x.data), n, factor);
     }
   });
-  check_launch();
 }
 
 }  // namespace klfast::cuda

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
+#include "device/cuda/host.h"
 #include "penalty/call.h"
 
 namespace klfast::cuda {
@@ -26,17 +26,5 @@ void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const
 
 // x *= factor over n elements; reads the factor on the device and writes nothing if it is 1.
 void scale(const Output& x, int64_t n, const View& factor, const Launch&);
-
-// A counter for launches on a stream (see Launch), or null if there is none to be had: then the
-// caller zeroes one. Launches on one stream share a counter, as they do not overlap. What is
-// captured into a graph gets one of its own, since a graph may be replayed beside anything.
-unsigned* arrivals_of_stream(int device, void* stream);
-
-// Zeroes one counter in the order of the stream.
-void zero(unsigned* arrivals, void* stream);
-
-// Why kernels cannot run on the current device (no driver, one too old, no code for its
-// architecture); empty if they can.
-std::string problem();
 
 }  // namespace klfast::cuda

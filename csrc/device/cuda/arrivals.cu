@@ -6,7 +6,7 @@
 #include <unordered_map>
 
 #include "device/cuda/device.h"
-#include "penalty/cuda.h"
+#include "device/cuda/host.h"
 
 namespace klfast::cuda {
 namespace {

@@ -8,8 +8,6 @@
 #include "cuda_emulator.h"
 #else
 #include <cuda_runtime.h>
-#define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
-  kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 #endif
 
 namespace klfast::cuda {

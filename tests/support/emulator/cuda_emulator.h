@@ -282,11 +282,6 @@ void run(Kernel kernel, const Launch& launch, const Arguments&... arguments) {
   for (unsigned first : order) run_cluster(first, launch.shared, device_order);
 }
 
-template <typename Kernel, typename... Arguments>
-void launch(Kernel kernel, unsigned blocks, int threads, const Arguments&... arguments) {
-  run(kernel, {blocks, threads}, arguments...);
-}
-
 // KLFAST_EMULATED_CHIP names the device at hand: by default the first.
 struct Chip {
   const char* name;
@@ -316,9 +311,6 @@ inline const dim3& threadIdx = cuda_emulator::thread_index;
 inline const dim3& blockIdx = cuda_emulator::block_index;
 inline const dim3& blockDim = cuda_emulator::block_size;
 inline const dim3& gridDim = cuda_emulator::grid_size;
-
-#define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
-  cuda_emulator::launch(kernel, blocks, threads, __VA_ARGS__)
 
 inline void __syncthreads() { cuda_emulator::wait_for_block(); }
 inline void __syncwarp() { cuda_emulator::wait_for_warp(); }
