@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   call.logprobs = data_of(logprobs);
   call.ref_logprobs = data_of(ref_logprobs);
   call.saved = static_cast<double*>(data_of(saved));
-  call.shares = per_row(shares, logits, results_dtype(in), "shares");
+  call.row_weights = per_row(shares, logits, results_dtype(in), "shares");
   call.grad_first = output_of(grad, want_grad);
   call.grad_second = output_of(grad_ref, want_grad_ref);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));

@@ -89,8 +89,8 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
   const bool second_carries = std::fabs(first + ratio) > std::fabs(first);
   guess.first_offset = static_cast<Acc>(second_carries ? 0.0 : -offset);
   guess.second_offset = static_cast<Acc>(second_carries ? offset : 0.0);
-  const double taken = static_cast<double>(guess.second_offset - guess.first_offset);
-  guess.ratio = static_cast<Acc>(ratio - taken * own_scale);
+  const double carried = static_cast<double>(guess.second_offset - guess.first_offset);
+  guess.ratio = static_cast<Acc>(ratio - carried * own_scale);
   const double second = static_cast<double>(guess.first) + ratio_of(guess);
   guess.second = static_cast<Acc>(second);
   guess.second_rest = static_cast<Acc>(second - static_cast<double>(guess.second));
@@ -113,7 +113,7 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& ori
 template <typename Acc>
 struct Word {
   Acc mass;
-  Acc surprise;
+  Acc moment;
 };
 
 template <typename Acc>
@@ -240,7 +240,7 @@ KLFAST_HOST_DEVICE double rest_of(const Guess<Acc>& exact, double lse) {
 // b q W - (1 - b) p L. Near u = 0 the two cancel: there it is p (b g(u) - h(a)), where
 // g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
 template <typename Acc>
-struct MixedWord {
+struct JsdWord {
   Acc value;  // to JSD
   Acc p;      // probabilities
   Acc q;
@@ -263,8 +263,8 @@ KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
 }
 
 template <typename Acc>
-KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact,
-                                           const Mixture<Acc>& mixture) {
+KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc>& exact,
+                                            const Mixture<Acc>& mixture) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const Acc p = first_term(x, exact);
@@ -282,7 +282,7 @@ KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact
   const Acc a = mixture.smaller * em1;
   const math::Log1p<Acc> log = math::log1p(a);
   const Acc log_m_over_front = log.value();
-  const Acc log_back_over_m = log.taken_from(u);
+  const Acc log_back_over_m = log.subtracted_from(u);
   const Acc g = math::fma(near_u, em1, -tail);
   const Acc h = math::fma(Acc(1) + a, log.minus_argument, a * a);
   const Acc near_value = front * math::fma(mixture.smaller, g, -h);
@@ -379,7 +379,7 @@ template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const MixedWord<Acc> word = mixed_of(x, y, row.exact, row.mixture);
+  const JsdWord<Acc> word = jsd_word_of(x, y, row.exact, row.mixture);
   const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
   return {select(x == -infinity, Acc(0), -word.p * first),

@@ -31,7 +31,7 @@ struct LogitsShape {
   }
 };
 
-// What the kernels over one model's logits share with those over two. Everything per row is
+// What the kernels over one model's logits weight with those over two. Everything per row is
 // contiguous; rows with a 0 in `keep` are not read, and everything about them is 0.
 struct RowInputs {
   LogitsShape shape;
@@ -103,8 +103,8 @@ struct DivergenceForward {
   void* logprobs = nullptr;  // of the tokens, under either model; null without token ids
   void* ref_logprobs = nullptr;
   double* saved = nullptr;
-  const void* shares = nullptr;  // per row: factor of its gradient; null where none is written
-  Output grad_first;             // [A, T, V]; of sum(shares * rows)
+  const void* row_weights = nullptr;  // per row: factor of its gradient; null where none is written
+  Output grad_first;                  // [A, T, V]; of sum(row_weights * rows)
   Output grad_second;
 };
 

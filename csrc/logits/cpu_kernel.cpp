@@ -13,9 +13,9 @@
 #include <limits>
 
 #include "device/cpu/ahead.h"
-#include "device/cpu/blocks.h"
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/lanes.h"
+#include "device/cpu/tiles.h"
 #include "formulas/divergences.h"
 
 namespace klfast::cpu {
@@ -32,7 +32,7 @@ using math::Range;
 using passes::Step;
 using passes::Verdict;
 
-constexpr int64_t kBlock =
+constexpr int64_t kTileWords =
     1024;  // words between conversions; buffers stay in the first-level cache
 
 template <typename Acc>
@@ -58,37 +58,37 @@ Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
 }
 
 // Words of a block.
-struct Piece {
+struct Tile {
   int64_t first;
   int64_t size;
   int64_t padded;  // size rounded up to whole groups
 };
 
-Piece piece_at(int64_t first, int64_t words) {
-  const int64_t size = std::min(kBlock, words - first);
+Tile tile_at(int64_t first, int64_t words) {
+  const int64_t size = std::min(kTileWords, words - first);
   return {first, size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-// The words of a piece as Acc, placed: where they lie if they lie so, else in the buffer, filled
+// The words of a tile as Acc, placed: where they lie if they lie so, else in the buffer, filled
 // up.
 template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Piece& piece, Acc* buffer) {
-  const Acc* const loaded = load_block(row.words, 0, piece.first, piece.size, piece.padded, buffer);
-  if (loaded == buffer) std::fill(buffer + piece.size, buffer + piece.padded, -kInfinity<Acc>);
+KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Tile& tile, Acc* buffer) {
+  const Acc* const loaded = load_tile(row.words, 0, tile.first, tile.size, tile.padded, buffer);
+  if (loaded == buffer) std::fill(buffer + tile.size, buffer + tile.padded, -kInfinity<Acc>);
   if (row.unit == 1) return loaded;
   const Acc unit = static_cast<Acc>(row.unit);
   const Acc origin = static_cast<Acc>(row.origin);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < piece.padded; ++i) {
+  for (int64_t i = 0; i < tile.padded; ++i) {
     buffer[i] = divergences::placed(loaded[i], unit, origin);
   }
   return buffer;
 }
 
-// The next piece of each row.
-Ahead ahead_of(std::initializer_list<const Row*> rows, const Piece& piece) {
+// The next tile of each row.
+Ahead ahead_of(std::initializer_list<const Row*> rows, const Tile& tile) {
   Ahead ahead;
-  for (const Row* row : rows) ahead.add(row->words, 0, piece.first + kBlock);
+  for (const Row* row : rows) ahead.add(row->words, 0, tile.first + kTileWords);
   return ahead;
 }
 
@@ -104,7 +104,7 @@ double word_at(const Row& row, int64_t index) {
   return word;
 }
 
-// The greatest word of a piece; NaN is passed over, as any sum will show it.
+// The greatest word of a tile; NaN is passed over, as any sum will show it.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
   alignas(64) Acc lanes[kLanes];
@@ -128,11 +128,11 @@ KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
 template <typename Acc>
 Acc greatest(const Row& placed_row, int64_t words) {
   const Row row = placed_row.from(1, 0);
-  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc buffer[kTileWords];
   Acc found = -kInfinity<Acc>;
-  for (int64_t first = 0; first < words; first += kBlock) {
-    const Piece piece = piece_at(first, words);
-    found = std::max(found, greatest(load(row, piece, buffer), piece.padded));
+  for (int64_t first = 0; first < words; first += kTileWords) {
+    const Tile tile = tile_at(first, words);
+    found = std::max(found, greatest(load(row, tile, buffer), tile.padded));
   }
   return found;
 }
@@ -144,7 +144,7 @@ void run_passes(int64_t words, const Find& find, const Sum& sum) {
   for (Step step = Step::kFindFirst; step != Step::kDone;) {
     Verdict verdict;
     if (step == Step::kFindFirst || step == Step::kFindInRow) {
-      verdict = find(step == Step::kFindFirst ? std::min(kBlock, words) : words);
+      verdict = find(step == Step::kFindFirst ? std::min(kTileWords, words) : words);
     } else {
       verdict = sum(step == Step::kSumAgain);
     }
@@ -175,11 +175,11 @@ bool is_word(const RowInputs& in, int64_t row) {
   return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
 }
 
-// The place of the row's token within a piece, or -1.
-int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
+// The place of the row's token within a tile, or -1.
+int64_t target_in(const RowInputs& in, int64_t row, const Tile& tile) {
   if (in.token_ids == nullptr) return -1;
-  const int64_t place = in.token_ids[row] - piece.first;
-  return place >= 0 && place < piece.size ? place : -1;
+  const int64_t place = in.token_ids[row] - tile.first;
+  return place >= 0 && place < tile.size ? place : -1;
 }
 
 template <typename Acc>
@@ -193,33 +193,33 @@ double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) 
 
 struct WordSums {
   double mass = 0;
-  double surprise = 0;
+  double moment = 0;
 };
 
 template <bool kEntropy, typename Acc>
 WordSums sum_words(const Row& row, Acc scale, Acc guess) {
-  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc buffer[kTileWords];
   alignas(64) Acc mass[kLanes] = {};
-  alignas(64) Acc surprise[kLanes] = {};
+  alignas(64) Acc moment[kLanes] = {};
   alignas(64) double wide_mass[kLanes] = {};
-  alignas(64) double wide_surprise[kLanes] = {};
-  for (int64_t first = 0; first < row.size; first += kBlock) {
-    const Piece piece = piece_at(first, row.size);
-    const Ahead ahead = ahead_of({&row}, piece);
-    const Acc* const words = load(row, piece, buffer);
-    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+  alignas(64) double wide_moment[kLanes] = {};
+  for (int64_t first = 0; first < row.size; first += kTileWords) {
+    const Tile tile = tile_at(first, row.size);
+    const Ahead ahead = ahead_of({&row}, tile);
+    const Acc* const words = load(row, tile, buffer);
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const divergences::Word<Acc> word = divergences::word_of(words[i + lane], scale, guess);
         mass[lane] += word.mass;
-        if constexpr (kEntropy) surprise[lane] += word.surprise;
+        if constexpr (kEntropy) moment[lane] += word.moment;
       }
     }
     flush(mass, wide_mass);
-    if constexpr (kEntropy) flush(surprise, wide_surprise);
+    if constexpr (kEntropy) flush(moment, wide_moment);
   }
-  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_surprise) : 0.0};
+  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_moment) : 0.0};
 }
 
 struct WordRow {
@@ -250,7 +250,7 @@ WordRow sum_row(const RowInputs& in, Row& row) {
   };
   run_passes(row.size, find, sum);
   const double log_mass = std::log(sums.mass);
-  const double entropy = log_mass - sums.surprise / sums.mass;
+  const double entropy = log_mass - sums.moment / sums.mass;
   return {static_cast<double>(guess) + log_mass, entropy < 0 ? 0 : entropy};
 }
 
@@ -286,25 +286,25 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const double unit = divergences::unit_of({origin, 0});
   const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.scale();
-  const double taken = element<Acc>(call.grad_logprobs, index) * scale;
+  const double of_logprob = element<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
-      scale / unit, lse, taken, of_entropy, element<Acc>(call.entropy, index));
-  alignas(64) Acc buffer[kBlock];
-  alignas(64) Acc out_buffer[kBlock];
-  for (int64_t first = 0; first < words; first += kBlock) {
-    const Piece piece = piece_at(first, words);
-    const Acc* const logits = load(row, piece, buffer);
+      scale / unit, lse, of_logprob, of_entropy, element<Acc>(call.entropy, index));
+  alignas(64) Acc buffer[kTileWords];
+  alignas(64) Acc out_buffer[kTileWords];
+  for (int64_t first = 0; first < words; first += kTileWords) {
+    const Tile tile = tile_at(first, words);
+    const Acc* const logits = load(row, tile, buffer);
     Acc* const grad =
-        output_block(call.grad, index * words + first, piece.size, piece.padded, out_buffer);
+        output_tile(call.grad, index * words + first, tile.size, tile.padded, out_buffer);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < piece.padded; ++i) {
+    for (int64_t i = 0; i < tile.padded; ++i) {
       grad[i] = divergences::token_gradient(logits[i], own);
     }
-    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
-      grad[place] += static_cast<Acc>(taken);
+    if (const int64_t place = target_in(in, index, tile); place >= 0) {
+      grad[place] += static_cast<Acc>(of_logprob);
     }
-    store_block(call.grad, index * words + first, piece.size, grad);
+    store_tile(call.grad, index * words + first, tile.size, grad);
   }
 }
 
@@ -344,7 +344,7 @@ struct PairAccumulator {
   alignas(64) double slope[kLanes] = {};
   alignas(64) double other[kLanes] = {};
 
-  void end_block() {
+  void end_tile() {
     flush(lanes.mass, mass);
     flush(lanes.spread, spread);
     flush(lanes.slope, slope);
@@ -360,18 +360,18 @@ struct PairAccumulator {
 
 template <typename Acc>
 PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
-  alignas(64) Acc first_buffer[kBlock];
-  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) Acc first_buffer[kTileWords];
+  alignas(64) Acc second_buffer[kTileWords];
   PairAccumulator<Range::kNear, Acc> near;
   PairAccumulator<Range::kAnywhere, Acc> anywhere;
   const Guess<Acc> own = guess;
-  for (int64_t start = 0; start < first_row.size; start += kBlock) {
-    const Piece piece = piece_at(start, first_row.size);
-    const Ahead ahead = ahead_of({&first_row, &second_row}, piece);
-    const Acc* const first = load(first_row, piece, first_buffer);
-    const Acc* const second = load(second_row, piece, second_buffer);
+  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
+    const Tile tile = tile_at(start, first_row.size);
+    const Ahead ahead = ahead_of({&first_row, &second_row}, tile);
+    const Acc* const first = load(first_row, tile, first_buffer);
+    const Acc* const second = load(second_row, tile, second_buffer);
     bool any_far = false;
-    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
       Bits<Acc> far = 0;
       for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -384,8 +384,8 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
         add_group<Range::kNear>(first + i, second + i, own, near.lanes);
       }
     }
-    near.end_block();
-    if (any_far) anywhere.end_block();
+    near.end_tile();
+    if (any_far) anywhere.end_tile();
   }
   return divergences::add(near.total(), anywhere.total());
 }
@@ -418,17 +418,18 @@ PairRow sum_rows(const RowInputs& in, Row& first, Row& second) {
   return row;
 }
 
-struct Mixed {
-  double jsd;
+// The divergence of a pair of rows, and what JSD saves for the backward.
+struct RowValue {
+  double value;
   double slope;
 };
 
 template <typename Acc>
-Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, const PairRow& row,
-          double beta) {
+RowValue jsd_of_rows(const RowInputs& in, const Row& first_row, const Row& second_row,
+                     const PairRow& row, double beta) {
   if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
-  alignas(64) Acc first_buffer[kBlock];
-  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) Acc first_buffer[kTileWords];
+  alignas(64) Acc second_buffer[kTileWords];
   alignas(64) Acc value[kLanes] = {};
   alignas(64) Acc slope[kLanes] = {};
   alignas(64) double wide_value[kLanes] = {};
@@ -436,15 +437,15 @@ Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, cons
   const double scale = in.scale() / first_row.unit;
   const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
   const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
-  for (int64_t start = 0; start < first_row.size; start += kBlock) {
-    const Piece piece = piece_at(start, first_row.size);
-    const Acc* const first = load(first_row, piece, first_buffer);
-    const Acc* const second = load(second_row, piece, second_buffer);
-    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
+    const Tile tile = tile_at(start, first_row.size);
+    const Acc* const first = load(first_row, tile, first_buffer);
+    const Acc* const second = load(second_row, tile, second_buffer);
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const divergences::MixedWord<Acc> word =
-            divergences::mixed_of(first[i + lane], second[i + lane], exact, mixture);
+        const divergences::JsdWord<Acc> word =
+            divergences::jsd_word_of(first[i + lane], second[i + lane], exact, mixture);
         value[lane] += word.value;
         slope[lane] += word.p * word.log_m_over_p;
       }
@@ -466,28 +467,29 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
   const RowGradient<Acc> row = divergences::gradient_of<Acc>(is_kl, in.scale(), call.beta, state);
-  alignas(64) Acc buffers[4][kBlock + kLanes];  // not a page apart, which would alias in the cache
-  for (int64_t start = 0; start < words; start += kBlock) {
-    const Piece piece = piece_at(start, words);
+  alignas(64)
+      Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
+  for (int64_t start = 0; start < words; start += kTileWords) {
+    const Tile tile = tile_at(start, words);
     const int64_t at = index * words + start;
-    const Acc* const first = load(first_row, piece, buffers[0]);
-    const Acc* const second = load(second_row, piece, buffers[1]);
-    Acc* const to_first = output_block(grad_first, at, piece.size, piece.padded, buffers[2]);
-    Acc* const to_second = output_block(grad_second, at, piece.size, piece.padded, buffers[3]);
+    const Acc* const first = load(first_row, tile, buffers[0]);
+    const Acc* const second = load(second_row, tile, buffers[1]);
+    Acc* const to_first = output_tile(grad_first, at, tile.size, tile.padded, buffers[2]);
+    Acc* const to_second = output_tile(grad_second, at, tile.size, tile.padded, buffers[3]);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < piece.padded; ++i) {
+    for (int64_t i = 0; i < tile.padded; ++i) {
       const divergences::WordGradients<Acc> grads =
           is_kl ? divergences::kl_gradients(first[i], second[i], row)
                 : divergences::jsd_gradients(first[i], second[i], row);
       if constexpr (kFirst) to_first[i] = grads.first;
       if constexpr (kSecond) to_second[i] = grads.second;
     }
-    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
+    if (const int64_t place = target_in(in, index, tile); place >= 0) {
       if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
       if constexpr (kSecond) to_second[place] += static_cast<Acc>(state.grad_ref_logprob);
     }
-    if constexpr (kFirst) store_block(grad_first, at, piece.size, to_first);
-    if constexpr (kSecond) store_block(grad_second, at, piece.size, to_second);
+    if constexpr (kFirst) store_tile(grad_first, at, tile.size, to_first);
+    if constexpr (kSecond) store_tile(grad_second, at, tile.size, to_second);
   }
 }
 
@@ -535,24 +537,23 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
   const PairRow row = sum_rows<Acc>(in, first, second);
-  Mixed mixed = {row.kl, 0};
-  if (!is_kl) {
-    mixed = mix<Acc>(in, first, second, row, call.in.beta);
-  }
-  mixed.jsd = static_cast<Acc>(mixed.jsd);  // as a backward will find it
-  store<Acc>(call.rows, index, mixed.jsd);
+  RowValue found = {row.kl, 0};
+  if (!is_kl) found = jsd_of_rows<Acc>(in, first, second, row, call.in.beta);
+  found.value = static_cast<Acc>(found.value);  // as a backward will find it
+  store<Acc>(call.rows, index, found.value);
   if (in.token_ids != nullptr) {
     store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
     store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
   }
   call.saved[kLse * rows + index] = row.lse;
   call.saved[kShift * rows + index] = row.shift;
-  call.saved[kSlope * rows + index] = mixed.slope;
+  call.saved[kSlope * rows + index] = found.slope;
   call.saved[kFirstOrigin * rows + index] = row.origins.first;
   call.saved[kSecondOrigin * rows + index] = row.origins.second;
-  if (call.shares != nullptr) {
-    const double share = element<Acc>(call.shares, index) * in.scale();
-    const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, row.origins, share, 0, 0};
+  if (call.row_weights != nullptr) {
+    const double weight = element<Acc>(call.row_weights, index) * in.scale();
+    const RowState state = {found.value, row.lse, row.shift, found.slope,
+                            row.origins, weight,  0,         0};
     write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
   }
   return true;

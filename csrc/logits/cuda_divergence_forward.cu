@@ -38,8 +38,8 @@ struct Shared {
 };
 
 // Two blocks on a processor, with the registers that they need.
-template <Divergence divergence, bool kKeeps>
-constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kKeeps ? 384 : 448);
+template <Divergence divergence, bool kStages>
+constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kStages ? 384 : 448);
 
 constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
 
@@ -144,9 +144,9 @@ __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& gu
 
 // jsd and its slope, but for a factor.
 template <typename Rows, typename Acc>
-__device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& exact,
-                                          const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
-                                          double (&sums)[2]) {
+__device__ __forceinline__ void sum_jsd(const Rows& rows, const Guess<Acc>& exact,
+                                        const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
+                                        double (&sums)[2]) {
   Acc value = 0;
   Acc slope = 0;
   sums[0] = sums[1] = 0;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& ex
 #pragma unroll
     for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
       const auto word =
-          divergences::mixed_of(words.of[0].element[i], words.of[1].element[i], exact, mixture);
+          divergences::jsd_word_of(words.of[0].element[i], words.of[1].element[i], exact, mixture);
       value += word.value;
       slope += word.p * word.log_m_over_p;
     }
@@ -196,7 +196,7 @@ __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale
 }
 
 // kl, lse and shift of a row, in shared.row, by the passes of passes.h; lse and shift are also in
-// shared.guess. The scale is read where it is needed: kept, it costs two registers, and 16-bit
+// shared.guess. The scale is read where it is needed: staged, it costs two registers, and 16-bit
 // kernels spill. They also spill where a function decides which kind of pass a step is.
 template <typename Rows, typename Acc>
 __device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, Team& team,
@@ -281,11 +281,11 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   const double value = static_cast<Acc>(jsd);  // as a backward will find it
   const bool stores = task.plan.rank_of_block() == 0;
   if (stores) store_row<Acc>(call, index, {first, second}, row, value, slope);
-  if (call.shares == nullptr) return;
+  if (call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
-  const double share = number_at<Acc>(call.shares, index) * scale;
+  const double weight = number_at<Acc>(call.row_weights, index) * scale;
   shared.gradient = divergences::gradient_of<Acc>(
-      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, share, 0, 0});
+      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
 // A block's part of a row, from wherever `rows` has it, read from `source`: all but the gradient.
@@ -293,15 +293,15 @@ template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
   sum_row(rows, task.call.in.in, team, shared);
-  double mixed[2] = {};
+  double jsd_sums[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
     const Guess<Acc> exact = shared.guess;
-    mix_pairs(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
-              mixed);
-    team.combine<Add>(mixed);
+    sum_jsd(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
+            jsd_sums);
+    team.combine<Add>(jsd_sums);
   }
   if (threadIdx.x == 0) {
-    finish_row(task, source.first(0), source.first(1), mixed[0], mixed[1], shared);
+    finish_row(task, source.first(0), source.first(1), jsd_sums[0], jsd_sums[1], shared);
   }
   team.leave();
 }
@@ -317,7 +317,7 @@ __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in, 
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence, false>, is_mixed<T> ? 1 : 2)
+__global__ void __launch_bounds__(kThreads<divergence, false>, is_any_dtype<T> ? 1 : 2)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceForward& call = task.call;
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kThreads<divergence, false>, is_mixed<T> ? 1 :
 
 // The same with rows kept in the shared memory of a cluster, and their gradients.
 template <typename T, Divergence divergence>
-__device__ __forceinline__ void keep_row(const ForwardTask& task) {
+__device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   char* const memory = dynamic_shared() + kState;
   const DivergenceForward& call = task.call;
@@ -346,19 +346,19 @@ __device__ __forceinline__ void keep_row(const ForwardTask& task) {
   }
   Team team(task.plan, shared.exchange);
   const auto rows = read_pair<T>(call.in, index, place);
-  const auto kept = keep_rows(rows, place.size, memory);
-  run_row<divergence>(task, rows, kept, team, shared);
+  const auto staged = stage_rows(rows, place.size, memory);
+  run_row<divergence>(task, rows, staged, team, shared);
   __syncthreads();
   const auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second,
                                      task.plan.row_of_block(), place, shared.frame.if_any());
-  write_gradients<Memory::kShared, divergence>(of_kept(part, kept), shared.gradient);
+  write_gradients<Memory::kShared, divergence>(of_staged(part, staged), shared.gradient);
   team.end();
 }
 
 template <typename T, Divergence divergence>
 __global__ void __launch_bounds__(kThreads<divergence, true>, 2)
-    divergence_forward_kept_kernel(const __grid_constant__ ForwardTask task) {
-  if constexpr (kHasClusters) keep_row<T, divergence>(task);
+    divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
+  if constexpr (kHasClusters) stage_row<T, divergence>(task);
 }
 
 bool wants_gradient(const DivergenceForward& call) {
@@ -371,7 +371,7 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
   backward.in.in.token_ids = nullptr;  // whose log-probs have no part in it
   backward.rows = call.rows;
   backward.saved = call.saved;
-  backward.grad_rows = call.shares;
+  backward.grad_rows = call.row_weights;
   backward.grad_first = call.grad_first;
   backward.grad_second = call.grad_second;
   divergence_backward(backward, stream);
@@ -382,11 +382,11 @@ void launch_forward(ForwardTask task, void* stream) {
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     task.plan =
-        plan_kept(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
-    if (task.plan.is_kept && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
-      return launch_rows(divergence_forward_kept_kernel<T, divergence>, rows, task.plan.blocks,
+        plan_staged(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
+    if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
+      return launch_rows(divergence_forward_staged_kernel<T, divergence>, rows, task.plan.blocks,
                          task.plan.shared, task, stream);
     }
   }

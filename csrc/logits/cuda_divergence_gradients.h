@@ -15,8 +15,8 @@ struct PairOf {
 
 template <typename Visitor>
 void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
-  if (in.in.is_double) return visit(PairOf<Mixed<double>>());
-  if (in.first.dtype != in.second.dtype) return visit(PairOf<Mixed<float>>());
+  if (in.in.is_double) return visit(PairOf<AnyDtype<double>>());
+  if (in.first.dtype != in.second.dtype) return visit(PairOf<AnyDtype<float>>());
   visit_dtype(in.first.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T> && !std::is_same_v<T, double>) visit(PairOf<T>());

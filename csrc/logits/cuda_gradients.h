@@ -19,18 +19,18 @@ struct GradientPart {
   Output to[kModels];
   int64_t index;  // of the first word in the outputs
   int64_t size;
-  int64_t taken;  // place of the row's token in the part; anything else if it is not there
-  AccOf<T> of_taken[kModels];  // what it adds to its word
+  int64_t target;  // place of the row's token in the part; anything else if it is not there
+  AccOf<T> target_gradient[kModels];  // what it adds to its word
   const Frame<AccOf<T>, kModels>* frame;
 };
 
-// The same of a part that has been kept.
+// The same of a part that has been staged.
 template <typename T, int kModels>
-__device__ __forceinline__ GradientPart<T, kModels> of_kept(GradientPart<T, kModels> part,
-                                                            const KeptRows<T, kModels>& kept) {
+__device__ __forceinline__ GradientPart<T, kModels> of_staged(
+    GradientPart<T, kModels> part, const StagedRows<T, kModels>& staged) {
 #pragma unroll
   for (int m = 0; m < kModels; ++m) {
-    part.from[m] = kept.first[m];
+    part.from[m] = staged.first[m];
     part.stride[m] = 1;
   }
   return part;
@@ -78,14 +78,14 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
     for (int i = 0; i < kChunk<T>; ++i) {
       const int place = position + i;
       if (place < low || place >= high) continue;
-      if constexpr (is_mixed<T>) {
+      if constexpr (is_any_dtype<T>) {
         row[place] = convert<To>(element_of<AccOf<T>>(raw, i));
       } else {
         row[place] = element_of<T>(raw, i);
       }
     }
   };
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     store(T());
   } else {
     visit_dtype(dtype, [&](auto zero) {
@@ -98,7 +98,7 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
 template <typename T>
 __device__ __forceinline__ void stream_raw(char* first, DType dtype, const Stretch& at,
                                            const Raw& raw) {
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     char* const to = first + at.position * static_cast<int64_t>(sizeof(T));
     if (at.is_whole() && reinterpret_cast<uintptr_t>(first) % sizeof(Raw) == 0) {
       return __stcs(reinterpret_cast<uint4*>(to), math::bit_cast<uint4>(raw));
@@ -117,12 +117,12 @@ __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t in
 }
 
 // The chunk of a round that has the row's token, if this thread has it.
-struct Taken {
+struct Target {
   int round;  // -1 for none
   int place;  // in the chunk
 
   template <typename T>
-  __device__ static Taken of(int64_t word) {
+  __device__ static Target of(int64_t word) {
     const int64_t round = word / words_of_round<T>();
     const int rest = static_cast<int>(word - round * words_of_round<T>());
     const bool is_own = word >= 0 && rest / kChunk<T> == static_cast<int>(threadIdx.x);
@@ -138,7 +138,7 @@ struct Smooth {
   char* to[kModels];
 
   __device__ __forceinline__ Smooth(const GradientPart<T, kModels>& part, int offset)
-      : is_smooth(!is_mixed<T>) {
+      : is_smooth(!is_any_dtype<T>) {
     const int64_t beyond = start_of_thread<T>() - offset;
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
@@ -174,8 +174,8 @@ __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& 
   if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
   const Output& any = part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1];
   const int offset = offset_in_memory<T>(any, part.index);
-  const bool has_taken = part.taken >= 0 && part.taken < part.size;
-  const Taken taken = Taken::of<T>(has_taken ? part.taken + offset : -1);
+  const bool has_target = part.target >= 0 && part.target < part.size;
+  const Target target = Target::of<T>(has_target ? part.target + offset : -1);
   const Rounds rounds = rounds_of<T>(offset + part.size);
   const Smooth<T, kModels> smooth(part, offset);
 #pragma unroll 1
@@ -209,10 +209,10 @@ __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& 
         for (int n = 0; n < kModels; ++n) of_word[n] = words.of[n].element[i];
         gradient.element[i] = formula(of_word, m);
       }
-      if (round == taken.round) {
+      if (round == target.round) {
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) {
-          gradient.element[i] += i == taken.place ? part.of_taken[m] : AccOf<T>(0);
+          gradient.element[i] += i == target.place ? part.target_gradient[m] : AccOf<T>(0);
         }
       }
       const Raw raw = raw_of<T>(gradient);

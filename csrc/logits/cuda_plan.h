@@ -31,7 +31,7 @@ struct RowPlan {
   int blocks;
   int threads;
   int64_t part;           // words of a block; a multiple of a chunk's
-  bool is_kept;           // in shared memory, from the first read on
+  bool is_staged;         // in shared memory, from the first read on
   int64_t shared;         // bytes
   int64_t first_row = 0;  // of the launch
 
@@ -85,8 +85,8 @@ inline RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, c
 // Rows that are read once, `bytes` of all models a word. As few blocks as leave room for two rows
 // on a processor, so that one is read while another is summed or written; as many as it takes
 // otherwise. Rows that fit nowhere are read again.
-inline RowPlan plan_kept(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
-                         const Chip& chip) {
+inline RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
+                           const Chip& chip) {
   constexpr int64_t kReserved = 1024;  // of a block, by CUDA
   for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
     const int64_t part = part_of(words, blocks, chunk);

@@ -16,7 +16,7 @@ using AccOf = typename Source<T>::Acc;
 template <typename T>
 using ElementOf = typename Source<T>::Element;
 template <typename T>
-inline constexpr bool is_mixed = !std::is_same_v<T, ElementOf<T>>;
+inline constexpr bool is_any_dtype = !std::is_same_v<T, ElementOf<T>>;
 template <typename T>
 inline constexpr int kChunk = 16 / static_cast<int>(sizeof(ElementOf<T>));  // words
 
@@ -130,14 +130,14 @@ __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t 
       const int place = position + i;
       const bool exists = place >= low && place < high;
       const From word = exists ? row[place * stride] : minus_infinity<From>();
-      if constexpr (is_mixed<T>) {
+      if constexpr (is_any_dtype<T>) {
         loaded.elements[i] = convert<AccOf<T>>(word);
       } else {
         loaded.elements[i] = word;
       }
     }
   };
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     load(T());
   } else {
     visit_dtype(dtype, [&](auto zero) {
@@ -149,14 +149,14 @@ __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t 
 
 template <typename T>
 __device__ __forceinline__ int64_t size_of(DType dtype) {
-  return is_mixed<T> ? element_size(dtype) : static_cast<int64_t>(sizeof(T));
+  return is_any_dtype<T> ? element_size(dtype) : static_cast<int64_t>(sizeof(T));
 }
 
 // A chunk of a row that starts at `first`, from wherever it lies.
 template <typename T, Memory memory>
 __device__ __forceinline__ Raw load_raw(const char* first, DType dtype, int64_t stride,
                                         const Stretch& at) {
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     if (stride == 1 && at.is_whole()) {
       const auto* const from =
           reinterpret_cast<const uint32_t*>(first + at.position * static_cast<int64_t>(sizeof(T)));
@@ -224,7 +224,7 @@ struct ReadRows {
   const char* own[kModels];  // where the thread's first chunk is, if the part is dense
   Rounds rounds;             // `whole` is 0 where chunks are not aligned, or have to be converted
 
-  // Where the part starts. Not kept, for want of registers.
+  // Where the part starts. Not staged, for want of registers.
   __device__ __forceinline__ const char* first(int model) const {
     return own[model] - opaque(threadIdx.x) * sizeof(Raw);
   }
@@ -274,7 +274,7 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
     rows.logits[m] = logits[m];
     rows.own[m] = first[m] + threadIdx.x * sizeof(Raw);
     const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
-    if (is_mixed<T> || !is_smooth) rows.rounds.whole = 0;
+    if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
   }
   return rows;
 }
@@ -282,7 +282,7 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
 // A part in shared memory, a model after the other, filled up to whole warps. Each thread has put
 // there the chunks that it gets.
 template <typename T, int kModels>
-struct KeptRows {
+struct StagedRows {
   using Type = T;
   static constexpr int kOf = kModels;
   char* first[kModels];
@@ -349,17 +349,17 @@ __device__ __forceinline__ void for_each_group(const ReadRows<T, kModels>& rows,
 
 // Copies rows to shared memory. Who reads what another thread has kept has a barrier before it.
 template <typename T, int kModels>
-__device__ __forceinline__ KeptRows<T, kModels> keep_rows(const ReadRows<T, kModels>& rows,
-                                                          int64_t size, char* memory) {
+__device__ __forceinline__ StagedRows<T, kModels> stage_rows(const ReadRows<T, kModels>& rows,
+                                                             int64_t size, char* memory) {
   constexpr int kOfWarp = kWarp * kChunk<T>;
   const int64_t bytes = (size + kOfWarp - 1) / kOfWarp * (kWarp * sizeof(Raw));
-  KeptRows<T, kModels> kept;
-  kept.rounds = rows.rounds;
+  StagedRows<T, kModels> staged;
+  staged.rounds = rows.rounds;
 #pragma unroll
-  for (int m = 0; m < kModels; ++m) kept.first[m] = memory + m * bytes;
+  for (int m = 0; m < kModels; ++m) staged.first[m] = memory + m * bytes;
   for_each_group<4 / kModels>(
-      rows, [&](int round, const auto& fetch) { kept.store(round, fetch); }, [] {});
-  return kept;
+      rows, [&](int round, const auto& fetch) { staged.store(round, fetch); }, [] {});
+  return staged;
 }
 
 }  // namespace klfast::cuda

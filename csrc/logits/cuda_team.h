@@ -105,7 +105,7 @@ __device__ __forceinline__ bool is_word(const RowInputs& in, int64_t row) {
 }
 
 // The place of the row's token in a part, or -1.
-__device__ __forceinline__ int64_t taken_in(const RowInputs& in, int64_t row, const Part& part) {
+__device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, const Part& part) {
   if (in.token_ids == nullptr || !is_word(in, row)) return -1;
   const int64_t place = in.token_ids[row] - part.begin;
   return place < part.size ? place : -1;

@@ -42,7 +42,7 @@ __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess
                                           const Frame<Acc, 1>* frame,
                                           double (&sums)[1 + kEntropy]) {
   Acc mass = 0;
-  Acc surprise = 0;
+  Acc moment = 0;
 #pragma unroll
   for (int i = 0; i < 1 + kEntropy; ++i) sums[i] = 0;
   const auto add = [&](int, const auto& fetch) {
@@ -53,13 +53,13 @@ __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess
     for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
       const auto word = divergences::word_of(words.element[i], scale, guess);
       mass += word.mass;
-      if constexpr (kEntropy) surprise += word.surprise;
+      if constexpr (kEntropy) moment += word.moment;
     }
   };
   for_each_group<4>(rows, add, [&] {
     sums[0] += mass;
-    if constexpr (kEntropy) sums[1] += surprise;
-    mass = surprise = 0;
+    if constexpr (kEntropy) sums[1] += moment;
+    mass = moment = 0;
   });
 }
 
@@ -82,9 +82,9 @@ __device__ __forceinline__ void judge_greatest(double greatest, double scale, Sh
 
 // Takes the row's results from its sums, and chooses the next step. Run by the first thread.
 template <typename Acc>
-__device__ __noinline__ void judge_sums(double mass, double surprise, Shared<Acc>& shared) {
+__device__ __noinline__ void judge_sums(double mass, double moment, Shared<Acc>& shared) {
   const double log_mass = std::log(mass);
-  const double entropy = log_mass - surprise / mass;
+  const double entropy = log_mass - moment / mass;
   const double lse = static_cast<double>(shared.guess) + log_mass;
   shared.lse = lse;
   shared.entropy = entropy < 0 ? 0 : entropy;
@@ -173,7 +173,7 @@ void launch_forward(ForwardTask task, void* stream) {
 template <typename Acc>
 struct RowGradient {
   divergences::TokenRow<Acc> row;
-  Acc taken;
+  Acc of_logprob;
   Frame<Acc, 1> frame;
 };
 
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
                                    {call.grad},
                                    first,
                                    place.size,
-                                   taken_in(in, index, place),
-                                   {shared.taken},
+                                   target_in(in, index, place),
+                                   {shared.of_logprob},
                                    shared.frame.if_any()};
   write_gradients<T, Memory::kReadWrite>(part, [&](const Acc(&word)[1], int) {
     return divergences::token_gradient(word[0], gradient_row);

@@ -44,7 +44,7 @@ struct Log1p {
 
   KLFAST_HOST_DEVICE T value() const { return fma(power, T(0.6931471805599453), rest); }
   // u - log(1 + a), which may cancel.
-  KLFAST_HOST_DEVICE T taken_from(T u) const {
+  KLFAST_HOST_DEVICE T subtracted_from(T u) const {
     using C = Constants<T>;
     return fma(-power, T(C::kLn2Low), fma(-power, T(C::kLn2High), u)) - rest;
   }

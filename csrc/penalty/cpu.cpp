@@ -7,16 +7,16 @@
 #include <stdexcept>
 #include <vector>
 
-#include "device/cpu/blocks.h"
 #include "device/cpu/parallel.h"
+#include "device/cpu/tiles.h"
 #include "penalty/cpu_kernel.h"
 
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kSegment = 16384;  // tokens; fixed, as it shapes the sum of a long sequence
+constexpr int64_t kSegmentTokens = 16384;  // tokens; fixed, as it shapes the sum of a long sequence
 
-int64_t segments_of(int64_t length) { return (length + kSegment - 1) / kSegment; }
+int64_t segments_of(int64_t length) { return (length + kSegmentTokens - 1) / kSegmentTokens; }
 
 // The segments of a batch, numbered in the order of sequences and positions.
 class Segments {
@@ -42,8 +42,8 @@ class Segments {
     const int64_t sequence =
         batch_.packed() ? std::upper_bound(first_.begin(), first_.end(), i) - first_.begin() - 1
                         : i / per_sequence_;
-    const int64_t position = (i - first(sequence)) * kSegment;
-    return {sequence, position, std::min(kSegment, batch_.length(sequence) - position)};
+    const int64_t position = (i - first(sequence)) * kSegmentTokens;
+    return {sequence, position, std::min(kSegmentTokens, batch_.length(sequence) - position)};
   }
 
  private:
@@ -183,7 +183,7 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
 
 double read_element(const View& view, int64_t index) {
   double value;
-  return *load_block<double>(view, 0, index, 1, 1, &value);
+  return *load_tile<double>(view, 0, index, 1, 1, &value);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
@@ -247,11 +247,11 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
 
 void scale(const Output& x, int64_t n, double factor, const Threads& threads) {
   if (factor == 1) return;
-  const int64_t parts = (n + kSegment - 1) / kSegment;
+  const int64_t parts = (n + kSegmentTokens - 1) / kSegmentTokens;
   const int64_t size = element_size(x.dtype);
   for_each(parts, n, threads, [&](int64_t i) {
-    const Output part = {static_cast<char*>(x.data) + i * kSegment * size, x.dtype};
-    kernels().scale(part, std::min(kSegment, n - i * kSegment), factor);
+    const Output part = {static_cast<char*>(x.data) + i * kSegmentTokens * size, x.dtype};
+    kernels().scale(part, std::min(kSegmentTokens, n - i * kSegmentTokens), factor);
   });
 }
 

@@ -57,8 +57,8 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
     store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
   }
 #pragma unroll 1
-  for (int tile = warp; tile * kTile < segment.size && !follows; tile += warps) {
-    const int64_t position = segment.position + tile * kTile;
+  for (int tile = warp; tile * kTileTokens < segment.size && !follows; tile += warps) {
+    const int64_t position = segment.position + tile * kTileTokens;
     if (first_lane) tile_of_warp = locate(segment, position);
     __syncwarp();
     const auto lane_sums = run(tile_of_warp, segment.sequence);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   __syncthreads();
   if (!segment.exists || warp != 0 || !first_lane) return;
   Sums sums;
-  for (int tile = 0; tile * kTile < segment.size; ++tile) add<kStatistics>(sums, tiles[tile]);
+  for (int tile = 0; tile * kTileTokens < segment.size; ++tile) add<kStatistics>(sums, tiles[tile]);
   finish(slot, segment, sums);
 }
 
@@ -85,7 +85,7 @@ inline constexpr int kBlocksPerProcessor =
                                                            : 2;
 
 template <typename T, Pass pass>
-__global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
     kl_penalty_kernel(const __grid_constant__ Task task) {
   using Acc = typename Source<T>::Acc;
   constexpr bool kStatistics = adds_statistics<pass>;
@@ -114,13 +114,14 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
 
 // What a mean divides by, before its gradient can be written: the weights of the sequences.
 template <typename Acc, int W>
-__global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kBlockThreads, 4)
+    lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<false>(
       task,
       [&](const Segment& segment, int64_t position) {
-        return tile_at<Mixed<Acc>, Pass::kAny>(task, segment, position);
+        return tile_at<AnyDtype<Acc>, Pass::kAny>(task, segment, position);
       },
       [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
       [&](int64_t slot, const Segment&, const Sums& sums) {
@@ -130,17 +131,17 @@ __global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constan
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlockThreads)
     scale_kernel(T* const data, const int64_t n, const __grid_constant__ View factor_view) {
   using Acc = typename Source<T>::Acc;
   constexpr int W = kWidth<T, Pass::kPlain>;
   const double factor = read_element(factor_view, 0);
   if (factor == 1) return;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock * W;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * W; i < n;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlockThreads * W;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x) * W; i < n;
        i += step) {
     Chunk<T, W> chunk = {};
-    if (i + W <= n && reinterpret_cast<uintptr_t>(data) % Words<T, W>::kBytes == 0) {
+    if (i + W <= n && reinterpret_cast<uintptr_t>(data) % Vectors<T, W>::kBytes == 0) {
       chunk = load_aligned<T, W, Memory::kReadWrite>(data + i);
     } else {
 #pragma unroll
@@ -160,10 +161,10 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 void launch(void (*kernel)(Task), const Task& task, const Launch& on) {
-  launch(kernel, {task.grid.blocks, kBlock}, on.stream, task);
+  launch(kernel, {task.grid.blocks, kBlockThreads}, on.stream, task);
 }
 
-bool is_mixed(const KlPenaltyInputs& in) {
+bool has_mixed_dtypes(const KlPenaltyInputs& in) {
   const DType dtype = in.logprobs.dtype;
   return (in.ref_logprobs.data != nullptr && in.ref_logprobs.dtype != dtype) ||
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
@@ -173,13 +174,13 @@ bool is_mixed(const KlPenaltyInputs& in) {
 // checking, not for speed.
 bool is_plain_call(const KlPenaltyInputs& in) {
   return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
-         in.old_logprobs.data == nullptr && !in.is_double && !is_mixed(in);
+         in.old_logprobs.data == nullptr && !in.is_double && !has_mixed_dtypes(in);
 }
 
 // Whether sums of several blocks must be added: of every sequence, or of those too long for one.
 bool needs_last_block(const KlPenaltyInputs& in) {
   const int64_t longest = in.batch.packed() ? in.batch.tokens : in.batch.width;
-  return in.reduction.result == Result::kScalar || longest > kSegment;
+  return in.reduction.result == Result::kScalar || longest > kSegmentTokens;
 }
 
 bool wants_gradient(const KlPenaltyForward& out) {
@@ -223,9 +224,9 @@ void launch_kl_penalty(Task task, const Launch& on) {
   const KlPenaltyInputs& in = task.in;
   task.stores_tokens = task.value.data != nullptr || task.grad_logprobs.data != nullptr ||
                        task.grad_ref_logprobs.data != nullptr;
-  if (is_mixed(in)) {
-    return in.is_double ? launch(kl_penalty_kernel<Mixed<double>, Pass::kAny>, task, on)
-                        : launch(kl_penalty_kernel<Mixed<float>, Pass::kAny>, task, on);
+  if (has_mixed_dtypes(in)) {
+    return in.is_double ? launch(kl_penalty_kernel<AnyDtype<double>, Pass::kAny>, task, on)
+                        : launch(kl_penalty_kernel<AnyDtype<float>, Pass::kAny>, task, on);
   }
   visit_dtype(in.logprobs.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -287,10 +288,11 @@ void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {
-      const int64_t per_block = kBlock * kWidth<T, Pass::kPlain>;
+      const int64_t per_block = kBlockThreads * kWidth<T, Pass::kPlain>;
       const auto blocks =
           static_cast<unsigned>(std::min(kMostBlocks, (n + per_block - 1) / per_block));
-      launch(scale_kernel<T>, {blocks, kBlock}, on.stream, static_cast<T*>(x.data), n, factor);
+      launch(scale_kernel<T>, {blocks, kBlockThreads}, on.stream, static_cast<T*>(x.data), n,
+             factor);
     }
   });
 }

@@ -130,7 +130,7 @@ __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& sca
   const KlPenaltyInputs& in = task.in;
   Totals totals;
   if (!in.reduction.uses_totals(in.is_normalized()) || task.weights_known) return totals;
-  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
+  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
     totals.tokens += length;
     totals.sequences += length > 0 ? 1 : 0;
@@ -145,7 +145,7 @@ template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
   const Totals totals = totals_of(task, scalars, partials);
-  for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlock) {
+  for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlockThreads) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
     store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, totals));
   }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   const bool scalar = in.reduction.result == Result::kScalar;
   const Totals totals = totals_of(task, scalars, partials);
   double total = 0;
-  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
+  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
     if (!scalar && segments_of(sequence_at(in.batch, s).length) == 1) continue;
     const Sums sums = sums_of_sequence<kStatistics>(task, partials, s);
     total += finish_sequence<kStatistics, Acc>(task, scalars, s, sums, totals);

@@ -11,15 +11,15 @@
 
 namespace klfast::cuda {
 
-inline constexpr int64_t kTile = 1024;  // tokens
+inline constexpr int64_t kTileTokens = 1024;  // tokens
 inline constexpr int kTilesPerSegment = 8;
-inline constexpr int64_t kSegment = kTile * kTilesPerSegment;
+inline constexpr int64_t kSegmentTokens = kTileTokens * kTilesPerSegment;
 
 // A slot is room for one segment. In a padded batch every row has the same number of them. In a
 // packed one lengths are on the device, where the host does not look: sequence s starts at slot
-// floor(cu_seqlens[s] / kSegment) + s, which leaves room enough for each, and one to spare for
-// some. One more sequence, number S, is what follows the last, where a buffer is longer than its
-// sequences: it has no sums, and its tokens get zeros.
+// floor(cu_seqlens[s] / kSegmentTokens) + s, which leaves room enough for each, and one to spare
+// for some. One more sequence, number S, is what follows the last, where a buffer is longer than
+// its sequences: it has no sums, and its tokens get zeros.
 struct Grid {
   int64_t slots;
   int64_t slots_per_row;  // padded
@@ -29,13 +29,13 @@ struct Grid {
 
 inline Grid grid_of(const Batch& batch) {
   Grid grid;
-  grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegment - 1) / kSegment);
-  grid.slots = batch.packed() ? batch.tokens / kSegment + batch.sequences + 1
+  grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegmentTokens - 1) / kSegmentTokens);
+  grid.slots = batch.packed() ? batch.tokens / kSegmentTokens + batch.sequences + 1
                               : batch.sequences * grid.slots_per_row;
   const int64_t typical_length =
       batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
   grid.warps_per_segment = 1;
-  while (grid.warps_per_segment < kWarps && grid.warps_per_segment * kTile < typical_length) {
+  while (grid.warps_per_segment < kWarps && grid.warps_per_segment * kTileTokens < typical_length) {
     grid.warps_per_segment *= 2;
   }
   const int64_t per_block = kWarps / grid.warps_per_segment;
@@ -67,7 +67,7 @@ __device__ __forceinline__ Sequence sequence_at(const Batch& batch, int64_t sequ
 __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& grid,
                                               int64_t sequence) {
   if (!batch.packed()) return sequence * grid.slots_per_row;
-  return clamp_index(start_of(batch, sequence) / kSegment + sequence, 0, grid.slots);
+  return clamp_index(start_of(batch, sequence) / kSegmentTokens + sequence, 0, grid.slots);
 }
 
 // The sequence that a slot belongs to, by the whole warp: every lane probes, the highest that does
@@ -110,16 +110,20 @@ __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Gri
   const bool follows = s == batch.sequences;
   const int64_t end = start_of(batch, s);
   const Sequence sequence = follows ? Sequence{end, batch.tokens - end} : sequence_at(batch, s);
-  const int64_t position = (slot - first_slot(batch, grid, s)) * kSegment;
+  const int64_t position = (slot - first_slot(batch, grid, s)) * kSegmentTokens;
   const bool has_tokens = position >= 0 && position < sequence.length;
   if (!has_tokens) return {s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
   const int64_t rest = sequence.length - position;
-  return {s,       sequence.start, sequence.length, position, rest < kSegment ? rest : kSegment,
+  return {s,
+          sequence.start,
+          sequence.length,
+          position,
+          rest < kSegmentTokens ? rest : kSegmentTokens,
           !follows};
 }
 
 __device__ __forceinline__ int64_t segments_of(int64_t length) {
-  return length <= kSegment ? 1 : (length + kSegment - 1) / kSegment;
+  return length <= kSegmentTokens ? 1 : (length + kSegmentTokens - 1) / kSegmentTokens;
 }
 
 }  // namespace klfast::cuda

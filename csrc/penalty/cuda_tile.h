@@ -17,7 +17,7 @@ inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass =
 // The tokens of a tile.
 struct Tile {
   int64_t index;   // of the first among all tokens
-  int size;        // up to the sequence's end: more than kTile where the sequence goes on
+  int size;        // up to the sequence's end: more than kTileTokens where the sequence goes on
   bool is_smooth;  // whole words of every input are aligned, and the mask is of bytes
   // Where it starts in each input, in elements.
   int64_t logprobs;
@@ -36,7 +36,7 @@ __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batc
 template <typename T, int W>
 __device__ __forceinline__ bool is_smooth(const View& view, int64_t offset) {
   const T* const first = static_cast<const T*>(view.data) + offset;
-  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Words<T, W>::kBytes == 0;
+  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0;
 }
 
 template <typename T, Pass pass>
@@ -47,7 +47,7 @@ __device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment
   const int64_t rest = segment.length - position;
   Tile tile;
   tile.index = segment.start + position;
-  tile.size = static_cast<int>(rest < 2 * kTile ? rest : 2 * kTile);
+  tile.size = static_cast<int>(rest < 2 * kTileTokens ? rest : 2 * kTileTokens);
   tile.logprobs = offset_of(in.logprobs, in.batch, segment, position);
   tile.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment, position);
   tile.old_logprobs = offset_of(in.old_logprobs, in.batch, segment, position);
@@ -343,7 +343,7 @@ __device__ __forceinline__ void store_gradient(const Output& output, int64_t ind
     const Acc product = (factor * derivative.element[i]) * grad_out.element[i];
     gradient.element[i] = weight.element[i] != Acc(0) ? product : Acc(0);
   }
-  if constexpr (std::is_same_v<T, Mixed<Acc>>) {
+  if constexpr (std::is_same_v<T, AnyDtype<Acc>>) {
     visit_dtype(output.dtype, [&](auto zero) {
       using To = decltype(zero);
       if constexpr (is_floating<To>) {
@@ -416,7 +416,7 @@ __device__ __forceinline__ void visit_chunks(const Tile& tile, const Visitor& vi
   const int lane = threadIdx.x % kWarp;
   const int size = tile.size;
 #pragma unroll 1
-  for (int done = 0; done < kTile && done < size; done += kWarp * W) {
+  for (int done = 0; done < kTileTokens && done < size; done += kWarp * W) {
     visit(opaque(&tile), Place{done + lane * W, done + kWarp * W});
   }
 }

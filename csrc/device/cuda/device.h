@@ -12,9 +12,9 @@
 
 namespace klfast::cuda {
 
-inline constexpr int kWarp = 32;               // lanes
-inline constexpr int kWarps = 8;               // of a block
-inline constexpr int kBlock = kWarp * kWarps;  // threads
+inline constexpr int kWarp = 32;                      // lanes
+inline constexpr int kWarps = 8;                      // of a block
+inline constexpr int kBlockThreads = kWarp * kWarps;  // threads
 
 // Memory that the threads of a block share, as much as its launch asked for; 16-byte aligned.
 __device__ __forceinline__ char* dynamic_shared() {

@@ -15,9 +15,9 @@
 
 namespace klfast::cuda {
 
-// All inputs of one dtype T, or of any: then Mixed<Acc>.
+// All inputs of one dtype T, or of any: then AnyDtype<Acc>.
 template <typename Acc>
-struct Mixed {};
+struct AnyDtype {};
 
 template <typename T>
 struct Source {
@@ -26,7 +26,7 @@ struct Source {
 };
 
 template <typename A>
-struct Source<Mixed<A>> {
+struct Source<AnyDtype<A>> {
   using Acc = A;
   using Element = A;  // converted at once
 };
@@ -46,40 +46,40 @@ struct Row {
 };
 
 template <int kBytes>
-struct WordOf;
+struct VectorOf;
 template <>
-struct WordOf<16> {
+struct VectorOf<16> {
   using type = uint4;
 };
 template <>
-struct WordOf<8> {
+struct VectorOf<8> {
   using type = uint2;
 };
 template <>
-struct WordOf<4> {
+struct VectorOf<4> {
   using type = uint32_t;
 };
 template <>
-struct WordOf<2> {
+struct VectorOf<2> {
   using type = uint16_t;
 };
 
 // How a chunk is fetched in whole words: of an element's size where that is 8 bytes, which are then
 // always aligned, and of 16 bytes at most.
 template <typename T, int W>
-struct Words {
+struct Vectors {
   static constexpr int kMost = sizeof(T) == 8 ? 8 : 16;
   static constexpr int kBytes = sizeof(T) * W < kMost ? sizeof(T) * W : kMost;
   static constexpr int kCount = sizeof(T) * W / kBytes;
   static constexpr bool kShifts = kBytes >= 4 && kBytes > sizeof(T);  // in units of 4 bytes
-  using Word = typename WordOf<kBytes>::type;
+  using Vector = typename VectorOf<kBytes>::type;
 };
 
 // What a kernel also writes must not go through the read-only path.
 enum class Memory { kReadOnly, kReadWrite, kShared };
 
-template <Memory memory, typename Word>
-__device__ __forceinline__ Word load_word(const Word* from) {
+template <Memory memory, typename Vector>
+__device__ __forceinline__ Vector load_vector(const Vector* from) {
   if constexpr (memory == Memory::kReadOnly) return __ldg(from);
   if constexpr (memory == Memory::kReadWrite) return __ldca(from);
   return *from;
@@ -87,14 +87,14 @@ __device__ __forceinline__ Word load_word(const Word* from) {
 
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
-  using Ws = Words<T, W>;
+  using Vs = Vectors<T, W>;
   union {
-    typename Ws::Word words[Ws::kCount];
+    typename Vs::Vector vectors[Vs::kCount];
     Chunk<T, W> chunk;
   } loaded;
 #pragma unroll
-  for (int i = 0; i < Ws::kCount; ++i) {
-    loaded.words[i] = load_word<memory>(reinterpret_cast<const typename Ws::Word*>(from) + i);
+  for (int i = 0; i < Vs::kCount; ++i) {
+    loaded.vectors[i] = load_vector<memory>(reinterpret_cast<const typename Vs::Vector*>(from) + i);
   }
   return loaded.chunk;
 }
@@ -115,18 +115,18 @@ __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift
 // bytes asked for, and memory is handed out in whole words.
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
-  using Ws = Words<T, W>;
-  constexpr int kUnits = Ws::kBytes / 4;  // of a word
-  constexpr int kTotal = kUnits * Ws::kCount;
+  using Vs = Vectors<T, W>;
+  constexpr int kUnits = Vs::kBytes / 4;  // of a word
+  constexpr int kTotal = kUnits * Vs::kCount;
   const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  const unsigned shift = address % Ws::kBytes;
-  const auto* aligned = reinterpret_cast<const typename Ws::Word*>(address - shift);
+  const unsigned shift = address % Vs::kBytes;
+  const auto* aligned = reinterpret_cast<const typename Vs::Vector*>(address - shift);
   union {
-    typename Ws::Word words[Ws::kCount + 1];
+    typename Vs::Vector vectors[Vs::kCount + 1];
     uint32_t units[kTotal + kUnits];
   } loaded;
 #pragma unroll
-  for (int i = 0; i <= Ws::kCount; ++i) loaded.words[i] = load_word<memory>(aligned + i);
+  for (int i = 0; i <= Vs::kCount; ++i) loaded.vectors[i] = load_vector<memory>(aligned + i);
   shift_units<kUnits / 2>(loaded.units, shift);
   union {
     uint32_t units[kTotal];
@@ -154,12 +154,12 @@ __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int positi
 // way.
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
-  using Ws = Words<T, W>;
+  using Vs = Vectors<T, W>;
   const T* const from = row.first + position;
   const bool dense = row.stride == 1;
-  const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Ws::kBytes == 0;
+  const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Vs::kBytes == 0;
   if (dense && aligned && end <= row.size) return load_aligned<T, W, memory>(from);
-  if constexpr (Ws::kShifts) {
+  if constexpr (Vs::kShifts) {
     if (dense && !aligned && end <= row.size) return load_shifted<T, W, memory>(from);
   }
   return load_single<T, W>(row, position);
@@ -168,18 +168,18 @@ __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int positio
 // A lane's W results to consecutive places of an output, of which only `count` exist.
 template <typename To, typename Acc, int W>
 __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
-  using Ws = Words<To, W>;
+  using Vs = Vectors<To, W>;
   union {
-    typename Ws::Word words[Ws::kCount];
+    typename Vs::Vector vectors[Vs::kCount];
     Chunk<To, W> chunk;
   } stored;
 #pragma unroll
   for (int i = 0; i < W; ++i) stored.chunk.element[i] = convert<To>(values.element[i]);
-  if (count >= W && reinterpret_cast<uintptr_t>(to) % Ws::kBytes == 0) {
+  if (count >= W && reinterpret_cast<uintptr_t>(to) % Vs::kBytes == 0) {
 #pragma unroll
-    for (int i = 0; i < Ws::kCount; ++i) {
+    for (int i = 0; i < Vs::kCount; ++i) {
       // Said as one store: plain ones are taken apart and merged with those below.
-      __stwb(reinterpret_cast<typename Ws::Word*>(to) + i, stored.words[i]);
+      __stwb(reinterpret_cast<typename Vs::Vector*>(to) + i, stored.vectors[i]);
     }
     return;
   }
