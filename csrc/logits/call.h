@@ -25,7 +25,7 @@ struct LogitsShape {
 
   KLFAST_HOST_DEVICE int64_t rows() const { return outer * inner; }
 
-  // Where a row starts, in elements.
+  // The start of a row, in elements.
   KLFAST_HOST_DEVICE int64_t offset(const Logits& logits, int64_t row) const {
     return row / inner * logits.outer_stride + row % inner * logits.inner_stride;
   }
