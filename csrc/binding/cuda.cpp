@@ -16,8 +16,7 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, voi
 namespace klfast::rim {
 namespace {
 
-#ifdef KLFAST_EMULATE_CUDA  // tests/support/emulator/ops.cpp registers these ops under a name of
-                            // its own
+#ifdef KLFAST_EMULATE_CUDA  // tests/support/emulator/ops.cpp registers these ops under a name of its own
 struct DeviceGuard {
   explicit DeviceGuard(int32_t) {}
 };

@@ -1,8 +1,8 @@
 // Rows of logits. setup.py compiles this file once per instruction set, with KLFAST_INSTRUCTION_SET
 // naming it; everything but the table at the end is internal to each copy.
 //
-// A row goes through in blocks, a block in groups of kLanes (lanes.h). The last group is filled up
-// with words that do not exist: their logits are -infinity. formulas/divergences.h has the
+// A row is read in tiles, a tile in groups of kLanes (lanes.h). The last group is padded with words
+// that do not exist: their logits are -infinity. formulas/divergences.h has the
 // formulas, formulas/passes.h the passes that a row takes.
 
 #include "logits/cpu_kernel.h"
@@ -41,7 +41,7 @@ constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 template <typename Acc>
 using Bits = typename math::Constants<Acc>::Bits;
 
-// A row of logits, as a view of one row, and how its logits are placed.
+// A row of logits as a view, and the unit and origin by which its logits are placed.
 struct Row {
   View words;
   int64_t size;
@@ -57,7 +57,7 @@ Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
   return {{first, logits.dtype, 0, logits.word_stride}, in.shape.words};
 }
 
-// Words of a block.
+// The words of a tile.
 struct Tile {
   int64_t first;
   int64_t size;
@@ -69,8 +69,7 @@ Tile tile_at(int64_t first, int64_t words) {
   return {first, size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-// The words of a tile as Acc, placed: where they lie if they lie so, else in the buffer, filled
-// up.
+// The words of a tile as Acc, placed and padded: their own memory if they lie so, else the buffer.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Tile& tile, Acc* buffer) {
   const Acc* const loaded = load_tile(row.words, 0, tile.first, tile.size, tile.padded, buffer);
@@ -85,7 +84,7 @@ KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Tile& tile, Acc* buffer
   return buffer;
 }
 
-// The next tile of each row.
+// The memory of each row's next tile.
 Ahead ahead_of(std::initializer_list<const Row*> rows, const Tile& tile) {
   Ahead ahead;
   for (const Row* row : rows) ahead.add(row->words, 0, tile.first + kTileWords);
@@ -104,7 +103,7 @@ double word_at(const Row& row, int64_t index) {
   return word;
 }
 
-// The greatest word of a tile; NaN is passed over, as any sum will show it.
+// The greatest word of a tile. NaN is ignored here, as it shows in every sum.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
   alignas(64) Acc lanes[kLanes];
@@ -124,7 +123,7 @@ KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
   return lanes[0];
 }
 
-// The greatest word among the first `words` of a row, as it is.
+// The greatest of the first `words` words of a row, not placed.
 template <typename Acc>
 Acc greatest(const Row& placed_row, int64_t words) {
   const Row row = placed_row.from(1, 0);
@@ -137,8 +136,8 @@ Acc greatest(const Row& placed_row, int64_t words) {
   return found;
 }
 
-// Runs the passes of a row (passes.h): find(words) among so many of its first words, sum(again),
-// both returning their verdict.
+// Runs the passes of a row (passes.h). find(words) finds the greatest of so many first words,
+// sum(again) sums the row; both return a verdict.
 template <typename Find, typename Sum>
 void run_passes(int64_t words, const Find& find, const Sum& sum) {
   for (Step step = Step::kFindFirst; step != Step::kDone;) {
@@ -162,20 +161,20 @@ double element(const void* data, int64_t index) {
   return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
-// Zeros for a row's gradient.
+// Zeroes a row's gradient.
 void clear(const Output& output, int64_t row, int64_t words) {
   if (output.data == nullptr) return;
   const int64_t bytes = words * element_size(output.dtype);
   std::fill_n(static_cast<char*>(output.data) + row * bytes, bytes, 0);
 }
 
-// Whether a row's token id is a word; masked rows need none.
+// Whether a row's token id is a word of the vocabulary, or no token ids are given.
 bool is_word(const RowInputs& in, int64_t row) {
   if (in.token_ids == nullptr) return true;
   return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
 }
 
-// The place of the row's token within a tile, or -1.
+// The place of the row's target token in a tile, or -1.
 int64_t target_in(const RowInputs& in, int64_t row, const Tile& tile) {
   if (in.token_ids == nullptr) return -1;
   const int64_t place = in.token_ids[row] - tile.first;
@@ -184,7 +183,7 @@ int64_t target_in(const RowInputs& in, int64_t row, const Tile& tile) {
 
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
-  const double scale = static_cast<Acc>(in.scale());  // as the sums took it
+  const double scale = static_cast<Acc>(in.scale());  // rounded, as in the sums
   const double word = word_at(row, in.token_ids[index]);
   return divergences::log_prob(word, scale, row.unit, row.origin, lse);
 }
@@ -227,7 +226,7 @@ struct WordRow {
   double entropy;
 };
 
-// The results of a row. Leaves the row placed as its sums took it.
+// The results of a row. Sets the row's placement.
 template <bool kEntropy, typename Acc>
 WordRow sum_row(const RowInputs& in, Row& row) {
   Acc scale = 0;
@@ -335,7 +334,7 @@ KLFAST_HOST_DEVICE void add_group(const Acc* first, const Acc* second, const Gue
   }
 }
 
-// Lane sums over a row.
+// The lane sums of a row, in double after every tile.
 template <Range range, typename Acc>
 struct PairAccumulator {
   alignas(64) PairLanes<Acc> lanes;
@@ -390,7 +389,7 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
   return divergences::add(near.total(), anywhere.total());
 }
 
-// The results of a pair of rows. Leaves the rows placed as their sums took them.
+// The results of a pair of rows. Sets their placement.
 template <typename Acc>
 PairRow sum_rows(const RowInputs& in, Row& first, Row& second) {
   const double scale = in.scale();
@@ -539,7 +538,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   const PairRow row = sum_rows<Acc>(in, first, second);
   RowValue found = {row.kl, 0};
   if (!is_kl) found = jsd_of_rows<Acc>(in, first, second, row, call.in.beta);
-  found.value = static_cast<Acc>(found.value);  // as a backward will find it
+  found.value = static_cast<Acc>(found.value);  // rounded, as the backward reads it
   store<Acc>(call.rows, index, found.value);
   if (in.token_ids != nullptr) {
     store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));

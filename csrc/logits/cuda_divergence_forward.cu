@@ -26,7 +26,7 @@ struct ForwardTask {
   RowPlan plan;
 };
 
-// What the first thread of a block tells the others.
+// The shared memory of a block: written by its first thread, read by all.
 template <typename Acc>
 struct Shared {
   Exchange exchange;
@@ -37,13 +37,13 @@ struct Shared {
   RowGradient<Acc> gradient;
 };
 
-// Two blocks on a processor, with the registers that they need.
+// The threads of a block: as many as leave two blocks on a processor the registers that they need.
 template <Divergence divergence, bool kStages>
 constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kStages ? 384 : 448);
 
 constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
 
-// Of a thread: over a chunk, over a group of chunks, and in double over all.
+// A thread's sums over a chunk or a group of chunks. The sums over all its words are in double.
 template <typename Acc>
 struct Lane {
   Acc mass = 0;
@@ -74,13 +74,13 @@ __device__ __forceinline__ Lane<Acc> sum_chunk(const Chunk<Acc, W>& first,
   return sums;
 }
 
-// What log_ratio comes to where neither model carries an offset.
+// divergences::log_ratio for a guess without offsets.
 template <typename Acc>
 __device__ __forceinline__ Acc plain_log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
   return math::fma(y - x, guess.scale, -guess.ratio);
 }
 
-// Whether some word takes the long way.
+// Whether a word of the chunk is out of sum_near_chunk's range.
 template <typename Acc, int W>
 __device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
                                        const Guess<Acc>& guess) {
@@ -92,8 +92,8 @@ __device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<A
   return far;
 }
 
-// The same sums for other chunks, in fewer instructions: of w (e^u - 1 - u) = (w u) (u q(u)) the
-// first factor is there already.
+// The sums of a chunk whose words are all near, in fewer instructions: in w (e^u - 1 - u)
+// = (w u) (u q(u)) the first factor is the slope.
 template <typename Acc, int W>
 __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
                                                     const Chunk<Acc, W>& second,
@@ -114,7 +114,8 @@ __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
 
 enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
 
-// All lanes of a warp go the same way, by their own words: so a row's sums depend on nothing else.
+// All lanes of a warp take the same branch. Their own words alone decide which, so that a row's
+// sums depend on nothing else.
 template <typename Rows, typename Acc>
 __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& guess,
                                           const Frame<Acc, 2>* frame, double (&sums)[kFields]) {
@@ -142,7 +143,7 @@ __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& gu
   sums[kExcluded] = excluded ? 1 : 0;
 }
 
-// jsd and its slope, but for a factor.
+// The sums of a row's JSD and of its slope, but for the factor rest_of().
 template <typename Rows, typename Acc>
 __device__ __forceinline__ void sum_jsd(const Rows& rows, const Guess<Acc>& exact,
                                         const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
@@ -224,7 +225,7 @@ __device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, T
   }
 }
 
-// `first`: where the row starts, of each model.
+// Stores the row's results. `first`: the start of the row in each model.
 template <typename Acc>
 __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t index,
                                           const char* const (&first)[2], const PairRow& row,
@@ -260,8 +261,8 @@ __device__ __forceinline__ void skip_row(const DivergenceForward& call, int64_t 
   for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
 }
 
-// What there is to say of the row, by one thread of all its blocks; and, by one of each, what its
-// gradient is made of. `first` and `second`: where the part starts, of each model.
+// Stores the row's results and computes the constants of its gradient. Run by the first thread of
+// every block; the first block stores. `first` and `second`: the start of the part in each model.
 template <typename Acc>
 __device__ __noinline__ void finish_row(const ForwardTask& task, const char* first,
                                         const char* second, double jsd, double slope,
@@ -278,7 +279,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
     jsd = divergences::jsd_of(jsd * rest, call.in.beta);
     slope *= rest;
   }
-  const double value = static_cast<Acc>(jsd);  // as a backward will find it
+  const double value = static_cast<Acc>(jsd);  // rounded, as the backward reads it
   const bool stores = task.plan.rank_of_block() == 0;
   if (stores) store_row<Acc>(call, index, {first, second}, row, value, slope);
   if (call.row_weights == nullptr) return;
@@ -288,7 +289,8 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
       is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
-// A block's part of a row, from wherever `rows` has it, read from `source`: all but the gradient.
+// Everything but the gradient of a block's part of a row. `rows` loads the part, from memory or
+// staged; `source` has its address in memory.
 template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
@@ -330,7 +332,7 @@ __global__ void __launch_bounds__(kThreads<divergence, false>, is_any_dtype<T> ?
   team.end();
 }
 
-// The same with rows kept in the shared memory of a cluster, and their gradients.
+// The same for a row that is staged in the shared memory of a cluster, and the row's gradients.
 template <typename T, Divergence divergence>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
@@ -368,7 +370,7 @@ bool wants_gradient(const DivergenceForward& call) {
 void launch_gradient(const DivergenceForward& call, void* stream) {
   DivergenceBackward backward;
   backward.in = call.in;
-  backward.in.in.token_ids = nullptr;  // whose log-probs have no part in it
+  backward.in.in.token_ids = nullptr;  // their log-probs have no incoming gradient here
   backward.rows = call.rows;
   backward.saved = call.saved;
   backward.grad_rows = call.row_weights;

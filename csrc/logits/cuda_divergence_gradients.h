@@ -1,4 +1,4 @@
-// Gradients of a row of two models, as the forward and the backward write them.
+// Gradients of a row of two models, for the forward and the backward.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace klfast::cuda {
 
-// Both models of one dtype T, or of any.
+// The dtype of both models: T, or AnyDtype.
 template <typename T>
 struct PairOf {
   using Type = T;
@@ -23,7 +23,7 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
   });
 }
 
-// Where a part's gradients go, and where they come from; no token has been taken.
+// A part of a row without a target token.
 template <typename T>
 __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInputs& in,
                                                             const Output& first,

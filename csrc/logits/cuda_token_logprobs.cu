@@ -22,12 +22,12 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
-// What the first thread of a block tells the others.
+// The shared memory of a block: written by its first thread, read by all.
 template <typename Acc>
 struct Shared {
   Exchange exchange;
   Frame<Acc, 1> frame;
-  Acc scale;  // of words as placed
+  Acc scale;  // of placed words
   Acc guess;
   Step step;
   double origin;
@@ -169,7 +169,7 @@ void launch_forward(ForwardTask task, void* stream) {
               task.plan.shared, task, stream);
 }
 
-// What a row's gradient is made of, once a row.
+// The constants of a row's gradient, computed once a row.
 template <typename Acc>
 struct RowGradient {
   divergences::TokenRow<Acc> row;
@@ -192,8 +192,8 @@ __device__ __forceinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackw
           static_cast<Acc>(of_logprob), Frame<Acc, 1>::of(origins)};
 }
 
-// The gradient may go to the logits' own memory: a thread reads its words before it writes them,
-// and no others.
+// The gradient may overwrite the logits: a thread reads its words before it writes them, and reads
+// no others.
 template <typename T>
 __global__ void __launch_bounds__(kPieceThreads, 4)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {

@@ -1,5 +1,6 @@
-// Splits a batch into segments, runs the kernels over them on all threads, and adds their partial
-// sums in the order of positions: the result does not depend on threads or on other sequences.
+// The KL penalty of a batch on the CPU: cuts it into segments, runs the kernels over them on
+// several threads, and adds their partial sums in the order of positions. A sequence's result does
+// not depend on the number of threads or on other sequences.
 
 #include "penalty/cpu.h"
 
@@ -14,7 +15,7 @@
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kSegmentTokens = 16384;  // tokens; fixed, as it shapes the sum of a long sequence
+constexpr int64_t kSegmentTokens = 16384;  // the order of a long sequence's sum depends on it
 
 int64_t segments_of(int64_t length) { return (length + kSegmentTokens - 1) / kSegmentTokens; }
 
@@ -68,8 +69,7 @@ Totals add_up(const std::vector<double>& lengths) {
   return totals;
 }
 
-// Sum of every sequence's mask, where weights depend on it: known without a mask, one read
-// otherwise.
+// The sum of every sequence's mask if weights depend on it, else ones. A mask is read for it once.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
   if (!in.reduction.own_length && !in.reduction.uses_totals(in.is_normalized())) {
@@ -93,8 +93,8 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
   return lengths;
 }
 
-// In the arithmetic's precision, as the backward will read them: every gradient of a call is then
-// the same, whoever computes it.
+// The weight of every sequence, rounded to the arithmetic's precision: the forward and the backward
+// then compute the same gradients.
 std::vector<double> sequence_weights(const KlPenaltyInputs& in,
                                      const std::vector<double>& lengths) {
   const Totals totals = add_up(lengths);
@@ -199,7 +199,7 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
   if (in.reduction.result == Result::kToken) {
     task.value = {out.result, in.is_double ? DType::kFloat64 : DType::kFloat32};
   }
-  // The gradient of a mean needs its denominator first: one more read of the mask, if there is one.
+  // The gradient of a mean needs the denominator first, which takes one more read of a mask.
   const bool want_gradient =
       out.grad_logprobs.data != nullptr || out.grad_ref_logprobs.data != nullptr;
   std::vector<double> weights;

@@ -2,8 +2,8 @@
 // set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to
 // each copy.
 //
-// Tokens go through in groups of kLanes (lanes.h), with the same instructions whatever follows: the
-// last group is filled up with masked zeros.
+// Tokens are read in tiles, a tile in groups of kLanes (lanes.h). The last group is padded with
+// masked zeros, so that every token meets the same instructions.
 
 #include "penalty/cpu_kernel.h"
 
@@ -35,7 +35,7 @@ struct LaneSums {
   Bits max_log_ratio[kLanes] = {};
 };
 
-// A block in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
+// A tile in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
 template <typename Acc>
 struct TileData {
   int64_t size;
@@ -51,7 +51,7 @@ struct TileData {
   Ahead ahead;
 };
 
-// Adds what KLStats says of a token beyond kl and length.
+// Adds a token to the statistics other than kl and length.
 template <Range range, typename Acc>
 KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
   using Bits = typename LaneSums<Acc>::Bits;
@@ -65,10 +65,10 @@ KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x,
   sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
 }
 
-// What a pass stores per token.
+// The output that a pass stores per token.
 enum class Store { kNothing, kValue, kGradient };
 
-// A group of a block: value and derivative of the formula.
+// The value and derivative of a group of a tile.
 template <typename E, Range range, Store stores, bool kStatistics, typename Acc>
 KLFAST_HOST_DEVICE void evaluate_group(const TileData<Acc>& data, int64_t first,
                                        LaneSums<Acc>& sums) {
@@ -91,8 +91,8 @@ KLFAST_HOST_DEVICE void evaluate_group(const TileData<Acc>& data, int64_t first,
   }
 }
 
-// No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and
-// take the shorter way, to the same bits.
+// A tile without limits and importance weights, with the value's own gradient. Most groups have
+// every |x| <= 1 and take the shorter branch, with the same bits.
 template <typename E, typename Acc, Store stores, bool kStatistics>
 void evaluate_plain(const TileData<Acc>& data, const Limits<Acc>&, LaneSums<Acc>& sums) {
   for (int64_t first = 0; first < data.size; first += kLanes) {
@@ -108,9 +108,9 @@ void evaluate_plain(const TileData<Acc>& data, const Limits<Acc>&, LaneSums<Acc>
   }
 }
 
-// Everything there is, gradients to both log-probs too. In fp32 a weighted token with an extreme
-// ratio is computed again in fp64; which one is depends on the token alone. What not every call
-// needs, and what looks the same for every estimator, has a loop of its own.
+// A tile with any options, and gradients to both log-probs. In fp32 a weighted token with an
+// extreme ratio is computed again in fp64; the token alone decides that. Code that not every call
+// needs, or that is the same for every estimator, has a loop of its own.
 template <typename E, typename Acc>
 void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
   const bool weighs = data.log_importance != nullptr;
@@ -215,8 +215,8 @@ Evaluate<Acc> choose(const SegmentTask& task) {
   return choices[options.estimator](plain, stores, task.want_statistics);
 }
 
-// Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's
-// type.
+// The lane sums of a segment, in double. Those of one tile are short, and so exact enough in the
+// arithmetic's type.
 struct WideSums {
   double kl[kLanes] = {};
   double length[kLanes] = {};
@@ -225,7 +225,7 @@ struct WideSums {
   double k3[kLanes] = {};
 };
 
-// A part of a sequence, and where it lies in the inputs.
+// The place of a tile in the inputs.
 struct Tile {
   int64_t row;
   int64_t column;
@@ -233,7 +233,7 @@ struct Tile {
   int64_t padded;  // size rounded up to whole groups
 };
 
-// Weights of a part: the mask's, or ones; zeros beyond its size.
+// The weights of a tile: the mask, or ones; zeros beyond its size.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Tile& tile, Acc* buffer) {
   if (mask.data != nullptr) {
@@ -281,7 +281,7 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Tile
   subtract(loaded, other, weights, tile.padded, difference);
 }
 
-// grad *= factor where the weight is not 0; exactly 0 elsewhere, whatever stands there.
+// grad *= factor where the weight is not 0, else exactly 0, whatever grad and factor hold there.
 template <typename Acc>
 KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* weights, int64_t n) {
 #pragma GCC ivdep
@@ -401,7 +401,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
                                 : run_segment<float>(task, segment);
 }
 
-// The sum of weights in the same order as run_segment adds them.
+// The sum of the weights, in the order in which run_segment adds them.
 template <typename Acc>
 Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
   alignas(64) Acc buffer[kTileTokens];
@@ -434,7 +434,7 @@ void scale(const Output& output, int64_t n, double factor) {
     if constexpr (is_floating<T>) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
-        // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+        // 0 stays 0: a masked token has no gradient, even if the factor is infinite.
         const Acc value = convert<Acc>(data[i]);
         const Acc scaled = value * static_cast<Acc>(factor);
         data[i] = convert<T>(math::select(value != Acc(0), scaled, value));

@@ -1,4 +1,4 @@
-// The kernels, and their launches.
+// The KL penalty on a GPU: kernels and launches.
 
 #include "device/cuda/launch.h"
 #include "penalty/cuda.h"
@@ -24,7 +24,7 @@ __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scala
   return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
 }
 
-// Read by one thread for the whole block.
+// The numbers of the call, read by one thread for the whole block.
 __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& in) {
   __shared__ Scalars scalars;
   if (threadIdx.x == 0) scalars = scalars_of(in);
@@ -32,9 +32,9 @@ __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& 
   return scalars;
 }
 
-// The tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
-// LaneSums. Then finish(slot, segment, sums) by one thread of each slot. A tile's sum and a
-// segment's do not depend on how many warps share in the work.
+// Runs the tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
+// LaneSums, then finish(slot, segment, sums) by one thread of each slot. The sums of tiles and
+// segments do not depend on the number of warps per segment.
 template <bool kStatistics, typename Locate, typename Run, typename Finish>
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   finish(slot, segment, sums);
 }
 
-// Enough warps to hide the latency of memory, at the registers that leaves each.
+// The blocks on a processor: as many as hide the latency of memory without spilled registers.
 template <typename T, Pass pass>
 inline constexpr int kBlocksPerProcessor =
     pass == Pass::kPlain && kWidth<T, pass> <= 4           ? 4
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
   }
 }
 
-// What a mean divides by, before its gradient can be written: the weights of the sequences.
+// Computes the weights of the sequences of a mean, as its gradient needs them first.
 template <typename Acc, int W>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const Acc value = convert<Acc>(chunk.element[j]);
-      // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+      // 0 stays 0: a masked token has no gradient, even if the factor is infinite.
       values.element[j] = value != Acc(0) ? value * static_cast<Acc>(factor) : value;
     }
     store_chunk(data + i, static_cast<int>(n - i < W ? n - i : W), values);
@@ -170,14 +170,15 @@ bool has_mixed_dtypes(const KlPenaltyInputs& in) {
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
 }
 
-// Whether a plain kernel serves. Only dtypes that are trained in have them; others are for
-// checking, not for speed.
+// Whether a plain kernel can run the call. fp64 and mixed dtypes have none: they are for checking,
+// not for speed.
 bool is_plain_call(const KlPenaltyInputs& in) {
   return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
          in.old_logprobs.data == nullptr && !in.is_double && !has_mixed_dtypes(in);
 }
 
-// Whether sums of several blocks must be added: of every sequence, or of those too long for one.
+// Whether the last block adds sums of several blocks: of all sequences, or of one too long for a
+// block.
 bool needs_last_block(const KlPenaltyInputs& in) {
   const int64_t longest = in.batch.packed() ? in.batch.tokens : in.batch.width;
   return in.reduction.result == Result::kScalar || longest > kSegmentTokens;
@@ -234,7 +235,7 @@ void launch_kl_penalty(Task task, const Launch& on) {
   });
 }
 
-// Lanes as wide as those of the kernel that follows: its sums of the mask are then the same.
+// The lanes are as wide as those of the kernel that follows, whose sums of the mask then agree.
 void launch_lengths(const Task& task, const Launch& on) {
   if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
   const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
@@ -284,7 +285,7 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
 }
 
 void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
-  constexpr int64_t kMostBlocks = 4096;  // each takes its share again and again
+  constexpr int64_t kMostBlocks = 4096;  // each runs a loop over its part
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {

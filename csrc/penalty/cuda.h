@@ -9,18 +9,18 @@
 
 namespace klfast::cuda {
 
-// A place to run, and memory to run in.
+// The stream and the memory of a launch.
 struct Launch {
   void* stream = nullptr;        // cudaStream_t
   double* partials = nullptr;    // as many as partials_needed says
   unsigned* arrivals = nullptr;  // one counter at 0, that no launch which may overlap this one uses
 };
 
-// How many doubles a forward leaves for its last block to add; 0 where every block finishes alone.
+// The number of doubles that a forward needs for the sums of its blocks; 0 if no block reads them.
 int64_t partials_needed(const KlPenaltyInputs&, const KlPenaltyForward&);
 
-// Queue the kernels and return; throw std::runtime_error if a launch fails. What the tensors hold
-// is not checked: the kernels stay inside their bounds whatever it is.
+// Queue the kernels and return; throw std::runtime_error if a launch fails. Values are not checked:
+// the kernels stay inside of their memory whatever cu_seqlens and masks hold.
 void kl_penalty_forward(const KlPenaltyInputs&, const KlPenaltyForward&, const Launch&);
 void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const Launch&);
 

@@ -1,5 +1,5 @@
-// From sums of segments to results: of a sequence by the block that has read it, where that is all
-// of it, and of the batch by the last block to arrive, always in the order of positions.
+// Results from the sums of segments: a sequence of one segment is finished by the block that has
+// read it, all others and the batch by the last block to arrive, always in the order of positions.
 
 #pragma once
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ double read_element(const View& view, int64_t index) 
   return value;
 }
 
-// The numbers of a call, wherever they lie.
+// The numbers of a call, read from tensors if they are given as such.
 struct Scalars {
   double coef;
   double normalizer;
@@ -36,7 +36,8 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
   static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
 }
 
-// The weight of a sequence's tokens, in the arithmetic's precision, as the backward will read it.
+// The weight of a sequence's tokens, rounded to the arithmetic's precision, as the backward reads
+// it.
 template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
                                             int64_t sequence, double length, const Totals& totals) {
@@ -45,8 +46,8 @@ __device__ __forceinline__ double weight_of(const Task& task, const Scalars& sca
                                           task.in.is_normalized(), scalars.normalizer));
 }
 
-// Before anything is summed: without a mask the lengths of a padded batch are known, and where a
-// weight does not depend on lengths, any will do.
+// The weight of a sequence before its mask is summed: it has been computed by lengths_kernel, or
+// does not depend on lengths, or the batch is padded and has no mask.
 template <typename Acc>
 __device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
                                                      int64_t sequence) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_statistics(const Task& task, int64_t seque
   }
 }
 
-// Everything that is said of one sequence. Returns its share of a scalar result, before coef.
+// Stores the results of one sequence. Returns its term of a scalar result, without coef.
 template <bool kStatistics, typename Acc>
 __device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
                                                   int64_t sequence, const Sums& sums,
@@ -90,7 +91,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   if (in.reduction.result == Result::kSequence) {
     store<Acc>(task.result, sequence, scalars.coef * term);
   }
-  // The upper bound is for cu_seqlens that overlap: then a sum may hold what nobody wrote.
+  // The upper bound guards against cu_seqlens that overlap: sums may then be uninitialised memory.
   if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
     Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
     *reward += static_cast<Acc>(read_element(task.scores, sequence));
@@ -98,7 +99,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   return term;
 }
 
-// Sum over the threads of a block, in every thread.
+// The sum over the threads of a block, in every thread.
 __device__ __forceinline__ double add_block(double value) {
   __shared__ double of_warp[kWarps];
   value = add_lanes(value);
@@ -124,7 +125,7 @@ __device__ __forceinline__ Sums sums_of_sequence(const Task& task, const Partial
   return sums;
 }
 
-// What the mask adds up to, by all threads of a block.
+// The totals of the mask, by all threads of a block.
 __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& scalars,
                                             const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
@@ -140,7 +141,7 @@ __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& sca
   return totals;
 }
 
-// The weights of all sequences, by all threads of the last block of a pass over lengths.
+// Stores the weights of all sequences; run by all threads of the last block of a pass over lengths.
 template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
@@ -151,8 +152,8 @@ __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& 
   }
 }
 
-// The batch, by all threads of the last block. Sequences that their own block has finished are left
-// out.
+// Stores the results of the batch, except of sequences that their own block has finished; run by
+// all threads of the last block.
 template <bool kStatistics, typename Acc>
 __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
                                              const Partials& partials) {
@@ -170,9 +171,9 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * total);
 }
 
-// Whether this block is the last of the launch to come here. Everything that the others wrote
-// before they came is then visible. The counter is 0 again afterwards: for the next launch on this
-// stream, or the next replay of a graph.
+// Whether this block is the last of the launch to arrive. Everything that the others wrote before
+// they arrived is then visible. The counter ends at 0, for the next launch on this stream, or the
+// next replay of a graph.
 __device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
   __shared__ bool is_last;
   __threadfence();

@@ -1,5 +1,5 @@
-// Blocks of any dtype and stride to and from the arithmetic's type. Included by kernels that are
-// compiled once per instruction set: everything here is inlined into them.
+// Conversion of tiles of any dtype and stride to and from the arithmetic's type. Included by
+// kernels that are compiled once per instruction set: everything here is inlined into them.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 namespace klfast {
 namespace {
 
-// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the
-// memory serves as it is, else in `buffer`.
+// n elements from (row, column) on as Acc, followed by zeros up to `padded`: the input's own memory
+// if it is Acc and needs no padding, else `buffer`.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t column, int64_t n,
                                         int64_t padded, Acc* buffer) {
@@ -37,7 +37,7 @@ KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t c
   return tile;
 }
 
-// Where to compute n elements of an output from `index` on: in the output's own memory, or in
+// The memory in which to compute n elements of an output from `index` on: the output's own, or
 // `buffer`, which store_tile then converts.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc* output_tile(const Output& output, int64_t index, int64_t n, int64_t padded,

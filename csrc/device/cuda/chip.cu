@@ -8,7 +8,7 @@
 namespace klfast::cuda {
 namespace {
 
-// Compiled for the same architectures as every kernel.
+// An empty kernel, compiled for the same architectures as all others.
 __global__ void probe() {}
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -18,7 +18,7 @@ int attribute(cudaDeviceAttr which, int device) {
 }
 
 Chip ask(int device) {
-  // PTX of an older architecture runs on a chip with clusters, but knows nothing of them.
+  // PTX of an older architecture runs on a chip with clusters, but cannot use them.
   cudaFuncAttributes compiled;
   check_launch(ask_kernel(compiled));
   return {attribute(cudaDevAttrClusterLaunch, device) != 0 && compiled.ptxVersion >= 90,

@@ -1,5 +1,4 @@
-// Questions about the current device that callers outside of CUDA sources ask, and the counters of
-// arrived blocks. Neither torch nor CUDA headers.
+// Functions of a device that need no CUDA headers to call. No torch.
 
 #pragma once
 
@@ -11,7 +10,7 @@ namespace klfast::cuda {
 // architecture); empty if they can.
 std::string problem();
 
-// A counter at 0 for launches on a stream, or null if none is left: the caller then zeroes one of
+// A counter at 0 for launches on a stream, or null if there is none: the caller then zeroes one of
 // its own. Launches on one stream share a counter, as they do not overlap. A launch that is
 // captured into a graph gets a counter of its own, since a graph may be replayed beside anything.
 unsigned* arrivals_of_stream(int device, void* stream);

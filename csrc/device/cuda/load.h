@@ -1,10 +1,9 @@
-// Tokens of a warp into registers, from any dtype, stride and alignment.
+// Loads of a warp's tokens into registers, from any dtype, stride and alignment.
 //
-// A lane takes W consecutive tokens at a time, W chosen by dtype so that they fill 16 bytes; which
-// token meets which lane depends on positions alone. How they are fetched depends on where they
-// lie: whole 16-byte words where they are aligned, pairs of such words shifted into place where a
-// row starts between two (packed sequences, sliced rows), single elements at the end of a row and
-// under other strides.
+// A lane loads a chunk of W consecutive tokens at a time, W chosen by dtype so that they fill a
+// vector of 16 bytes. The lane of a token depends on positions alone. Aligned chunks are loaded as
+// vectors, unaligned ones (packed sequences, sliced rows) as two vectors that are shifted into
+// place, and chunks at the end of a row or with other strides element by element.
 
 #pragma once
 
@@ -15,14 +14,14 @@
 
 namespace klfast::cuda {
 
-// All inputs of one dtype T, or of any: then AnyDtype<Acc>.
+// The dtype of all inputs is a T; AnyDtype<Acc> stands for inputs of any dtypes.
 template <typename Acc>
 struct AnyDtype {};
 
 template <typename T>
 struct Source {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Element = T;  // as it is kept until all inputs have been fetched
+  using Element = T;  // not converted before all inputs have been fetched
 };
 
 template <typename A>
@@ -36,8 +35,8 @@ struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Chunk {
   T element[W];
 };
 
-// Tokens of an input from the start of a tile on, and how many there are: more than a tile's, where
-// the sequence goes on.
+// The tokens of an input from the start of a tile on; `size` exceeds a tile's where the sequence
+// goes on.
 template <typename T>
 struct Row {
   const T* first;
@@ -64,8 +63,8 @@ struct VectorOf<2> {
   using type = uint16_t;
 };
 
-// How a chunk is fetched in whole words: of an element's size where that is 8 bytes, which are then
-// always aligned, and of 16 bytes at most.
+// The vectors of a chunk: of 8 bytes where elements have 8, as these are always aligned, and of 16
+// bytes at most.
 template <typename T, int W>
 struct Vectors {
   static constexpr int kMost = sizeof(T) == 8 ? 8 : 16;
@@ -75,7 +74,7 @@ struct Vectors {
   using Vector = typename VectorOf<kBytes>::type;
 };
 
-// What a kernel also writes must not go through the read-only path.
+// The kind of memory that is loaded. Memory that the kernel also writes must not be kReadOnly.
 enum class Memory { kReadOnly, kReadWrite, kShared };
 
 template <Memory memory, typename Vector>
@@ -99,8 +98,8 @@ __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
   return loaded.chunk;
 }
 
-// Moves units down by those bits of `shift`, in bytes, that are worth `step` units or less. A
-// register array has no index at run time, so each bit moves all.
+// Moves units down by those bits of `shift`, in bytes, that stand for `step` units or less. Each
+// bit moves the whole array, as registers have no index at run time.
 template <int step, int n>
 __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift) {
   if constexpr (step > 0) {
@@ -111,12 +110,13 @@ __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift
   }
 }
 
-// From between two words: both are fetched, and cut. No word is touched that holds none of the
-// bytes asked for, and memory is handed out in whole words.
+// A chunk that starts inside a vector: that vector and the next are loaded, and the chunk is cut
+// out of them. Every vector loaded holds a byte of the chunk, so none lies outside of its
+// allocation, which consists of whole vectors.
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
   using Vs = Vectors<T, W>;
-  constexpr int kUnits = Vs::kBytes / 4;  // of a word
+  constexpr int kUnits = Vs::kBytes / 4;  // of a vector
   constexpr int kTotal = kUnits * Vs::kCount;
   const uintptr_t address = reinterpret_cast<uintptr_t>(from);
   const unsigned shift = address % Vs::kBytes;
@@ -139,7 +139,7 @@ __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
   return cut.chunk;
 }
 
-// Element by element; zeros beyond the end.
+// A chunk loaded element by element; zeros beyond the end.
 template <typename T, int W>
 __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int position) {
   Chunk<T, W> chunk = {};
@@ -150,8 +150,8 @@ __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int positi
   return chunk;
 }
 
-// A lane's chunk at `position`; `end` is where the chunks of its warp end. All lanes go the same
-// way.
+// A lane's chunk at `position`; `end` is the end of its warp's chunks. All lanes of a warp take the
+// same branch.
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
   using Vs = Vectors<T, W>;
@@ -165,7 +165,7 @@ __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int positio
   return load_single<T, W>(row, position);
 }
 
-// A lane's W results to consecutive places of an output, of which only `count` exist.
+// Stores a lane's W results in consecutive places of an output, of which only `count` exist.
 template <typename To, typename Acc, int W>
 __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
   using Vs = Vectors<To, W>;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, 
   if (count >= W && reinterpret_cast<uintptr_t>(to) % Vs::kBytes == 0) {
 #pragma unroll
     for (int i = 0; i < Vs::kCount; ++i) {
-      // Said as one store: plain ones are taken apart and merged with those below.
+      // One instruction: plain stores are split and merged with those below.
       __stwb(reinterpret_cast<typename Vs::Vector*>(to) + i, stored.vectors[i]);
     }
     return;

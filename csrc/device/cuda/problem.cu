@@ -1,4 +1,4 @@
-// Whether this build and a machine go together.
+// The reason why this build does not run on a machine.
 
 #include "device/cuda/host.h"
 #include "device/cuda/launch.h"
