@@ -43,6 +43,19 @@ def test_on_policy_weights_keep_no_gradient_where_the_clip_acts(backend, reducti
     torch.testing.assert_close(grad_ref, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("limit", [{"log_ratio_clip": 0.5}, {"kl_clip": 0.5}], ids=["x", "value"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0(backend, sign, limit):
+    """k1 on policy: w f' + w f = 1 + x, and a bound counts as inside."""
+    estimator = Estimator("k1", **limit, clip_weighted=True)
+    logprobs = torch.tensor([0.5, math.nextafter(0.5, 1)], dtype=torch.float64) * sign
+    _, (grad, grad_ref) = penalty(
+        backend, estimator, logprobs, torch.zeros(2, dtype=torch.float64), logprobs
+    )
+    assert grad.tolist() == [1 + sign * 0.5, 0.0]
+    assert grad_ref.tolist() == [-1.0, 0.0]
+
+
 def test_a_clip_before_the_weight_still_passes_the_weights_gradient(backend):
     """The default: w * clip(f), differentiated as it is written."""
     logprobs = torch.tensor([-2.5, -2.7, -5.0])
