@@ -20,7 +20,7 @@ DEMO_OPTIONS ?= --force
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*/* csrc/*/*/*)
+BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* csrc/*/*/*)
 PEERS := build/peers/trl/installed build/peers/verl/installed
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))

@@ -33,11 +33,11 @@ def shape():
     return tuple(map(int, os.environ.get("KLFAST_BENCH_SHAPE", "512x8192").split("x")))
 
 
-@pytest.fixture(params=[*backends.MODULES, "eager", "compile"])
+@pytest.fixture(params=[*backends.BACKENDS, "eager", "compile"])
 def impl(request):
     """A backend of klfast, or a rival."""
-    if request.param in backends.MODULES:
-        reason = backends.MODULES[request.param].unavailable(torch.device("cpu"))
+    if request.param in backends.BACKENDS:
+        reason = backends.BACKENDS[request.param].why_not(torch.device("cpu"))
         if reason is not None:
             pytest.skip(f"backend {request.param}: {reason}")
     torch.compiler.reset()

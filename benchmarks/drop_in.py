@@ -1,10 +1,10 @@
 """The frameworks' own functions against klfast's in their place, interleaved in one process.
 
 ``make bench-peers`` runs it with what ``make test-peers`` installs, once with each set of peers,
-and writes ``benchmarks/results/drop-in-<peers>.json``; ``benchmarks/report.py`` makes the README's
-table of them. What is timed is the framework's real function; for ROLL and trlx, which have no
-releases to install, their formula as ``tests/support/frameworks.py`` has it. The pairs over
-log-probs are here, those over logits in ``drop_in_logits.py``.
+and writes ``benchmarks/results/drop-in-<peers>.json``; ``benchmarks/report.py`` makes
+the table of them in docs/measured.md. The framework's real function is timed; for ROLL and trlx,
+which have no releases to install, their formula as ``tests/support/frameworks.py`` has it. The
+pairs over log-probs are here, those over logits in ``drop_in_logits.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tables and picture from ``benchmarks/results/*.json``, the README's among them.
+"""Tables and pictures from ``benchmarks/results/*.json``, in docs/measured.md and the README.
 
-A README shows no number that a file there does not hold: between ``<!-- benchmark:NAME -->`` and
-``<!-- end -->`` it holds what this writes, and ``--check`` (a test) says if it does not::
+Between ``<!-- benchmark:NAME -->`` and ``<!-- end -->`` a page holds the numbers that this script
+writes from those files; ``--check`` (a test) tells whether a page is out of date::
 
     python benchmarks/report.py
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
@@ -44,9 +45,18 @@ OPS = {
     "logprob-entropy": "log-prob and entropy forward",
     "logprob-two-pass": "log-prob, forward + backward",
 }
-HEADINGS = {"tokens": "k3, random boolean mask", "logits": "tokens x words, every token kept"}
+HEADINGS = {
+    "tokens": "k3, random boolean mask",
+    "logits": "tokens x vocabulary, every token kept",
+}
 """Suite -> what its ops are of."""
-README_OPS = ("forward", "one-read")
+SHOWN_OPS = ("forward", "one-read")
+"""What docs/measured.md shows of a GPU's results over log-probs; ``gpu.md`` has all."""
+SUMMARY = {
+    "cpu": ("forward", "one-read"),
+    "cpu-logits": ("kl", "kl-one-read", "logprob", "logprob-two-pass"),
+}
+"""Results on a CPU -> the ops of the README's table."""
 LAUNCH_TOKENS = 1 << 18
 """Cases of fewer tokens are about launches, not about bytes."""
 
@@ -167,6 +177,41 @@ def cpu_block(data: dict[str, Any]) -> str:
     )
 
 
+def summary(parts: Sequence[dict[str, Any]]) -> str:
+    """The README's table of a CPU: time, and times those of eager and ``torch.compile``."""
+    pairs: dict[str, dict[str, Case]] = {}
+    for name, data in zip(SUMMARY, parts, strict=True):
+        estimator = "k3 " if suite_of(data) == "tokens" else ""
+        for case in cases_of(data):
+            row = case["klfast"]
+            if row["op"] in SUMMARY[name]:
+                what = estimator + label(row, with_shape=True)
+                pairs.setdefault(what, {})[row["dtype"]] = case
+    rivals = {name: RIVALS[name] for name in ("eager", "torch.compile")}
+    dtypes = list(dict.fromkeys(dtype for cases in pairs.values() for dtype in cases))
+    headings = ["on a CPU"]
+    for dtype in dtypes:
+        headings += [f"{dtype}, ms", *(f"vs {title}" for title in rivals.values())]
+    lines = []
+    for what, cases in pairs.items():
+        line = [what]
+        for dtype in dtypes:
+            line += [number(cases[dtype]["klfast"]["median_ms"]), *ratios(cases[dtype], rivals)]
+        lines.append(line)
+    wheres = [
+        f"{suite}: {where['device']}, {where['threads']} threads, torch "
+        f"{where['versions']['torch']}, {where['date'][:10]}, medians of {where['rounds']} "
+        f"interleaved rounds, inputs {where['inputs']}"
+        for suite, where in zip(
+            ("Log-probs", "Logits"), (data["conditions"] for data in parts), strict=True
+        )
+    ]
+    return (
+        f"{table(headings, lines)}\n\n{'. '.join(wheres)}. [docs/measured.md](docs/measured.md) "
+        "has all conditions, bandwidths, memory, and the goals that were missed."
+    )
+
+
 def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
     """Frameworks' own functions and klfast's in their place: milliseconds, and how many times."""
     pairs: dict[tuple[str, str], dict[str, Case]] = {}
@@ -276,19 +321,19 @@ def gpu_conditions(data: dict[str, Any]) -> str:
     )
 
 
-def is_for_the_readme(row: Row, suite: str) -> bool:
-    """Whether the README shows a case, of the many that are measured on a GPU."""
+def is_shown(row: Row, suite: str) -> bool:
+    """Whether docs/measured.md shows a case that was measured on a GPU."""
     if suite == "logits":
         return bool(row["dtype"] == "bf16")
-    return row["op"] in README_OPS and not row["packed"]
+    return row["op"] in SHOWN_OPS and not row["packed"]
 
 
 def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
-    """What was measured on a GPU; or what of it the README shows."""
+    """The measurements on a GPU: those that docs/measured.md shows, or all."""
     suite = suite_of(data)
     cases = cases_of(data)
     if only_some:
-        cases = [case for case in cases if is_for_the_readme(ours(case), suite)]
+        cases = [case for case in cases if is_shown(ours(case), suite)]
     small = [c for c in cases if ours(c)["shape"][0] * ours(c)["shape"][1] < LAUNCH_TOKENS]
     parts = [kernel_table(cases, suite)]
     if small or not only_some:
@@ -306,12 +351,21 @@ def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def gpu_part(results: Path) -> str:
-    """The README's part on GPUs."""
+    """The part of docs/measured.md on GPUs."""
     blocks = [
-        f"{gpu_block(data)}\n\n![GB/s by bytes](benchmarks/results/{PICTURES[name]})"
+        f"{gpu_block(data)}\n\n![GB/s by bytes](../benchmarks/results/{PICTURES[name]})"
         for name, data in gpu_results(results).items()
     ]
     return "\n\n".join(blocks) or NO_GPU
+
+
+def gpu_summary(results: Path) -> str:
+    """The README's sentence on GPUs."""
+    wheres = [data["conditions"] for data in gpu_results(results).values()]
+    measured = dict.fromkeys(f"{where['device']}, {where['date'][:10]}" for where in wheres)
+    if not measured:
+        return NO_GPU
+    return f"Measured on: {'; '.join(measured)}. See [docs/measured.md](docs/measured.md#on-a-gpu)."
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -320,22 +374,27 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def blocks(results: Path) -> dict[str, str]:
-    """Name -> text of the README's generated parts."""
-    texts = {"cpu-logits": NOT_MEASURED}
+    """Name -> text of the pages' generated parts."""
+    texts = {"cpu-logits": NOT_MEASURED, "summary": NOT_MEASURED}
     for path in results.glob("cpu*.json"):
         texts[path.stem] = cpu_block(json.loads(path.read_text()))
     drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
     if drop_in:
         texts["drop-in"] = drop_in_table([json.loads(path.read_text()) for path in drop_in])
+    parts = [load(results / f"{name}.json") for name in SUMMARY]
+    known = [part for part in parts if part is not None]
+    if len(known) == len(SUMMARY):
+        texts["summary"] = summary(known)
     texts["gpu"] = gpu_part(results)
+    texts["gpu-summary"] = gpu_summary(results)
     return texts
 
 
 def rewrite(text: str, texts: dict[str, str]) -> str:
-    """A README with its generated parts as they must be.
+    """A page with its generated parts brought up to date.
 
     Raises:
-        SystemExit: it asks for what is not there.
+        SystemExit: it names a part that has no results.
     """
 
     def generated(match: re.Match[str]) -> str:
@@ -413,9 +472,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tables and picture from benchmarks/results.")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     arguments = parser.parse_args(argv)
-    texts = {arguments.readme: rewrite(arguments.readme.read_text(), blocks(arguments.results))}
+    parts = blocks(arguments.results)
+    texts = {page: rewrite(page.read_text(), parts) for page in arguments.pages}
     gpu = gpu_results(arguments.results)
     if gpu:
         everything = [gpu_block(data, only_some=False) for data in gpu.values()]

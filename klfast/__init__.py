@@ -13,6 +13,7 @@ from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.logits.api import kl_divergence, token_logprobs
 from klfast.stats import KLStats
+from klfast.version import __version__
 
 __all__ = [
     "AdaptiveKLController",
@@ -21,6 +22,7 @@ __all__ = [
     "FixedKLController",
     "KLMonitor",
     "KLStats",
+    "__version__",
     "compat",
     "get_kl_controller",
     "info",

@@ -10,10 +10,10 @@ from typing import Literal, overload
 from torch import Tensor
 
 from klfast import backends
+from klfast.call import penalty_call, rewards_call
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
 from klfast.stats import KLStats
-from klfast.validation import validate_kl_penalty, validate_kl_rewards
 
 
 @overload
@@ -79,7 +79,7 @@ def kl_penalty(
         ref_logprobs: the same under the reference; may differ in dtype. Gradients reach
             ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
-            ``logprobs``. At a zero the inputs are not looked at: NaN there reaches neither value
+            ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
             nor gradient, which is exactly 0. None keeps all.
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, or an alias
             ``mse``, ``low_var_kl``) or an :class:`klfast.Estimator`.
@@ -111,7 +111,7 @@ def kl_penalty(
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
     """
-    call = validate_kl_penalty(
+    call = penalty_call(
         logprobs,
         ref_logprobs,
         mask,
@@ -123,7 +123,7 @@ def kl_penalty(
         coef,
         return_stats,
     )
-    penalty, stats = backends.resolve(backend, logprobs.device).kl_penalty(call)
+    penalty, stats = backends.choose(backend, call).kl_penalty(call)
     return penalty if stats is None else (penalty, stats)
 
 
@@ -193,8 +193,8 @@ def kl_rewards(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
     """
-    call = validate_kl_rewards(
+    call = rewards_call(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )
-    rewards, stats = backends.resolve(backend, logprobs.device).kl_penalty(call)
+    rewards, stats = backends.choose(backend, call).kl_penalty(call)
     return rewards if stats is None else (rewards, stats)

@@ -1,51 +1,260 @@
-"""The validated arguments of one call, as they travel from the public functions to a backend."""
+"""The call object: the arguments of one call after every check, on their way to a backend."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from klfast.estimator import Estimator
-
-REDUCTIONS = (
-    "none",
-    "seq-sum",
-    "seq-mean",
-    "token-sum",
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
+from klfast.checks.arguments import (
+    check_cu_seqlens,
+    check_device,
+    check_normalizer,
+    check_number,
+    check_reduction,
+    check_tensor,
+    scalar_argument,
+    shape_text,
+    without_graph,
 )
-SCALAR_REDUCTIONS = REDUCTIONS[3:]
-NORMALIZED_REDUCTIONS = REDUCTIONS[4:]
-"""Scalar means, whose denominator ``normalizer`` replaces."""
+from klfast.checks.values import (
+    are_tracing,
+    check_coef,
+    check_cu_seqlens_values,
+    check_mask_values,
+)
+from klfast.dtypes import FLOATS, MASKS, arithmetic_dtype
+from klfast.estimator import Estimator, as_estimator
+from klfast.layout import number_of_sequences
+from klfast.reduction import REDUCTIONS, Reduction
 
 
-class KLTensors(NamedTuple):
-    """The tensors of a call, in the order that the kernels take them.
+class LogProbs(NamedTuple):
+    """A source of numbers per token: log-probs, of which an estimator makes them.
 
     Only ``logprobs`` and ``ref_logprobs`` may carry a graph; validation has detached the rest.
-    ``coef`` and ``normalizer`` are here if they are tensors, in the call's options if they are
-    numbers.
     """
 
     logprobs: Tensor
     ref_logprobs: Tensor
     old_logprobs: Tensor | None = None
+
+
+class Values(NamedTuple):
+    """A source of numbers per token: the numbers themselves, which may carry a graph."""
+
+    values: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, None, None]:
+        """The source as the ops take it: no reference is a log-ratio that is there already."""
+        return self.values, None, None
+
+
+class Layout(NamedTuple):
+    """Which tokens exist, with what weights, and which sequences they make."""
+
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    coef: Tensor | None = None
-    normalizer: Tensor | None = None
 
 
-class KLCall(NamedTuple):
-    """Arguments of ``kl_penalty`` (and, with ``scores``, of ``kl_rewards``) after every check."""
+class Choices(NamedTuple):
+    """The choices of a spec as the ops take them: positions in lists, and 0 or 1."""
 
-    tensors: KLTensors
-    estimator: Estimator
-    reduction: str
+    estimator: int
+    gradient: int
+    importance: int
+    clip_weighted: int
+    result: int
+    own_length: int
+    over: int
+
+
+class Numbers(NamedTuple):
+    """The numbers of a spec as the ops take them, ``NO_LIMIT`` for an absent limit."""
+
+    importance_cap: float
+    log_ratio_low: float
+    log_ratio_high: float
+    linear_tail: float
+    kl_clip: float
     coef: float
-    normalizer: float | None
+    """1 where it is a tensor."""
+    normalizer: float
+    """0 where there is none, or a tensor."""
+
+
+class Spec(NamedTuple):
+    """What is computed. ``coef`` and ``normalizer`` are numbers, or tensors of 0 dimensions."""
+
+    estimator: Estimator
+    reduction: Reduction
+    coef: float | Tensor = 1.0
+    normalizer: float | Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """``coef`` and ``normalizer``, where they are tensors."""
+        return (
+            self.coef if isinstance(self.coef, Tensor) else None,
+            self.normalizer if isinstance(self.normalizer, Tensor) else None,
+        )
+
+    @property
+    def encoded(self) -> tuple[Choices, Numbers]:
+        """The spec as the ops take it, behind the tensors."""
+        coef = 1.0 if isinstance(self.coef, Tensor) else self.coef
+        normalizer = self.normalizer
+        if normalizer is None or isinstance(normalizer, Tensor):
+            normalizer = 0.0
+        return (
+            Choices(*self.estimator.choices, *self.reduction.encoded),
+            Numbers._make((*self.estimator.limits, coef, normalizer)),
+        )
+
+
+class PenaltyCall(NamedTuple):
+    """Arguments of ``kl_penalty`` (with ``scores``, of ``kl_rewards``): source, layout, spec, and
+    what is wanted.
+    """
+
+    source: LogProbs | Values
+    layout: Layout
+    spec: Spec
     return_stats: bool
     scores: Tensor | None = None
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor that has the shape and the device of the call."""
+        return self.source[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order of the ops: three of the source, two of the layout, two of the
+        spec.
+        """
+        source = self.source.tensors if isinstance(self.source, Values) else self.source
+        return *source, *self.layout, *self.spec.tensors
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of arithmetic and results."""
+        return arithmetic_dtype(*self.tensors[:3])
+
+    def check_values(self) -> None:
+        """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
+        if self.layout.mask is not None:
+            check_mask_values(self.layout.mask, self.arithmetic)
+        if self.layout.cu_seqlens is not None:
+            check_cu_seqlens_values(self.layout.cu_seqlens, self.first.shape[0])
+        self._check_coef()
+        if isinstance(self.spec.normalizer, Tensor):
+            check_number("normalizer", self.spec.normalizer.item(), above=0)
+
+    def explain(self) -> None:
+        """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
+        if not are_tracing() and self.first.device.type == "cpu":
+            self.check_values()
+        elif not isinstance(self.spec.coef, Tensor):
+            self._check_coef()
+
+    def _check_coef(self) -> None:
+        name = "coef" if self.scores is None else "kl_coef"
+        check_coef(name, self.spec.coef, self.arithmetic)
+
+
+def penalty_call(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    estimator: str | Estimator,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+    old_logprobs: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: float | Tensor,
+    return_stats: bool,
+) -> PenaltyCall:
+    """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
+    check_reduction(reduction, normalizer)
+    _check_layout(logprobs, cu_seqlens)
+    _check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
+    if old_logprobs is not None:
+        _check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
+    if mask is not None:
+        _check_like("mask", mask, logprobs, MASKS)
+    spec = Spec(
+        as_estimator(estimator),
+        REDUCTIONS[reduction],
+        scalar_argument("coef", coef, logprobs),
+        check_normalizer(normalizer, logprobs),
+    )
+    if spec.estimator.gradient == "none":
+        logprobs, ref_logprobs = logprobs.detach(), ref_logprobs.detach()
+    return PenaltyCall(
+        LogProbs(logprobs, ref_logprobs, without_graph(old_logprobs)),
+        layout_of(mask, cu_seqlens),
+        spec,
+        return_stats,
+    )
+
+
+def rewards_call(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    kl_coef: float | Tensor,
+    estimator: str | Estimator,
+    cu_seqlens: Tensor | None,
+    return_stats: bool,
+) -> PenaltyCall:
+    """The arguments of ``kl_rewards`` after every check that needs no data, all but ``backend``."""
+    call = penalty_call(
+        logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
+    )
+    coef = scalar_argument("kl_coef", kl_coef, logprobs)
+    check_tensor("scores", scores, MASKS)
+    sequences = number_of_sequences(logprobs, cu_seqlens)
+    if tuple(scores.shape) != (sequences,):
+        raise ValueError(
+            f"scores must have shape [{sequences}], one per sequence, got {shape_text(scores)}"
+        )
+    check_device("scores", scores, logprobs)
+    return call._replace(
+        source=LogProbs(logprobs.detach(), ref_logprobs.detach()),
+        spec=call.spec._replace(coef=coef),
+        scores=scores.detach(),
+    )
+
+
+def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
+    """The layout that checked arguments say."""
+    return Layout(without_graph(mask), None if cu_seqlens is None else cu_seqlens.contiguous())
+
+
+def _check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
+    check_tensor("logprobs", logprobs, FLOATS)
+    if cu_seqlens is None:
+        if logprobs.dim() not in (1, 2):
+            raise ValueError(f"logprobs must have shape [B, T] or [N], got {shape_text(logprobs)}")
+        return
+    if logprobs.dim() != 1:
+        raise ValueError(
+            f"logprobs must be packed, of shape [N], with cu_seqlens, got {shape_text(logprobs)}"
+        )
+    check_cu_seqlens(cu_seqlens, logprobs)
+
+
+def _check_like(
+    argument: str, value: object, logprobs: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    tensor = check_tensor(argument, value, dtypes)
+    if tensor.shape != logprobs.shape:
+        raise ValueError(
+            f"{argument} must have the shape of logprobs, {shape_text(logprobs)}, got "
+            f"{shape_text(tensor)}"
+        )
+    check_device(argument, tensor, logprobs)

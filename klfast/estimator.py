@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -19,8 +20,7 @@ IMPORTANCE = ("differentiable", "detached")
 NO_LIMIT = torch.finfo(torch.float64).max
 """An absent limit to the ops: AOTInductor's packages hold no infinity."""
 
-Encoded = tuple[int, int, int, bool, tuple[float, ...]]
-"""(estimator, gradient, importance, clip_weighted, limits): an estimator to the ops."""
+_Encoded = tuple[tuple[int, int, int, int], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Estimator:
     kl_clip: float | None = None
     clip_weighted: bool = field(default=False, kw_only=True)
     linear_tail: float | None = None
+    _encoded: ClassVar[_Encoded]  # an attribute of each, and no field
 
     def __post_init__(self) -> None:
         if isinstance(self.name, str):
@@ -101,30 +102,34 @@ class Estimator:
         if isinstance(clip, list):  # a pair as JSON gives it
             object.__setattr__(self, "log_ratio_clip", tuple(clip))
         _check_log_ratio_clip(self.log_ratio_clip)
-        object.__setattr__(self, "_encoded", self._encode())  # no field, and made once
+        object.__setattr__(self, "_encoded", self._encode())  # once
 
     @property
-    def encoded(self) -> Encoded:
-        """The estimator as the ops take it: positions in ``ESTIMATORS``, ``GRADIENTS`` and
-        ``IMPORTANCE``, and the limits (importance_cap, lo, hi, linear_tail, kl_clip), of which
-        ``NO_LIMIT`` stands for an absent one.
+    def choices(self) -> tuple[int, int, int, int]:
+        """(estimator, gradient, importance, clip_weighted) as the ops take them: positions in
+        ``ESTIMATORS``, ``GRADIENTS`` and ``IMPORTANCE``.
         """
-        if torch.compiler.is_compiling():  # what is read from an object may become a symbol
-            return self._encode()
-        encoded: Encoded = self._encoded  # type: ignore[attr-defined]  # not a field
-        return encoded
+        return self._encode()[0] if torch.compiler.is_compiling() else self._encoded[0]
 
-    def _encode(self) -> Encoded:
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """(importance_cap, low, high, linear_tail, kl_clip) as the ops take them: ``NO_LIMIT``
+        stands for an absent one.
+        """
+        # What dynamo reads from an object may become a symbol.
+        return self._encode()[1] if torch.compiler.is_compiling() else self._encoded[1]
+
+    def _encode(self) -> _Encoded:
         limits = (self.importance_cap, *self.log_ratio_bounds, self.linear_tail, self.kl_clip)
         largest = torch.finfo(torch.float64).max  # NO_LIMIT, and a constant to dynamo
         finite = (largest if limit is None else float(limit) for limit in limits)
-        return (
+        choices = (
             ESTIMATORS.index(self.name),
             GRADIENTS.index(self.gradient),
             IMPORTANCE.index(self.importance),
-            self.clip_weighted,
-            tuple(max(-largest, min(limit, largest)) for limit in finite),
+            int(self.clip_weighted),
         )
+        return choices, tuple(max(-largest, min(limit, largest)) for limit in finite)
 
     @property
     def log_ratio_bounds(self) -> tuple[float, float]:

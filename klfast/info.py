@@ -13,6 +13,7 @@ import torch
 
 from klfast import backends
 from klfast.ops import load
+from klfast.version import __version__
 
 HELP = "versions, build, and which backend serves which device"
 _BUILD_INFO = Path(__file__).parent / "_build_info.json"
@@ -33,7 +34,7 @@ def info() -> dict[str, Any]:
     devices = ["cpu", *(f"cuda:{index}" for index in gpus)]
     return {
         "versions": {
-            "klfast": metadata.version("klfast"),
+            "klfast": __version__,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "triton": _version("triton"),
@@ -84,17 +85,32 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        print("\n".join(_lines(facts)))
+        print("\n".join(_lines(_in_words(facts))))
     return 0
+
+
+def _in_words(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts as text shows them: "ok" for what works, the reason for what does not."""
+    return {
+        **facts,
+        "extension": facts["extension"] or "ok",
+        "backends": {
+            device: {
+                "auto": choice["auto"],
+                **{name: reason or "ok" for name, reason in choice["why_not"].items()},
+            }
+            for device, choice in facts["backends"].items()
+        },
+    }
 
 
 def _lines(facts: Any, indent: str = "") -> list[str]:
     """Nested dicts as indented text."""
     lines = []
     for key, value in facts.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
         else:
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            lines.append(f"{indent}{key}: {'-' if shown is None else shown}")
+            lines.append(f"{indent}{key}: {shown or '-'}")
     return lines

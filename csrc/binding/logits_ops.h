@@ -1,7 +1,7 @@
-// The rim between torch and the kernels over logits, as ops.h is for those over log-probs. A device
-// brings
+// The binding of the kernels over logits to torch, as penalty_ops.h is for those over log-probs. A
+// device brings
 //   static void run(const TokenLogprobsForward&, const Device&), and so on for every call of
-//   logits.h
+//   logits/call.h
 
 #pragma once
 
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   call.logprobs = data_of(logprobs);
   call.ref_logprobs = data_of(ref_logprobs);
   call.saved = static_cast<double*>(data_of(saved));
-  call.shares = per_row(shares, logits, results_dtype(in), "shares");
+  call.row_weights = per_row(shares, logits, results_dtype(in), "shares");
   call.grad_first = output_of(grad, want_grad);
   call.grad_second = output_of(grad_ref, want_grad_ref);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));

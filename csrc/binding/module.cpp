@@ -1,4 +1,4 @@
-// klfast._C: what was built. Importing it registers the ops of ops.cpp.
+// klfast._C: what was built. Importing it implements the ops of klfast/ops/table.py.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,7 +10,7 @@
 #include "formulas/estimators.h"
 #ifdef KLFAST_CUDA
 #include "penalty/cuda.h"
-// As in cuda/ops.cpp.
+// As in binding/cuda.cpp.
 extern "C" int aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
     __attribute__((weak));
 #endif

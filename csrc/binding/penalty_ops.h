@@ -146,29 +146,40 @@ inline double limit_of(double limit) {
   return is_none ? std::copysign(INFINITY, limit) : limit;
 }
 
-inline EstimatorOptions options_of(int64_t estimator, int64_t gradient, int64_t importance,
-                                   bool clip_weighted, const std::vector<double>& limits) {
-  KLFAST_CHECK(limits.size() == 5, "limits must hold 5 numbers");
+inline EstimatorOptions options_of(const std::vector<int64_t>& choices,
+                                   const std::vector<double>& numbers) {
   EstimatorOptions options;
-  options.estimator = choice_of<int>(estimator, std::size(estimators::kNames), "estimator");
-  options.gradient = choice_of<Gradient>(gradient, 3, "gradient");
-  options.importance = choice_of<ImportanceGradient>(importance, 2, "importance");
-  options.clip_weighted = clip_weighted;
-  options.importance_cap = limit_of(limits[0]);
-  options.log_ratio_low = limit_of(limits[1]);
-  options.log_ratio_high = limit_of(limits[2]);
-  options.linear_tail = limit_of(limits[3]);
-  options.kl_clip = limit_of(limits[4]);
+  options.estimator = choice_of<int>(choices[0], std::size(estimators::kNames), "estimator");
+  options.gradient = choice_of<Gradient>(choices[1], 3, "gradient");
+  options.importance = choice_of<ImportanceGradient>(choices[2], 2, "importance");
+  options.clip_weighted = choice_of<bool>(choices[3], 2, "clip_weighted");
+  options.importance_cap = limit_of(numbers[0]);
+  options.log_ratio_low = limit_of(numbers[1]);
+  options.log_ratio_high = limit_of(numbers[2]);
+  options.linear_tail = limit_of(numbers[3]);
+  options.kl_clip = limit_of(numbers[4]);
   return options;
 }
 
-inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logprobs,
+// klfast.call.Choices and Numbers, decoded.
+inline void decode(const std::vector<int64_t>& choices, const std::vector<double>& numbers,
+                   KlPenaltyInputs& in) {
+  KLFAST_CHECK(choices.size() == 7, "choices must hold 7 integers");
+  KLFAST_CHECK(numbers.size() == 7, "numbers must hold 7 numbers");
+  in.options = options_of(choices, numbers);
+  in.reduction.result = choice_of<Result>(choices[4], 3, "result");
+  in.reduction.own_length = choice_of<bool>(choices[5], 2, "own_length");
+  in.reduction.over = choice_of<Over>(choices[6], 3, "over");
+  in.coef = numbers[5];
+  in.normalizer = numbers[6];
+}
+
+inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const OptionalTensor& ref_logprobs,
                                  const OptionalTensor& old_logprobs, const OptionalTensor& mask,
-                                 const OptionalTensor& cu_seqlens,
-                                 const OptionalTensor& coef_tensor,
-                                 const OptionalTensor& normalizer_tensor,
-                                 const EstimatorOptions& options, int64_t reduction, double coef,
-                                 double normalizer) {
+                                 const OptionalTensor& cu_seqlens, const OptionalTensor& coef,
+                                 const OptionalTensor& normalizer,
+                                 const std::vector<int64_t>& choices,
+                                 const std::vector<double>& numbers) {
   KlPenaltyInputs in;
   const Device device = device_of(logprobs);
   in.batch = batch_of(logprobs, cu_seqlens);
@@ -181,12 +192,9 @@ inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const Tensor& ref_logpr
     KLFAST_CHECK(is_floating(view->dtype), "log-probs must be floating");
     in.is_double = in.is_double || view->dtype == DType::kFloat64;
   }
-  in.options = options;
-  in.reduction = choice_of<Reduction>(reduction, std::size(kReductionNames), "reduction");
-  in.coef = coef;
-  in.coef_tensor = scalar_of(coef_tensor, device, "coef");
-  in.normalizer = normalizer;
-  in.normalizer_tensor = scalar_of(normalizer_tensor, device, "normalizer");
+  decode(choices, numbers, in);
+  in.coef_tensor = scalar_of(coef, device, "coef");
+  in.normalizer_tensor = scalar_of(normalizer, device, "normalizer");
   return in;
 }
 
@@ -233,79 +241,93 @@ inline Output output_of(const Tensor& tensor, bool wanted) {
   return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
 }
 
+// The gradients of a call, and where kernels write them.
+struct Gradients {
+  Tensor logprobs;
+  Tensor ref_logprobs;
+  Output to_logprobs;
+  Output to_ref_logprobs;
+
+  Gradients(const Tensor& logprobs, const OptionalTensor& ref_logprobs, bool want_logprobs,
+            bool want_ref_logprobs)
+      : logprobs(empty_gradient(logprobs, want_logprobs)),
+        ref_logprobs(empty_gradient(ref_logprobs.value_or(logprobs), want_ref_logprobs)),
+        to_logprobs(output_of(this->logprobs, want_logprobs)),
+        to_ref_logprobs(output_of(this->ref_logprobs, want_ref_logprobs)) {
+    KLFAST_CHECK(ref_logprobs.has_value() || !want_ref_logprobs,
+                 "there is no ref_logprobs to have a gradient");
+  }
+};
+
 template <typename On>
-std::tuple<Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
-    Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
-    OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
-    int64_t estimator, int64_t gradient, int64_t importance, bool clip_weighted,
-    std::vector<double> limits, int64_t reduction, double coef, double normalizer,
-    OptionalTensor scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
-    bool want_statistics) {
-  KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens,
-                                 coef_tensor, normalizer_tensor,
-                                 options_of(estimator, gradient, importance, clip_weighted, limits),
-                                 reduction, coef, normalizer);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
+    Tensor logprobs, OptionalTensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
+    OptionalTensor cu_seqlens, OptionalTensor coef, OptionalTensor normalizer,
+    std::vector<int64_t> choices, std::vector<double> numbers, OptionalTensor scores,
+    bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
+  KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
+                                 normalizer, choices, numbers);
   const Device device = device_of(logprobs);
   in.negate = scores.has_value();  // a penalty is taken off the score
   const int64_t sequences = in.batch.sequences;
   const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
-  const bool per_token = in.reduction == Reduction::kNone;
-  KLFAST_CHECK(!scores.has_value() || per_token, "scores go with reduction 'none' alone");
-  KLFAST_CHECK(is_scalar(in.reduction) || !(want_grad_logprobs || want_grad_ref_logprobs),
+  const Result kind = in.reduction.result;
+  KLFAST_CHECK(!scores.has_value() || kind == Result::kToken,
+               "scores go with a result per token alone");
+  KLFAST_CHECK(kind == Result::kScalar || !(want_grad_logprobs || want_grad_ref_logprobs),
                "only scalar reductions have a unit gradient");
   std::vector<int64_t> sizes;
-  if (per_token) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
-  if (!per_token && !is_scalar(in.reduction)) sizes = {sequences};
+  if (kind == Result::kToken) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
+  if (kind == Result::kSequence) sizes = {sequences};
   Tensor result = empty(sizes, acc, device);
-  Tensor per_sequence = empty({per_sequence_rows(want_statistics), sequences}, acc, device);
-  Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
-  Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
+  Tensor weights = empty({sequences}, acc, device);
+  Tensor statistics =
+      want_statistics ? empty({kStatistics, sequences}, acc, device) : empty({0}, acc, device);
+  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
-  out.want_statistics = want_statistics;
   out.result = result.mutable_data_ptr();
-  out.per_sequence = per_sequence.mutable_data_ptr();
-  out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
-  out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
+  out.weights = weights.mutable_data_ptr();
+  if (want_statistics) out.statistics = statistics.mutable_data_ptr();
+  out.grad_logprobs = gradients.to_logprobs;
+  out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::forward(in, out, device);
-  return {result, per_sequence, grad_logprobs, grad_ref_logprobs};
+  return {result, weights, statistics, gradients.logprobs, gradients.ref_logprobs};
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor> kl_penalty_bwd(
-    Tensor logprobs, Tensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
-    OptionalTensor cu_seqlens, OptionalTensor coef_tensor, OptionalTensor normalizer_tensor,
-    int64_t estimator, int64_t gradient, int64_t importance, bool clip_weighted,
-    std::vector<double> limits, int64_t reduction, double coef, double normalizer, Tensor grad_out,
-    Tensor per_sequence, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
-  const KlPenaltyInputs in = inputs_of(
-      logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef_tensor, normalizer_tensor,
-      options_of(estimator, gradient, importance, clip_weighted, limits), reduction, coef,
-      normalizer);
+std::tuple<Tensor, Tensor> kl_penalty_bwd(Tensor logprobs, OptionalTensor ref_logprobs,
+                                          OptionalTensor old_logprobs, OptionalTensor mask,
+                                          OptionalTensor cu_seqlens, OptionalTensor coef,
+                                          OptionalTensor normalizer, std::vector<int64_t> choices,
+                                          std::vector<double> numbers, Tensor grad_out,
+                                          Tensor weights, bool want_grad_logprobs,
+                                          bool want_grad_ref_logprobs) {
+  const KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
+                                       normalizer, choices, numbers);
   const Device device = device_of(logprobs);
   KlPenaltyBackward out;
-  KLFAST_CHECK(per_sequence.dim() == 2 && per_sequence.size(0) >= 1 &&
-                   per_sequence.size(1) == in.batch.sequences,
-               "per_sequence must be [1 or more, S]");
-  out.weights = view_of(per_sequence, device, "per_sequence");
-  if (in.reduction == Reduction::kNone) {
-    out.grad_out = view_like(grad_out, logprobs, "grad_out");
-  } else if (is_scalar(in.reduction)) {
-    KLFAST_CHECK(grad_out.dim() == 0, "grad_out must be 0-dimensional");
-    out.grad_out = view_of(grad_out, device, "grad_out");
-  } else {
-    out.grad_out = row_of(grad_out, in.batch.sequences, device, "grad_out");
+  out.weights = row_of(weights, in.batch.sequences, device, "weights");
+  switch (in.reduction.result) {
+    case Result::kToken:
+      out.grad_out = view_like(grad_out, logprobs, "grad_out");
+      break;
+    case Result::kSequence:
+      out.grad_out = row_of(grad_out, in.batch.sequences, device, "grad_out");
+      break;
+    case Result::kScalar:
+      out.grad_out = scalar_of(grad_out, device, "grad_out");
+      break;
   }
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
-  KLFAST_CHECK(out.weights.dtype == acc, "per_sequence must have the dtype of the result");
+  KLFAST_CHECK(out.weights.dtype == acc, "weights must have the dtype of the result");
   KLFAST_CHECK(out.grad_out.dtype == acc, "grad_out must have the dtype of the result");
-  Tensor grad_logprobs = empty_gradient(logprobs, want_grad_logprobs);
-  Tensor grad_ref_logprobs = empty_gradient(ref_logprobs, want_grad_ref_logprobs);
-  out.grad_logprobs = output_of(grad_logprobs, want_grad_logprobs);
-  out.grad_ref_logprobs = output_of(grad_ref_logprobs, want_grad_ref_logprobs);
+  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  out.grad_logprobs = gradients.to_logprobs;
+  out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::backward(in, out, device);
-  return {grad_logprobs, grad_ref_logprobs};
+  return {gradients.logprobs, gradients.ref_logprobs};
 }
 
 template <typename On>

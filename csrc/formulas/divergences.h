@@ -1,7 +1,8 @@
-// The formulas over a vocabulary: what a word adds to a row's sums, what a row's sums come to, and
-// what a word's gradient is. Host and device, for float and double, no torch.
+// The formulas over a vocabulary: the terms of a row's sums, the row's results, and the gradient of
+// each logit. Host and device, for float and double, no torch.
 //
-// p = softmax(x), q = softmax(y), x and y logits over the temperature, u = log(q / p).
+// A word is an entry of the vocabulary. p = softmax(x), q = softmax(y), where x and y are logits
+// over the temperature; u = log(q / p).
 //
 // Textbook sums of p (log p - log q) lose every digit as the models meet: at KL = 1e-6 fp32 gives
 // noise. Here a row is summed against a guess: m near the greatest x, c near lse_y - lse_x. With
@@ -9,38 +10,40 @@
 // term of D is >= 0 and comes from a series:
 //   A = (D + E) / W = e^(lse_y - lse_x - c) - 1,    KL(p || q) = D / W + log(1 + A) - A.
 // Far from 0, 1 + A is the sum of e^(y - m - c) over W, where W + D + E would cancel.
-// The better the guess, the smaller A, and the less D / W and A - log(1 + A) cancel. Where they do,
-// the row is summed again with what the first sums say of m and c: one more look is then exact.
+// The better the guess, the smaller A, and the less D / W and A - log(1 + A) cancel. passes.h says
+// when a row is summed again from a better guess.
 //
-// Logits far from 0 leave no digits for the log of a sum beside their greatest. Such a row is taken
-// less its greatest, its origin: every x below is `placed`, and every lse is that of placed logits.
+// The greatest of logits far from 0 leaves no digits for the log of their sum. Such a row has an
+// origin, which is subtracted from its logits: every x below is `placed`, and every lse is that of
+// placed logits.
 
 #pragma once
 
 #include <cmath>
 
+#include "formulas/passes.h"
 #include "math/log_series.h"
 
 namespace klfast::divergences {
 
 using math::Range;
 
-// Of a row under each model: half its greatest logit, or 0 where that is near 0. With one model
-// `second` is 0.
+// The origins of a row under each model: half its greatest logit, or 0 where that is near 0. With
+// one model `second` is 0.
 struct Origins {
   double first = 0;
   double second = 0;
 };
 
-// From 1,024 nats on a row has an origin. Its words down to e^-512 of the greatest's probability
-// then lie within a factor of 2 of it, so that subtracting it rounds none of them.
+// A row has an origin from 1,024 nats on. All logits within 512 nats of the greatest then lie
+// within a factor of 2 of it, so that the subtraction rounds none of them.
 KLFAST_HOST_DEVICE double origin_of(double greatest, double scale) {
   constexpr double kFar = 1024;
   return std::fabs(greatest * scale) > kFar ? greatest / 2 : 0.0;
 }
 
-// A row with an origin is taken at half its size, which is exact, as the difference of two logits
-// may be twice the largest number. Two models must be taken at one size.
+// The factor of a row's logits: 1/2 where it has an origin, as the difference of two logits may be
+// twice the largest number. Halving is exact. Both models of a row have one factor.
 KLFAST_HOST_DEVICE double unit_of(const Origins& origins) {
   return origins.first == 0 && origins.second == 0 ? 1.0 : 0.5;
 }
@@ -55,21 +58,21 @@ KLFAST_HOST_DEVICE double log_prob(double x, double scale, double unit, double o
   return placed(x, unit, origin) * (scale / unit) - lse;
 }
 
-// A guess in the arithmetic's type; placed logits are multiplied by scale = 1 / temperature / unit.
+// A guess in the arithmetic's type. Placed logits are multiplied by scale = 1 / temperature / unit.
 template <typename Acc>
 struct Guess {
   Acc scale;
   Acc first;  // m
-  // What is large of c, before the temperature, is taken from the logits that carry it, which costs
-  // them no digit: from y, or, its negative, from x. The other is 0.
+  // The large part of c, before the temperature, as an offset of the logits that lie farther from
+  // 0, which costs them no digit: of y, or, negated, of x. The other offset is 0.
   Acc first_offset;
   Acc second_offset;
   Acc ratio;        // the rest of c
   Acc second;       // m + c
-  Acc second_rest;  // and what rounding took from it: both exponentials must meet the same c
+  Acc second_rest;  // the rounding error of `second`: both exponentials must use the same c
 };
 
-// c as the arithmetic takes it.
+// c, as the parts of a guess add up to it.
 template <typename Acc>
 KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc>& guess) {
   const Acc offset = guess.second_offset - guess.first_offset;
@@ -88,15 +91,15 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
   const bool second_carries = std::fabs(first + ratio) > std::fabs(first);
   guess.first_offset = static_cast<Acc>(second_carries ? 0.0 : -offset);
   guess.second_offset = static_cast<Acc>(second_carries ? offset : 0.0);
-  const double taken = static_cast<double>(guess.second_offset - guess.first_offset);
-  guess.ratio = static_cast<Acc>(ratio - taken * own_scale);
+  const double carried = static_cast<double>(guess.second_offset - guess.first_offset);
+  guess.ratio = static_cast<Acc>(ratio - carried * own_scale);
   const double second = static_cast<double>(guess.first) + ratio_of(guess);
   guess.second = static_cast<Acc>(second);
   guess.second_rest = static_cast<Acc>(second - static_cast<double>(guess.second));
   return guess;
 }
 
-// The guess that greatest logits are.
+// A guess from the greatest logits.
 template <typename Acc>
 KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& origins, double first,
                                                 double second) {
@@ -104,33 +107,33 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& ori
   const double own_scale = static_cast<Acc>(scale / unit);
   const double top = placed(first, unit, origins.first);
   const double other_top = placed(second, unit, origins.second);
-  // Of equal models exactly 0, whether or not the compiler fuses.
+  // The ratio of equal models is exactly 0, whether or not the compiler fuses.
   return guess_of<Acc>(scale / unit, top * own_scale, (other_top - top) * own_scale);
 }
 
-// A word of one model: e^(x - m), and that times x - m.
+// A word's terms of the sums of one model.
 template <typename Acc>
 struct Word {
-  Acc mass;
-  Acc surprise;
+  Acc mass;    // w = e^(x - m)
+  Acc moment;  // w (x - m)
 };
 
 template <typename Acc>
 KLFAST_HOST_DEVICE Word<Acc> word_of(Acc x, Acc scale, Acc guess) {
   const Acc s = math::fma(x, scale, -guess);
   const Acc mass = math::exp_term(s);
-  // 0 times -infinity is NaN, and 0 is meant; NaN itself stays.
+  // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays.
   return {mass, mass * math::select(s < Acc(-100), Acc(-100), s)};
 }
 
-// A word of two models.
+// A word's terms of the sums of two models.
 template <typename Acc>
 struct Pair {
   Acc mass;    // w
   Acc spread;  // w (e^u' - 1 - u')
   Acc slope;   // w u'
-  Acc other;   // e^(y - m - c); left 0 by kNear, where it is the sum of the three above
-  // 1 where q excludes what p may say: the row's KL is infinite.
+  Acc other;   // e^(y - m - c); 0 from kNear, where it is the sum of the three above
+  // 1 where q is 0 and p is not: the row's KL is infinite.
   typename math::Constants<Acc>::Bits excluded;
 };
 
@@ -162,8 +165,7 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
   const Acc other = second_term(y, guess);
-  // A word that neither says has u = NaN, and adds nothing. NaN in a logit reaches `mass` or
-  // `other`.
+  // A word with p = q = 0 has u = NaN, and adds nothing. A NaN logit reaches `mass` or `other`.
   const bool nobody = (x == -infinity) & (y == -infinity);
   const bool excluded = (y == -infinity) & (x > -infinity);
   constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times that is 0
@@ -173,7 +175,7 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
           slope, other, excluded};
 }
 
-// Sums over the words of a row.
+// The sums over the words of a row.
 struct PairSums {
   double mass = 0;
   double spread = 0;
@@ -182,27 +184,23 @@ struct PairSums {
   bool excluded = false;
 };
 
-// Of all words from those of near groups, whose `other` is still to be said, and of far ones.
+// The sums over all words: over near groups, whose `other` is not summed yet, plus over far ones.
 KLFAST_HOST_DEVICE PairSums add(const PairSums& near, const PairSums& far) {
   return {near.mass + far.mass, near.spread + far.spread, near.slope + far.slope,
           (near.mass + near.spread + near.slope) + far.other, far.excluded};
 }
 
-// What sums say of a row.
+// The results of a row of two models.
 struct PairRow {
   double kl;
   double lse;    // of x
   double shift;  // lse_y - lse_x
-  bool usable;   // lse and shift are about right
-  bool good;     // and exact, as kl is
+  passes::Verdict verdict;
   Origins origins;
 };
 
-// Whether a guess served for a sum of e^(x - guess): nothing of it lost to 0 or held at exp's
-// limit.
-KLFAST_HOST_DEVICE bool is_usable(double mass) { return mass > 1e-20 && mass < 1e30; }
-// And not so far below the greatest word that the rounding of x - guess shows.
-KLFAST_HOST_DEVICE bool is_good(double mass) { return mass > 1e-2 && mass < 1e7; }
+// A row that has a NaN, or no finite logit.
+KLFAST_HOST_DEVICE PairRow nan_row() { return {NAN, NAN, NAN, passes::Verdict::kUseless, {}}; }
 
 template <typename Acc>
 KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
@@ -216,41 +214,42 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
   const double log_total = far ? std::log(total) : std::log1p(a);
   const double kl = spread + (log_total - a);
   const double cancelled = far ? 1 + slope : spread + std::fabs(a) * (slope + spread);
+  const bool cancels = !(cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   PairRow row;
   row.origins = origins;
-  row.usable = is_usable(sums.mass) && total > 1e-20 && total < 1e30;
-  row.good = row.usable && is_good(sums.mass) && total > 0.125 && total < 1e4 &&
-             (cancelled <= kCancellation * kl || sums.excluded || spread == 0);
+  row.verdict = passes::verdict_of(sums.mass, total, cancels);
   row.kl = kl < 0 ? 0 : kl;
-  // NaN in a logit shows in `usable`; elsewhere it is what two sums too large for Acc leave.
-  if (row.usable && (sums.excluded || kl != kl)) row.kl = INFINITY;
+  // A NaN logit makes the sums useless. In other sums a KL of NaN comes from two of them beyond
+  // Acc's range.
+  const bool is_useless = row.verdict == passes::Verdict::kUseless;
+  if (!is_useless && (sums.excluded || kl != kl)) row.kl = INFINITY;
   row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
   row.shift = ratio_of(guess) + log_total;
   return row;
 }
 
-// What rounding takes from a log-sum-exp is a factor of every probability: this one.
+// The factor of every probability that makes good the rounding of lse to a guess.
 template <typename Acc>
 KLFAST_HOST_DEVICE double rest_of(const Guess<Acc>& exact, double lse) {
   return std::exp(static_cast<double>(exact.first) - lse);
 }
 
-// A word's part in JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b <= 1/2; for
+// A word's term of JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b <= 1/2. For
 // larger b the models change roles.
 //
 // With L = log(m / p) = log(1 + a), a = b (e^u - 1), and W = log(q / m) = u - L it is
 // b q W - (1 - b) p L. Near u = 0 the two cancel: there it is p (b g(u) - h(a)), where
 // g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
 template <typename Acc>
-struct MixedWord {
-  Acc value;  // to JSD
-  Acc p;      // probabilities
+struct JsdWord {
+  Acc value;  // the term
+  Acc p;      // the probabilities
   Acc q;
   Acc log_m_over_p;
   Acc log_q_over_m;
 };
 
-// b and 1 - b, of which the smaller must keep its digits.
+// The weights b and 1 - b, each rounded by itself, so that the smaller keeps its digits.
 template <typename Acc>
 struct Mixture {
   Acc smaller;
@@ -265,8 +264,8 @@ KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
 }
 
 template <typename Acc>
-KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact,
-                                           const Mixture<Acc>& mixture) {
+KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc>& exact,
+                                            const Mixture<Acc>& mixture) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const Acc p = first_term(x, exact);
@@ -275,7 +274,7 @@ KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact
   const Acc front = select(swaps, q, p);
   const Acc back = select(swaps, p, q);
   const Acc ratio = log_ratio(x, y, exact);
-  // Beyond 80 nats one of p and q is nothing, and the other's logarithm has its limit.
+  // Beyond 80 nats the smaller of p and q adds nothing, and the logarithm has its limit.
   const Acc u = math::clamp(select(swaps, -ratio, ratio), Acc(-80), Acc(80));
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
@@ -284,28 +283,28 @@ KLFAST_HOST_DEVICE MixedWord<Acc> mixed_of(Acc x, Acc y, const Guess<Acc>& exact
   const Acc a = mixture.smaller * em1;
   const math::Log1p<Acc> log = math::log1p(a);
   const Acc log_m_over_front = log.value();
-  const Acc log_back_over_m = log.taken_from(u);
+  const Acc log_back_over_m = log.subtracted_from(u);
   const Acc g = math::fma(near_u, em1, -tail);
   const Acc h = math::fma(Acc(1) + a, log.minus_argument, a * a);
   const Acc near_value = front * math::fma(mixture.smaller, g, -h);
   const Acc far_value =
       mixture.smaller * back * log_back_over_m - mixture.larger * front * log_m_over_front;
-  // A word that neither says has u = NaN, and adds nothing.
+  // A word with p = q = 0 has u = NaN, and adds nothing.
   const bool nobody = (x == -infinity) & (y == -infinity);
   return {select(nobody, Acc(0), select(near, near_value, far_value)), p, q,
           select(nobody, Acc(0), select(swaps, -log_back_over_m, log_m_over_front)),
           select(nobody, Acc(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
-// A row's jsd of its sum: never negative, and never above the entropy of the weights, its greatest
-// value, whatever rounding made of the sum; NaN stays.
+// A row's JSD: its sum, limited to [0, entropy of the weights], which rounding may have left. NaN
+// stays.
 KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
   const double most = -(b * std::log(b) + (1 - b) * std::log1p(-b));
   if (sum < 0) return 0;
   return sum > most ? most : sum;
 }
 
-// What a row's gradients are made of, once a row.
+// The constants of a row's gradients, computed once a row.
 template <typename Acc>
 struct RowGradient {
   Guess<Acc> exact;
@@ -316,13 +315,13 @@ struct RowGradient {
   Acc second_constant;
 };
 
-// A row as its forward left it, and the gradients that come in, over the temperature: of its
-// divergence, and of its token's log-probs under either model.
+// The results of a row's forward, and the incoming gradients over the temperature: of the row's
+// divergence, and of its target token's log-probs under either model.
 struct RowState {
   double value;
   double lse;
   double shift;
-  double slope;  // of jsd: the mean under p of log(m / p)
+  double slope;  // for JSD: the mean under p of log(m / p)
   Origins origins;
   double grad;
   double grad_logprob;
@@ -336,7 +335,7 @@ KLFAST_HOST_DEVICE RowGradient<Acc> gradient_of(bool is_kl, double scale, double
   const double rest = rest_of(exact, row.lse);
   const double g = row.grad;
   if (is_kl) {
-    const double mean = g == 0 ? 0 : g * row.value;  // which may be infinite
+    const double mean = g == 0 ? 0 : g * row.value;  // the value may be infinite
     return {exact,
             mixture_of<Acc>(beta),
             static_cast<Acc>(g * rest),
@@ -353,8 +352,8 @@ KLFAST_HOST_DEVICE RowGradient<Acc> gradient_of(bool is_kl, double scale, double
           static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * rest)};
 }
 
-// Gradients of a word, without what a taken token adds: 0 where it has no probability, whatever
-// infinity stands beside that.
+// The gradients of a word's logits, but for the target's own addition. A word without probability
+// has gradient 0, even where its log-ratio is infinite.
 template <typename Acc>
 struct WordGradients {
   Acc first;
@@ -365,7 +364,7 @@ template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
   const Guess<Acc>& exact = row.exact;
-  // Where no gradient comes in, an infinite ratio must not make 0 NaN.
+  // An incoming gradient of 0 must not meet an infinite ratio, which would make NaN.
   const Acc u = select(row.first == Acc(0), Acc(0), log_ratio(x, y, exact));
   const bool near = math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
@@ -381,22 +380,22 @@ template <typename Acc>
 KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const MixedWord<Acc> word = mixed_of(x, y, row.exact, row.mixture);
+  const JsdWord<Acc> word = jsd_word_of(x, y, row.exact, row.mixture);
   const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
   return {select(x == -infinity, Acc(0), -word.p * first),
           select(y == -infinity, Acc(0), word.q * second)};
 }
 
-// What the gradients of a row's log-prob (a) and entropy (h) are made of, once a row; both come in
-// over the temperature.
+// The constants of the gradients of a row's log-prob (a) and entropy (h), computed once a row. Both
+// incoming gradients are over the temperature.
 template <typename Acc>
 struct TokenRow {
   Acc scale;
   Acc lse;
   Acc logprob;
   Acc entropy;
-  Acc mean;  // of log p: the entropy, with what rounding took from lse
+  Acc mean;  // minus the mean of log p, for the rounded lse
 };
 
 template <typename Acc>
@@ -413,7 +412,8 @@ KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a
   return row;
 }
 
-// A word's gradient, without what a taken token adds: 0 where it has no probability.
+// The gradient of a word's logit, but for the target's own addition. A word without probability has
+// gradient 0.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
   const Acc log_p = math::fma(x, row.scale, -row.lse);

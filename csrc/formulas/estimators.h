@@ -1,4 +1,4 @@
-// The formulas: value f(x) and derivative f'(x) of every estimator, x = logprobs - ref_logprobs.
+// The formulas of the estimators: value f(x) and derivative f'(x), x = logprobs - ref_logprobs.
 //
 // Host and device, for float and double, no torch. To add an estimator, add its line to the table.
 
@@ -8,8 +8,8 @@
 
 // name, f(x), f'(x), f(x) + f'(x). T is the arithmetic's type, range says where x may lie.
 //
-// The sum is what the gradient of w f(x) holds when the weight w = exp(logprobs - old_logprobs) is
-// differentiated too: k3's is exactly x, where adding the two would cancel e^-x against itself.
+// The sum is a factor of the gradient of w f(x) if the weight w = exp(logprobs - old_logprobs) is
+// differentiated too. k3's sum is exactly x, where f(x) + f'(x) would cancel e^-x against itself.
 #define KLFAST_ESTIMATORS(ESTIMATOR)                                                            \
   ESTIMATOR(k1, x, T(1), x + T(1))                                                              \
   ESTIMATOR(abs, magnitude(x), sign(x), magnitude(x) + sign(x))                                 \

@@ -1,4 +1,4 @@
-// One token under everything that klfast.Estimator can say, on the host and on devices. Included by
+// The value and derivatives of one token under any klfast.Estimator, host and device. Included by
 // kernels that are compiled once per instruction set: everything here is inlined into them.
 
 #pragma once
@@ -41,7 +41,7 @@ Limits<Acc> limits_of(const EstimatorOptions& options) {
           options.clip_weighted};
 }
 
-// What a kept token comes to: its weighted value, and the derivatives of that by logprobs and by
+// The results of a token: its weighted value, and the derivatives of that by logprobs and by
 // -ref_logprobs.
 template <typename Acc>
 struct Token {
@@ -52,16 +52,16 @@ struct Token {
   typename math::Constants<Acc>::Bits clipped;
 };
 
-// The importance weight w = exp(logprobs - old_logprobs), and whether it is a constant because a
-// limit acted on it: 0 or 1.
+// The importance weight w = exp(logprobs - old_logprobs).
 template <typename Acc>
 struct Importance {
   Acc weight = 1;
-  typename math::Constants<Acc>::Bits limited = 0;
+  typename math::Constants<Acc>::Bits limited =
+      0;  // 1 if a limit acted on it: it is a constant then
 };
 
-// min(w, cap). Under clip_weighted a weight that is NaN or infinite in the arithmetic of the call
-// is 0. Call is that arithmetic: Acc, or float where Acc looks again in fp64.
+// min(w, cap). Under clip_weighted a weight that is NaN or infinite in the call's arithmetic is 0.
+// Call is that arithmetic: Acc, or float for a token that is computed again in fp64.
 template <typename Call, typename Acc>
 KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc log_importance) {
   const bool capped = log_importance > limit.log_cap;
@@ -72,7 +72,7 @@ KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc l
   return {math::select(dropped, Acc(0), weight), capped | dropped};
 }
 
-// Everything that Estimator can say, of one token. weighs: whether there are old log-probs.
+// The token under all options of an Estimator. weighs: whether there are old log-probs.
 //
 // kl_clip acts on f, and on w f under clip_weighted. A clip of the value ends the gradient through
 // x; under clip_weighted it ends the gradient through w as well, and so does log_ratio_clip.
@@ -94,7 +94,7 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
   const Acc slope = E::derivative(near_x);
   const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
-  // What kl_clip acts on, and what multiplies it after.
+  // The value on which kl_clip acts, and the factors that come after it.
   const Acc unclipped = select(limit.clip_weighted, importance.weight, Acc(1)) * f;
   const Acc scale = weight * importance.weight;
   const Acc scale_of_clipped = select(limit.clip_weighted, weight, scale);
@@ -122,8 +122,7 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   return evaluate_token<E>(limit, weighs, keep, weight, x, importance);
 }
 
-// Beyond this the importance weight or the formula may leave fp32's range where their product does
-// not.
+// Whether the importance weight or the formula may leave fp32's range where their product does not.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool is_extreme(Acc x) {
   return math::magnitude(x) > Acc(80);

@@ -1,7 +1,7 @@
-// What the kernels over logits are asked. No torch.
+// The calls of the kernels over logits. No torch.
 //
-// A kernel works on rows: [A, T, V] logits to numbers [R], R = A * T. Masks, layouts and reductions
-// of the rows' numbers are the business of the kernels over log-probs.
+// A kernel maps rows of logits [A, T, V] to numbers [R], R = A * T. Masks, layouts and reductions
+// of these numbers belong to the kernels over log-probs. A word is an entry of the vocabulary.
 
 #pragma once
 
@@ -25,14 +25,14 @@ struct LogitsShape {
 
   KLFAST_HOST_DEVICE int64_t rows() const { return outer * inner; }
 
-  // Where a row starts, in elements.
+  // The start of a row, in elements.
   KLFAST_HOST_DEVICE int64_t offset(const Logits& logits, int64_t row) const {
     return row / inner * logits.outer_stride + row % inner * logits.inner_stride;
   }
 };
 
-// What the kernels over one model's logits share with those over two. Everything per row is
-// contiguous; rows with a 0 in `keep` are not read, and everything about them is 0.
+// The inputs that all kernels over logits have. Everything per row is contiguous. A row with 0 in
+// `keep` is not read, and its outputs are 0.
 struct RowInputs {
   LogitsShape shape;
   const int64_t* token_ids = nullptr;  // null where no token's log-prob is wanted
@@ -47,15 +47,15 @@ struct RowInputs {
   }
 };
 
-// What the forward over one model keeps of a row, [kWordSaved, R].
+// The fields that the forward over one model saves per row, [kWordSaved, R].
 enum WordSaved {
   kWordOrigin,  // see divergences.h
   kWordLse,     // log of the sum of exp(logits / temperature), of logits less their origin
   kWordSaved
 };
 
-// Results per row are in the arithmetic's type, what is saved for a backward always in double: in
-// fp32 a log-sum-exp of 12 would leave 1e-6 of every probability in doubt.
+// Results per row are in the arithmetic's type. Numbers saved for a backward are double: in fp32
+// the rounding of a log-sum-exp of 12 changes every probability by up to 1e-6.
 struct TokenLogprobsForward {
   RowInputs in;
   Logits logits;
@@ -78,7 +78,7 @@ enum class Divergence { kKl, kJsd };  // klfast.logits.call.DIVERGENCES
 
 inline constexpr int kDivergences = 2;
 
-// Of p, the first model, and q, the second: KL(p || q), or JSD with weight beta on q.
+// KL(p || q), or JSD with weight beta on q; p is of the first model, q of the second.
 struct DivergenceInputs {
   RowInputs in;
   Logits first;
@@ -87,11 +87,11 @@ struct DivergenceInputs {
   double beta = 0.5;
 };
 
-// What the forward keeps of a row, [kSaved, R].
+// The fields that a divergence's forward saves per row, [kSaved, R].
 enum Saved {
   kLse,          // of the first model, less its origin
   kShift,        // the second's lse minus the first's: near 0 it has more digits than either
-  kSlope,        // of jsd: the mean under p of log(m / p)
+  kSlope,        // for JSD: the mean under p of log(m / p)
   kFirstOrigin,  // see divergences.h
   kSecondOrigin,
   kSaved
@@ -103,8 +103,8 @@ struct DivergenceForward {
   void* logprobs = nullptr;  // of the tokens, under either model; null without token ids
   void* ref_logprobs = nullptr;
   double* saved = nullptr;
-  const void* shares = nullptr;  // per row: factor of its gradient; null where none is written
-  Output grad_first;             // [A, T, V]; of sum(shares * rows)
+  const void* row_weights = nullptr;  // per row: factor of its gradient; null where none is written
+  Output grad_first;                  // [A, T, V]; of sum(row_weights * rows)
   Output grad_second;
 };
 

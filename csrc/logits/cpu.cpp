@@ -1,4 +1,5 @@
-// Rows on all threads: a row is one thread's, so that its sums do not depend on how many there are.
+// Rows of logits on several threads. One thread reads a whole row, so that the row's sums do not
+// depend on the number of threads.
 
 #include "logits/cpu.h"
 

@@ -1,9 +1,9 @@
 // Rows of logits. setup.py compiles this file once per instruction set, with KLFAST_INSTRUCTION_SET
 // naming it; everything but the table at the end is internal to each copy.
 //
-// A row goes through in blocks, a block in groups of kLanes (lanes.h). The last group is filled up
-// with words that do not exist: their logits are -infinity. How a row's sums become its results,
-// and when a row is looked at again, is said in divergences.h.
+// A row is read in tiles, a tile in groups of kLanes (lanes.h). The last group is padded with words
+// that do not exist: their logits are -infinity. formulas/divergences.h has the
+// formulas, formulas/passes.h the passes that a row takes.
 
 #include "logits/cpu_kernel.h"
 
@@ -13,9 +13,9 @@
 #include <limits>
 
 #include "device/cpu/ahead.h"
-#include "device/cpu/blocks.h"
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/lanes.h"
+#include "device/cpu/tiles.h"
 #include "formulas/divergences.h"
 
 namespace klfast::cpu {
@@ -29,8 +29,10 @@ using divergences::PairSums;
 using divergences::RowGradient;
 using divergences::RowState;
 using math::Range;
+using passes::Step;
+using passes::Verdict;
 
-constexpr int64_t kBlock =
+constexpr int64_t kTileWords =
     1024;  // words between conversions; buffers stay in the first-level cache
 
 template <typename Acc>
@@ -39,7 +41,7 @@ constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 template <typename Acc>
 using Bits = typename math::Constants<Acc>::Bits;
 
-// A row of logits, as a view of one row, and how its logits are placed.
+// A row of logits as a view, and the unit and origin by which its logits are placed.
 struct Row {
   View words;
   int64_t size;
@@ -55,38 +57,37 @@ Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
   return {{first, logits.dtype, 0, logits.word_stride}, in.shape.words};
 }
 
-// Words of a block.
-struct Piece {
+// The words of a tile.
+struct Tile {
   int64_t first;
   int64_t size;
   int64_t padded;  // size rounded up to whole groups
 };
 
-Piece piece_at(int64_t first, int64_t words) {
-  const int64_t size = std::min(kBlock, words - first);
+Tile tile_at(int64_t first, int64_t words) {
+  const int64_t size = std::min(kTileWords, words - first);
   return {first, size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-// The words of a piece as Acc, placed: where they lie if they lie so, else in the buffer, filled
-// up.
+// The words of a tile as Acc, placed and padded: their own memory if they lie so, else the buffer.
 template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Piece& piece, Acc* buffer) {
-  const Acc* const loaded = load_block(row.words, 0, piece.first, piece.size, piece.padded, buffer);
-  if (loaded == buffer) std::fill(buffer + piece.size, buffer + piece.padded, -kInfinity<Acc>);
+KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Tile& tile, Acc* buffer) {
+  const Acc* const loaded = load_tile(row.words, 0, tile.first, tile.size, tile.padded, buffer);
+  if (loaded == buffer) std::fill(buffer + tile.size, buffer + tile.padded, -kInfinity<Acc>);
   if (row.unit == 1) return loaded;
   const Acc unit = static_cast<Acc>(row.unit);
   const Acc origin = static_cast<Acc>(row.origin);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < piece.padded; ++i) {
+  for (int64_t i = 0; i < tile.padded; ++i) {
     buffer[i] = divergences::placed(loaded[i], unit, origin);
   }
   return buffer;
 }
 
-// The next piece of each row.
-Ahead ahead_of(std::initializer_list<const Row*> rows, const Piece& piece) {
+// The memory of each row's next tile.
+Ahead ahead_of(std::initializer_list<const Row*> rows, const Tile& tile) {
   Ahead ahead;
-  for (const Row* row : rows) ahead.add(row->words, 0, piece.first + kBlock);
+  for (const Row* row : rows) ahead.add(row->words, 0, tile.first + kTileWords);
   return ahead;
 }
 
@@ -102,7 +103,7 @@ double word_at(const Row& row, int64_t index) {
   return word;
 }
 
-// The greatest word of a piece; NaN is passed over, as any sum will show it.
+// The greatest word of a tile. NaN is ignored here, as it shows in every sum.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
   alignas(64) Acc lanes[kLanes];
@@ -122,20 +123,33 @@ KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
   return lanes[0];
 }
 
-// The greatest word among the first `words` of a row, as it is.
+// The greatest of the first `words` words of a row, not placed.
 template <typename Acc>
 Acc greatest(const Row& placed_row, int64_t words) {
   const Row row = placed_row.from(1, 0);
-  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc buffer[kTileWords];
   Acc found = -kInfinity<Acc>;
-  for (int64_t first = 0; first < words; first += kBlock) {
-    const Piece piece = piece_at(first, words);
-    found = std::max(found, greatest(load(row, piece, buffer), piece.padded));
+  for (int64_t first = 0; first < words; first += kTileWords) {
+    const Tile tile = tile_at(first, words);
+    found = std::max(found, greatest(load(row, tile, buffer), tile.padded));
   }
   return found;
 }
 
-bool is_guess(double greatest) { return std::isfinite(greatest); }
+// Runs the passes of a row (passes.h). find(words) finds the greatest of so many first words,
+// sum(again) sums the row; both return a verdict.
+template <typename Find, typename Sum>
+void run_passes(int64_t words, const Find& find, const Sum& sum) {
+  for (Step step = Step::kFindFirst; step != Step::kDone;) {
+    Verdict verdict;
+    if (step == Step::kFindFirst || step == Step::kFindInRow) {
+      verdict = find(step == Step::kFindFirst ? std::min(kTileWords, words) : words);
+    } else {
+      verdict = sum(step == Step::kSumAgain);
+    }
+    step = passes::next_step(step, verdict);
+  }
+}
 
 template <typename Acc>
 void store(void* data, int64_t index, double value) {
@@ -147,29 +161,29 @@ double element(const void* data, int64_t index) {
   return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
-// Zeros for a row's gradient.
+// Zeroes a row's gradient.
 void clear(const Output& output, int64_t row, int64_t words) {
   if (output.data == nullptr) return;
   const int64_t bytes = words * element_size(output.dtype);
   std::fill_n(static_cast<char*>(output.data) + row * bytes, bytes, 0);
 }
 
-// Whether a row's token id is a word; masked rows need none.
+// Whether a row's token id is a word of the vocabulary, or no token ids are given.
 bool is_word(const RowInputs& in, int64_t row) {
   if (in.token_ids == nullptr) return true;
   return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
 }
 
-// The place of the row's token within a piece, or -1.
-int64_t taken_in(const RowInputs& in, int64_t row, const Piece& piece) {
+// The place of the row's target token in a tile, or -1.
+int64_t target_in(const RowInputs& in, int64_t row, const Tile& tile) {
   if (in.token_ids == nullptr) return -1;
-  const int64_t place = in.token_ids[row] - piece.first;
-  return place >= 0 && place < piece.size ? place : -1;
+  const int64_t place = in.token_ids[row] - tile.first;
+  return place >= 0 && place < tile.size ? place : -1;
 }
 
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
-  const double scale = static_cast<Acc>(in.scale());  // as the sums took it
+  const double scale = static_cast<Acc>(in.scale());  // rounded, as in the sums
   const double word = word_at(row, in.token_ids[index]);
   return divergences::log_prob(word, scale, row.unit, row.origin, lse);
 }
@@ -178,33 +192,33 @@ double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) 
 
 struct WordSums {
   double mass = 0;
-  double surprise = 0;
+  double moment = 0;
 };
 
 template <bool kEntropy, typename Acc>
 WordSums sum_words(const Row& row, Acc scale, Acc guess) {
-  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc buffer[kTileWords];
   alignas(64) Acc mass[kLanes] = {};
-  alignas(64) Acc surprise[kLanes] = {};
+  alignas(64) Acc moment[kLanes] = {};
   alignas(64) double wide_mass[kLanes] = {};
-  alignas(64) double wide_surprise[kLanes] = {};
-  for (int64_t first = 0; first < row.size; first += kBlock) {
-    const Piece piece = piece_at(first, row.size);
-    const Ahead ahead = ahead_of({&row}, piece);
-    const Acc* const words = load(row, piece, buffer);
-    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+  alignas(64) double wide_moment[kLanes] = {};
+  for (int64_t first = 0; first < row.size; first += kTileWords) {
+    const Tile tile = tile_at(first, row.size);
+    const Ahead ahead = ahead_of({&row}, tile);
+    const Acc* const words = load(row, tile, buffer);
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         const divergences::Word<Acc> word = divergences::word_of(words[i + lane], scale, guess);
         mass[lane] += word.mass;
-        if constexpr (kEntropy) surprise[lane] += word.surprise;
+        if constexpr (kEntropy) moment[lane] += word.moment;
       }
     }
     flush(mass, wide_mass);
-    if constexpr (kEntropy) flush(surprise, wide_surprise);
+    if constexpr (kEntropy) flush(moment, wide_moment);
   }
-  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_surprise) : 0.0};
+  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_moment) : 0.0};
 }
 
 struct WordRow {
@@ -212,34 +226,30 @@ struct WordRow {
   double entropy;
 };
 
-// The first block's greatest word serves as the guess. If the sum shows that it was a poor one, the
-// row is summed again against what that says; if it was useless, against the row's greatest word.
-// Leaves the row placed as its sums took it.
+// The results of a row. Sets the row's placement.
 template <bool kEntropy, typename Acc>
-WordRow look_at_words(const RowInputs& in, Row& row) {
+WordRow sum_row(const RowInputs& in, Row& row) {
   Acc scale = 0;
   Acc guess = 0;
   WordSums sums;
-  const auto look = [&] { sums = sum_words<kEntropy>(row, scale, guess); };
-  const auto look_from = [&](int64_t words) {
+  const auto find = [&](int64_t words) {
+    sums.mass = NAN;
     const Acc top = greatest<Acc>(row, words);
-    if (!is_guess(top)) return false;
+    if (!std::isfinite(top)) return Verdict::kUseless;
     const double origin = divergences::origin_of(top, in.scale());
     row = row.from(divergences::unit_of({origin, 0}), origin);
     scale = static_cast<Acc>(in.scale() / row.unit);
     guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
-    look();
-    return true;
+    return Verdict::kGood;
   };
-  look_from(std::min(kBlock, row.size));
-  if (!divergences::is_usable(sums.mass)) {
-    if (!look_from(row.size)) return {NAN, NAN};
-  } else if (!divergences::is_good(sums.mass)) {
-    guess = static_cast<Acc>(guess + std::log(sums.mass));
-    look();
-  }
+  const auto sum = [&](bool again) {
+    if (again) guess = static_cast<Acc>(guess + std::log(sums.mass));
+    sums = sum_words<kEntropy>(row, scale, guess);
+    return passes::verdict_of(sums.mass);
+  };
+  run_passes(row.size, find, sum);
   const double log_mass = std::log(sums.mass);
-  const double entropy = log_mass - sums.surprise / sums.mass;
+  const double entropy = log_mass - sums.moment / sums.mass;
   return {static_cast<double>(guess) + log_mass, entropy < 0 ? 0 : entropy};
 }
 
@@ -255,8 +265,8 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   }
   if (!is_word(in, index)) return false;
   Row row = row_at(in, call.logits, index);
-  const WordRow found = call.entropy != nullptr ? look_at_words<true, Acc>(in, row)
-                                                : look_at_words<false, Acc>(in, row);
+  const WordRow found =
+      call.entropy != nullptr ? sum_row<true, Acc>(in, row) : sum_row<false, Acc>(in, row);
   store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
   store<Acc>(call.entropy, index, found.entropy);
   call.saved[kWordOrigin * rows + index] = row.origin;
@@ -275,25 +285,25 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const double unit = divergences::unit_of({origin, 0});
   const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.scale();
-  const double taken = element<Acc>(call.grad_logprobs, index) * scale;
+  const double of_logprob = element<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
-      scale / unit, lse, taken, of_entropy, element<Acc>(call.entropy, index));
-  alignas(64) Acc buffer[kBlock];
-  alignas(64) Acc out_buffer[kBlock];
-  for (int64_t first = 0; first < words; first += kBlock) {
-    const Piece piece = piece_at(first, words);
-    const Acc* const logits = load(row, piece, buffer);
+      scale / unit, lse, of_logprob, of_entropy, element<Acc>(call.entropy, index));
+  alignas(64) Acc buffer[kTileWords];
+  alignas(64) Acc out_buffer[kTileWords];
+  for (int64_t first = 0; first < words; first += kTileWords) {
+    const Tile tile = tile_at(first, words);
+    const Acc* const logits = load(row, tile, buffer);
     Acc* const grad =
-        output_block(call.grad, index * words + first, piece.size, piece.padded, out_buffer);
+        output_tile(call.grad, index * words + first, tile.size, tile.padded, out_buffer);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < piece.padded; ++i) {
+    for (int64_t i = 0; i < tile.padded; ++i) {
       grad[i] = divergences::token_gradient(logits[i], own);
     }
-    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
-      grad[place] += static_cast<Acc>(taken);
+    if (const int64_t place = target_in(in, index, tile); place >= 0) {
+      grad[place] += static_cast<Acc>(of_logprob);
     }
-    store_block(call.grad, index * words + first, piece.size, grad);
+    store_tile(call.grad, index * words + first, tile.size, grad);
   }
 }
 
@@ -324,7 +334,7 @@ KLFAST_HOST_DEVICE void add_group(const Acc* first, const Acc* second, const Gue
   }
 }
 
-// Lane sums over a row.
+// The lane sums of a row, in double after every tile.
 template <Range range, typename Acc>
 struct PairAccumulator {
   alignas(64) PairLanes<Acc> lanes;
@@ -333,7 +343,7 @@ struct PairAccumulator {
   alignas(64) double slope[kLanes] = {};
   alignas(64) double other[kLanes] = {};
 
-  void end_block() {
+  void end_tile() {
     flush(lanes.mass, mass);
     flush(lanes.spread, spread);
     flush(lanes.slope, slope);
@@ -347,22 +357,20 @@ struct PairAccumulator {
   }
 };
 
-constexpr PairRow kNoRow = {NAN, NAN, NAN, false, false, {}};
-
 template <typename Acc>
 PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
-  alignas(64) Acc first_buffer[kBlock];
-  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) Acc first_buffer[kTileWords];
+  alignas(64) Acc second_buffer[kTileWords];
   PairAccumulator<Range::kNear, Acc> near;
   PairAccumulator<Range::kAnywhere, Acc> anywhere;
   const Guess<Acc> own = guess;
-  for (int64_t start = 0; start < first_row.size; start += kBlock) {
-    const Piece piece = piece_at(start, first_row.size);
-    const Ahead ahead = ahead_of({&first_row, &second_row}, piece);
-    const Acc* const first = load(first_row, piece, first_buffer);
-    const Acc* const second = load(second_row, piece, second_buffer);
+  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
+    const Tile tile = tile_at(start, first_row.size);
+    const Ahead ahead = ahead_of({&first_row, &second_row}, tile);
+    const Acc* const first = load(first_row, tile, first_buffer);
+    const Acc* const second = load(second_row, tile, second_buffer);
     bool any_far = false;
-    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
       Bits<Acc> far = 0;
       for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -375,53 +383,52 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
         add_group<Range::kNear>(first + i, second + i, own, near.lanes);
       }
     }
-    near.end_block();
-    if (any_far) anywhere.end_block();
+    near.end_tile();
+    if (any_far) anywhere.end_tile();
   }
   return divergences::add(near.total(), anywhere.total());
 }
 
-// kl, lse and shift of a pair of rows: a look with the first block's guess, one more if that was
-// poor, and one with the whole rows' greatest words between them if it was useless. Leaves the rows
-// placed as the sums took them.
+// The results of a pair of rows. Sets their placement.
 template <typename Acc>
-PairRow look_at_pairs(const RowInputs& in, Row& first, Row& second) {
+PairRow sum_rows(const RowInputs& in, Row& first, Row& second) {
   const double scale = in.scale();
-  PairRow row = kNoRow;
-  const auto look = [&](const Guess<Acc>& guess, const Origins& origins) {
-    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
-  };
-  const auto look_from = [&](int64_t words) {
+  PairRow row;
+  Guess<Acc> guess;
+  Origins origins;
+  const auto find = [&](int64_t words) {
+    row = divergences::nan_row();
     const double top = greatest<Acc>(first, words);
     const double other_top = greatest<Acc>(second, words);
-    if (!is_guess(top) || !is_guess(other_top)) return false;
-    const Origins origins = {divergences::origin_of(top, scale),
-                             divergences::origin_of(other_top, scale)};
+    if (!std::isfinite(top) || !std::isfinite(other_top)) return Verdict::kUseless;
+    origins = {divergences::origin_of(top, scale), divergences::origin_of(other_top, scale)};
     const double unit = divergences::unit_of(origins);
     first = first.from(unit, origins.first);
     second = second.from(unit, origins.second);
-    look(divergences::guess_of_greatest<Acc>(scale, origins, top, other_top), origins);
-    return true;
+    guess = divergences::guess_of_greatest<Acc>(scale, origins, top, other_top);
+    return Verdict::kGood;
   };
-  look_from(std::min(kBlock, in.shape.words));
-  if (!row.usable && !look_from(in.shape.words)) return kNoRow;
-  if (row.usable && !row.good) {
-    look(divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift), row.origins);
-  }
+  const auto sum = [&](bool again) {
+    if (again) guess = divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift);
+    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
+    return row.verdict;
+  };
+  run_passes(in.shape.words, find, sum);
   return row;
 }
 
-struct Mixed {
-  double jsd;
+// The divergence of a pair of rows, and what JSD saves for the backward.
+struct RowValue {
+  double value;
   double slope;
 };
 
 template <typename Acc>
-Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, const PairRow& row,
-          double beta) {
+RowValue jsd_of_rows(const RowInputs& in, const Row& first_row, const Row& second_row,
+                     const PairRow& row, double beta) {
   if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
-  alignas(64) Acc first_buffer[kBlock];
-  alignas(64) Acc second_buffer[kBlock];
+  alignas(64) Acc first_buffer[kTileWords];
+  alignas(64) Acc second_buffer[kTileWords];
   alignas(64) Acc value[kLanes] = {};
   alignas(64) Acc slope[kLanes] = {};
   alignas(64) double wide_value[kLanes] = {};
@@ -429,15 +436,15 @@ Mixed mix(const RowInputs& in, const Row& first_row, const Row& second_row, cons
   const double scale = in.scale() / first_row.unit;
   const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
   const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
-  for (int64_t start = 0; start < first_row.size; start += kBlock) {
-    const Piece piece = piece_at(start, first_row.size);
-    const Acc* const first = load(first_row, piece, first_buffer);
-    const Acc* const second = load(second_row, piece, second_buffer);
-    for (int64_t i = 0; i < piece.padded; i += kLanes) {
+  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
+    const Tile tile = tile_at(start, first_row.size);
+    const Acc* const first = load(first_row, tile, first_buffer);
+    const Acc* const second = load(second_row, tile, second_buffer);
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const divergences::MixedWord<Acc> word =
-            divergences::mixed_of(first[i + lane], second[i + lane], exact, mixture);
+        const divergences::JsdWord<Acc> word =
+            divergences::jsd_word_of(first[i + lane], second[i + lane], exact, mixture);
         value[lane] += word.value;
         slope[lane] += word.p * word.log_m_over_p;
       }
@@ -459,28 +466,29 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
   const RowGradient<Acc> row = divergences::gradient_of<Acc>(is_kl, in.scale(), call.beta, state);
-  alignas(64) Acc buffers[4][kBlock + kLanes];  // not a page apart, which would alias in the cache
-  for (int64_t start = 0; start < words; start += kBlock) {
-    const Piece piece = piece_at(start, words);
+  alignas(64)
+      Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
+  for (int64_t start = 0; start < words; start += kTileWords) {
+    const Tile tile = tile_at(start, words);
     const int64_t at = index * words + start;
-    const Acc* const first = load(first_row, piece, buffers[0]);
-    const Acc* const second = load(second_row, piece, buffers[1]);
-    Acc* const to_first = output_block(grad_first, at, piece.size, piece.padded, buffers[2]);
-    Acc* const to_second = output_block(grad_second, at, piece.size, piece.padded, buffers[3]);
+    const Acc* const first = load(first_row, tile, buffers[0]);
+    const Acc* const second = load(second_row, tile, buffers[1]);
+    Acc* const to_first = output_tile(grad_first, at, tile.size, tile.padded, buffers[2]);
+    Acc* const to_second = output_tile(grad_second, at, tile.size, tile.padded, buffers[3]);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < piece.padded; ++i) {
+    for (int64_t i = 0; i < tile.padded; ++i) {
       const divergences::WordGradients<Acc> grads =
           is_kl ? divergences::kl_gradients(first[i], second[i], row)
                 : divergences::jsd_gradients(first[i], second[i], row);
       if constexpr (kFirst) to_first[i] = grads.first;
       if constexpr (kSecond) to_second[i] = grads.second;
     }
-    if (const int64_t place = taken_in(in, index, piece); place >= 0) {
+    if (const int64_t place = target_in(in, index, tile); place >= 0) {
       if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
       if constexpr (kSecond) to_second[place] += static_cast<Acc>(state.grad_ref_logprob);
     }
-    if constexpr (kFirst) store_block(grad_first, at, piece.size, to_first);
-    if constexpr (kSecond) store_block(grad_second, at, piece.size, to_second);
+    if constexpr (kFirst) store_tile(grad_first, at, tile.size, to_first);
+    if constexpr (kSecond) store_tile(grad_second, at, tile.size, to_second);
   }
 }
 
@@ -527,25 +535,24 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   Row first = row_at(in, call.in.first, index);
   Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
-  const PairRow row = look_at_pairs<Acc>(in, first, second);
-  Mixed mixed = {row.kl, 0};
-  if (!is_kl) {
-    mixed = mix<Acc>(in, first, second, row, call.in.beta);
-  }
-  mixed.jsd = static_cast<Acc>(mixed.jsd);  // as a backward will find it
-  store<Acc>(call.rows, index, mixed.jsd);
+  const PairRow row = sum_rows<Acc>(in, first, second);
+  RowValue found = {row.kl, 0};
+  if (!is_kl) found = jsd_of_rows<Acc>(in, first, second, row, call.in.beta);
+  found.value = static_cast<Acc>(found.value);  // rounded, as the backward reads it
+  store<Acc>(call.rows, index, found.value);
   if (in.token_ids != nullptr) {
     store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
     store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
   }
   call.saved[kLse * rows + index] = row.lse;
   call.saved[kShift * rows + index] = row.shift;
-  call.saved[kSlope * rows + index] = mixed.slope;
+  call.saved[kSlope * rows + index] = found.slope;
   call.saved[kFirstOrigin * rows + index] = row.origins.first;
   call.saved[kSecondOrigin * rows + index] = row.origins.second;
-  if (call.shares != nullptr) {
-    const double share = element<Acc>(call.shares, index) * in.scale();
-    const RowState state = {mixed.jsd, row.lse, row.shift, mixed.slope, row.origins, share, 0, 0};
+  if (call.row_weights != nullptr) {
+    const double weight = element<Acc>(call.row_weights, index) * in.scale();
+    const RowState state = {found.value, row.lse, row.shift, found.slope,
+                            row.origins, weight,  0,         0};
     write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
   }
   return true;

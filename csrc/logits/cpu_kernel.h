@@ -1,5 +1,4 @@
-// What the kernels over logits that are compiled per instruction set offer to logits.cpp: a row
-// each.
+// The kernels over logits that are compiled per instruction set, each for one row.
 
 #pragma once
 

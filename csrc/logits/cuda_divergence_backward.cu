@@ -31,7 +31,7 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
 
 template <typename T, Divergence divergence>
 __global__ void __launch_bounds__(kPieceThreads,
-                                  is_mixed<T> || divergence == Divergence::kJsd ? 2 : 3)
+                                  is_any_dtype<T> || divergence == Divergence::kJsd ? 2 : 3)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;
@@ -47,20 +47,20 @@ __global__ void __launch_bounds__(kPieceThreads,
   }
   __shared__ RowGradient<Acc> row;
   __shared__ Frame<Acc, 2> frame;
-  __shared__ Acc of_taken[2];
+  __shared__ Acc target_gradient[2];
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
     row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.scale(), call.in.beta,
                                         state);
     frame = Frame<Acc, 2>::of(state.origins);
-    of_taken[0] = static_cast<Acc>(state.grad_logprob);
-    of_taken[1] = static_cast<Acc>(state.grad_ref_logprob);
+    target_gradient[0] = static_cast<Acc>(state.grad_logprob);
+    target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
   }
   __syncthreads();
   part.frame = frame.if_any();
-  part.taken = taken_in(in, index, place);
-  part.of_taken[0] = of_taken[0];
-  part.of_taken[1] = of_taken[1];
+  part.target = target_in(in, index, place);
+  part.target_gradient[0] = target_gradient[0];
+  part.target_gradient[1] = target_gradient[1];
   write_gradients<Memory::kReadOnly, divergence>(part, row);
 }
 

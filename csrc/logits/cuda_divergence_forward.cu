@@ -1,9 +1,9 @@
 // Divergences of rows of two models: kernel and launches.
 //
-// The blocks of a row guess, sum, check, and look again (divergences.h), the first thread of each
-// deciding alike from the same sums; then, for jsd, they sum once more. Where a row fits in shared
-// memory it is read once, and its gradient written by the same kernel; else by that of the
-// backward.
+// The blocks of a row take the passes of formulas/passes.h; the first thread of each block chooses
+// the next step, alike in all blocks, as all have the same sums. A JSD takes one more pass. A row
+// that fits in shared memory is read once, and its gradient written by the same kernel; the
+// gradient of any other row is written by the backward's kernel.
 
 #include "logits/cuda.h"
 #include "logits/cuda_divergence_gradients.h"
@@ -18,32 +18,32 @@ using divergences::Origins;
 using divergences::PairRow;
 using divergences::RowGradient;
 using math::Range;
+using passes::Step;
+using passes::Verdict;
 
 struct ForwardTask {
   DivergenceForward call;
   RowPlan plan;
 };
 
-enum class Next { kStart, kSumFirst, kSearch, kSum, kSumAgain, kDone };
-
-// What the first thread of a block tells the others.
+// The shared memory of a block: written by its first thread, read by all.
 template <typename Acc>
 struct Shared {
   Exchange exchange;
   PairRow row;
   Guess<Acc> guess;
   Frame<Acc, 2> frame;
-  Next next;
+  Step step;
   RowGradient<Acc> gradient;
 };
 
-// Two blocks on a processor, with the registers that they need.
-template <Divergence divergence, bool kKeeps>
-constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kKeeps ? 384 : 448);
+// The threads of a block: as many as leave two blocks on a processor the registers that they need.
+template <Divergence divergence, bool kStages>
+constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kStages ? 384 : 448);
 
 constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
 
-// Of a thread: over a chunk, over a group of chunks, and in double over all.
+// A thread's sums over a chunk or a group of chunks. The sums over all its words are in double.
 template <typename Acc>
 struct Lane {
   Acc mass = 0;
@@ -74,13 +74,13 @@ __device__ __forceinline__ Lane<Acc> sum_chunk(const Chunk<Acc, W>& first,
   return sums;
 }
 
-// What log_ratio comes to where neither model carries an offset.
+// divergences::log_ratio for a guess without offsets.
 template <typename Acc>
 __device__ __forceinline__ Acc plain_log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
   return math::fma(y - x, guess.scale, -guess.ratio);
 }
 
-// Whether some word takes the long way.
+// Whether a word of the chunk is out of sum_near_chunk's range.
 template <typename Acc, int W>
 __device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
                                        const Guess<Acc>& guess) {
@@ -92,8 +92,8 @@ __device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<A
   return far;
 }
 
-// The same sums for other chunks, in fewer instructions: of w (e^u - 1 - u) = (w u) (u q(u)) the
-// first factor is there already.
+// The sums of a chunk whose words are all near, in fewer instructions: in w (e^u - 1 - u)
+// = (w u) (u q(u)) the first factor is the slope.
 template <typename Acc, int W>
 __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
                                                     const Chunk<Acc, W>& second,
@@ -114,7 +114,8 @@ __device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
 
 enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
 
-// All lanes of a warp go the same way, by their own words: so a row's sums depend on nothing else.
+// All lanes of a warp take the same branch. Their own words alone decide which, so that a row's
+// sums depend on nothing else.
 template <typename Rows, typename Acc>
 __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& guess,
                                           const Frame<Acc, 2>* frame, double (&sums)[kFields]) {
@@ -142,11 +143,11 @@ __device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& gu
   sums[kExcluded] = excluded ? 1 : 0;
 }
 
-// jsd and its slope, but for a factor.
+// The sums of a row's JSD and of its slope, but for the factor rest_of().
 template <typename Rows, typename Acc>
-__device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& exact,
-                                          const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
-                                          double (&sums)[2]) {
+__device__ __forceinline__ void sum_jsd(const Rows& rows, const Guess<Acc>& exact,
+                                        const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
+                                        double (&sums)[2]) {
   Acc value = 0;
   Acc slope = 0;
   sums[0] = sums[1] = 0;
@@ -155,7 +156,7 @@ __device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& ex
 #pragma unroll
     for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
       const auto word =
-          divergences::mixed_of(words.of[0].element[i], words.of[1].element[i], exact, mixture);
+          divergences::jsd_word_of(words.of[0].element[i], words.of[1].element[i], exact, mixture);
       value += word.value;
       slope += word.p * word.log_m_over_p;
     }
@@ -167,57 +168,47 @@ __device__ __forceinline__ void mix_pairs(const Rows& rows, const Guess<Acc>& ex
   });
 }
 
-// What the first thread makes of the greatest words: a guess, if they are finite. These two are not
-// inlined, as they are long, and run once or twice a row.
+// Takes the greatest words as the guess, and chooses the next step. Run by the first thread. Not
+// inlined, like judge_sums: both are long, and run once or twice a row.
 template <typename Acc>
 __device__ __noinline__ void judge_greatest(double first, double second, double scale,
                                             Shared<Acc>& shared) {
-  const bool is_start = shared.next == Next::kStart;
+  const bool is_finite = std::isfinite(first) && std::isfinite(second);
   Origins& origins = shared.row.origins;
-  shared.row = {NAN, NAN, NAN, false, false, {}};
-  if (std::isfinite(first) && std::isfinite(second)) {
+  shared.row = divergences::nan_row();
+  if (is_finite) {
     origins = {divergences::origin_of(first, scale), divergences::origin_of(second, scale)};
     shared.guess = divergences::guess_of_greatest<Acc>(scale, origins, first, second);
-    shared.next = is_start ? Next::kSumFirst : Next::kSum;
-  } else {
-    shared.next = is_start ? Next::kSearch : Next::kDone;
   }
   shared.frame = Frame<Acc, 2>::of(origins);
+  shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
 }
 
-// And of the sums: what they say of the row, and whether it is looked at again.
+// Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
+// first thread.
 template <typename Acc>
 __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
                                         Shared<Acc>& shared) {
   const PairRow row = divergences::row_of(sums, shared.guess, shared.row.origins);
-  const bool is_first = shared.next == Next::kSumFirst;
-  const bool is_last = shared.next == Next::kSumAgain;
   shared.row = row;
   const double own_scale = scale / divergences::unit_of(row.origins);
   shared.guess = divergences::guess_of<Acc>(own_scale, row.lse, row.shift);
-  if (!row.usable && is_first) {
-    shared.next = Next::kSearch;
-  } else if (row.usable && !row.good && !is_last) {
-    shared.next = Next::kSumAgain;
-  } else {
-    shared.next = Next::kDone;
-  }
+  shared.step = passes::next_step(shared.step, row.verdict);
 }
 
-// kl, lse and shift of a row, in shared.row, and the guess that they are: a look with the guess of
-// the first words, one more if that was poor, and one with the whole row's greatest words between
-// them if it was useless. The scale is read where it is needed: kept, it costs two registers, and
-// 16-bit kernels spill.
+// kl, lse and shift of a row, in shared.row, by the passes of passes.h; lse and shift are also in
+// shared.guess. The scale is read where it is needed: staged, it costs two registers, and 16-bit
+// kernels spill. They also spill where a function decides which kind of pass a step is.
 template <typename Rows, typename Acc>
-__device__ __forceinline__ void look_at_pairs(const Rows& rows, const RowInputs& in, Team& team,
-                                              Shared<Acc>& shared) {
+__device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, Team& team,
+                                        Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
-  if (decides) shared.next = Next::kStart;
+  if (decides) shared.step = Step::kFindFirst;
 #pragma unroll 1
-  for (Next next = Next::kStart; next != Next::kDone; next = shared.next) {
-    if (next == Next::kStart || next == Next::kSearch) {
+  for (Step step = Step::kFindFirst; step != Step::kDone; step = shared.step) {
+    if (step == Step::kFindFirst || step == Step::kFindInRow) {
       double greatest[2];
-      find_greatest(rows, next == Next::kStart ? 1 : rows.rounds.some, greatest);
+      find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
       team.combine<Greatest>(greatest);
       if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
     } else {
@@ -234,7 +225,7 @@ __device__ __forceinline__ void look_at_pairs(const Rows& rows, const RowInputs&
   }
 }
 
-// `first`: where the row starts, of each model.
+// Stores the row's results. `first`: the start of the row in each model.
 template <typename Acc>
 __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t index,
                                           const char* const (&first)[2], const PairRow& row,
@@ -270,8 +261,8 @@ __device__ __forceinline__ void skip_row(const DivergenceForward& call, int64_t 
   for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
 }
 
-// What there is to say of the row, by one thread of all its blocks; and, by one of each, what its
-// gradient is made of. `first` and `second`: where the part starts, of each model.
+// Stores the row's results and computes the constants of its gradient. Run by the first thread of
+// every block; the first block stores. `first` and `second`: the start of the part in each model.
 template <typename Acc>
 __device__ __noinline__ void finish_row(const ForwardTask& task, const char* first,
                                         const char* second, double jsd, double slope,
@@ -288,30 +279,31 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
     jsd = divergences::jsd_of(jsd * rest, call.in.beta);
     slope *= rest;
   }
-  const double value = static_cast<Acc>(jsd);  // as a backward will find it
+  const double value = static_cast<Acc>(jsd);  // rounded, as the backward reads it
   const bool stores = task.plan.rank_of_block() == 0;
   if (stores) store_row<Acc>(call, index, {first, second}, row, value, slope);
-  if (call.shares == nullptr) return;
+  if (call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
-  const double share = number_at<Acc>(call.shares, index) * scale;
+  const double weight = number_at<Acc>(call.row_weights, index) * scale;
   shared.gradient = divergences::gradient_of<Acc>(
-      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, share, 0, 0});
+      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
-// A block's part of a row, from wherever `rows` has it, read from `source`: all but the gradient.
+// Everything but the gradient of a block's part of a row. `rows` loads the part, from memory or
+// staged; `source` has its address in memory.
 template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
-  look_at_pairs(rows, task.call.in.in, team, shared);
-  double mixed[2] = {};
+  sum_row(rows, task.call.in.in, team, shared);
+  double jsd_sums[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
     const Guess<Acc> exact = shared.guess;
-    mix_pairs(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
-              mixed);
-    team.combine<Add>(mixed);
+    sum_jsd(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
+            jsd_sums);
+    team.combine<Add>(jsd_sums);
   }
   if (threadIdx.x == 0) {
-    finish_row(task, source.first(0), source.first(1), mixed[0], mixed[1], shared);
+    finish_row(task, source.first(0), source.first(1), jsd_sums[0], jsd_sums[1], shared);
   }
   team.leave();
 }
@@ -327,7 +319,7 @@ __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in, 
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence, false>, is_mixed<T> ? 1 : 2)
+__global__ void __launch_bounds__(kThreads<divergence, false>, is_any_dtype<T> ? 1 : 2)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceForward& call = task.call;
@@ -340,9 +332,9 @@ __global__ void __launch_bounds__(kThreads<divergence, false>, is_mixed<T> ? 1 :
   team.end();
 }
 
-// The same with rows kept in the shared memory of a cluster, and their gradients.
+// The same for a row that is staged in the shared memory of a cluster, and the row's gradients.
 template <typename T, Divergence divergence>
-__device__ __forceinline__ void keep_row(const ForwardTask& task) {
+__device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   char* const memory = dynamic_shared() + kState;
   const DivergenceForward& call = task.call;
@@ -356,19 +348,19 @@ __device__ __forceinline__ void keep_row(const ForwardTask& task) {
   }
   Team team(task.plan, shared.exchange);
   const auto rows = read_pair<T>(call.in, index, place);
-  const auto kept = keep_rows(rows, place.size, memory);
-  run_row<divergence>(task, rows, kept, team, shared);
+  const auto staged = stage_rows(rows, place.size, memory);
+  run_row<divergence>(task, rows, staged, team, shared);
   __syncthreads();
   const auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second,
                                      task.plan.row_of_block(), place, shared.frame.if_any());
-  write_gradients<Memory::kShared, divergence>(of_kept(part, kept), shared.gradient);
+  write_gradients<Memory::kShared, divergence>(of_staged(part, staged), shared.gradient);
   team.end();
 }
 
 template <typename T, Divergence divergence>
 __global__ void __launch_bounds__(kThreads<divergence, true>, 2)
-    divergence_forward_kept_kernel(const __grid_constant__ ForwardTask task) {
-  if constexpr (kHasClusters) keep_row<T, divergence>(task);
+    divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
+  if constexpr (kHasClusters) stage_row<T, divergence>(task);
 }
 
 bool wants_gradient(const DivergenceForward& call) {
@@ -378,10 +370,10 @@ bool wants_gradient(const DivergenceForward& call) {
 void launch_gradient(const DivergenceForward& call, void* stream) {
   DivergenceBackward backward;
   backward.in = call.in;
-  backward.in.in.token_ids = nullptr;  // whose log-probs have no part in it
+  backward.in.in.token_ids = nullptr;  // their log-probs have no incoming gradient here
   backward.rows = call.rows;
   backward.saved = call.saved;
-  backward.grad_rows = call.shares;
+  backward.grad_rows = call.row_weights;
   backward.grad_first = call.grad_first;
   backward.grad_second = call.grad_second;
   divergence_backward(backward, stream);
@@ -392,11 +384,11 @@ void launch_forward(ForwardTask task, void* stream) {
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     task.plan =
-        plan_kept(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
-    if (task.plan.is_kept && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
-      return launch_rows(divergence_forward_kept_kernel<T, divergence>, rows, task.plan.blocks,
+        plan_staged(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
+    if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
+      return launch_rows(divergence_forward_staged_kernel<T, divergence>, rows, task.plan.blocks,
                          task.plan.shared, task, stream);
     }
   }

@@ -1,4 +1,4 @@
-// Gradients of a row of two models, as the forward and the backward write them.
+// Gradients of a row of two models, for the forward and the backward.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace klfast::cuda {
 
-// Both models of one dtype T, or of any.
+// The dtype of both models: T, or AnyDtype.
 template <typename T>
 struct PairOf {
   using Type = T;
@@ -15,15 +15,15 @@ struct PairOf {
 
 template <typename Visitor>
 void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
-  if (in.in.is_double) return visit(PairOf<Mixed<double>>());
-  if (in.first.dtype != in.second.dtype) return visit(PairOf<Mixed<float>>());
+  if (in.in.is_double) return visit(PairOf<AnyDtype<double>>());
+  if (in.first.dtype != in.second.dtype) return visit(PairOf<AnyDtype<float>>());
   visit_dtype(in.first.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T> && !std::is_same_v<T, double>) visit(PairOf<T>());
   });
 }
 
-// Where a part's gradients go, and where they come from; no token has been taken.
+// A part of a row without a target token.
 template <typename T>
 __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInputs& in,
                                                             const Output& first,

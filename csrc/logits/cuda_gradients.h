@@ -1,8 +1,8 @@
-// Gradients of a part of a row: each word is read, and what becomes of it written, once.
+// Gradients of a part of a row: each logit is read once, and its gradient written once.
 //
-// A word's gradient depends on nothing but itself and its row, so that here, unlike in sums, it
-// does not matter which thread has it: chunks lie where whole words of the output's memory do, and
-// so do those of the logits wherever they are as contiguous as the output is.
+// A gradient, unlike a sum, does not depend on the thread that computes it. Chunks therefore start
+// at aligned vectors of the output, which are also aligned vectors of logits that lie as the output
+// does.
 
 #pragma once
 
@@ -17,20 +17,20 @@ struct GradientPart {
   DType dtype[kModels];
   int64_t stride[kModels];
   Output to[kModels];
-  int64_t index;  // of the first word in the outputs
+  int64_t index;  // of the part's first word in the outputs
   int64_t size;
-  int64_t taken;  // place of the row's token in the part; anything else if it is not there
-  AccOf<T> of_taken[kModels];  // what it adds to its word
+  int64_t target;  // place of the row's target token in the part; out of range if it is not there
+  AccOf<T> target_gradient[kModels];  // added to the gradient of that word
   const Frame<AccOf<T>, kModels>* frame;
 };
 
-// The same of a part that has been kept.
+// The same part, read from where it is staged.
 template <typename T, int kModels>
-__device__ __forceinline__ GradientPart<T, kModels> of_kept(GradientPart<T, kModels> part,
-                                                            const KeptRows<T, kModels>& kept) {
+__device__ __forceinline__ GradientPart<T, kModels> of_staged(
+    GradientPart<T, kModels> part, const StagedRows<T, kModels>& staged) {
 #pragma unroll
   for (int m = 0; m < kModels; ++m) {
-    part.from[m] = kept.first[m];
+    part.from[m] = staged.first[m];
     part.stride[m] = 1;
   }
   return part;
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t pack(Acc low, Acc high) {
   return convert<To>(low).bits | static_cast<uint32_t>(convert<To>(high).bits) << 16;
 }
 
-// A chunk as it lies in memory, but for one of mixed sources, which has not been converted yet.
+// A chunk as stored in memory; under AnyDtype it is not converted yet.
 template <typename T>
 __device__ __forceinline__ Raw raw_of(const Chunk<AccOf<T>, kChunk<T>>& values) {
   if constexpr (sizeof(ElementOf<T>) == 2) {
@@ -67,7 +67,8 @@ __device__ __forceinline__ Raw raw_of(const Chunk<AccOf<T>, kChunk<T>>& values) 
   }
 }
 
-// A chunk word by word, of a row that starts at `first`. Not inlined, as it is long, and rare.
+// Stores a chunk word by word in a row that starts at `first`. Not inlined, as it is long, and
+// rare.
 template <typename T>
 __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int position, int low,
                                           int high) {
@@ -78,14 +79,14 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
     for (int i = 0; i < kChunk<T>; ++i) {
       const int place = position + i;
       if (place < low || place >= high) continue;
-      if constexpr (is_mixed<T>) {
+      if constexpr (is_any_dtype<T>) {
         row[place] = convert<To>(element_of<AccOf<T>>(raw, i));
       } else {
         row[place] = element_of<T>(raw, i);
       }
     }
   };
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     store(T());
   } else {
     visit_dtype(dtype, [&](auto zero) {
@@ -94,11 +95,11 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
   }
 }
 
-// A chunk that is not read again soon, in whole words where it can be.
+// Stores a chunk that is not read again soon, in one vector where it is aligned.
 template <typename T>
 __device__ __forceinline__ void stream_raw(char* first, DType dtype, const Stretch& at,
                                            const Raw& raw) {
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     char* const to = first + at.position * static_cast<int64_t>(sizeof(T));
     if (at.is_whole() && reinterpret_cast<uintptr_t>(first) % sizeof(Raw) == 0) {
       return __stcs(reinterpret_cast<uint4*>(to), math::bit_cast<uint4>(raw));
@@ -107,7 +108,7 @@ __device__ __forceinline__ void stream_raw(char* first, DType dtype, const Stret
   store_singly<T>(first, dtype, raw, at.position, at.low, at.high);
 }
 
-// How far a part starts beyond the last whole word of its output's memory, in elements.
+// The elements between the last aligned vector of an output's memory and the start of a part.
 template <typename T>
 __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t index) {
   const auto size = static_cast<uintptr_t>(size_of<T>(output.dtype));
@@ -116,13 +117,13 @@ __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t in
   return static_cast<int>(place % static_cast<unsigned>(kChunk<T>));
 }
 
-// The chunk of a round that has the row's token, if this thread has it.
-struct Taken {
-  int round;  // -1 for none
+// The place of the row's target token among this thread's chunks.
+struct Target {
+  int round;  // -1 if another thread has it, or none
   int place;  // in the chunk
 
   template <typename T>
-  __device__ static Taken of(int64_t word) {
+  __device__ static Target of(int64_t word) {
     const int64_t round = word / words_of_round<T>();
     const int rest = static_cast<int>(word - round * words_of_round<T>());
     const bool is_own = word >= 0 && rest / kChunk<T> == static_cast<int>(threadIdx.x);
@@ -130,7 +131,7 @@ struct Taken {
   }
 };
 
-// Where a thread's chunks are, if those of logits and gradients alike are whole words of memory.
+// The addresses of a thread's chunks, if those of logits and gradients are aligned vectors.
 template <typename T, int kModels>
 struct Smooth {
   bool is_smooth;
@@ -138,7 +139,7 @@ struct Smooth {
   char* to[kModels];
 
   __device__ __forceinline__ Smooth(const GradientPart<T, kModels>& part, int offset)
-      : is_smooth(!is_mixed<T>) {
+      : is_smooth(!is_any_dtype<T>) {
     const int64_t beyond = start_of_thread<T>() - offset;
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
@@ -166,16 +167,16 @@ struct Smooth {
   }
 };
 
-// formula(words, model) for each word: the gradient of a model's, from those of all, in the
-// arithmetic's type.
+// Writes formula(words, model) for each word and model: the gradient of that model's logit, from
+// the logits of all models, in the arithmetic's type.
 template <typename T, Memory memory, int kModels, typename Formula>
 __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& part,
                                                 const Formula& formula) {
   if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
   const Output& any = part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1];
   const int offset = offset_in_memory<T>(any, part.index);
-  const bool has_taken = part.taken >= 0 && part.taken < part.size;
-  const Taken taken = Taken::of<T>(has_taken ? part.taken + offset : -1);
+  const bool has_target = part.target >= 0 && part.target < part.size;
+  const Target target = Target::of<T>(has_target ? part.target + offset : -1);
   const Rounds rounds = rounds_of<T>(offset + part.size);
   const Smooth<T, kModels> smooth(part, offset);
 #pragma unroll 1
@@ -209,10 +210,10 @@ __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& 
         for (int n = 0; n < kModels; ++n) of_word[n] = words.of[n].element[i];
         gradient.element[i] = formula(of_word, m);
       }
-      if (round == taken.round) {
+      if (round == target.round) {
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) {
-          gradient.element[i] += i == taken.place ? part.of_taken[m] : AccOf<T>(0);
+          gradient.element[i] += i == target.place ? part.target_gradient[m] : AccOf<T>(0);
         }
       }
       const Raw raw = raw_of<T>(gradient);
@@ -226,7 +227,7 @@ __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& 
   }
 }
 
-// For a row that is not read.
+// Zeroes `size` elements of an output from `index` on.
 inline __device__ __noinline__ void write_zeros(const Output& output, int64_t index, int64_t size) {
   if (output.data == nullptr) return;
   const int64_t of_element = element_size(output.dtype);

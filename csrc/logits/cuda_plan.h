@@ -1,5 +1,5 @@
-// How rows of logits are shared out among blocks. All of it depends on the vocabulary, the dtypes
-// and the chip alone, never on the number of rows: so the tree of a row's sums does too.
+// The division of rows of logits among blocks. It depends on the vocabulary, the dtypes and the
+// chip alone, never on the number of rows, and so does the order of a row's sums.
 
 #pragma once
 
@@ -14,7 +14,7 @@ inline constexpr int kMostThreads = 512;
 inline constexpr int kPieceThreads = 256;
 inline constexpr int kMostBlocksOfRow = 8;  // of a cluster, on any chip that has them
 
-// Words of a row.
+// A range of a row's words.
 struct Part {
   int64_t begin;
   int64_t size;
@@ -26,12 +26,13 @@ __device__ __forceinline__ Part part_at(int64_t words, int64_t part, int64_t ind
   return {begin, rest < 0 ? 0 : (rest < part ? rest : part)};
 }
 
-// For sums: a row is cut into as many parts as it has blocks, which then are a cluster.
+// The plan of a kernel that sums: a row is cut into one part per block, and its blocks form a
+// cluster.
 struct RowPlan {
   int blocks;
   int threads;
-  int64_t part;           // words of a block; a multiple of a chunk's
-  bool is_kept;           // in shared memory, from the first read on
+  int64_t part;           // words of a block; a multiple of a chunk's words
+  bool is_staged;         // in shared memory, from the first read on
   int64_t shared;         // bytes
   int64_t first_row = 0;  // of the launch
 
@@ -43,7 +44,7 @@ struct RowPlan {
   }
 };
 
-// For what is done to each word alone: blocks have nothing to do with each other.
+// The plan of a kernel that treats each word alone: blocks do not depend on each other.
 struct PiecePlan {
   int blocks;  // of a row
   int threads;
@@ -62,7 +63,8 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// 128 bytes: a part starts where a line of the cache does, if its row does.
+// The words of a part: a multiple of 128 bytes, so that parts start at cache lines if their row
+// does.
 inline int64_t part_of(int64_t words, int blocks, int chunk) {
   return round_up((words + blocks - 1) / blocks, 8 * chunk);
 }
@@ -72,21 +74,22 @@ inline int threads_for(int64_t words, int chunk, int most) {
   return static_cast<int>(std::min<int64_t>(most, round_up(chunks, kWarp)));
 }
 
-// Rows that are read whenever they are needed, by blocks of at most so many threads; `state` bytes
-// are what a block needs besides.
+// A plan that reads a row from memory in every pass. A block has at most `threads` threads and
+// needs `state` bytes of shared memory.
 inline RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, const Chip& chip) {
-  constexpr int64_t kMostWords = 1 << 16;  // of a block, where a row may have several
+  constexpr int64_t kMostWords = 1 << 16;  // of a block, if the row can have more blocks
   int blocks = 1;
   while (chip.has_clusters && blocks < kMostBlocksOfRow && words > blocks * kMostWords) blocks *= 2;
   const int64_t part = part_of(words, blocks, chunk);
   return {blocks, threads_for(std::min(part, words), chunk, threads), part, false, state};
 }
 
-// Rows that are read once, `bytes` of all models a word. As few blocks as leave room for two rows
-// on a processor, so that one is read while another is summed or written; as many as it takes
-// otherwise. Rows that fit nowhere are read again.
-inline RowPlan plan_kept(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
-                         const Chip& chip) {
+// A plan that stages a row in shared memory and reads it once; a word takes `bytes` for all models.
+// A row gets as few blocks as leave room for two rows on a processor, so that one is read while
+// another is summed or written, or else as many as it needs. A row too large for that is not
+// staged.
+inline RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
+                           const Chip& chip) {
   constexpr int64_t kReserved = 1024;  // of a block, by CUDA
   for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
     const int64_t part = part_of(words, blocks, chunk);
@@ -100,14 +103,14 @@ inline RowPlan plan_kept(int64_t words, int chunk, int64_t bytes, int threads, i
 }
 
 inline PiecePlan plan_pieces(int64_t words, int chunk) {
-  constexpr int64_t kLeast = 1 << 14;  // a block's
+  constexpr int64_t kLeast = 1 << 14;  // words of a block
   constexpr int64_t kMostBlocks = 1 << 20;
   const int64_t piece = std::min(words, std::max(kLeast, round_up(words / kMostBlocks, chunk)));
   return {static_cast<int>((words + piece - 1) / piece), threads_for(piece, chunk, kPieceThreads),
           piece};
 }
 
-// All rows, in as many launches as grids have room for.
+// Launches a kernel over all rows, in as few grids as can hold them.
 template <typename Task>
 void launch_rows(void (*kernel)(Task), int64_t rows, int of_cluster, int64_t shared, Task task,
                  void* stream) {

@@ -1,7 +1,8 @@
-// Rows of logits into registers: of one model or of two, from where they lie or from shared memory.
+// Loads of rows of logits into registers: of one model or of two, from memory or staged in shared
+// memory.
 //
-// A thread takes a chunk of 16 bytes at a time; which words those are depends on their places in
-// the row alone. Beyond the end of a row are words that do not exist: their logits are -infinity.
+// A thread loads a chunk of 16 bytes at a time. The words of a chunk depend on their places in the
+// row alone. A row is padded with words that do not exist: their logits are -infinity.
 
 #pragma once
 
@@ -16,15 +17,15 @@ using AccOf = typename Source<T>::Acc;
 template <typename T>
 using ElementOf = typename Source<T>::Element;
 template <typename T>
-inline constexpr bool is_mixed = !std::is_same_v<T, ElementOf<T>>;
+inline constexpr bool is_any_dtype = !std::is_same_v<T, ElementOf<T>>;
 template <typename T>
 inline constexpr int kChunk = 16 / static_cast<int>(sizeof(ElementOf<T>));  // words
 
-// A chunk as it comes from memory. Its elements are not named before they are used: that would wait
-// for them.
+// A chunk as loaded. Its elements are converted only where they are used, as a conversion waits for
+// the load.
 using Raw = Chunk<uint32_t, 4>;
 
-// The same words of every model.
+// A chunk of the same words from every model.
 template <int kModels>
 struct Fetch {
   Raw of[kModels];
@@ -60,7 +61,7 @@ __device__ __forceinline__ Converted<T, kModels> convert_words(const Fetch<kMode
   return words;
 }
 
-// How the words of a row are placed (divergences.h), in shared memory.
+// The unit and origins of a row (divergences.h), in shared memory.
 template <typename Acc, int kModels>
 struct Frame {
   Acc unit;
@@ -73,7 +74,7 @@ struct Frame {
     if constexpr (kModels == 2) frame.origin[1] = static_cast<Acc>(origins.second);
     return frame;
   }
-  // Null where words are taken as they are: ordinary rows pay for one comparison a chunk.
+  // Null for a row without an origin: such rows pay for one comparison a chunk.
   __device__ __forceinline__ const Frame* if_any() const { return unit == Acc(1) ? nullptr : this; }
 };
 
@@ -102,7 +103,8 @@ __device__ __forceinline__ T minus_infinity() {
   if constexpr (std::is_floating_point_v<T>) return -math::Constants<T>::kInfinity;
 }
 
-// Where a thread's chunk lies, and the chunks of its warp, in a row of words [low, high).
+// The position of a thread's chunk, and the range of its warp's chunks, in a row of words
+// [low, high).
 struct Stretch {
   int position;
   int first;
@@ -114,7 +116,8 @@ struct Stretch {
   __device__ __forceinline__ bool has(int place) const { return place >= low && place < high; }
 };
 
-// A chunk word by word, of a row that starts at `first`. Not inlined, as it is long, and rare.
+// A chunk loaded word by word from a row that starts at `first`. Not inlined, as it is long, and
+// rare.
 template <typename T>
 __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t stride,
                                         int position, int low, int high) {
@@ -130,14 +133,14 @@ __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t 
       const int place = position + i;
       const bool exists = place >= low && place < high;
       const From word = exists ? row[place * stride] : minus_infinity<From>();
-      if constexpr (is_mixed<T>) {
+      if constexpr (is_any_dtype<T>) {
         loaded.elements[i] = convert<AccOf<T>>(word);
       } else {
         loaded.elements[i] = word;
       }
     }
   };
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     load(T());
   } else {
     visit_dtype(dtype, [&](auto zero) {
@@ -149,14 +152,14 @@ __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t 
 
 template <typename T>
 __device__ __forceinline__ int64_t size_of(DType dtype) {
-  return is_mixed<T> ? element_size(dtype) : static_cast<int64_t>(sizeof(T));
+  return is_any_dtype<T> ? element_size(dtype) : static_cast<int64_t>(sizeof(T));
 }
 
-// A chunk of a row that starts at `first`, from wherever it lies.
+// A chunk of a row that starts at `first`, of any alignment and stride.
 template <typename T, Memory memory>
 __device__ __forceinline__ Raw load_raw(const char* first, DType dtype, int64_t stride,
                                         const Stretch& at) {
-  if constexpr (!is_mixed<T>) {
+  if constexpr (!is_any_dtype<T>) {
     if (stride == 1 && at.is_whole()) {
       const auto* const from =
           reinterpret_cast<const uint32_t*>(first + at.position * static_cast<int64_t>(sizeof(T)));
@@ -174,19 +177,19 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
   return static_cast<const char*>(logits.data) + offset * size_of<T>(logits.dtype);
 }
 
-// Of dense rows, between a thread's first chunk and that of a round.
+// The bytes from a thread's chunk in the first round to its chunk in another, in a dense row.
 __device__ __forceinline__ uint64_t bytes_before(int round) {
   constexpr unsigned kBytes = sizeof(Raw);
   return static_cast<uint64_t>(static_cast<unsigned>(round)) * (blockDim.x * kBytes);
 }
 
-// Words of a block's round, a chunk a thread.
+// The words that a block loads in a round: a chunk a thread.
 template <typename T>
 __device__ __forceinline__ int words_of_round() {
   return static_cast<int>(blockDim.x) * kChunk<T>;
 }
 
-// The first of a thread, and of its warp, in the block's first round.
+// The first word of a thread, and of its warp, in the first round.
 template <typename T>
 __device__ __forceinline__ int start_of_thread() {
   return static_cast<int>(threadIdx.x) * kChunk<T>;
@@ -196,11 +199,11 @@ __device__ __forceinline__ int start_of_warp() {
   return start_of_thread<T>() / (kWarp * kChunk<T>)*(kWarp * kChunk<T>);
 }
 
-// Rounds in which a warp has words of a part.
+// The rounds in which a warp has words of a part.
 struct Rounds {
   int some;
-  int whole;  // of them, those in which all of its words exist
-  int tail;   // words of the last
+  int whole;  // those of them in which all of the warp's words exist
+  int tail;   // words of the last round
 };
 
 template <typename T>
@@ -215,16 +218,16 @@ __device__ __forceinline__ Rounds rounds_of(int64_t size) {
   return {before + 1, tail == kOfWarp ? before + 1 : before, tail};
 }
 
-// A part where it lies.
+// A part of a row in memory.
 template <typename T, int kModels>
 struct ReadRows {
   using Type = T;
   static constexpr int kOf = kModels;
   const Logits* logits[kModels];
-  const char* own[kModels];  // where the thread's first chunk is, if the part is dense
-  Rounds rounds;             // `whole` is 0 where chunks are not aligned, or have to be converted
+  const char* own[kModels];  // the thread's first chunk, if the part is dense
+  Rounds rounds;             // `whole` is 0 where chunks are not aligned, or must be converted
 
-  // Where the part starts. Not kept, for want of registers.
+  // The start of the part: computed from `own`, as stored it would take registers.
   __device__ __forceinline__ const char* first(int model) const {
     return own[model] - opaque(threadIdx.x) * sizeof(Raw);
   }
@@ -234,7 +237,7 @@ struct ReadRows {
     return round < rounds.whole ? load_whole(round) : load_any(round);
   }
 
-  // The same for one of the `whole` rounds.
+  // The thread's chunk in one of the `whole` rounds.
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
     Fetch<kModels> fetch;
 #pragma unroll
@@ -247,7 +250,7 @@ struct ReadRows {
 
   __device__ __forceinline__ Fetch<kModels> load_any(int round) const {
     constexpr int kOfWarp = kWarp * kChunk<T>;
-    const int own = static_cast<int>(opaque(start_of_thread<T>()));  // here, not before the loop
+    const int own = static_cast<int>(opaque(start_of_thread<T>()));  // not hoisted out of a loop
     const int start = own / kOfWarp * kOfWarp;
     const int words = round == rounds.some - 1 ? rounds.tail : kOfWarp;
     const Stretch at = {own, start, start + kOfWarp, 0, start + words};
@@ -274,15 +277,15 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
     rows.logits[m] = logits[m];
     rows.own[m] = first[m] + threadIdx.x * sizeof(Raw);
     const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
-    if (is_mixed<T> || !is_smooth) rows.rounds.whole = 0;
+    if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
   }
   return rows;
 }
 
-// A part in shared memory, a model after the other, filled up to whole warps. Each thread has put
-// there the chunks that it gets.
+// A part staged in shared memory, one model after the other, padded to whole warps. Each thread has
+// stored the chunks that it loads.
 template <typename T, int kModels>
-struct KeptRows {
+struct StagedRows {
   using Type = T;
   static constexpr int kOf = kModels;
   char* first[kModels];
@@ -305,9 +308,8 @@ struct KeptRows {
   }
 };
 
-// visit(words) for the thread's chunks of the first `count` rounds, and flush() after every
-// `kGroup` of them. All lanes of a warp come along. The next chunk is on its way while one is dealt
-// with.
+// Calls visit(words) for the thread's chunks of the first `count` rounds, and flush() after every
+// `kGroup` of them. All lanes of a warp take part. The next chunk is loaded during a visit.
 template <int kGroup, typename Rows, typename Visit, typename Flush>
 __device__ __forceinline__ void for_each_round(const Rows& rows, int count, const Visit& visit,
                                                const Flush& flush) {
@@ -325,7 +327,7 @@ __device__ __forceinline__ void for_each_round(const Rows& rows, int count, cons
   }
 }
 
-// visit(round, fetch) for all, with `kGroup` loads on their way before the first is used.
+// Calls visit(round, fetch) for every round, with `kGroup` loads issued before the first is used.
 template <int kGroup, typename T, int kModels, typename Visit, typename Flush>
 __device__ __forceinline__ void for_each_group(const ReadRows<T, kModels>& rows, const Visit& visit,
                                                const Flush& flush) {
@@ -347,19 +349,19 @@ __device__ __forceinline__ void for_each_group(const ReadRows<T, kModels>& rows,
   flush();
 }
 
-// Copies rows to shared memory. Who reads what another thread has kept has a barrier before it.
+// Copies a part to shared memory. A thread that reads another thread's chunk needs a barrier first.
 template <typename T, int kModels>
-__device__ __forceinline__ KeptRows<T, kModels> keep_rows(const ReadRows<T, kModels>& rows,
-                                                          int64_t size, char* memory) {
+__device__ __forceinline__ StagedRows<T, kModels> stage_rows(const ReadRows<T, kModels>& rows,
+                                                             int64_t size, char* memory) {
   constexpr int kOfWarp = kWarp * kChunk<T>;
   const int64_t bytes = (size + kOfWarp - 1) / kOfWarp * (kWarp * sizeof(Raw));
-  KeptRows<T, kModels> kept;
-  kept.rounds = rows.rounds;
+  StagedRows<T, kModels> staged;
+  staged.rounds = rows.rounds;
 #pragma unroll
-  for (int m = 0; m < kModels; ++m) kept.first[m] = memory + m * bytes;
+  for (int m = 0; m < kModels; ++m) staged.first[m] = memory + m * bytes;
   for_each_group<4 / kModels>(
-      rows, [&](int round, const auto& fetch) { kept.store(round, fetch); }, [] {});
-  return kept;
+      rows, [&](int round, const auto& fetch) { staged.store(round, fetch); }, [] {});
+  return staged;
 }
 
 }  // namespace klfast::cuda

@@ -1,4 +1,4 @@
-// The blocks of a row: which row and part they have, and numbers combined from all their threads.
+// The blocks that read one row, and the combination of numbers over all their threads.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct Add {
   __device__ static double of(double a, double b) { return a + b; }
 };
 
-// NaN is passed over.
+// The greater number; NaN is ignored.
 struct Greatest {
   __device__ static double of_nothing() { return -INFINITY; }
   template <typename T>
@@ -36,8 +36,8 @@ __device__ __forceinline__ void combine_lanes(double (&numbers)[n]) {
   }
 }
 
-// What warps leave for each other, in shared memory. Two sets in turns: while one block of a
-// cluster writes for a combination, another may still be reading of the last.
+// The numbers of every warp, in shared memory. Two sets are used in turns: while one block of a
+// cluster writes for a combination, another may still read those of the last.
 struct Exchange {
   double numbers[2][kMostWarps][kMostNumbers];
   int turn;
@@ -47,15 +47,15 @@ struct Team {
   const RowPlan& plan;
   Exchange& exchange;
 
-  // All threads come here, and to every combination.
+  // All threads must construct it, and take part in every combination.
   __device__ __forceinline__ Team(const RowPlan& plan, Exchange& exchange)
       : plan(plan), exchange(exchange) {
     if (threadIdx.x == 0) exchange.turn = 0;
     __syncthreads();
   }
 
-  // Over all threads of all blocks, always in the same order; the result is in the first warp of
-  // every block. Between two combinations there is a barrier of the block.
+  // Combines numbers over all threads of all blocks, always in the same order. The first warp of
+  // every block gets the result. The caller has a barrier of the block between two combinations.
   template <typename How, int n>
   __device__ __forceinline__ void combine(double (&numbers)[n]) {
     static_assert(n <= kMostNumbers);
@@ -84,7 +84,8 @@ struct Team {
     }
   }
 
-  // After the last combination, and before a block ends: its memory is read until all have arrived.
+  // leave() follows the last combination, end() is last in a block: other blocks read its memory
+  // until all have left.
   __device__ __forceinline__ void leave() const {
     if (plan.blocks > 1) cluster_arrive();
   }
@@ -104,14 +105,15 @@ __device__ __forceinline__ bool is_word(const RowInputs& in, int64_t row) {
   return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
 }
 
-// The place of the row's token in a part, or -1.
-__device__ __forceinline__ int64_t taken_in(const RowInputs& in, int64_t row, const Part& part) {
+// The place of the row's target token in a part, or -1.
+__device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, const Part& part) {
   if (in.token_ids == nullptr || !is_word(in, row)) return -1;
   const int64_t place = in.token_ids[row] - part.begin;
   return place < part.size ? place : -1;
 }
 
-// Its log-prob, of a row that starts at `first`; NaN if it is no word. `scale` as the sums took it.
+// The target token's log-prob in a row that starts at `first`; NaN if it is no word. `scale` is
+// rounded, as in the sums.
 inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
                                                const char* first, int64_t row, double scale,
                                                double unit, double origin, double lse) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ double number_at(const void* data, int64_t index) {
   return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
-// The greatest of a thread's words of each model, in the first `rounds` rounds.
+// The greatest of a thread's words in the first `rounds` rounds, of each model.
 template <typename Rows>
 __device__ __forceinline__ void find_greatest(const Rows& rows, int rounds,
                                               double (&greatest)[Rows::kOf]) {

@@ -9,6 +9,9 @@
 namespace klfast::cuda {
 namespace {
 
+using passes::Step;
+using passes::Verdict;
+
 struct ForwardTask {
   TokenLogprobsForward call;
   RowPlan plan;
@@ -19,16 +22,14 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
-enum class Next { kStart, kSumFirst, kSearch, kSum, kDone };
-
-// What the first thread of a block tells the others.
+// The shared memory of a block: written by its first thread, read by all.
 template <typename Acc>
 struct Shared {
   Exchange exchange;
   Frame<Acc, 1> frame;
-  Acc scale;  // of words as placed
+  Acc scale;  // of placed words
   Acc guess;
-  Next next;
+  Step step;
   double origin;
   double lse;
   double entropy;
@@ -41,7 +42,7 @@ __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess
                                           const Frame<Acc, 1>* frame,
                                           double (&sums)[1 + kEntropy]) {
   Acc mass = 0;
-  Acc surprise = 0;
+  Acc moment = 0;
 #pragma unroll
   for (int i = 0; i < 1 + kEntropy; ++i) sums[i] = 0;
   const auto add = [&](int, const auto& fetch) {
@@ -52,22 +53,22 @@ __device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess
     for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
       const auto word = divergences::word_of(words.element[i], scale, guess);
       mass += word.mass;
-      if constexpr (kEntropy) surprise += word.surprise;
+      if constexpr (kEntropy) moment += word.moment;
     }
   };
   for_each_group<4>(rows, add, [&] {
     sums[0] += mass;
-    if constexpr (kEntropy) sums[1] += surprise;
-    mass = surprise = 0;
+    if constexpr (kEntropy) sums[1] += moment;
+    mass = moment = 0;
   });
 }
 
-// What the first thread makes of the greatest word: a guess, if it is finite.
+// Takes the greatest word as the guess, and chooses the next step. Run by the first thread.
 template <typename Acc>
 __device__ __forceinline__ void judge_greatest(double greatest, double scale, Shared<Acc>& shared) {
-  const bool is_start = shared.next == Next::kStart;
+  const bool is_finite = std::isfinite(greatest);
   shared.lse = shared.entropy = NAN;
-  if (std::isfinite(greatest)) {
+  if (is_finite) {
     const divergences::Origins origins = {divergences::origin_of(greatest, scale), 0};
     shared.origin = origins.first;
     shared.frame = Frame<Acc, 1>::of(origins);
@@ -75,46 +76,36 @@ __device__ __forceinline__ void judge_greatest(double greatest, double scale, Sh
     shared.guess =
         divergences::placed(static_cast<Acc>(greatest), shared.frame.unit, shared.frame.origin[0]) *
         shared.scale;
-    shared.next = is_start ? Next::kSumFirst : Next::kSum;
-  } else {
-    shared.next = is_start ? Next::kSearch : Next::kDone;
   }
+  shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
 }
 
-// And of the sums: what they say of the row, and whether it is looked at again.
+// Takes the row's results from its sums, and chooses the next step. Run by the first thread.
 template <typename Acc>
-__device__ __noinline__ void judge_sums(double mass, double surprise, Shared<Acc>& shared) {
+__device__ __noinline__ void judge_sums(double mass, double moment, Shared<Acc>& shared) {
   const double log_mass = std::log(mass);
-  const double entropy = log_mass - surprise / mass;
+  const double entropy = log_mass - moment / mass;
   const double lse = static_cast<double>(shared.guess) + log_mass;
-  const bool is_first = shared.next == Next::kSumFirst;
   shared.lse = lse;
   shared.entropy = entropy < 0 ? 0 : entropy;
-  if (!is_first || divergences::is_good(mass)) {
-    shared.next = Next::kDone;
-  } else if (divergences::is_usable(mass)) {
-    shared.guess = static_cast<Acc>(lse);
-    shared.next = Next::kSum;
-  } else {
-    shared.next = Next::kSearch;
-  }
+  shared.step = passes::next_step(shared.step, passes::verdict_of(mass));
+  if (shared.step == Step::kSumAgain) shared.guess = static_cast<Acc>(lse);
 }
 
-// lse and entropy of a row, in shared: by the guess of the first words; once more if that was poor,
-// and by the whole row's greatest if it was useless.
+// lse and entropy of a row, in shared, by the passes of passes.h.
 template <bool kEntropy, typename Rows, typename Acc>
-__device__ __forceinline__ void look_at_words(const Rows& rows, double scale, Team& team,
-                                              Shared<Acc>& shared) {
+__device__ __forceinline__ void sum_row(const Rows& rows, double scale, Team& team,
+                                        Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
   if (decides) {
-    shared.next = Next::kStart;
+    shared.step = Step::kFindFirst;
     shared.origin = 0;
   }
 #pragma unroll 1
-  for (Next next = Next::kStart; next != Next::kDone; next = shared.next) {
-    if (next == Next::kStart || next == Next::kSearch) {
+  for (Step step = Step::kFindFirst; step != Step::kDone; step = shared.step) {
+    if (step == Step::kFindFirst || step == Step::kFindInRow) {
       double greatest[1];
-      find_greatest(rows, next == Next::kStart ? 1 : rows.rounds.some, greatest);
+      find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
       team.combine<Greatest>(greatest);
       if (decides) judge_greatest(greatest[0], scale, shared);
     } else {
@@ -156,7 +147,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const Part place = part_at(in.shape.words, task.plan.part, task.plan.rank_of_block());
   const ReadRows<T, 1> rows = read_rows<T, 1>(
       {&call.logits}, {address_of<T>(in.shape, call.logits, index, place.begin)}, place.size);
-  look_at_words<kEntropy>(rows, in.scale(), team, shared);
+  sum_row<kEntropy>(rows, in.scale(), team, shared);
   team.leave();
   if (stores) {
     const double scale = static_cast<Acc>(in.scale());
@@ -178,11 +169,11 @@ void launch_forward(ForwardTask task, void* stream) {
               task.plan.shared, task, stream);
 }
 
-// What a row's gradient is made of, once a row.
+// The constants of a row's gradient, computed once a row.
 template <typename Acc>
 struct RowGradient {
   divergences::TokenRow<Acc> row;
-  Acc taken;
+  Acc of_logprob;
   Frame<Acc, 1> frame;
 };
 
@@ -201,8 +192,8 @@ __device__ __forceinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackw
           static_cast<Acc>(of_logprob), Frame<Acc, 1>::of(origins)};
 }
 
-// The gradient may go to the logits' own memory: a thread reads its words before it writes them,
-// and no others.
+// The gradient may overwrite the logits: a thread reads its words before it writes them, and reads
+// no others.
 template <typename T>
 __global__ void __launch_bounds__(kPieceThreads, 4)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {
@@ -223,8 +214,8 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
                                    {call.grad},
                                    first,
                                    place.size,
-                                   taken_in(in, index, place),
-                                   {shared.taken},
+                                   target_in(in, index, place),
+                                   {shared.of_logprob},
                                    shared.frame.if_any()};
   write_gradients<T, Memory::kReadWrite>(part, [&](const Acc(&word)[1], int) {
     return divergences::token_gradient(word[0], gradient_row);

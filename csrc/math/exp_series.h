@@ -89,8 +89,7 @@ KLFAST_HOST_DEVICE To bit_cast(From from) {
   return to;
 }
 
-// condition ? a : b without a branch that a compiler could thread through, which would keep it from
-// vectorising.
+// condition ? a : b without a branch, as a branch may keep a compiler from vectorising.
 template <typename T>
 KLFAST_HOST_DEVICE T select(bool condition, T a, T b) {
 #ifdef __CUDA_ARCH__
@@ -119,7 +118,7 @@ KLFAST_HOST_DEVICE T sign(T x) {
   return select(x > T(0), T(1), select(x < T(0), T(-1), x));
 }
 
-// x, but -1000 below it, where exp is 0: times -infinity that would be NaN.
+// max(x, -1000): exp is 0 below, and 0 times -infinity would be NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T finite_below(T x) {
   return select(x < T(-1000), T(-1000), x);
@@ -136,12 +135,12 @@ KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
 template <typename T>
 KLFAST_HOST_DEVICE T power_of_two(typename Constants<T>::Bits n) {
   using C = Constants<T>;
-  // Unsigned, as n is anything where the argument was NaN.
+  // Unsigned, as n may have any value if the argument was NaN.
   return bit_cast<T>(static_cast<typename C::Unsigned>(n + C::kExponentBias) << C::kMantissaBits);
 }
 
-// Where the argument may lie. kNear promises |x| <= 1, and leaves the range reduction out; the
-// result is bit for bit the same.
+// The range of an argument. kNear promises |x| <= 1 and omits the range reduction; the result is
+// bit for bit the same.
 enum class Range { kNear, kAnywhere };
 
 template <typename T>
@@ -162,8 +161,8 @@ struct Reduced {
 };
 
 // a * b + c, rounded once wherever that is one instruction. CUDA kernels are compiled without
-// contraction, so that this alone decides where they fuse, and every copy of a formula gives the
-// same bits; host compilers contract the plain expression.
+// contraction: they fuse here alone, so that every copy of a formula gives the same bits. Host
+// compilers contract the plain expression.
 template <typename T>
 KLFAST_HOST_DEVICE T fma(T a, T b, T c) {
 #if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA)
@@ -214,9 +213,9 @@ KLFAST_HOST_DEVICE T exp(T x) {
   return near * power_of_two<T>(half) * power_of_two<T>(e.n - half);
 }
 
-// The terms of sums over a vocabulary: e^x, exactly 0 where x < -87 (what is left there is nothing
-// beside a sum of 1 or more), held at e^88. Half the instructions of exp, and half its digits at
-// most: relative error 1.5e-7, on a device 1e-7 (1 + |x|).
+// e^x as a term of a sum over a vocabulary. In float it takes half the instructions of exp: it is
+// exactly 0 where x < -87, as the sum is 1 or more, and at most e^88 on a host; relative
+// error 1.5e-7, on a device 1e-7 (1 + |x|).
 template <typename T>
 KLFAST_HOST_DEVICE T exp_term(T x) {
   return exp<Range::kAnywhere>(x);
@@ -250,7 +249,7 @@ KLFAST_HOST_DEVICE T expm1(T x) {
   const T near = e.r + e.tail;
   if constexpr (range == Range::kNear) return near;
   const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, which may overflow
-  // Near 0 that is `near`, but for half of a subnormal number.
+  // The sum equals `near` near 0, but for half of a subnormal number.
   return select(is_near(x), near, T(2) * (half_power * near + (half_power - T(0.5))));
 }
 

@@ -1,4 +1,4 @@
-// Marks what host compilers and nvcc share.
+// The mark of functions that host compilers and nvcc both compile.
 
 #pragma once
 

@@ -43,8 +43,8 @@ struct Log1p {
   T minus_argument;  // log(1 + a) - a
 
   KLFAST_HOST_DEVICE T value() const { return fma(power, T(0.6931471805599453), rest); }
-  // u - log(1 + a), which may cancel.
-  KLFAST_HOST_DEVICE T taken_from(T u) const {
+  // u - log(1 + a); the two may be nearly equal.
+  KLFAST_HOST_DEVICE T subtracted_from(T u) const {
     using C = Constants<T>;
     return fma(-power, T(C::kLn2Low), fma(-power, T(C::kLn2High), u)) - rest;
   }

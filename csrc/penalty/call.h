@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "formulas/reductions.h"
+#include "formulas/statistics.h"
 #include "tensors/view.h"
 
 namespace klfast {
@@ -34,11 +35,11 @@ struct EstimatorOptions {
 struct KlPenaltyInputs {
   Batch batch;
   View logprobs;
-  View ref_logprobs;
+  View ref_logprobs;  // absent: logprobs holds the log-ratio
   View old_logprobs;
   View mask;
   EstimatorOptions options;
-  Reduction reduction = Reduction::kNone;
+  Reduction reduction;
   double coef = 1;
   double normalizer = 0;  // 0 stands for none
   View coef_tensor;  // one element each, in place of the numbers: where reading them on the host
@@ -51,25 +52,18 @@ struct KlPenaltyInputs {
   }
 };
 
-inline constexpr int kStatistics = 8;  // fields of klfast.KLStats; length first, then in its order
-
-// What the forward keeps per sequence, in the arithmetic's type: row 0 is the weight of its tokens
-// in the result (sequence_weight), which is all that the backward needs; the statistics follow if
-// wanted.
-constexpr int per_sequence_rows(bool statistics) { return statistics ? 1 + kStatistics : 1; }
-
 struct KlPenaltyForward {
-  View scores;  // [1, S], added at the last kept token of each sequence
-  bool want_statistics = false;
-  void* result = nullptr;        // arithmetic's type; shape by reduction
-  void* per_sequence = nullptr;  // [per_sequence_rows, S]
-  Output grad_logprobs;          // gradient of a scalar result
+  View scores;                 // [1, S], added at the last kept token of each sequence
+  void* result = nullptr;      // arithmetic's type, like the next two; shape by reduction
+  void* weights = nullptr;     // [S], of the tokens of each sequence in the result
+  void* statistics = nullptr;  // [kStatistics, S]; null if not wanted
+  Output grad_logprobs;        // gradient of a scalar result
   Output grad_ref_logprobs;
 };
 
 struct KlPenaltyBackward {
-  View grad_out;  // per token for reduction "none"; [1, S] per sequence; one element for a scalar
-  View weights;   // [1, S], row 0 of the forward's per_sequence
+  View grad_out;  // in the shape of the result: per token, [1, S], or one element
+  View weights;   // [1, S], of the forward
   Output grad_logprobs;
   Output grad_ref_logprobs;
 };

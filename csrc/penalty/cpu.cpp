@@ -1,5 +1,6 @@
-// Splits a batch into segments, runs the kernels over them on all threads, and adds their partial
-// sums in the order of positions: the result does not depend on threads or on other sequences.
+// The KL penalty of a batch on the CPU: cuts it into segments, runs the kernels over them on
+// several threads, and adds their partial sums in the order of positions. A sequence's result does
+// not depend on the number of threads or on other sequences.
 
 #include "penalty/cpu.h"
 
@@ -7,16 +8,16 @@
 #include <stdexcept>
 #include <vector>
 
-#include "device/cpu/blocks.h"
 #include "device/cpu/parallel.h"
+#include "device/cpu/tiles.h"
 #include "penalty/cpu_kernel.h"
 
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kSegment = 16384;  // tokens; fixed, as it shapes the sum of a long sequence
+constexpr int64_t kSegmentTokens = 16384;  // the order of a long sequence's sum depends on it
 
-int64_t segments_of(int64_t length) { return (length + kSegment - 1) / kSegment; }
+int64_t segments_of(int64_t length) { return (length + kSegmentTokens - 1) / kSegmentTokens; }
 
 // The segments of a batch, numbered in the order of sequences and positions.
 class Segments {
@@ -42,8 +43,8 @@ class Segments {
     const int64_t sequence =
         batch_.packed() ? std::upper_bound(first_.begin(), first_.end(), i) - first_.begin() - 1
                         : i / per_sequence_;
-    const int64_t position = (i - first(sequence)) * kSegment;
-    return {sequence, position, std::min(kSegment, batch_.length(sequence) - position)};
+    const int64_t position = (i - first(sequence)) * kSegmentTokens;
+    return {sequence, position, std::min(kSegmentTokens, batch_.length(sequence) - position)};
   }
 
  private:
@@ -68,11 +69,10 @@ Totals add_up(const std::vector<double>& lengths) {
   return totals;
 }
 
-// Sum of every sequence's mask, where weights depend on it: known without a mask, one read
-// otherwise.
+// The sum of every sequence's mask if weights depend on it, else ones. A mask is read for it once.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
-  if (!uses_own_length(in.reduction) && !uses_totals(in.reduction, in.is_normalized())) {
+  if (!in.reduction.own_length && !in.reduction.uses_totals(in.is_normalized())) {
     return std::vector<double>(in.batch.sequences, 1);
   }
   std::vector<double> lengths(in.batch.sequences, 0);
@@ -93,8 +93,8 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
   return lengths;
 }
 
-// In the arithmetic's precision, as the backward will read them: every gradient of a call is then
-// the same, whoever computes it.
+// The weight of every sequence, rounded to the arithmetic's precision: the forward and the backward
+// then compute the same gradients.
 std::vector<double> sequence_weights(const KlPenaltyInputs& in,
                                      const std::vector<double>& lengths) {
   const Totals totals = add_up(lengths);
@@ -119,11 +119,17 @@ double from_bits(int64_t bits) {
 
 template <typename Acc>
 void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& sum) {
-  const double fields[kStatistics] = {
-      sum.length,  sum.kl,       sum.k1, sum.k2, sum.k3, from_bits<Acc>(sum.max_log_ratio_bits),
-      sum.clipped, sum.nonfinite};
+  double fields[kStatistics];
+  fields[kKl] = sum.kl;
+  fields[kLength] = sum.length;
+  fields[kK1] = sum.k1;
+  fields[kK2] = sum.k2;
+  fields[kK3] = sum.k3;
+  fields[kMaxLogRatio] = from_bits<Acc>(sum.max_log_ratio_bits);
+  fields[kClipped] = sum.clipped;
+  fields[kNonfinite] = sum.nonfinite;
   for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(data, (1 + field) * sequences + s, fields[field]);
+    store<Acc>(data, field * sequences + s, fields[field]);
   }
 }
 
@@ -157,26 +163,27 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
     lengths[s] = sum.length;
     sums[s] = sum.kl;
-    if (out.want_statistics) store_statistics<Acc>(out.per_sequence, sequences, s, sum);
+    if (out.statistics != nullptr) store_statistics<Acc>(out.statistics, sequences, s, sum);
     if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
   }
   const std::vector<double> weights = sequence_weights(in, lengths);
-  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.per_sequence, s, weights[s]);
-  if (in.reduction == Reduction::kNone) return;
+  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.weights, s, weights[s]);
+  if (in.reduction.result == Result::kToken) return;
+  const bool is_scalar = in.reduction.result == Result::kScalar;
   double total = 0;
   for (int64_t s = 0; s < sequences; ++s) {
     const double term = lengths[s] > 0 ? weights[s] * sums[s] : 0;
-    if (!is_scalar(in.reduction)) store<Acc>(out.result, s, in.coef * term);
+    if (!is_scalar) store<Acc>(out.result, s, in.coef * term);
     total += term;
   }
-  if (is_scalar(in.reduction)) store<Acc>(out.result, 0, in.coef * total);
+  if (is_scalar) store<Acc>(out.result, 0, in.coef * total);
 }
 
 }  // namespace
 
 double read_element(const View& view, int64_t index) {
   double value;
-  return *load_block<double>(view, 0, index, 1, 1, &value);
+  return *load_tile<double>(view, 0, index, 1, 1, &value);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
@@ -185,14 +192,14 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
   const Segments segments(in.batch);
   SegmentTask task;
   task.inputs = &in;
-  task.want_statistics = out.want_statistics;
+  task.want_statistics = out.statistics != nullptr;
   task.want_last_kept = out.scores.data != nullptr;
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
-  if (in.reduction == Reduction::kNone) {
+  if (in.reduction.result == Result::kToken) {
     task.value = {out.result, in.is_double ? DType::kFloat64 : DType::kFloat32};
   }
-  // The gradient of a mean needs its denominator first: one more read of the mask, if there is one.
+  // The gradient of a mean needs the denominator first, which takes one more read of a mask.
   const bool want_gradient =
       out.grad_logprobs.data != nullptr || out.grad_ref_logprobs.data != nullptr;
   std::vector<double> weights;
@@ -222,11 +229,11 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
   std::vector<double> scales(in.batch.sequences, in.coef);
-  if (in.reduction == Reduction::kNone) {
+  if (in.reduction.result == Result::kToken) {
     task.grad_out = out.grad_out;
   } else {
     for (int64_t s = 0; s < in.batch.sequences; ++s) {
-      const int64_t of = is_scalar(in.reduction) ? 0 : s;
+      const int64_t of = in.reduction.result == Result::kScalar ? 0 : s;
       scales[s] *= read_element(out.weights, s) * read_element(out.grad_out, of);
     }
   }
@@ -240,11 +247,11 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
 
 void scale(const Output& x, int64_t n, double factor, const Threads& threads) {
   if (factor == 1) return;
-  const int64_t parts = (n + kSegment - 1) / kSegment;
+  const int64_t parts = (n + kSegmentTokens - 1) / kSegmentTokens;
   const int64_t size = element_size(x.dtype);
   for_each(parts, n, threads, [&](int64_t i) {
-    const Output part = {static_cast<char*>(x.data) + i * kSegment * size, x.dtype};
-    kernels().scale(part, std::min(kSegment, n - i * kSegment), factor);
+    const Output part = {static_cast<char*>(x.data) + i * kSegmentTokens * size, x.dtype};
+    kernels().scale(part, std::min(kSegmentTokens, n - i * kSegmentTokens), factor);
   });
 }
 

@@ -9,15 +9,15 @@
 
 namespace klfast::cpu {
 
-// Both throw std::runtime_error on bad cu_seqlens before they read by them; the forward also on a
-// bad mask, after its read.
+// Both throw std::runtime_error on bad cu_seqlens, before any token is read; the forward also on a
+// bad mask, after all tokens are read.
 void kl_penalty_forward(const KlPenaltyInputs&, const KlPenaltyForward&, const Threads&);
 void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const Threads&);
 
 // x *= factor over n elements; returns at once if factor is 1.
 void scale(const Output& x, int64_t n, double factor, const Threads&);
 
-// An element of a one-row view.
+// One element of a view with one row.
 double read_element(const View&, int64_t index);
 
 }  // namespace klfast::cpu

@@ -2,25 +2,25 @@
 // set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to
 // each copy.
 //
-// Tokens go through in groups of kLanes (lanes.h), with the same instructions whatever follows: the
-// last group is filled up with masked zeros.
+// Tokens are read in tiles, a tile in groups of kLanes (lanes.h). The last group is padded with
+// masked zeros, so that every token meets the same instructions.
 
 #include "penalty/cpu_kernel.h"
 
 #include <algorithm>
 
 #include "device/cpu/ahead.h"
-#include "device/cpu/blocks.h"
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/lanes.h"
+#include "device/cpu/tiles.h"
 #include "formulas/token.h"
 
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kBlock =
-    1024;                       // tokens between conversions; buffers stay in the first-level cache
-constexpr int64_t kBlocks = 8;  // buffers of a pass
+constexpr int64_t kTileTokens =
+    1024;  // tokens between conversions; buffers stay in the first-level cache
+constexpr int64_t kBuffers = 8;  // buffers of a pass
 
 template <typename Acc>
 struct LaneSums {
@@ -35,9 +35,9 @@ struct LaneSums {
   Bits max_log_ratio[kLanes] = {};
 };
 
-// A block in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
+// A tile in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
 template <typename Acc>
-struct Block {
+struct TileData {
   int64_t size;
   const Acc* log_ratio;       // logprobs - ref_logprobs
   const Acc* log_importance;  // logprobs - old_logprobs; null without
@@ -51,7 +51,7 @@ struct Block {
   Ahead ahead;
 };
 
-// Adds what KLStats says of a token beyond kl and length.
+// Adds a token to the statistics other than kl and length.
 template <Range range, typename Acc>
 KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
   using Bits = typename LaneSums<Acc>::Bits;
@@ -65,25 +65,25 @@ KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x,
   sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
 }
 
-// What a pass stores per token.
+// The output that a pass stores per token.
 enum class Store { kNothing, kValue, kGradient };
 
-// A group of a block: value and derivative of the formula.
+// The value and derivative of a group of a tile.
 template <typename E, Range range, Store stores, bool kStatistics, typename Acc>
-KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first,
+KLFAST_HOST_DEVICE void evaluate_group(const TileData<Acc>& data, int64_t first,
                                        LaneSums<Acc>& sums) {
-  const Acc* log_ratio = block.log_ratio + first;
-  const Acc* weights = block.weight + first;
-  [[maybe_unused]] Acc* value = block.value + first;
-  [[maybe_unused]] Acc* grad = block.grad + first;
+  const Acc* log_ratio = data.log_ratio + first;
+  const Acc* weights = data.weight + first;
+  [[maybe_unused]] Acc* value = data.value + first;
+  [[maybe_unused]] Acc* grad = data.grad + first;
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Acc weight = weights[lane];
     const Acc x = log_ratio[lane];
     const Acc weighted = weight * E::template value<range>(x);
-    if constexpr (stores == Store::kValue) value[lane] = block.coef * weighted;
+    if constexpr (stores == Store::kValue) value[lane] = data.coef * weighted;
     if constexpr (stores == Store::kGradient) {
-      grad[lane] = block.grad_scale * (weight * E::template derivative<range>(x));
+      grad[lane] = data.grad_scale * (weight * E::template derivative<range>(x));
     }
     sums.kl[lane] += weighted;
     sums.length[lane] += weight;
@@ -91,39 +91,39 @@ KLFAST_HOST_DEVICE void evaluate_group(const Block<Acc>& block, int64_t first,
   }
 }
 
-// No limits, no importance weight, the value's own gradient. Most groups have every |x| <= 1 and
-// take the shorter way, to the same bits.
+// A tile without limits and importance weights, with the value's own gradient. Most groups have
+// every |x| <= 1 and take the shorter branch, with the same bits.
 template <typename E, typename Acc, Store stores, bool kStatistics>
-void evaluate_plain(const Block<Acc>& block, const Limits<Acc>&, LaneSums<Acc>& sums) {
-  for (int64_t first = 0; first < block.size; first += kLanes) {
-    block.ahead.fetch(first / kLanes);
-    const Acc* log_ratio = block.log_ratio + first;
+void evaluate_plain(const TileData<Acc>& data, const Limits<Acc>&, LaneSums<Acc>& sums) {
+  for (int64_t first = 0; first < data.size; first += kLanes) {
+    data.ahead.fetch(first / kLanes);
+    const Acc* log_ratio = data.log_ratio + first;
     typename LaneSums<Acc>::Bits far = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(log_ratio[lane]);
     if (far) {
-      evaluate_group<E, Range::kAnywhere, stores, kStatistics>(block, first, sums);
+      evaluate_group<E, Range::kAnywhere, stores, kStatistics>(data, first, sums);
     } else {
-      evaluate_group<E, Range::kNear, stores, kStatistics>(block, first, sums);
+      evaluate_group<E, Range::kNear, stores, kStatistics>(data, first, sums);
     }
   }
 }
 
-// Everything there is, gradients to both log-probs too. In fp32 a weighted token with an extreme
-// ratio is computed again in fp64; which one is depends on the token alone. What not every call
-// needs, and what looks the same for every estimator, has a loop of its own.
+// A tile with any options, and gradients to both log-probs. In fp32 a weighted token with an
+// extreme ratio is computed again in fp64; the token alone decides that. Code that not every call
+// needs, or that is the same for every estimator, has a loop of its own.
 template <typename E, typename Acc>
-void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
-  const bool weighs = block.log_importance != nullptr;
+void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
+  const bool weighs = data.log_importance != nullptr;
   const Limits<Acc> limit = limits;
   alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
   alignas(64) Acc importances[kLanes];
   alignas(64) typename LaneSums<Acc>::Bits limited[kLanes] = {}, clipped[kLanes];
   std::fill(importances, importances + kLanes, Acc(1));
-  for (int64_t first = 0; first < block.size; first += kLanes) {
-    block.ahead.fetch(first / kLanes);
-    const Acc* log_ratio = block.log_ratio + first;
-    const Acc* log_importances = weighs ? block.log_importance + first : nullptr;
-    const Acc* weights = block.weight + first;
+  for (int64_t first = 0; first < data.size; first += kLanes) {
+    data.ahead.fetch(first / kLanes);
+    const Acc* log_ratio = data.log_ratio + first;
+    const Acc* log_importances = weighs ? data.log_importance + first : nullptr;
+    const Acc* weights = data.weight + first;
     typename LaneSums<Acc>::Bits extreme = 0;
     if (weighs) {
 #pragma GCC ivdep
@@ -146,7 +146,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
       sums.length[lane] += weight;
       clipped[lane] = token.clipped;
     }
-    if (block.statistics) {
+    if (data.statistics) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         add_statistics<Range::kAnywhere>(sums, lane, log_ratio[lane], weights[lane]);
@@ -167,9 +167,9 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
     }
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      block.value[first + lane] = block.coef * values[lane];
-      block.grad[first + lane] = block.grad_scale * derivatives[lane];
-      block.grad_ref[first + lane] = -block.grad_scale * ref_derivatives[lane];
+      data.value[first + lane] = data.coef * values[lane];
+      data.grad[first + lane] = data.grad_scale * derivatives[lane];
+      data.grad_ref[first + lane] = -data.grad_scale * ref_derivatives[lane];
       sums.kl[lane] += values[lane];
       sums.clipped[lane] += clipped[lane];
     }
@@ -177,7 +177,7 @@ void evaluate_any(const Block<Acc>& block, const Limits<Acc>& limits, LaneSums<A
 }
 
 template <typename Acc>
-using Evaluate = void (*)(const Block<Acc>&, const Limits<Acc>&, LaneSums<Acc>&);
+using Evaluate = void (*)(const TileData<Acc>&, const Limits<Acc>&, LaneSums<Acc>&);
 
 template <typename E, typename Acc, Store stores>
 Evaluate<Acc> choose_plain(bool statistics) {
@@ -215,8 +215,8 @@ Evaluate<Acc> choose(const SegmentTask& task) {
   return choices[options.estimator](plain, stores, task.want_statistics);
 }
 
-// Lane sums of a segment in double: a block's are short, and so exact enough, in the arithmetic's
-// type.
+// The lane sums of a segment, in double. Those of one tile are short, and so exact enough in the
+// arithmetic's type.
 struct WideSums {
   double kl[kLanes] = {};
   double length[kLanes] = {};
@@ -225,22 +225,22 @@ struct WideSums {
   double k3[kLanes] = {};
 };
 
-// A part of a sequence, and where it lies in the inputs.
-struct Part {
+// The place of a tile in the inputs.
+struct Tile {
   int64_t row;
   int64_t column;
   int64_t size;
   int64_t padded;  // size rounded up to whole groups
 };
 
-// Weights of a part: the mask's, or ones; zeros beyond its size.
+// The weights of a tile: the mask, or ones; zeros beyond its size.
 template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Part& part, Acc* buffer) {
+KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Tile& tile, Acc* buffer) {
   if (mask.data != nullptr) {
-    return load_block(mask, part.row, part.column, part.size, part.padded, buffer);
+    return load_tile(mask, tile.row, tile.column, tile.size, tile.padded, buffer);
   }
-  std::fill(buffer, buffer + part.size, Acc(1));
-  std::fill(buffer + part.size, buffer + part.padded, Acc(0));
+  std::fill(buffer, buffer + tile.size, Acc(1));
+  std::fill(buffer + tile.size, buffer + tile.padded, Acc(0));
   return buffer;
 }
 
@@ -254,28 +254,34 @@ KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weight
   }
 }
 
-// a - b where the weight is not 0, else 0: what is masked is never looked at.
+// a - b where the weight is not 0, else 0. Masked elements are loaded and selected away, so NaN in
+// them has no effect. b is 0 where absent.
 template <typename Acc>
-KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Part& part,
+KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Tile& tile,
                                         const Acc* weights, Acc* difference, Acc* buffer) {
-  std::fill(difference + part.size, difference + part.padded, Acc(0));
-  if (a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
+  std::fill(difference + tile.size, difference + tile.padded, Acc(0));
+  if (b.data != nullptr && a.dtype == b.dtype && a.column_stride == 1 && b.column_stride == 1) {
     visit_dtype(a.dtype, [&](auto zero) __attribute__((always_inline)) {
       using From = decltype(zero);
       if constexpr (is_floating<From>) {
-        subtract(static_cast<const From*>(a.data) + part.row * a.row_stride + part.column,
-                 static_cast<const From*>(b.data) + part.row * b.row_stride + part.column, weights,
-                 part.size, difference);
+        subtract(static_cast<const From*>(a.data) + tile.row * a.row_stride + tile.column,
+                 static_cast<const From*>(b.data) + tile.row * b.row_stride + tile.column, weights,
+                 tile.size, difference);
       }
     });
     return;
   }
-  const Acc* loaded = load_block(a, part.row, part.column, part.size, part.padded, difference);
-  const Acc* other = load_block(b, part.row, part.column, part.size, part.padded, buffer);
-  subtract(loaded, other, weights, part.padded, difference);
+  const Acc* loaded = load_tile(a, tile.row, tile.column, tile.size, tile.padded, difference);
+  const Acc* other = buffer;
+  if (b.data != nullptr) {
+    other = load_tile(b, tile.row, tile.column, tile.size, tile.padded, buffer);
+  } else {
+    std::fill(buffer, buffer + tile.padded, Acc(0));
+  }
+  subtract(loaded, other, weights, tile.padded, difference);
 }
 
-// grad *= factor where the weight is not 0; exactly 0 elsewhere, whatever stands there.
+// grad *= factor where the weight is not 0, else exactly 0, whatever grad and factor hold there.
 template <typename Acc>
 KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* weights, int64_t n) {
 #pragma GCC ivdep
@@ -295,16 +301,16 @@ KLFAST_HOST_DEVICE bool any_bad(const Acc* weights, int64_t n) {
   return bad != 0;
 }
 
-Part part_of(const Batch& batch, const Segment& segment, int64_t done) {
-  const int64_t size = std::min(kBlock, segment.length - done);
+Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
+  const int64_t size = std::min(kTileTokens, segment.length - done);
   return {batch.row(segment.sequence), batch.column(segment.sequence, segment.position + done),
           size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-Ahead ahead_of(const KlPenaltyInputs& in, const Part& part) {
+Ahead ahead_of(const KlPenaltyInputs& in, const Tile& tile) {
   Ahead ahead;
   for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.mask, &in.old_logprobs}) {
-    ahead.add(*view, part.row, part.column + kBlock);
+    ahead.add(*view, tile.row, tile.column + kTileTokens);
   }
   return ahead;
 }
@@ -316,52 +322,52 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const Evaluate<Acc> evaluate = choose<Acc>(task);
   const bool check_mask = can_be_bad(in.mask);
   const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
-  alignas(64)
-      Acc buffers[kBlocks][kBlock + kLanes];  // not a page apart, which would alias in the cache
+  alignas(64) Acc
+      buffers[kBuffers][kTileTokens + kLanes];  // not a page apart, which would alias in the cache
   alignas(64) LaneSums<Acc> sums;
   alignas(64) WideSums wide;
   Partial partial;
 
-  for (int64_t done = 0; done < segment.length; done += kBlock) {
-    const Part part = part_of(in.batch, segment, done);
-    const int64_t n = part.size;
+  for (int64_t done = 0; done < segment.length; done += kTileTokens) {
+    const Tile tile = tile_of(in.batch, segment, done);
+    const int64_t n = tile.size;
     const int64_t index = first_index + done;
-    Block<Acc> block;
-    block.size = part.padded;
-    block.ahead = ahead_of(in, part);
-    block.weight = load_weights(in.mask, part, buffers[0]);
-    load_difference(in.logprobs, in.ref_logprobs, part, block.weight, buffers[1], buffers[7]);
-    block.log_ratio = buffers[1];
-    block.log_importance = nullptr;
+    TileData<Acc> data;
+    data.size = tile.padded;
+    data.ahead = ahead_of(in, tile);
+    data.weight = load_weights(in.mask, tile, buffers[0]);
+    load_difference(in.logprobs, in.ref_logprobs, tile, data.weight, buffers[1], buffers[7]);
+    data.log_ratio = buffers[1];
+    data.log_importance = nullptr;
     if (in.old_logprobs.data != nullptr) {
-      load_difference(in.logprobs, in.old_logprobs, part, block.weight, buffers[2], buffers[7]);
-      block.log_importance = buffers[2];
+      load_difference(in.logprobs, in.old_logprobs, tile, data.weight, buffers[2], buffers[7]);
+      data.log_importance = buffers[2];
     }
-    block.statistics = task.want_statistics;
-    block.coef = static_cast<Acc>(in.coef);
-    block.grad_scale = static_cast<Acc>(task.grad_scale);
-    block.value = output_block(task.value, index, n, part.padded, buffers[3]);
-    block.grad = output_block(task.grad_logprobs, index, n, part.padded, buffers[4]);
-    block.grad_ref = output_block(task.grad_ref_logprobs, index, n, part.padded, buffers[5]);
-    evaluate(block, limits, sums);
+    data.statistics = task.want_statistics;
+    data.coef = static_cast<Acc>(in.coef);
+    data.grad_scale = static_cast<Acc>(task.grad_scale);
+    data.value = output_tile(task.value, index, n, tile.padded, buffers[3]);
+    data.grad = output_tile(task.grad_logprobs, index, n, tile.padded, buffers[4]);
+    data.grad_ref = output_tile(task.grad_ref_logprobs, index, n, tile.padded, buffers[5]);
+    evaluate(data, limits, sums);
 
     if (task.grad_out.data != nullptr) {
       const Acc* grad_out =
-          load_block(task.grad_out, part.row, part.column, n, part.padded, buffers[6]);
-      multiply_kept(block.grad, grad_out, block.weight, part.padded);
-      multiply_kept(block.grad_ref, grad_out, block.weight, part.padded);
+          load_tile(task.grad_out, tile.row, tile.column, n, tile.padded, buffers[6]);
+      multiply_kept(data.grad, grad_out, data.weight, tile.padded);
+      multiply_kept(data.grad_ref, grad_out, data.weight, tile.padded);
     } else if (!std::isfinite(static_cast<Acc>(task.grad_scale))) {  // 0 * infinity where masked
-      std::fill(buffers[6], buffers[6] + part.padded, Acc(1));
-      multiply_kept(block.grad, buffers[6], block.weight, part.padded);
-      multiply_kept(block.grad_ref, buffers[6], block.weight, part.padded);
+      std::fill(buffers[6], buffers[6] + tile.padded, Acc(1));
+      multiply_kept(data.grad, buffers[6], data.weight, tile.padded);
+      multiply_kept(data.grad_ref, buffers[6], data.weight, tile.padded);
     }
-    store_block(task.value, index, n, block.value);
-    store_block(task.grad_logprobs, index, n, block.grad);
-    store_block(task.grad_ref_logprobs, index, n, block.grad_ref);
-    if (check_mask) partial.bad_mask |= any_bad(block.weight, n);
+    store_tile(task.value, index, n, data.value);
+    store_tile(task.grad_logprobs, index, n, data.grad);
+    store_tile(task.grad_ref_logprobs, index, n, data.grad_ref);
+    if (check_mask) partial.bad_mask |= any_bad(data.weight, n);
     if (task.want_last_kept) {
       for (int64_t i = n - 1; i >= 0; --i) {
-        if (block.weight[i] == Acc(0)) continue;
+        if (data.weight[i] == Acc(0)) continue;
         partial.last_kept = index + i;
         break;
       }
@@ -395,21 +401,21 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
                                 : run_segment<float>(task, segment);
 }
 
-// The sum of weights in the same order as run_segment adds them.
+// The sum of the weights, in the order in which run_segment adds them.
 template <typename Acc>
 Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
-  alignas(64) Acc buffer[kBlock];
+  alignas(64) Acc buffer[kTileTokens];
   alignas(64) Acc lanes[kLanes] = {};
   alignas(64) double wide[kLanes] = {};
   Partial partial;
-  for (int64_t done = 0; done < segment.length; done += kBlock) {
-    const Part part = part_of(in.batch, segment, done);
-    const Acc* weights = load_weights(in.mask, part, buffer);
-    for (int64_t i = 0; i < part.padded; i += kLanes) {
+  for (int64_t done = 0; done < segment.length; done += kTileTokens) {
+    const Tile tile = tile_of(in.batch, segment, done);
+    const Acc* weights = load_weights(in.mask, tile, buffer);
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += weights[i + lane];
     }
-    if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, part.size);
+    if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, tile.size);
     flush(lanes, wide);
   }
   partial.length = add_lanes(wide);
@@ -428,7 +434,7 @@ void scale(const Output& output, int64_t n, double factor) {
     if constexpr (is_floating<T>) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
-        // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+        // 0 stays 0: a masked token has no gradient, even if the factor is infinite.
         const Acc value = convert<Acc>(data[i]);
         const Acc scaled = value * static_cast<Acc>(factor);
         data[i] = convert<T>(math::select(value != Acc(0), scaled, value));

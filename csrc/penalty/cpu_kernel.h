@@ -1,4 +1,4 @@
-// What the kernels that are compiled per instruction set offer to kl_penalty.cpp.
+// The kernels over log-probs that are compiled per instruction set.
 
 #pragma once
 
@@ -13,8 +13,7 @@ struct Segment {
   int64_t length;
 };
 
-// What a segment adds to its sequence. Sums are of fp32 (fp64) terms in a fixed order that depends
-// on positions alone.
+// The sums of a segment: of fp32 (fp64) terms, in an order that depends on positions alone.
 struct Partial {
   double kl = 0;
   double length = 0;
@@ -29,7 +28,7 @@ struct Partial {
   bool bad_mask = false;
 };
 
-// One pass over a segment's tokens.
+// The task of a pass over a segment's tokens.
 struct SegmentTask {
   const KlPenaltyInputs* inputs;
   View grad_out;          // per token, or absent

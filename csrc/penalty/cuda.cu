@@ -1,7 +1,6 @@
-// The kernels, and their launches.
+// The KL penalty on a GPU: kernels and launches.
 
-#include <stdexcept>
-
+#include "device/cuda/launch.h"
 #include "penalty/cuda.h"
 #include "penalty/cuda_tile.h"
 
@@ -11,12 +10,12 @@ namespace {
 template <typename Acc>
 __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
                                                    int64_t sequence) {
-  const Reduction reduction = task.in.reduction;
+  const Result result = task.in.reduction.result;
   double gradient = scalars.coef;
   if (task.backward) {
     gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
-    if (reduction != Reduction::kNone) {
-      const int64_t index = is_scalar(reduction) ? 0 : sequence * task.grad_out.column_stride;
+    if (result != Result::kToken) {
+      const int64_t index = result == Result::kScalar ? 0 : sequence * task.grad_out.column_stride;
       gradient *= static_cast<const Acc*>(task.grad_out.data)[index];
     }
   } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
@@ -25,7 +24,7 @@ __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scala
   return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
 }
 
-// Read by one thread for the whole block.
+// The numbers of the call, read by one thread for the whole block.
 __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& in) {
   __shared__ Scalars scalars;
   if (threadIdx.x == 0) scalars = scalars_of(in);
@@ -33,9 +32,9 @@ __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& 
   return scalars;
 }
 
-// The tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
-// LaneSums. Then finish(slot, segment, sums) by one thread of each slot. A tile's sum and a
-// segment's do not depend on how many warps share in the work.
+// Runs the tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
+// LaneSums, then finish(slot, segment, sums) by one thread of each slot. The sums of tiles and
+// segments do not depend on the number of warps per segment.
 template <bool kStatistics, typename Locate, typename Run, typename Finish>
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
@@ -58,8 +57,8 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
     store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
   }
 #pragma unroll 1
-  for (int tile = warp; tile * kTile < segment.size && !follows; tile += warps) {
-    const int64_t position = segment.position + tile * kTile;
+  for (int tile = warp; tile * kTileTokens < segment.size && !follows; tile += warps) {
+    const int64_t position = segment.position + tile * kTileTokens;
     if (first_lane) tile_of_warp = locate(segment, position);
     __syncwarp();
     const auto lane_sums = run(tile_of_warp, segment.sequence);
@@ -73,11 +72,11 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   __syncthreads();
   if (!segment.exists || warp != 0 || !first_lane) return;
   Sums sums;
-  for (int tile = 0; tile * kTile < segment.size; ++tile) add<kStatistics>(sums, tiles[tile]);
+  for (int tile = 0; tile * kTileTokens < segment.size; ++tile) add<kStatistics>(sums, tiles[tile]);
   finish(slot, segment, sums);
 }
 
-// Enough warps to hide the latency of memory, at the registers that leaves each.
+// The blocks on a processor: as many as hide the latency of memory without spilled registers.
 template <typename T, Pass pass>
 inline constexpr int kBlocksPerProcessor =
     pass == Pass::kPlain && kWidth<T, pass> <= 4           ? 4
@@ -86,7 +85,7 @@ inline constexpr int kBlocksPerProcessor =
                                                            : 2;
 
 template <typename T, Pass pass>
-__global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
     kl_penalty_kernel(const __grid_constant__ Task task) {
   using Acc = typename Source<T>::Acc;
   constexpr bool kStatistics = adds_statistics<pass>;
@@ -102,7 +101,7 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
         return run_tile<T, pass>(task, limits_as<Acc>(task.limits), factors, tile);
       },
       [&](int64_t slot, const Segment& segment, const Sums& sums) {
-        if (!is_scalar(task.in.reduction) && segments_of(segment.length) == 1) {
+        if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
           finish_sequence<kStatistics, Acc>(task, scalars, segment.sequence, sums, {});
         } else {
           put<kStatistics>(partials, slot, sums, task.scores.data != nullptr);
@@ -113,15 +112,16 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerProcessor<T, pass>)
   }
 }
 
-// What a mean divides by, before its gradient can be written: the weights into per_sequence.
+// Computes the weights of the sequences of a mean, as its gradient needs them first.
 template <typename Acc, int W>
-__global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kBlockThreads, 4)
+    lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<false>(
       task,
       [&](const Segment& segment, int64_t position) {
-        return tile_at<Mixed<Acc>, Pass::kAny>(task, segment, position);
+        return tile_at<AnyDtype<Acc>, Pass::kAny>(task, segment, position);
       },
       [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
       [&](int64_t slot, const Segment&, const Sums& sums) {
@@ -131,17 +131,17 @@ __global__ void __launch_bounds__(kBlock, 4) lengths_kernel(const __grid_constan
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlockThreads)
     scale_kernel(T* const data, const int64_t n, const __grid_constant__ View factor_view) {
   using Acc = typename Source<T>::Acc;
   constexpr int W = kWidth<T, Pass::kPlain>;
   const double factor = read_element(factor_view, 0);
   if (factor == 1) return;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock * W;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * W; i < n;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlockThreads * W;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x) * W; i < n;
        i += step) {
     Chunk<T, W> chunk = {};
-    if (i + W <= n && reinterpret_cast<uintptr_t>(data) % Words<T, W>::kBytes == 0) {
+    if (i + W <= n && reinterpret_cast<uintptr_t>(data) % Vectors<T, W>::kBytes == 0) {
       chunk = load_aligned<T, W, Memory::kReadWrite>(data + i);
     } else {
 #pragma unroll
@@ -153,44 +153,35 @@ __global__ void __launch_bounds__(kBlock)
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const Acc value = convert<Acc>(chunk.element[j]);
-      // 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+      // 0 stays 0: a masked token has no gradient, even if the factor is infinite.
       values.element[j] = value != Acc(0) ? value * static_cast<Acc>(factor) : value;
     }
     store_chunk(data + i, static_cast<int>(n - i < W ? n - i : W), values);
   }
 }
 
-void check_launch() {
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("a CUDA kernel did not launch: ") +
-                             cudaGetErrorString(error));
-  }
+void launch(void (*kernel)(Task), const Task& task, const Launch& on) {
+  launch(kernel, {task.grid.blocks, kBlockThreads}, on.stream, task);
 }
 
-template <typename Kernel>
-void launch(Kernel kernel, const Task& task, const Launch& on) {
-  KLFAST_LAUNCH(kernel, task.grid.blocks, kBlock, static_cast<cudaStream_t>(on.stream), task);
-  check_launch();
-}
-
-bool is_mixed(const KlPenaltyInputs& in) {
+bool has_mixed_dtypes(const KlPenaltyInputs& in) {
   const DType dtype = in.logprobs.dtype;
-  return in.ref_logprobs.dtype != dtype ||
+  return (in.ref_logprobs.data != nullptr && in.ref_logprobs.dtype != dtype) ||
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
 }
 
-// Whether a plain kernel serves. Only dtypes that are trained in have them; others are for
-// checking, not for speed.
+// Whether a plain kernel can run the call. fp64 and mixed dtypes have none: they are for checking,
+// not for speed.
 bool is_plain_call(const KlPenaltyInputs& in) {
   return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
-         in.old_logprobs.data == nullptr && !in.is_double && !is_mixed(in);
+         in.old_logprobs.data == nullptr && !in.is_double && !has_mixed_dtypes(in);
 }
 
-// Whether sums of several blocks must be added: of every sequence, or of those too long for one.
+// Whether the last block adds sums of several blocks: of all sequences, or of one too long for a
+// block.
 bool needs_last_block(const KlPenaltyInputs& in) {
   const int64_t longest = in.batch.packed() ? in.batch.tokens : in.batch.width;
-  return is_scalar(in.reduction) || longest > kSegment;
+  return in.reduction.result == Result::kScalar || longest > kSegmentTokens;
 }
 
 bool wants_gradient(const KlPenaltyForward& out) {
@@ -201,7 +192,7 @@ bool wants_gradient(const KlPenaltyForward& out) {
 bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
   return wants_gradient(out) && unknown &&
-         (uses_own_length(in.reduction) || uses_totals(in.reduction, in.is_normalized()));
+         (in.reduction.own_length || in.reduction.uses_totals(in.is_normalized()));
 }
 
 Task task_of(const KlPenaltyInputs& in) {
@@ -216,7 +207,7 @@ Task task_of(const KlPenaltyInputs& in) {
 template <typename T>
 void launch_kl_penalty(const Task& task, const Launch& on) {
   if constexpr (!std::is_same_v<typename Source<T>::Acc, double>) {
-    const bool adds_more = task.want_statistics || task.scores.data != nullptr;
+    const bool adds_more = task.statistics != nullptr || task.scores.data != nullptr;
     if (is_plain_call(task.in) && adds_more) {
       return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
     }
@@ -234,9 +225,9 @@ void launch_kl_penalty(Task task, const Launch& on) {
   const KlPenaltyInputs& in = task.in;
   task.stores_tokens = task.value.data != nullptr || task.grad_logprobs.data != nullptr ||
                        task.grad_ref_logprobs.data != nullptr;
-  if (is_mixed(in)) {
-    return in.is_double ? launch(kl_penalty_kernel<Mixed<double>, Pass::kAny>, task, on)
-                        : launch(kl_penalty_kernel<Mixed<float>, Pass::kAny>, task, on);
+  if (has_mixed_dtypes(in)) {
+    return in.is_double ? launch(kl_penalty_kernel<AnyDtype<double>, Pass::kAny>, task, on)
+                        : launch(kl_penalty_kernel<AnyDtype<float>, Pass::kAny>, task, on);
   }
   visit_dtype(in.logprobs.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -244,7 +235,7 @@ void launch_kl_penalty(Task task, const Launch& on) {
   });
 }
 
-// Lanes as wide as those of the kernel that follows: its sums of the mask are then the same.
+// The lanes are as wide as those of the kernel that follows, whose sums of the mask then agree.
 void launch_lengths(const Task& task, const Launch& on) {
   if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
   const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
@@ -255,7 +246,7 @@ void launch_lengths(const Task& task, const Launch& on) {
 
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   if (!needs_last_block(in)) return 0;
-  const bool all = !is_plain_call(in) || out.want_statistics || out.scores.data != nullptr;
+  const bool all = !is_plain_call(in) || out.statistics != nullptr || out.scores.data != nullptr;
   const int64_t fields = all ? Sums::kFields : Sums::kLength + 1;
   return fields * std::max<int64_t>(1, grid_of(in.batch).slots);
 }
@@ -263,14 +254,14 @@ int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {
   Task task = task_of(in);
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
-  if (in.reduction == Reduction::kNone) {
+  if (in.reduction.result == Result::kToken) {
     task.value = {out.result, acc};
   } else {
     task.result = out.result;
   }
   task.scores = out.scores;
-  task.want_statistics = out.want_statistics;
-  task.per_sequence = out.per_sequence;
+  task.weights_out = out.weights;
+  task.statistics = out.statistics;
   task.partials = on.partials;
   task.arrivals = needs_last_block(in) ? on.arrivals : nullptr;
   if (needs_lengths(in, out)) {
@@ -294,17 +285,17 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
 }
 
 void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
-  constexpr int64_t kMostBlocks = 4096;  // each takes its share again and again
+  constexpr int64_t kMostBlocks = 4096;  // each runs a loop over its part
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {
-      const int64_t per_block = kBlock * kWidth<T, Pass::kPlain>;
-      const int64_t blocks = std::min(kMostBlocks, (n + per_block - 1) / per_block);
-      KLFAST_LAUNCH(scale_kernel<T>, static_cast<unsigned>(blocks), kBlock,
-                    static_cast<cudaStream_t>(on.stream), static_cast<T*>(x.data), n, factor);
+      const int64_t per_block = kBlockThreads * kWidth<T, Pass::kPlain>;
+      const auto blocks =
+          static_cast<unsigned>(std::min(kMostBlocks, (n + per_block - 1) / per_block));
+      launch(scale_kernel<T>, {blocks, kBlockThreads}, on.stream, static_cast<T*>(x.data), n,
+             factor);
     }
   });
-  check_launch();
 }
 
 }  // namespace klfast::cuda

@@ -1,5 +1,5 @@
-// From sums of segments to results: of a sequence by the block that has read it, where that is all
-// of it, and of the batch by the last block to arrive, always in the order of positions.
+// Results from the sums of segments: a sequence of one segment is finished by the block that has
+// read it, all others and the batch by the last block to arrive, always in the order of positions.
 
 #pragma once
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ double read_element(const View& view, int64_t index) 
   return value;
 }
 
-// The numbers of a call, wherever they lie.
+// The numbers of a call, read from tensors if they are given as such.
 struct Scalars {
   double coef;
   double normalizer;
@@ -36,17 +36,18 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
   static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
 }
 
-// The weight of a sequence's tokens, in the arithmetic's precision, as the backward will read it.
+// The weight of a sequence's tokens, rounded to the arithmetic's precision, as the backward reads
+// it.
 template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
                                             int64_t sequence, double length, const Totals& totals) {
-  if (task.weights_known) return static_cast<const Acc*>(task.per_sequence)[sequence];
+  if (task.weights_known) return static_cast<const Acc*>(task.weights_out)[sequence];
   return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals,
                                           task.in.is_normalized(), scalars.normalizer));
 }
 
-// Before anything is summed: without a mask the lengths of a padded batch are known, and where a
-// weight does not depend on lengths, any will do.
+// The weight of a sequence before its mask is summed: it has been computed by lengths_kernel, or
+// does not depend on lengths, or the batch is padded and has no mask.
 template <typename Acc>
 __device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
                                                      int64_t sequence) {
@@ -60,18 +61,22 @@ template <typename Acc>
 __device__ __forceinline__ void store_statistics(const Task& task, int64_t sequence,
                                                  const Sums& sums) {
   using Bits = typename math::Constants<Acc>::Bits;
-  const double fields[kStatistics] = {
-      sums.length,  sums.kl,
-      sums.k1,      sums.k2,
-      sums.k3,      static_cast<double>(math::bit_cast<Acc>(static_cast<Bits>(sums.max_log_ratio))),
-      sums.clipped, sums.nonfinite};
+  double fields[kStatistics];
+  fields[kKl] = sums.kl;
+  fields[kLength] = sums.length;
+  fields[kK1] = sums.k1;
+  fields[kK2] = sums.k2;
+  fields[kK3] = sums.k3;
+  fields[kMaxLogRatio] = math::bit_cast<Acc>(static_cast<Bits>(sums.max_log_ratio));
+  fields[kClipped] = sums.clipped;
+  fields[kNonfinite] = sums.nonfinite;
 #pragma unroll
   for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(task.per_sequence, (1 + field) * task.in.batch.sequences + sequence, fields[field]);
+    store<Acc>(task.statistics, field * task.in.batch.sequences + sequence, fields[field]);
   }
 }
 
-// Everything that is said of one sequence. Returns its share of a scalar result, before coef.
+// Stores the results of one sequence. Returns its term of a scalar result, without coef.
 template <bool kStatistics, typename Acc>
 __device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
                                                   int64_t sequence, const Sums& sums,
@@ -79,14 +84,14 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   const KlPenaltyInputs& in = task.in;
   const double weight = weight_of<Acc>(task, scalars, sequence, sums.length, totals);
   const double term = sums.length > 0 ? weight * sums.kl : 0.0;
-  store<Acc>(task.per_sequence, sequence, weight);
+  store<Acc>(task.weights_out, sequence, weight);
   if constexpr (kStatistics) {
-    if (task.want_statistics) store_statistics<Acc>(task, sequence, sums);
+    if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);
   }
-  if (in.reduction != Reduction::kNone && !is_scalar(in.reduction)) {
+  if (in.reduction.result == Result::kSequence) {
     store<Acc>(task.result, sequence, scalars.coef * term);
   }
-  // The upper bound is for cu_seqlens that overlap: then a sum may hold what nobody wrote.
+  // The upper bound guards against cu_seqlens that overlap: sums may then be uninitialised memory.
   if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
     Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
     *reward += static_cast<Acc>(read_element(task.scores, sequence));
@@ -94,7 +99,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   return term;
 }
 
-// Sum over the threads of a block, in every thread.
+// The sum over the threads of a block, in every thread.
 __device__ __forceinline__ double add_block(double value) {
   __shared__ double of_warp[kWarps];
   value = add_lanes(value);
@@ -120,13 +125,13 @@ __device__ __forceinline__ Sums sums_of_sequence(const Task& task, const Partial
   return sums;
 }
 
-// What the mask adds up to, by all threads of a block.
+// The totals of the mask, by all threads of a block.
 __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& scalars,
                                             const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
   Totals totals;
-  if (!uses_totals(in.reduction, in.is_normalized()) || task.weights_known) return totals;
-  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
+  if (!in.reduction.uses_totals(in.is_normalized()) || task.weights_known) return totals;
+  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
     totals.tokens += length;
     totals.sequences += length > 0 ? 1 : 0;
@@ -136,27 +141,27 @@ __device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& sca
   return totals;
 }
 
-// The weights of all sequences, by all threads of the last block of a pass over lengths.
+// Stores the weights of all sequences; run by all threads of the last block of a pass over lengths.
 template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
   const Totals totals = totals_of(task, scalars, partials);
-  for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlock) {
+  for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlockThreads) {
     const double length = sums_of_sequence<false>(task, partials, s).length;
-    store<Acc>(task.per_sequence, s, weight_of<Acc>(task, scalars, s, length, totals));
+    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, totals));
   }
 }
 
-// The batch, by all threads of the last block. Sequences that their own block has finished are left
-// out.
+// Stores the results of the batch, except of sequences that their own block has finished; run by
+// all threads of the last block.
 template <bool kStatistics, typename Acc>
 __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
                                              const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
-  const bool scalar = is_scalar(in.reduction);
+  const bool scalar = in.reduction.result == Result::kScalar;
   const Totals totals = totals_of(task, scalars, partials);
   double total = 0;
-  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlock) {
+  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
     if (!scalar && segments_of(sequence_at(in.batch, s).length) == 1) continue;
     const Sums sums = sums_of_sequence<kStatistics>(task, partials, s);
     total += finish_sequence<kStatistics, Acc>(task, scalars, s, sums, totals);
@@ -166,9 +171,9 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * total);
 }
 
-// Whether this block is the last of the launch to come here. Everything that the others wrote
-// before they came is then visible. The counter is 0 again afterwards: for the next launch on this
-// stream, or the next replay of a graph.
+// Whether this block is the last of the launch to arrive. Everything that the others wrote before
+// they arrived is then visible. The counter ends at 0, for the next launch on this stream, or the
+// next replay of a graph.
 __device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
   __shared__ bool is_last;
   __threadfence();

@@ -1,6 +1,6 @@
-// How tokens are dealt out: a sequence is cut into segments, a segment into tiles. A warp takes a
-// tile, a group of warps a segment. All of it depends on token positions alone, so that a sum does
-// too.
+// Segments and tiles: a sequence is cut into segments, a segment into tiles. A warp reads a tile, a
+// group of warps a segment. The cuts depend on token positions alone, and so does the order of
+// sums.
 
 #pragma once
 
@@ -11,15 +11,14 @@
 
 namespace klfast::cuda {
 
-inline constexpr int64_t kTile = 1024;  // tokens
+inline constexpr int64_t kTileTokens = 1024;
 inline constexpr int kTilesPerSegment = 8;
-inline constexpr int64_t kSegment = kTile * kTilesPerSegment;
+inline constexpr int64_t kSegmentTokens = kTileTokens * kTilesPerSegment;
 
-// A slot is room for one segment. In a padded batch every row has the same number of them. In a
-// packed one lengths are on the device, where the host does not look: sequence s starts at slot
-// floor(cu_seqlens[s] / kSegment) + s, which leaves room enough for each, and one to spare for
-// some. One more sequence, number S, is what follows the last, where a buffer is longer than its
-// sequences: it has no sums, and its tokens get zeros.
+// A slot is the place of one segment in the grid. In a padded batch every row has the same number
+// of slots. In a packed batch the host does not know the lengths: sequence s starts at slot
+// floor(cu_seqlens[s] / kSegmentTokens) + s, which is enough slots for all, some unused.
+// Pseudo-sequence S is the buffer's tail, beyond the last sequence; its outputs are zeroed.
 struct Grid {
   int64_t slots;
   int64_t slots_per_row;  // padded
@@ -29,13 +28,13 @@ struct Grid {
 
 inline Grid grid_of(const Batch& batch) {
   Grid grid;
-  grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegment - 1) / kSegment);
-  grid.slots = batch.packed() ? batch.tokens / kSegment + batch.sequences + 1
+  grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegmentTokens - 1) / kSegmentTokens);
+  grid.slots = batch.packed() ? batch.tokens / kSegmentTokens + batch.sequences + 1
                               : batch.sequences * grid.slots_per_row;
   const int64_t typical_length =
       batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
   grid.warps_per_segment = 1;
-  while (grid.warps_per_segment < kWarps && grid.warps_per_segment * kTile < typical_length) {
+  while (grid.warps_per_segment < kWarps && grid.warps_per_segment * kTileTokens < typical_length) {
     grid.warps_per_segment *= 2;
   }
   const int64_t per_block = kWarps / grid.warps_per_segment;
@@ -44,7 +43,8 @@ inline Grid grid_of(const Batch& batch) {
   return grid;
 }
 
-// A sequence's place among all tokens. What cu_seqlens holds is not trusted.
+// The place of a sequence among all tokens. The values of cu_seqlens are clamped to the buffer, as
+// nobody has checked them.
 struct Sequence {
   int64_t start;
   int64_t length;
@@ -67,11 +67,11 @@ __device__ __forceinline__ Sequence sequence_at(const Batch& batch, int64_t sequ
 __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& grid,
                                               int64_t sequence) {
   if (!batch.packed()) return sequence * grid.slots_per_row;
-  return clamp_index(start_of(batch, sequence) / kSegment + sequence, 0, grid.slots);
+  return clamp_index(start_of(batch, sequence) / kSegmentTokens + sequence, 0, grid.slots);
 }
 
-// The sequence that a slot belongs to, by the whole warp: every lane probes, the highest that does
-// not lie beyond the slot narrows the search 32-fold.
+// The sequence of a slot, by a search of the whole warp: every lane probes one sequence, and the
+// last that does not start beyond the slot narrows the search 32-fold.
 __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Grid& grid,
                                                     int64_t slot) {
   if (!batch.packed()) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Gr
   return low;
 }
 
-// The segment of a slot; of size 0 where the slot is to spare.
+// The segment of a slot; its size is 0 where the slot is unused.
 struct Segment {
   int64_t sequence;
   int64_t start;     // of the sequence among all tokens
@@ -110,16 +110,20 @@ __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Gri
   const bool follows = s == batch.sequences;
   const int64_t end = start_of(batch, s);
   const Sequence sequence = follows ? Sequence{end, batch.tokens - end} : sequence_at(batch, s);
-  const int64_t position = (slot - first_slot(batch, grid, s)) * kSegment;
+  const int64_t position = (slot - first_slot(batch, grid, s)) * kSegmentTokens;
   const bool has_tokens = position >= 0 && position < sequence.length;
   if (!has_tokens) return {s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
   const int64_t rest = sequence.length - position;
-  return {s,       sequence.start, sequence.length, position, rest < kSegment ? rest : kSegment,
+  return {s,
+          sequence.start,
+          sequence.length,
+          position,
+          rest < kSegmentTokens ? rest : kSegmentTokens,
           !follows};
 }
 
 __device__ __forceinline__ int64_t segments_of(int64_t length) {
-  return length <= kSegment ? 1 : (length + kSegment - 1) / kSegment;
+  return length <= kSegmentTokens ? 1 : (length + kSegmentTokens - 1) / kSegmentTokens;
 }
 
 }  // namespace klfast::cuda

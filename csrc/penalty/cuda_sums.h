@@ -8,7 +8,7 @@
 
 namespace klfast::cuda {
 
-// Of a lane over a tile: short, and so exact enough, in the arithmetic's type.
+// The sums of a lane over a tile: short, and so exact enough in the arithmetic's type.
 template <typename Acc>
 struct LaneSums {
   using Bits = typename math::Constants<Acc>::Bits;
@@ -23,7 +23,8 @@ struct LaneSums {
   int last_kept = -1;      // position in the tile
 };
 
-// Of anything larger, as 8-byte fields: what blocks leave for each other is an array of them.
+// The sums of a tile, a segment or a sequence, as fields of 8 bytes: blocks pass them on in one
+// array.
 struct Sums {
   enum Field {
     kKl,
@@ -80,7 +81,7 @@ __device__ __forceinline__ int64_t greatest_of_lanes(int64_t value) {
   return value;
 }
 
-// A tile's sums, in every lane. first_token is the tile's place among all tokens.
+// The sums of a tile, in every lane. first_token is the index of its first token among all.
 template <bool kStatistics, typename Acc>
 __device__ __forceinline__ Sums add_up(const LaneSums<Acc>& lane, bool want_last_kept,
                                        int64_t first_token) {

@@ -1,4 +1,4 @@
-// What a launch is asked to do, in one argument.
+// The single argument of a kernel over log-probs.
 
 #pragma once
 
@@ -8,9 +8,8 @@
 
 namespace klfast::cuda {
 
-// What a kernel can do. The plain ones leave out limits and importance weights; only
-// kPlainStatistics and kAny know statistics and the last kept token, and only kPlain has no
-// gradient.
+// The variants of the kernel. The plain ones omit limits and importance weights; kPlainStatistics
+// and kAny alone compute statistics and the last kept token; kPlain alone has no gradient.
 enum class Pass { kPlain, kPlainGradient, kPlainStatistics, kAny };
 
 template <Pass pass>
@@ -27,14 +26,14 @@ struct Task {
   Output grad_logprobs;
   Output grad_ref_logprobs;
   bool backward = false;
-  bool stores_tokens = false;  // a value or a gradient of each
+  bool stores_tokens = false;  // a value or a gradient per token
   // Forward.
   Output value;  // per token: coef * weighted value
   View scores;
-  bool want_statistics = false;
-  bool weights_known = false;  // row 0 of per_sequence has been written by a pass over the lengths
+  bool weights_known = false;  // written by a pass over the lengths
   void* result = nullptr;      // of a reduction
-  void* per_sequence = nullptr;
+  void* weights_out = nullptr;
+  void* statistics = nullptr;
   double* partials = nullptr;
   unsigned* arrivals = nullptr;  // null: every block finishes its own sequences
   // Backward.

@@ -1,4 +1,4 @@
-// A warp over a tile of a sequence: loads, formulas, stores, lane sums.
+// A warp's pass over a tile of a sequence: loads, formulas, stores, lane sums.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace klfast::cuda {
 
-// Tokens of a lane at a time: 16 bytes of an input, and never more than the registers of a pass
-// allow.
+// The tokens that a lane loads at a time: 16 bytes of an input, or 4 tokens where a pass has no
+// registers for more.
 template <typename T, Pass pass>
 inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass == Pass::kAny
                                   ? 4
@@ -17,9 +17,9 @@ inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass =
 // The tokens of a tile.
 struct Tile {
   int64_t index;   // of the first among all tokens
-  int size;        // up to the sequence's end: more than kTile where the sequence goes on
-  bool is_smooth;  // whole words of every input are aligned, and the mask is of bytes
-  // Where it starts in each input, in elements.
+  int size;        // up to the sequence's end: more than kTileTokens where the sequence goes on
+  bool is_smooth;  // vectors of every input are aligned, and the mask is of bools
+  // The offset of the first in each input, in elements.
   int64_t logprobs;
   int64_t ref_logprobs;
   int64_t old_logprobs;
@@ -36,7 +36,7 @@ __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batc
 template <typename T, int W>
 __device__ __forceinline__ bool is_smooth(const View& view, int64_t offset) {
   const T* const first = static_cast<const T*>(view.data) + offset;
-  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Words<T, W>::kBytes == 0;
+  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0;
 }
 
 template <typename T, Pass pass>
@@ -47,7 +47,7 @@ __device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment
   const int64_t rest = segment.length - position;
   Tile tile;
   tile.index = segment.start + position;
-  tile.size = static_cast<int>(rest < 2 * kTile ? rest : 2 * kTile);
+  tile.size = static_cast<int>(rest < 2 * kTileTokens ? rest : 2 * kTileTokens);
   tile.logprobs = offset_of(in.logprobs, in.batch, segment, position);
   tile.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment, position);
   tile.old_logprobs = offset_of(in.old_logprobs, in.batch, segment, position);
@@ -56,7 +56,7 @@ __device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment
   tile.is_smooth = false;
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
     tile.is_smooth =
-        is_smooth<T, W>(in.logprobs, tile.logprobs) &&
+        is_smooth<T, W>(in.logprobs, tile.logprobs) && in.ref_logprobs.data != nullptr &&
         is_smooth<T, W>(in.ref_logprobs, tile.ref_logprobs) &&
         (in.old_logprobs.data == nullptr || is_smooth<T, W>(in.old_logprobs, tile.old_logprobs)) &&
         (in.mask.data == nullptr ||
@@ -65,7 +65,7 @@ __device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment
   return tile;
 }
 
-// Where a lane is in a tile.
+// The place of a lane in a tile.
 struct Place {
   int position;  // of the lane's first token
   int end;       // of the warp's tokens
@@ -88,8 +88,8 @@ __device__ __forceinline__ void load_converted(const View& view, int64_t offset,
   });
 }
 
-// Fetched and not looked at yet, so that all inputs are on their way before the first is used; a
-// mixed source has to convert at once.
+// A chunk as loaded: it is converted later, so that all inputs are requested before the first is
+// used. Under AnyDtype it is converted at once.
 template <typename T, int W>
 __device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const View& view,
                                                                        int64_t offset, int size,
@@ -104,7 +104,7 @@ __device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const Vie
   }
 }
 
-// The mask's weights, or ones; zeros beyond the sequence's end.
+// The weights of a chunk: the mask, or ones; zeros beyond the sequence's end.
 template <typename Acc, int W>
 __device__ __forceinline__ void load_weights(const View& mask, const Tile& tile, const Place& at,
                                              Chunk<Acc, W>& weights) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_weights(const View& mask, const Tile& tile,
   for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < tile.size ? Acc(1) : Acc(0);
 }
 
-// A lane's chunk of every input, as it was fetched.
+// A lane's chunk of every input, as loaded.
 template <typename T, int W>
 struct Fetched {
   Chunk<typename Source<T>::Element, W> logprobs;
@@ -124,7 +124,8 @@ struct Fetched {
   Chunk<typename Source<T>::Acc, W> weight;
 };
 
-// What a lane works on at a time, and what comes of it: a part of its chunk, for want of registers.
+// The tokens that a lane computes at a time, and their results: a part of its chunk, to save
+// registers.
 template <typename Acc, int W>
 struct Tokens {
   bool weighs;                   // by importance
@@ -137,7 +138,7 @@ struct Tokens {
   bool clipped[W];
 };
 
-// By the shortest way, which most tiles can go.
+// The chunks of a smooth tile, which most tiles are.
 template <typename T, Pass pass, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_smooth(const KlPenaltyInputs& in, const Tile& tile,
                                                       const Place& at) {
@@ -171,7 +172,10 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
   }
   Fetched<T, W> fetched;
   fetched.logprobs = fetch<T, W>(in.logprobs, tile.logprobs, tile.size, at);
-  fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+  fetched.ref_logprobs = {};
+  if (in.ref_logprobs.data != nullptr) {
+    fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+  }
   fetched.old_logprobs = fetched.logprobs;
   if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = fetch<T, W>(in.old_logprobs, tile.old_logprobs, tile.size, at);
@@ -214,8 +218,8 @@ __device__ __forceinline__ void replace(Chunk<Acc, W>& chunk, int i, Acc value) 
   for (int j = 0; j < W; ++j) chunk.element[j] = i == j ? value : chunk.element[j];
 }
 
-// Weighted tokens beyond fp32's range in a factor, but perhaps not in the product: once more in
-// fp64, one after the other, as they are rare. Whether it is done depends on the token alone.
+// Computes tokens again in fp64 whose factors may leave fp32's range where their product does not.
+// One token at a time, as they are rare. The token alone decides whether it is computed again.
 template <typename E, int W>
 __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
                                                   Tokens<float, W>& tokens) {
@@ -237,8 +241,8 @@ __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
   }
 }
 
-// Value and derivatives of a lane's tokens under one formula. Bit i of `far` says whether some lane
-// has a large |x| at i: where none has, the short way leads to the same bits.
+// The values and derivatives of a lane's tokens under one formula. Bit i of `far` is set if a lane
+// of the warp has |x| > 1 at i; otherwise the shorter formula gives the same bits.
 template <Pass pass, typename E, typename Acc, int W>
 __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
                                          Tokens<Acc, W>& tokens) {
@@ -294,7 +298,7 @@ __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit
   }
 }
 
-// What a lane's tokens add to its sums; `offset` is the place of its first token in the tile.
+// Adds a lane's tokens to its sums; `offset` is the place of its first token in the tile.
 template <Pass pass, typename Acc, int W>
 __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
                                            LaneSums<Acc>& sums) {
@@ -320,15 +324,15 @@ __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int off
   }
 }
 
-// Factors of what is stored.
+// The factors of stored values and gradients.
 template <typename Acc>
 struct Factors {
   Acc coef;
   Acc gradient;
 };
 
-// A chunk of a gradient, in the dtype of its input, to its place. A token's own grad_out is met
-// here: 0 stays 0 where the token is masked, whatever comes in.
+// Stores a chunk of a gradient in the dtype of its input. The token's own grad_out is a factor, and
+// the gradient of a masked token 0 whatever its grad_out holds.
 template <typename T, typename Acc, int W>
 __device__ __forceinline__ void store_gradient(const Output& output, int64_t index, int count,
                                                Acc factor, const Chunk<Acc, W>& derivative,
@@ -340,7 +344,7 @@ __device__ __forceinline__ void store_gradient(const Output& output, int64_t ind
     const Acc product = (factor * derivative.element[i]) * grad_out.element[i];
     gradient.element[i] = weight.element[i] != Acc(0) ? product : Acc(0);
   }
-  if constexpr (std::is_same_v<T, Mixed<Acc>>) {
+  if constexpr (std::is_same_v<T, AnyDtype<Acc>>) {
     visit_dtype(output.dtype, [&](auto zero) {
       using To = decltype(zero);
       if constexpr (is_floating<To>) {
@@ -352,7 +356,7 @@ __device__ __forceinline__ void store_gradient(const Output& output, int64_t ind
   }
 }
 
-// Values and gradients that were asked for.
+// Stores the values and gradients that are wanted.
 template <typename T, Pass pass, typename Acc, int W>
 __device__ __forceinline__ void store_results(const Task& task, const Factors<Acc>& factors,
                                               const Tile& tile, const Place& at,
@@ -370,7 +374,7 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
   Chunk<Acc, W> grad_out;
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
-  if (task.backward && task.in.reduction == Reduction::kNone) {
+  if (task.backward && task.in.reduction.result == Result::kToken) {
     const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + tile.grad_out,
                           task.grad_out.column_stride, tile.size};
     grad_out = load_chunk<Acc, W>(row, at.position, at.end);
@@ -394,7 +398,7 @@ __device__ __forceinline__ void store_zero(const Output& output, int64_t index) 
   });
 }
 
-// Nothing at all for tokens that belong to no sequence.
+// Zeroes the outputs of tokens that belong to no sequence.
 __device__ __forceinline__ void store_zeros(const Task& task, const Segment& segment, int first,
                                             int step) {
 #pragma unroll 1
@@ -406,14 +410,14 @@ __device__ __forceinline__ void store_zeros(const Task& task, const Segment& seg
   }
 }
 
-// Calls visit(tile, place) for every chunk of a lane in a tile. Where the tile lies is read from
-// shared memory for each chunk again: a dozen registers less, and so more warps to hide latency.
+// Calls visit(tile, place) for every chunk of a lane in a tile. The tile is read from shared memory
+// again for each chunk: that saves a dozen registers, and so leaves room for more warps.
 template <int W, typename Visitor>
 __device__ __forceinline__ void visit_chunks(const Tile& tile, const Visitor& visit) {
   const int lane = threadIdx.x % kWarp;
   const int size = tile.size;
 #pragma unroll 1
-  for (int done = 0; done < kTile && done < size; done += kWarp * W) {
+  for (int done = 0; done < kTileTokens && done < size; done += kWarp * W) {
     visit(opaque(&tile), Place{done + lane * W, done + kWarp * W});
   }
 }
@@ -441,7 +445,7 @@ __device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits
   return sums;
 }
 
-// The sum of the weights alone, in the same order.
+// The sum of the weights alone, in the order of run_tile.
 template <int W, typename Acc>
 __device__ __forceinline__ LaneSums<Acc> run_lengths(const Task& task, const Tile& warp_tile) {
   LaneSums<Acc> sums;

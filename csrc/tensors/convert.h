@@ -1,5 +1,5 @@
-// Elements of any dtype to and from the arithmetic's type, on the host and on devices. Included by
-// kernels that are compiled once per instruction set: everything here is inlined into them.
+// Conversion of elements of any dtype to and from the arithmetic's type, host and device. Included
+// by kernels that are compiled once per instruction set: everything here is inlined into them.
 
 #pragma once
 
@@ -32,7 +32,7 @@ KLFAST_HOST_DEVICE To convert(From from) {
   return static_cast<To>(from);
 }
 
-// As torch reads it: any byte but 0 is true.
+// Any byte but 0 is true, as in torch.
 template <>
 KLFAST_HOST_DEVICE float convert<float>(Bool from) {
   return from.byte != 0 ? 1.0f : 0.0f;
@@ -74,7 +74,7 @@ KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
   return convert<float>(from);
 }
 
-// To nearest, ties to even, as everybody does; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 template <>
 KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(float from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -120,7 +120,7 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
   return convert<Float16>(static_cast<float>(from));
 }
 
-// Calls visit(T()) with the C++ type of a dtype.
+// Calls visit(T()), where T is the C++ type of a dtype.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable  // a host function may bring a visitor for the host
 #endif

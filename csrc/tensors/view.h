@@ -1,4 +1,4 @@
-// Tensors and batches as kernels see them: raw pointers, sizes, strides. No torch.
+// Tensors and batches as raw pointers, sizes and strides. No torch.
 
 #pragma once
 
@@ -50,7 +50,7 @@ struct View {
   int64_t column_stride = 0;
 };
 
-// A contiguous output over tokens; data is null for an output that nobody asked for.
+// A contiguous output over tokens; data is null for an output that is not wanted.
 struct Output {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -78,7 +78,7 @@ struct Batch {
     return packed() ? start(sequence + 1) - start(sequence) : width;
   }
 
-  // Where in the inputs' views a sequence's token lies.
+  // The row and column of a sequence's token in the inputs' views.
   KLFAST_HOST_DEVICE int64_t row(int64_t sequence) const { return packed() ? 0 : sequence; }
   KLFAST_HOST_DEVICE int64_t column(int64_t sequence, int64_t position) const {
     return packed() ? start(sequence) + position : position;

@@ -1,44 +1,24 @@
 """The backends, the order in which ``auto`` tries them, and the choice.
 
-A backend is a module with ``unavailable(device) -> str | None`` (why it cannot serve the device,
-with what to install; None if it can), ``kl_penalty(call) -> (Tensor, KLStats | None)``, and over
-logits ``token_logprobs(call)`` and ``kl_divergence(call)``. A new backend is one such file and one
-row here.
+A new backend is a ``Backend`` and one row here.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from klfast.backends import native, triton
-from klfast.backends.reference import penalty as reference
+from klfast.backends.backend import Backend
+from klfast.backends.native import NATIVE
+from klfast.backends.reference import REFERENCE
+from klfast.backends.triton import TRITON
+from klfast.call import PenaltyCall
 from klfast.checks.arguments import check_choice
+from klfast.checks.values import are_checked
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 
-if TYPE_CHECKING:
-    from klfast.call import KLCall
-    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-    from klfast.logits.outputs import KLOutputs
-    from klfast.stats import KLStats
-
-
-class Backend(Protocol):
-    """What a backend module offers."""
-
-    def unavailable(self, device: torch.device) -> str | None: ...
-
-    def kl_penalty(self, call: KLCall) -> tuple[torch.Tensor, KLStats | None]: ...
-
-    def token_logprobs(
-        self, call: TokenLogprobsCall
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    def kl_divergence(self, call: KLDivergenceCall) -> KLOutputs: ...
-
-
-MODULES: dict[str, Backend] = {"native": native, "triton": triton, "reference": reference}
+BACKENDS = {backend.name: backend for backend in (NATIVE, TRITON, REFERENCE)}
 """In the order that ``auto`` tries them. The last serves every device."""
 
 _told: set[str] = set()
@@ -46,7 +26,7 @@ _told: set[str] = set()
 
 def why_not(device: torch.device) -> dict[str, str | None]:
     """For each backend, why it cannot serve ``device``; None if it can."""
-    return {name: module.unavailable(device) for name, module in MODULES.items()}
+    return {name: backend.why_not(device) for name, backend in BACKENDS.items()}
 
 
 def first_available(reasons: dict[str, str | None]) -> str:
@@ -54,23 +34,32 @@ def first_available(reasons: dict[str, str | None]) -> str:
     return next(name for name, reason in reasons.items() if reason is None)
 
 
-def resolve(backend: str, device: torch.device) -> Backend:
+def resolve(name: str, device: torch.device) -> Backend:
     """The backend to use. ``auto`` takes the first that can; a name never falls back.
 
     Raises:
         ValueError, TypeError: an unknown name.
         RuntimeError: a backend asked for by name that cannot serve the device, and why.
     """
-    check_choice("backend", backend, ("auto", *MODULES))
-    if backend == "auto":
-        module = next(m for m in MODULES.values() if m.unavailable(device) is None)
-        if module is reference and not torch.compiler.is_compiling():
+    check_choice("backend", name, ("auto", *BACKENDS))
+    if name == "auto":
+        backend = next(b for b in BACKENDS.values() if b.why_not(device) is None)
+        if backend.name == "reference" and not torch.compiler.is_compiling():
             _tell_of_reference(device)
-        return module
-    module = MODULES[backend]
-    if (reason := module.unavailable(device)) is not None:
-        raise RuntimeError(f"backend {backend!r} cannot run on {device.type}: {reason}")
-    return module
+        return backend
+    backend = BACKENDS[name]
+    if (reason := backend.why_not(device)) is not None:
+        raise RuntimeError(f"backend {name!r} cannot run on {device.type}: {reason}")
+    return backend
+
+
+def choose(name: str, call: PenaltyCall | TokenLogprobsCall | KLDivergenceCall) -> Backend:
+    """The backend to use, after the check of the values that it does not check itself."""
+    backend = resolve(name, call.first.device)
+    in_kernel = call.first.device.type in backend.checks_in_kernel
+    if are_checked(call.first, in_kernel=in_kernel):
+        call.check_values()
+    return backend
 
 
 def _tell_of_reference(device: torch.device) -> None:
@@ -83,5 +72,5 @@ def _tell_of_reference(device: torch.device) -> None:
     warnings.warn(
         f"klfast uses its slow reference backend on {device.type} ({because})",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from klfast.backends import MODULES
+from klfast.backends import BACKENDS
 from klfast.bench.cases import Case, Forward, Inputs, Op
 
 Candidate = Callable[[Any], Any]
@@ -24,7 +24,7 @@ MODES = {COMPILE: None, AUTOTUNED: "max-autotune-no-cudagraphs"}
 
 def is_ours(name: str) -> bool:
     """Whether a candidate is klfast, or a backend of it."""
-    return name == KLFAST or name in MODULES
+    return name == KLFAST or name in BACKENDS
 
 
 def compiled_forward(op: Op) -> Forward:

@@ -152,7 +152,7 @@ def usable_backends(place: torch.device) -> tuple[list[str], str]:
     Raises:
         NoBackend: none does, or under ``KLFAST_REQUIRE_CUDA=1`` not all do.
     """
-    reasons = {name: backends.MODULES[name].unavailable(place) for name in KLFAST_BACKENDS}
+    reasons = {name: backends.BACKENDS[name].why_not(place) for name in KLFAST_BACKENDS}
     usable = [name for name, reason in reasons.items() if reason is None]
     missing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     if not usable or (missing and os.environ.get("KLFAST_REQUIRE_CUDA") == "1"):

@@ -19,6 +19,7 @@ import torch
 from klfast.bench import tokens
 from klfast.bench.cases import Suite
 from klfast.bench.measure import Plan, Row
+from klfast.version import __version__
 
 HEADINGS = ("case", "impl", "median ms", "min ms", "ratio", "GB/s", "of read")
 MEMORY_HEADINGS = (*HEADINGS, "MB")
@@ -70,7 +71,7 @@ def now() -> str:
 
 def versions() -> dict[str, str | None]:
     return {
-        "klfast": version("klfast"),
+        "klfast": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -1,13 +1,23 @@
-"""Checks of plain values, shared by everything that takes arguments. No torch here."""
+"""Checks that need no data: numbers, choices, and a tensor's type, shape, dtype, device, layout.
+
+What tensors hold is checked in ``values``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from numbers import Real
+from typing import cast, overload
+
+import torch
+from torch import Tensor
+
+from klfast.dtypes import FLOATS, INDICES, INTEGERS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 
-def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(argument: str, value: object, choices: Collection[str]) -> None:
     """Raise unless ``value`` is one of ``choices``; the error lists them."""
     if isinstance(value, str) and value in choices:
         return
@@ -45,3 +55,86 @@ def check_number(
     if not math.isfinite(number) or too_low:
         raise ValueError(f"{argument} must be {wanted}, got {shown(value)}")
     return number
+
+
+def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
+    """The reduction is a known one, and has a denominator if there is a normalizer."""
+    check_choice("reduction", reduction, REDUCTIONS)
+    if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
+        means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
+        raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:
+    """Its type, shape and device; ``values`` checks what it holds."""
+    check_tensor("cu_seqlens", cu_seqlens, INDICES)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [S+1], got {shape_text(cu_seqlens)}")
+    check_device("cu_seqlens", cu_seqlens, like, of)
+
+
+def check_normalizer(
+    normalizer: float | Tensor | None, like: Tensor, *, of: str = "logprobs"
+) -> float | Tensor | None:
+    """A checked normalizer, None if there is none."""
+    if normalizer is None:
+        return None
+    return scalar_argument("normalizer", normalizer, like, of=of, above=0)
+
+
+def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A dense tensor of one of the dtypes."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        expected = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{argument} must have one of the dtypes {expected}, got {value.dtype}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise ValueError(f"{argument} must have the layout torch.strided, got {kind}")
+    return value
+
+
+def check_device(argument: str, value: Tensor, like: Tensor, of: str = "logprobs") -> None:
+    """It is where ``like`` is, the argument called ``of``."""
+    if value.device != like.device:
+        raise ValueError(
+            f"{argument} must be on the device of {of}, {like.device}, got {value.device}"
+        )
+
+
+@overload
+def without_graph(value: Tensor) -> Tensor: ...
+@overload
+def without_graph(value: None) -> None: ...
+def without_graph(value: Tensor | None) -> Tensor | None:
+    """The tensor without a graph."""
+    return value.detach() if value is not None and value.requires_grad else value
+
+
+def scalar_argument(
+    argument: str,
+    value: object,
+    like: Tensor,
+    *,
+    of: str = "logprobs",
+    above: float | None = None,
+) -> float | Tensor:
+    """A checked number, or a 0-dim tensor where ``like`` is, without a graph."""
+    if torch.compiler.is_compiling() and type(value) in (int, float):
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        return cast(float, value) * torch.ones((), dtype=torch.float64, device=like.device)
+    if not isinstance(value, Tensor):
+        return check_number(argument, value, above=above)
+    check_tensor(argument, value, (*FLOATS, *INTEGERS))
+    if value.dim() != 0:
+        raise ValueError(f"{argument} must be a number or a 0-dim tensor, got {shape_text(value)}")
+    if value.device != like.device and value.device.type == "cpu":
+        return check_number(argument, value.item(), above=above)
+    check_device(argument, value, like, of)
+    return without_graph(value)
+
+
+def shape_text(tensor: Tensor) -> str:
+    """A tensor's shape as error texts write it."""
+    return str(list(tensor.shape))

@@ -1,24 +1,17 @@
 """Checks of what tensors hold: the weights of a mask, the contents of cu_seqlens, 0-dim scalars.
 
-On a CPU the native kernel refuses bad values in its own read, and these functions say what was
-wrong; the eager backend calls them before it computes. On a GPU they need a sync and run under
-``KLFAST_CHECK=1`` alone. Nothing is checked by value while tracing.
+``are_checked`` is the rule. The native kernels refuse bad values on a CPU in their own read, and
+these functions say afterwards which value was bad.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.dtypes import arithmetic_dtype
-
-if TYPE_CHECKING:
-    from klfast.call import KLCall
-    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 
 
 def are_tracing() -> bool:
@@ -42,48 +35,35 @@ def holds_values(tensor: Tensor) -> bool:
     )
 
 
-def check_values(call: KLCall) -> None:
-    """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
-    tensors = call.tensors
-    if tensors.mask is not None and tensors.mask.dtype != torch.bool:
-        _check_mask_values(tensors.mask.to(arithmetic_dtype(*tensors[:3])))
-    if tensors.cu_seqlens is not None:
-        _check_cu_seqlens_values(tensors.cu_seqlens, tensors.logprobs.shape[0])
-    check_coef(call, call.coef if tensors.coef is None else tensors.coef.item())
-    if tensors.normalizer is not None:
-        check_number("normalizer", tensors.normalizer.item(), above=0)
+def are_checked(like: Tensor, *, in_kernel: bool) -> bool:
+    """The rule of value checks, for a call on the device of ``like``.
+
+    On a CPU values are checked, elsewhere under ``KLFAST_CHECK=1``; nowhere twice, where a kernel
+    does it in its own read (``in_kernel``), and nowhere while tracing.
+    """
+    return not are_tracing() and not in_kernel and (not like.is_cuda or checks_requested())
 
 
-def check_token_logprobs_values(call: TokenLogprobsCall) -> None:
-    """Raise ValueError for a bad weight in the mask, or if a kept token's id is no word."""
-    check_keeping_mask(call)
-    check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
-
-
-def check_keeping_mask(call: TokenLogprobsCall) -> None:
-    """Raise ValueError if a mask, of which ``keep`` was made, holds what a mask must not."""
-    mask = call.mask
-    if mask is None or mask.dtype in (torch.bool, torch.uint8) or not mask.numel():
+def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:
+    """Raise ValueError if a mask, of which only the zeros will be looked at, holds what a mask must
+    not; where values can be read, and are checked.
+    """
+    if not (holds_values(mask) or (mask.is_cuda and are_checked(mask, in_kernel=False))):
         return
-    dtype = arithmetic_dtype(call.logits)
+    if mask.dtype in (torch.bool, torch.uint8) or not mask.numel():
+        return
     least, most = (bound.item() for bound in mask.aminmax())
-    if not (least >= 0 and most <= torch.finfo(dtype).max):  # NaN is neither
-        _check_mask_values(mask.to(dtype))
+    if not (least >= 0 and most <= torch.finfo(arithmetic).max):  # NaN is neither
+        check_mask_values(mask, arithmetic)
 
 
-def check_divergence_values(call: KLDivergenceCall) -> None:
-    """Raise ValueError for what :func:`check_values` refuses, and for ids that are no words."""
-    check_values(call.tokens)
-    if call.token_ids is not None:
-        check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
-
-
-def check_coef(call: KLCall, coef: float) -> None:
-    """Raise ValueError unless the coefficient is finite in the arithmetic's dtype."""
-    dtype = arithmetic_dtype(*call.tensors[:3])
-    name = "coef" if call.scores is None else "kl_coef"
-    if abs(check_number(name, coef)) > torch.finfo(dtype).max:
-        raise ValueError(f"{name} must be finite in the arithmetic's dtype, {dtype}, got {coef!r}")
+def check_coef(argument: str, coef: float | Tensor, arithmetic: torch.dtype) -> None:
+    """Raise ValueError unless a coefficient is finite in the arithmetic's dtype."""
+    number = coef.item() if isinstance(coef, Tensor) else coef
+    if abs(check_number(argument, number)) > torch.finfo(arithmetic).max:
+        raise ValueError(
+            f"{argument} must be finite in the arithmetic's dtype, {arithmetic}, got {number!r}"
+        )
 
 
 def check_token_ids(token_ids: Tensor, keep: Tensor | None, vocabulary: int) -> None:
@@ -99,7 +79,11 @@ def check_token_ids(token_ids: Tensor, keep: Tensor | None, vocabulary: int) -> 
         )
 
 
-def _check_mask_values(mask: Tensor) -> None:
+def check_mask_values(mask: Tensor, arithmetic: torch.dtype) -> None:
+    """Raise ValueError unless weights are finite in the arithmetic's dtype, and not negative."""
+    if mask.dtype == torch.bool:
+        return
+    mask = mask.to(arithmetic)
     bad = ~((mask >= 0) & (mask < torch.inf))
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
@@ -108,7 +92,8 @@ def _check_mask_values(mask: Tensor) -> None:
         )
 
 
-def _check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
+def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raise ValueError unless cu_seqlens rises from 0 to the number of tokens."""
     first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
     if first != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {first}")

@@ -90,7 +90,7 @@ def kl_rewards(
         kl_estimator: see :class:`KLEstimator`.
         mask_no_eos_with_zero: no score for sequences that fill all T slots.
 
-    Differs from AReaL: NaN under the mask stays there, and the inputs stay as they are (theirs are
+    Differs from AReaL: NaN under the mask has no effect, and the inputs are not changed (theirs are
     multiplied by the mask in place).
     """
     of_kl = fused_kl_penalty(

@@ -54,7 +54,7 @@ def sequence_kl(
     """The KL of each sequence [B], in nats: the sum of k1 over its kept tokens.
 
     With ``kl_in_reward`` ms-swift subtracts ``beta`` times this from the reward; it can be
-    negative. Differs from ms-swift: NaN under the mask stays there; fp32 for lower dtypes.
+    negative. Differs from ms-swift: NaN under the mask has no effect; fp32 for lower dtypes.
     """
     return fused_kl_penalty(
         old_per_token_logps,

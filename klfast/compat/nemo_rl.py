@@ -89,7 +89,7 @@ def kl_loss(
     Args:
         curr_logprobs: [B, T], of the policy (unfiltered by top-k and top-p).
         reference_policy_logprobs: [B, T], of the reference.
-        token_mask: [B, T]; masked tokens are not read.
+        token_mask: [B, T]; what a masked token holds, NaN too, has no effect.
         sample_mask: [B] of zeros and ones, or None.
         generation_logprobs: [B, T], of the sampler: ``use_on_policy_kl_approximation``. None: of
             the policy itself, a weight of 1 with the gradient of the ratio.
@@ -146,7 +146,7 @@ def token_level_rewards(
     """The rewards [B, T] of NeMo-RL's PPO with ``use_kl_in_reward``: no gradient, 0 where masked.
 
     ``-kl_coef * calculate_kl(logprobs, reference_logprobs, kl_type)`` at every kept token, plus
-    ``rewards[b]`` at the last one. Differs from NeMo-RL: NaN under the mask stays there; fp32 for
+    ``rewards[b]`` at the last one. Differs from NeMo-RL: NaN under the mask has no effect; fp32 for
     lower dtypes.
     """
     return kl_rewards(

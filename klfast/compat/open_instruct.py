@@ -100,7 +100,7 @@ def kl_loss(
     Under DDP and FSDP, which average gradients, divide it by the world size where nothing
     multiplies the loss. The KL is that of :func:`per_token_kl`.
 
-    Differs from open-instruct: NaN under the mask stays there.
+    Differs from open-instruct: NaN under the mask has no effect.
     """
     estimator = _estimator(kl_estimator)
     old = _old(kl_estimator, old_logprobs, "old_logprobs must be given", "None")

@@ -44,7 +44,7 @@ def compute_approx_kl(
     shape [...], by one read (see ``common.full_kl``).
 
     Differs from ROLL, unless ``exact=True``: the gradient of k3 is 0, not NaN, where exp overflows
-    (log-ratios below -88 in fp32); NaN under the mask stays there; low-precision inputs give fp32.
+    (log-ratios below -88 in fp32); NaN under the mask has no effect; lower dtypes give fp32.
     ``full`` is the KL of distributions, also where rounding lets log-probs miss a sum of one; its
     gradient is the same at the logits. Besides, k3 keeps its digits near 0. Like ROLL's, its
     gradient is 0 once x < -2.61.

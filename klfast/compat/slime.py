@@ -64,7 +64,8 @@ def kl_loss(
         log_probs: [N], of the samples' responses one after the other, under the policy.
         log_probs_base: [N], under the reference.
         response_lengths: of the S samples.
-        loss_masks: their masks, [length] each, of zeros and ones; masked tokens are not read.
+        loss_masks: their masks, [length] each, of zeros and ones; what a masked token holds,
+            NaN too, has no effect.
         kl_loss_type: see :func:`compute_approx_kl`.
         old_log_probs: [N]: ``--use-unbiased-kl``, whose ratio ``exp(log_probs - old_log_probs)`` is
             differentiable.
@@ -73,8 +74,8 @@ def kl_loss(
             by default.
         calculate_per_token_loss: sum over tokens, divided by nothing.
 
-    Differs from slime: NaN under the mask stays there; with ``low_var_kl`` an infinite ratio counts
-    as 0, where theirs is 10, or NaN, with a gradient of NaN.
+    Differs from slime: NaN under the mask has no effect; with ``low_var_kl`` an infinite ratio
+    counts as 0, where theirs is 10, or NaN, with a gradient of NaN.
     """
     reduction = "seq-mean" if rollout_mask_sums is None else "seq-sum"
     of_samples = fused_kl_penalty(

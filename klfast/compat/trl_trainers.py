@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.compat import trl
+from klfast.compat import trl_losses
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.presets import TRL_RLOO
@@ -27,7 +27,7 @@ ORIGINAL = "_klfast_original"
 class GRPOMixin:
     """``class Trainer(GRPOMixin, trl.GRPOTrainer): pass``: the KL of the loss is klfast's.
 
-    The value, gradient and metric ``kl`` are TRL's, by one fused read (see ``trl.kl_loss``). One
+    The value, gradient and metric ``kl`` are TRL's, by one fused read (``trl_losses.kl_loss``). One
     number differs: where the longest completion has one token, TRL's metric also counts the masked
     ones. NaN and inf in the reference's log-probs stay under the mask.
 
@@ -70,7 +70,7 @@ def _loss(
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
-    term, stats = trl.kl_loss(
+    term, stats = trl_losses.kl_loss(
         forwards[0],
         inputs["ref_per_token_logps"],
         mask,
@@ -112,7 +112,7 @@ def _without_kl(trainer: Any) -> Iterator[list[Tensor]]:
 
 def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:
     """TRL's denominator for the loss types that have one."""
-    if trainer.loss_type not in trl.NEED_NORMALIZER:
+    if trainer.loss_type not in trl_losses.NEED_NORMALIZER:
         return None
     if trainer.loss_type == "dr_grpo":
         return mask.shape[0] * trainer.max_completion_length
@@ -125,7 +125,7 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
 
 def _accumulation(trainer: Any, mode: str) -> float:
     """What TRL divides its loss by; the global token count of the others has it in it already."""
-    if mode == "eval" or trainer.loss_type in trl.GLOBAL_COUNT:
+    if mode == "eval" or trainer.loss_type in trl_losses.GLOBAL_COUNT:
         return 1.0
     return float(trainer.current_gradient_accumulation_steps)
 
@@ -153,7 +153,7 @@ def with_fused_kl(original: Any, exact: bool) -> Any:
 class RLOO:
     """What the rewritten statements of ``RLOOTrainer`` call."""
 
-    sequence_kl = staticmethod(trl.sequence_kl)
+    sequence_kl = staticmethod(trl_losses.sequence_kl)
 
     @staticmethod
     def per_token_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -165,4 +165,4 @@ def kl_penalty_of_ppo(
     self: Any, logprob: Tensor, ref_logprob: Tensor, *, exact: bool = False
 ) -> Tensor:
     """``PPOTrainer._kl_penalty`` of TRL up to 0.11."""
-    return trl.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)
+    return trl_losses.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)

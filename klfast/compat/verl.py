@@ -89,8 +89,8 @@ def agg_loss(
     up for DDP and FSDP averaging gradients. (``klfast.kl_penalty`` has no such factor: there the
     ``normalizer`` is divided.) ``token-sum`` has no denominator.
 
-    Differs from verl: NaN under the mask is never read (verl's sequence modes multiply by the
-    mask), the mean over a local count of nothing is 0, not NaN, and a count that is given must be
+    Differs from verl: NaN under the mask has no effect (verl's sequence modes multiply by the
+    mask), the mean over no local tokens is 0, not NaN, and a count that is given must be
     > 0; lower dtypes give fp32.
 
     Raises:
@@ -184,7 +184,7 @@ def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[A
         ``(data, {"actor/reward_kl_penalty": ..., "actor/reward_kl_penalty_coeff": ...})``, nats per
         token and the coefficient used.
 
-    Differs from verl: masked tokens are never read.
+    Differs from verl: NaN in a masked token's log-probs has no effect on its reward.
     """
     batch = data.batch
     beta = kl_ctrl.value

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.dtensors import serves_dtensors
-from klfast.logits.validation import validate_kl_divergence, validate_token_logprobs
+from klfast.logits.call import kl_divergence_call, token_logprobs_call
 from klfast.stats import KLStats
 
 
@@ -97,10 +97,10 @@ def token_logprobs(
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
     """
-    call = validate_token_logprobs(
+    call = token_logprobs_call(
         logits, token_ids, mask, ignore_index, temperature, return_entropy, inplace_backward
     )
-    logprobs, entropy = backends.resolve(backend, logits.device).token_logprobs(call)
+    logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
     return logprobs if entropy is None else (logprobs, entropy)
 
 
@@ -261,7 +261,7 @@ def kl_divergence(
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
     arXiv:2306.13649), section 2, with the reference as the teacher.
     """
-    call = validate_kl_divergence(
+    call = kl_divergence_call(
         logits,
         ref_logits,
         mask,
@@ -275,8 +275,8 @@ def kl_divergence(
         token_ids,
         return_stats,
     )
-    module = backends.resolve(backend, logits.device)
-    divergence, logprobs, ref_logprobs, stats = module.kl_divergence(call)
+    chosen = backends.choose(backend, call)
+    divergence, logprobs, ref_logprobs, stats = chosen.kl_divergence(call)
     if logprobs is None or ref_logprobs is None:
         return divergence if stats is None else (divergence, stats)
     if stats is None:

@@ -1,54 +1,28 @@
 """Makes the ops over logits differentiable, for every compiled backend alike.
 
 An op works on rows: from logits [A, T, V] to numbers [R], R = A * T. Reductions are those of
-``klfast.ops.kl_penalty``, over one number a row. A scalar reduction's gradient comes out of the
+``klfast.ops.autograd``, over one number a row. A scalar reduction's gradient comes out of the
 forward's read: every row's share in the result depends on the mask alone, so the ops over log-probs
 say it first, the rows write their gradient with it, and backward scales that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from klfast.call import SCALAR_REDUCTIONS, KLTensors
-from klfast.checks.values import are_tracing, check_token_ids
+from klfast.checks.values import are_tracing
 from klfast.logits.call import DIVERGENCES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import outputs_of
-from klfast.ops import autograd as ops
-from klfast.ops.autograd import Kernels
+from klfast.logits.outputs import KLOutputs, outputs_of
+from klfast.ops import autograd
+from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
-if TYPE_CHECKING:
-    from klfast.logits.outputs import KLOutputs
 
-
-class LogitsKernels(NamedTuple):
-    """The functions over logits of a backend, with the signatures of ``klfast.ops.table``."""
-
-    token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    token_logprobs_backward: Callable[..., Tensor]
-    token_logprobs_backward_: Callable[..., None]
-    kl_divergence: Callable[..., tuple[Tensor, ...]]
-    kl_divergence_backward: Callable[..., tuple[Tensor, Tensor]]
-
-    @classmethod
-    def of(cls, namespace: Any) -> LogitsKernels:
-        """Those of ``torch.ops.<namespace>``."""
-        return cls(
-            namespace.token_logprobs_fwd.default,
-            namespace.token_logprobs_bwd.default,
-            namespace.token_logprobs_bwd_.default,
-            namespace.kl_divergence_fwd.default,
-            namespace.kl_divergence_bwd.default,
-        )
-
-
-def token_logprobs(call: TokenLogprobsCall, kernels: LogitsKernels) -> tuple[Tensor, Tensor | None]:
+def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for, in the call's shape; differentiable once."""
     function = _InplaceTokenLogprobs if call.inplace_backward else _TokenLogprobs
     arguments = (
@@ -60,38 +34,30 @@ def token_logprobs(call: TokenLogprobsCall, kernels: LogitsKernels) -> tuple[Ten
         call.inverse_temperature,
     )
     try:
-        if ops.may_need_gradient(call.logits):
-            logprobs, entropy, _ = function.apply(*arguments, kernels)
+        if autograd.may_need_gradient(call.logits):
+            logprobs, entropy, _ = function.apply(*arguments, ops)
         else:
-            logprobs, entropy, _ = kernels.token_logprobs(*arguments)
+            logprobs, entropy, _ = ops.token_logprobs_fwd(*arguments)
     except RuntimeError:
-        _explain_token_ids(call)
+        call.explain()
         raise
     return logprobs.view(call.shape), entropy.view(call.shape) if call.return_entropy else None
 
 
-def kl_divergence(
-    call: KLDivergenceCall, kernels: LogitsKernels, token_kernels: Kernels
-) -> KLOutputs:
+def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLOutputs:
     """The reduced divergence, differentiable once, and what else was asked for."""
     try:
-        reduced, logprobs, ref_logprobs = _run(call, kernels, token_kernels)
+        reduced, logprobs, ref_logprobs = _run(call, ops)
     except RuntimeError:
-        _explain_token_ids(call)
-        ops.explain(call.tokens)
+        call.explain()
         raise
     return outputs_of(
-        call, reduced, logprobs, ref_logprobs, lambda call: ops.kl_penalty(call, token_kernels)
+        call, reduced, logprobs, ref_logprobs, lambda call: autograd.kl_penalty(call, ops)
     )
 
 
-def _explain_token_ids(call: TokenLogprobsCall | KLDivergenceCall) -> None:
-    if call.token_ids is not None and not are_tracing() and call.logits.device.type == "cpu":
-        check_token_ids(call.token_ids, call.keep, call.logits.shape[-1])
-
-
 def _run(
-    call: KLDivergenceCall, kernels: LogitsKernels, token_kernels: Kernels
+    call: KLDivergenceCall, ops: Ops
 ) -> tuple[tuple[Tensor, KLStats | None], Tensor | None, Tensor | None]:
     # KL(ref || policy) is KL(policy || ref) with the roles exchanged.
     forward = call.direction == "forward"
@@ -101,34 +67,34 @@ def _run(
     divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
     options = (divergence, call.jsd_beta, call.temperature)
     inputs = (first, second, call.token_ids, call.keep)
-    needed = ops.may_need_gradient(first, second)
+    needed = autograd.may_need_gradient(first, second)
     if needed and _is_one_read(call):
-        plan = (call, options, kernels, token_kernels)
-        result, per_sequence = _OneReadKL.apply(first, second, plan)
-        stats = ops.stats_of(per_sequence) if call.tokens.return_stats else None
+        plan = (call, options, ops)
+        result, statistics = _OneReadKL.apply(first, second, plan)
+        stats = KLStats(*statistics.unbind(0)) if call.return_stats else None
         return (result, stats), None, None
     if needed:
         rows, logprobs, ref_logprobs, _ = _KLRows.apply(
-            *inputs, call.inverse_temperature, *options, kernels
+            *inputs, call.inverse_temperature, *options, ops
         )
     else:
-        outputs = kernels.kl_divergence(
+        outputs = ops.kl_divergence_fwd(
             *inputs, *options, None, False, False, call.inverse_temperature
         )
         rows, logprobs, ref_logprobs = outputs[:3]
     if forward:
         logprobs, ref_logprobs = ref_logprobs, logprobs
-    return ops.kl_penalty(call.reduce(rows), token_kernels), logprobs, ref_logprobs
+    return autograd.kl_penalty(call.reduce(rows), ops), logprobs, ref_logprobs
 
 
 def _is_one_read(call: KLDivergenceCall) -> bool:
     """Whether the forward can write the gradient: nothing else flows back, and it is known."""
     return (
-        call.tokens.reduction in SCALAR_REDUCTIONS
+        call.spec.reduction.is_scalar
         and call.token_ids is None
         and not are_tracing()
         and all(
-            ops.holds_unit_gradient(logits) or not logits.requires_grad
+            autograd.holds_unit_gradient(logits) or not logits.requires_grad
             for logits in (call.logits, call.ref_logits)
         )
     )
@@ -145,26 +111,26 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         want_entropy: bool,
         inverse_temperature: Tensor | None,
-        kernels: LogitsKernels,
+        ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.token_logprobs(
+        return ops.token_logprobs_fwd(
             logits, token_ids, keep, temperature, want_entropy, inverse_temperature
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.kernels = inputs
+        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.ops = inputs
         _, entropy, saved = output
-        ops.save(ctx, (logits, token_ids, keep, saved, entropy, inverse))
+        autograd.save(ctx, (logits, token_ids, keep, saved, entropy, inverse))
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
-        logits, *others, inverse = ops.saved(ctx)
+        logits, *others, inverse = autograd.saved(ctx)
         with torch.no_grad():
-            grad = ctx.kernels.token_logprobs_backward(
+            grad = ctx.ops.token_logprobs_bwd(
                 logits,
                 *others,
                 ctx.temperature,
@@ -172,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_entropy.contiguous() if ctx.want_entropy else None,
                 inverse,
             )
-        grads = ops.once((grad, None), logits, grad_logprobs, grad_entropy)
+        grads = autograd.once((grad, None), logits, grad_logprobs, grad_entropy)
         return grads[0], *(None,) * 6
 
 
@@ -190,13 +156,13 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
-        if ops.is_batched(grad_logprobs) or ops.is_batched(grad_entropy):
+        if autograd.is_batched(grad_logprobs) or autograd.is_batched(grad_entropy):
             raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
-        if torch.is_grad_enabled() or ops.take(ctx, "is_fresh") is None:
+        if torch.is_grad_enabled() or autograd.take(ctx, "is_fresh") is None:
             raise RuntimeError(SERVES_ONE_BACKWARD)
-        logits, *others, inverse = ops.saved(ctx)
+        logits, *others, inverse = autograd.saved(ctx)
         assert logits is not None
-        ctx.kernels.token_logprobs_backward_(
+        ctx.ops.token_logprobs_bwd_(
             logits,
             *others,
             ctx.temperature,
@@ -216,19 +182,19 @@ class _KLRows(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *tensors, inverse, divergence, beta, temperature, kernels = args
-        rows, logprobs, ref_logprobs, saved, _, _ = kernels.kl_divergence(
+        *tensors, inverse, divergence, beta, temperature, ops = args
+        rows, logprobs, ref_logprobs, saved, _, _ = ops.kl_divergence_fwd(
             *tensors, divergence, beta, temperature, None, False, False, inverse
         )
         return rows, logprobs, ref_logprobs, saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, divergence, beta, temperature, ctx.rows_kernels = inputs
+        *tensors, divergence, beta, temperature, ctx.ops = inputs
         ctx.options = (divergence, beta, temperature)
         rows, logprobs, ref_logprobs, saved = output
         ctx.has_tokens = tensors[2] is not None
-        ops.save(ctx, (*tensors, rows, saved))  # the inverse temperature is the last of them
+        autograd.save(ctx, (*tensors, rows, saved))  # the inverse temperature is the last of them
         no_gradient = (saved,) if ctx.has_tokens else (logprobs, ref_logprobs, saved)
         ctx.mark_non_differentiable(*no_gradient)
 
@@ -237,21 +203,21 @@ class _KLRows(torch.autograd.Function):
         ctx: Any, grad_rows: Tensor, grad_logprobs: Tensor, grad_ref_logprobs: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
         of_tokens = (grad_logprobs, grad_ref_logprobs) if ctx.has_tokens else (None, None)
-        saved = ops.saved(ctx)
+        saved = autograd.saved(ctx)
         grads = _recompute(ctx, saved, grad_rows, *of_tokens)
-        grads = ops.once(grads, *saved[:2], grad_rows, *of_tokens)
+        grads = autograd.once(grads, *saved[:2], grad_rows, *of_tokens)
         return (*grads, *(None,) * 7)
 
 
 def _recompute(
     ctx: Any, saved: list[Tensor | None], grad_rows: Tensor, *of_tokens: Tensor | None
-) -> ops.Grads:
+) -> autograd.Grads:
     """The gradients by a second read of the logits."""
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
     row_grads = (grad_rows, *of_tokens)
     with torch.no_grad():
-        grads = ctx.rows_kernels.kl_divergence_backward(
+        grads = ctx.ops.kl_divergence_bwd(
             *tensors,
             *ctx.options,
             rows,
@@ -260,7 +226,7 @@ def _recompute(
             *needs,
             inverse,
         )
-    return ops.wanted(grads, needs)
+    return autograd.wanted(grads, needs)
 
 
 class _OneReadKL(torch.autograd.Function):
@@ -270,45 +236,45 @@ class _OneReadKL(torch.autograd.Function):
     def forward(
         ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        call, ctx.options, ctx.rows_kernels, ctx.kernels = plan
-        ctx.shares = _shares(call, ctx.kernels)
+        call, ctx.options, ctx.ops = plan
+        ctx.shares = _shares(call, ctx.ops)
         rows, saved, grads = _read(ctx, first, second, call.keep)
         reduced = call.reduce(rows)
-        result, per_sequence, *_ = ctx.kernels.forward(
-            *reduced.tensors, *ops.options_of(reduced), None, False, False, reduced.return_stats
+        result, _, statistics, _, _ = ctx.ops.kl_penalty_fwd(
+            *reduced.tensors, *reduced.spec.encoded, None, False, False, reduced.return_stats
         )
         inputs = (first, second, None, call.keep, call.inverse_temperature, rows, saved)
-        ctx.has_inference = ops.save(ctx, inputs, copy=False)
+        ctx.has_inference = autograd.save(ctx, inputs, copy=False)
         ctx.unit_grads = grads
-        ctx.mark_non_differentiable(per_sequence)
+        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        return result, per_sequence
+        return result, statistics
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
-        grads = ops.take_unit_gradients(ctx, grad_out)
-        saved = ops.saved(ctx) if grads is None or torch.is_grad_enabled() else []
+        grads = autograd.take_unit_gradients(ctx, grad_out)
+        saved = autograd.saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None and ctx.has_inference:
             grads = _reread(ctx, saved, grad_out)
         elif grads is None:
             grads = _recompute(ctx, saved, ctx.shares * grad_out, None, None)
-        return (*ops.once(grads, *saved[:2], grad_out), None)
+        return (*autograd.once(grads, *saved[:2], grad_out), None)
 
 
 def _read(
     ctx: Any, first: Tensor, second: Tensor, keep: Tensor | None
-) -> tuple[Tensor, Tensor, ops.Grads]:
+) -> tuple[Tensor, Tensor, autograd.Grads]:
     """(rows, what a backward needs of them, unit gradients) of a one-read Function."""
     needs = ctx.needs_input_grad[:2]
-    rows, _, _, saved, *grads = ctx.rows_kernels.kl_divergence(
+    rows, _, _, saved, *grads = ctx.ops.kl_divergence_fwd(
         first, second, None, keep, *ctx.options, ctx.shares, *needs
     )
-    return rows, saved, ops.wanted(grads, needs)
+    return rows, saved, autograd.wanted(grads, needs)
 
 
-def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> ops.Grads:
+def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> autograd.Grads:
     """The gradients by the forward's read, once more, of inference tensors that may have changed.
 
     A copy would be of the size of the logits. The kernels are deterministic: a row that changed
@@ -328,13 +294,13 @@ def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> ops.Grads
                 "logits must not change between forward and backward; one of them is an inference "
                 "tensor and has changed"
             )
-    return ops.scaled(grads, grad_out, ctx.kernels)
+    return autograd.scaled(grads, grad_out, ctx.ops)
 
 
-def _shares(call: KLDivergenceCall, token_kernels: Kernels) -> Tensor:
+def _shares(call: KLDivergenceCall, ops: Ops) -> Tensor:
     """[R]: by how much the result grows with each row's divergence; 0 where masked."""
-    zeros: KLTensors = call.tokens.tensors
-    _, _, shares, _ = token_kernels.forward(
-        *zeros, *ops.options_of(call.tokens), None, True, False, False
+    reduced = call.reduce_zeros()
+    _, _, _, shares, _ = ops.kl_penalty_fwd(
+        *reduced.tensors, *reduced.spec.encoded, None, True, False, False
     )
     return shares.view(-1)

@@ -1,4 +1,4 @@
-"""The validated arguments of a call over logits, as they travel to a backend.
+"""The call objects over logits: arguments after every check, on their way to a backend.
 
 Shapes: rows are [A, T, V], any strides; R = A * T.
 """
@@ -10,8 +10,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import KLCall
+from klfast.call import Layout, LogProbs, PenaltyCall, Spec, Values, layout_of
+from klfast.checks.arguments import (
+    check_choice,
+    check_cu_seqlens,
+    check_device,
+    check_normalizer,
+    check_number,
+    check_reduction,
+    check_tensor,
+    scalar_argument,
+    shape_text,
+    shown,
+)
+from klfast.checks.values import are_tracing, check_keeping_mask, check_token_ids
+from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
+from klfast.estimator import Estimator
+from klfast.logits.inplace import check_inplace
+from klfast.reduction import REDUCTIONS
 
+_VALUES = Estimator("k1")
+_NO_VOCABULARY = "logits without the vocabulary"
 DIRECTIONS = ("reverse", "forward", "jsd")
 DIVERGENCES = ("kl", "jsd")
 """What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
@@ -33,8 +52,20 @@ class TokenLogprobsCall(NamedTuple):
     inplace_backward: bool
     shape: torch.Size
     """Of the results."""
-    mask: Tensor | None
-    """As given: for the check of its values alone."""
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor that has the device of the call."""
+        return self.logits
+
+    def check_values(self) -> None:
+        """Raise ValueError if a kept token's id is no word."""
+        check_token_ids(self.token_ids, self.keep, self.logits.shape[-1])
+
+    def explain(self) -> None:
+        """Raise ValueError for a value that kernels refuse on a CPU."""
+        if not are_tracing() and self.logits.device.type == "cpu":
+            self.check_values()
 
 
 class KLDivergenceCall(NamedTuple):
@@ -52,22 +83,202 @@ class KLDivergenceCall(NamedTuple):
     temperature: float
     inverse_temperature: Tensor | None
     """0-dim float64, in place of the temperature where torch.compile holds that as a symbol."""
-    tokens: KLCall
-    """What is made of the rows' divergences: k1 of them against zeros. Its log-probs are zeros."""
-
-    def reduce(self, rows: Tensor) -> KLCall:
-        """The call over log-probs that reduces [R] divergences."""
-        tensors = self.tokens.tensors
-        return self.tokens._replace(tensors=tensors._replace(logprobs=rows.view(self.shape)))
-
-    def compare_tokens(self, logprobs: Tensor, ref_logprobs: Tensor) -> KLCall:
-        """The call over log-probs of the taken tokens, for its statistics alone."""
-        tensors = self.tokens.tensors._replace(
-            logprobs=logprobs.detach(), ref_logprobs=ref_logprobs.detach()
-        )
-        return self.tokens._replace(tensors=tensors)
+    shape: torch.Size
+    """Of what is per token."""
+    layout: Layout
+    spec: Spec
+    """How the rows' divergences are reduced; its estimator is k1 of values."""
+    return_stats: bool
 
     @property
-    def shape(self) -> torch.Size:
-        """Of what is per token."""
-        return self.tokens.tensors.logprobs.shape
+    def first(self) -> Tensor:
+        """The tensor that has the device of the call."""
+        return self.logits
+
+    def check_values(self) -> None:
+        """Raise ValueError for a value of the reduction that is refused, and for ids that are no
+        words.
+        """
+        self.reduce_zeros().check_values()
+        if self.token_ids is not None:
+            check_token_ids(self.token_ids, self.keep, self.logits.shape[-1])
+
+    def explain(self) -> None:
+        """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
+        if not are_tracing() and self.logits.device.type == "cpu":
+            self.check_values()
+        self.reduce_zeros().explain()
+
+    def reduce(self, rows: Tensor) -> PenaltyCall:
+        """The call that reduces [R] divergences."""
+        source = Values(rows.view(self.shape))
+        return PenaltyCall(source, self.layout, self.spec, self.return_stats)
+
+    def reduce_zeros(self) -> PenaltyCall:
+        """The call that reduces divergences of 0: for its weights, and for checks."""
+        arithmetic = arithmetic_dtype(self.logits, self.ref_logits)
+        zero = torch.zeros((), dtype=arithmetic, device=self.logits.device)
+        return self.reduce(zero.expand(self.shape.numel()))
+
+    def compare_tokens(self, logprobs: Tensor, ref_logprobs: Tensor) -> PenaltyCall:
+        """The call over log-probs of the taken tokens, for its statistics alone."""
+        source = LogProbs(logprobs.detach(), ref_logprobs.detach())
+        return PenaltyCall(source, self.layout, self.spec, self.return_stats)
+
+
+def token_logprobs_call(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    ignore_index: int | None,
+    temperature: float,
+    return_entropy: bool,
+    inplace_backward: bool,
+) -> TokenLogprobsCall:
+    """The arguments of ``token_logprobs`` after every check that needs no data."""
+    _check_logits("logits", logits)
+    _check_per_token("token_ids", token_ids, logits, INTEGERS)
+    if mask is not None:
+        _check_per_token("mask", mask, logits, MASKS)
+        check_keeping_mask(mask, arithmetic_dtype(logits))
+    if ignore_index is not None and (
+        isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
+    ):
+        raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
+    if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
+    temperature, inverse_temperature = _temperature(temperature, logits)
+    if inplace_backward:
+        check_inplace(logits)
+    ids = _flat_ids(token_ids)
+    return TokenLogprobsCall(
+        _rows(logits),
+        ids,
+        _keep(mask, ids, ignore_index),
+        temperature,
+        inverse_temperature,
+        return_entropy,
+        inplace_backward,
+        token_ids.shape,
+    )
+
+
+def kl_divergence_call(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    direction: str,
+    jsd_beta: float,
+    temperature: float,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: float | Tensor,
+    token_ids: Tensor | None,
+    return_stats: bool,
+) -> KLDivergenceCall:
+    """The arguments of ``kl_divergence`` after every check that needs no data."""
+    check_choice("direction", direction, DIRECTIONS)
+    check_reduction(reduction, normalizer)
+    _check_logits("logits", logits)
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"logits must have shape [B, T, V] or [N, V], got {shape_text(logits)}")
+    if cu_seqlens is not None:
+        if logits.dim() != 2:
+            raise ValueError(
+                f"logits must be packed, of shape [N, V], with cu_seqlens, got {shape_text(logits)}"
+            )
+        check_cu_seqlens(cu_seqlens, logits, of="logits")
+    _check_logits("ref_logits", ref_logits)
+    if ref_logits.shape != logits.shape:
+        raise ValueError(
+            f"ref_logits must have the shape of logits, {shape_text(logits)}, got "
+            f"{shape_text(ref_logits)}"
+        )
+    check_device("ref_logits", ref_logits, logits, "logits")
+    if mask is not None:
+        _check_per_token("mask", mask, logits, MASKS)
+    if token_ids is not None:
+        _check_per_token("token_ids", token_ids, logits, INTEGERS)
+    spec = Spec(
+        _VALUES,
+        REDUCTIONS[reduction],
+        scalar_argument("coef", coef, logits, of="logits"),
+        check_normalizer(normalizer, logits, of="logits"),
+    )
+    temperature, inverse_temperature = _temperature(temperature, logits)
+    return KLDivergenceCall(
+        _rows(logits),
+        _rows(ref_logits),
+        None if token_ids is None else _flat_ids(token_ids),
+        _keep(mask, None, None),
+        direction,
+        _jsd_beta(jsd_beta),
+        temperature,
+        inverse_temperature,
+        logits.shape[:-1],
+        layout_of(mask, cu_seqlens),
+        spec,
+        return_stats,
+    )
+
+
+def _check_logits(argument: str, logits: Tensor) -> None:
+    check_tensor(argument, logits, FLOATS)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(
+            f"{argument} must have shape [..., V] with at least one word, got {shape_text(logits)}"
+        )
+
+
+def _check_per_token(
+    argument: str, value: Tensor, logits: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    check_tensor(argument, value, dtypes)
+    if value.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{argument} must have the shape of {_NO_VOCABULARY}, {list(logits.shape[:-1])}, got "
+            f"{shape_text(value)}"
+        )
+    check_device(argument, value, logits, "logits")
+
+
+def _jsd_beta(jsd_beta: float) -> float:
+    if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
+        return jsd_beta  # may be symbolic
+    number = check_number("jsd_beta", jsd_beta, above=0)
+    if number >= 1:
+        raise ValueError(f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}")
+    return number
+
+
+def _temperature(temperature: float, logits: Tensor) -> tuple[float, Tensor | None]:
+    """A checked temperature as (number, None); its inverse as (1, tensor) under torch.compile."""
+    if torch.compiler.is_compiling() and type(temperature) in (int, float):
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        one = torch.ones((), dtype=torch.float64, device=logits.device)
+        return 1.0, one / temperature
+    number = check_number("temperature", temperature, above=0)
+    if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
+        raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
+    return number, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """[..., V] as [A, T, V]: a view wherever strides allow one."""
+    if logits.dim() > 3:
+        return logits.flatten(0, -3)
+    return logits.reshape((1,) * (3 - logits.dim()) + tuple(logits.shape))
+
+
+def _flat_ids(token_ids: Tensor) -> Tensor:
+    return token_ids.detach().to(torch.int64).reshape(-1).contiguous()
+
+
+def _keep(mask: Tensor | None, token_ids: Tensor | None, ignore_index: int | None) -> Tensor | None:
+    """Which rows are read, [R] bool; None for all."""
+    keep = None if mask is None else (mask.detach() != 0).reshape(-1).contiguous()
+    if ignore_index is None or token_ids is None:
+        return keep
+    counts = token_ids != ignore_index
+    return counts if keep is None else keep & counts

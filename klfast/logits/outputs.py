@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from klfast.call import KLCall
-    from klfast.logits.call import KLDivergenceCall
-    from klfast.stats import KLStats
+from klfast.call import PenaltyCall
+from klfast.logits.call import KLDivergenceCall
+from klfast.stats import KLStats
 
-    Penalty = Callable[[KLCall], tuple[Tensor, KLStats | None]]
-    KLOutputs = tuple[Tensor, Tensor | None, Tensor | None, KLStats | None]
+Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
+KLOutputs = tuple[Tensor, Tensor | None, Tensor | None, KLStats | None]
 
 
 def outputs_of(

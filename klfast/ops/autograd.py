@@ -1,111 +1,68 @@
-"""The ops over log-probs, differentiable.
+"""The ops over log-probs, differentiable, for every compiled backend alike.
 
-The autograd.Function is shared by every compiled backend: a backend brings ``Kernels``, the
-Function decides what to compute when. For a scalar reduction the forward writes the unit gradient
-in the same read; the first backward scales that in place and hands it out, every later one computes
-the gradient anew, since what was handed out belongs to autograd and may have been changed since.
+A backend brings ``Ops``, the Function decides what to compute when. For a scalar reduction the
+forward writes the unit gradient in the same read; the first backward scales that in place and hands
+it out, every later one computes the gradient anew, since what was handed out belongs to autograd
+and may have been changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS, KLCall
-from klfast.checks.values import are_tracing, check_coef, check_values
+from klfast.call import PenaltyCall
+from klfast.checks.values import are_tracing
+from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
 Grads = tuple[Tensor | None, Tensor | None]
 """Gradients to logprobs and ref_logprobs; None where not needed."""
 
 
-class Kernels(NamedTuple):
-    """The compiled functions of a backend, with the signatures of ``klfast.ops.table``."""
-
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor]]
-    scale_: Callable[[Tensor, Tensor], None]
-
-    @classmethod
-    def of(cls, namespace: Any) -> Kernels:
-        """Those of ``torch.ops.<namespace>``."""
-        return cls(
-            namespace.kl_penalty_fwd.default,
-            namespace.kl_penalty_bwd.default,
-            namespace.scale_.default,
-        )
-
-
-def native_kernels() -> Kernels:
-    """The ops of the extension, which must be loaded."""
-    return Kernels.of(torch.ops.klfast)
-
-
-def kl_penalty(call: KLCall, kernels: Kernels) -> tuple[Tensor, KLStats | None]:
-    """The penalty by ``kernels``, differentiable once, and its statistics if asked for."""
+def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
+    """The penalty by ``ops``, differentiable once, and its statistics if asked for."""
     try:
-        result, per_sequence = _run(call, kernels)
+        result, statistics = _run(call, ops)
     except RuntimeError:
-        explain(call)
+        call.explain()
         raise
-    return result, stats_of(per_sequence) if call.return_stats else None
+    return result, KLStats(*statistics.unbind(0)) if call.return_stats else None
 
 
-def explain(call: KLCall) -> None:
-    """Raise ValueError for a value that the kernels refuse: in tensors on a CPU, and in numbers."""
-    if not are_tracing() and call.tensors.logprobs.device.type == "cpu":
-        check_values(call)
-    check_coef(call, call.coef)
+def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
+    first, second, *constants = call.tensors
+    assert first is not None
+    encoded = call.spec.encoded
+    if call.scores is not None or not may_need_gradient(first, second):
+        outputs = ops.kl_penalty_fwd(
+            first, second, *constants, *encoded, call.scores, False, False, call.return_stats
+        )
+        return outputs[0], outputs[2]
+    plan = (ops, encoded, call.spec.reduction.is_scalar, call.return_stats)
+    if are_tracing():
+        outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)
+        return outputs[0], outputs[2]
+    # Few arguments: torch looks at each of them in Python.
+    outputs = _KLPenalty.apply(first, second, (tuple(constants), plan))
+    return outputs[0], outputs[1]
 
 
-def options_of(call: KLCall) -> tuple[Any, ...]:
-    """What the kernels take after the tensors."""
-    return (
-        *call.estimator.encoded,
-        REDUCTIONS.index(call.reduction),
-        call.coef,
-        0.0 if call.normalizer is None else call.normalizer,
-    )
-
-
-def _run(call: KLCall, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    tensors, options = call.tensors, options_of(call)
-    differentiable = call.scores is None and may_need_gradient(
-        tensors.logprobs, tensors.ref_logprobs
-    )
-    if differentiable and are_tracing():
-        outputs = _TransformableKLPenalty.apply(*tensors, kernels, options, call.return_stats)
-        return outputs[0], outputs[1]
-    if differentiable:
-        # Few arguments: torch looks at each of them in Python.
-        is_scalar = call.reduction in SCALAR_REDUCTIONS
-        plan = (tensors[2:], kernels, options, is_scalar, call.return_stats)
-        outputs = _KLPenalty.apply(tensors.logprobs, tensors.ref_logprobs, plan)
-        return outputs[0], outputs[1]
-    return kernels.forward(*tensors, *options, call.scores, False, False, call.return_stats)[:2]
-
-
-def may_need_gradient(*tensors: Tensor) -> bool:
+def may_need_gradient(*tensors: Tensor | None) -> bool:
     """Whether a Function must record a call.
 
     A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
     the Functions refuse, do not show in requires_grad either.
     """
     return torch.is_grad_enabled() and (
-        any(tensor.requires_grad for tensor in tensors)
+        any(tensor is not None and tensor.requires_grad for tensor in tensors)
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
-
-
-def stats_of(per_sequence: Tensor) -> KLStats:
-    """The rows after the weights, as the user's own: backward reads what the kernel wrote."""
-    length, kl, *others = per_sequence[1:].clone().unbind(0)
-    return KLStats(kl, length, *others)
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None], *, copy: bool = True) -> bool:
@@ -144,7 +101,7 @@ def take_unit_gradients(ctx: Any, grad_out: Tensor) -> Grads | None:
     grads: Grads | None = take(ctx, "unit_grads")
     if grads is None:
         return None
-    product = scaled(grads, grad_out, ctx.kernels)
+    product = scaled(grads, grad_out, ctx.ops)
     if is_batched(grad_out):
         ctx.unit_grads = grads  # the product has memory of its own
     return product
@@ -152,10 +109,10 @@ def take_unit_gradients(ctx: Any, grad_out: Tensor) -> Grads | None:
 
 def _recompute(ctx: Any, inputs: list[Tensor | None], grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
-    *tensors, per_sequence = inputs
+    *tensors, weights = inputs
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
-        grads = ctx.kernels.backward(*tensors, *ctx.options, grad_out, per_sequence, *needs)
+        grads = ctx.ops.kl_penalty_bwd(*tensors, *ctx.encoded, grad_out, weights, *needs)
     return wanted(grads, needs)
 
 
@@ -196,13 +153,13 @@ def wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
     return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
 
 
-def holds_unit_gradient(tensor: Tensor) -> bool:
+def holds_unit_gradient(tensor: Tensor | None) -> bool:
     """Whether a dtype can hold a gradient that has not met grad_output yet.
 
     In fp16 the share of one token in a mean underflows, where the gradient of a loss that was
     scaled for fp16 does not.
     """
-    return tensor.dtype != torch.float16
+    return tensor is None or tensor.dtype != torch.float16
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -213,7 +170,7 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def scaled(grads: Grads, grad_out: Tensor, kernels: Kernels) -> Grads:
+def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     """Gradients times a scalar: in place, as autograd owns them from here on, but for many scalars
     at once.
     """
@@ -223,7 +180,7 @@ def scaled(grads: Grads, grad_out: Tensor, kernels: Kernels) -> Grads:
     with torch.no_grad():
         for grad in grads:
             if grad is not None:
-                kernels.scale_(grad, grad_out)
+                ops.scale_(grad, grad_out)
     return grads
 
 
@@ -232,22 +189,20 @@ class _KLPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs: Tensor, ref_logprobs: Tensor, plan: tuple[Any, ...]
+        ctx: Any, first: Tensor, second: Tensor | None, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        constants, kernels, options, is_scalar, return_stats = plan
-        tensors = (logprobs, ref_logprobs, *constants)
+        constants, (ctx.ops, ctx.encoded, is_scalar, return_stats) = plan
+        tensors = (first, second, *constants)
         needs = ctx.needs_input_grad[:2]
-        unit = is_scalar and holds_unit_gradient(logprobs) and holds_unit_gradient(ref_logprobs)
-        wants = needs if unit else (False, False)
-        result, per_sequence, *unit_grads = kernels.forward(
-            *tensors, *options, None, *wants, return_stats
+        unit = is_scalar and holds_unit_gradient(first) and holds_unit_gradient(second)
+        result, weights, statistics, *unit_grads = ctx.ops.kl_penalty_fwd(
+            *tensors, *ctx.encoded, None, *(needs if unit else (False, False)), return_stats
         )
-        save(ctx, (*tensors, per_sequence))
-        ctx.kernels, ctx.options = kernels, options
+        save(ctx, (*tensors, weights))
         ctx.unit_grads = wanted(unit_grads, needs) if unit else None
-        ctx.mark_non_differentiable(per_sequence)
+        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        return result, per_sequence
+        return result, statistics
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
@@ -267,22 +222,23 @@ class _TransformableKLPenalty(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        *tensors, kernels, options, return_stats = args
-        forward = kernels.forward(*tensors, *options, None, False, False, return_stats)
-        return forward[0], forward[1]
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, (ops, encoded, _, return_stats) = args
+        result, weights, statistics, _, _ = ops.kl_penalty_fwd(
+            *tensors, *encoded, None, False, False, return_stats
+        )
+        return result, weights, statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, kernels, options, _ = inputs
-        _, per_sequence = output
-        save(ctx, (*tensors, per_sequence))
-        ctx.kernels, ctx.options = kernels, options
-        ctx.mark_non_differentiable(per_sequence)
+        *tensors, (ctx.ops, ctx.encoded, _, _) = inputs
+        _, weights, statistics = output
+        save(ctx, (*tensors, weights))
+        ctx.mark_non_differentiable(weights, statistics)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * (len(ctx.needs_input_grad) - 2)
+    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         inputs = saved(ctx)
         grads = _recompute(ctx, inputs, grad_out)
+        nothing = (None,) * (len(ctx.needs_input_grad) - 2)
         return (*once(grads, *inputs[:2], grad_out), *nothing)

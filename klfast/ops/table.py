@@ -8,24 +8,20 @@ Choices are positions in lists: torch's conversion of a string argument to std::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.call import Choices
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
+from klfast.reduction import RESULTS
 from klfast.stats import KLStats
 
-_REDUCTION = 12  # position among the arguments of both ops
-
-
 _CALL = (
-    "Tensor logprobs, Tensor ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
-    "Tensor? cu_seqlens, Tensor? coef_tensor, Tensor? normalizer_tensor, "
-    "int estimator, int gradient, int importance, bool clip_weighted, float[] limits, "
-    "int reduction, float coef, float normalizer, "
+    "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
+    "Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, "
 )
 _INVERSE = "Tensor? inverse_temperature=None"
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
@@ -51,45 +47,83 @@ SCHEMAS = {
     f"{_INVERSE}) "
     "-> (Tensor, Tensor)",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_grad_logprobs, "
-    "bool want_grad_ref_logprobs, bool want_statistics) -> (Tensor, Tensor, Tensor, Tensor)",
-    "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor per_sequence, bool want_grad_logprobs, "
+    "bool want_grad_ref_logprobs, bool want_statistics) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
 }
-"""Name -> signature. A gradient that is not wanted has the shape [0].
+"""Name -> signature. What is not wanted has the shape [0].
 
-``kl_penalty_fwd`` returns result, per_sequence ([1, S] of weights, [9, S] with statistics after
-them) and the gradients of a scalar result. ``token_logprobs_fwd`` returns logprobs, entropy, saved
-([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of
-sum(shares * rows). ``inverse_temperature``, a 0-dim float64 tensor, takes the place of the
-temperature where torch.compile must not take that for a constant.
+``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
+the backward needs), statistics ([8, S], in the order of ``KLStats``) and the gradients of a scalar
+result. Without ``ref_logprobs``, ``logprobs`` holds the log-ratio. ``token_logprobs_fwd`` returns
+logprobs, entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved
+([5, R]), and the gradients of sum(shares * rows). ``inverse_temperature``, a 0-dim float64 tensor,
+takes the place of the temperature where torch.compile must not take that for a constant.
 """
 
 
-def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor:
+class Ops(NamedTuple):
+    """The ops of a namespace."""
+
+    kl_penalty_fwd: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+    kl_penalty_bwd: Callable[..., tuple[Tensor, Tensor]]
+    token_logprobs_fwd: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    token_logprobs_bwd: Callable[..., Tensor]
+    token_logprobs_bwd_: Callable[..., None]
+    kl_divergence_fwd: Callable[..., tuple[Tensor, ...]]
+    kl_divergence_bwd: Callable[..., tuple[Tensor, Tensor]]
+    scale_: Callable[[Tensor, Tensor], None]
+
+    @classmethod
+    def of(cls, namespace: str) -> Ops:
+        """Those of ``torch.ops.<namespace>``."""
+        ops = getattr(torch.ops, namespace)
+        return cls(*(getattr(ops, name).default for name in cls._fields))
+
+
+def _empty_gradient(tensor: Tensor | None, wanted: bool, like: Tensor) -> Tensor:
+    tensor = like if tensor is None else tensor
     return tensor.new_empty(tensor.shape if wanted else (0,))
 
 
-def _kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logprobs, ref_logprobs, old_logprobs, _, cu_seqlens = args[:5]
-    reduction = REDUCTIONS[args[_REDUCTION]]
-    grad_logprobs, grad_ref_logprobs, want_statistics = args[-3:]
+def _kl_penalty_fwd(
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    old_logprobs: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    coef: Tensor | None,
+    normalizer: Tensor | None,
+    choices: list[int],
+    numbers: list[float],
+    scores: Tensor | None,
+    want_grad_logprobs: bool,
+    want_grad_ref_logprobs: bool,
+    want_statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     sequences = number_of_sequences(logprobs, cu_seqlens)
-    shape = logprobs.shape if reduction == "none" else (sequences,)
-    if reduction in SCALAR_REDUCTIONS:
-        shape = ()
-    rows = 1 + (len(KLStats._fields) if want_statistics else 0)
+    shapes = {"token": logprobs.shape, "sequence": (sequences,), "scalar": ()}
+    statistics = (len(KLStats._fields), sequences) if want_statistics else (0,)
     return (
-        logprobs.new_empty(shape, dtype=dtype),
-        logprobs.new_empty((rows, sequences), dtype=dtype),
-        _empty_gradient(logprobs, grad_logprobs),
-        _empty_gradient(ref_logprobs, grad_ref_logprobs),
+        logprobs.new_empty(shapes[RESULTS[Choices(*choices).result]], dtype=dtype),
+        logprobs.new_empty((sequences,), dtype=dtype),
+        logprobs.new_empty(statistics, dtype=dtype),
+        _empty_gradient(logprobs, want_grad_logprobs, logprobs),
+        _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),
     )
 
 
-def _kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    return _empty_gradient(args[0], args[-2]), _empty_gradient(args[1], args[-1])
+def _kl_penalty_bwd(
+    logprobs: Tensor, ref_logprobs: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    *_, want_grad_logprobs, want_grad_ref_logprobs = others
+    return (
+        _empty_gradient(logprobs, want_grad_logprobs, logprobs),
+        _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),
+    )
 
 
 def _nothing(*_: Any) -> None:
@@ -111,7 +145,7 @@ def _token_logprobs_fwd(
 
 
 def _token_logprobs_bwd(logits: Tensor, *_: Any) -> Tensor:
-    return _empty_gradient(logits, True)
+    return _empty_gradient(logits, True, logits)
 
 
 def _kl_divergence_fwd(
@@ -135,8 +169,8 @@ def _kl_divergence_fwd(
         results.new_empty(taken),
         results.new_empty(taken),
         results.new_empty((5, rows), dtype=torch.float64),
-        _empty_gradient(logits, want_grad),
-        _empty_gradient(ref_logits, want_grad_ref),
+        _empty_gradient(logits, want_grad, logits),
+        _empty_gradient(ref_logits, want_grad_ref, logits),
     )
 
 
@@ -157,7 +191,9 @@ def _kl_divergence_bwd(
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_gradient(logits, want_grad), _empty_gradient(ref_logits, want_grad_ref)
+    return _empty_gradient(logits, want_grad, logits), _empty_gradient(
+        ref_logits, want_grad_ref, logits
+    )
 
 
 _FAKES: dict[str, Callable[..., Any]] = {

@@ -1,11 +1,11 @@
-"""The README's drop-in table: its frameworks, names and releases are those of the code."""
+"""The table of docs/drop_in.md: its frameworks, names and releases are those of the code."""
 
 import importlib
 import re
 from typing import NamedTuple
 
 import pytest
-from readme import README
+from readme import DROP_IN
 
 from klfast.compat import FRAMEWORKS
 from klfast.compat.targets import TARGETS
@@ -43,7 +43,7 @@ def releases(text):
 
 
 def rows():
-    lines = README.read_text().partition(HEADER)[2].splitlines()[2:]
+    lines = DROP_IN.read_text().partition(HEADER)[2].splitlines()[2:]
     table = [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
     for name, theirs, mine, _ in table:
         if name == "all":  # the controllers

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from klfast import Estimator
-from klfast.call import REDUCTIONS
+from klfast.call import Layout, LogProbs, PenaltyCall, Spec
+from klfast.reduction import REDUCTIONS
 
 N = 40_000
 GARBAGE = {
@@ -23,23 +24,12 @@ def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None
     """The op itself, as nothing but Python would check its arguments."""
     torch.manual_seed(0)
     logprobs, ref_logprobs = -torch.rand(2, n)
-    options = Estimator("k3")
-    return emulated.kernels().forward(
-        logprobs,
-        ref_logprobs,
-        None,
-        mask,
-        cu_seqlens,
-        None,
-        normalizer,
-        *options.encoded,
-        REDUCTIONS.index(reduction),
-        1.0,
-        0.0,
-        scores,
-        grads,
-        grads,
-        not grads,
+    spec = Spec(Estimator("k3"), REDUCTIONS[reduction], normalizer=normalizer)
+    call = PenaltyCall(
+        LogProbs(logprobs, ref_logprobs), Layout(mask, cu_seqlens), spec, return_stats=False
+    )
+    return emulated.ops().kl_penalty_fwd(
+        *call.tensors, *spec.encoded, scores, grads, grads, not grads
     )
 
 
@@ -52,9 +42,9 @@ def test_kernels_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seqlens, 
     is_scalar = reduction not in ("none", "seq-sum")
     scores = torch.ones(sequences) if reduction == "none" else None
     forward(N, cu_seqlens, reduction, scores=scores)
-    result, per_sequence, *_ = forward(N, cu_seqlens, reduction, grads=is_scalar)
+    result, weights, *_ = forward(N, cu_seqlens, reduction, grads=is_scalar)
     assert result.shape == ({"none": (N,), "seq-sum": (sequences,)}.get(reduction, ()))
-    assert per_sequence.shape[1] == sequences
+    assert weights.shape == (sequences,)
 
 
 @pytest.mark.parametrize("n", [16, 8192, 30_000])
@@ -65,8 +55,8 @@ def test_tokens_after_the_last_sequence_are_zero(n, grads):
     reduction = "token-sum" if grads else "none"
     outputs = forward(n, cu_seqlens, reduction, grads=grads)
     alone = forward(n, torch.tensor([0, 5, 12, n]), reduction, grads=grads)
-    per_token = outputs[2:] if grads else outputs[:1]
-    for output, whole in zip(per_token, alone[2:] if grads else alone[:1], strict=True):
+    per_token = outputs[3:] if grads else outputs[:1]
+    for output, whole in zip(per_token, alone[3:] if grads else alone[:1], strict=True):
         assert torch.equal(output[:12], whole[:12])
         assert output[:12].all()
         assert not output[12:].any()

@@ -17,7 +17,7 @@ every_chip = pytest.mark.parametrize("chip", CHIPS)
 
 @pytest.fixture(autouse=True)
 def _chip(request, monkeypatch):
-    emulated.kernels()
+    emulated.ops()
     if "chip" in request.fixturenames:
         monkeypatch.setenv("KLFAST_EMULATED_CHIP", request.getfixturevalue("chip"))
 

@@ -90,7 +90,7 @@ ABSURD = [-1, 50, 2**31, 2**62, -(2**63)]
 @every_chip
 def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     """As on a GPU, where nobody looks: its log-prob alone, and no word's gradient has the 1."""
-    emulated.kernels()
+    emulated.ops()
     ops = torch.ops.klfast_emulated
     logits, ref_logits = random_logits(1, len(ABSURD) + 1, 50)
     ids, good = torch.tensor([3, *ABSURD]), torch.full((len(ABSURD) + 1,), 3)
@@ -120,7 +120,7 @@ def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
 
 
 def test_an_absurd_id_under_the_mask_is_nothing():
-    emulated.kernels()
+    emulated.ops()
     logits, _ = random_logits(1, len(ABSURD), 50)
     keep = torch.zeros(len(ABSURD), dtype=torch.bool)
     outputs = torch.ops.klfast_emulated.token_logprobs_fwd(

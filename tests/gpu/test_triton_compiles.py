@@ -22,7 +22,8 @@ from klfast.backends.triton import penalty_kernels as triton_kernels
 from klfast.backends.triton import penalty_launch as triton_launch
 from klfast.backends.triton.math import ESTIMATORS, LOG_LARGEST
 from klfast.backends.triton.tokens import Form
-from klfast.call import REDUCTIONS
+from klfast.call import Spec
+from klfast.reduction import REDUCTIONS
 
 FLOATS = ("fp32", "bf16", "fp16", "fp64")
 ARCHITECTURES = (80, 90, 100)
@@ -43,7 +44,8 @@ def constants(estimator="k3", **others):
         "FORM": PLAIN,
         "ACC": tl.float32,
         "LAYOUT": "aligned",
-        "REDUCTION": "token-mean",
+        "OWN_LENGTH": False,
+        "OVER": "tokens",
         "NORMALIZED": False,
         "GRADIENT": "none",
         "STATISTICS": False,
@@ -92,9 +94,9 @@ def test_every_dtype_compiles_on_every_architecture(dtype, capability):
 
 
 VARIANTS = {
-    "value": {"outputs": ("value",), "REDUCTION": "none"},
+    "value": {"outputs": ("value",), "OVER": "one"},
     "statistics": {"STATISTICS": True},
-    "rewards": {"outputs": ("value", "partials"), "REWARDS": True, "REDUCTION": "none"},
+    "rewards": {"outputs": ("value", "partials"), "REWARDS": True, "OVER": "one"},
     "backward": {
         "outputs": ("grad_logprobs", "grad_ref_logprobs"),
         "inputs": {"grad_out": "*fp32"},
@@ -144,7 +146,8 @@ def test_every_kind_of_pass_compiles_without_spills(variant):
 
 COMBINE = {
     "ACC": tl.float32,
-    "REDUCTION": "token-mean",
+    "OWN_LENGTH": False,
+    "OVER": "tokens",
     "NORMALIZED": False,
     "SCALAR": True,
     "MASKED": True,
@@ -152,7 +155,7 @@ COMBINE = {
     "WEIGHTS": True,
     "STATISTICS": True,
 }
-RESULTS = {"per_sequence": "*fp32", "result": "*fp32"}
+RESULTS = {"weights": "*fp32", "statistics": "*fp32", "result": "*fp32"}
 
 
 @pytest.mark.grid(meet=1)
@@ -235,11 +238,12 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
     logprobs = tensor()
     edges = torch.arange(rows + 1) * width if packed else None
     call = (logprobs, tensor(), None, tensor(), edges, None, None)
-    call += (*Estimator("k3").encoded, REDUCTIONS.index(reduction), coef, normalizer)
-    scalar = reduction in REDUCTIONS[3:]
-    _, per_sequence, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, False, True)
+    choices, numbers = Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded
+    call += (choices, numbers._replace(coef=coef, normalizer=normalizer))
+    scalar = REDUCTIONS[reduction].is_scalar
+    _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, False, True)
     shape = {"none": logprobs.shape}.get(reduction, () if scalar else (rows,))
-    triton_launch.kl_penalty_bwd(*call, torch.zeros(shape), per_sequence, True, False)
+    triton_launch.kl_penalty_bwd(*call, torch.zeros(shape), weights, True, False)
     triton_launch.scale_(logprobs.flatten(), torch.ones(()))
 
 

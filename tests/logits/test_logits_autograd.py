@@ -6,7 +6,7 @@ from agreement import same_bits
 from agreement_logits import COMPILED, DIRECTIONS, leaves, random_ids, random_logits
 
 import klfast
-from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

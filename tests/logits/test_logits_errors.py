@@ -9,8 +9,8 @@ from agreement_logits import NOT_EMULATED
 from refusals import FLOATS, assert_refused, cases, weights
 
 import klfast
-from klfast.backends import MODULES
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.backends import BACKENDS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 NAN, INF = math.nan, math.inf
 INTEGERS = "torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64"
@@ -118,7 +118,7 @@ LOGITS_VALUES = {
     },
     "unknown-backend": (
         {"backend": "cuda"},
-        f"unknown backend 'cuda'; expected one of {', '.join(map(repr, ('auto', *MODULES)))}$",
+        f"unknown backend 'cuda'; expected one of {', '.join(map(repr, ('auto', *BACKENDS)))}$",
     ),
 }
 

@@ -8,7 +8,7 @@ from agreement import same_bits
 from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits
 
 import klfast
-from klfast.call import REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

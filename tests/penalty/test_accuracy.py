@@ -121,8 +121,8 @@ def test_the_reference_states_the_formulas_of_the_contract(name):
 def test_every_list_of_estimators_is_the_same():
     assert tuple(oracle.CONTRACT) == ESTIMATORS[: len(oracle.CONTRACT)]
     assert tuple(REFERENCE_FORMULAS) == ESTIMATORS
-    native = backends.MODULES["native"]
-    if native.unavailable(torch.device("cpu")) is None:
+    native = backends.BACKENDS["native"]
+    if native.why_not(torch.device("cpu")) is None:
         from klfast import _C
 
         assert tuple(_C.estimator_names()) == ESTIMATORS

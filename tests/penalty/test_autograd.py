@@ -7,8 +7,8 @@ from fresh import run_fresh
 
 import klfast
 from klfast import Estimator
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
 from klfast.estimator import ESTIMATORS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)

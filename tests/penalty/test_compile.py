@@ -8,8 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
 from klfast import Estimator
-from klfast.backends import native
-from klfast.call import REDUCTIONS
+from klfast.backends.native import NATIVE
+from klfast.reduction import REDUCTIONS
 
 # Both are torch's own: dynamo makes a Function object to trace any autograd.Function whatever, and
 # inductor's imports use TorchScript.
@@ -280,7 +280,7 @@ def test_whether_cuda_kernels_can_run_is_a_constant_to_the_compiler():
 
     @torch.compile(fullgraph=True, backend="eager")
     def add_one_if_unavailable(x):
-        return x + (native.unavailable(torch.device("cuda", 0)) is not None)
+        return x + (NATIVE.why_not(torch.device("cuda", 0)) is not None)
 
-    unavailable = native.unavailable(torch.device("cuda", 0)) is not None
+    unavailable = NATIVE.why_not(torch.device("cuda", 0)) is not None
     assert add_one_if_unavailable(torch.zeros(())).item() == unavailable

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 
 WORLD_SIZE = 2
 B, T, V = 3, 6, 5  # three sequences on two ranks: uneven shards

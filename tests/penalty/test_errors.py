@@ -9,9 +9,9 @@ from refusals import FLOATS, assert_refused, cases, weights
 
 import klfast
 from klfast import Estimator
-from klfast.backends import MODULES
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.backends import BACKENDS
 from klfast.estimator import ALIASES, ESTIMATORS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 NAN, INF = math.nan, math.inf
 
@@ -190,7 +190,7 @@ VALUES = {
     ),
     "unknown-backend": (
         {"backend": "cuda"},
-        f"unknown backend 'cuda'; expected one of {', '.join(map(repr, ('auto', *MODULES)))}$",
+        f"unknown backend 'cuda'; expected one of {', '.join(map(repr, ('auto', *BACKENDS)))}$",
     ),
     **{
         f"coef-{value}": ({"coef": value}, f"coef must be a finite number, got {value}")

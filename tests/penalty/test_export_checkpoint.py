@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import klfast
 from klfast import Estimator
-from klfast.call import REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 

@@ -7,8 +7,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import klfast
-from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS
 from klfast.estimator import ESTIMATORS
+from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klfast import Estimator
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 
 def junk(values, size):

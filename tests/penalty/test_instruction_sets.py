@@ -32,7 +32,7 @@ exhaustive = pytest.mark.exhaustive
 
 @pytest.fixture(autouse=True)
 def _needs_native():
-    reason = backends.MODULES["native"].unavailable(torch.device("cpu"))
+    reason = backends.BACKENDS["native"].why_not(torch.device("cpu"))
     if reason is not None:
         pytest.skip(reason)
 

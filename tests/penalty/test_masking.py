@@ -8,8 +8,8 @@ from agreement import random_inputs, same_bits
 
 import klfast
 from klfast import Estimator
-from klfast.call import REDUCTIONS
 from klfast.estimator import ESTIMATORS
+from klfast.reduction import REDUCTIONS
 
 POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 MASK_DTYPES = (

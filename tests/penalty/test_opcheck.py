@@ -7,14 +7,14 @@ from torch.library import opcheck
 
 import klfast
 from klfast import Estimator
-from klfast.call import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.call import Choices, Numbers, Spec
 from klfast.estimator import ESTIMATORS
+from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 
 assert klfast.kl_penalty(torch.zeros(1), torch.zeros(1), backend="native").item() == 0  # loads them
 FORWARD = torch.ops.klfast.kl_penalty_fwd.default
 BACKWARD = torch.ops.klfast.kl_penalty_bwd.default
 SCALE = torch.ops.klfast.scale_.default
-ENCODED = ("estimator", "gradient", "importance", "clip_weighted", "limits")
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 
@@ -44,10 +44,13 @@ every_layout = pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
 
 
 def common(reduction="none", estimator="k3", **changes):
-    """The arguments that the forward and the backward share, by name."""
+    """The arguments that the forward and the backward share, by name.
+
+    ``changes`` may name an argument, a choice or a number.
+    """
     logprobs, ref_logprobs, _ = random_inputs((3, 4))
     options = Estimator(estimator, log_ratio_clip=changes.pop("log_ratio_clip", None))
-    return {
+    arguments = {
         "logprobs": logprobs,
         "ref_logprobs": ref_logprobs,
         "old_logprobs": None,
@@ -55,12 +58,14 @@ def common(reduction="none", estimator="k3", **changes):
         "cu_seqlens": None,
         "coef_tensor": None,
         "normalizer_tensor": None,
-        **dict(zip(ENCODED, options.encoded, strict=True)),
-        "reduction": REDUCTIONS.index(reduction),
-        "coef": 1.0,
-        "normalizer": 0.0,
-        **changes,
     }
+    choices, numbers = Spec(options, REDUCTIONS[reduction]).encoded
+    for name in [name for name in changes if name not in arguments]:
+        if name in Choices._fields:
+            choices = choices._replace(**{name: changes.pop(name)})
+        elif name in Numbers._fields:
+            numbers = numbers._replace(**{name: changes.pop(name)})
+    return {**arguments, "choices": choices, "numbers": numbers, **changes}
 
 
 def forward_arguments(reduction="none", statistics=False, **changes):
@@ -71,9 +76,9 @@ def forward_arguments(reduction="none", statistics=False, **changes):
 
 def backward_arguments(reduction="none", **changes):
     grads = changes.pop("grads", (True, True))
-    replaced = {name: changes.pop(name) for name in ("grad_out", "per_sequence") if name in changes}
-    result, per_sequence, _, _ = FORWARD(*forward_arguments(reduction, **changes))
-    outputs = {"grad_out": torch.rand_like(result), "per_sequence": per_sequence, **replaced}
+    replaced = {name: changes.pop(name) for name in ("grad_out", "weights") if name in changes}
+    result, weights, *_ = FORWARD(*forward_arguments(reduction, **changes))
+    outputs = {"grad_out": torch.rand_like(result), "weights": weights, **replaced}
     return (*common(reduction, **changes).values(), *outputs.values(), *grads)
 
 
@@ -196,14 +201,18 @@ WRONG = {
     "normalizer-of-2": {"normalizer_tensor": torch.ones(2)},
     "negative-normalizer": {"normalizer": -1.0},
     "zero-normalizer-tensor": {"normalizer_tensor": torch.zeros(())},
-    "unknown-estimator": {"estimator": len(ESTIMATORS)},
-    "negative-estimator": {"estimator": -1},
+    "unknown-estimator": {"choices": [len(ESTIMATORS), *[0] * 6]},
+    "negative-estimator": {"choices": [-1, *[0] * 6]},
     "unknown-gradient": {"gradient": 3},
     "unknown-importance": {"importance": 2},
-    "unknown-reduction": {"reduction": len(REDUCTIONS)},
-    "huge-reduction": {"reduction": 2**40},
-    "4-limits": {"limits": [1.0] * 4},
-    "no-limits": {"limits": []},
+    "unknown-result": {"result": 3},
+    "huge-result": {"result": 2**40},
+    "unknown-own-length": {"own_length": 2},
+    "unknown-denominator": {"over": 3},
+    "6-choices": {"choices": [0] * 6},
+    "no-choices": {"choices": []},
+    "8-numbers": {"numbers": [1.0] * 8},
+    "no-numbers": {"numbers": []},
 }
 WRONG_PACKED = {
     "empty": torch.zeros(0, dtype=torch.int64),
@@ -221,7 +230,7 @@ WRONG_PACKED = {
 
 
 def replaced(changes):
-    return {**common("token-mean"), **changes}
+    return common("token-mean", **changes)
 
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
@@ -231,7 +240,7 @@ def test_a_direct_call_with_a_wrong_argument_raises(changes):
         FORWARD(*arguments, None, True, True, True)
     if "mask" not in changes or changes["mask"].shape != (3, 4):
         with pytest.raises(RuntimeError, match=r"."):
-            BACKWARD(*arguments, torch.ones(()), torch.ones(1, 3), True, True)
+            BACKWARD(*arguments, torch.ones(()), torch.ones(3), True, True)
 
 
 @pytest.mark.parametrize("cu_seqlens", WRONG_PACKED.values(), ids=WRONG_PACKED)
@@ -240,9 +249,9 @@ def test_a_direct_call_with_wrong_cu_seqlens_raises(cu_seqlens):
     arguments = tuple(replaced(changes).values())
     with pytest.raises(RuntimeError, match="cu_seqlens"):
         FORWARD(*arguments, None, True, True, True)
-    per_sequence = torch.ones(1, max(cu_seqlens.numel() - 1, 0))
+    weights = torch.ones(max(cu_seqlens.numel() - 1, 0))
     with pytest.raises(RuntimeError, match="cu_seqlens"):
-        BACKWARD(*arguments, torch.ones(()), per_sequence, True, True)
+        BACKWARD(*arguments, torch.ones(()), weights, True, True)
 
 
 def test_a_direct_forward_with_wrong_extras_raises():
@@ -266,10 +275,10 @@ def test_a_direct_forward_with_wrong_extras_raises():
         ("seq-sum", {"grad_out": torch.ones(2)}),
         ("seq-sum", {"grad_out": torch.ones(3, 1)}),
         ("token-mean", {"grad_out": torch.ones(1)}),
-        ("token-mean", {"per_sequence": torch.ones(1, 2)}),
-        ("token-mean", {"per_sequence": torch.ones(3)}),
-        ("token-mean", {"per_sequence": torch.ones(0, 3)}),
-        ("token-mean", {"per_sequence": torch.ones(1, 3, dtype=torch.complex64)}),
+        ("token-mean", {"weights": torch.ones(2)}),
+        ("token-mean", {"weights": torch.ones(1, 3)}),
+        ("token-mean", {"weights": torch.ones(())}),
+        ("token-mean", {"weights": torch.ones(3, dtype=torch.complex64)}),
     ],
     ids=str,
 )

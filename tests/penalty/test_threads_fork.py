@@ -10,7 +10,7 @@ from agreement import random_inputs, same_bits
 from fresh import run_fresh
 
 import klfast
-from klfast.call import REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 
 def value_and_grad(logprobs, ref_logprobs, reduction, backend):

@@ -9,11 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from torch.utils import cpp_extension
 
-from klfast.ops import autograd as ops
-from klfast.ops.table import define
+from klfast.backends.compiled import compiled
+from klfast.backends.native import NATIVE
+from klfast.ops.table import Ops, define
 
 ROOT = Path(__file__).parents[2]
 EMULATOR = Path(__file__).with_name("emulator")
@@ -31,7 +31,7 @@ FLAGS = (
 
 
 @functools.cache
-def kernels():
+def ops():
     """The emulated ops, built on first use."""
     define("klfast_emulated").define("last_launch(Tensor like) -> Tensor")
     folder = ROOT / "build" / f"emulator-{sys.implementation.cache_tag}"
@@ -49,4 +49,13 @@ def kernels():
         )
     finally:
         os.environ["PATH"] = before
-    return ops.Kernels.of(torch.ops.klfast_emulated)
+    return Ops.of("klfast_emulated")
+
+
+@functools.cache
+def backend():
+    """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
+    tensors on a CPU are checked before.
+    """
+    ops()
+    return compiled("native", NATIVE.why_not, "klfast_emulated")

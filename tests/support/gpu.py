@@ -23,7 +23,7 @@ LARGE_MEMORY = 48 << 30
 
 def needed_backend(name):
     """The name of a backend that is to serve a GPU."""
-    reason = backends.MODULES[name].unavailable(torch.device("cuda"))
+    reason = backends.BACKENDS[name].why_not(torch.device("cuda"))
     if reason is not None:
         refuse = pytest.fail if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" else pytest.skip
         refuse(f"backend {name}: {reason}")

@@ -1,15 +1,17 @@
-"""The README's examples: code blocks after ``<!-- example: NAME -->``."""
+"""Examples of the README and docs/drop_in.md: code blocks after ``<!-- example: NAME -->``."""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DROP_IN = ROOT / "docs" / "drop_in.md"
 BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def examples():
     """Name -> code."""
-    return dict(BLOCK.findall(README.read_text()))
+    return dict(BLOCK.findall(README.read_text() + DROP_IN.read_text()))
 
 
 def run(name, **given):

@@ -24,8 +24,8 @@ from targets import TARGETS, serving
 
 import klfast
 from klfast import Estimator
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.estimator import ESTIMATORS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 RUNS = {
     "native-avx512": {"KLFAST_CPU": "avx512"},

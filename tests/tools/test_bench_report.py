@@ -131,7 +131,7 @@ def made_up_gpu_logits(made_up_logits):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A readme that asks for a table of the CPU and for the GPU's part, and the results."""
+    """A page that asks for a table of the CPU and for the GPU's part, and the results."""
     (tmp_path / "cpu.json").write_text((ROOT / "benchmarks/results/cpu.json").read_text())
     (tmp_path / "README.md").write_text(
         "before\n<!-- benchmark:cpu -->\nold\n<!-- end -->\nbetween\n"
@@ -141,12 +141,49 @@ def folder(tmp_path):
 
 
 def run(folder, *options):
-    arguments = ["--results", str(folder), "--readme", str(folder / "README.md"), *options]
+    arguments = ["--results", str(folder), "--pages", str(folder / "README.md"), *options]
     return report.main(arguments)
 
 
-def test_the_readme_is_what_the_results_say():
+def test_the_pages_are_what_the_results_say():
+    assert [page.name for page in report.PAGES] == ["README.md", "measured.md"]
     assert report.main(["--check"]) == 0
+
+
+def test_the_summary_is_of_the_files(folder, made_up_logits):
+    (folder / "README.md").write_text("<!-- benchmark:summary -->\n<!-- end -->\n")
+    assert run(folder) == 0
+    assert report.NOT_MEASURED in (folder / "README.md").read_text()
+    (folder / "cpu-logits.json").write_text(json.dumps(made_up_logits))
+    assert run(folder) == 0
+    tables = [line for line in (folder / "README.md").read_text().splitlines() if line[:2] == "| "]
+    lines = {cells[0]: cells[1:] for cells in map(cells_of, tables[1:])}
+    data = json.loads((folder / "cpu.json").read_text())
+    for shape in ([512, 8192], [4, 64]):
+        for op in report.SUMMARY["cpu"]:
+            rows = [row for row in data["rows"] if (row["shape"], row["op"]) == (shape, op)]
+            expected = [
+                row["median_ms"] if impl == "klfast" else row["ratio"]
+                for dtype in ("fp32", "bf16")
+                for impl in ("klfast", "eager", "torch.compile")
+                for row in rows
+                if (row["dtype"], row["impl"]) == (dtype, impl)
+            ]
+            shown = [float(cell.rstrip("x")) for cell in lines.pop(f"k3 {shape} {report.OPS[op]}")]
+            assert shown == pytest.approx(expected, rel=0.05)
+    assert list(lines) == [f"[2048, 32000] {report.OPS[op]}" for op in ("kl-one-read", "logprob")]
+    assert lines["[2048, 32000] log-prob forward"] == ["2.5", "20x", "2x"] * 2
+
+
+def test_the_readme_names_the_gpu_that_was_measured(folder, made_up):
+    (folder / "README.md").write_text("<!-- benchmark:gpu-summary -->\n<!-- end -->\n")
+    assert run(folder) == 0
+    assert report.NO_GPU in (folder / "README.md").read_text()
+    (folder / "gpu.json").write_text(json.dumps(made_up))
+    assert run(folder) == 0
+    text = (folder / "README.md").read_text()
+    assert "Measured on: made-up device, 2000-01-01." in text
+    assert report.NO_GPU not in text
 
 
 def test_what_is_not_what_the_results_say_is_found_and_mended(folder, capsys):
@@ -190,7 +227,7 @@ def test_logits_have_their_rivals_and_their_memory(folder, made_up_logits):
     assert run(folder, "--check") == 0
     lines = (folder / "README.md").read_text().splitlines()
     assert cells_of(lines[1]) == [
-        "tokens x words, every token kept",
+        "tokens x vocabulary, every token kept",
         "dtype",
         "klfast, ms",
         "vs eager",
@@ -220,7 +257,7 @@ def test_a_gpu_has_tables_of_both_levels(folder, made_up, made_up_gpu_logits):
     assert run(folder, "--check") == 0
     readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
     for name in report.PICTURES.values():
-        assert f"(benchmarks/results/{name})" in readme
+        assert f"(../benchmarks/results/{name})" in readme
         assert (folder / name).stat().st_size > 10_000
     line = next(line for line in readme.splitlines() if "[2048, 32000] log-prob forward" in line)
     cells = cells_of(line)
@@ -239,7 +276,7 @@ def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
     readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
     assert report.NO_GPU not in readme
     assert "made-up device, clocks.sm 1 MHz" in readme
-    assert f"(benchmarks/results/{report.PICTURES['gpu']})" in readme
+    assert f"(../benchmarks/results/{report.PICTURES['gpu']})" in readme
     assert "packed [256, 8192] forward" in everything
     assert "packed" not in readme.split("between")[1].split("Medians")[0]
     assert "Left out: forward fp32 4096x16384: the budget was used up." in everything

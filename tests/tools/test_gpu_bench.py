@@ -208,7 +208,7 @@ def test_a_case_that_is_short_of_time_does_without_autotuning():
 
 
 def test_a_promised_gpu_needs_every_backend(monkeypatch):
-    monkeypatch.setitem(backends.MODULES, "missing", SimpleNamespace(unavailable=lambda _: "why"))
+    monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
     monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native", "missing"))
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
     assert usable_backends(CPU) == (["native"], "missing: why")
@@ -386,7 +386,7 @@ def test_a_device_that_does_not_fit_the_options_is_a_mistake(
 
 
 def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsys):
-    monkeypatch.setitem(backends.MODULES, "missing", SimpleNamespace(unavailable=lambda _: "why"))
+    monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
     monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("missing",))
     assert main(["bench", "--device", "cuda", "--quick"]) == 1
     assert "klfast cannot be timed on cpu: missing: why" in capsys.readouterr().err

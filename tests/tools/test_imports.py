@@ -1,6 +1,12 @@
-"""Importing klfast costs torch and nothing more."""
+"""Importing klfast costs torch and nothing more, and no module imports in a circle."""
+
+import ast
+import graphlib
+from pathlib import Path
 
 from fresh import run_fresh
+
+PACKAGE = Path(__file__).parents[2] / "klfast"
 
 HEAVY = ["triton", "numpy", "matplotlib", "rich", "jinja2"]
 
@@ -55,3 +61,37 @@ def test_everything_public_is_named_once():
     assert sorted(klfast.__all__) == klfast.__all__
     assert all(hasattr(klfast, name) for name in klfast.__all__)
     assert len(set(klfast.__all__)) == len(klfast.__all__)
+
+
+def modules():
+    """Dotted name -> file."""
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def imported(path):
+    """The names that a module imports when it is imported, or for its types: not those of a
+    function's body.
+    """
+    nodes = [*ast.parse(path.read_text()).body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try):
+            nodes += ast.iter_child_nodes(node)
+
+
+def test_no_module_imports_in_a_circle():
+    """``if TYPE_CHECKING`` included. That a module's package is imported first is no import."""
+    files = dict(modules())
+    graph = {
+        name: {other for other in imported(path) if other in files and not name.startswith(other)}
+        for name, path in files.items()
+    }
+    assert graph["klfast.ops.autograd"] >= {"klfast.call", "klfast.ops.table"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

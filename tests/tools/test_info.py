@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+from importlib import metadata
+from pathlib import Path
 
+import pytest
 import torch
+from setuptools.config.pyprojecttoml import read_configuration
 
 import klfast
 from klfast import backends
@@ -16,9 +20,9 @@ def test_info_is_json_and_names_a_backend_for_the_cpu():
     facts = json.loads(json.dumps(klfast.info()))
     assert facts["versions"]["torch"] == torch.__version__
     cpu = facts["backends"]["cpu"]
-    assert list(cpu["why_not"]) == list(backends.MODULES)
+    assert list(cpu["why_not"]) == list(backends.BACKENDS)
     assert cpu["why_not"][cpu["auto"]] is None
-    assert backends.resolve("auto", torch.device("cpu")) is backends.MODULES[cpu["auto"]]
+    assert backends.resolve("auto", torch.device("cpu")) is backends.BACKENDS[cpu["auto"]]
 
 
 def test_info_describes_gpus(monkeypatch):
@@ -31,7 +35,7 @@ def test_info_describes_gpus(monkeypatch):
     assert facts["devices"]["cuda:1"] == {"name": "GPU 1", "capability": "9.1"}
     assert list(facts["backends"]) == ["cpu", "cuda:0", "cuda:1"]
     for choice in facts["backends"].values():
-        assert list(choice["why_not"]) == list(backends.MODULES)
+        assert list(choice["why_not"]) == list(backends.BACKENDS)
         assert choice["why_not"][choice["auto"]] is None
 
 
@@ -48,6 +52,34 @@ def test_a_load_failure_is_told_in_one_sentence(monkeypatch):
     assert facts["extension"] == "the extension was not built"
     assert facts["cpu"] is None
     assert facts["backends"]["cpu"]["auto"] == "reference"
+
+
+def no_package(name):
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_the_version_is_that_of_the_package():
+    project = read_configuration(Path(__file__).parents[2] / "pyproject.toml")["project"]
+    assert klfast.__version__ == project["version"]
+
+
+def test_the_version_needs_no_install_record(monkeypatch):
+    monkeypatch.setattr(metadata, "version", no_package)
+    versions = klfast.info()["versions"]
+    assert versions["klfast"] == klfast.__version__
+    assert versions["triton"] is None
+
+
+@pytest.mark.parametrize("failure", [None, "the extension was not built"], ids=["loads", "fails"])
+def test_the_text_says_ok_or_why_not(monkeypatch, capsys, failure):
+    monkeypatch.setattr("klfast.ops.load.load_error", lambda: failure)
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"extension: {failure or 'ok'}" in lines
+    assert "    reference: ok" in lines
+    native = next(line for line in lines if line.startswith("    native: "))
+    assert (native == "    native: ok") == (failure is None)
+    assert failure is None or failure in native
 
 
 def test_the_command_prints_text_and_json(capsys):

@@ -1,8 +1,9 @@
-"""The README's examples run as they are written.
+"""The examples of the README and docs/drop_in.md run as they are written.
 
 Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``.
 """
 
+import re
 import runpy
 from pathlib import Path
 
@@ -12,6 +13,31 @@ import torch
 
 import klfast
 from klfast.compat import PatchError
+
+PAGES = [
+    readme.README,
+    *(readme.ROOT / name for name in ("CONTRIBUTING.md", "DESIGN.md")),
+    *readme.ROOT.glob("docs/**/*.md"),
+]
+LINK = re.compile(r"\]\((?!http)([^)#]*)#?([^)]*)\)")
+PATH = re.compile(r"`((?:benchmarks|csrc|docs|klfast|tests)/[\w./*-]+)`")
+
+
+def anchors(page):
+    """The names of a page's headings, as Markdown's readers make them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_path_of_a_page_is_there(page):
+    text = page.read_text()
+    for name, anchor in LINK.findall(text):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
+    for path in PATH.findall(text):
+        assert any(readme.ROOT.glob(path)), path
 
 
 def test_every_example_has_a_test():

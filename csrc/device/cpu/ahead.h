@@ -1,4 +1,4 @@
-// Fetching ahead. Included by kernels that are compiled once per instruction set.
+// Prefetching. Included by kernels that are compiled once per instruction set.
 
 #pragma once
 
@@ -8,16 +8,15 @@
 namespace klfast::cpu {
 namespace {
 
-// The memory of the inputs' next block, fetched group by group while this one is computed:
-// arithmetic and memory then work at the same time, which hardware prefetching alone does not bring
-// about.
+// The memory of the inputs' next tile, fetched group by group during the arithmetic on this one.
+// Hardware prefetching alone does not overlap the two.
 struct Ahead {
   static constexpr int kMost = 4;
   const char* memory[kMost] = {};
   int64_t bytes_per_group[kMost] = {};
   int inputs = 0;
 
-  // An input from (row, column) on, if it lies there in one piece.
+  // Adds an input from (row, column) on, if its columns are contiguous.
   void add(const View& view, int64_t row, int64_t column) {
     if (view.data == nullptr || view.column_stride != 1) return;
     const int64_t size = element_size(view.dtype);

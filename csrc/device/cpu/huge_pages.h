@@ -1,4 +1,4 @@
-// Fresh memory in large pages.
+// Large pages for new memory.
 
 #pragma once
 
@@ -10,9 +10,8 @@
 
 namespace klfast::cpu {
 
-// Asks for large pages behind memory that nobody has touched yet: the first touch of a gradient of
-// 262 MB in pages of 4 KiB takes three times as long as its arithmetic. Advice, so whatever comes
-// of it is right.
+// Asks for large pages behind memory that has not been touched yet: the first touch of a gradient
+// of 262 MB in pages of 4 KiB takes three times as long as its arithmetic. A refusal does no harm.
 inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kOwnMapping = 32 << 20;  // below, malloc may hand out parts of shared mappings

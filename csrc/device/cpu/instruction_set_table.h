@@ -1,4 +1,4 @@
-// The table that a kernel file offers, named after the instruction set it is compiled for.
+// The name of a kernel file's table: it ends in the instruction set that the file is compiled for.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which copy of the kernels serves this processor.
+// The choice of the kernels' copy for this processor.
 
 #include <cstdlib>
 #include <stdexcept>

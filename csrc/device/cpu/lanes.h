@@ -1,4 +1,4 @@
-// Sums by lane: word or token t of a row always meets lane t % kLanes, so that a sum depends on
+// Sums by lane: word or token t of a row is always added to lane t % kLanes. A sum so depends on
 // nothing but its own terms, and loops over lanes have a constant length and vectorise completely.
 // Included by kernels that are compiled once per instruction set: everything here is inlined.
 
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
 
-// Into double, after a block: its own sums are short, and so exact enough, in the arithmetic's
-// type.
+// Adds a tile's sums to those in double, and zeroes them. The sums of one tile are short, and so
+// exact enough in the arithmetic's type.
 template <typename Acc>
 KLFAST_HOST_DEVICE void flush(Acc* lanes, double* wide) {
 #pragma GCC ivdep

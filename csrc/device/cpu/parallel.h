@@ -1,4 +1,4 @@
-// Work shared out among threads.
+// Loops that run on several threads.
 
 #pragma once
 
@@ -9,23 +9,24 @@
 
 namespace klfast::cpu {
 
-// How to run body(begin, end) over parts of [0, n) on several threads.
+// A number of threads, and a function that calls body(begin, end) for parts of [0, n) on them.
 struct Threads {
   int count;
   void (*run)(int64_t n, const std::function<void(int64_t, int64_t)>& body);
 };
 
-// The instruction set that the CPU kernels use here; throws where KLFAST_CPU asks for one that this
-// processor does not have.
+// The name of the instruction set that the CPU kernels use. Throws std::runtime_error if KLFAST_CPU
+// asks for one that this processor does not have.
 const char* instruction_set();
 
 inline constexpr int64_t kElementsPerTask = 32768;  // below this, threads cost more than they bring
 
-// Runs body(i) for every i < n. Threads take the next few when they are free, as pieces of work
-// differ in length; how many elements there are in all says how many pieces that is.
+// Runs body(i) for every i < n. A free thread takes the next chunk of indices, as some bodies run
+// longer than others. A chunk holds about kElementsPerTask of the `elements` that all n bodies
+// read.
 inline void for_each(int64_t n, int64_t elements, const Threads& threads,
                      const std::function<void(int64_t)>& body) {
-  instruction_set();  // chosen here: an error inside a parallel region loses its message
+  instruction_set();  // throws here: an error inside a parallel region loses its message
   if (elements <= kElementsPerTask || threads.count <= 1) {
     for (int64_t i = 0; i < n; ++i) body(i);
     return;

@@ -1,12 +1,12 @@
-// Counters of arrived blocks: a static array on each device, all zero from the start, so that a
-// launch needs neither an allocation nor a memset.
+// Counters of arrived blocks: a static array on each device that starts as zeros, so that a launch
+// needs neither an allocation nor a memset.
 
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
 
 #include "device/cuda/device.h"
-#include "penalty/cuda.h"
+#include "device/cuda/host.h"
 
 namespace klfast::cuda {
 namespace {
@@ -29,7 +29,7 @@ bool is_capturing(cudaStream_t stream) {
 }  // namespace
 
 unsigned* arrivals_of_stream(int device, void* stream) {
-  // One handle for another stream in every thread.
+  // This handle names another stream in every thread.
   if (stream == static_cast<void*>(cudaStreamPerThread)) return nullptr;
   static std::mutex mutex;
   static std::unordered_map<int, Counters> of_device;
@@ -39,7 +39,7 @@ unsigned* arrivals_of_stream(int device, void* stream) {
   if (pool.first == nullptr) {
     void* address = nullptr;
     if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
-      cudaGetLastError();  // forgotten: the caller has another way
+      cudaGetLastError();  // cleared: the caller then zeroes a counter of its own
       return nullptr;
     }
     pool.first = static_cast<unsigned*>(address);

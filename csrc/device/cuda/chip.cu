@@ -1,4 +1,4 @@
-// What the current device is, asked once.
+// The properties of the current device, asked once.
 
 #include <mutex>
 #include <unordered_map>
@@ -8,7 +8,7 @@
 namespace klfast::cuda {
 namespace {
 
-// Compiled for the same architectures as every kernel.
+// An empty kernel, compiled for the same architectures as all others.
 __global__ void probe() {}
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -18,15 +18,19 @@ int attribute(cudaDeviceAttr which, int device) {
 }
 
 Chip ask(int device) {
-  // PTX of an older architecture runs on a chip with clusters, but knows nothing of them.
+  // PTX of an older architecture runs on a chip with clusters, but cannot use them.
   cudaFuncAttributes compiled;
-  check_launch(cudaFuncGetAttributes(&compiled, probe));
+  check_launch(ask_kernel(compiled));
   return {attribute(cudaDevAttrClusterLaunch, device) != 0 && compiled.ptxVersion >= 90,
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
           attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
 }
 
 }  // namespace
+
+cudaError_t ask_kernel(cudaFuncAttributes& attributes) {
+  return cudaFuncGetAttributes(&attributes, probe);
+}
 
 Chip this_chip() {
   static std::mutex mutex;

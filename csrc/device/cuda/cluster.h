@@ -1,5 +1,5 @@
-// Blocks of a cluster, on chips that have them: barriers between them, and each other's memory.
-// Clusters lie in a row, so that a block's rank is blockIdx.x modulo their size.
+// Clusters of blocks, on chips that have them: their barrier, and access to each other's shared
+// memory. Clusters follow each other in the grid: a block's rank is blockIdx.x modulo their size.
 
 #pragma once
 
@@ -13,8 +13,8 @@ inline constexpr bool kHasClusters = false;
 inline constexpr bool kHasClusters = true;
 #endif
 
-// What a thread has written or read before it arrives has happened for every thread that has
-// waited. All threads of all blocks of the cluster arrive and wait in turns.
+// The two halves of a cluster's barrier: reads and writes before a thread's arrival have happened
+// for every thread that has waited. All threads of all blocks arrive and wait in turns.
 __device__ __forceinline__ void cluster_arrive() {
 #ifdef KLFAST_EMULATE_CUDA
   cuda_emulator::cluster_arrive();
@@ -31,8 +31,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Where another block of the cluster keeps what this one keeps at `own`, in shared memory. That
-// block must not have ended when it is read.
+// The address of `own`, in shared memory, in another block of the cluster. That block must not have
+// ended when the address is read.
 template <typename T>
 __device__ __forceinline__ const T* of_block(const T* own, int rank) {
 #ifdef KLFAST_EMULATE_CUDA

@@ -1,4 +1,4 @@
-// What the kernels take from CUDA; tests compile them against an emulation of it on the host.
+// CUDA, or the emulation of it on the host against which tests compile the kernels.
 
 #pragma once
 
@@ -8,17 +8,15 @@
 #include "cuda_emulator.h"
 #else
 #include <cuda_runtime.h>
-#define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
-  kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 #endif
 
 namespace klfast::cuda {
 
-inline constexpr int kWarp = 32;               // lanes
-inline constexpr int kWarps = 8;               // of a block
-inline constexpr int kBlock = kWarp * kWarps;  // threads
+inline constexpr int kWarp = 32;                      // lanes
+inline constexpr int kWarps = 8;                      // of a block
+inline constexpr int kBlockThreads = kWarp * kWarps;  // threads
 
-// Memory that the threads of a block share, as much as its launch asked for; 16-byte aligned.
+// The dynamic shared memory of a block, of the size that its launch asked for; 16-byte aligned.
 __device__ __forceinline__ char* dynamic_shared() {
 #ifdef KLFAST_EMULATE_CUDA
   return cuda_emulator::dynamic_shared();
@@ -28,9 +26,8 @@ __device__ __forceinline__ char* dynamic_shared() {
 #endif
 }
 
-// The same value, of which the compiler knows nothing more. Where a switch over dtypes stands in a
-// loop, this keeps it from preparing addresses for each of them before the loop, in registers that
-// all but one case leave unused.
+// The same value, unknown to the compiler. A switch over dtypes in a loop then has no addresses
+// computed for every case before the loop, in registers that all but one case leave unused.
 __device__ __forceinline__ int64_t opaque(int64_t value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+l"(value));
@@ -38,7 +35,8 @@ __device__ __forceinline__ int64_t opaque(int64_t value) {
   return value;
 }
 
-// The same for what a warp keeps in shared memory: read when it is used, not before.
+// The same object in shared memory, unknown to the compiler: it is read where it is used, not
+// before.
 template <typename T>
 __device__ __forceinline__ const T& opaque(const T* value) {
   int offset = 0;  // not the pointer, which would no longer be known to point to shared memory

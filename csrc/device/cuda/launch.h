@@ -1,4 +1,4 @@
-// Launches, and what the chip at hand has to offer them.
+// Launches, and the limits that the current device sets them.
 
 #pragma once
 
@@ -12,14 +12,18 @@ namespace klfast::cuda {
 
 inline void check_launch(cudaError_t error) {
   if (error != cudaSuccess) {
+    cudaGetLastError();  // told here, not at the next launch
     throw std::runtime_error(std::string("a CUDA kernel did not launch: ") +
                              cudaGetErrorString(error));
   }
 }
 
-// Of the current device, as far as it decides how a row is read.
+// The attributes that every kernel of this build has in common, on the current device.
+cudaError_t ask_kernel(cudaFuncAttributes& attributes);
+
+// The properties of the current device on which the reading of a row depends.
 struct Chip {
-  bool has_clusters;  // and these kernels were compiled for them
+  bool has_clusters;  // and this build has code for them
   int64_t shared_of_block;
   int64_t shared_of_processor;
 };

@@ -1,10 +1,9 @@
-// Tokens of a warp into registers, from any dtype, stride and alignment.
+// Loads of a warp's tokens into registers, from any dtype, stride and alignment.
 //
-// A lane takes W consecutive tokens at a time, W chosen by dtype so that they fill 16 bytes; which
-// token meets which lane depends on positions alone. How they are fetched depends on where they
-// lie: whole 16-byte words where they are aligned, pairs of such words shifted into place where a
-// row starts between two (packed sequences, sliced rows), single elements at the end of a row and
-// under other strides.
+// A lane loads a chunk of W consecutive tokens at a time, W chosen by dtype so that they fill a
+// vector of 16 bytes. The lane of a token depends on positions alone. Aligned chunks are loaded as
+// vectors, unaligned ones (packed sequences, sliced rows) as two vectors that are shifted into
+// place, and chunks at the end of a row or with other strides element by element.
 
 #pragma once
 
@@ -15,18 +14,18 @@
 
 namespace klfast::cuda {
 
-// All inputs of one dtype T, or of any: then Mixed<Acc>.
+// The dtype of all inputs is a T; AnyDtype<Acc> stands for inputs of any dtypes.
 template <typename Acc>
-struct Mixed {};
+struct AnyDtype {};
 
 template <typename T>
 struct Source {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Element = T;  // as it is kept until all inputs have been fetched
+  using Element = T;  // not converted before all inputs have been fetched
 };
 
 template <typename A>
-struct Source<Mixed<A>> {
+struct Source<AnyDtype<A>> {
   using Acc = A;
   using Element = A;  // converted at once
 };
@@ -36,8 +35,8 @@ struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Chunk {
   T element[W];
 };
 
-// Tokens of an input from the start of a tile on, and how many there are: more than a tile's, where
-// the sequence goes on.
+// The tokens of an input from the start of a tile on; `size` exceeds a tile's where the sequence
+// goes on.
 template <typename T>
 struct Row {
   const T* first;
@@ -46,40 +45,40 @@ struct Row {
 };
 
 template <int kBytes>
-struct WordOf;
+struct VectorOf;
 template <>
-struct WordOf<16> {
+struct VectorOf<16> {
   using type = uint4;
 };
 template <>
-struct WordOf<8> {
+struct VectorOf<8> {
   using type = uint2;
 };
 template <>
-struct WordOf<4> {
+struct VectorOf<4> {
   using type = uint32_t;
 };
 template <>
-struct WordOf<2> {
+struct VectorOf<2> {
   using type = uint16_t;
 };
 
-// How a chunk is fetched in whole words: of an element's size where that is 8 bytes, which are then
-// always aligned, and of 16 bytes at most.
+// The vectors of a chunk: of 8 bytes where elements have 8, as these are always aligned, and of 16
+// bytes at most.
 template <typename T, int W>
-struct Words {
+struct Vectors {
   static constexpr int kMost = sizeof(T) == 8 ? 8 : 16;
   static constexpr int kBytes = sizeof(T) * W < kMost ? sizeof(T) * W : kMost;
   static constexpr int kCount = sizeof(T) * W / kBytes;
   static constexpr bool kShifts = kBytes >= 4 && kBytes > sizeof(T);  // in units of 4 bytes
-  using Word = typename WordOf<kBytes>::type;
+  using Vector = typename VectorOf<kBytes>::type;
 };
 
-// What a kernel also writes must not go through the read-only path.
+// The kind of memory that is loaded. Memory that the kernel also writes must not be kReadOnly.
 enum class Memory { kReadOnly, kReadWrite, kShared };
 
-template <Memory memory, typename Word>
-__device__ __forceinline__ Word load_word(const Word* from) {
+template <Memory memory, typename Vector>
+__device__ __forceinline__ Vector load_vector(const Vector* from) {
   if constexpr (memory == Memory::kReadOnly) return __ldg(from);
   if constexpr (memory == Memory::kReadWrite) return __ldca(from);
   return *from;
@@ -87,20 +86,20 @@ __device__ __forceinline__ Word load_word(const Word* from) {
 
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
-  using Ws = Words<T, W>;
+  using Vs = Vectors<T, W>;
   union {
-    typename Ws::Word words[Ws::kCount];
+    typename Vs::Vector vectors[Vs::kCount];
     Chunk<T, W> chunk;
   } loaded;
 #pragma unroll
-  for (int i = 0; i < Ws::kCount; ++i) {
-    loaded.words[i] = load_word<memory>(reinterpret_cast<const typename Ws::Word*>(from) + i);
+  for (int i = 0; i < Vs::kCount; ++i) {
+    loaded.vectors[i] = load_vector<memory>(reinterpret_cast<const typename Vs::Vector*>(from) + i);
   }
   return loaded.chunk;
 }
 
-// Moves units down by those bits of `shift`, in bytes, that are worth `step` units or less. A
-// register array has no index at run time, so each bit moves all.
+// Moves units down by those bits of `shift`, in bytes, that stand for `step` units or less. Each
+// bit moves the whole array, as registers have no index at run time.
 template <int step, int n>
 __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift) {
   if constexpr (step > 0) {
@@ -111,22 +110,23 @@ __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift
   }
 }
 
-// From between two words: both are fetched, and cut. No word is touched that holds none of the
-// bytes asked for, and memory is handed out in whole words.
+// A chunk that starts inside a vector: that vector and the next are loaded, and the chunk is cut
+// out of them. Every vector loaded holds a byte of the chunk, so none lies outside of its
+// allocation, which consists of whole vectors.
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
-  using Ws = Words<T, W>;
-  constexpr int kUnits = Ws::kBytes / 4;  // of a word
-  constexpr int kTotal = kUnits * Ws::kCount;
+  using Vs = Vectors<T, W>;
+  constexpr int kUnits = Vs::kBytes / 4;  // of a vector
+  constexpr int kTotal = kUnits * Vs::kCount;
   const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  const unsigned shift = address % Ws::kBytes;
-  const auto* aligned = reinterpret_cast<const typename Ws::Word*>(address - shift);
+  const unsigned shift = address % Vs::kBytes;
+  const auto* aligned = reinterpret_cast<const typename Vs::Vector*>(address - shift);
   union {
-    typename Ws::Word words[Ws::kCount + 1];
+    typename Vs::Vector vectors[Vs::kCount + 1];
     uint32_t units[kTotal + kUnits];
   } loaded;
 #pragma unroll
-  for (int i = 0; i <= Ws::kCount; ++i) loaded.words[i] = load_word<memory>(aligned + i);
+  for (int i = 0; i <= Vs::kCount; ++i) loaded.vectors[i] = load_vector<memory>(aligned + i);
   shift_units<kUnits / 2>(loaded.units, shift);
   union {
     uint32_t units[kTotal];
@@ -139,7 +139,7 @@ __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
   return cut.chunk;
 }
 
-// Element by element; zeros beyond the end.
+// A chunk loaded element by element; zeros beyond the end.
 template <typename T, int W>
 __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int position) {
   Chunk<T, W> chunk = {};
@@ -150,36 +150,36 @@ __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int positi
   return chunk;
 }
 
-// A lane's chunk at `position`; `end` is where the chunks of its warp end. All lanes go the same
-// way.
+// A lane's chunk at `position`; `end` is the end of its warp's chunks. All lanes of a warp take the
+// same branch.
 template <typename T, int W, Memory memory = Memory::kReadOnly>
 __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
-  using Ws = Words<T, W>;
+  using Vs = Vectors<T, W>;
   const T* const from = row.first + position;
   const bool dense = row.stride == 1;
-  const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Ws::kBytes == 0;
+  const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Vs::kBytes == 0;
   if (dense && aligned && end <= row.size) return load_aligned<T, W, memory>(from);
-  if constexpr (Ws::kShifts) {
+  if constexpr (Vs::kShifts) {
     if (dense && !aligned && end <= row.size) return load_shifted<T, W, memory>(from);
   }
   return load_single<T, W>(row, position);
 }
 
-// A lane's W results to consecutive places of an output, of which only `count` exist.
+// Stores a lane's W results in consecutive places of an output, of which only `count` exist.
 template <typename To, typename Acc, int W>
 __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
-  using Ws = Words<To, W>;
+  using Vs = Vectors<To, W>;
   union {
-    typename Ws::Word words[Ws::kCount];
+    typename Vs::Vector vectors[Vs::kCount];
     Chunk<To, W> chunk;
   } stored;
 #pragma unroll
   for (int i = 0; i < W; ++i) stored.chunk.element[i] = convert<To>(values.element[i]);
-  if (count >= W && reinterpret_cast<uintptr_t>(to) % Ws::kBytes == 0) {
+  if (count >= W && reinterpret_cast<uintptr_t>(to) % Vs::kBytes == 0) {
 #pragma unroll
-    for (int i = 0; i < Ws::kCount; ++i) {
-      // Said as one store: plain ones are taken apart and merged with those below.
-      __stwb(reinterpret_cast<typename Ws::Word*>(to) + i, stored.words[i]);
+    for (int i = 0; i < Vs::kCount; ++i) {
+      // One instruction: plain stores are split and merged with those below.
+      __stwb(reinterpret_cast<typename Vs::Vector*>(to) + i, stored.vectors[i]);
     }
     return;
   }

@@ -1,13 +1,10 @@
-// Whether this build and a machine go together.
+// The reason why this build does not run on a machine.
 
-#include "device/cuda/device.h"
-#include "penalty/cuda.h"
+#include "device/cuda/host.h"
+#include "device/cuda/launch.h"
 
 namespace klfast::cuda {
 namespace {
-
-// Compiled for the same architectures as every kernel.
-__global__ void probe() {}
 
 std::string version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
@@ -17,7 +14,7 @@ std::string version(int number) {
 
 std::string problem() {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, probe);
+  const cudaError_t error = ask_kernel(attributes);
   cudaGetLastError();  // told here, not at the next launch
   if (error == cudaSuccess) return "";
   int driver = 0;

@@ -6,16 +6,16 @@ A masked row is replaced before anything looks at it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-
-if TYPE_CHECKING:
-    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.outputs import KLOutputs, outputs_of
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None]
 """Divergences of rows, and the tokens' log-probs of both models."""
@@ -34,7 +34,13 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     return taken.to(arithmetic).view(call.shape), entropy
 
 
-def kl_divergence(call: KLDivergenceCall) -> Rows:
+def kl_divergence(call: KLDivergenceCall) -> KLOutputs:
+    """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
+    rows, logprobs, ref_logprobs = _rows_of(call)
+    return outputs_of(call, kl_penalty(call.reduce(rows)), logprobs, ref_logprobs, kl_penalty)
+
+
+def _rows_of(call: KLDivergenceCall) -> Rows:
     """[R] divergences of policy p and reference q, in nats, in the arithmetic's dtype.
 
     ``reverse``: sum p log(p / q). ``forward``: sum q log(q / p). ``jsd``: with m = (1 - b) p + b q,

@@ -8,72 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from klfast.backends.reference import logits as reference_logits
-from klfast.checks.values import (
-    are_tracing,
-    check_divergence_values,
-    check_token_logprobs_values,
-    check_values,
-    checks_requested,
-)
+from klfast.call import PenaltyCall
 from klfast.dtypes import arithmetic_dtype
+from klfast.estimator import Estimator
 from klfast.formulas import FORMULAS
 from klfast.layout import number_of_sequences
-from klfast.logits.outputs import outputs_of
 from klfast.stats import KLStats
 
-if TYPE_CHECKING:
-    from klfast.call import KLCall
-    from klfast.estimator import Estimator
-    from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-    from klfast.logits.outputs import KLOutputs
 
-
-def unavailable(device: torch.device) -> str | None:
-    """Why this backend cannot serve ``device``; None, as it always can."""
-    return None
-
-
-def kl_penalty(call: KLCall) -> tuple[Tensor, KLStats | None]:
+def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
-    _check(check_values, call, call.tensors.logprobs)
     tokens = _Tokens(call)
-    value, clipped = _token_values(tokens, call.estimator)
+    value, clipped = _token_values(tokens, call.spec.estimator)
     value = value * tokens.weight
     result = _reduce(value, tokens, call)
     stats = _stats(value, clipped, tokens) if call.return_stats else None
     return result.to(tokens.dtype), stats
 
 
-def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
-    """Log-probs, and entropies if asked for. See ``klfast.token_logprobs``."""
-    _check(check_token_logprobs_values, call, call.logits)
-    return reference_logits.token_logprobs(call)
-
-
-def kl_divergence(call: KLDivergenceCall) -> KLOutputs:
-    """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
-    _check(check_divergence_values, call, call.logits)
-    rows, logprobs, ref_logprobs = reference_logits.kl_divergence(call)
-    return outputs_of(call, kl_penalty(call.reduce(rows)), logprobs, ref_logprobs, kl_penalty)
-
-
-def _check(check: Callable[[Any], None], call: Any, of: Tensor) -> None:
-    """Look at values where that is free, or asked for."""
-    if not are_tracing() and (of.device.type == "cpu" or checks_requested()):
-        check(call)
-
-
 class _Tokens:
     """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
 
-    def __init__(self, call: KLCall) -> None:
-        logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, _, _ = call.tensors
+    def __init__(self, call: PenaltyCall) -> None:
+        logprobs, ref_logprobs, old_logprobs, *_ = call.tensors
+        assert logprobs is not None
+        mask, cu_seqlens = call.layout
         wide = torch.float64 if logprobs.device.type != "mps" else torch.float32
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
@@ -81,14 +44,15 @@ class _Tokens:
         self.weight = weight.detach().to(self.dtype).to(wide).flatten()
         self.keep = self.weight != 0
         logprobs = logprobs.to(wide)
-        self.log_ratio = self._difference(logprobs, ref_logprobs.to(wide))
+        self.log_ratio = self._difference(logprobs, ref_logprobs)
         self.log_weight = None  # log of the importance weight w
         if old_logprobs is not None:
-            self.log_weight = self._difference(logprobs, old_logprobs.to(wide))
+            self.log_weight = self._difference(logprobs, old_logprobs)
         self.sequence, self.sequences = _sequence_of_token(logprobs, cu_seqlens)
 
-    def _difference(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(self.keep, (a - b).flatten(), 0.0)
+    def _difference(self, a: Tensor, b: Tensor | None) -> Tensor:
+        difference = a if b is None else a - b.to(a.dtype)
+        return torch.where(self.keep, difference.flatten(), 0.0)
 
     def sum_by_sequence(self, value: Tensor) -> Tensor:
         """[tokens] -> [S]."""
@@ -186,27 +150,28 @@ def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
     return log_weight.exp(), limited
 
 
-def _reduce(value: Tensor, tokens: _Tokens, call: KLCall) -> Tensor:
+def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
     """Coef * reduction of the weighted token values."""
-    coef = call.coef if call.tensors.coef is None else call.tensors.coef.to(value.dtype)
+    reduction, coef, normalizer = call.spec[1:]
+    if isinstance(coef, Tensor):
+        coef = coef.to(value.dtype)
     value = (coef if call.scores is None else -coef) * value
     if call.scores is not None:
         value = _add_at_last_kept_token(value, call.scores, tokens)
-    if call.reduction == "none":
+    if reduction.result == "token":
         return value.reshape(tokens.shape)
     total = tokens.sum_by_sequence(value)
     length = tokens.sum_by_sequence(tokens.weight)
     nonempty = length > 0
-    if call.reduction in ("seq-mean", "seq-mean-token-mean"):
+    if reduction.own_length:
         total = total / torch.where(nonempty, length, 1.0)
-    if call.reduction in ("seq-sum", "seq-mean"):
+    if reduction.result == "sequence":
         return total
-    if call.reduction == "token-sum":
+    if reduction.over == "one":
         return total.sum()
-    normalizer = call.normalizer if call.tensors.normalizer is None else call.tensors.normalizer
     if normalizer is not None:
         return total.sum() / normalizer
-    count = length.sum() if call.reduction == "token-mean" else nonempty.sum()
+    count = length.sum() if reduction.over == "tokens" else nonempty.sum()
     return torch.where(count > 0, total.sum() / count, 0.0)
 
 

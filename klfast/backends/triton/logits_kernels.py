@@ -12,8 +12,8 @@ A forward kernel is compiled for a ``STAGE``:
 - "combine": a program adds up a row's partial sums and finishes it.
 
 To finish a row is to look at it again where the sums say too little, to write what is per row, and
-in stage "row" its gradients. What ``triton_kernels`` says of fusion, divisibility and doubles holds
-here too.
+in stage "row" its gradients. What ``penalty_kernels`` says of fusion, divisibility and doubles
+holds here too.
 """
 
 from typing import Any, NamedTuple
@@ -220,7 +220,8 @@ def finish_words(
 ):
     """(a logit, log-sum-exp less it, entropy) of a row in fp64, by its sums or those of a new look.
 
-    The logit is what sums were taken against, in fp64.
+    The logit is what sums were taken against, in fp64. The native kernels' rule of
+    when a row is summed again is in csrc/formulas/passes.h. Here the first guess is always finite.
     """
     if ~is_good(total):
         if is_usable(total):
@@ -422,7 +423,11 @@ def look_again(
     DIVERGENCE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(KL, origins, lse, shift) of a row: of its sums, or those of up to two more looks at it."""
+    """(KL, origins, lse, shift) of a row: of its sums, or those of up to two more looks at it.
+
+    The native kernels' rule is in csrc/formulas/passes.h. Here the first guess is always finite,
+    and sums that are useless from the greatest logits too are taken once more.
+    """
     kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
     looks = 1
     while (looks < 3) & ~exact:

@@ -156,7 +156,7 @@ def token_logprobs_fwd(
     want_entropy: bool,
     inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op ``token_logprobs_fwd`` of ``csrc/binding/logits_ops.h``."""
+    """The op of ``klfast.ops.table``."""
     call = _Call(temperature, inverse_temperature, logits)
     rows = call.rows
     logprobs, entropy = call.result(), call.result(want_entropy)
@@ -171,14 +171,14 @@ def token_logprobs_fwd(
 
 
 def token_logprobs_bwd(logits: Tensor, *others: Any) -> Tensor:
-    """The op ``token_logprobs_bwd`` of ``csrc/binding/logits_ops.h``."""
+    """The op of ``klfast.ops.table``."""
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _token_logprobs_backward(grad, logits, *others)
     return grad
 
 
 def token_logprobs_bwd_(logits: Tensor, *others: Any) -> None:
-    """The op ``token_logprobs_bwd_`` of ``csrc/binding/logits_ops.h``."""
+    """The op of ``klfast.ops.table``."""
     _token_logprobs_backward(logits, logits, *others)
 
 
@@ -225,7 +225,7 @@ def kl_divergence_fwd(
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op ``kl_divergence_fwd`` of ``csrc/binding/logits_ops.h``."""
+    """The op of ``klfast.ops.table``."""
     if _exchanges(divergence, jsd_beta):
         options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, shares)
         result, ref_logprobs, logprobs, saved, grad_ref, grad = kl_divergence_fwd(
@@ -284,7 +284,7 @@ def kl_divergence_bwd(
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The op ``kl_divergence_bwd`` of ``csrc/binding/logits_ops.h``."""
+    """The op of ``klfast.ops.table``."""
     if _exchanges(divergence, jsd_beta):
         grad_ref, grad = kl_divergence_bwd(
             ref_logits,

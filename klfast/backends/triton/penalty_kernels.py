@@ -1,4 +1,4 @@
-"""The kernels of the Triton backend; ``triton_launch`` is their host side.
+"""The kernels of the Triton backend; ``penalty_launch`` is their host side.
 
 A sequence is cut into segments of ``SEGMENT`` tokens, and a program runs over one segment, tile by
 tile. Shapes: S sequences, P slots for segments, one program each.
@@ -29,8 +29,8 @@ TILE = tl.constexpr(1024)
 SEGMENT = tl.constexpr(4096)
 """Tokens; both shape the sums."""
 
-LENGTH = tl.constexpr(0)
-KL = tl.constexpr(1)
+KL = tl.constexpr(0)
+LENGTH = tl.constexpr(1)
 K1 = tl.constexpr(2)
 K2 = tl.constexpr(3)
 K3 = tl.constexpr(4)
@@ -143,7 +143,14 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 
 @triton.jit
 def sequence_weight(
-    length, tokens, sequences, normalizer, REDUCTION: tl.constexpr, NORMALIZED: tl.constexpr, ACC
+    length,
+    tokens,
+    sequences,
+    normalizer,
+    OWN_LENGTH: tl.constexpr,
+    OVER: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    ACC,
 ):
     """The weight of a sequence's sum in the result: ``sequence_weight`` of csrc/formulas.
 
@@ -151,11 +158,11 @@ def sequence_weight(
     the same, whoever computes it.
     """
     denominator = tl.full(length.shape, 1.0, tl.float64)
-    if REDUCTION == "token-mean":
+    if OVER == "tokens":
         denominator = denominator * (normalizer if NORMALIZED else tokens)
-    if REDUCTION == "seq-mean-token-sum" or REDUCTION == "seq-mean-token-mean":
+    if OVER == "sequences":
         denominator = denominator * (normalizer if NORMALIZED else sequences)
-    if REDUCTION == "seq-mean" or REDUCTION == "seq-mean-token-mean":
+    if OWN_LENGTH:
         denominator = denominator * length
     divisible = denominator > 0
     weight = tl.where(divisible, 1.0 / tl.where(divisible, denominator, 1.0), 0.0)
@@ -173,7 +180,8 @@ def gradient_scale(
     sequences,
     width,
     GRADIENT: tl.constexpr,
-    REDUCTION: tl.constexpr,
+    OWN_LENGTH: tl.constexpr,
+    OVER: tl.constexpr,
     NORMALIZED: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -187,7 +195,7 @@ def gradient_scale(
         length = width.to(tl.float64)
         full = tl.where(width > 0, sequences.to(tl.float64), 0.0)
         scale *= sequence_weight(
-            length, full * length, full, normalizer, REDUCTION, NORMALIZED, ACC
+            length, full * length, full, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
         )
     if GRADIENT == "unit":
         scale *= tl.load(weights + sequence).to(tl.float64)
@@ -277,7 +285,8 @@ def kl_penalty_kernel(
     FORM: tl.constexpr,
     ACC: tl.constexpr,
     LAYOUT: tl.constexpr,
-    REDUCTION: tl.constexpr,
+    OWN_LENGTH: tl.constexpr,
+    OVER: tl.constexpr,
     NORMALIZED: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATISTICS: tl.constexpr,
@@ -312,7 +321,8 @@ def kl_penalty_kernel(
         sequences,
         width,
         GRADIENT,
-        REDUCTION,
+        OWN_LENGTH,
+        OVER,
         NORMALIZED,
         ACC,
     )
@@ -341,9 +351,14 @@ def kl_penalty_kernel(
         )
         at = place(logprobs, row, logprobs_row, first, logprobs_stride, offset, LAYOUT)
         logprob = tl.load(at, mask=inside, other=0).to(ACC)
-        at = place(ref_logprobs, row, ref_logprobs_row, first, ref_logprobs_stride, offset, LAYOUT)
-        # Selected, never multiplied: what is masked is not looked at.
-        x = tl.where(keep, logprob - tl.load(at, mask=inside, other=0).to(ACC), 0.0)
+        # Selected, never multiplied: NaN under the mask has no effect.
+        if ref_logprobs is None:
+            x = tl.where(keep, logprob, 0.0)
+        else:
+            at = place(
+                ref_logprobs, row, ref_logprobs_row, first, ref_logprobs_stride, offset, LAYOUT
+            )
+            x = tl.where(keep, logprob - tl.load(at, mask=inside, other=0).to(ACC), 0.0)
         log_importance = x
         if FORM.weighs:
             at = place(
@@ -431,12 +446,13 @@ def lengths_kernel(
     partials,
     sequences: tl.int64,
     width: tl.int64,
+    slots: tl.int64,
     mask_row: tl.int64,
     mask_stride: tl.int64,
     ACC: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Sums of the mask [P], added as ``kl_penalty_kernel`` adds them."""
+    """Sums of the mask, in their row of the partials, added as ``kl_penalty_kernel`` does."""
     sequence, start, length, position = locate(cu_seqlens, sequences, width)
     count = tl.minimum(tl.maximum(length - position, 0), SEGMENT).to(tl.int32)
     if LAYOUT == "aligned":
@@ -453,7 +469,7 @@ def lengths_kernel(
             mask, row, mask_row, first, mask_stride, offset, offset < count, ACC, LAYOUT
         )
         lengths += weight
-    tl.store(partials + tl.program_id(0), tree_sum(lengths, TILE))
+    store_partial(partials, LENGTH, slots, tree_sum(lengths, TILE))
 
 
 @triton.jit
@@ -498,7 +514,8 @@ def combine_kernel(
     coef_tensor,
     normalizer_tensor,
     scores,
-    per_sequence,
+    weights,
+    statistics,
     result,
     sums,
     coef: tl.int64,
@@ -507,7 +524,8 @@ def combine_kernel(
     width: tl.int64,
     slots: tl.int64,
     ACC: tl.constexpr,
-    REDUCTION: tl.constexpr,
+    OWN_LENGTH: tl.constexpr,
+    OVER: tl.constexpr,
     NORMALIZED: tl.constexpr,
     SCALAR: tl.constexpr,
     MASKED: tl.constexpr,
@@ -566,10 +584,10 @@ def combine_kernel(
             nonempty = tl.sum((length > 0).to(tl.int32), axis=0).to(tl.float64)
         normalizer = number(normalizer_tensor, normalizer)
         weight = sequence_weight(
-            length, all_tokens, nonempty, normalizer, REDUCTION, NORMALIZED, ACC
+            length, all_tokens, nonempty, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
         )
         if WEIGHTS:
-            tl.store(per_sequence + sequence, weight, mask=valid)
+            tl.store(weights + sequence, weight, mask=valid)
         if result is not None:
             coef = number(coef_tensor, coef)
             term = tl.where(length > 0, weight * kl, 0.0)
@@ -579,7 +597,7 @@ def combine_kernel(
                 tl.store(result + sequence, coef * term, mask=valid)
     if STATISTICS:
         store_statistics(
-            per_sequence + sequences + sequence,
+            statistics + sequence,
             sequences,
             valid,
             length,
@@ -603,13 +621,14 @@ def total_kernel(
     sums,
     coef_tensor,
     normalizer_tensor,
-    per_sequence,
+    weights,
     result,
     coef: tl.int64,
     normalizer: tl.int64,
     sequences: tl.int64,
     ACC: tl.constexpr,
-    REDUCTION: tl.constexpr,
+    OWN_LENGTH: tl.constexpr,
+    OVER: tl.constexpr,
     NORMALIZED: tl.constexpr,
     WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -632,10 +651,10 @@ def total_kernel(
         length = tl.load(sums + sequence, mask=valid, other=0.0)
         kl = tl.load(sums + sequences + sequence, mask=valid, other=0.0)
         weight = sequence_weight(
-            length, all_tokens, nonempty, normalizer, REDUCTION, NORMALIZED, ACC
+            length, all_tokens, nonempty, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
         )
         if WEIGHTS:
-            tl.store(per_sequence + sequence, weight, mask=valid)
+            tl.store(weights + sequence, weight, mask=valid)
         total += tl.where(length > 0, weight * kl, 0.0)
     if result is not None:
         tl.store(result, number(coef_tensor, coef) * tree_sum(total, BLOCK))

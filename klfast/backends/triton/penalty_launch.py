@@ -20,17 +20,20 @@ from klfast.backends.triton import penalty_kernels as kernels
 from klfast.backends.triton.math import ESTIMATORS as FORMULAS
 from klfast.backends.triton.math import LOG_LARGEST
 from klfast.backends.triton.tokens import Form
-from klfast.call import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.call import Choices, Numbers
 from klfast.dtypes import arithmetic_dtype
 from klfast.estimator import ESTIMATORS as NAMES
 from klfast.estimator import GRADIENTS, IMPORTANCE, NO_LIMIT
 from klfast.layout import number_of_sequences
+from klfast.reduction import DENOMINATORS, RESULTS
 from klfast.stats import KLStats
 
 _SEGMENT = kernels.SEGMENT.value
 _TILE = kernels.TILE.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
-_OWN_LENGTH = ("seq-mean", "seq-mean-token-mean")
+_FEW_FIELDS = kernels.LENGTH.value + 1
+_ALL_FIELDS = kernels.LAST_KEPT.value + 1
+"""Rows of the partial results: with kl and length alone, and all."""
 _FEW, _MANY = 128, 1024  # sequences of a program that combines
 _SCALE_PROGRAMS = 1024  # enough for any device, and few to start for nothing
 DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
@@ -56,23 +59,20 @@ def _limit(limit: float) -> float:
 
 
 @functools.cache
-def _formulas(
-    encoded: tuple[Any, ...], limits: tuple[float, ...], weighs: bool, acc: str
-) -> _Formulas:
-    estimator, gradient, importance, clip_weighted = encoded
+def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: str) -> _Formulas:
     cap, low, high, tail, clip = map(_limit, limits)
     form = Form(
         weighs=weighs,
-        detached=IMPORTANCE[importance] == "detached",
+        detached=IMPORTANCE[choices.importance] == "detached",
         caps=weighs and math.isfinite(cap),
         clips_log_ratio=math.isfinite(low) or math.isfinite(high),
         linear_tail=math.isfinite(tail),
         clips_value=math.isfinite(clip),
-        clip_weighted=weighs and clip_weighted,
-        k2_gradient=GRADIENTS[gradient] == "k2",
+        clip_weighted=weighs and bool(choices.clip_weighted),
+        k2_gradient=GRADIENTS[choices.gradient] == "k2",
         log_largest=LOG_LARGEST[acc],
     )
-    formula = FORMULAS[NAMES[estimator]]
+    formula = FORMULAS[NAMES[choices.estimator]]
     functions = {
         "VALUE": formula.value,
         "DERIVATIVE": formula.derivative,
@@ -129,8 +129,8 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-def _gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
-    if not wanted:
+def _gradient(tensor: Tensor | None, wanted: bool) -> Tensor | None:
+    if tensor is None or not wanted:
         return None
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
@@ -141,34 +141,29 @@ class _Call:
     def __init__(
         self,
         logprobs: Tensor,
-        ref_logprobs: Tensor,
+        ref_logprobs: Tensor | None,
         old_logprobs: Tensor | None,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
-        coef_tensor: Tensor | None,
-        normalizer_tensor: Tensor | None,
-        estimator: int,
-        gradient: int,
-        importance: int,
-        clip_weighted: bool,
-        limits: list[float],
-        reduction: int,
-        coef: float,
-        normalizer: float,
+        coef: Tensor | None,
+        normalizer: Tensor | None,
+        choices: list[int],
+        numbers: list[float],
     ) -> None:
         self.inputs = (logprobs, ref_logprobs, old_logprobs, mask)
         self.batch = _batch(logprobs, cu_seqlens)
-        self.scalars = (coef_tensor, normalizer_tensor)
-        self.numbers = (bits(coef), bits(normalizer))
+        self.scalars = (coef, normalizer)
+        decoded, of_spec = Choices(*choices), Numbers(*numbers)
+        self.numbers = (bits(of_spec.coef), bits(of_spec.normalizer))
         weighs = old_logprobs is not None
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
-        encoded = (estimator, gradient, importance, clip_weighted)
-        self.formulas = _formulas(encoded, tuple(limits), weighs, ACC[self.dtype].name)
-        self.normalized = normalizer > 0 or normalizer_tensor is not None
-        self.reduction = REDUCTIONS[reduction]
+        self.formulas = _formulas(decoded, of_spec[:5], weighs, ACC[self.dtype].name)
+        self.normalized = of_spec.normalizer > 0 or normalizer is not None
+        self.result = RESULTS[decoded.result]
         self.options = {
             "ACC": ACC[self.dtype],
-            "REDUCTION": self.reduction,
+            "OWN_LENGTH": bool(decoded.own_length),
+            "OVER": DENOMINATORS[decoded.over],
             "NORMALIZED": self.normalized,
             **DEFINED,
         }
@@ -179,7 +174,9 @@ class _Call:
     def present(self, grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
         """The gradients as ops return them: of shape [0] where not wanted."""
         first, second = (
-            self.empty(0, dtype=to.dtype) if grad is None else grad
+            self.empty(0, dtype=(self.inputs[0] if to is None else to).dtype)
+            if grad is None
+            else grad
             for grad, to in zip(grads, self.inputs[:2], strict=True)
         )
         return first, second
@@ -228,16 +225,16 @@ class _Call:
     def combine(
         self,
         partials: Tensor | None,
-        per_sequence: Tensor,
+        weights: Tensor,
         result: Tensor | None,
         *,
-        weights: bool,
-        statistics: bool = False,
+        stores_weights: bool,
+        statistics: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:
-        """From partial results to per_sequence and the result."""
+        """From partial results to weights, statistics and the result."""
         batch = self.batch
-        scalar = self.reduction in SCALAR_REDUCTIONS
+        scalar = self.result == "scalar"
         few = batch.sequences <= _FEW
         many = scalar and batch.sequences > _MANY
         block = _FEW if few or many or not scalar else _MANY
@@ -247,7 +244,8 @@ class _Call:
             batch.cu_seqlens,
             *self.scalars,
             scores,
-            per_sequence,
+            weights,
+            statistics,
             result,
             sums,
             *self.numbers,
@@ -257,9 +255,9 @@ class _Call:
             **self.options,
             SCALAR=scalar,
             MASKED=self.inputs[3] is not None,
-            SUMMED=statistics or (result is not None and scores is None),
-            WEIGHTS=weights,
-            STATISTICS=statistics,
+            SUMMED=statistics is not None or (result is not None and scores is None),
+            WEIGHTS=stores_weights,
+            STATISTICS=statistics is not None,
             BLOCK=block,
             num_warps=4 if block == _FEW else 16,
         )
@@ -267,74 +265,77 @@ class _Call:
             kernels.total_kernel[(1,)](
                 sums,
                 *self.scalars,
-                per_sequence,
+                weights,
                 result,
                 *self.numbers,
                 batch.sequences,
                 **self.options,
-                WEIGHTS=weights,
+                WEIGHTS=stores_weights,
                 BLOCK=_MANY,
                 num_warps=8,
             )
 
     def weights_need_a_pass(self) -> bool:
         """Whether weights of sequences depend on what mask and cu_seqlens hold."""
-        by_totals = self.reduction in NORMALIZED_REDUCTIONS and not self.normalized
-        by_length = self.reduction in _OWN_LENGTH
+        by_totals = self.options["OVER"] != "one" and not self.normalized
+        by_length = self.options["OWN_LENGTH"]
         uneven = self.inputs[3] is not None or self.batch.cu_seqlens is not None
         return uneven and (by_totals or by_length)
 
-    def find_weights(self, per_sequence: Tensor) -> None:
+    def find_weights(self, weights: Tensor) -> None:
         """The weights alone, before any token is read: the gradients of a mean need them."""
         batch, mask = self.batch, self.inputs[3]
         lengths = None
         if mask is not None:
-            lengths = self.empty(batch.slots, dtype=torch.float64)
+            lengths = self.empty(_FEW_FIELDS, batch.slots, dtype=torch.float64)
             kernels.lengths_kernel[(batch.slots,)](
                 mask,
                 batch.cu_seqlens,
                 lengths,
                 batch.sequences,
                 batch.width,
+                batch.slots,
                 *_strides(mask),
                 ACC=self.options["ACC"],
                 LAYOUT=_layout(batch, mask),
                 num_warps=4,
                 **DEFINED,
             )
-        self.combine(lengths, per_sequence, None, weights=True)
+        self.combine(lengths, weights, None, stores_weights=True)
 
 
-def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op ``kl_penalty_fwd`` of ``csrc/binding/penalty_ops.h``."""
+def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op of ``klfast.ops.table``."""
     *of_call, scores, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = args
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
     sequences, slots = call.batch.sequences, call.batch.slots
-    shape = tuple(logprobs.shape) if call.reduction == "none" else (sequences,)
-    result = call.empty(*(() if call.reduction in SCALAR_REDUCTIONS else shape))
-    per_sequence = call.empty(1 + (len(KLStats._fields) if want_statistics else 0), sequences)
+    shapes = {"token": tuple(logprobs.shape), "sequence": (sequences,), "scalar": ()}
+    result = call.empty(*shapes[call.result])
+    weights = call.empty(sequences)
+    statistics = call.empty(len(KLStats._fields), sequences) if want_statistics else None
     grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
-    outputs = (result, per_sequence, *call.present(grads))
+    present = call.present(grads)
+    outputs = (result, weights, call.empty(0) if statistics is None else statistics, *present)
     if sequences == 0:
-        for output in (result, *call.present(grads)):
+        for output in (result, *present):
             output.zero_()
         return outputs
 
-    per_token = call.reduction == "none"
+    per_token = call.result == "token"
     gradient = "none"
     partials = None
     if not per_token or want_statistics or scores is not None:
-        rows = 9 if want_statistics or scores is not None else 2
+        rows = _ALL_FIELDS if want_statistics or scores is not None else _FEW_FIELDS
         partials = call.empty(rows, slots, dtype=torch.float64)
     with device_of(logprobs):
         if want_grad_logprobs or want_grad_ref_logprobs:
             gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
         if gradient == "unit":
-            call.find_weights(per_sequence)
+            call.find_weights(weights)
         call.read_tokens(
             gradient,
-            per_sequence,
+            weights,
             grads,
             value=result if per_token else None,
             partials=partials,
@@ -344,36 +345,33 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if partials is not None:
             call.combine(
                 partials,
-                per_sequence,
+                weights,
                 None if per_token and scores is None else result,
-                weights=gradient != "unit",
-                statistics=want_statistics,
+                stores_weights=gradient != "unit",
+                statistics=statistics,
                 scores=None if scores is None else scores.contiguous(),
             )
     return outputs
 
 
 def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op ``kl_penalty_bwd`` of ``csrc/binding/penalty_ops.h``."""
-    *of_call, grad_out, per_sequence, want_grad_logprobs, want_grad_ref_logprobs = args
+    """The op of ``klfast.ops.table``."""
+    *of_call, grad_out, weights, want_grad_logprobs, want_grad_ref_logprobs = args
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
     grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
-    gradient = "scalar" if call.reduction in SCALAR_REDUCTIONS else "sequence"
-    if call.reduction == "none":
-        gradient = "token"
     present = call.present(grads)
     if call.batch.sequences == 0:
         for grad in present:
             grad.zero_()
     elif call.batch.slots > 0:
         with device_of(logprobs):
-            call.read_tokens(gradient, per_sequence.contiguous(), grads, grad_out=grad_out)
+            call.read_tokens(call.result, weights.contiguous(), grads, grad_out=grad_out)
     return present
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """The op ``scale_`` of ``csrc/binding/penalty_ops.h``."""
+    """The op of ``klfast.ops.table``."""
     size = tensor.numel()
     if size == 0:
         return

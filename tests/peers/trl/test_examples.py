@@ -1,4 +1,4 @@
-"""The README's example of a trainer, with TRL there."""
+"""docs/drop_in.md's example of a trainer, with TRL there."""
 
 import readme
 import tiny

@@ -1,4 +1,4 @@
-"""The README's example of a patch, with the framework there."""
+"""docs/drop_in.md's example of a patch, with the framework there."""
 
 import readme
 from verl.workers.utils import losses

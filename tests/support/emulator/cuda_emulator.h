@@ -92,7 +92,7 @@ struct Block {
   std::vector<Barrier> warps;
   Barrier block;
   std::vector<uint64_t> generation_of_arrival;  // at the cluster's barrier
-  std::vector<uint64_t> exchanged[2];           // a word of every thread, in turns
+  std::vector<uint64_t> exchanged[2];           // 8 bytes of every thread, in turns
   std::vector<uint8_t> turn;
 };
 
@@ -159,30 +159,30 @@ const T* of_block(const T* own, int rank) {
   return reinterpret_cast<const T*>(other.shared.bytes.data() + offset);
 }
 
-// The words of a warp's lanes, after each has left its own. Nobody writes to them again before all
-// have read: that needs the lanes to meet once more, over the other set of words.
-inline const uint64_t* exchange(uint64_t word) {
+// The bits of a warp's lanes, after each lane has written its own. They are not written again
+// before all lanes have read them: that takes another exchange, which uses the other of two sets.
+inline const uint64_t* exchange(uint64_t own_bits) {
   Block& b = block();
-  std::vector<uint64_t>& words = b.exchanged[b.turn[thread_index.x] ^= 1];
-  words[thread_index.x] = word;
+  std::vector<uint64_t>& bits = b.exchanged[b.turn[thread_index.x] ^= 1];
+  bits[thread_index.x] = own_bits;
   wait_for_warp();
-  return &words[thread_index.x / kWarp * kWarp];
+  return &bits[thread_index.x / kWarp * kWarp];
 }
 
 template <typename T>
 T value_of_lane(T value, int lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
-  uint64_t word = 0;
-  std::memcpy(&word, &value, sizeof(T));
-  word = exchange(word)[lane];
-  std::memcpy(&value, &word, sizeof(T));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = exchange(bits)[lane];
+  std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
 inline unsigned ballot(bool vote) {
-  const uint64_t* words = exchange(vote);
+  const uint64_t* bits = exchange(vote);
   unsigned votes = 0;
-  for (int lane = 0; lane < kWarp; ++lane) votes |= static_cast<unsigned>(words[lane]) << lane;
+  for (int lane = 0; lane < kWarp; ++lane) votes |= static_cast<unsigned>(bits[lane]) << lane;
   return votes;
 }
 
@@ -218,7 +218,7 @@ inline void start(Block& b, unsigned index, int threads, size_t shared) {
   b.fiber_resume.resize(threads);
   b.started.assign(threads, false);
   b.turn.assign(threads, 0);
-  for (auto& words : b.exchanged) words.assign(threads, 0);
+  for (auto& bits : b.exchanged) bits.assign(threads, 0);
   while (static_cast<int>(b.stacks.size()) < threads) {
     b.stacks.emplace_back(new char[kStack]);
   }
@@ -282,11 +282,6 @@ void run(Kernel kernel, const Launch& launch, const Arguments&... arguments) {
   for (unsigned first : order) run_cluster(first, launch.shared, device_order);
 }
 
-template <typename Kernel, typename... Arguments>
-void launch(Kernel kernel, unsigned blocks, int threads, const Arguments&... arguments) {
-  run(kernel, {blocks, threads}, arguments...);
-}
-
 // KLFAST_EMULATED_CHIP names the device at hand: by default the first.
 struct Chip {
   const char* name;
@@ -316,9 +311,6 @@ inline const dim3& threadIdx = cuda_emulator::thread_index;
 inline const dim3& blockIdx = cuda_emulator::block_index;
 inline const dim3& blockDim = cuda_emulator::block_size;
 inline const dim3& gridDim = cuda_emulator::grid_size;
-
-#define KLFAST_LAUNCH(kernel, blocks, threads, stream, ...) \
-  cuda_emulator::launch(kernel, blocks, threads, __VA_ARGS__)
 
 inline void __syncthreads() { cuda_emulator::wait_for_block(); }
 inline void __syncwarp() { cuda_emulator::wait_for_warp(); }

@@ -1,5 +1,5 @@
-// Blocks of any dtype and stride to and from the arithmetic's type. Included by kernels that are
-// compiled once per instruction set: everything here is inlined into them.
+// Conversion of tiles of any dtype and stride to and from the arithmetic's type. Included by
+// kernels that are compiled once per instruction set: everything here is inlined into them.
 
 #pragma once
 
@@ -10,12 +10,12 @@
 namespace klfast {
 namespace {
 
-// n elements from (row, column) on as Acc, followed by zeros up to `padded`: in place where the
-// memory serves as it is, else in `buffer`.
+// n elements from (row, column) on as Acc, followed by zeros up to `padded`: the input's own memory
+// if it is Acc and needs no padding, else `buffer`.
 template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t column, int64_t n,
-                                         int64_t padded, Acc* buffer) {
-  const Acc* block = buffer;
+KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t column, int64_t n,
+                                        int64_t padded, Acc* buffer) {
+  const Acc* tile = buffer;
   visit_dtype(view.dtype, [&](auto zero) __attribute__((always_inline)) {
     using From = decltype(zero);
     const From* from =
@@ -23,7 +23,7 @@ KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t 
     if (view.column_stride == 1) {
       if constexpr (std::is_same_v<From, Acc>) {
         if (n == padded) {
-          block = from;
+          tile = from;
           return;
         }
       }
@@ -34,30 +34,30 @@ KLFAST_HOST_DEVICE const Acc* load_block(const View& view, int64_t row, int64_t 
     }
     std::fill(buffer + n, buffer + padded, Acc(0));
   });
-  return block;
+  return tile;
 }
 
-// Where to compute n elements of an output from `index` on: in the output's own memory, or in
-// `buffer`, which store_block then converts.
+// The memory in which to compute n elements of an output from `index` on: the output's own, or
+// `buffer`, which store_tile then converts.
 template <typename Acc>
-KLFAST_HOST_DEVICE Acc* output_block(const Output& output, int64_t index, int64_t n, int64_t padded,
-                                     Acc* buffer) {
+KLFAST_HOST_DEVICE Acc* output_tile(const Output& output, int64_t index, int64_t n, int64_t padded,
+                                    Acc* buffer) {
   constexpr DType own = sizeof(Acc) == 8 ? DType::kFloat64 : DType::kFloat32;
   const bool direct = output.data != nullptr && output.dtype == own && n == padded;
   return direct ? static_cast<Acc*>(output.data) + index : buffer;
 }
 
 template <typename Acc>
-KLFAST_HOST_DEVICE void store_block(const Output& output, int64_t index, int64_t n,
-                                    const Acc* block) {
+KLFAST_HOST_DEVICE void store_tile(const Output& output, int64_t index, int64_t n,
+                                   const Acc* tile) {
   if (output.data == nullptr) return;
   visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
     using To = decltype(zero);
     if constexpr (is_floating<To>) {
       To* to = static_cast<To*>(output.data) + index;
-      if (static_cast<const void*>(to) == block) return;
+      if (static_cast<const void*>(to) == tile) return;
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(block[i]);
+      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(tile[i]);
     }
   });
 }

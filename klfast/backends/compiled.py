@@ -1,0 +1,39 @@
+"""Backends whose kernels are ops: autograd is shared, the kernels are their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from klfast.backends.backend import Backend
+from klfast.logits import autograd as over_logits
+from klfast.ops import autograd as over_logprobs
+from klfast.ops.table import Ops
+
+
+def compiled(
+    name: str,
+    why_not: Callable[[torch.device], str | None],
+    namespace: str,
+    *,
+    checks_in_kernel: frozenset[str] = frozenset(),
+) -> Backend:
+    """The backend of the ops in ``torch.ops.<namespace>``.
+
+    Args:
+        name: of the backend.
+        why_not: says of a device why the backend cannot serve it; None if it can.
+        namespace: of the ops, which ``klfast.ops.table.define`` has defined.
+        checks_in_kernel: the types of devices on which the kernels check values themselves.
+    """
+    ops = Ops.of(namespace)
+    return Backend(
+        name,
+        why_not,
+        partial(over_logprobs.kl_penalty, ops=ops),
+        partial(over_logits.token_logprobs, ops=ops),
+        partial(over_logits.kl_divergence, ops=ops),
+        checks_in_kernel,
+    )
