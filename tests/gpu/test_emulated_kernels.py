@@ -69,11 +69,11 @@ def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduc
     """It is taken as it is, and shows, as in eager PyTorch."""
     mask = torch.arange(10) % 3 == 0
     bad = torch.tensor(normalizer)
-    result, _, grad, grad_ref = forward(
+    result, _, _, grad, grad_ref = forward(
         10, cu_seqlens, reduction, mask=mask, normalizer=bad, grads=True
     )
     good = forward(10, cu_seqlens, reduction, mask=mask, normalizer=torch.tensor(1.0), grads=True)
     torch.testing.assert_close(result, good[0] / normalizer, equal_nan=True)
-    for found, of_one in ((grad, good[2]), (grad_ref, good[3])):
+    for found, of_one in ((grad, good[3]), (grad_ref, good[4])):
         torch.testing.assert_close(found[mask], of_one[mask] / normalizer, equal_nan=True)
         assert not found[~mask].any()
