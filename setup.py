@@ -35,6 +35,7 @@ SOURCES = (
     "csrc/penalty/cpu.cpp",
     "csrc/logits/cpu.cpp",
     "csrc/binding/cpu.cpp",
+    "csrc/binding/direct.cpp",
     "csrc/binding/module.cpp",
 )
 CUDA_SOURCES = (

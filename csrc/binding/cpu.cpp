@@ -1,60 +1,9 @@
 // The ops on the CPU.
 
-#include "penalty/cpu.h"
-
-#include "binding/logits_ops.h"
-#include "binding/penalty_ops.h"
-#include "logits/cpu.h"
+#include "binding/cpu.h"
 
 namespace klfast::rim {
 namespace {
-
-void run_parallel(int64_t n, const std::function<void(int64_t, int64_t)>& body) {
-  torch::stable::parallel_for(0, n, 1, body);
-}
-
-cpu::Threads threads() {
-  return {static_cast<int>(torch::stable::get_num_threads()), run_parallel};
-}
-
-// With numbers in place of tensors that hold them, and the sign of coef in coef.
-KlPenaltyInputs resolve(KlPenaltyInputs in) {
-  if (in.coef_tensor.data != nullptr) in.coef = cpu::read_element(in.coef_tensor, 0);
-  if (in.normalizer_tensor.data != nullptr) {
-    in.normalizer = cpu::read_element(in.normalizer_tensor, 0);
-    KLFAST_CHECK(in.normalizer > 0, "normalizer must be > 0");
-  }
-  check_numbers(in);
-  if (in.negate) in.coef = -in.coef;
-  return in;
-}
-
-struct Cpu {
-  static void forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Device&) {
-    cpu::kl_penalty_forward(resolve(in), out, threads());
-  }
-  static void backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out, const Device&) {
-    cpu::kl_penalty_backward(resolve(in), out, threads());
-  }
-  static void scale(const Output& x, int64_t n, const View& factor, const Device&) {
-    cpu::scale(x, n, cpu::read_element(factor, 0), threads());
-  }
-};
-
-struct CpuLogits {
-  static void run(const TokenLogprobsForward& call, const Device&) {
-    cpu::token_logprobs_forward(call, threads());
-  }
-  static void run(const TokenLogprobsBackward& call, const Device&) {
-    cpu::token_logprobs_backward(call, threads());
-  }
-  static void run(const DivergenceForward& call, const Device&) {
-    cpu::divergence_forward(call, threads());
-  }
-  static void run(const DivergenceBackward& call, const Device&) {
-    cpu::divergence_backward(call, threads());
-  }
-};
 
 STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) {
   implement<Cpu>(library);

@@ -16,7 +16,8 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, voi
 namespace klfast::rim {
 namespace {
 
-#ifdef KLFAST_EMULATE_CUDA  // tests/support/emulator/ops.cpp registers these ops under a name of its own
+#ifdef KLFAST_EMULATE_CUDA  // tests/support/emulator/ops.cpp registers these ops under a name of
+                            // its own
 struct DeviceGuard {
   explicit DeviceGuard(int32_t) {}
 };
@@ -39,13 +40,13 @@ struct Cuda {
     cuda::Launch launch;
     launch.stream = current_stream(device);
     // Back in the allocator's hands when this returns: later work on the stream comes after.
-    std::optional<Tensor> partials, counter;
+    std::optional<StableTensor> partials, counter;
     if (const int64_t needed = cuda::partials_needed(in, out); needed > 0) {
-      partials = empty({needed}, ScalarType::Double, device);
+      partials = empty<StableTensor>({needed}, ScalarType::Double, device);
       launch.partials = static_cast<double*>(partials->mutable_data_ptr());
       launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
       if (launch.arrivals == nullptr) {
-        counter = empty({1}, ScalarType::Int, device);
+        counter = empty<StableTensor>({1}, ScalarType::Int, device);
         launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
         cuda::zero(launch.arrivals, launch.stream);
       }

@@ -10,7 +10,8 @@
 
 namespace klfast::rim {
 
-inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument) {
+template <typename Tensor>
+Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument) {
   const Device own = device_of(tensor);
   const Device device = device_of(like);
   KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
@@ -30,8 +31,9 @@ inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* ar
 }
 
 // What a call reads per row, contiguous and of one dtype; null where it is absent.
-inline const void* per_row(const OptionalTensor& tensor, const Tensor& logits, DType dtype,
-                           const char* argument) {
+template <typename Tensor>
+const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, DType dtype,
+                    const char* argument) {
   if (!tensor.has_value()) return nullptr;
   const int64_t rows = logits.size(0) * logits.size(1);
   const View view = row_of(*tensor, rows, device_of(logits), argument);
@@ -40,7 +42,8 @@ inline const void* per_row(const OptionalTensor& tensor, const Tensor& logits, D
   return view.data;
 }
 
-inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
+template <typename Tensor>
+const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
   const int64_t rows = logits.size(0) * logits.size(1);
   KLFAST_CHECK(
       saved.dim() == 2 && saved.size(0) == fields && saved.size(1) == rows && saved.is_contiguous(),
@@ -55,7 +58,8 @@ struct InverseTemperature {
   double number;
   const double* at;
 
-  static InverseTemperature of(double temperature, const OptionalTensor& tensor,
+  template <typename Tensor>
+  static InverseTemperature of(double temperature, const std::optional<Tensor>& tensor,
                                const Device& device) {
     if (!tensor.has_value()) return {1 / temperature, nullptr};
     const View view = scalar_of(tensor, device, "inverse_temperature");
@@ -66,9 +70,10 @@ struct InverseTemperature {
   }
 };
 
-inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
-                         const OptionalTensor& keep, double temperature,
-                         const OptionalTensor& inverse_temperature, bool is_double) {
+template <typename Tensor>
+RowInputs rows_of(const Tensor& logits, const std::optional<Tensor>& token_ids,
+                  const std::optional<Tensor>& keep, double temperature,
+                  const std::optional<Tensor>& inverse_temperature, bool is_double) {
   KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
   const InverseTemperature given =
       InverseTemperature::of(temperature, inverse_temperature, device_of(logits));
@@ -78,8 +83,8 @@ inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
   RowInputs in;
   in.shape = {logits.size(0), logits.size(1), logits.size(2)};
   in.token_ids =
-      static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids"));
-  in.keep = static_cast<const uint8_t*>(per_row(keep, logits, DType::kBool, "keep"));
+      static_cast<const int64_t*>(per_row<Tensor>(token_ids, logits, DType::kInt64, "token_ids"));
+  in.keep = static_cast<const uint8_t*>(per_row<Tensor>(keep, logits, DType::kBool, "keep"));
   in.inverse_temperature = inverse;
   in.inverse_temperature_at = given.at;
   in.is_double = is_double;
@@ -95,26 +100,29 @@ inline DType results_dtype(const RowInputs& in) {
 }
 
 // Results per row, or nothing of shape [0].
-inline Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
-  return empty({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
+template <typename Tensor>
+Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
+  return empty<Tensor>({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
 }
 
-inline void* data_of(const Tensor& tensor) {
+template <typename Tensor>
+void* data_of(const Tensor& tensor) {
   return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
 }
 
-template <typename On>
+template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor token_ids,
-                                                      OptionalTensor keep, double temperature,
-                                                      bool want_entropy,
-                                                      OptionalTensor inverse_temperature) {
+                                                      std::optional<Tensor> keep,
+                                                      double temperature, bool want_entropy,
+                                                      std::optional<Tensor> inverse_temperature) {
   TokenLogprobsForward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
-  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   Tensor logprobs = empty_rows(logits, arithmetic(is_double), true);
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
-  Tensor saved = empty({kWordSaved, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
+  Tensor saved =
+      empty<Tensor>({kWordSaved, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
   call.logprobs = data_of(logprobs);
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
@@ -122,64 +130,69 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   return {logprobs, entropy, saved};
 }
 
-template <typename On>
+template <typename On, typename Tensor>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
-                             const OptionalTensor& keep, const Tensor& saved, const Tensor& entropy,
-                             double temperature, const Tensor& grad_logprobs,
-                             const OptionalTensor& grad_entropy,
-                             const OptionalTensor& inverse_temperature, const Tensor& grad) {
+                             const std::optional<Tensor>& keep, const Tensor& saved,
+                             const Tensor& entropy, double temperature, const Tensor& grad_logprobs,
+                             const std::optional<Tensor>& grad_entropy,
+                             const std::optional<Tensor>& inverse_temperature, const Tensor& grad) {
   TokenLogprobsBackward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
-  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   const DType dtype = results_dtype(call.in);
   call.saved = saved_of(saved, logits, kWordSaved);
-  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
-  call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
-  if (call.grad_entropy != nullptr) call.entropy = per_row(entropy, logits, dtype, "entropy");
+  call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
+  call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
+  if (call.grad_entropy != nullptr)
+    call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
   call.grad = output_of(grad, true);
   if (call.in.shape.rows() > 0) On::run(call, device_of(logits));
 }
 
-template <typename On>
-Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
+template <typename On, typename Tensor>
+Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
                           Tensor entropy, double temperature, Tensor grad_logprobs,
-                          OptionalTensor grad_entropy, OptionalTensor inverse_temperature) {
+                          std::optional<Tensor> grad_entropy,
+                          std::optional<Tensor> inverse_temperature) {
   Tensor grad = empty_gradient(logits, true);
   token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
                               grad_entropy, inverse_temperature, grad);
   return grad;
 }
 
-template <typename On>
-void token_logprobs_bwd_(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
+template <typename On, typename Tensor>
+void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
                          Tensor entropy, double temperature, Tensor grad_logprobs,
-                         OptionalTensor grad_entropy, OptionalTensor inverse_temperature) {
+                         std::optional<Tensor> grad_entropy,
+                         std::optional<Tensor> inverse_temperature) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
   token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
                               grad_entropy, inverse_temperature, logits);
 }
 
-inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
-                                      const OptionalTensor& token_ids, const OptionalTensor& keep,
-                                      int64_t divergence, double beta, double temperature,
-                                      const OptionalTensor& inverse_temperature) {
+template <typename Tensor>
+DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
+                               const std::optional<Tensor>& token_ids,
+                               const std::optional<Tensor>& keep, int64_t divergence, double beta,
+                               double temperature,
+                               const std::optional<Tensor>& inverse_temperature) {
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
   in.second = logits_of(ref_logits, logits, "ref_logits");
   const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
-  in.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  in.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
   KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
   in.beta = beta;
   return in;
 }
 
-template <typename On>
+template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
-    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
-    int64_t divergence, double jsd_beta, double temperature, OptionalTensor shares, bool want_grad,
-    bool want_grad_ref, OptionalTensor inverse_temperature) {
+    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
+    int64_t divergence, double jsd_beta, double temperature, std::optional<Tensor> shares,
+    bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           inverse_temperature);
@@ -190,26 +203,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
   Tensor ref_logprobs = empty_rows(logits, dtype, token_ids.has_value());
-  Tensor saved = empty({kSaved, in.shape.rows()}, ScalarType::Double, device_of(logits));
+  Tensor saved = empty<Tensor>({kSaved, in.shape.rows()}, ScalarType::Double, device_of(logits));
   Tensor grad = empty_gradient(logits, want_grad);
   Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
   call.rows = data_of(rows);
   call.logprobs = data_of(logprobs);
   call.ref_logprobs = data_of(ref_logprobs);
   call.saved = static_cast<double*>(data_of(saved));
-  call.row_weights = per_row(shares, logits, results_dtype(in), "shares");
+  call.row_weights = per_row<Tensor>(shares, logits, results_dtype(in), "shares");
   call.grad_first = output_of(grad, want_grad);
   call.grad_second = output_of(grad_ref, want_grad_ref);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
   return {rows, logprobs, ref_logprobs, saved, grad, grad_ref};
 }
 
-template <typename On>
+template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor> kl_divergence_bwd(
-    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
+    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
     int64_t divergence, double jsd_beta, double temperature, Tensor rows, Tensor saved,
-    Tensor grad_rows, OptionalTensor grad_logprobs, OptionalTensor grad_ref_logprobs,
-    bool want_grad, bool want_grad_ref, OptionalTensor inverse_temperature) {
+    Tensor grad_rows, std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
+    bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           inverse_temperature);
@@ -218,11 +231,11 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
   KLFAST_CHECK(
       token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
       "gradients of tokens' log-probs go with token_ids");
-  call.rows = per_row(rows, logits, dtype, "rows");
+  call.rows = per_row<Tensor>(rows, logits, dtype, "rows");
   call.saved = saved_of(saved, logits, kSaved);
-  call.grad_rows = per_row(grad_rows, logits, dtype, "grad_rows");
-  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
-  call.grad_ref_logprobs = per_row(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
+  call.grad_rows = per_row<Tensor>(grad_rows, logits, dtype, "grad_rows");
+  call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
+  call.grad_ref_logprobs = per_row<Tensor>(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
   Tensor grad = empty_gradient(logits, want_grad);
   Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
   call.grad_first = output_of(grad, want_grad);
@@ -233,11 +246,11 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
 
 template <typename On, typename Library>
 void implement_logits(Library& library) {
-  library.impl("token_logprobs_fwd", TORCH_BOX(&token_logprobs_fwd<On>));
-  library.impl("token_logprobs_bwd", TORCH_BOX(&token_logprobs_bwd<On>));
-  library.impl("token_logprobs_bwd_", TORCH_BOX(&token_logprobs_bwd_<On>));
-  library.impl("kl_divergence_fwd", TORCH_BOX(&kl_divergence_fwd<On>));
-  library.impl("kl_divergence_bwd", TORCH_BOX(&kl_divergence_bwd<On>));
+  library.impl("token_logprobs_fwd", TORCH_BOX((&token_logprobs_fwd<On, StableTensor>)));
+  library.impl("token_logprobs_bwd", TORCH_BOX((&token_logprobs_bwd<On, StableTensor>)));
+  library.impl("token_logprobs_bwd_", TORCH_BOX((&token_logprobs_bwd_<On, StableTensor>)));
+  library.impl("kl_divergence_fwd", TORCH_BOX((&kl_divergence_fwd<On, StableTensor>)));
+  library.impl("kl_divergence_bwd", TORCH_BOX((&kl_divergence_bwd<On, StableTensor>)));
 }
 
 }  // namespace klfast::rim

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "binding/direct.h"
 #include "device/cpu/parallel.h"
 #include "formulas/estimators.h"
 #ifdef KLFAST_CUDA
@@ -44,4 +45,5 @@ PYBIND11_MODULE(_C, module) {
              "Why the CUDA kernels cannot run on the current device; empty if they can.");
   module.def("instruction_set", &klfast::cpu::instruction_set,
              "The instruction set that the CPU kernels use here; KLFAST_CPU limits it.");
+  if (!klfast::direct::add_to(module.ptr())) throw py::error_already_set();
 }

@@ -31,12 +31,11 @@
 namespace klfast::rim {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+using StableTensor = torch::stable::Tensor;
 
 #define KLFAST_CHECK(condition, ...) STD_TORCH_CHECK(condition, "klfast: ", __VA_ARGS__)
 
-inline DType dtype_of(const Tensor& tensor, const char* argument) {
+inline DType dtype_of(const StableTensor& tensor, const char* argument) {
   switch (tensor.scalar_type()) {
     case ScalarType::Double:
       return DType::kFloat64;
@@ -72,14 +71,15 @@ struct Device {
   int32_t index;
 };
 
-inline Device device_of(const Tensor& tensor) {
+inline Device device_of(const StableTensor& tensor) {
   Device device;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
   return device;
 }
 
-inline View view_of(const Tensor& tensor, const Device& device, const char* argument) {
+template <typename Tensor>
+View view_of(const Tensor& tensor, const Device& device, const char* argument) {
   const Device own = device_of(tensor);
   KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
                " must be on the device of the call");
@@ -93,12 +93,14 @@ inline View view_of(const Tensor& tensor, const Device& device, const char* argu
 }
 
 // Row-less inputs of shape [n].
-inline View row_of(const Tensor& tensor, int64_t n, const Device& device, const char* argument) {
+template <typename Tensor>
+View row_of(const Tensor& tensor, int64_t n, const Device& device, const char* argument) {
   KLFAST_CHECK(tensor.dim() == 1 && tensor.numel() == n, argument, " must have ", n, " elements");
   return view_of(tensor, device, argument);
 }
 
-inline View view_like(const OptionalTensor& tensor, const Tensor& logprobs, const char* argument) {
+template <typename Tensor>
+View view_like(const std::optional<Tensor>& tensor, const Tensor& logprobs, const char* argument) {
   if (!tensor.has_value()) return View();
   bool same = tensor->dim() == logprobs.dim();
   for (int64_t i = 0; same && i < logprobs.dim(); ++i) same = tensor->size(i) == logprobs.size(i);
@@ -106,13 +108,15 @@ inline View view_like(const OptionalTensor& tensor, const Tensor& logprobs, cons
   return view_of(*tensor, device_of(logprobs), argument);
 }
 
-inline View scalar_of(const OptionalTensor& tensor, const Device& device, const char* argument) {
+template <typename Tensor>
+View scalar_of(const std::optional<Tensor>& tensor, const Device& device, const char* argument) {
   if (!tensor.has_value()) return View();
   KLFAST_CHECK(tensor->dim() == 0, argument, " must be 0-dimensional");
   return view_of(*tensor, device, argument);
 }
 
-inline Batch batch_of(const Tensor& logprobs, const OptionalTensor& cu_seqlens) {
+template <typename Tensor>
+Batch batch_of(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens) {
   Batch batch;
   batch.tokens = logprobs.numel();
   if (!cu_seqlens.has_value()) {
@@ -174,12 +178,14 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
   in.normalizer = numbers[6];
 }
 
-inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const OptionalTensor& ref_logprobs,
-                                 const OptionalTensor& old_logprobs, const OptionalTensor& mask,
-                                 const OptionalTensor& cu_seqlens, const OptionalTensor& coef,
-                                 const OptionalTensor& normalizer,
-                                 const std::vector<int64_t>& choices,
-                                 const std::vector<double>& numbers) {
+template <typename Tensor>
+KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
+                          const std::optional<Tensor>& old_logprobs,
+                          const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& cu_seqlens,
+                          const std::optional<Tensor>& coef,
+                          const std::optional<Tensor>& normalizer,
+                          const std::vector<int64_t>& choices, const std::vector<double>& numbers) {
   KlPenaltyInputs in;
   const Device device = device_of(logprobs);
   in.batch = batch_of(logprobs, cu_seqlens);
@@ -207,7 +213,12 @@ inline void check_numbers(const KlPenaltyInputs& in) {
 }
 
 // Straight to the allocator: an op call through the dispatcher costs some microseconds here.
-inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
+template <typename Tensor>
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device);
+
+template <>
+inline StableTensor empty<StableTensor>(const std::vector<int64_t>& sizes, ScalarType dtype,
+                                        const Device& device) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
@@ -216,7 +227,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const D
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
       device.index, &handle));
-  Tensor tensor(handle);
+  StableTensor tensor(handle);
 #ifdef KLFAST_POISON  // by tests: an element that is never written shows as NaN
   std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * element_size(dtype_of(tensor, "")));
 #endif
@@ -224,11 +235,12 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const D
 }
 
 // A gradient of the input's shape, or nothing of shape [0].
-inline Tensor empty_gradient(const Tensor& input, bool wanted) {
+template <typename Tensor>
+Tensor empty_gradient(const Tensor& input, bool wanted) {
   std::vector<int64_t> sizes = {0};
   if (wanted) sizes.assign(input.sizes().begin(), input.sizes().end());
   const Device device = device_of(input);
-  Tensor gradient = empty(sizes, input.scalar_type(), device);
+  Tensor gradient = empty<Tensor>(sizes, input.scalar_type(), device);
   if (device.type == aoti_torch_device_type_cpu()) {
     const int64_t bytes = gradient.numel() * element_size(dtype_of(gradient, "gradient"));
     cpu::prefer_huge_pages(gradient.mutable_data_ptr(), bytes);
@@ -236,19 +248,21 @@ inline Tensor empty_gradient(const Tensor& input, bool wanted) {
   return gradient;
 }
 
-inline Output output_of(const Tensor& tensor, bool wanted) {
+template <typename Tensor>
+Output output_of(const Tensor& tensor, bool wanted) {
   if (!wanted || tensor.numel() == 0) return Output();
   return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
 }
 
 // The gradients of a call, and where kernels write them.
+template <typename Tensor>
 struct Gradients {
   Tensor logprobs;
   Tensor ref_logprobs;
   Output to_logprobs;
   Output to_ref_logprobs;
 
-  Gradients(const Tensor& logprobs, const OptionalTensor& ref_logprobs, bool want_logprobs,
+  Gradients(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs, bool want_logprobs,
             bool want_ref_logprobs)
       : logprobs(empty_gradient(logprobs, want_logprobs)),
         ref_logprobs(empty_gradient(ref_logprobs.value_or(logprobs), want_ref_logprobs)),
@@ -259,12 +273,13 @@ struct Gradients {
   }
 };
 
-template <typename On>
+template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
-    Tensor logprobs, OptionalTensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
-    OptionalTensor cu_seqlens, OptionalTensor coef, OptionalTensor normalizer,
-    std::vector<int64_t> choices, std::vector<double> numbers, OptionalTensor scores,
-    bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
+    Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
+    std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
+    std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
+    std::optional<Tensor> scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
+    bool want_statistics) {
   KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
                                  normalizer, choices, numbers);
   const Device device = device_of(logprobs);
@@ -279,11 +294,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   std::vector<int64_t> sizes;
   if (kind == Result::kToken) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (kind == Result::kSequence) sizes = {sequences};
-  Tensor result = empty(sizes, acc, device);
-  Tensor weights = empty({sequences}, acc, device);
-  Tensor statistics =
-      want_statistics ? empty({kStatistics, sequences}, acc, device) : empty({0}, acc, device);
-  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  Tensor result = empty<Tensor>(sizes, acc, device);
+  Tensor weights = empty<Tensor>({sequences}, acc, device);
+  Tensor statistics = want_statistics ? empty<Tensor>({kStatistics, sequences}, acc, device)
+                                      : empty<Tensor>({0}, acc, device);
+  Gradients<Tensor> gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
@@ -296,14 +311,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   return {result, weights, statistics, gradients.logprobs, gradients.ref_logprobs};
 }
 
-template <typename On>
-std::tuple<Tensor, Tensor> kl_penalty_bwd(Tensor logprobs, OptionalTensor ref_logprobs,
-                                          OptionalTensor old_logprobs, OptionalTensor mask,
-                                          OptionalTensor cu_seqlens, OptionalTensor coef,
-                                          OptionalTensor normalizer, std::vector<int64_t> choices,
-                                          std::vector<double> numbers, Tensor grad_out,
-                                          Tensor weights, bool want_grad_logprobs,
-                                          bool want_grad_ref_logprobs) {
+template <typename On, typename Tensor>
+std::tuple<Tensor, Tensor> kl_penalty_bwd(
+    Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
+    std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
+    std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
+    Tensor grad_out, Tensor weights, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
   const KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
                                        normalizer, choices, numbers);
   const Device device = device_of(logprobs);
@@ -311,30 +324,30 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(Tensor logprobs, OptionalTensor ref_lo
   out.weights = row_of(weights, in.batch.sequences, device, "weights");
   switch (in.reduction.result) {
     case Result::kToken:
-      out.grad_out = view_like(grad_out, logprobs, "grad_out");
+      out.grad_out = view_like(std::optional<Tensor>(grad_out), logprobs, "grad_out");
       break;
     case Result::kSequence:
       out.grad_out = row_of(grad_out, in.batch.sequences, device, "grad_out");
       break;
     case Result::kScalar:
-      out.grad_out = scalar_of(grad_out, device, "grad_out");
+      out.grad_out = scalar_of(std::optional<Tensor>(grad_out), device, "grad_out");
       break;
   }
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
   KLFAST_CHECK(out.weights.dtype == acc, "weights must have the dtype of the result");
   KLFAST_CHECK(out.grad_out.dtype == acc, "grad_out must have the dtype of the result");
-  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  Gradients<Tensor> gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::backward(in, out, device);
   return {gradients.logprobs, gradients.ref_logprobs};
 }
 
-template <typename On>
+template <typename On, typename Tensor>
 void scale_(Tensor tensor, Tensor factor) {
   const Device device = device_of(tensor);
   KLFAST_CHECK(tensor.is_contiguous(), "tensor must be contiguous");
-  const View view = scalar_of(factor, device, "factor");
+  const View view = scalar_of(std::optional<Tensor>(factor), device, "factor");
   const Output output = output_of(tensor, true);
   if (output.data == nullptr) return;
   KLFAST_CHECK(is_floating(output.dtype), "tensor must be floating");
@@ -344,9 +357,9 @@ void scale_(Tensor tensor, Tensor factor) {
 // One set of ops for a dispatch key; their schemas stand in klfast/ops/table.py.
 template <typename On, typename Library>
 void implement(Library& library) {
-  library.impl("kl_penalty_fwd", TORCH_BOX(&kl_penalty_fwd<On>));
-  library.impl("kl_penalty_bwd", TORCH_BOX(&kl_penalty_bwd<On>));
-  library.impl("scale_", TORCH_BOX(&scale_<On>));
+  library.impl("kl_penalty_fwd", TORCH_BOX((&kl_penalty_fwd<On, StableTensor>)));
+  library.impl("kl_penalty_bwd", TORCH_BOX((&kl_penalty_bwd<On, StableTensor>)));
+  library.impl("scale_", TORCH_BOX((&scale_<On, StableTensor>)));
 }
 
 }  // namespace klfast::rim

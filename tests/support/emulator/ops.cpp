@@ -12,9 +12,9 @@ namespace klfast::rim {
 namespace {
 
 // Of the last kernel: blocks, threads of each, blocks of a cluster, bytes of dynamic shared memory.
-Tensor last_launch(Tensor like) {
+StableTensor last_launch(StableTensor like) {
   const cuda_emulator::Launch& launch = cuda_emulator::last_launch;
-  Tensor numbers = empty({4}, ScalarType::Long, device_of(like));
+  StableTensor numbers = empty<StableTensor>({4}, ScalarType::Long, device_of(like));
   auto* const to = static_cast<int64_t*>(numbers.mutable_data_ptr());
   to[0] = launch.blocks;
   to[1] = launch.threads;
