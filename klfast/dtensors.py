@@ -28,11 +28,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from klfast.reduction import NORMALIZED_REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TOKENWISE = ("none", "token-sum", "token-mean")
-"""Reductions that do not ask which sequence a token belongs to."""
-_MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 _PER_TOKEN = (
     *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
     *("mask", "token_ids"),
@@ -65,7 +63,7 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return _over_shards(function, bound.arguments)  # type: ignore[no-any-return]
+        return cast(R, _over_shards(function, bound.arguments))
 
     return served
 
@@ -80,10 +78,10 @@ def _is_dtensor(value: object) -> bool:
 
 
 class _Shards(NamedTuple):
-    """Where the tokens of a call are."""
+    """The placement of a call's tokens."""
 
     name: str
-    """Of the argument that says it."""
+    """The name of the argument that has it."""
     of: DTensor
     rank: int
     """The tokens' dimensions: those of ``of``, but for a vocabulary."""
@@ -96,8 +94,10 @@ class _Shards(NamedTuple):
 
     @property
     def dimensions(self) -> set[int]:
-        """Those that are sharded."""
-        return {p.dim for p in self.placements if p.is_shard()}  # type: ignore[attr-defined]
+        """The dimensions that are sharded."""
+        from torch.distributed.tensor import Shard
+
+        return {p.dim for p in self.placements if isinstance(p, Shard)}
 
     def local(self, name: str, value: object) -> object:
         """This rank's part of an argument."""
@@ -150,13 +150,13 @@ class _Shards(NamedTuple):
 
 
 def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What the function makes of DTensors. Its arguments are in the order of its signature."""
+    """The function's result for DTensors. ``arguments`` are in the order of its signature."""
     shards = _shards_of(arguments)
     if arguments.get("inplace_backward"):
         raise ValueError("inplace_backward must be False for DTensors, got True")
     local = {name: shards.local(name, value) for name, value in arguments.items()}
     reduction = arguments.get("reduction", "none")
-    if reduction in _MEANS and arguments["normalizer"] is None and shards.dimensions:
+    if reduction in NORMALIZED_REDUCTIONS and arguments["normalizer"] is None and shards.dimensions:
         local["normalizer"] = _denominator(shards, local, reduction)
     result = function(**local)
     if isinstance(result, tuple):
@@ -191,7 +191,7 @@ def _may_shard(arguments: dict[str, Any], rank: int) -> tuple[bool, bool]:
         return True, True  # token_logprobs knows no sequences
     if arguments["cu_seqlens"] is not None:
         return False, False
-    by_token = arguments.get("reduction", "none") in _TOKENWISE
+    by_token = arguments.get("reduction", "none") in TOKENWISE_REDUCTIONS
     return True, by_token and not arguments["return_stats"] and "scores" not in arguments
 
 

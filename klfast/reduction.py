@@ -48,3 +48,9 @@ REDUCTIONS = {
 SCALAR_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.is_scalar)
 NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
 """Scalar means, whose outer denominator ``normalizer`` replaces."""
+TOKENWISE_REDUCTIONS = tuple(
+    name
+    for name, r in REDUCTIONS.items()
+    if r.result != "sequence" and not r.own_length and r.over != "sequences"
+)
+"""Reductions that do not ask which sequence a token belongs to."""

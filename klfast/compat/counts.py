@@ -46,7 +46,7 @@ def _number(
 
 
 def _value_is_checked(argument: str, count: Tensor) -> bool:
-    """Whether the value of a tensor, whose shape is checked here, may be read."""
+    """Check the shape of a tensor; return whether its value may be read and is checked."""
     if count.dim() != 0:
         raise ValueError(
             f"{argument} must be a number or a 0-dim tensor, got a tensor of shape "

@@ -103,7 +103,7 @@ def calls(draw):
         "direction": draw(st.sampled_from(DIRECTIONS)),
         "jsd_beta": draw(st.sampled_from([0.5, 0.05, 0.9])),
         "temperature": draw(st.sampled_from([1.0, 0.6, 2.0])),
-        "reduction": draw(st.sampled_from(REDUCTIONS)),
+        "reduction": draw(st.sampled_from(list(REDUCTIONS))),
         "cu_seqlens": cu_seqlens,
         "coef": draw(st.sampled_from([1.0, 0.04, -3.0])),
     }

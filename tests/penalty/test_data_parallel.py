@@ -5,18 +5,17 @@ that DDP leaves on every rank is that of one process with the whole batch. All c
 of processes; the tests look at the gradients that these left behind.
 """
 
-import datetime
 import itertools
 import math
 
 import pytest
 import readme
 import torch
+from ranks import WORLD_SIZE, results_of_ranks
 
 import klfast
 from klfast.compat import trl, verl
 
-WORLD_SIZE = 2
 SEQUENCES, TOKENS, WIDTH, WORDS = 4, 6, 5, 7
 SPLITS = {  # lengths of the sequences: the first two are rank 0's, the others rank 1's
     "uneven": [6, 5, 2, 0],
@@ -117,16 +116,8 @@ def losses(model, whole, rank):
     yield ("readme",), with_readme(model, batch)
 
 
-def work(rank, folder):
-    """One rank: saves the gradients that DDP leaves it with."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.FileStore(f"{folder}/store", WORLD_SIZE),
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=datetime.timedelta(seconds=30),
-    )
+def work(rank):
+    """The gradients that DDP leaves a rank with, by case."""
     model = torch.nn.parallel.DistributedDataParallel(make_model())
     gradients = {}
     for split in SPLITS:
@@ -134,16 +125,13 @@ def work(rank, folder):
             model.zero_grad()
             loss.backward()
             gradients[(split, *case)] = [p.grad.clone() for p in model.parameters()]
-    torch.save(gradients, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return gradients
 
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     """Case -> what DDP left; the same on both ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=WORLD_SIZE)
-    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD_SIZE)]
+    ranks = results_of_ranks(work, tmp_path_factory.mktemp("ranks"))
     assert ranks[0].keys() == ranks[1].keys()
     for case, gradient in ranks[0].items():
         torch.testing.assert_close(ranks[1][case], gradient, rtol=0, atol=0)

@@ -3,16 +3,15 @@
 All cases run in one pair of processes; the tests look at what these left behind.
 """
 
-import datetime
 import itertools
 
 import pytest
 import torch
+from ranks import WORLD_SIZE, results_of_ranks
 
 import klfast
 from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 
-WORLD_SIZE = 2
 B, T, V = 3, 6, 5  # three sequences on two ranks: uneven shards
 
 pytestmark = pytest.mark.skipif(
@@ -173,16 +172,8 @@ def controlled(mesh):
     return controller.value
 
 
-def work(rank, folder):
-    """One rank: saves what every case came to, whole, and how it was placed."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.FileStore(f"{folder}/store", WORLD_SIZE),
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=datetime.timedelta(seconds=30),
-    )
+def work(rank):
+    """The results of every case on a rank, whole, and their placements."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD_SIZE,))
     left = {}
     for (name, case), kind in itertools.product(CASES.items(), PLACEMENTS):
@@ -194,16 +185,13 @@ def work(rank, folder):
         )
     left["refusals"] = dict(refusals(mesh))
     left["controller"] = controlled(mesh)
-    torch.save(left, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return left
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
     """What each of the ranks left."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=WORLD_SIZE)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD_SIZE)]
+    return results_of_ranks(work, tmp_path_factory.mktemp("ranks"))
 
 
 def same(ours, expected):

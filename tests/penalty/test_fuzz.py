@@ -102,7 +102,7 @@ def calls(draw):
         mask = place(torch.where(kept, weight, 0), mask)
     options = {
         "estimator": draw(estimators),
-        "reduction": draw(st.sampled_from(REDUCTIONS)),
+        "reduction": draw(st.sampled_from(list(REDUCTIONS))),
         "cu_seqlens": cu_seqlens,
         "old_logprobs": old_logprobs if draw(st.booleans()) else None,
         "coef": draw(st.sampled_from([1.0, 0.04, -3.0])),
