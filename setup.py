@@ -1,4 +1,4 @@
-"""Builds klfast._C with ninja: CPU kernels per instruction set, CUDA kernels, the rim to torch.
+"""Builds klfast._C with ninja: CPU kernels per instruction set, CUDA kernels, the binding to torch.
 
 CUDA kernels are built where torch has CUDA and a toolkit is found (CUDA_HOME, nvcc on the PATH, or
 /usr/local/cuda); FORCE_CUDA=1 builds them for any torch, FORCE_CUDA=0 for none. torch's own
@@ -36,6 +36,7 @@ SOURCES = (
     "csrc/logits/cpu.cpp",
     "csrc/binding/cpu.cpp",
     "csrc/binding/direct.cpp",
+    "csrc/binding/py_tensor.cpp",
     "csrc/binding/module.cpp",
 )
 CUDA_SOURCES = (

@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from klfast import backends
+from klfast import backends, shortcut
 from klfast.call import penalty_call, rewards_call
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
@@ -111,6 +111,21 @@ def kl_penalty(
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
     """
+    direct = shortcut.kl_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        estimator,
+        reduction,
+        cu_seqlens,
+        old_logprobs,
+        normalizer,
+        coef,
+        return_stats,
+        backend,
+    )
+    if direct is not None:
+        return direct
     call = penalty_call(
         logprobs,
         ref_logprobs,
@@ -193,6 +208,19 @@ def kl_rewards(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
     """
+    direct = shortcut.kl_rewards(
+        scores,
+        logprobs,
+        ref_logprobs,
+        mask,
+        kl_coef,
+        estimator,
+        cu_seqlens,
+        return_stats,
+        backend,
+    )
+    if direct is not None:
+        return direct
     call = rewards_call(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )

@@ -155,12 +155,13 @@ def _check_log_ratio_clip(clip: object) -> None:
         raise ValueError(f"log_ratio_clip must have lo < hi, got {clip!r}")
 
 
-_SHORTHAND = {name: Estimator(name) for name in (*ESTIMATORS, *ALIASES)}
+SHORTHAND = {name: Estimator(name) for name in (*ESTIMATORS, *ALIASES)}
+"""Name or alias -> the estimator without options."""
 
 
 def as_estimator(estimator: str | Estimator) -> Estimator:
     """The estimator that a user's argument stands for."""
     if isinstance(estimator, Estimator):
         return estimator
-    check_choice("estimator", estimator, tuple(_SHORTHAND))
-    return _SHORTHAND[estimator]
+    check_choice("estimator", estimator, tuple(SHORTHAND))
+    return SHORTHAND[estimator]

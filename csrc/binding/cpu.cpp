@@ -2,7 +2,7 @@
 
 #include "binding/cpu.h"
 
-namespace klfast::rim {
+namespace klfast::binding {
 namespace {
 
 STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) {
@@ -11,4 +11,4 @@ STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) {
 }
 
 }  // namespace
-}  // namespace klfast::rim
+}  // namespace klfast::binding

@@ -7,7 +7,7 @@
 #include "logits/cpu.h"
 #include "penalty/cpu.h"
 
-namespace klfast::rim {
+namespace klfast::binding {
 
 inline void run_parallel(int64_t n, const std::function<void(int64_t, int64_t)>& body) {
   torch::stable::parallel_for(0, n, 1, body);
@@ -56,4 +56,4 @@ struct CpuLogits {
   }
 };
 
-}  // namespace klfast::rim
+}  // namespace klfast::binding

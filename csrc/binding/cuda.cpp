@@ -1,102 +1,14 @@
-// The ops on NVIDIA GPUs: launches on torch's current stream, in memory of torch's allocator,
-// without a look at what tensors hold.
+// The ops on NVIDIA GPUs.
 
-#include "penalty/cuda.h"
+#include "binding/cuda.h"
 
-#include <torch/csrc/stable/accelerator.h>
-
-#include "binding/logits_ops.h"
-#include "binding/penalty_ops.h"
-#include "logits/cuda.h"
-
-// Part of torch with CUDA; null in a torch without, where no op here is ever called.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
-    __attribute__((weak));
-
-namespace klfast::rim {
+namespace klfast::binding {
 namespace {
 
-#ifdef KLFAST_EMULATE_CUDA  // tests/support/emulator/ops.cpp registers these ops under a name of
-                            // its own
-struct DeviceGuard {
-  explicit DeviceGuard(int32_t) {}
-};
-#else
-using torch::stable::accelerator::DeviceGuard;
-#endif
-
-void* current_stream(const Device& device) {
-  KLFAST_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA streams");
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
-  return stream;
-}
-
-struct Cuda {
-  static void forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
-                      const Device& device) {
-    check_numbers(in);
-    const DeviceGuard guard(device.index);
-    cuda::Launch launch;
-    launch.stream = current_stream(device);
-    // Back in the allocator's hands when this returns: later work on the stream comes after.
-    std::optional<StableTensor> partials, counter;
-    if (const int64_t needed = cuda::partials_needed(in, out); needed > 0) {
-      partials = empty<StableTensor>({needed}, ScalarType::Double, device);
-      launch.partials = static_cast<double*>(partials->mutable_data_ptr());
-      launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
-      if (launch.arrivals == nullptr) {
-        counter = empty<StableTensor>({1}, ScalarType::Int, device);
-        launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
-        cuda::zero(launch.arrivals, launch.stream);
-      }
-    }
-    cuda::kl_penalty_forward(in, out, launch);
-  }
-
-  static void backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
-                       const Device& device) {
-    check_numbers(in);
-    const DeviceGuard guard(device.index);
-    cuda::Launch launch;
-    launch.stream = current_stream(device);
-    cuda::kl_penalty_backward(in, out, launch);
-  }
-
-  static void scale(const Output& x, int64_t n, const View& factor, const Device& device) {
-    const DeviceGuard guard(device.index);
-    cuda::Launch launch;
-    launch.stream = current_stream(device);
-    cuda::scale(x, n, factor, launch);
-  }
-};
-
-struct CudaLogits {
-  template <typename Call>
-  static void run(void (*kernels)(const Call&, void*), const Call& call, const Device& device) {
-    const DeviceGuard guard(device.index);
-    kernels(call, current_stream(device));
-  }
-  static void run(const TokenLogprobsForward& call, const Device& device) {
-    run(cuda::token_logprobs_forward, call, device);
-  }
-  static void run(const TokenLogprobsBackward& call, const Device& device) {
-    run(cuda::token_logprobs_backward, call, device);
-  }
-  static void run(const DivergenceForward& call, const Device& device) {
-    run(cuda::divergence_forward, call, device);
-  }
-  static void run(const DivergenceBackward& call, const Device& device) {
-    run(cuda::divergence_backward, call, device);
-  }
-};
-
-#ifndef KLFAST_EMULATE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(klfast, CUDA, library) {
   implement<Cuda>(library);
   implement_logits<CudaLogits>(library);
 }
-#endif
 
 }  // namespace
-}  // namespace klfast::rim
+}  // namespace klfast::binding

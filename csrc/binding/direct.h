@@ -1,8 +1,5 @@
-// The direct road: the ops as plain functions of Python, without torch's dispatcher.
-//
-// For plain tensors in eager mode alone: are_plain says which those are. Tensors are read and made
-// through the DLPack exchange table of torch.Tensor (torch 2.10 and later), which accepts negated
-// and functional tensors and hands out memory that does not hold their values: hence are_plain.
+// The direct road: the ops as plain functions of Python, without torch's dispatcher, for tensors
+// and modes that py_tensor.h calls plain.
 
 #pragma once
 
@@ -10,7 +7,8 @@
 
 namespace klfast::direct {
 
-// Adds the functions to the module; false with a Python error set where this torch has no table.
+// Adds the functions to the module; false with a Python error set where torch has no exchange
+// table.
 bool add_to(PyObject* module);
 
 }  // namespace klfast::direct

@@ -8,7 +8,7 @@
 #include "binding/penalty_ops.h"
 #include "logits/call.h"
 
-namespace klfast::rim {
+namespace klfast::binding {
 
 template <typename Tensor>
 Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument) {
@@ -191,14 +191,14 @@ DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
 template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, std::optional<Tensor> shares,
+    int64_t divergence, double jsd_beta, double temperature, std::optional<Tensor> row_weights,
     bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           inverse_temperature);
   const RowInputs& in = call.in.in;
-  KLFAST_CHECK(shares.has_value() || !(want_grad || want_grad_ref),
-               "gradients need the shares of the rows");
+  KLFAST_CHECK(row_weights.has_value() || !(want_grad || want_grad_ref),
+               "gradients need row_weights");
   const ScalarType dtype = arithmetic(in.is_double);
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   call.logprobs = data_of(logprobs);
   call.ref_logprobs = data_of(ref_logprobs);
   call.saved = static_cast<double*>(data_of(saved));
-  call.row_weights = per_row<Tensor>(shares, logits, results_dtype(in), "shares");
+  call.row_weights = per_row<Tensor>(row_weights, logits, results_dtype(in), "row_weights");
   call.grad_first = output_of(grad, want_grad);
   call.grad_second = output_of(grad_ref, want_grad_ref);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
@@ -253,4 +253,4 @@ void implement_logits(Library& library) {
   library.impl("kl_divergence_bwd", TORCH_BOX((&kl_divergence_bwd<On, StableTensor>)));
 }
 
-}  // namespace klfast::rim
+}  // namespace klfast::binding

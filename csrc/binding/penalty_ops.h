@@ -1,4 +1,4 @@
-// The rim between torch and the kernels, on LibTorch's stable ABI: what the ops of every device do
+// The binding of the kernels to torch, on LibTorch's stable ABI: what the ops of every device do
 // around their kernels. A device brings
 //   static void forward(KlPenaltyInputs, const KlPenaltyForward&, const Device&)
 //   static void backward(KlPenaltyInputs, const KlPenaltyBackward&, const Device&)
@@ -28,7 +28,7 @@
 #include "formulas/estimators.h"
 #include "penalty/call.h"
 
-namespace klfast::rim {
+namespace klfast::binding {
 
 using torch::headeronly::ScalarType;
 using StableTensor = torch::stable::Tensor;
@@ -234,12 +234,21 @@ inline StableTensor empty<StableTensor>(const std::vector<int64_t>& sizes, Scala
   return tensor;
 }
 
-// A gradient of the input's shape, or nothing of shape [0].
+// What stands for an output that is not wanted: of shape [0] to the dispatcher.
+template <typename Tensor>
+Tensor nothing(ScalarType dtype, const Device& device);
+
+template <>
+inline StableTensor nothing<StableTensor>(ScalarType dtype, const Device& device) {
+  return empty<StableTensor>({0}, dtype, device);
+}
+
+// A gradient of the input's shape, or nothing.
 template <typename Tensor>
 Tensor empty_gradient(const Tensor& input, bool wanted) {
-  std::vector<int64_t> sizes = {0};
-  if (wanted) sizes.assign(input.sizes().begin(), input.sizes().end());
   const Device device = device_of(input);
+  if (!wanted) return nothing<Tensor>(input.scalar_type(), device);
+  const std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   Tensor gradient = empty<Tensor>(sizes, input.scalar_type(), device);
   if (device.type == aoti_torch_device_type_cpu()) {
     const int64_t bytes = gradient.numel() * element_size(dtype_of(gradient, "gradient"));
@@ -278,8 +287,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
     std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
-    std::optional<Tensor> scores, bool want_grad_logprobs, bool want_grad_ref_logprobs,
-    bool want_statistics) {
+    std::optional<Tensor> scores, bool want_weights, bool want_grad_logprobs,
+    bool want_grad_ref_logprobs, bool want_statistics) {
   KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
                                  normalizer, choices, numbers);
   const Device device = device_of(logprobs);
@@ -295,15 +304,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   if (kind == Result::kToken) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (kind == Result::kSequence) sizes = {sequences};
   Tensor result = empty<Tensor>(sizes, acc, device);
-  Tensor weights = empty<Tensor>({sequences}, acc, device);
+  // A gradient of the forward needs the weights too.
+  want_weights = want_weights || want_grad_logprobs || want_grad_ref_logprobs;
+  Tensor weights =
+      want_weights ? empty<Tensor>({sequences}, acc, device) : nothing<Tensor>(acc, device);
   Tensor statistics = want_statistics ? empty<Tensor>({kStatistics, sequences}, acc, device)
-                                      : empty<Tensor>({0}, acc, device);
+                                      : nothing<Tensor>(acc, device);
   Gradients<Tensor> gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
   out.result = result.mutable_data_ptr();
-  out.weights = weights.mutable_data_ptr();
+  if (want_weights) out.weights = weights.mutable_data_ptr();
   if (want_statistics) out.statistics = statistics.mutable_data_ptr();
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;
@@ -362,4 +374,4 @@ void implement(Library& library) {
   library.impl("scale_", TORCH_BOX((&scale_<On, StableTensor>)));
 }
 
-}  // namespace klfast::rim
+}  // namespace klfast::binding

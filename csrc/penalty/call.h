@@ -55,7 +55,8 @@ struct KlPenaltyInputs {
 struct KlPenaltyForward {
   View scores;                 // [1, S], added at the last kept token of each sequence
   void* result = nullptr;      // arithmetic's type, like the next two; shape by reduction
-  void* weights = nullptr;     // [S], of the tokens of each sequence in the result
+  void* weights = nullptr;     // [S], of the tokens of each sequence in the result; null if not
+                               // wanted, but for gradients
   void* statistics = nullptr;  // [kStatistics, S]; null if not wanted
   Output grad_logprobs;        // gradient of a scalar result
   Output grad_ref_logprobs;

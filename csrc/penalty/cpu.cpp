@@ -167,7 +167,9 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
   }
   const std::vector<double> weights = sequence_weights(in, lengths);
-  for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.weights, s, weights[s]);
+  if (out.weights != nullptr) {
+    for (int64_t s = 0; s < sequences; ++s) store<Acc>(out.weights, s, weights[s]);
+  }
   if (in.reduction.result == Result::kToken) return;
   const bool is_scalar = in.reduction.result == Result::kScalar;
   double total = 0;

@@ -84,7 +84,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   const KlPenaltyInputs& in = task.in;
   const double weight = weight_of<Acc>(task, scalars, sequence, sums.length, totals);
   const double term = sums.length > 0 ? weight * sums.kl : 0.0;
-  store<Acc>(task.weights_out, sequence, weight);
+  if (task.weights_out != nullptr) store<Acc>(task.weights_out, sequence, weight);
   if constexpr (kStatistics) {
     if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);
   }

@@ -11,6 +11,7 @@ from torch import Tensor
 from klfast.call import PenaltyCall
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import KLOutputs
+from klfast.ops.direct import Direct
 from klfast.stats import KLStats
 
 
@@ -25,3 +26,5 @@ class Backend(NamedTuple):
     kl_divergence: Callable[[KLDivergenceCall], KLOutputs]
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""
+    direct: Direct | None = None
+    """The direct road to its kernels, if there is one."""

@@ -10,25 +10,29 @@ import torch
 from klfast.backends.backend import Backend
 from klfast.logits import autograd as over_logits
 from klfast.ops import autograd as over_logprobs
+from klfast.ops.direct import Direct
 from klfast.ops.table import Ops
 
 
 def compiled(
     name: str,
     why_not: Callable[[torch.device], str | None],
-    namespace: str,
+    ops: Ops,
     *,
     checks_in_kernel: frozenset[str] = frozenset(),
+    direct: Direct | None = None,
 ) -> Backend:
-    """The backend of the ops in ``torch.ops.<namespace>``.
+    """The backend of these ops.
 
     Args:
         name: of the backend.
         why_not: says of a device why the backend cannot serve it; None if it can.
-        namespace: of the ops, which ``klfast.ops.table.define`` has defined.
+        ops: which ``klfast.ops.table.define`` has defined.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
+        direct: the direct road to the same kernels, if there is one.
     """
-    ops = Ops.of(namespace)
+    if direct is not None:
+        ops = direct.ops
     return Backend(
         name,
         why_not,
@@ -36,4 +40,5 @@ def compiled(
         partial(over_logits.token_logprobs, ops=ops),
         partial(over_logits.kl_divergence, ops=ops),
         checks_in_kernel,
+        direct,
     )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+from torch import Tensor
 
 from klfast.backends.compiled import compiled
+from klfast.checks.values import checks_requested
 from klfast.ops import load
+from klfast.ops.direct import Direct, Functions, directly
+from klfast.ops.table import Ops
 
 
 def _why_not(device: torch.device) -> str | None:
@@ -45,4 +51,25 @@ _ready: set[int] = set()
 _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-NATIVE = compiled("native", _why_not, "klfast", checks_in_kernel=frozenset({"cpu"}))
+def _serves(tensor: object) -> bool:
+    """Whether the kernels are known to run where a tensor is, and check its values if needed."""
+    if not getattr(tensor, "is_cuda", False):
+        return True
+    return cast(Tensor, tensor).get_device() in _ready and not checks_requested()
+
+
+def _direct() -> Direct | None:
+    extension = load.extension()
+    if extension is None:
+        return None
+    functions = cast(Functions, extension)
+    return Direct(functions, directly(functions, Ops.of("klfast")), _serves)
+
+
+NATIVE = compiled(
+    "native",
+    _why_not,
+    Ops.of("klfast"),
+    checks_in_kernel=frozenset({"cpu"}),
+    direct=_direct(),
+)

@@ -237,16 +237,17 @@ class _OneReadKL(torch.autograd.Function):
         ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
         call, ctx.options, ctx.ops = plan
-        ctx.shares = _shares(call, ctx.ops)
+        ctx.row_weights = _row_weights(call, ctx.ops)
         rows, saved, grads = _read(ctx, first, second, call.keep)
         reduced = call.reduce(rows)
         result, _, statistics, _, _ = ctx.ops.kl_penalty_fwd(
-            *reduced.tensors, *reduced.spec.encoded, None, False, False, reduced.return_stats
+            *reduced.tensors, *reduced.spec.encoded, None, False, False, False, reduced.return_stats
         )
         inputs = (first, second, None, call.keep, call.inverse_temperature, rows, saved)
         ctx.has_inference = autograd.save(ctx, inputs, copy=False)
         ctx.unit_grads = grads
-        ctx.mark_non_differentiable(statistics)
+        if reduced.return_stats:
+            ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return result, statistics
 
@@ -259,7 +260,7 @@ class _OneReadKL(torch.autograd.Function):
         if grads is None and ctx.has_inference:
             grads = _reread(ctx, saved, grad_out)
         elif grads is None:
-            grads = _recompute(ctx, saved, ctx.shares * grad_out, None, None)
+            grads = _recompute(ctx, saved, ctx.row_weights * grad_out, None, None)
         return (*autograd.once(grads, *saved[:2], grad_out), None)
 
 
@@ -269,7 +270,7 @@ def _read(
     """(rows, what a backward needs of them, unit gradients) of a one-read Function."""
     needs = ctx.needs_input_grad[:2]
     rows, _, _, saved, *grads = ctx.ops.kl_divergence_fwd(
-        first, second, None, keep, *ctx.options, ctx.shares, *needs
+        first, second, None, keep, *ctx.options, ctx.row_weights, *needs
     )
     return rows, saved, autograd.wanted(grads, needs)
 
@@ -297,10 +298,10 @@ def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> autograd.
     return autograd.scaled(grads, grad_out, ctx.ops)
 
 
-def _shares(call: KLDivergenceCall, ops: Ops) -> Tensor:
+def _row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
     """[R]: by how much the result grows with each row's divergence; 0 where masked."""
     reduced = call.reduce_zeros()
-    _, _, _, shares, _ = ops.kl_penalty_fwd(
-        *reduced.tensors, *reduced.spec.encoded, None, True, False, False
+    _, _, _, row_weights, _ = ops.kl_penalty_fwd(
+        *reduced.tensors, *reduced.spec.encoded, None, False, True, False, False
     )
-    return shares.view(-1)
+    return row_weights.view(-1)

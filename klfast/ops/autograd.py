@@ -9,7 +9,7 @@ and may have been changed since.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,17 +39,40 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
     assert first is not None
     encoded = call.spec.encoded
     if call.scores is not None or not may_need_gradient(first, second):
-        outputs = ops.kl_penalty_fwd(
-            first, second, *constants, *encoded, call.scores, False, False, call.return_stats
-        )
+        wants = (False, False, False, call.return_stats)
+        outputs = ops.kl_penalty_fwd(first, second, *constants, *encoded, call.scores, *wants)
         return outputs[0], outputs[2]
-    plan = (ops, encoded, call.spec.reduction.is_scalar, call.return_stats)
+    plan = Plan(ops, encoded, call.spec.reduction.is_scalar, call.return_stats)
     if are_tracing():
         outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)
         return outputs[0], outputs[2]
+    return differentiable(first, second, tuple(constants), plan)
+
+
+class Plan(NamedTuple):
+    """What a Function of a penalty does, besides its tensors."""
+
+    ops: Ops
+    encoded: tuple[Sequence[int], Sequence[float]]
+    """The choices and numbers of a spec."""
+    is_scalar: bool
+    return_stats: bool
+
+
+def differentiable(
+    first: Tensor, second: Tensor | None, constants: tuple[Tensor | None, ...], plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """The result and the packed statistics of plain tensors, recorded by autograd.
+
+    Args:
+        first: the first of the op's tensors.
+        second: the second of them.
+        constants: the others, without a graph.
+        plan: see there.
+    """
     # Few arguments: torch looks at each of them in Python.
-    outputs = _KLPenalty.apply(first, second, (tuple(constants), plan))
-    return outputs[0], outputs[1]
+    outputs: tuple[Tensor, Tensor] = _KLPenalty.apply(first, second, (constants, plan))
+    return outputs
 
 
 def may_need_gradient(*tensors: Tensor | None) -> bool:
@@ -189,18 +212,19 @@ class _KLPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, first: Tensor, second: Tensor | None, plan: tuple[Any, ...]
+        ctx: Any, first: Tensor, second: Tensor | None, others: tuple[Any, Plan]
     ) -> tuple[Tensor, Tensor]:
-        constants, (ctx.ops, ctx.encoded, is_scalar, return_stats) = plan
+        constants, (ctx.ops, ctx.encoded, is_scalar, return_stats) = others
         tensors = (first, second, *constants)
         needs = ctx.needs_input_grad[:2]
         unit = is_scalar and holds_unit_gradient(first) and holds_unit_gradient(second)
         result, weights, statistics, *unit_grads = ctx.ops.kl_penalty_fwd(
-            *tensors, *ctx.encoded, None, *(needs if unit else (False, False)), return_stats
+            *tensors, *ctx.encoded, None, True, *(needs if unit else (False, False)), return_stats
         )
         save(ctx, (*tensors, weights))
         ctx.unit_grads = wanted(unit_grads, needs) if unit else None
-        ctx.mark_non_differentiable(statistics)
+        if return_stats:
+            ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return result, statistics
 
@@ -225,16 +249,16 @@ class _TransformableKLPenalty(torch.autograd.Function):
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, (ops, encoded, _, return_stats) = args
         result, weights, statistics, _, _ = ops.kl_penalty_fwd(
-            *tensors, *encoded, None, False, False, return_stats
+            *tensors, *encoded, None, True, False, False, return_stats
         )
         return result, weights, statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, (ctx.ops, ctx.encoded, _, _) = inputs
+        *tensors, (ctx.ops, ctx.encoded, _, return_stats) = inputs
         _, weights, statistics = output
         save(ctx, (*tensors, weights))
-        ctx.mark_non_differentiable(weights, statistics)
+        ctx.mark_non_differentiable(*((weights, statistics) if return_stats else (weights,)))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

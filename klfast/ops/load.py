@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
 import torch
 
 from klfast.ops.table import define
 
 
-def _load() -> str | None:
+def _load() -> ModuleType | str:
+    """The extension, or why it cannot be loaded."""
     try:
-        importlib.import_module("klfast._C")
+        return importlib.import_module("klfast._C")
     except ModuleNotFoundError:
         return "the extension was not built; run pip install --no-build-isolation ."
     except ImportError as error:
         return f"the extension does not load with torch {torch.__version__}: {error}"
-    return None
 
 
 define("klfast")
-_LOAD_ERROR = _load()
+_EXTENSION = _load()
 
 
 def load_error() -> str | None:
     """Why the extension could not be loaded, in one sentence; None if it was."""
-    return _LOAD_ERROR
+    return _EXTENSION if isinstance(_EXTENSION, str) else None
+
+
+def extension() -> ModuleType | None:
+    """The extension; None if it could not be loaded."""
+    return None if isinstance(_EXTENSION, str) else _EXTENSION

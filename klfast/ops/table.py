@@ -39,14 +39,14 @@ SCHEMAS = {
     "token_logprobs_bwd": f"({_TOKENS}{_TOKENS_BACKWARD}) -> Tensor",
     "token_logprobs_bwd_": f"({_TOKENS.replace('Tensor', 'Tensor(a!)', 1)}{_TOKENS_BACKWARD}) "
     "-> ()",
-    "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? shares, bool want_grad, bool want_grad_ref, "
+    "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
     "Tensor? grad_logprobs, Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
     "-> (Tensor, Tensor)",
-    "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_grad_logprobs, "
+    "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
@@ -56,11 +56,12 @@ SCHEMAS = {
 """Name -> signature. What is not wanted has the shape [0].
 
 ``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
-the backward needs), statistics ([8, S], in the order of ``KLStats``) and the gradients of a scalar
-result. Without ``ref_logprobs``, ``logprobs`` holds the log-ratio. ``token_logprobs_fwd`` returns
-logprobs, entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved
-([5, R]), and the gradients of sum(shares * rows). ``inverse_temperature``, a 0-dim float64 tensor,
-takes the place of the temperature where torch.compile must not take that for a constant.
+the backward needs; gradients bring them, wanted or not), statistics ([8, S], in the order of
+``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
+log-ratio. ``token_logprobs_fwd`` returns logprobs, entropy, saved ([2, R]); ``kl_divergence_fwd``
+rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(row_weights * rows).
+``inverse_temperature``, a 0-dim float64 tensor, takes the place of the temperature where
+torch.compile must not take that for a constant.
 """
 
 
@@ -99,6 +100,7 @@ def _kl_penalty_fwd(
     choices: list[int],
     numbers: list[float],
     scores: Tensor | None,
+    want_weights: bool,
     want_grad_logprobs: bool,
     want_grad_ref_logprobs: bool,
     want_statistics: bool,
@@ -106,10 +108,11 @@ def _kl_penalty_fwd(
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     sequences = number_of_sequences(logprobs, cu_seqlens)
     shapes = {"token": logprobs.shape, "sequence": (sequences,), "scalar": ()}
+    gives_weights = want_weights or want_grad_logprobs or want_grad_ref_logprobs
     statistics = (len(KLStats._fields), sequences) if want_statistics else (0,)
     return (
         logprobs.new_empty(shapes[RESULTS[Choices(*choices).result]], dtype=dtype),
-        logprobs.new_empty((sequences,), dtype=dtype),
+        logprobs.new_empty((sequences if gives_weights else 0,), dtype=dtype),
         logprobs.new_empty(statistics, dtype=dtype),
         _empty_gradient(logprobs, want_grad_logprobs, logprobs),
         _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),
@@ -156,7 +159,7 @@ def _kl_divergence_fwd(
     divergence: int,
     jsd_beta: float,
     temperature: float,
-    shares: Tensor | None,
+    row_weights: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,

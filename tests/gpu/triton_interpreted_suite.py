@@ -209,7 +209,7 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
     call = (logprobs, ref_logprobs, None, torch.ones(9), torch.tensor(edges), None, None)
     call += Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded
     scalar = REDUCTIONS[reduction].is_scalar
-    _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, True)
+    _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, True, scalar, scalar, True)
     sequences = len(edges) - 1
     grad_out = torch.ones({"none": (9,)}.get(reduction, () if scalar else (sequences,)))
     triton_launch.kl_penalty_bwd(*call, grad_out, weights, True, True)
@@ -225,7 +225,7 @@ def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
     logprobs, ref_logprobs, _ = random_inputs((n,))
     call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)
     call += Spec(Estimator("k3"), REDUCTIONS["token-sum" if scalar else "none"]).encoded
-    result, _, _, *grads = triton_launch.kl_penalty_fwd(*call, None, scalar, scalar, False)
+    result, _, _, *grads = triton_launch.kl_penalty_fwd(*call, None, False, scalar, scalar, False)
     grad_out = torch.ones(()) if scalar else torch.ones(n)
     grads += triton_launch.kl_penalty_bwd(*call, grad_out, torch.ones(len(edges) - 1), True, True)
     for per_token in [grad for grad in grads if grad.numel()] + ([] if scalar else [result]):

@@ -76,8 +76,8 @@ def divergence_inputs(logits, ref_logits, divergence="kl", with_ids=False, keep=
 def divergence_arguments(logits, ref_logits, *options, wants=(False, False), **more):
     inputs = divergence_inputs(logits, ref_logits, *options, **more)
     dtype = torch.promote_types(torch.promote_types(logits.dtype, ref_logits.dtype), torch.float32)
-    shares = torch.rand(logits.shape[0] * logits.shape[1], dtype=dtype) if any(wants) else None
-    return {**inputs, "shares": shares, "want_grad": wants[0], "want_grad_ref": wants[1]}
+    row_weights = torch.rand(logits.shape[0] * logits.shape[1], dtype=dtype) if any(wants) else None
+    return {**inputs, "row_weights": row_weights, "want_grad": wants[0], "want_grad_ref": wants[1]}
 
 
 def divergence_backward_arguments(logits, ref_logits, *options, wants=(True, True), **more):
@@ -223,7 +223,7 @@ def test_a_direct_call_on_divergences_with_a_wrong_argument_raises():
         **WRONG_ROWS,
     }
     good = divergence_arguments(logits, logits + 1, with_ids=True, wants=(True, True))
-    assert_all_refused(DIVERGENCE, good, {**wrong, "shares": [None, *PER_ROW]})
+    assert_all_refused(DIVERGENCE, good, {**wrong, "row_weights": [None, *PER_ROW]})
     good = divergence_backward_arguments(logits, logits + 1, with_ids=True)
     wrong["token_ids"] = wrong["token_ids"][:-2]
     of_rows = ("rows", "grad_rows", "grad_logprobs", "grad_ref_logprobs")

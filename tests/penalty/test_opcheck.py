@@ -70,8 +70,9 @@ def common(reduction="none", estimator="k3", **changes):
 
 def forward_arguments(reduction="none", statistics=False, **changes):
     scores = changes.pop("scores", None)
+    weights = changes.pop("want_weights", True)
     grads = changes.pop("grads", (False, False))
-    return (*common(reduction, **changes).values(), scores, *grads, statistics)
+    return (*common(reduction, **changes).values(), scores, weights, *grads, statistics)
 
 
 def backward_arguments(reduction="none", **changes):

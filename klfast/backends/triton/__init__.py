@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from klfast.backends.compiled import compiled
-from klfast.ops.table import SCHEMAS, define
+from klfast.ops.table import SCHEMAS, Ops, define
 
 NAMESPACE = "klfast_triton"
 
@@ -54,4 +54,4 @@ def _run(name: str) -> Any:
 
 _implement()
 
-TRITON = compiled("triton", _why_not, NAMESPACE)
+TRITON = compiled("triton", _why_not, Ops.of(NAMESPACE))

@@ -562,7 +562,7 @@ def kl_divergence_kernel(
     second,
     token_ids,
     keep,
-    shares,
+    row_weights,
     values,
     logprobs,
     ref_logprobs,
@@ -591,7 +591,7 @@ def kl_divergence_kernel(
 ):
     """Divergences and log-probs of tokens [R], what a backward needs [5, R], and gradients.
 
-    None where not wanted. Gradients, those of sum(shares * values), are written in stage "row".
+    None where not wanted. The gradients of sum(row_weights * values) are written in stage "row".
     """
     row, i, end = program_place(segments, STAGE)
     cut = (words, segment, segments)
@@ -660,7 +660,7 @@ def kl_divergence_kernel(
                     count,
                     -1,
                     (value, origins, lse, shift, slope),
-                    (load_double(shares, row), load_double(None, row), load_double(None, row)),
+                    (load_double(row_weights, row), load_double(None, row), load_double(None, row)),
                     inverse,
                     beta,
                     DIVERGENCE,

@@ -220,14 +220,14 @@ def kl_divergence_fwd(
     divergence: int,
     jsd_beta: float,
     temperature: float,
-    shares: Tensor | None,
+    row_weights: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
     if _exchanges(divergence, jsd_beta):
-        options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, shares)
+        options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, row_weights)
         result, ref_logprobs, logprobs, saved, grad_ref, grad = kl_divergence_fwd(
             ref_logits, logits, *options, want_grad_ref, want_grad, inverse_temperature
         )
@@ -249,7 +249,7 @@ def kl_divergence_fwd(
             ref_logits,
             token_ids,
             keep,
-            _contiguous(shares),
+            _contiguous(row_weights),
             result,
             _wanted(logprobs),
             _wanted(ref_logprobs),
@@ -260,9 +260,9 @@ def kl_divergence_fwd(
         sums=6,
         DIVERGENCE=DIVERGENCES[divergence],
     )
-    if rows.segments > 1 and shares is not None:
+    if rows.segments > 1 and row_weights is not None:
         _kl_divergence_backward(
-            call, grads, None, keep, divergence, jsd_beta, result, saved, shares, None, None
+            call, grads, None, keep, divergence, jsd_beta, result, saved, row_weights, None, None
         )
     return result, logprobs, ref_logprobs, saved, *grads
 

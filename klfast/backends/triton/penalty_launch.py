@@ -306,7 +306,9 @@ class _Call:
 
 def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    *of_call, scores, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = args
+    *of_call, scores, want_weights, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = (
+        args
+    )
     call = _Call(*of_call)
     logprobs, ref_logprobs = call.inputs[:2]
     sequences, slots = call.batch.sequences, call.batch.slots
@@ -316,7 +318,13 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     statistics = call.empty(len(KLStats._fields), sequences) if want_statistics else None
     grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
     present = call.present(grads)
-    outputs = (result, weights, call.empty(0) if statistics is None else statistics, *present)
+    gives_weights = want_weights or want_grad_logprobs or want_grad_ref_logprobs
+    outputs = (
+        result,
+        weights if gives_weights else call.empty(0),
+        call.empty(0) if statistics is None else statistics,
+        *present,
+    )
     if sequences == 0:
         for output in (result, *present):
             output.zero_()

@@ -1,6 +1,6 @@
 // The CUDA ops on CPU tensors: torch.ops.klfast_emulated.
 
-#include "binding/cuda.cpp"
+#include "binding/cuda.h"
 #include "cuda_emulator.h"
 
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
@@ -8,7 +8,7 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** str
   return AOTI_TORCH_SUCCESS;
 }
 
-namespace klfast::rim {
+namespace klfast::binding {
 namespace {
 
 // Of the last kernel: blocks, threads of each, blocks of a cluster, bytes of dynamic shared memory.
@@ -30,4 +30,4 @@ STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
 }
 
 }  // namespace
-}  // namespace klfast::rim
+}  // namespace klfast::binding

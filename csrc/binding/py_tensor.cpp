@@ -1,0 +1,157 @@
+#include "binding/py_tensor.h"
+
+#include <array>
+
+namespace klfast::binding {
+namespace {
+
+const dlpack::Exchange* exchange = nullptr;
+PyObject* tensor_type = nullptr;
+PyObject* parameter_type = nullptr;
+PyObject* is_neg = nullptr;
+// Functions of torch that return a number or a bool: 0 where nothing stands between Python and ops.
+std::array<PyObject*, 5> modes = {};
+
+constexpr struct {
+  ScalarType type;
+  dlpack::DataType raw;
+  DType own;
+} kTypes[] = {
+    {ScalarType::Double, {dlpack::kFloat, 64, 1}, DType::kFloat64},
+    {ScalarType::Float, {dlpack::kFloat, 32, 1}, DType::kFloat32},
+    {ScalarType::BFloat16, {dlpack::kBfloat, 16, 1}, DType::kBFloat16},
+    {ScalarType::Half, {dlpack::kFloat, 16, 1}, DType::kFloat16},
+    {ScalarType::Bool, {dlpack::kBool, 8, 1}, DType::kBool},
+    {ScalarType::Byte, {dlpack::kUInt, 8, 1}, DType::kUInt8},
+    {ScalarType::Char, {dlpack::kInt, 8, 1}, DType::kInt8},
+    {ScalarType::Short, {dlpack::kInt, 16, 1}, DType::kInt16},
+    {ScalarType::Int, {dlpack::kInt, 32, 1}, DType::kInt32},
+    {ScalarType::Long, {dlpack::kInt, 64, 1}, DType::kInt64},
+};
+
+bool same(dlpack::DataType a, dlpack::DataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+PyObject* new_reference(PyObject* object) {
+  Py_INCREF(object);
+  return object;
+}
+
+bool is_true(PyObject* object) {
+  const Object result(object);
+  const int value = PyObject_IsTrue(result.get());
+  if (value < 0) throw PythonError();
+  return value != 0;
+}
+
+PyObject* attribute(PyObject* of, std::initializer_list<const char*> names) {
+  Object object(new_reference(of));
+  for (const char* name : names) object = Object(PyObject_GetAttrString(object.get(), name));
+  return object.release();
+}
+
+// The device that dlpack numbers.
+bool is_cpu(const Device& device) { return device.type == aoti_torch_device_type_cpu(); }
+
+Object made(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
+  dlpack::Tensor prototype = {};
+  prototype.ndim = static_cast<int32_t>(sizes.size());
+  prototype.shape = const_cast<int64_t*>(sizes.data());
+  for (const auto& type : kTypes) {
+    if (type.type == dtype) prototype.dtype = type.raw;
+  }
+  prototype.device = {is_cpu(device) ? dlpack::kCpu : dlpack::kCuda,
+                      is_cpu(device) ? 0 : device.index};
+  dlpack::ManagedTensor* managed = nullptr;
+  void* object = nullptr;
+  if (exchange->allocate(&prototype, &managed, nullptr, nullptr) != 0 ||
+      exchange->managed_to_python(managed, &object) != 0) {
+    throw PythonError();
+  }
+  return Object(static_cast<PyObject*>(object));
+}
+
+}  // namespace
+
+PyTensor::PyTensor() : object_(new_reference(Py_None)) {}
+
+PyTensor::PyTensor(PyObject* borrowed) : object_(new_reference(borrowed)) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(borrowed));
+  if (type != tensor_type && type != parameter_type) throw NotPlain();
+  if (exchange->from_python(borrowed, &tensor_) != 0) {
+    PyErr_Clear();
+    throw NotPlain();
+  }
+  const int32_t device = tensor_.device.type;
+  if ((device != dlpack::kCpu && device != dlpack::kCuda) ||
+      (tensor_.data == nullptr && numel() > 0) ||
+      is_true(PyObject_Vectorcall(is_neg, &borrowed, 1, nullptr))) {
+    throw NotPlain();
+  }
+}
+
+PyTensor::PyTensor(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device)
+    : object_(made(sizes, dtype, device)) {
+  if (exchange->from_python(object_.get(), &tensor_) != 0) throw PythonError();
+}
+
+int64_t PyTensor::numel() const {
+  int64_t n = 1;
+  for (const int64_t size : sizes()) n *= size;
+  return n;
+}
+
+bool PyTensor::is_contiguous() const {
+  if (numel() == 0) return true;
+  int64_t expected = 1;
+  for (int32_t i = tensor_.ndim; i-- > 0;) {
+    if (tensor_.shape[i] != 1 && tensor_.strides[i] != expected) return false;
+    expected *= tensor_.shape[i];
+  }
+  return true;
+}
+
+ScalarType PyTensor::scalar_type() const {
+  for (const auto& type : kTypes) {
+    if (same(type.raw, tensor_.dtype)) return type.type;
+  }
+  KLFAST_CHECK(false, "a tensor has a dtype that the kernels do not read");
+}
+
+DType dtype_of(const PyTensor& tensor, const char* argument) {
+  for (const auto& type : kTypes) {
+    if (same(type.raw, tensor.raw().dtype)) return type.own;
+  }
+  KLFAST_CHECK(false, argument, " has a dtype that the kernels do not read");
+}
+
+Device device_of(const PyTensor& tensor) {
+  const dlpack::Device& device = tensor.raw().device;
+  if (device.type == dlpack::kCpu) return {aoti_torch_device_type_cpu(), -1};
+  return {aoti_torch_device_type_cuda(), device.index};
+}
+
+void require_plain_mode() {
+  for (PyObject* const mode : modes) {
+    if (is_true(PyObject_CallNoArgs(mode))) throw NotPlain();
+  }
+}
+
+void find_torch() {
+  const Object torch(PyImport_ImportModule("torch"));
+  tensor_type = attribute(torch.get(), {"Tensor"});
+  parameter_type = attribute(torch.get(), {"nn", "Parameter"});
+  is_neg = attribute(tensor_type, {"is_neg"});
+  modes = {attribute(torch.get(), {"_C", "_len_torch_function_stack"}),
+           attribute(torch.get(), {"_C", "_len_torch_dispatch_stack"}),
+           attribute(torch.get(), {"_C", "_are_functorch_transforms_active"}),
+           attribute(torch.get(), {"_C", "_is_tracing"}),
+           attribute(torch.get(), {"_C", "_autograd", "_profiler_enabled"})};
+  const Object table(attribute(tensor_type, {"__dlpack_c_exchange_api__"}));
+  exchange = static_cast<const dlpack::Exchange*>(
+      PyCapsule_GetPointer(table.get(), "dlpack_exchange_api"));
+  if (exchange == nullptr) throw PythonError();
+}
+
+}  // namespace klfast::binding
