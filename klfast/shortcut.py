@@ -69,7 +69,10 @@ def kl_penalty(
     others = (old_logprobs, mask, cu_seqlens, None, None)
     is_constant = scores is not None or choices[1] == _NO_GRADIENT
     try:
-        if is_constant or not autograd.may_need_gradient(logprobs, ref_logprobs):
+        if is_constant or not (
+            torch.is_grad_enabled()
+            and (logprobs.requires_grad or ref_logprobs.requires_grad or autograd.is_forward_mode())
+        ):
             wants = (False, False, False, return_stats)
             outputs = direct.functions.kl_penalty_fwd(
                 logprobs, ref_logprobs, *others, *encoded, scores, *wants
@@ -80,7 +83,7 @@ def kl_penalty(
         else:
             if not direct.functions.are_plain(logprobs, ref_logprobs, *others):
                 return None
-            constants = tuple(without_graph(tensor) for tensor in others)
+            constants = (without_graph(old_logprobs), without_graph(mask), *others[2:])
             plan = autograd.Plan(direct.ops, encoded, is_scalar, return_stats)
             result, statistics = autograd.differentiable(logprobs, ref_logprobs, constants, plan)
     except (RuntimeError, OverflowError):

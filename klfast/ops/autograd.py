@@ -8,6 +8,7 @@ and may have been changed since.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -84,8 +85,13 @@ def may_need_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and (
         any(tensor is not None and tensor.requires_grad for tensor in tensors)
         or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or is_forward_mode()
     )
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode derivatives may be taken."""
+    return forward_ad._current_level >= 0
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None], *, copy: bool = True) -> bool:
@@ -94,21 +100,21 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], *, copy: bool = True) -> bo
     Autograd refuses those, as it does not see their changes: they are kept as copies, or as they
     are (``copy=False``) by a Function that looks for changes itself.
     """
-    if torch.compiler.is_compiling():  # which knows no inference tensors
-        ctx.inference = (None,) * len(tensors)
-        ctx.save_for_backward(*tensors)
-        return False
-    found = [t if t is not None and t.is_inference() else None for t in tensors]
-    ctx.inference = tuple(t.clone() if copy and t is not None else t for t in found)
-    kept = zip(tensors, found, strict=True)
-    ctx.save_for_backward(*(t if other is None else None for t, other in kept))
-    return any(t is not None for t in found)
+    found = {}
+    if not torch.compiler.is_compiling():  # which knows no inference tensors
+        for position, tensor in enumerate(tensors):
+            if tensor is not None and tensor.is_inference():
+                found[position] = tensor.clone() if copy else tensor
+    ctx.inference = found
+    if found:
+        tensors = [None if i in found else tensor for i, tensor in enumerate(tensors)]
+    ctx.save_for_backward(*tensors)
+    return bool(found)
 
 
 def saved(ctx: Any) -> list[Tensor | None]:
     """What was saved; a backward asks once, as checkpointing allows no more."""
-    pairs = zip(ctx.saved_tensors, ctx.inference, strict=True)
-    return [other if t is None else t for t, other in pairs]
+    return [ctx.inference.get(i, tensor) for i, tensor in enumerate(ctx.saved_tensors)]
 
 
 def take(ctx: Any, name: str) -> Any:
@@ -200,11 +206,15 @@ def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     if is_batched(grad_out):
         first, second = (None if grad is None else grad * grad_out for grad in grads)
         return first, second
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
         for grad in grads:
             if grad is not None:
                 ops.scale_(grad, grad_out)
     return grads
+
+
+_AS_IT_IS = contextlib.nullcontext()
+"""In place of ``no_grad`` where that is so already: entering that takes as long as a small read."""
 
 
 class _KLPenalty(torch.autograd.Function):
