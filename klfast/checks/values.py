@@ -39,9 +39,12 @@ def are_checked(like: Tensor, *, in_kernel: bool) -> bool:
     """The rule of value checks, for a call on the device of ``like``.
 
     On a CPU values are checked, elsewhere under ``KLFAST_CHECK=1``; nowhere twice, where a kernel
-    does it in its own read (``in_kernel``), and nowhere while tracing.
+    does it in its own read (``in_kernel``), and nowhere while tracing or of meta tensors, which
+    hold none.
     """
-    return not are_tracing() and not in_kernel and (not like.is_cuda or checks_requested())
+    if in_kernel or like.is_meta or are_tracing():
+        return False
+    return like.device.type == "cpu" or checks_requested()
 
 
 def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:
