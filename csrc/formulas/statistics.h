@@ -92,6 +92,15 @@ inline constexpr int index_of = IndexIn<Row, statistics::Table>::value;
 inline constexpr int kKl = index_of<statistics::kl>;
 inline constexpr int kLength = index_of<statistics::length>;
 
+// The rows of a depth. Those of every call come first.
+template <Depth depth, typename... Rows>
+constexpr int count_rows(List<Rows...>) {
+  return (0 + ... + (Rows::depth <= depth));
+}
+template <Depth depth>
+inline constexpr int number_of_statistics = count_rows<depth>(statistics::Table());
+static_assert(number_of_statistics<Depth::kAlways> == 2 && kKl < 2 && kLength < 2);
+
 // One number per statistic.
 template <typename T>
 struct Statistics {
