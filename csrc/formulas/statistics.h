@@ -74,7 +74,9 @@ struct clipped : Statistic<Sum, Depth::kLimited> {
 };
 
 struct nonfinite : Statistic<Sum, Depth::kWanted> {
-  KLFAST_TERM { return count<Acc>(!(math::magnitude(token.log_ratio) < Acc(INFINITY))); }
+  KLFAST_TERM {
+    return count<Acc>(math::magnitude_bits(token.log_ratio) >= math::magnitude_bits(Acc(INFINITY)));
+  }
 };
 
 #undef KLFAST_TERM
