@@ -1,8 +1,7 @@
 // Reductions of a batch as weights of its sequences, on the host and on devices. No torch.
 //
 // Every reduction but that of tokens is sum_s weight(s) * (sum of the values of sequence s), or
-// those terms one by one; the gradient of a token of s is weight(s) times its own. So one function
-// says it all.
+// those terms one by one; the gradient of a token of s is weight(s) times its own.
 
 #pragma once
 
@@ -26,7 +25,7 @@ struct Reduction {
   }
 };
 
-// What the mask adds up to over a batch.
+// The totals of the mask over a batch.
 struct Totals {
   double tokens = 0;     // sum of the mask
   double sequences = 0;  // sequences with a kept token
