@@ -457,7 +457,7 @@ def add_segments(
 ):
     """The statistics [BLOCK] of sequences in fp64; lengths and values where they were summed."""
     COUNT: tl.constexpr = ALL if STATISTICS else ALWAYS
-    sums = (tl.zeros((BLOCK,), tl.float64),) * COUNT
+    sums = stats.empty_doubles(COUNT, BLOCK)
     if partials is not None:
         most = tl.max(segments, axis=0)
         for i in tl.range(0, most, loop_unroll_factor=1 if STATISTICS else 4):
@@ -467,7 +467,8 @@ def add_segments(
                 part = sums[row]
                 if (row != LENGTH or MASKED) and (row != KL or SUMMED):
                     at = partials + row * slots + first + i
-                    part = stats.combine(part, tl.load(at, mask=here, other=0.0), row)
+                    loaded = tl.load(at, mask=here, other=stats.EMPTY[row])
+                    part = stats.combine(part, loaded, row)
                 combined = combined + (part,)
             sums = combined
     return sums

@@ -23,6 +23,8 @@ COMBINATIONS = {
 """By field of ``KLStats``. "greatest" is of numbers that are not negative, "count" of 0 and 1."""
 
 HOW = tl.constexpr(tuple(COMBINATIONS[field] for field in KLStats._fields))
+EMPTY = tl.constexpr(tuple({"sum": 0.0, "greatest": 0.0, "count": 0.0}[how] for how in HOW.value))
+"""The statistics of no tokens."""
 KL = tl.constexpr(KLStats._fields.index("kl"))
 LENGTH = tl.constexpr(KLStats._fields.index("length"))
 ALWAYS = tl.constexpr(2)
@@ -57,12 +59,12 @@ def empty(COUNT: tl.constexpr, SIZE: tl.constexpr, ACC: tl.constexpr):
     """The first ``COUNT`` statistics [SIZE] of no tokens: numbers, and bits for "greatest"."""
     sums = ()
     for i in tl.static_range(COUNT):
-        zeros = tl.zeros((SIZE,), ACC)
+        none = tl.full((SIZE,), EMPTY[i], ACC)
         if HOW[i] == "greatest":
-            zeros = bits_of(zeros)
+            none = bits_of(none)
         if HOW[i] == "count":
-            zeros = zeros.to(tl.int32)
-        sums = sums + (zeros,)
+            none = none.to(tl.int32)
+        sums = sums + (none,)
     return sums
 
 
@@ -110,8 +112,17 @@ def greater(a, b):
 
 
 @triton.jit
+def empty_doubles(COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """The first ``COUNT`` statistics [SIZE] of no tokens in fp64, all as numbers."""
+    sums = ()
+    for i in tl.static_range(COUNT):
+        sums = sums + (tl.full((SIZE,), EMPTY[i], tl.float64),)
+    return sums
+
+
+@triton.jit
 def combine(a, b, ROW: tl.constexpr):
-    """Statistic ``ROW`` of two parts, in doubles; 0 is that of no tokens."""
+    """Statistic ``ROW`` of two parts, in doubles."""
     if HOW[ROW] == "greatest":
         both = greater(a, b)
     else:
