@@ -60,19 +60,10 @@ void check_cu_seqlens(const Batch& batch) {
   if (!good) throw std::runtime_error("cu_seqlens must rise from 0 to the number of tokens");
 }
 
-Totals add_up(const std::vector<double>& lengths) {
-  Totals totals;
-  for (double length : lengths) {
-    totals.tokens += length;
-    totals.sequences += length > 0 ? 1 : 0;
-  }
-  return totals;
-}
-
 // The sum of every sequence's mask if weights depend on it, else ones. A mask is read for it once.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
-  if (!in.reduction.own_length && !in.reduction.uses_totals(in.is_normalized())) {
+  if (!in.reduction.own_length && !in.reduction.uses_total(in.is_normalized())) {
     return std::vector<double>(in.batch.sequences, 1);
   }
   std::vector<double> lengths(in.batch.sequences, 0);
@@ -97,11 +88,12 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
 // then compute the same gradients.
 std::vector<double> sequence_weights(const KlPenaltyInputs& in,
                                      const std::vector<double>& lengths) {
-  const Totals totals = add_up(lengths);
+  double total = 0;
+  for (double length : lengths) total += denominator_term(in.reduction, length);
   std::vector<double> weights(lengths.size());
   for (size_t s = 0; s < lengths.size(); ++s) {
     const double weight =
-        sequence_weight(in.reduction, lengths[s], totals, in.is_normalized(), in.normalizer);
+        sequence_weight(in.reduction, lengths[s], total, in.is_normalized(), in.normalizer);
     weights[s] = in.is_double ? weight : static_cast<float>(weight);
   }
   return weights;

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
       },
       [&](int64_t slot, const Segment& segment, const Sums& sums) {
         if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
-          finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, {});
+          finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, 0);
         } else {
           put<depth>(partials, slot, sums, task.scores.data != nullptr);
         }
@@ -192,7 +192,7 @@ bool wants_gradient(const KlPenaltyForward& out) {
 bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
   return wants_gradient(out) && unknown &&
-         (in.reduction.own_length || in.reduction.uses_totals(in.is_normalized()));
+         (in.reduction.own_length || in.reduction.uses_total(in.is_normalized()));
 }
 
 Task task_of(const KlPenaltyInputs& in) {

@@ -40,10 +40,10 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
 // it.
 template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
-                                            int64_t sequence, double length, const Totals& totals) {
+                                            int64_t sequence, double length, double total) {
   if (task.weights_known) return static_cast<const Acc*>(task.weights_out)[sequence];
-  return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals,
-                                          task.in.is_normalized(), scalars.normalizer));
+  return static_cast<Acc>(sequence_weight(task.in.reduction, length, total, task.in.is_normalized(),
+                                          scalars.normalizer));
 }
 
 // The weight of a sequence before its mask is summed: it has been computed by lengths_kernel, or
@@ -52,9 +52,10 @@ template <typename Acc>
 __device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
                                                      int64_t sequence) {
   const Batch& batch = task.in.batch;
-  const double sequences = batch.width > 0 ? static_cast<double>(batch.sequences) : 0.0;
-  return weight_of<Acc>(task, scalars, sequence, static_cast<double>(batch.width),
-                        {static_cast<double>(batch.tokens), sequences});
+  const double length = static_cast<double>(batch.width);
+  const double total =
+      static_cast<double>(batch.sequences) * denominator_term(task.in.reduction, length);
+  return weight_of<Acc>(task, scalars, sequence, length, total);
 }
 
 template <typename Acc>
@@ -70,9 +71,9 @@ __device__ __forceinline__ void store_statistics(const Task& task, int64_t seque
 template <Depth depth, typename Acc>
 __device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
                                                   int64_t sequence, const Sums& sums,
-                                                  const Totals& totals) {
+                                                  double total) {
   const KlPenaltyInputs& in = task.in;
-  const double weight = weight_of<Acc>(task, scalars, sequence, sums.at[kLength], totals);
+  const double weight = weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total);
   const double term = sums.at[kLength] > 0 ? weight * sums.at[kKl] : 0.0;
   store<Acc>(task.weights_out, sequence, weight);
   if constexpr (depth != Depth::kAlways) {
@@ -115,30 +116,26 @@ __device__ __forceinline__ Sums sums_of_sequence(const Task& task, const Partial
   return sums;
 }
 
-// The totals of the mask, by all threads of a block.
-__device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& scalars,
-                                            const Partials& partials) {
+// The total of the denominator, by all threads of a block; 0 where it is not used.
+__device__ __forceinline__ double total_of(const Task& task, const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
-  Totals totals;
-  if (!in.reduction.uses_totals(in.is_normalized()) || task.weights_known) return totals;
+  if (!in.reduction.uses_total(in.is_normalized()) || task.weights_known) return 0;
+  double total = 0;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
-    const double length = sums_of_sequence<Depth::kAlways>(task, partials, s).at[kLength];
-    totals.tokens += length;
-    totals.sequences += length > 0 ? 1 : 0;
+    const Sums sums = sums_of_sequence<Depth::kAlways>(task, partials, s);
+    total += denominator_term(in.reduction, sums.at[kLength]);
   }
-  totals.tokens = add_block(totals.tokens);
-  totals.sequences = add_block(totals.sequences);
-  return totals;
+  return add_block(total);
 }
 
 // Stores the weights of all sequences; run by all threads of the last block of a pass over lengths.
 template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
-  const Totals totals = totals_of(task, scalars, partials);
+  const double total = total_of(task, partials);
   for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlockThreads) {
     const double length = sums_of_sequence<Depth::kAlways>(task, partials, s).at[kLength];
-    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, totals));
+    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, total));
   }
 }
 
@@ -149,16 +146,16 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
                                              const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
   const bool scalar = in.reduction.result == Result::kScalar;
-  const Totals totals = totals_of(task, scalars, partials);
-  double total = 0;
+  const double total = total_of(task, partials);
+  double result = 0;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
     if (!scalar && segments_of(sequence_at(in.batch, s).length) == 1) continue;
     const Sums sums = sums_of_sequence<depth>(task, partials, s);
-    total += finish_sequence<depth, Acc>(task, scalars, s, sums, totals);
+    result += finish_sequence<depth, Acc>(task, scalars, s, sums, total);
   }
   if (!scalar) return;
-  total = add_block(total);
-  if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * total);
+  result = add_block(result);
+  if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
 }
 
 // Whether this block is the last of the launch to arrive. Everything that the others wrote before

@@ -124,10 +124,21 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 
 
 @triton.jit
+def denominator_term(length, OVER: tl.constexpr):
+    """The part of a sequence in the denominator: its sum over the batch is the total."""
+    if OVER == "tokens":
+        term = length
+    elif OVER == "sequences":
+        term = tl.where(length > 0, 1.0, 0.0).to(tl.float64)
+    else:
+        term = length * 0
+    return term
+
+
+@triton.jit
 def sequence_weight(
     length,
-    tokens,
-    sequences,
+    total,
     normalizer,
     OWN_LENGTH: tl.constexpr,
     OVER: tl.constexpr,
@@ -140,10 +151,8 @@ def sequence_weight(
     the same, whoever computes it.
     """
     denominator = tl.full(length.shape, 1.0, tl.float64)
-    if OVER == "tokens":
-        denominator = denominator * (normalizer if NORMALIZED else tokens)
-    if OVER == "sequences":
-        denominator = denominator * (normalizer if NORMALIZED else sequences)
+    if OVER != "one":
+        denominator = denominator * (normalizer if NORMALIZED else total)
     if OWN_LENGTH:
         denominator = denominator * length
     divisible = denominator > 0
@@ -175,10 +184,8 @@ def gradient_scale(
     scale = coef
     if GRADIENT == "unit-of-shape":
         length = width.to(tl.float64)
-        full = tl.where(width > 0, sequences.to(tl.float64), 0.0)
-        scale *= sequence_weight(
-            length, full * length, full, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
-        )
+        total = sequences.to(tl.float64) * denominator_term(length, OVER)
+        scale *= sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
     if GRADIENT == "unit":
         scale *= tl.load(weights + sequence).to(tl.float64)
     if GRADIENT == "sequence":
@@ -526,15 +533,11 @@ def combine_kernel(
         tl.store(sums + sequence, length, mask=valid)
         tl.store(sums + sequences + sequence, kl, mask=valid)
     else:
-        all_tokens = tl.zeros((), tl.float64)
-        nonempty = tl.zeros((), tl.float64)
-        if SCALAR:
-            all_tokens = tree_sum(length, BLOCK)
-            nonempty = tl.sum((length > 0).to(tl.int32), axis=0).to(tl.float64)
+        total = tl.zeros((), tl.float64)
+        if SCALAR and OVER != "one":
+            total = tree_sum(denominator_term(length, OVER), BLOCK)
         normalizer = number(normalizer_tensor, normalizer)
-        weight = sequence_weight(
-            length, all_tokens, nonempty, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
-        )
+        weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
         if WEIGHTS:
             tl.store(weights + sequence, weight, mask=valid)
         if result is not None:
@@ -574,30 +577,25 @@ def total_kernel(
     BLOCK: tl.constexpr,
 ):
     """From sequences to a scalar result, by one program; ``combine_kernel`` does it for few."""
-    all_tokens = tl.zeros((BLOCK,), tl.float64)
-    nonempty = tl.zeros((BLOCK,), tl.float64)
+    total = tl.zeros((BLOCK,), tl.float64)
     for done in range(0, sequences, BLOCK):
         sequence = done + tl.arange(0, BLOCK)
         length = tl.load(sums + sequence, mask=sequence < sequences, other=0.0)
-        all_tokens += length
-        nonempty += tl.where(length > 0, 1.0, 0.0)
-    all_tokens = tree_sum(all_tokens, BLOCK)
-    nonempty = tree_sum(nonempty, BLOCK)
+        total += denominator_term(length, OVER)
+    total = tree_sum(total, BLOCK)
     normalizer = number(normalizer_tensor, normalizer)
-    total = tl.zeros((BLOCK,), tl.float64)
+    terms = tl.zeros((BLOCK,), tl.float64)
     for done in range(0, sequences, BLOCK):
         sequence = done + tl.arange(0, BLOCK)
         valid = sequence < sequences
         length = tl.load(sums + sequence, mask=valid, other=0.0)
         kl = tl.load(sums + sequences + sequence, mask=valid, other=0.0)
-        weight = sequence_weight(
-            length, all_tokens, nonempty, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
-        )
+        weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
         if WEIGHTS:
             tl.store(weights + sequence, weight, mask=valid)
-        total += tl.where(length > 0, weight * kl, 0.0)
+        terms += tl.where(length > 0, weight * kl, 0.0)
     if result is not None:
-        tl.store(result, number(coef_tensor, coef) * tree_sum(total, BLOCK))
+        tl.store(result, number(coef_tensor, coef) * tree_sum(terms, BLOCK))
 
 
 @kernel
