@@ -12,6 +12,7 @@ namespace klfast {
 // In the order of klfast.reduction.RESULTS and DENOMINATORS.
 enum class Result { kToken, kSequence, kScalar };
 enum class Over { kOne, kTokens, kSequences };
+inline constexpr int kDenominators = 3;
 
 // klfast.reduction.Reduction as plain data.
 struct Reduction {
