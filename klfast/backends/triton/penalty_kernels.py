@@ -535,7 +535,7 @@ def combine_kernel(
     else:
         total = tl.zeros((), tl.float64)
         if SCALAR and OVER != "one":
-            total = tree_sum(denominator_term(length, OVER), BLOCK)
+            total = tree_sum(tl.where(valid, denominator_term(length, OVER), 0.0), BLOCK)
         normalizer = number(normalizer_tensor, normalizer)
         weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
         if WEIGHTS:
@@ -580,8 +580,9 @@ def total_kernel(
     total = tl.zeros((BLOCK,), tl.float64)
     for done in range(0, sequences, BLOCK):
         sequence = done + tl.arange(0, BLOCK)
-        length = tl.load(sums + sequence, mask=sequence < sequences, other=0.0)
-        total += denominator_term(length, OVER)
+        valid = sequence < sequences
+        length = tl.load(sums + sequence, mask=valid, other=0.0)
+        total += tl.where(valid, denominator_term(length, OVER), 0.0)
     total = tree_sum(total, BLOCK)
     normalizer = number(normalizer_tensor, normalizer)
     terms = tl.zeros((BLOCK,), tl.float64)
