@@ -26,7 +26,7 @@ PEERS := build/peers/trl/installed build/peers/verl/installed
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 # Each process runs a stretch of neighbours, whose fixtures it makes once, and takes over from the other.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
-CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/*)
+CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/formulas/*.cpp)
 
 .PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check asan test-break format clean
 .DELETE_ON_ERROR:

@@ -51,6 +51,6 @@ NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over !
 TOKENWISE_REDUCTIONS = tuple(
     name
     for name, r in REDUCTIONS.items()
-    if r.result != "sequence" and not r.own_length and r.over != "sequences"
+    if r.result != "sequence" and not r.own_length and r.over in ("one", "tokens")
 )
 """Reductions that do not ask which sequence a token belongs to."""

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+OF_TOKENS = ("k1", "k2", "k3", "max_log_ratio")
+"""The statistics of the log-ratio, which of distributions only the tokens in ``token_ids`` have."""
+
 
 class KLStats(NamedTuple):
     """What one read of the log-probs says about the policy, one entry per sequence.
@@ -53,14 +56,11 @@ class KLStats(NamedTuple):
 
     def of_distributions(self) -> KLStats:
         """Those of exact divergences, where no token was taken: NaN for what is said of tokens."""
-        unknown = torch.full_like(self.kl, torch.nan)
-        return self._replace(k1=unknown, k2=unknown, k3=unknown, max_log_ratio=unknown)
+        return self._replace(**dict.fromkeys(OF_TOKENS, torch.full_like(self.kl, torch.nan)))
 
     def with_tokens(self, taken: KLStats) -> KLStats:
         """These with what ``taken`` says of the tokens that were taken."""
-        return self._replace(
-            k1=taken.k1, k2=taken.k2, k3=taken.k3, max_log_ratio=taken.max_log_ratio
-        )
+        return self._replace(**{name: getattr(taken, name) for name in OF_TOKENS})
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.

@@ -1,53 +1,78 @@
-// The formulas of the estimators: value f(x) and derivative f'(x), x = logprobs - ref_logprobs.
+// The estimators: value f(x) and derivative f'(x), x = logprobs - ref_logprobs.
 //
-// Host and device, for float and double, no torch. To add an estimator, add its line to the table.
+// Host and device, for float and double, no torch. To add an estimator, write its struct and add it
+// to the table at the end.
 
 #pragma once
 
-#include "math/exp_series.h"
+#include <array>
 
-// name, f(x), f'(x), f(x) + f'(x). T is the arithmetic's type, range says where x may lie.
-//
-// The sum is a factor of the gradient of w f(x) if the weight w = exp(logprobs - old_logprobs) is
-// differentiated too. k3's sum is exactly x, where f(x) + f'(x) would cancel e^-x against itself.
-#define KLFAST_ESTIMATORS(ESTIMATOR)                                                            \
-  ESTIMATOR(k1, x, T(1), x + T(1))                                                              \
-  ESTIMATOR(abs, magnitude(x), sign(x), magnitude(x) + sign(x))                                 \
-  ESTIMATOR(k2, T(0.5) * x * x, x, T(0.5) * x * x + x)                                          \
-  ESTIMATOR(k3, expm1_minus_argument<range>(-x), -expm1<range>(-x), x)                          \
-  ESTIMATOR(k3_ref, expm1_minus_argument<range>(x), expm1<range>(x),                            \
-            expm1_minus_argument<range>(x) + expm1<range>(x))                                   \
-  ESTIMATOR(r_log_r, exp<range>(x) * finite_below(x), exp<range>(x) * (T(1) + finite_below(x)), \
-            exp<range>(x) * (T(1) + finite_below(x) + finite_below(x)))
+#include "formulas/list.h"
+#include "math/exp_series.h"
 
 namespace klfast::estimators {
 
 using namespace klfast::math;
 
-#define KLFAST_DEFINE_FORMULA(NAME, FORMULA)               \
-  template <Range range = Range::kAnywhere, typename T>    \
-  static KLFAST_HOST_DEVICE T NAME([[maybe_unused]] T x) { \
-    return FORMULA;                                        \
+template <typename T>
+struct Formula {
+  T value;       // f(x)
+  T derivative;  // f'(x)
+  // f(x) + f'(x): a factor of the gradient of w f(x) if the weight w = exp(logprobs - old_logprobs)
+  // is differentiated too. k3's is exactly x, where the sum would cancel e^-x against itself.
+  T value_plus_derivative;
+};
+
+// `range` says where x may lie. After inlining nothing is computed that a caller does not use.
+#define KLFAST_FORMULA                                  \
+  template <Range range = Range::kAnywhere, typename T> \
+  static KLFAST_HOST_DEVICE Formula<T> at([[maybe_unused]] T x)
+
+struct k1 {
+  static constexpr const char* name = "k1";
+  KLFAST_FORMULA { return {x, T(1), x + T(1)}; }
+};
+
+struct abs {
+  static constexpr const char* name = "abs";
+  KLFAST_FORMULA { return {magnitude(x), sign(x), magnitude(x) + sign(x)}; }
+};
+
+struct k2 {
+  static constexpr const char* name = "k2";
+  KLFAST_FORMULA { return {T(0.5) * x * x, x, T(0.5) * x * x + x}; }
+};
+
+struct k3 {
+  static constexpr const char* name = "k3";
+  KLFAST_FORMULA { return {expm1_minus_argument<range>(-x), -expm1<range>(-x), x}; }
+};
+
+struct k3_ref {
+  static constexpr const char* name = "k3_ref";
+  KLFAST_FORMULA {
+    const T value = expm1_minus_argument<range>(x), derivative = expm1<range>(x);
+    return {value, derivative, value + derivative};
   }
+};
 
-#define KLFAST_DEFINE_ESTIMATOR(NAME, VALUE, DERIVATIVE, SUM) \
-  struct NAME {                                               \
-    static constexpr const char* name = #NAME;                \
-    KLFAST_DEFINE_FORMULA(value, VALUE)                       \
-    KLFAST_DEFINE_FORMULA(derivative, DERIVATIVE)             \
-    KLFAST_DEFINE_FORMULA(value_plus_derivative, SUM)         \
-  };
-KLFAST_ESTIMATORS(KLFAST_DEFINE_ESTIMATOR)
-#undef KLFAST_DEFINE_FORMULA
-#undef KLFAST_DEFINE_ESTIMATOR
+struct r_log_r {
+  static constexpr const char* name = "r_log_r";
+  KLFAST_FORMULA {
+    const T ratio = exp<range>(x), log_ratio = finite_below(x);
+    return {ratio * log_ratio, ratio * (T(1) + log_ratio), ratio * (T(1) + log_ratio + log_ratio)};
+  }
+};
 
-// index_of_k1 and so on, in the order of the table.
-#define KLFAST_INDEX_OF(NAME, ...) index_of_##NAME,
-enum Index { KLFAST_ESTIMATORS(KLFAST_INDEX_OF) };
-#undef KLFAST_INDEX_OF
+#undef KLFAST_FORMULA
 
-#define KLFAST_NAME_OF(NAME, ...) NAME::name,
-inline constexpr const char* kNames[] = {KLFAST_ESTIMATORS(KLFAST_NAME_OF)};
-#undef KLFAST_NAME_OF
+// In the order of klfast.formulas.FORMULAS.
+using Table = List<k1, abs, k2, k3, k3_ref, r_log_r>;
+
+template <typename... Estimators>
+constexpr std::array<const char*, sizeof...(Estimators)> names_of(List<Estimators...>) {
+  return {Estimators::name...};
+}
+inline constexpr auto kNames = names_of(Table());
 
 }  // namespace klfast::estimators

@@ -1,8 +1,7 @@
 // Reductions of a batch as weights of its sequences, on the host and on devices. No torch.
 //
 // Every reduction but that of tokens is sum_s weight(s) * (sum of the values of sequence s), or
-// those terms one by one; the gradient of a token of s is weight(s) times its own. So one function
-// says it all.
+// those terms one by one; the gradient of a token of s is weight(s) times its own.
 
 #pragma once
 
@@ -13,6 +12,7 @@ namespace klfast {
 // In the order of klfast.reduction.RESULTS and DENOMINATORS.
 enum class Result { kToken, kSequence, kScalar };
 enum class Over { kOne, kTokens, kSequences };
+inline constexpr int kDenominators = 3;
 
 // klfast.reduction.Reduction as plain data.
 struct Reduction {
@@ -21,27 +21,33 @@ struct Reduction {
   Over over = Over::kOne;   // what the sum over the sequences is divided by
 
   // Whether the weights depend on the masks of all sequences.
-  KLFAST_HOST_DEVICE bool uses_totals(bool is_normalized) const {
+  KLFAST_HOST_DEVICE bool uses_total(bool is_normalized) const {
     return over != Over::kOne && !is_normalized;
   }
 };
 
-// What the mask adds up to over a batch.
-struct Totals {
-  double tokens = 0;     // sum of the mask
-  double sequences = 0;  // sequences with a kept token
-};
+// The part of a sequence in the denominator: its sum over the batch is the total.
+KLFAST_HOST_DEVICE double denominator_term(const Reduction& reduction, double length) {
+  switch (reduction.over) {
+    case Over::kOne:
+      break;
+    case Over::kTokens:
+      return length;
+    case Over::kSequences:
+      return length > 0 ? 1 : 0;
+  }
+  return 0;
+}
 
 // The weight of a sequence in the result. A normalizer, where there is one, is taken as it is;
 // nothing else is divided by 0.
-KLFAST_HOST_DEVICE double sequence_weight(const Reduction& reduction, double length,
-                                          const Totals& totals, bool is_normalized,
-                                          double normalizer) {
+KLFAST_HOST_DEVICE double sequence_weight(const Reduction& reduction, double length, double total,
+                                          bool is_normalized, double normalizer) {
   if (reduction.own_length && !(length > 0)) return 0;
   double denominator = 1;
-  if (reduction.uses_totals(is_normalized)) {
-    denominator = reduction.over == Over::kTokens ? totals.tokens : totals.sequences;
-    if (!(denominator > 0)) return 0;
+  if (reduction.uses_total(is_normalized)) {
+    if (!(total > 0)) return 0;
+    denominator = total;
   } else if (reduction.over != Over::kOne) {
     denominator = normalizer;
   }

@@ -1,10 +1,156 @@
-// The statistics of a sequence: klfast.KLStats.
+// The statistics of a sequence, klfast.KLStats, as a table: what a token adds, and how partial
+// results combine. Included by kernels that are compiled once per instruction set: everything here
+// is inlined into them.
+//
+// Host and device, no torch. To add a statistic, write its struct and add it to the table.
 
 #pragma once
 
+#include "formulas/estimators.h"
+#include "formulas/list.h"
+#include "math/combine.h"
+
 namespace klfast {
 
+// A token. A masked one has weight, value and log-ratio 0.
+template <math::Range range, typename Acc>
+struct Observation {
+  Acc value;                                    // of the estimator, with its weight and limits
+  Acc weight;                                   // of the mask
+  Acc log_ratio;                                // in the range
+  typename math::Constants<Acc>::Bits clipped;  // 1 if a limit acted
+};
+
+// The calls that compute a statistic: every call, those that return statistics, those of them that
+// may have limits. In other calls it is the statistic of no tokens.
+enum class Depth { kAlways, kWanted, kLimited };
+
+namespace statistics {
+
+using math::Greatest;
+using math::Range;
+using math::Sum;
+
+template <typename Acc>
+KLFAST_HOST_DEVICE Acc count(bool condition) {
+  return math::select(condition, Acc(1), Acc(0));
+}
+
+template <typename Combination, Depth least>
+struct Statistic : Combination {
+  static constexpr Depth depth = least;
+};
+
+#define KLFAST_TERM                    \
+  template <Range range, typename Acc> \
+  static KLFAST_HOST_DEVICE Acc term(const Observation<range, Acc>& token)
+
+struct kl : Statistic<Sum, Depth::kAlways> {
+  KLFAST_TERM { return token.value; }
+};
+
+struct length : Statistic<Sum, Depth::kAlways> {
+  KLFAST_TERM { return token.weight; }
+};
+
+struct k1 : Statistic<Sum, Depth::kWanted> {
+  KLFAST_TERM { return token.weight * estimators::k1::at<range>(token.log_ratio).value; }
+};
+
+struct k2 : Statistic<Sum, Depth::kWanted> {
+  KLFAST_TERM { return token.weight * estimators::k2::at<range>(token.log_ratio).value; }
+};
+
+struct k3 : Statistic<Sum, Depth::kWanted> {
+  KLFAST_TERM { return token.weight * estimators::k3::at<range>(token.log_ratio).value; }
+};
+
+struct max_log_ratio : Statistic<Greatest, Depth::kWanted> {
+  KLFAST_TERM { return math::magnitude(token.log_ratio); }
+};
+
+struct clipped : Statistic<Sum, Depth::kLimited> {
+  KLFAST_TERM { return count<Acc>(token.clipped != 0); }
+};
+
+struct nonfinite : Statistic<Sum, Depth::kWanted> {
+  KLFAST_TERM {
+    return count<Acc>(math::magnitude_bits(token.log_ratio) >= math::magnitude_bits(Acc(INFINITY)));
+  }
+};
+
+#undef KLFAST_TERM
+
 // In the order of KLStats' fields.
-enum Statistic { kKl, kLength, kK1, kK2, kK3, kMaxLogRatio, kClipped, kNonfinite, kStatistics };
+using Table = List<kl, length, k1, k2, k3, max_log_ratio, clipped, nonfinite>;
+
+}  // namespace statistics
+
+inline constexpr int kStatistics = statistics::Table::kSize;
+
+template <typename Row>
+inline constexpr int index_of = IndexIn<Row, statistics::Table>::value;
+
+inline constexpr int kKl = index_of<statistics::kl>;
+inline constexpr int kLength = index_of<statistics::length>;
+
+// The rows of a depth. Those of every call come first.
+template <Depth depth, typename... Rows>
+constexpr int count_rows(List<Rows...>) {
+  return (0 + ... + (Rows::depth <= depth));
+}
+template <Depth depth>
+inline constexpr int number_of_statistics = count_rows<depth>(statistics::Table());
+static_assert(number_of_statistics<Depth::kAlways> == 2 && kKl < 2 && kLength < 2);
+
+// One number per statistic.
+template <typename T>
+struct Statistics {
+  T at[kStatistics];
+};
+
+// Calls visit(Row()) for the rows of a depth.
+template <Depth depth, typename Row, typename Visitor>
+KLFAST_HOST_DEVICE void visit_if(const Visitor& visit) {
+  if constexpr (Row::depth <= depth) visit(Row());
+}
+template <Depth depth, typename Visitor, typename... Rows>
+KLFAST_HOST_DEVICE void visit_each(const Visitor& visit, List<Rows...>) {
+  (visit_if<depth, Rows>(visit), ...);
+}
+template <Depth depth, typename Visitor>
+KLFAST_HOST_DEVICE void for_each_statistic(const Visitor& visit) {
+  visit_each<depth>(visit, statistics::Table());
+}
+
+// The statistics of no tokens.
+template <typename T>
+KLFAST_HOST_DEVICE Statistics<T> empty_statistics() {
+  Statistics<T> sums;
+  for_each_statistic<Depth::kLimited>([&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    sums.at[index_of<Row>] = T(Row::kEmpty);
+  });
+  return sums;
+}
+
+template <Depth depth, typename T>
+KLFAST_HOST_DEVICE void combine(Statistics<T>& sums, const Statistics<T>& part) {
+  for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    constexpr int i = index_of<Row>;
+    sums.at[i] = Row::combine(sums.at[i], part.at[i]);
+  });
+}
+
+// Adds a token to its statistics; at(index) is where the sum of a row lies.
+template <Depth depth, math::Range range, typename Acc, typename At>
+KLFAST_HOST_DEVICE void add_token(const Observation<range, Acc>& token, const At& at) {
+  for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    Acc& sum = at(index_of<Row>);
+    sum = Row::combine(sum, Row::term(token));
+  });
+}
 
 }  // namespace klfast

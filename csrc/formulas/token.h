@@ -80,7 +80,7 @@ template <typename E, typename Acc>
 KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
                                              Acc weight, Acc x, const Importance<Acc>& importance) {
   using math::select;
-  using K2 = estimators::k2;
+  const estimators::Formula<Acc> k2 = estimators::k2::at(x);
   const bool clips_x = (limit.low > -Acc(INFINITY)) | (limit.high < Acc(INFINITY));
   const bool clips_f = limit.kl_clip < Acc(INFINITY);
   const bool differentiable = weighs & !limit.detached;
@@ -92,8 +92,9 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const Acc clipped_x = select(keep, math::clamp(x, limit.low, limit.high), Acc(0));
   const Acc near_x = math::clamp(clipped_x, -limit.tail, limit.tail);
   const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
-  const Acc slope = E::derivative(near_x);
-  const Acc f = E::value(near_x) + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
+  const estimators::Formula<Acc> formula = E::at(near_x);
+  const Acc slope = formula.derivative;
+  const Acc f = formula.value + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
   // The value on which kl_clip acts, and the factors that come after it.
   const Acc unclipped = select(limit.clip_weighted, importance.weight, Acc(1)) * f;
   const Acc scale = weight * importance.weight;
@@ -104,11 +105,10 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
 
   // Derivatives of the value through x, and through x and the importance weight, over w.
   const bool alive = inside & small;
-  const Acc df = select(limit.k2_gradient, K2::derivative(x), select(alive, slope, Acc(0)));
+  const Acc df = select(limit.k2_gradient, k2.derivative, select(alive, slope, Acc(0)));
   const Acc through_weight = select(limit.clip_weighted, select(alive, f, Acc(0)), clipped);
-  const Acc limited =
-      select(alive & !in_tail, E::value_plus_derivative(near_x), through_weight + df);
-  const Acc through_both = select(limit.k2_gradient, K2::value_plus_derivative(x), limited);
+  const Acc limited = select(alive & !in_tail, formula.value_plus_derivative, through_weight + df);
+  const Acc through_both = select(limit.k2_gradient, k2.value_plus_derivative, limited);
   const Acc derivative = select(differentiable & !weight_limited, through_both, df);
   return {scale_of_clipped * clipped, scale * derivative, scale * df,
           keep & (outside | large | weight_limited)};

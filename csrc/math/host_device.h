@@ -1,9 +1,11 @@
-// The mark of functions that host compilers and nvcc both compile.
+// Marks of functions that host compilers and nvcc both compile.
 
 #pragma once
 
 #ifdef __CUDACC__
 #define KLFAST_HOST_DEVICE __host__ __device__ __forceinline__
+#define KLFAST_INLINE_LAMBDA
 #else
 #define KLFAST_HOST_DEVICE inline __attribute__((always_inline))
+#define KLFAST_INLINE_LAMBDA __attribute__((always_inline))
 #endif

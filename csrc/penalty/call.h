@@ -1,4 +1,4 @@
-// The fused KL penalty: what its kernels are asked. No torch.
+// The calls of the kernels over log-probs. No torch.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace klfast {
 enum class Gradient { kValue, kK2, kNone };
 enum class ImportanceGradient { kDifferentiable, kDetached };
 
-// What is computed per token: klfast.Estimator as plain data. Limits are infinite where absent.
+// The options of klfast.Estimator as plain data. Absent limits are infinite.
 struct EstimatorOptions {
   int estimator = 0;  // index into estimators::kNames
   Gradient gradient = Gradient::kValue;
@@ -42,9 +42,11 @@ struct KlPenaltyInputs {
   Reduction reduction;
   double coef = 1;
   double normalizer = 0;  // 0 stands for none
-  View coef_tensor;  // one element each, in place of the numbers: where reading them on the host
-  View normalizer_tensor;  // would stall a device
-  bool negate = false;     // a penalty that is taken off a score
+  // One-element tensors that replace coef and normalizer on a device, where reading a number on the
+  // host would wait for it.
+  View coef_tensor;
+  View normalizer_tensor;
+  bool negate = false;  // the penalty is subtracted from a score
   bool is_double = false;
 
   KLFAST_HOST_DEVICE bool is_normalized() const {
@@ -55,8 +57,8 @@ struct KlPenaltyInputs {
 struct KlPenaltyForward {
   View scores;                 // [1, S], added at the last kept token of each sequence
   void* result = nullptr;      // arithmetic's type, like the next two; shape by reduction
-  void* weights = nullptr;     // [S], of the tokens of each sequence in the result; null if not
-                               // wanted, but for gradients
+  void* weights = nullptr;     // [S], by sequence_weight: all that the backward reads of a forward;
+                               // null if not wanted, but never with a gradient
   void* statistics = nullptr;  // [kStatistics, S]; null if not wanted
   Output grad_logprobs;        // gradient of a scalar result
   Output grad_ref_logprobs;

@@ -60,19 +60,10 @@ void check_cu_seqlens(const Batch& batch) {
   if (!good) throw std::runtime_error("cu_seqlens must rise from 0 to the number of tokens");
 }
 
-Totals add_up(const std::vector<double>& lengths) {
-  Totals totals;
-  for (double length : lengths) {
-    totals.tokens += length;
-    totals.sequences += length > 0 ? 1 : 0;
-  }
-  return totals;
-}
-
 // The sum of every sequence's mask if weights depend on it, else ones. A mask is read for it once.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
-  if (!in.reduction.own_length && !in.reduction.uses_totals(in.is_normalized())) {
+  if (!in.reduction.own_length && !in.reduction.uses_total(in.is_normalized())) {
     return std::vector<double>(in.batch.sequences, 1);
   }
   std::vector<double> lengths(in.batch.sequences, 0);
@@ -87,7 +78,7 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
            [&](int64_t i) { partials[i] = kernels().read_mask(in, segments[i]); });
   for (int64_t s = 0; s < in.batch.sequences; ++s) {
     for (int64_t i = segments.first(s); i < segments.first(s + 1); ++i) {
-      lengths[s] += partials[i].length;
+      lengths[s] += partials[i].at[kLength];
     }
   }
   return lengths;
@@ -97,11 +88,12 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
 // then compute the same gradients.
 std::vector<double> sequence_weights(const KlPenaltyInputs& in,
                                      const std::vector<double>& lengths) {
-  const Totals totals = add_up(lengths);
+  double total = 0;
+  for (double length : lengths) total += denominator_term(in.reduction, length);
   std::vector<double> weights(lengths.size());
   for (size_t s = 0; s < lengths.size(); ++s) {
     const double weight =
-        sequence_weight(in.reduction, lengths[s], totals, in.is_normalized(), in.normalizer);
+        sequence_weight(in.reduction, lengths[s], total, in.is_normalized(), in.normalizer);
     weights[s] = in.is_double ? weight : static_cast<float>(weight);
   }
   return weights;
@@ -112,36 +104,8 @@ void store(void* data, int64_t index, double value) {
   static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
 }
 
-template <typename Acc>
-double from_bits(int64_t bits) {
-  return math::bit_cast<Acc>(static_cast<typename math::Constants<Acc>::Bits>(bits));
-}
-
-template <typename Acc>
-void store_statistics(void* data, int64_t sequences, int64_t s, const Partial& sum) {
-  double fields[kStatistics];
-  fields[kKl] = sum.kl;
-  fields[kLength] = sum.length;
-  fields[kK1] = sum.k1;
-  fields[kK2] = sum.k2;
-  fields[kK3] = sum.k3;
-  fields[kMaxLogRatio] = from_bits<Acc>(sum.max_log_ratio_bits);
-  fields[kClipped] = sum.clipped;
-  fields[kNonfinite] = sum.nonfinite;
-  for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(data, field * sequences + s, fields[field]);
-  }
-}
-
 void add_to(Partial& sum, const Partial& part) {
-  sum.kl += part.kl;
-  sum.length += part.length;
-  sum.k1 += part.k1;
-  sum.k2 += part.k2;
-  sum.k3 += part.k3;
-  sum.clipped += part.clipped;
-  sum.nonfinite += part.nonfinite;
-  sum.max_log_ratio_bits = std::max(sum.max_log_ratio_bits, part.max_log_ratio_bits);
+  combine<Depth::kLimited>(sum, part);
   sum.last_kept = std::max(sum.last_kept, part.last_kept);
   sum.bad_mask |= part.bad_mask;
 }
@@ -161,9 +125,11 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     Partial sum;
     for (int64_t i = segments.first(s); i < segments.first(s + 1); ++i) add_to(sum, partials[i]);
     if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
-    lengths[s] = sum.length;
-    sums[s] = sum.kl;
-    if (out.statistics != nullptr) store_statistics<Acc>(out.statistics, sequences, s, sum);
+    lengths[s] = sum.at[kLength];
+    sums[s] = sum.at[kKl];
+    for (int i = 0; out.statistics != nullptr && i < kStatistics; ++i) {
+      store<Acc>(out.statistics, i * sequences + s, sum.at[i]);
+    }
     if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
   }
   const std::vector<double> weights = sequence_weights(in, lengths);

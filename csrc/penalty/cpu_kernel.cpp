@@ -11,9 +11,9 @@
 
 #include "device/cpu/ahead.h"
 #include "device/cpu/instruction_set_table.h"
-#include "device/cpu/lanes.h"
 #include "device/cpu/tiles.h"
 #include "formulas/token.h"
+#include "penalty/cpu_sums.h"
 
 namespace klfast::cpu {
 namespace {
@@ -21,19 +21,6 @@ namespace {
 constexpr int64_t kTileTokens =
     1024;  // tokens between conversions; buffers stay in the first-level cache
 constexpr int64_t kBuffers = 8;  // buffers of a pass
-
-template <typename Acc>
-struct LaneSums {
-  using Bits = typename math::Constants<Acc>::Bits;
-  Acc kl[kLanes] = {};
-  Acc length[kLanes] = {};
-  Acc k1[kLanes] = {};
-  Acc k2[kLanes] = {};
-  Acc k3[kLanes] = {};
-  Bits clipped[kLanes] = {};
-  Bits nonfinite[kLanes] = {};
-  Bits max_log_ratio[kLanes] = {};
-};
 
 // A tile in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
 template <typename Acc>
@@ -51,25 +38,11 @@ struct TileData {
   Ahead ahead;
 };
 
-// Adds a token to the statistics other than kl and length.
-template <Range range, typename Acc>
-KLFAST_HOST_DEVICE void add_statistics(LaneSums<Acc>& sums, int64_t lane, Acc x, Acc weight) {
-  using Bits = typename LaneSums<Acc>::Bits;
-  constexpr Bits infinity = (2 * math::Constants<Acc>::kExponentBias + 1)
-                            << math::Constants<Acc>::kMantissaBits;
-  const Bits bits = math::magnitude_bits(x);
-  sums.k1[lane] += weight * estimators::k1::value(x);
-  sums.k2[lane] += weight * estimators::k2::value(x);
-  sums.k3[lane] += weight * estimators::k3::value<range>(x);
-  sums.nonfinite[lane] += bits >= infinity;
-  sums.max_log_ratio[lane] = std::max(sums.max_log_ratio[lane], bits);
-}
-
 // The output that a pass stores per token.
 enum class Store { kNothing, kValue, kGradient };
 
 // The value and derivative of a group of a tile.
-template <typename E, Range range, Store stores, bool kStatistics, typename Acc>
+template <typename E, Range range, Store stores, Depth depth, typename Acc>
 KLFAST_HOST_DEVICE void evaluate_group(const TileData<Acc>& data, int64_t first,
                                        LaneSums<Acc>& sums) {
   const Acc* log_ratio = data.log_ratio + first;
@@ -80,31 +53,43 @@ KLFAST_HOST_DEVICE void evaluate_group(const TileData<Acc>& data, int64_t first,
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Acc weight = weights[lane];
     const Acc x = log_ratio[lane];
-    const Acc weighted = weight * E::template value<range>(x);
+    const auto formula = E::template at<range>(x);
+    const Acc weighted = weight * formula.value;
     if constexpr (stores == Store::kValue) value[lane] = data.coef * weighted;
     if constexpr (stores == Store::kGradient) {
-      grad[lane] = data.grad_scale * (weight * E::template derivative<range>(x));
+      grad[lane] = data.grad_scale * (weight * formula.derivative);
     }
-    sums.kl[lane] += weighted;
-    sums.length[lane] += weight;
-    if constexpr (kStatistics) add_statistics<range>(sums, lane, x, weight);
+    add_token<depth>(sums, lane, Observation<range, Acc>{weighted, weight, x, 0});
   }
 }
 
 // A tile without limits and importance weights, with the value's own gradient. Most groups have
 // every |x| <= 1 and take the shorter branch, with the same bits.
-template <typename E, typename Acc, Store stores, bool kStatistics>
+template <typename E, typename Acc, Store stores, Depth depth>
 void evaluate_plain(const TileData<Acc>& data, const Limits<Acc>&, LaneSums<Acc>& sums) {
   for (int64_t first = 0; first < data.size; first += kLanes) {
     data.ahead.fetch(first / kLanes);
     const Acc* log_ratio = data.log_ratio + first;
-    typename LaneSums<Acc>::Bits far = 0;
+    typename math::Constants<Acc>::Bits far = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(log_ratio[lane]);
     if (far) {
-      evaluate_group<E, Range::kAnywhere, stores, kStatistics>(data, first, sums);
+      evaluate_group<E, Range::kAnywhere, stores, depth>(data, first, sums);
     } else {
-      evaluate_group<E, Range::kNear, stores, kStatistics>(data, first, sums);
+      evaluate_group<E, Range::kNear, stores, depth>(data, first, sums);
     }
+  }
+}
+
+// Adds a group of a tile to its sums.
+template <Depth depth, typename Acc>
+KLFAST_HOST_DEVICE void add_group(const Acc* values, const Acc* weights, const Acc* log_ratio,
+                                  const typename math::Constants<Acc>::Bits* clipped,
+                                  LaneSums<Acc>& sums) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    add_token<depth>(sums, lane,
+                     Observation<Range::kAnywhere, Acc>{values[lane], weights[lane],
+                                                        log_ratio[lane], clipped[lane]});
   }
 }
 
@@ -117,14 +102,14 @@ void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums
   const Limits<Acc> limit = limits;
   alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
   alignas(64) Acc importances[kLanes];
-  alignas(64) typename LaneSums<Acc>::Bits limited[kLanes] = {}, clipped[kLanes];
+  alignas(64) typename math::Constants<Acc>::Bits limited[kLanes] = {}, clipped[kLanes];
   std::fill(importances, importances + kLanes, Acc(1));
   for (int64_t first = 0; first < data.size; first += kLanes) {
     data.ahead.fetch(first / kLanes);
     const Acc* log_ratio = data.log_ratio + first;
     const Acc* log_importances = weighs ? data.log_importance + first : nullptr;
     const Acc* weights = data.weight + first;
-    typename LaneSums<Acc>::Bits extreme = 0;
+    typename math::Constants<Acc>::Bits extreme = 0;
     if (weighs) {
 #pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -143,14 +128,7 @@ void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums
       values[lane] = token.value;
       derivatives[lane] = token.derivative;
       ref_derivatives[lane] = token.ref_derivative;
-      sums.length[lane] += weight;
       clipped[lane] = token.clipped;
-    }
-    if (data.statistics) {
-#pragma GCC ivdep
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        add_statistics<Range::kAnywhere>(sums, lane, log_ratio[lane], weights[lane]);
-      }
     }
     if constexpr (std::is_same_v<Acc, float>) {
       for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
@@ -162,7 +140,7 @@ void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums
         values[lane] = static_cast<Acc>(token.value);
         derivatives[lane] = static_cast<Acc>(token.derivative);
         ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);
-        clipped[lane] = static_cast<typename LaneSums<Acc>::Bits>(token.clipped);
+        clipped[lane] = static_cast<typename math::Constants<Acc>::Bits>(token.clipped);
       }
     }
 #pragma GCC ivdep
@@ -170,8 +148,11 @@ void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums
       data.value[first + lane] = data.coef * values[lane];
       data.grad[first + lane] = data.grad_scale * derivatives[lane];
       data.grad_ref[first + lane] = -data.grad_scale * ref_derivatives[lane];
-      sums.kl[lane] += values[lane];
-      sums.clipped[lane] += clipped[lane];
+    }
+    if (data.statistics) {
+      add_group<Depth::kLimited>(values, weights, log_ratio, clipped, sums);
+    } else {
+      add_group<Depth::kAlways>(values, weights, log_ratio, clipped, sums);
     }
   }
 }
@@ -181,7 +162,8 @@ using Evaluate = void (*)(const TileData<Acc>&, const Limits<Acc>&, LaneSums<Acc
 
 template <typename E, typename Acc, Store stores>
 Evaluate<Acc> choose_plain(bool statistics) {
-  return statistics ? evaluate_plain<E, Acc, stores, true> : evaluate_plain<E, Acc, stores, false>;
+  return statistics ? evaluate_plain<E, Acc, stores, Depth::kWanted>
+                    : evaluate_plain<E, Acc, stores, Depth::kAlways>;
 }
 
 // Only fp32 arithmetic has plain passes; fp64 is for checking, not for speed.
@@ -208,22 +190,12 @@ Evaluate<Acc> choose(const SegmentTask& task) {
   const Store stores = stores_value      ? Store::kValue
                        : stores_gradient ? Store::kGradient
                                          : Store::kNothing;
-  using Choice = Evaluate<Acc> (*)(bool, Store, bool);
-#define KLFAST_CHOICE(NAME, ...) choose<estimators::NAME, Acc>,
-  constexpr Choice choices[] = {KLFAST_ESTIMATORS(KLFAST_CHOICE)};
-#undef KLFAST_CHOICE
-  return choices[options.estimator](plain, stores, task.want_statistics);
+  Evaluate<Acc> evaluate = nullptr;
+  visit_row(estimators::Table(), options.estimator, [&](auto estimator) {
+    evaluate = choose<decltype(estimator), Acc>(plain, stores, task.want_statistics);
+  });
+  return evaluate;
 }
-
-// The lane sums of a segment, in double. Those of one tile are short, and so exact enough in the
-// arithmetic's type.
-struct WideSums {
-  double kl[kLanes] = {};
-  double length[kLanes] = {};
-  double k1[kLanes] = {};
-  double k2[kLanes] = {};
-  double k3[kLanes] = {};
-};
 
 // The place of a tile in the inputs.
 struct Tile {
@@ -324,8 +296,10 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
   alignas(64) Acc
       buffers[kBuffers][kTileTokens + kLanes];  // not a page apart, which would alias in the cache
-  alignas(64) LaneSums<Acc> sums;
-  alignas(64) WideSums wide;
+  alignas(64) LaneSums<Acc> of_tile;
+  alignas(64) LaneSums<double> of_segment;
+  clear(of_tile);
+  clear(of_segment);
   Partial partial;
 
   for (int64_t done = 0; done < segment.length; done += kTileTokens) {
@@ -349,7 +323,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     data.value = output_tile(task.value, index, n, tile.padded, buffers[3]);
     data.grad = output_tile(task.grad_logprobs, index, n, tile.padded, buffers[4]);
     data.grad_ref = output_tile(task.grad_ref_logprobs, index, n, tile.padded, buffers[5]);
-    evaluate(data, limits, sums);
+    evaluate(data, limits, of_tile);
 
     if (task.grad_out.data != nullptr) {
       const Acc* grad_out =
@@ -372,26 +346,16 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
         break;
       }
     }
-    flush(sums.kl, wide.kl);
-    flush(sums.length, wide.length);
     if (task.want_statistics) {
-      flush(sums.k1, wide.k1);
-      flush(sums.k2, wide.k2);
-      flush(sums.k3, wide.k3);
+      flush<Depth::kLimited>(of_tile, of_segment);
+    } else {
+      flush<Depth::kAlways>(of_tile, of_segment);
     }
   }
-  partial.kl = add_lanes(wide.kl);
-  partial.length = add_lanes(wide.length);
   if (task.want_statistics) {
-    partial.k1 = add_lanes(wide.k1);
-    partial.k2 = add_lanes(wide.k2);
-    partial.k3 = add_lanes(wide.k3);
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      partial.clipped += static_cast<double>(sums.clipped[lane]);
-      partial.nonfinite += static_cast<double>(sums.nonfinite[lane]);
-      partial.max_log_ratio_bits =
-          std::max<int64_t>(partial.max_log_ratio_bits, sums.max_log_ratio[lane]);
-    }
+    add_up<Depth::kLimited>(of_segment, partial);
+  } else {
+    add_up<Depth::kAlways>(of_segment, partial);
   }
   return partial;
 }
@@ -418,7 +382,7 @@ Partial read_mask(const KlPenaltyInputs& in, const Segment& segment) {
     if (can_be_bad(in.mask)) partial.bad_mask |= any_bad(weights, tile.size);
     flush(lanes, wide);
   }
-  partial.length = add_lanes(wide);
+  partial.at[kLength] = add_lanes(wide);
   return partial;
 }
 

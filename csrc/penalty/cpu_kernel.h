@@ -14,18 +14,11 @@ struct Segment {
 };
 
 // The sums of a segment: of fp32 (fp64) terms, in an order that depends on positions alone.
-struct Partial {
-  double kl = 0;
-  double length = 0;
-  double k1 = 0;
-  double k2 = 0;
-  double k3 = 0;
-  double clipped = 0;
-  double nonfinite = 0;
-  int64_t max_log_ratio_bits =
-      0;                   // of a non-negative float or double: ordered as integers, NaN last
+struct Partial : Statistics<double> {
   int64_t last_kept = -1;  // index among all tokens
   bool bad_mask = false;
+
+  Partial() : Statistics<double>(empty_statistics<double>()) {}
 };
 
 // The task of a pass over a segment's tokens.
@@ -42,7 +35,7 @@ struct SegmentTask {
 
 struct Kernels {
   Partial (*run_segment)(const SegmentTask&, const Segment&);
-  Partial (*read_mask)(const KlPenaltyInputs&, const Segment&);  // length and bad_mask alone
+  Partial (*read_mask)(const KlPenaltyInputs&, const Segment&);  // kLength and bad_mask alone
   void (*scale)(const Output&, int64_t n, double factor);        // in place
 };
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& 
 // Runs the tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
 // LaneSums, then finish(slot, segment, sums) by one thread of each slot. The sums of tiles and
 // segments do not depend on the number of warps per segment.
-template <bool kStatistics, typename Locate, typename Run, typename Finish>
+template <Depth depth, typename Locate, typename Run, typename Finish>
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
   __shared__ Sums tile_sums[kWarps * kTilesPerSegment];
@@ -65,14 +65,14 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
     __syncwarp();
     if (task.backward) continue;
     const Sums sums =
-        add_up<kStatistics>(lane_sums, task.scores.data != nullptr, segment.start + position);
+        add_up<depth>(lane_sums, task.scores.data != nullptr, segment.start + position);
     if (first_lane) tiles[tile] = sums;
   }
   if (task.backward) return;
   __syncthreads();
   if (!segment.exists || warp != 0 || !first_lane) return;
-  Sums sums;
-  for (int tile = 0; tile * kTileTokens < segment.size; ++tile) add<kStatistics>(sums, tiles[tile]);
+  Sums sums = empty_sums();
+  for (int tile = 0; tile * kTileTokens < segment.size; ++tile) add<depth>(sums, tiles[tile]);
   finish(slot, segment, sums);
 }
 
@@ -88,10 +88,10 @@ template <typename T, Pass pass>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
     kl_penalty_kernel(const __grid_constant__ Task task) {
   using Acc = typename Source<T>::Acc;
-  constexpr bool kStatistics = adds_statistics<pass>;
+  constexpr Depth depth = depth_of<pass>;
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
-  run_slots<kStatistics>(
+  run_slots<depth>(
       task,
       [&](const Segment& segment, int64_t position) {
         return tile_at<T, pass>(task, segment, position);
@@ -102,13 +102,13 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
       },
       [&](int64_t slot, const Segment& segment, const Sums& sums) {
         if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
-          finish_sequence<kStatistics, Acc>(task, scalars, segment.sequence, sums, {});
+          finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, 0);
         } else {
-          put<kStatistics>(partials, slot, sums, task.scores.data != nullptr);
+          put<depth>(partials, slot, sums, task.scores.data != nullptr);
         }
       });
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
-    finish_batch<kStatistics, Acc>(task, scalars, partials);
+    finish_batch<depth, Acc>(task, scalars, partials);
   }
 }
 
@@ -118,14 +118,14 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
-  run_slots<false>(
+  run_slots<Depth::kAlways>(
       task,
       [&](const Segment& segment, int64_t position) {
         return tile_at<AnyDtype<Acc>, Pass::kAny>(task, segment, position);
       },
       [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
       [&](int64_t slot, const Segment&, const Sums& sums) {
-        put<false>(partials, slot, sums, false);
+        put<Depth::kAlways>(partials, slot, sums, false);
       });
   if (arrives_last(task.arrivals)) finish_lengths<Acc>(task, scalars, partials);
 }
@@ -192,7 +192,7 @@ bool wants_gradient(const KlPenaltyForward& out) {
 bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
   return wants_gradient(out) && unknown &&
-         (in.reduction.own_length || in.reduction.uses_totals(in.is_normalized()));
+         (in.reduction.own_length || in.reduction.uses_total(in.is_normalized()));
 }
 
 Task task_of(const KlPenaltyInputs& in) {
@@ -247,8 +247,7 @@ void launch_lengths(const Task& task, const Launch& on) {
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   if (!needs_last_block(in)) return 0;
   const bool all = !is_plain_call(in) || out.statistics != nullptr || out.scores.data != nullptr;
-  const int64_t fields = all ? Sums::kFields : Sums::kLength + 1;
-  return fields * std::max<int64_t>(1, grid_of(in.batch).slots);
+  return Partials::rows(all) * std::max<int64_t>(1, grid_of(in.batch).slots);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {

@@ -40,10 +40,10 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
 // it.
 template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
-                                            int64_t sequence, double length, const Totals& totals) {
+                                            int64_t sequence, double length, double total) {
   if (task.weights_known) return static_cast<const Acc*>(task.weights_out)[sequence];
-  return static_cast<Acc>(sequence_weight(task.in.reduction, length, totals,
-                                          task.in.is_normalized(), scalars.normalizer));
+  return static_cast<Acc>(sequence_weight(task.in.reduction, length, total, task.in.is_normalized(),
+                                          scalars.normalizer));
 }
 
 // The weight of a sequence before its mask is summed: it has been computed by lengths_kernel, or
@@ -52,40 +52,31 @@ template <typename Acc>
 __device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
                                                      int64_t sequence) {
   const Batch& batch = task.in.batch;
-  const double sequences = batch.width > 0 ? static_cast<double>(batch.sequences) : 0.0;
-  return weight_of<Acc>(task, scalars, sequence, static_cast<double>(batch.width),
-                        {static_cast<double>(batch.tokens), sequences});
+  const double length = static_cast<double>(batch.width);
+  const double total =
+      static_cast<double>(batch.sequences) * denominator_term(task.in.reduction, length);
+  return weight_of<Acc>(task, scalars, sequence, length, total);
 }
 
 template <typename Acc>
 __device__ __forceinline__ void store_statistics(const Task& task, int64_t sequence,
                                                  const Sums& sums) {
-  using Bits = typename math::Constants<Acc>::Bits;
-  double fields[kStatistics];
-  fields[kKl] = sums.kl;
-  fields[kLength] = sums.length;
-  fields[kK1] = sums.k1;
-  fields[kK2] = sums.k2;
-  fields[kK3] = sums.k3;
-  fields[kMaxLogRatio] = math::bit_cast<Acc>(static_cast<Bits>(sums.max_log_ratio));
-  fields[kClipped] = sums.clipped;
-  fields[kNonfinite] = sums.nonfinite;
 #pragma unroll
-  for (int field = 0; field < kStatistics; ++field) {
-    store<Acc>(task.statistics, field * task.in.batch.sequences + sequence, fields[field]);
+  for (int i = 0; i < kStatistics; ++i) {
+    store<Acc>(task.statistics, i * task.in.batch.sequences + sequence, sums.at[i]);
   }
 }
 
 // Stores the results of one sequence. Returns its term of a scalar result, without coef.
-template <bool kStatistics, typename Acc>
+template <Depth depth, typename Acc>
 __device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
                                                   int64_t sequence, const Sums& sums,
-                                                  const Totals& totals) {
+                                                  double total) {
   const KlPenaltyInputs& in = task.in;
-  const double weight = weight_of<Acc>(task, scalars, sequence, sums.length, totals);
-  const double term = sums.length > 0 ? weight * sums.kl : 0.0;
+  const double weight = weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total);
+  const double term = sums.at[kLength] > 0 ? weight * sums.at[kKl] : 0.0;
   if (task.weights_out != nullptr) store<Acc>(task.weights_out, sequence, weight);
-  if constexpr (kStatistics) {
+  if constexpr (depth != Depth::kAlways) {
     if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);
   }
   if (in.reduction.result == Result::kSequence) {
@@ -112,63 +103,59 @@ __device__ __forceinline__ double add_block(double value) {
   return sum;
 }
 
-template <bool kStatistics>
+template <Depth depth>
 __device__ __forceinline__ Sums sums_of_sequence(const Task& task, const Partials& partials,
                                                  int64_t sequence) {
   const int64_t segments = segments_of(sequence_at(task.in.batch, sequence).length);
   const int64_t first = first_slot(task.in.batch, task.grid, sequence);
   const bool with_last_kept = task.scores.data != nullptr;
-  Sums sums;
+  Sums sums = empty_sums();
   for (int64_t i = 0; i < segments && first + i < task.grid.slots; ++i) {
-    add<kStatistics>(sums, get<kStatistics>(partials, first + i, with_last_kept));
+    add<depth>(sums, get<depth>(partials, first + i, with_last_kept));
   }
   return sums;
 }
 
-// The totals of the mask, by all threads of a block.
-__device__ __forceinline__ Totals totals_of(const Task& task, const Scalars& scalars,
-                                            const Partials& partials) {
+// The total of the denominator, by all threads of a block; 0 where it is not used.
+__device__ __forceinline__ double total_of(const Task& task, const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
-  Totals totals;
-  if (!in.reduction.uses_totals(in.is_normalized()) || task.weights_known) return totals;
+  if (!in.reduction.uses_total(in.is_normalized()) || task.weights_known) return 0;
+  double total = 0;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
-    const double length = sums_of_sequence<false>(task, partials, s).length;
-    totals.tokens += length;
-    totals.sequences += length > 0 ? 1 : 0;
+    const Sums sums = sums_of_sequence<Depth::kAlways>(task, partials, s);
+    total += denominator_term(in.reduction, sums.at[kLength]);
   }
-  totals.tokens = add_block(totals.tokens);
-  totals.sequences = add_block(totals.sequences);
-  return totals;
+  return add_block(total);
 }
 
 // Stores the weights of all sequences; run by all threads of the last block of a pass over lengths.
 template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
-  const Totals totals = totals_of(task, scalars, partials);
+  const double total = total_of(task, partials);
   for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlockThreads) {
-    const double length = sums_of_sequence<false>(task, partials, s).length;
-    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, totals));
+    const double length = sums_of_sequence<Depth::kAlways>(task, partials, s).at[kLength];
+    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, total));
   }
 }
 
 // Stores the results of the batch, except of sequences that their own block has finished; run by
 // all threads of the last block.
-template <bool kStatistics, typename Acc>
+template <Depth depth, typename Acc>
 __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
                                              const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
   const bool scalar = in.reduction.result == Result::kScalar;
-  const Totals totals = totals_of(task, scalars, partials);
-  double total = 0;
+  const double total = total_of(task, partials);
+  double result = 0;
   for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
     if (!scalar && segments_of(sequence_at(in.batch, s).length) == 1) continue;
-    const Sums sums = sums_of_sequence<kStatistics>(task, partials, s);
-    total += finish_sequence<kStatistics, Acc>(task, scalars, s, sums, totals);
+    const Sums sums = sums_of_sequence<depth>(task, partials, s);
+    result += finish_sequence<depth, Acc>(task, scalars, s, sums, total);
   }
   if (!scalar) return;
-  total = add_block(total);
-  if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * total);
+  result = add_block(result);
+  if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
 }
 
 // Whether this block is the last of the launch to arrive. Everything that the others wrote before

@@ -15,7 +15,9 @@ enum class Pass { kPlain, kPlainGradient, kPlainStatistics, kAny };
 template <Pass pass>
 inline constexpr bool is_plain = pass != Pass::kAny;
 template <Pass pass>
-inline constexpr bool adds_statistics = pass == Pass::kPlainStatistics || pass == Pass::kAny;
+inline constexpr Depth depth_of = pass == Pass::kAny               ? Depth::kLimited
+                                  : pass == Pass::kPlainStatistics ? Depth::kWanted
+                                                                   : Depth::kAlways;
 template <Pass pass>
 inline constexpr bool has_gradient = pass != Pass::kPlain;
 

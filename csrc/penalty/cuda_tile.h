@@ -253,14 +253,10 @@ __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
     const Acc weight = tokens.weight.element[i];
     if constexpr (is_plain<pass>) {
       const bool is_far = (far >> i & 1) != 0;
-      const Acc value =
-          is_far ? E::template value<Range::kAnywhere>(x) : E::template value<Range::kNear>(x);
-      tokens.value.element[i] = weight * value;
-      if constexpr (has_gradient<pass>) {
-        const Acc derivative = is_far ? E::template derivative<Range::kAnywhere>(x)
-                                      : E::template derivative<Range::kNear>(x);
-        tokens.derivative.element[i] = weight * derivative;
-      }
+      const auto formula =
+          is_far ? E::template at<Range::kAnywhere>(x) : E::template at<Range::kNear>(x);
+      tokens.value.element[i] = weight * formula.value;
+      if constexpr (has_gradient<pass>) tokens.derivative.element[i] = weight * formula.derivative;
     } else {
       const Acc log_importance = tokens.log_importance.element[i];
       const Token<Acc> token =
@@ -288,39 +284,23 @@ __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit
       far |= __any_sync(0xffffffffu, is_far) ? 1u << i : 0u;
     }
   }
-  switch (estimator) {
-#define KLFAST_CASE(NAME, ...)                            \
-  case estimators::index_of_##NAME:                       \
-    evaluate<pass, estimators::NAME>(limit, far, tokens); \
-    break;
-    KLFAST_ESTIMATORS(KLFAST_CASE)
-#undef KLFAST_CASE
-  }
+  visit_row(estimators::Table(), estimator,
+            [&](auto formula) { evaluate<pass, decltype(formula)>(limit, far, tokens); });
 }
 
 // Adds a lane's tokens to its sums; `offset` is the place of its first token in the tile.
 template <Pass pass, typename Acc, int W>
 __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
                                            LaneSums<Acc>& sums) {
-  using Bits = typename LaneSums<Acc>::Bits;
-  constexpr Bits infinity = Bits(2 * math::Constants<Acc>::kExponentBias + 1)
-                            << math::Constants<Acc>::kMantissaBits;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
-    const Acc weight = tokens.weight.element[i];
-    sums.kl += tokens.value.element[i];
-    sums.length += weight;
-    if constexpr (adds_statistics<pass>) {
-      if (weight != Acc(0)) sums.last_kept = offset + i;
-      const Acc x = tokens.log_ratio.element[i];
-      const Bits bits = math::magnitude_bits(x);
-      sums.k1 += weight * estimators::k1::value(x);
-      sums.k2 += weight * estimators::k2::value(x);
-      sums.k3 += weight * estimators::k3::value(x);
-      sums.nonfinite += bits >= infinity;
-      sums.max_log_ratio = bits > sums.max_log_ratio ? bits : sums.max_log_ratio;
-      if constexpr (!is_plain<pass>) sums.clipped += tokens.clipped[i];
+    Observation<Range::kAnywhere, Acc> token = {tokens.value.element[i], tokens.weight.element[i],
+                                                tokens.log_ratio.element[i], 0};
+    if constexpr (!is_plain<pass>) token.clipped = tokens.clipped[i];
+    if constexpr (depth_of<pass> != Depth::kAlways) {
+      if (token.weight != Acc(0)) sums.last_kept = offset + i;
     }
+    add_token<depth_of<pass>>(token, [&](int i) -> Acc& { return sums.at[i]; });
   }
 }
 
@@ -428,7 +408,7 @@ __device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits
                                                   const Tile& warp_tile) {
   constexpr int W = kWidth<T, pass>;
   constexpr int kGroup = W < 4 ? W : 4;
-  LaneSums<Acc> sums;
+  LaneSums<Acc> sums = empty_lane<Acc>();
   visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
     const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, tile, at);
 #pragma unroll
@@ -448,12 +428,12 @@ __device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits
 // The sum of the weights alone, in the order of run_tile.
 template <int W, typename Acc>
 __device__ __forceinline__ LaneSums<Acc> run_lengths(const Task& task, const Tile& warp_tile) {
-  LaneSums<Acc> sums;
+  LaneSums<Acc> sums = empty_lane<Acc>();
   visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
     Chunk<Acc, W> weights;
     load_weights(task.in.mask, tile, at, weights);
 #pragma unroll
-    for (int i = 0; i < W; ++i) sums.length += weights.element[i];
+    for (int i = 0; i < W; ++i) sums.at[kLength] += weights.element[i];
   });
   return sums;
 }

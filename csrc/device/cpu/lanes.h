@@ -6,31 +6,36 @@
 
 #include <cstdint>
 
-#include "math/host_device.h"
+#include "math/combine.h"
 
 namespace klfast::cpu {
 namespace {
 
 constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
 
-// Adds a tile's sums to those in double, and zeroes them. The sums of one tile are short, and so
+// Adds a tile's sums to those in double, and empties them. The sums of one tile are short, and so
 // exact enough in the arithmetic's type.
-template <typename Acc>
+template <typename Combination = math::Sum, typename Acc>
 KLFAST_HOST_DEVICE void flush(Acc* lanes, double* wide) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    wide[lane] += lanes[lane];
-    lanes[lane] = 0;
+    wide[lane] = Combination::combine(wide[lane], static_cast<double>(lanes[lane]));
+    lanes[lane] = Acc(Combination::kEmpty);
   }
 }
 
-KLFAST_HOST_DEVICE double add_lanes(double* lanes) {
+template <typename Combination>
+KLFAST_HOST_DEVICE double combine_lanes(double* lanes) {
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {
 #pragma GCC ivdep
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    for (int64_t lane = 0; lane < half; ++lane) {
+      lanes[lane] = Combination::combine(lanes[lane], lanes[lane + half]);
+    }
   }
   return lanes[0];
 }
+
+KLFAST_HOST_DEVICE double add_lanes(double* lanes) { return combine_lanes<math::Sum>(lanes); }
 
 }  // namespace
 }  // namespace klfast::cpu

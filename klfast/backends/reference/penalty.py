@@ -171,7 +171,7 @@ def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
         return total.sum()
     if normalizer is not None:
         return total.sum() / normalizer
-    count = length.sum() if reduction.over == "tokens" else nonempty.sum()
+    count = {"tokens": length, "sequences": nonempty}[reduction.over].sum()
     return torch.where(count > 0, total.sum() / count, 0.0)
 
 

@@ -41,7 +41,8 @@ from klfast.backends.triton.divergences import (
     scales_of,
     word_of,
 )
-from klfast.backends.triton.penalty_kernels import kernel, number, place, store, tree_sum
+from klfast.backends.triton.penalty_kernels import kernel, number, place, store
+from klfast.backends.triton.statistics import tree_sum
 
 
 class Form(NamedTuple):

@@ -22,34 +22,16 @@ import inspect
 import triton
 import triton.language as tl
 
-from klfast.backends.triton.math import bits_of, constant, k1_value, k2_value, k3_value
+from klfast.backends.triton import statistics as stats
+from klfast.backends.triton.statistics import ALL, ALWAYS, KL, LENGTH, tree_sum
 from klfast.backends.triton.tokens import evaluate_tile
 
 TILE = tl.constexpr(1024)
 SEGMENT = tl.constexpr(4096)
 """Tokens; both shape the sums."""
 
-KL = tl.constexpr(0)
-LENGTH = tl.constexpr(1)
-K1 = tl.constexpr(2)
-K2 = tl.constexpr(3)
-K3 = tl.constexpr(4)
-MAX_LOG_RATIO = tl.constexpr(5)
-CLIPPED = tl.constexpr(6)
-NONFINITE = tl.constexpr(7)
-LAST_KEPT = tl.constexpr(8)
-"""Rows of the partial results [9, P], in fp64: the statistics in their order, and one more."""
-
-
-@triton.jit
-def tree_sum(x, SIZE: tl.constexpr):
-    """[SIZE] -> scalar: sums of neighbours, sums of neighbouring sums, ...; past 32 in fp64."""
-    for level in tl.static_range(1, 13):
-        if (SIZE >> level) > 0:
-            if level == 6:
-                x = x.to(tl.float64)
-            x = tl.sum(tl.reshape(x, (SIZE >> level, 2)), axis=1)
-    return tl.sum(x, axis=0).to(tl.float64)
+LAST_KEPT = tl.constexpr(ALL.value)
+"""The row after the statistics in the partial results [rows, P], which are in fp64."""
 
 
 @triton.jit
@@ -142,10 +124,21 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 
 
 @triton.jit
+def denominator_term(length, OVER: tl.constexpr):
+    """The part of a sequence in the denominator: its sum over the batch is the total."""
+    if OVER == "tokens":
+        term = length
+    elif OVER == "sequences":
+        term = tl.where(length > 0, 1.0, 0.0).to(tl.float64)
+    else:
+        term = length * 0
+    return term
+
+
+@triton.jit
 def sequence_weight(
     length,
-    tokens,
-    sequences,
+    total,
     normalizer,
     OWN_LENGTH: tl.constexpr,
     OVER: tl.constexpr,
@@ -158,10 +151,8 @@ def sequence_weight(
     the same, whoever computes it.
     """
     denominator = tl.full(length.shape, 1.0, tl.float64)
-    if OVER == "tokens":
-        denominator = denominator * (normalizer if NORMALIZED else tokens)
-    if OVER == "sequences":
-        denominator = denominator * (normalizer if NORMALIZED else sequences)
+    if OVER != "one":
+        denominator = denominator * (normalizer if NORMALIZED else total)
     if OWN_LENGTH:
         denominator = denominator * length
     divisible = denominator > 0
@@ -193,10 +184,8 @@ def gradient_scale(
     scale = coef
     if GRADIENT == "unit-of-shape":
         length = width.to(tl.float64)
-        full = tl.where(width > 0, sequences.to(tl.float64), 0.0)
-        scale *= sequence_weight(
-            length, full * length, full, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
-        )
+        total = sequences.to(tl.float64) * denominator_term(length, OVER)
+        scale *= sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
     if GRADIENT == "unit":
         scale *= tl.load(weights + sequence).to(tl.float64)
     if GRADIENT == "sequence":
@@ -334,14 +323,8 @@ def kl_penalty_kernel(
     tail = number(None, tail).to(ACC)
     clip = number(None, clip).to(ACC)
 
-    kl_sums = tl.zeros((TILE,), ACC)
-    lengths = tl.zeros((TILE,), ACC)
-    k1_sums = tl.zeros((TILE,), ACC)
-    k2_sums = tl.zeros((TILE,), ACC)
-    k3_sums = tl.zeros((TILE,), ACC)
-    largest = bits_of(tl.zeros((TILE,), ACC))
-    limited_counts = tl.zeros((TILE,), tl.int32)
-    nonfinite_counts = tl.zeros((TILE,), tl.int32)
+    COUNT: tl.constexpr = ALL if STATISTICS else ALWAYS
+    sums = stats.empty(COUNT, TILE, ACC)
     last_kept = tl.full((TILE,), -1, tl.int32)
     for done in range(0, count, TILE):
         offset = done + tl.arange(0, TILE)
@@ -396,19 +379,9 @@ def kl_penalty_kernel(
             grad_ref = tl.where(keep, -scale * grad_ref * upstream, 0.0)
             store(grad_ref_logprobs, token, offset, grad_ref, inside, LAYOUT)
 
-        kl_sums += weighted
-        lengths += weight
+        sums = stats.add(sums, stats.terms(weighted, weight, x, limited, COUNT), COUNT)
         if REWARDS:
             last_kept = tl.where(keep, offset, last_kept)
-        if STATISTICS:
-            k1_sums += weight * k1_value(x)
-            k2_sums += weight * k2_value(x)
-            k3_sums += weight * k3_value(x)
-            magnitude = bits_of(tl.abs(x))
-            infinity = bits_of(constant(x, float("inf"), float("inf")))
-            largest = tl.maximum(largest, magnitude)
-            nonfinite_counts += (magnitude >= infinity).to(tl.int32)
-            limited_counts += limited.to(tl.int32)
 
     if cu_seqlens is not None:
         if (sequence == sequences - 1) & (position == 0):
@@ -422,21 +395,12 @@ def kl_penalty_kernel(
         if value is not None and position == 0:
             tl.store(weights + sequence, 1.0)
     else:
-        store_partial(partials, KL, slots, tree_sum(kl_sums, TILE))
-        if mask is not None:
-            store_partial(partials, LENGTH, slots, tree_sum(lengths, TILE))
+        for i in tl.static_range(COUNT):
+            if i != LENGTH or mask is not None:
+                store_partial(partials, i, slots, stats.as_one(sums, i, TILE, ACC))
         if REWARDS:
             last = tl.max(last_kept, axis=0)
             store_partial(partials, LAST_KEPT, slots, tl.where(last < 0, -1, token + last))
-        if STATISTICS:
-            store_partial(partials, K1, slots, tree_sum(k1_sums, TILE))
-            store_partial(partials, K2, slots, tree_sum(k2_sums, TILE))
-            store_partial(partials, K3, slots, tree_sum(k3_sums, TILE))
-            maximum = tl.max(largest, axis=0).to(ACC, bitcast=True).to(tl.float64)
-            # A conversion may give NaN a sign, by which it would be the smallest.
-            store_partial(partials, MAX_LOG_RATIO, slots, tl.abs(maximum))
-            store_partial(partials, CLIPPED, slots, tl.sum(limited_counts, axis=0))
-            store_partial(partials, NONFINITE, slots, tl.sum(nonfinite_counts, axis=0))
 
 
 @kernel
@@ -488,23 +452,43 @@ def segments_of(cu_seqlens, sequence, valid, sequences, width):
 
 
 @triton.jit
-def maximum(a, b):
-    """The larger of doubles that are -1 or not negative, by their bits: NaN is above all."""
-    largest = tl.maximum(a.to(tl.int64, bitcast=True), b.to(tl.int64, bitcast=True))
-    return largest.to(tl.float64, bitcast=True)
+def add_segments(
+    partials,
+    first,
+    segments,
+    slots,
+    MASKED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The statistics [BLOCK] of sequences in fp64; lengths and values where they were summed."""
+    COUNT: tl.constexpr = ALL if STATISTICS else ALWAYS
+    sums = stats.empty_doubles(COUNT, BLOCK)
+    if partials is not None:
+        most = tl.max(segments, axis=0)
+        for i in tl.range(0, most, loop_unroll_factor=1 if STATISTICS else 4):
+            here = i < segments
+            combined = ()
+            for row in tl.static_range(COUNT):
+                part = sums[row]
+                if (row != LENGTH or MASKED) and (row != KL or SUMMED):
+                    at = partials + row * slots + first + i
+                    loaded = tl.load(at, mask=here, other=stats.EMPTY[row])
+                    part = stats.combine(part, loaded, row)
+                combined = combined + (part,)
+            sums = combined
+    return sums
 
 
 @triton.jit
-def store_statistics(statistics, sequences, valid, length, kl, k1, k2, k3, largest, clipped, bad):
-    """KLStats [8, S], in its order."""
-    tl.store(statistics + LENGTH * sequences, length, mask=valid)
-    tl.store(statistics + KL * sequences, kl, mask=valid)
-    tl.store(statistics + K1 * sequences, k1, mask=valid)
-    tl.store(statistics + K2 * sequences, k2, mask=valid)
-    tl.store(statistics + K3 * sequences, k3, mask=valid)
-    tl.store(statistics + MAX_LOG_RATIO * sequences, largest, mask=valid)
-    tl.store(statistics + CLIPPED * sequences, clipped, mask=valid)
-    tl.store(statistics + NONFINITE * sequences, bad, mask=valid)
+def last_kept_of(partials, first, segments, slots, BLOCK: tl.constexpr):
+    """The last kept token [BLOCK] of sequences, -1 where there is none."""
+    last_kept = tl.full((BLOCK,), -1.0, tl.float64)
+    for i in range(tl.max(segments, axis=0)):
+        at = partials + LAST_KEPT * slots + first + i
+        last_kept = stats.greater(last_kept, tl.load(at, mask=i < segments, other=-1.0))
+    return last_kept
 
 
 @kernel
@@ -542,50 +526,18 @@ def combine_kernel(
     sequence = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = sequence < sequences
     first, segments, tokens = segments_of(cu_seqlens, sequence, valid, sequences, width)
-    length = tl.zeros((BLOCK,), tl.float64)
-    kl = tl.zeros((BLOCK,), tl.float64)
-    k1 = tl.zeros((BLOCK,), tl.float64)
-    k2 = tl.zeros((BLOCK,), tl.float64)
-    k3 = tl.zeros((BLOCK,), tl.float64)
-    largest = tl.zeros((BLOCK,), tl.float64)
-    clipped = tl.zeros((BLOCK,), tl.float64)
-    nonfinite = tl.zeros((BLOCK,), tl.float64)
-    last_kept = tl.full((BLOCK,), -1.0, tl.float64)
-    if partials is not None:
-        most = tl.max(segments, axis=0)
-        for i in tl.range(0, most, loop_unroll_factor=1 if STATISTICS else 4):
-            here = i < segments
-            at = partials + first + i
-            if MASKED:
-                length += tl.load(at + LENGTH * slots, mask=here, other=0.0)
-            if SUMMED:
-                kl += tl.load(at + KL * slots, mask=here, other=0.0)
-            if STATISTICS:
-                k1 += tl.load(at + K1 * slots, mask=here, other=0.0)
-                k2 += tl.load(at + K2 * slots, mask=here, other=0.0)
-                k3 += tl.load(at + K3 * slots, mask=here, other=0.0)
-                part = tl.load(at + MAX_LOG_RATIO * slots, mask=here, other=0.0)
-                largest = maximum(largest, part)
-                clipped += tl.load(at + CLIPPED * slots, mask=here, other=0.0)
-                nonfinite += tl.load(at + NONFINITE * slots, mask=here, other=0.0)
-            if scores is not None:
-                part = tl.load(at + LAST_KEPT * slots, mask=here, other=-1.0)
-                last_kept = maximum(last_kept, part)
-    if not MASKED:
-        length = tokens.to(tl.float64)
+    of_sequence = add_segments(partials, first, segments, slots, MASKED, SUMMED, STATISTICS, BLOCK)
+    kl = of_sequence[KL]
+    length = of_sequence[LENGTH] if MASKED else tokens.to(tl.float64)
     if sums is not None:
         tl.store(sums + sequence, length, mask=valid)
         tl.store(sums + sequences + sequence, kl, mask=valid)
     else:
-        all_tokens = tl.zeros((), tl.float64)
-        nonempty = tl.zeros((), tl.float64)
-        if SCALAR:
-            all_tokens = tree_sum(length, BLOCK)
-            nonempty = tl.sum((length > 0).to(tl.int32), axis=0).to(tl.float64)
+        total = tl.zeros((), tl.float64)
+        if SCALAR and OVER != "one":
+            total = tree_sum(tl.where(valid, denominator_term(length, OVER), 0.0), BLOCK)
         normalizer = number(normalizer_tensor, normalizer)
-        weight = sequence_weight(
-            length, all_tokens, nonempty, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
-        )
+        weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
         if WEIGHTS:
             tl.store(weights + sequence, weight, mask=valid)
         if result is not None:
@@ -596,20 +548,11 @@ def combine_kernel(
             elif scores is None:
                 tl.store(result + sequence, coef * term, mask=valid)
     if STATISTICS:
-        store_statistics(
-            statistics + sequence,
-            sequences,
-            valid,
-            length,
-            kl,
-            k1,
-            k2,
-            k3,
-            largest,
-            clipped,
-            nonfinite,
-        )
+        for row in tl.static_range(ALL):
+            value = length if row == LENGTH else of_sequence[row]
+            tl.store(statistics + row * sequences + sequence, value, mask=valid)
     if scores is not None:
+        last_kept = last_kept_of(partials, first, segments, slots, BLOCK)
         kept = last_kept >= 0
         at = result + tl.where(kept, last_kept, 0.0).to(tl.int64)
         score = tl.load(scores + sequence, mask=kept, other=0).to(ACC)
@@ -634,30 +577,26 @@ def total_kernel(
     BLOCK: tl.constexpr,
 ):
     """From sequences to a scalar result, by one program; ``combine_kernel`` does it for few."""
-    all_tokens = tl.zeros((BLOCK,), tl.float64)
-    nonempty = tl.zeros((BLOCK,), tl.float64)
-    for done in range(0, sequences, BLOCK):
-        sequence = done + tl.arange(0, BLOCK)
-        length = tl.load(sums + sequence, mask=sequence < sequences, other=0.0)
-        all_tokens += length
-        nonempty += tl.where(length > 0, 1.0, 0.0)
-    all_tokens = tree_sum(all_tokens, BLOCK)
-    nonempty = tree_sum(nonempty, BLOCK)
-    normalizer = number(normalizer_tensor, normalizer)
     total = tl.zeros((BLOCK,), tl.float64)
     for done in range(0, sequences, BLOCK):
         sequence = done + tl.arange(0, BLOCK)
         valid = sequence < sequences
         length = tl.load(sums + sequence, mask=valid, other=0.0)
+        total += tl.where(valid, denominator_term(length, OVER), 0.0)
+    total = tree_sum(total, BLOCK)
+    normalizer = number(normalizer_tensor, normalizer)
+    terms = tl.zeros((BLOCK,), tl.float64)
+    for done in range(0, sequences, BLOCK):
+        sequence = done + tl.arange(0, BLOCK)
+        valid = sequence < sequences
+        length = tl.load(sums + sequence, mask=valid, other=0.0)
         kl = tl.load(sums + sequences + sequence, mask=valid, other=0.0)
-        weight = sequence_weight(
-            length, all_tokens, nonempty, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC
-        )
+        weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
         if WEIGHTS:
             tl.store(weights + sequence, weight, mask=valid)
-        total += tl.where(length > 0, weight * kl, 0.0)
+        terms += tl.where(length > 0, weight * kl, 0.0)
     if result is not None:
-        tl.store(result, number(coef_tensor, coef) * tree_sum(total, BLOCK))
+        tl.store(result, number(coef_tensor, coef) * tree_sum(terms, BLOCK))
 
 
 @kernel

@@ -19,6 +19,7 @@ from torch import Tensor
 from klfast.backends.triton import penalty_kernels as kernels
 from klfast.backends.triton.math import ESTIMATORS as FORMULAS
 from klfast.backends.triton.math import LOG_LARGEST
+from klfast.backends.triton.statistics import ALWAYS
 from klfast.backends.triton.tokens import Form
 from klfast.call import Choices, Numbers
 from klfast.dtypes import arithmetic_dtype
@@ -31,9 +32,9 @@ from klfast.stats import KLStats
 _SEGMENT = kernels.SEGMENT.value
 _TILE = kernels.TILE.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
-_FEW_FIELDS = kernels.LENGTH.value + 1
+_FEW_FIELDS = ALWAYS.value
 _ALL_FIELDS = kernels.LAST_KEPT.value + 1
-"""Rows of the partial results: with kl and length alone, and all."""
+"""Rows of the partial results: the statistics of every call, and all."""
 _FEW, _MANY = 128, 1024  # sequences of a program that combines
 _SCALE_PROGRAMS = 1024  # enough for any device, and few to start for nothing
 DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits

@@ -1,0 +1,38 @@
+// Tables of types: estimators, statistics. A row is a type, and its index the place in the list.
+// Host and device.
+
+#pragma once
+
+#include <type_traits>
+
+#include "math/host_device.h"
+
+namespace klfast {
+
+template <typename... Rows>
+struct List {
+  static constexpr int kSize = sizeof...(Rows);
+};
+
+template <typename Row, typename Table>
+struct IndexIn;
+template <typename Row, typename... Rows>
+struct IndexIn<Row, List<Row, Rows...>> {
+  static constexpr int value = 0;
+};
+template <typename Row, typename First, typename... Rows>
+struct IndexIn<Row, List<First, Rows...>> {
+  static constexpr int value = 1 + IndexIn<Row, List<Rows...>>::value;
+};
+
+// Calls visit(Row()) for the row at `index`.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable  // a host function may bring a visitor for the host
+#endif
+template <typename... Rows, typename Visitor>
+KLFAST_HOST_DEVICE void visit_row(List<Rows...>, int index, const Visitor& visit) {
+  int row = 0;
+  (void)((index == row++ && (visit(Rows()), true)) || ...);
+}
+
+}  // namespace klfast

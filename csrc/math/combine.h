@@ -1,0 +1,28 @@
+// How two partial results combine into one, and the result of nothing.
+
+#pragma once
+
+#include "math/exp_series.h"
+
+namespace klfast::math {
+
+struct Sum {
+  static constexpr double kEmpty = 0;
+  template <typename T>
+  static KLFAST_HOST_DEVICE T combine(T a, T b) {
+    return a + b;
+  }
+};
+
+// The greatest of numbers that are not negative. They are ordered as integers, which puts NaN last.
+struct Greatest {
+  static constexpr double kEmpty = 0;
+  template <typename T>
+  static KLFAST_HOST_DEVICE T combine(T a, T b) {
+    using Bits = typename Constants<T>::Bits;
+    const Bits a_bits = bit_cast<Bits>(a), b_bits = bit_cast<Bits>(b);
+    return bit_cast<T>(b_bits > a_bits ? b_bits : a_bits);
+  }
+};
+
+}  // namespace klfast::math

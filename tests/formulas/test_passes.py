@@ -1,0 +1,141 @@
+"""When a row of logits is summed again: ``csrc/formulas/passes.h``, compiled by itself."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(COMPILER[0]) is None, reason=f"needs a C++ compiler, has no {COMPILER[0]!r}"
+)
+
+STEPS = ("find-first", "sum-first", "find-in-row", "sum-from-row", "sum-again", "done")
+VERDICTS = ("useless", "poor", "good")
+OVER_THE_ROW = {"sum-first", "find-in-row", "sum-from-row", "sum-again"}
+SUMS = {"sum-first", "sum-from-row", "sum-again"}
+
+VERDICTS_ON_ONE = {
+    "nan": "useless",
+    "inf": "useless",
+    "0": "useless",
+    "1e-20": "useless",
+    "1.1e-20": "poor",
+    "1e-2": "poor",
+    "1.1e-2": "good",
+    "1": "good",
+    "9.9e6": "good",
+    "1e7": "poor",
+    "9.9e29": "poor",
+    "1e30": "useless",
+}
+"""The sum of e^(x - m) of a row -> what it was worth."""
+
+VERDICTS_ON_TWO = {
+    "1,1,0": "good",
+    "1,1,1": "poor",
+    "1,0.125,0": "poor",
+    "1,0.126,0": "good",
+    "1,9.9e3,0": "good",
+    "1,1e4,0": "poor",
+    "1e8,1,0": "poor",
+    "1,1e-20,0": "useless",
+    "1,1e30,0": "useless",
+    "1,nan,0": "useless",
+    "nan,1,0": "useless",
+    "1e-20,1,1": "useless",
+}
+"""The sums of two models, and whether the KL of them has lost digits -> what they were worth."""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Runs ``passes.cpp``; returns its lines."""
+    path = tmp_path_factory.mktemp("passes") / "passes"
+    source = Path(__file__).with_name("passes.cpp")
+    flags = ["-std=c++17", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([*COMPILER, *flags, str(source), "-o", str(path)], check=True)
+
+    def run(*arguments):
+        command = [str(path), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def next_step(program):
+    """(step, verdict) -> the next step."""
+    rules = [line.split() for line in program()[: len(STEPS) * len(VERDICTS)]]
+    table = {(step, verdict): after for step, verdict, after in rules}
+    assert set(table) == {(step, verdict) for step in STEPS for verdict in VERDICTS}
+    return table
+
+
+@pytest.fixture(scope="module")
+def roads(next_step):
+    """Every road that a row may take, as (step, verdict) pairs."""
+
+    def follow(step, road):
+        assert len(road) < 10, f"a road without end: {road}"
+        if step == "done":
+            yield road
+            return
+        for verdict in VERDICTS:
+            yield from follow(next_step[step, verdict], [*road, (step, verdict)])
+
+    return list(follow("find-first", []))
+
+
+def test_a_row_takes_one_pass_if_its_first_guess_is_good(next_step):
+    assert next_step["find-first", "good"] == "sum-first"
+    assert next_step["sum-first", "good"] == "done"
+
+
+def test_a_row_takes_at_most_four_passes(roads):
+    passes = [sum(step in OVER_THE_ROW for step, _ in road) for road in roads]
+    assert max(passes) == 4
+
+
+def test_good_sums_are_final(roads):
+    for road in roads:
+        assert not [at for at in road[:-1] if at[0] in SUMS and at[1] == "good"]
+
+
+def test_poor_sums_guess_for_the_next_which_are_final(next_step):
+    for step in ("sum-first", "sum-from-row"):
+        assert next_step[step, "poor"] == "sum-again"
+    assert {next_step["sum-again", verdict] for verdict in VERDICTS} == {"done"}
+
+
+def test_without_a_guess_the_whole_row_is_searched_once(next_step, roads):
+    for step in ("find-first", "sum-first"):
+        assert next_step[step, "useless"] == "find-in-row"
+    assert all([step for step, _ in road].count("find-in-row") <= 1 for road in roads)
+
+
+def test_a_row_without_a_finite_logit_is_not_summed_from_it(next_step):
+    """Its greatest logit is useless, and no sum of it would mean anything."""
+    assert next_step["find-in-row", "useless"] == "done"
+    assert next_step["find-in-row", "good"] == "sum-from-row"
+
+
+def test_the_greatest_logit_of_a_row_leaves_no_better_guess(next_step):
+    for verdict in ("useless", "good"):
+        assert next_step["sum-from-row", verdict] == "done"
+
+
+def test_done_stays_done(next_step):
+    assert {next_step["done", verdict] for verdict in VERDICTS} == {"done"}
+
+
+@pytest.mark.parametrize("cases", [VERDICTS_ON_ONE, VERDICTS_ON_TWO], ids=["one", "two"])
+def test_verdicts(program, cases):
+    verdicts = program(*cases)[len(STEPS) * len(VERDICTS) :]
+    assert dict(zip(cases, verdicts, strict=True)) == cases
