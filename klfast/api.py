@@ -13,6 +13,7 @@ from klfast import backends, shortcut
 from klfast.call import penalty_call, rewards_call
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
+from klfast.shortcut import tries_first
 from klfast.stats import KLStats
 
 
@@ -50,6 +51,7 @@ def kl_penalty(
 ) -> tuple[Tensor, KLStats]: ...
 
 
+@tries_first(shortcut.kl_penalty)
 @serves_dtensors
 def kl_penalty(
     logprobs: Tensor,
@@ -111,21 +113,6 @@ def kl_penalty(
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
     """
-    direct = shortcut.kl_penalty(
-        logprobs,
-        ref_logprobs,
-        mask,
-        estimator,
-        reduction,
-        cu_seqlens,
-        old_logprobs,
-        normalizer,
-        coef,
-        return_stats,
-        backend,
-    )
-    if direct is not None:
-        return direct
     call = penalty_call(
         logprobs,
         ref_logprobs,
@@ -172,6 +159,7 @@ def kl_rewards(
 ) -> tuple[Tensor, KLStats]: ...
 
 
+@tries_first(shortcut.kl_rewards)
 @serves_dtensors
 def kl_rewards(
     scores: Tensor,
@@ -208,19 +196,6 @@ def kl_rewards(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
     """
-    direct = shortcut.kl_rewards(
-        scores,
-        logprobs,
-        ref_logprobs,
-        mask,
-        kl_coef,
-        estimator,
-        cu_seqlens,
-        return_stats,
-        backend,
-    )
-    if direct is not None:
-        return direct
     call = rewards_call(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )

@@ -6,7 +6,9 @@ in its own read. What it refuses, and all else, goes the whole way, where the er
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +17,12 @@ from klfast.backends import BACKENDS
 from klfast.checks.arguments import without_graph
 from klfast.estimator import GRADIENTS, SHORTHAND, Estimator
 from klfast.ops import autograd
-from klfast.ops.direct import Direct
+from klfast.ops.direct import Direct, NotPlainError
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.stats import KLStats
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NUMBERS = (float, int)
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -25,23 +30,35 @@ _ENCODED = {name: (r.encoded, r.is_scalar) for name, r in REDUCTIONS.items()}
 _NO_GRADIENT = GRADIENTS.index("none")
 
 
+def tries_first(shortcut: Callable[P, R | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The function, after ``shortcut``, which returns None for what it does not serve."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def public(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = shortcut(*args, **kwargs)
+            return function(*args, **kwargs) if result is None else result
+
+        return public
+
+    return decorate
+
+
 def kl_penalty(
     logprobs: Tensor,
     ref_logprobs: Tensor,
-    mask: Tensor | None,
-    estimator: str | Estimator,
-    reduction: str,
-    cu_seqlens: Tensor | None,
-    old_logprobs: Tensor | None,
-    normalizer: float | Tensor | None,
-    coef: float | Tensor,
-    return_stats: bool,
-    backend: str,
-    scores: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    estimator: str | Estimator = "k3",
+    reduction: str = "none",
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: float | Tensor = 1.0,
+    return_stats: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
-    """What ``klfast.kl_penalty`` returns, with ``scores`` what ``klfast.kl_rewards`` does; None
-    where the whole way is to be gone.
-    """
+    """What ``klfast.kl_penalty`` returns; None where the whole way is to be gone."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
     if type(estimator) is str:
@@ -53,42 +70,84 @@ def kl_penalty(
     ):
         return None
     if not (
-        type(estimator) is Estimator
+        type(logprobs) in _TENSORS
+        and type(ref_logprobs) in _TENSORS
+        and type(estimator) is Estimator
         and type(reduction) is str
         and reduction in _ENCODED
         and type(coef) in _NUMBERS
         and type(return_stats) is bool
-        and type(logprobs) in _TENSORS
-        and type(ref_logprobs) in _TENSORS
         and direct.serves(logprobs)
     ):
         return None
-    of_reduction, is_scalar = _ENCODED[reduction]
-    choices = (*estimator.choices, *of_reduction)
-    encoded = (choices, (*estimator.limits, cast(float, coef), cast(float, normalizer)))
-    others = (old_logprobs, mask, cu_seqlens, None, None)
-    is_constant = scores is not None or choices[1] == _NO_GRADIENT
+    (of_reduction, is_scalar), (choices, limits) = _ENCODED[reduction], estimator._encoded
+    encoded = (
+        (*choices, *of_reduction),
+        (*limits, cast(float, coef), cast(float, normalizer)),
+    )
+    forward = direct.functions.kl_penalty_fwd
     try:
-        if is_constant or not (
+        if (
             torch.is_grad_enabled()
             and (logprobs.requires_grad or ref_logprobs.requires_grad or autograd.is_forward_mode())
+            and choices[1] != _NO_GRADIENT
         ):
+            constants = (without_graph(old_logprobs), without_graph(mask), cu_seqlens, None, None)
+            plan = autograd.Plan(forward, direct.ops, encoded, is_scalar, return_stats)
+            result, statistics = autograd.differentiable(logprobs, ref_logprobs, constants, plan)
+        else:
+            others = (old_logprobs, mask, cu_seqlens, None, None)
             wants = (False, False, False, return_stats)
-            outputs = direct.functions.kl_penalty_fwd(
-                logprobs, ref_logprobs, *others, *encoded, scores, *wants
-            )
+            outputs = forward(logprobs, ref_logprobs, *others, *encoded, None, *wants)
             if outputs is NotImplemented:
                 return None
             result, statistics = outputs[0], outputs[2]
-        else:
-            if not direct.functions.are_plain(logprobs, ref_logprobs, *others):
-                return None
-            constants = (without_graph(old_logprobs), without_graph(mask), *others[2:])
-            plan = autograd.Plan(direct.ops, encoded, is_scalar, return_stats)
-            result, statistics = autograd.differentiable(logprobs, ref_logprobs, constants, plan)
-    except (RuntimeError, OverflowError):
+    except (NotPlainError, RuntimeError, OverflowError):
         return None
     return (result, KLStats(*statistics.unbind(0))) if return_stats else result
+
+
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kl_coef: float | Tensor,
+    estimator: str | Estimator = "k1",
+    cu_seqlens: Tensor | None = None,
+    return_stats: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, KLStats] | None:
+    """What ``klfast.kl_rewards`` returns; None where the whole way is to be gone."""
+    if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
+        return None
+    if type(estimator) is str:
+        estimator = SHORTHAND.get(estimator, estimator)
+    if not (
+        type(scores) in _TENSORS
+        and type(logprobs) in _TENSORS
+        and type(ref_logprobs) in _TENSORS
+        and type(estimator) is Estimator
+        and type(kl_coef) in _NUMBERS
+        and type(return_stats) is bool
+        and direct.serves(logprobs)
+    ):
+        return None
+    (of_reduction, _), (choices, limits) = _ENCODED["none"], estimator._encoded
+    encoded = ((*choices, *of_reduction), (*limits, cast(float, kl_coef), 0.0))
+    others = (None, mask, cu_seqlens, None, None)
+    wants = (False, False, False, return_stats)
+    try:
+        outputs = direct.functions.kl_penalty_fwd(
+            logprobs, ref_logprobs, *others, *encoded, scores, *wants
+        )
+    except (RuntimeError, OverflowError):
+        return None
+    if outputs is NotImplemented:
+        return None
+    rewards, _, statistics, *_ = outputs
+    return (rewards, KLStats(*statistics.unbind(0))) if return_stats else rewards
 
 
 def _direct(backend: str) -> Direct | None:
@@ -97,23 +156,3 @@ def _direct(backend: str) -> Direct | None:
         return next(iter(BACKENDS.values())).direct
     chosen = BACKENDS.get(backend) if type(backend) is str else None
     return None if chosen is None else chosen.direct
-
-
-def kl_rewards(
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    kl_coef: float | Tensor,
-    estimator: str | Estimator,
-    cu_seqlens: Tensor | None,
-    return_stats: bool,
-    backend: str,
-) -> Tensor | tuple[Tensor, KLStats] | None:
-    """What ``klfast.kl_rewards`` returns; None where the whole way is to be gone."""
-    if type(scores) not in _TENSORS:
-        return None
-    return kl_penalty(
-        *(logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens),
-        *(None, None, kl_coef, return_stats, backend, scores),
-    )

@@ -170,19 +170,6 @@ PyObject* function(PyObject*, PyObject* const* arguments, Py_ssize_t n) {
   }
 }
 
-// are_plain(*tensors or None): whether all can take the direct road, in the present mode.
-PyObject* are_plain(PyObject*, PyObject* const* arguments, Py_ssize_t n) {
-  try {
-    require_plain_mode();
-    for (Py_ssize_t i = 0; i < n; ++i) From<std::optional<PyTensor>>::of(arguments[i]);
-    Py_RETURN_TRUE;
-  } catch (const NotPlain&) {
-    Py_RETURN_FALSE;
-  } catch (const PythonError&) {
-    return nullptr;
-  }
-}
-
 PyMethodDef method(const char* name,
                    PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
@@ -220,7 +207,6 @@ using LogitsOnCpu = Freely<CpuLogits>;
 #define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>)
 
 PyMethodDef methods[] = {
-    method("are_plain", are_plain),
     KLFAST_METHOD(kl_penalty_fwd, OnCpu, OnGpu),
     KLFAST_METHOD(kl_penalty_bwd, OnCpu, OnGpu),
     KLFAST_METHOD(scale_, OnCpu, OnGpu),

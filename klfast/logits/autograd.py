@@ -8,6 +8,7 @@ say it first, the rows write their gradient with it, and backward scales that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ class _KLRows(torch.autograd.Function):
 
 
 def _recompute(
-    ctx: Any, saved: list[Tensor | None], grad_rows: Tensor, *of_tokens: Tensor | None
+    ctx: Any, saved: Sequence[Tensor | None], grad_rows: Tensor, *of_tokens: Tensor | None
 ) -> autograd.Grads:
     """The gradients by a second read of the logits."""
     *tensors, inverse, rows, state = saved
@@ -275,7 +276,7 @@ def _read(
     return rows, saved, autograd.wanted(grads, needs)
 
 
-def _reread(ctx: Any, saved: list[Tensor | None], grad_out: Tensor) -> autograd.Grads:
+def _reread(ctx: Any, saved: Sequence[Tensor | None], grad_out: Tensor) -> autograd.Grads:
     """The gradients by the forward's read, once more, of inference tensors that may have changed.
 
     A copy would be of the size of the logits. The kernels are deterministic: a row that changed

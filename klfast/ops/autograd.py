@@ -8,8 +8,7 @@ and may have been changed since.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd import forward_ad
 
 from klfast.call import PenaltyCall
 from klfast.checks.values import are_tracing
+from klfast.ops.direct import NotPlainError
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
@@ -43,7 +43,7 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
         wants = (False, False, False, call.return_stats)
         outputs = ops.kl_penalty_fwd(first, second, *constants, *encoded, call.scores, *wants)
         return outputs[0], outputs[2]
-    plan = Plan(ops, encoded, call.spec.reduction.is_scalar, call.return_stats)
+    plan = Plan(ops.kl_penalty_fwd, ops, encoded, call.spec.reduction.is_scalar, call.return_stats)
     if are_tracing():
         outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)
         return outputs[0], outputs[2]
@@ -53,6 +53,8 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
 class Plan(NamedTuple):
     """What a Function of a penalty does, besides its tensors."""
 
+    forward: Callable[..., Any]
+    """``ops.kl_penalty_fwd``, or the direct road's, which may decline."""
     ops: Ops
     encoded: tuple[Sequence[int], Sequence[float]]
     """The choices and numbers of a spec."""
@@ -70,9 +72,12 @@ def differentiable(
         second: the second of them.
         constants: the others, without a graph.
         plan: see there.
+
+    Raises:
+        NotPlainError: the plan's forward is the direct road's, and does not serve these tensors.
     """
     # Few arguments: torch looks at each of them in Python.
-    outputs: tuple[Tensor, Tensor] = _KLPenalty.apply(first, second, (constants, plan))
+    outputs: tuple[Tensor, Tensor] = _apply(first, second, (constants, plan))
     return outputs
 
 
@@ -100,21 +105,29 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], *, copy: bool = True) -> bo
     Autograd refuses those, as it does not see their changes: they are kept as copies, or as they
     are (``copy=False``) by a Function that looks for changes itself.
     """
-    found = {}
     if not torch.compiler.is_compiling():  # which knows no inference tensors
-        for position, tensor in enumerate(tensors):
+        for tensor in tensors:
             if tensor is not None and tensor.is_inference():
-                found[position] = tensor.clone() if copy else tensor
-    ctx.inference = found
-    if found:
-        tensors = [None if i in found else tensor for i, tensor in enumerate(tensors)]
+                _save_inference_tensors(ctx, tensors, copy)
+                return True
+    ctx.inference = None
     ctx.save_for_backward(*tensors)
-    return bool(found)
+    return False
 
 
-def saved(ctx: Any) -> list[Tensor | None]:
+def _save_inference_tensors(ctx: Any, tensors: Sequence[Tensor | None], copy: bool) -> None:
+    found = [t if t is not None and t.is_inference() else None for t in tensors]
+    ctx.inference = tuple(t.clone() if copy and t is not None else t for t in found)
+    kept = zip(tensors, found, strict=True)
+    ctx.save_for_backward(*(t if other is None else None for t, other in kept))
+
+
+def saved(ctx: Any) -> Sequence[Tensor | None]:
     """What was saved; a backward asks once, as checkpointing allows no more."""
-    return [ctx.inference.get(i, tensor) for i, tensor in enumerate(ctx.saved_tensors)]
+    tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
+    if ctx.inference is None:
+        return tensors
+    return [other if t is None else t for t, other in zip(tensors, ctx.inference, strict=True)]
 
 
 def take(ctx: Any, name: str) -> Any:
@@ -131,12 +144,12 @@ def take_unit_gradients(ctx: Any, grad_out: Tensor) -> Grads | None:
     if grads is None:
         return None
     product = scaled(grads, grad_out, ctx.ops)
-    if is_batched(grad_out):
-        ctx.unit_grads = grads  # the product has memory of its own
+    if product is not grads:  # but in memory of its own, for many scalars
+        ctx.unit_grads = grads
     return product
 
 
-def _recompute(ctx: Any, inputs: list[Tensor | None], grad_out: Tensor) -> Grads:
+def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> Grads:
     """The gradients by a second read of the inputs."""
     *tensors, weights = inputs
     needs = ctx.needs_input_grad[:2]
@@ -206,15 +219,13 @@ def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     if is_batched(grad_out):
         first, second = (None if grad is None else grad * grad_out for grad in grads)
         return first, second
-    with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-        for grad in grads:
-            if grad is not None:
-                ops.scale_(grad, grad_out)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return scaled(grads, grad_out, ops)
+    for grad in grads:
+        if grad is not None:
+            ops.scale_(grad, grad_out)
     return grads
-
-
-_AS_IT_IS = contextlib.nullcontext()
-"""In place of ``no_grad`` where that is so already: entering that takes as long as a small read."""
 
 
 class _KLPenalty(torch.autograd.Function):
@@ -224,15 +235,17 @@ class _KLPenalty(torch.autograd.Function):
     def forward(
         ctx: Any, first: Tensor, second: Tensor | None, others: tuple[Any, Plan]
     ) -> tuple[Tensor, Tensor]:
-        constants, (ctx.ops, ctx.encoded, is_scalar, return_stats) = others
-        tensors = (first, second, *constants)
-        needs = ctx.needs_input_grad[:2]
+        constants, (forward, ctx.ops, ctx.encoded, is_scalar, return_stats) = others
+        needs, needs_second, _ = ctx.needs_input_grad
         unit = is_scalar and holds_unit_gradient(first) and holds_unit_gradient(second)
-        result, weights, statistics, *unit_grads = ctx.ops.kl_penalty_fwd(
-            *tensors, *ctx.encoded, None, True, *(needs if unit else (False, False)), return_stats
-        )
-        save(ctx, (*tensors, weights))
-        ctx.unit_grads = wanted(unit_grads, needs) if unit else None
+        wants = (True, unit and needs, unit and needs_second, return_stats)
+        outputs = forward(first, second, *constants, *ctx.encoded, None, *wants)
+        if outputs is NotImplemented:
+            raise NotPlainError
+        result, weights, statistics, grad, grad_second = outputs
+        save(ctx, (first, second, *constants, weights))
+        if unit:
+            ctx.unit_grads = (grad if needs else None, grad_second if needs_second else None)
         if return_stats:
             ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -243,11 +256,15 @@ class _KLPenalty(torch.autograd.Function):
         if grad_out is None:
             return None, None, None
         grads = take_unit_gradients(ctx, grad_out)
-        # The first backward has its gradient, whatever became of the inputs.
-        inputs = saved(ctx) if grads is None or torch.is_grad_enabled() else []
+        if grads is not None and not torch.is_grad_enabled():
+            return (*grads, None)  # whatever became of the inputs
+        inputs = saved(ctx)
         if grads is None:
             grads = _recompute(ctx, inputs, grad_out)
         return (*once(grads, *inputs[:2], grad_out), None)
+
+
+_apply = super(torch.autograd.Function, _KLPenalty).apply
 
 
 class _TransformableKLPenalty(torch.autograd.Function):
@@ -257,15 +274,15 @@ class _TransformableKLPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, (ops, encoded, _, return_stats) = args
-        result, weights, statistics, _, _ = ops.kl_penalty_fwd(
+        *tensors, (forward, _, encoded, _, return_stats) = args
+        result, weights, statistics, _, _ = forward(
             *tensors, *encoded, None, True, False, False, return_stats
         )
         return result, weights, statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, (ctx.ops, ctx.encoded, _, return_stats) = inputs
+        *tensors, (_, ctx.ops, ctx.encoded, _, return_stats) = inputs
         _, weights, statistics = output
         save(ctx, (*tensors, weights))
         ctx.mark_non_differentiable(*((weights, statistics) if return_stats else (weights,)))

@@ -12,17 +12,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from klfast.ops.table import Ops
 
 
-class Functions(Protocol):
-    """The extension: ``are_plain``, and a function for each name in ``Ops._fields``, which returns
-    NotImplemented for what is not plain. Outputs that are not wanted are None.
-    """
+class NotPlainError(Exception):
+    """Only the dispatcher serves these tensors."""
 
-    def are_plain(self, *tensors: Tensor | None) -> bool: ...
+
+class Functions(Protocol):
+    """The extension: a function for each name in ``Ops._fields``, which returns NotImplemented for
+    what is not plain. Outputs that are not wanted are None.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., Any]: ...
 

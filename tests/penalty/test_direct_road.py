@@ -32,7 +32,6 @@ class Spied:
     """The functions of the extension, which note when they serve a call."""
 
     def __init__(self, note):
-        self.are_plain = NATIVE.direct.functions.are_plain
         for name in Ops._fields:
             setattr(self, name, self.noting(getattr(NATIVE.direct.functions, name), note))
 
