@@ -26,6 +26,7 @@ R = TypeVar("R")
 
 _NUMBERS = (float, int)
 _TENSORS = (Tensor, torch.nn.Parameter)
+_OPTIONAL = (*_TENSORS, type(None))
 _ENCODED = {name: (r.encoded, r.is_scalar) for name, r in REDUCTIONS.items()}
 _NO_GRADIENT = GRADIENTS.index("none")
 
@@ -92,6 +93,8 @@ def kl_penalty(
             and (logprobs.requires_grad or ref_logprobs.requires_grad or autograd.is_forward_mode())
             and choices[1] != _NO_GRADIENT
         ):
+            if not (type(old_logprobs) in _OPTIONAL and type(mask) in _OPTIONAL):
+                return None
             constants = (without_graph(old_logprobs), without_graph(mask), cu_seqlens, None, None)
             plan = autograd.Plan(forward, direct.ops, encoded, is_scalar, return_stats)
             result, statistics = autograd.differentiable(logprobs, ref_logprobs, constants, plan)

@@ -5,7 +5,9 @@ A new backend is a ``Backend`` and one row here.
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import FrameType
 
 import torch
 
@@ -72,5 +74,15 @@ def _tell_of_reference(device: torch.device) -> None:
     warnings.warn(
         f"klfast uses its slow reference backend on {device.type} ({because})",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=_frames_of_klfast() + 1,
     )
+
+
+def _frames_of_klfast() -> int:
+    """How many functions of this package were called since the user's code, without this one."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "klfast":
+        frame = frame.f_back
+        count += 1
+    return count

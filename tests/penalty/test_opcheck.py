@@ -90,9 +90,12 @@ def test_the_forward_keeps_its_contract_with_torch(reduction, tensors):
     opcheck(FORWARD, forward_arguments(reduction, True, **tensors))
 
 
+@pytest.mark.parametrize("want_weights", [False, True])
 @every_reduction
-def test_every_forward_without_statistics_does(reduction):
-    opcheck(FORWARD, forward_arguments(reduction, False, **TENSORS["mask"]))
+def test_every_forward_without_statistics_does(reduction, want_weights):
+    arguments = forward_arguments(reduction, False, want_weights=want_weights, **TENSORS["mask"])
+    opcheck(FORWARD, arguments)
+    assert FORWARD(*arguments)[1].shape == ((3,) if want_weights else (0,))
 
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True), (True, True)], ids=str)
@@ -311,5 +314,5 @@ def test_a_direct_call_with_a_meta_tensor_is_traced(argument):
     shape = () if argument == "coef_tensor" else (3, 4)
     arguments = replaced({argument: torch.ones(shape, device="meta")})
     arguments["logprobs"] = arguments["logprobs"].to("meta")
-    result = FORWARD(*arguments.values(), None, False, False, False)[0]
+    result = FORWARD(*arguments.values(), None, False, False, False, False)[0]
     assert result.is_meta
