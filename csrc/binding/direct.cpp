@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <exception>
 
-#include "binding/cpu.h"
 #include "binding/py_tensor.h"
-#ifdef KLFAST_CUDA
+#ifndef KLFAST_EMULATE_CUDA  // by tests/support/emulator: the CPU is the CUDA device
+#include "binding/cpu.h"
+#endif
+#if defined(KLFAST_CUDA) || defined(KLFAST_EMULATE_CUDA)
 #include "binding/cuda.h"
 #endif
 
@@ -176,11 +178,11 @@ PyMethodDef method(const char* name,
           METH_FASTCALL, nullptr};
 }
 
-#ifdef KLFAST_CUDA
+#if defined(KLFAST_CUDA) || defined(KLFAST_EMULATE_CUDA)
 using OnGpu = Freely<Cuda>;
 using LogitsOnGpu = Freely<CudaLogits>;
 #else
-// Without CUDA kernels, the dispatcher has the word.
+// Without CUDA kernels the dispatcher says so.
 struct OnGpu {
   template <typename... Arguments>
   static void forward(const Arguments&...) {
@@ -201,8 +203,14 @@ struct OnGpu {
 };
 using LogitsOnGpu = OnGpu;
 #endif
+
+#ifdef KLFAST_EMULATE_CUDA
+using OnCpu = OnGpu;
+using LogitsOnCpu = LogitsOnGpu;
+#else
 using OnCpu = Freely<Cpu>;
 using LogitsOnCpu = Freely<CpuLogits>;
+#endif
 
 #define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>)
 

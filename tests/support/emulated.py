@@ -13,6 +13,7 @@ from torch.utils import cpp_extension
 
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
+from klfast.ops.direct import Direct, directly
 from klfast.ops.table import Ops, define
 
 ROOT = Path(__file__).parents[2]
@@ -31,30 +32,36 @@ FLAGS = (
 
 
 @functools.cache
-def ops():
-    """The emulated ops, built on first use."""
+def extension():
+    """The module of the emulated ops, built on first use."""
     define("klfast_emulated").define("last_launch(Tensor like) -> Tensor")
     folder = ROOT / "build" / f"emulator-{sys.implementation.cache_tag}"
     folder.mkdir(parents=True, exist_ok=True)
     before = os.environ["PATH"]
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])  # for ninja
     try:
-        cpp_extension.load(
+        return cpp_extension.load(
             "klfast_emulated",
             SOURCES,
             extra_cflags=list(FLAGS),
             extra_include_paths=[str(EMULATOR), str(ROOT / "csrc")],
             build_directory=str(folder),
-            is_python_module=False,
         )
     finally:
         os.environ["PATH"] = before
+
+
+def ops():
+    """The emulated ops, by the dispatcher."""
+    extension()
     return Ops.of("klfast_emulated")
 
 
 @functools.cache
 def backend():
     """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
-    tensors on a CPU are checked before.
+    tensors on a CPU are checked before. Plain tensors take the direct road.
     """
-    return compiled("native", NATIVE.why_not, ops())
+    roads = directly(extension(), ops())
+    direct = Direct(extension(), roads, serves=lambda _: False)  # the checks are to be done
+    return compiled("native", NATIVE.why_not, ops(), direct=direct)
