@@ -46,7 +46,6 @@ class Values(NamedTuple):
 
     values: Tensor
 
-    @property
     def tensors(self) -> tuple[Tensor, None, None]:
         """The source as the ops take it: no reference is a log-ratio that is there already."""
         return self.values, None, None
@@ -93,7 +92,6 @@ class Spec(NamedTuple):
     coef: float | Tensor = 1.0
     normalizer: float | Tensor | None = None
 
-    @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
         """``coef`` and ``normalizer``, where they are tensors."""
         return (
@@ -101,7 +99,6 @@ class Spec(NamedTuple):
             self.normalizer if isinstance(self.normalizer, Tensor) else None,
         )
 
-    @property
     def encoded(self) -> tuple[Choices, Numbers]:
         """The spec as the ops take it, behind the tensors."""
         coef = 1.0 if isinstance(self.coef, Tensor) else self.coef
@@ -109,8 +106,8 @@ class Spec(NamedTuple):
         if normalizer is None or isinstance(normalizer, Tensor):
             normalizer = 0.0
         return (
-            Choices(*self.estimator.choices, *self.reduction.encoded),
-            Numbers._make((*self.estimator.limits, coef, normalizer)),
+            Choices(*self.estimator.choices, *self.reduction.encoded()),
+            Numbers(*self.estimator.limits, coef, normalizer),
         )
 
 
@@ -125,44 +122,41 @@ class PenaltyCall(NamedTuple):
     return_stats: bool
     scores: Tensor | None = None
 
-    @property
     def first(self) -> Tensor:
         """The tensor that has the shape and the device of the call."""
         return self.source[0]
 
-    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors in the order of the ops: three of the source, two of the layout, two of the
         spec.
         """
-        source = self.source.tensors if isinstance(self.source, Values) else self.source
-        return *source, *self.layout, *self.spec.tensors
+        source = self.source.tensors() if isinstance(self.source, Values) else self.source
+        return *source, *self.layout, *self.spec.tensors()
 
-    @property
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""
-        return arithmetic_dtype(*self.tensors[:3])
+        return arithmetic_dtype(*self.tensors()[:3])
 
     def check_values(self) -> None:
         """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
         if self.layout.mask is not None:
-            check_mask_values(self.layout.mask, self.arithmetic)
+            check_mask_values(self.layout.mask, self.arithmetic())
         if self.layout.cu_seqlens is not None:
-            check_cu_seqlens_values(self.layout.cu_seqlens, self.first.shape[0])
+            check_cu_seqlens_values(self.layout.cu_seqlens, self.first().shape[0])
         self._check_coef()
         if isinstance(self.spec.normalizer, Tensor):
             check_number("normalizer", self.spec.normalizer.item(), above=0)
 
     def explain(self) -> None:
         """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
-        if not are_tracing() and self.first.device.type == "cpu":
+        if not are_tracing() and self.first().device.type == "cpu":
             self.check_values()
         elif not isinstance(self.spec.coef, Tensor):
             self._check_coef()
 
     def _check_coef(self) -> None:
         name = "coef" if self.scores is None else "kl_coef"
-        check_coef(name, self.spec.coef, self.arithmetic)
+        check_coef(name, self.spec.coef, self.arithmetic())
 
 
 def penalty_call(

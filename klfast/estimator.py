@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -20,7 +20,8 @@ IMPORTANCE = ("differentiable", "detached")
 NO_LIMIT = torch.finfo(torch.float64).max
 """An absent limit to the ops: AOTInductor's packages hold no infinity."""
 
-_Encoded = tuple[tuple[int, int, int, int], tuple[float, ...]]
+_Limits = tuple[float, float, float, float, float]
+_Encoded = tuple[tuple[int, int, int, int], _Limits]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Estimator:
         return self._encode()[0] if torch.compiler.is_compiling() else self._encoded[0]
 
     @property
-    def limits(self) -> tuple[float, ...]:
+    def limits(self) -> _Limits:
         """(importance_cap, low, high, linear_tail, kl_clip) as the ops take them: ``NO_LIMIT``
         stands for an absent one.
         """
@@ -129,7 +130,8 @@ class Estimator:
             IMPORTANCE.index(self.importance),
             int(self.clip_weighted),
         )
-        return choices, tuple(max(-largest, min(limit, largest)) for limit in finite)
+        limited = tuple(max(-largest, min(limit, largest)) for limit in finite)
+        return choices, cast(_Limits, limited)
 
     @property
     def log_ratio_bounds(self) -> tuple[float, float]:

@@ -25,12 +25,10 @@ class Reduction(NamedTuple):
     own_length: bool
     over: Literal["one", "tokens", "sequences"]
 
-    @property
     def is_scalar(self) -> bool:
         """Whether the result is 0-dimensional."""
         return self.result == "scalar"
 
-    @property
     def encoded(self) -> EncodedReduction:
         """The reduction as the ops take it: positions in ``RESULTS`` and ``DENOMINATORS``."""
         return RESULTS.index(self.result), int(self.own_length), DENOMINATORS.index(self.over)
@@ -45,7 +43,7 @@ REDUCTIONS = {
     "seq-mean-token-sum": Reduction("scalar", False, "sequences"),
     "seq-mean-token-mean": Reduction("scalar", True, "sequences"),
 }
-SCALAR_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.is_scalar)
+SCALAR_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.is_scalar())
 NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
 """Scalar means, whose outer denominator ``normalizer`` replaces."""
 TOKENWISE_REDUCTIONS = tuple(

@@ -27,7 +27,7 @@ R = TypeVar("R")
 _NUMBERS = (float, int)
 _TENSORS = (Tensor, torch.nn.Parameter)
 _OPTIONAL = (*_TENSORS, type(None))
-_ENCODED = {name: (r.encoded, r.is_scalar) for name, r in REDUCTIONS.items()}
+_ENCODED = {name: (r.encoded(), r.is_scalar()) for name, r in REDUCTIONS.items()}
 _NO_GRADIENT = GRADIENTS.index("none")
 
 

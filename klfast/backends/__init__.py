@@ -57,9 +57,9 @@ def resolve(name: str, device: torch.device) -> Backend:
 
 def choose(name: str, call: PenaltyCall | TokenLogprobsCall | KLDivergenceCall) -> Backend:
     """The backend to use, after the check of the values that it does not check itself."""
-    backend = resolve(name, call.first.device)
-    in_kernel = call.first.device.type in backend.checks_in_kernel
-    if are_checked(call.first, in_kernel=in_kernel):
+    backend = resolve(name, call.first().device)
+    in_kernel = call.first().device.type in backend.checks_in_kernel
+    if are_checked(call.first(), in_kernel=in_kernel):
         call.check_values()
     return backend
 

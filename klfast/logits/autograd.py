@@ -91,7 +91,7 @@ def _run(
 def _is_one_read(call: KLDivergenceCall) -> bool:
     """Whether the forward can write the gradient: nothing else flows back, and it is known."""
     return (
-        call.spec.reduction.is_scalar
+        call.spec.reduction.is_scalar()
         and call.token_ids is None
         and not are_tracing()
         and all(
@@ -242,7 +242,13 @@ class _OneReadKL(torch.autograd.Function):
         rows, saved, grads = _read(ctx, first, second, call.keep)
         reduced = call.reduce(rows)
         result, _, statistics, _, _ = ctx.ops.kl_penalty_fwd(
-            *reduced.tensors, *reduced.spec.encoded, None, False, False, False, reduced.return_stats
+            *reduced.tensors(),
+            *reduced.spec.encoded(),
+            None,
+            False,
+            False,
+            False,
+            reduced.return_stats,
         )
         inputs = (first, second, None, call.keep, call.inverse_temperature, rows, saved)
         ctx.has_inference = autograd.save(ctx, inputs, copy=False)
@@ -303,6 +309,6 @@ def _row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
     """[R]: by how much the result grows with each row's divergence; 0 where masked."""
     reduced = call.reduce_zeros()
     _, _, _, row_weights, _ = ops.kl_penalty_fwd(
-        *reduced.tensors, *reduced.spec.encoded, None, False, True, False, False
+        *reduced.tensors(), *reduced.spec.encoded(), None, False, True, False, False
     )
     return row_weights.view(-1)

@@ -53,7 +53,6 @@ class TokenLogprobsCall(NamedTuple):
     shape: torch.Size
     """Of the results."""
 
-    @property
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
         return self.logits
@@ -90,7 +89,6 @@ class KLDivergenceCall(NamedTuple):
     """How the rows' divergences are reduced; its estimator is k1 of values."""
     return_stats: bool
 
-    @property
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
         return self.logits

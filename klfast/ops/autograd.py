@@ -36,14 +36,16 @@ def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
 
 
 def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
-    first, second, *constants = call.tensors
+    first, second, *constants = call.tensors()
     assert first is not None
-    encoded = call.spec.encoded
+    encoded = call.spec.encoded()
     if call.scores is not None or not may_need_gradient(first, second):
         wants = (False, False, False, call.return_stats)
         outputs = ops.kl_penalty_fwd(first, second, *constants, *encoded, call.scores, *wants)
         return outputs[0], outputs[2]
-    plan = Plan(ops.kl_penalty_fwd, ops, encoded, call.spec.reduction.is_scalar, call.return_stats)
+    plan = Plan(
+        ops.kl_penalty_fwd, ops, encoded, call.spec.reduction.is_scalar(), call.return_stats
+    )
     if are_tracing():
         outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)
         return outputs[0], outputs[2]

@@ -29,7 +29,7 @@ def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None
         LogProbs(logprobs, ref_logprobs), Layout(mask, cu_seqlens), spec, return_stats=False
     )
     return emulated.ops().kl_penalty_fwd(
-        *call.tensors, *spec.encoded, scores, True, grads, grads, not grads
+        *call.tensors(), *spec.encoded(), scores, True, grads, grads, not grads
     )
 
 

@@ -238,9 +238,9 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
     logprobs = tensor()
     edges = torch.arange(rows + 1) * width if packed else None
     call = (logprobs, tensor(), None, tensor(), edges, None, None)
-    choices, numbers = Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded
+    choices, numbers = Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
     call += (choices, numbers._replace(coef=coef, normalizer=normalizer))
-    scalar = REDUCTIONS[reduction].is_scalar
+    scalar = REDUCTIONS[reduction].is_scalar()
     _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, True, scalar, False, True)
     shape = {"none": logprobs.shape}.get(reduction, () if scalar else (rows,))
     triton_launch.kl_penalty_bwd(*call, torch.zeros(shape), weights, True, False)

@@ -207,8 +207,8 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
     monkeypatch.setattr(triton_launch.torch, "empty", between_sentinels)
     logprobs, ref_logprobs, _ = random_inputs((9,))
     call = (logprobs, ref_logprobs, None, torch.ones(9), torch.tensor(edges), None, None)
-    call += Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded
-    scalar = REDUCTIONS[reduction].is_scalar
+    call += Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
+    scalar = REDUCTIONS[reduction].is_scalar()
     _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, True, scalar, scalar, True)
     sequences = len(edges) - 1
     grad_out = torch.ones({"none": (9,)}.get(reduction, () if scalar else (sequences,)))
@@ -224,7 +224,7 @@ def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
     n, end = 1500, edges[-1]
     logprobs, ref_logprobs, _ = random_inputs((n,))
     call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)
-    call += Spec(Estimator("k3"), REDUCTIONS["token-sum" if scalar else "none"]).encoded
+    call += Spec(Estimator("k3"), REDUCTIONS["token-sum" if scalar else "none"]).encoded()
     result, _, _, *grads = triton_launch.kl_penalty_fwd(*call, None, False, scalar, scalar, False)
     grad_out = torch.ones(()) if scalar else torch.ones(n)
     grads += triton_launch.kl_penalty_bwd(*call, grad_out, torch.ones(len(edges) - 1), True, True)

@@ -191,7 +191,7 @@ NO_MODES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:.*Profiler clears events")
 @pytest.mark.parametrize("needs", [False, True], ids=["constant", "differentiable"])
 @pytest.mark.parametrize(
     ("mode", "road"),
@@ -214,6 +214,7 @@ def test_modes_that_see_ops_take_the_dispatchers(roads, mode, road, needs):
     assert same_bits(result, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_the_profiler_shows_the_op():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         penalty(*inputs())

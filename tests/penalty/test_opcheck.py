@@ -59,7 +59,7 @@ def common(reduction="none", estimator="k3", **changes):
         "coef_tensor": None,
         "normalizer_tensor": None,
     }
-    choices, numbers = Spec(options, REDUCTIONS[reduction]).encoded
+    choices, numbers = Spec(options, REDUCTIONS[reduction]).encoded()
     for name in [name for name in changes if name not in arguments]:
         if name in Choices._fields:
             choices = choices._replace(**{name: changes.pop(name)})

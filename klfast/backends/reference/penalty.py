@@ -34,7 +34,7 @@ class _Tokens:
     """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
 
     def __init__(self, call: PenaltyCall) -> None:
-        logprobs, ref_logprobs, old_logprobs, *_ = call.tensors
+        logprobs, ref_logprobs, old_logprobs, *_ = call.tensors()
         assert logprobs is not None
         mask, cu_seqlens = call.layout
         wide = torch.float64 if logprobs.device.type != "mps" else torch.float32
