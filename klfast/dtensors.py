@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from klfast.reduction import NORMALIZED_REDUCTIONS, TOKENWISE_REDUCTIONS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -195,15 +195,21 @@ def _may_shard(arguments: dict[str, Any], rank: int) -> tuple[bool, bool]:
     return True, by_token and not arguments["return_stats"] and "scores" not in arguments
 
 
+_COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "tokens": lambda mask: mask,
+    "sequences": lambda mask: (mask != 0).any(-1),
+}
+"""A mean's denominator -> what is summed for it, of the mask."""
+
+
 def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
     """What a mean over all ranks divides by; 1 for nothing, whose mean is 0."""
     like, mask = local[shards.name], local["mask"]
     if mask is None:
         mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
     with torch.no_grad():
-        if reduction != "token-mean":
-            mask = (mask != 0).any(-1)
-        count = shards.total(mask.sum(dtype=torch.float64)).full_tensor()
+        counted = _COUNTED[REDUCTIONS[reduction].over](mask)
+        count = shards.total(counted.sum(dtype=torch.float64)).full_tensor()
         return torch.where(count == 0, 1.0, count)
 
 
