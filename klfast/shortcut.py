@@ -1,7 +1,7 @@
-"""The direct road of the functions over log-probs, short of the checks in Python.
+"""The direct road of the functions over log-probs, without the checks in Python.
 
 For plain tensors (``klfast.ops.direct``): the extension checks shapes, dtypes, devices and values
-in its own read. What it refuses, and all else, goes the whole way, where the error texts are.
+in its own read. What it declines is left to the checked functions, where the error texts are.
 """
 
 from __future__ import annotations
@@ -59,16 +59,14 @@ def kl_penalty(
     return_stats: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
-    """What ``klfast.kl_penalty`` returns; None where the whole way is to be gone."""
+    """What ``klfast.kl_penalty`` returns; None: the checked function must be called."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
     if type(estimator) is str:
         estimator = SHORTHAND.get(estimator, estimator)
     if normalizer is None:
         normalizer = 0.0
-    elif not (
-        type(normalizer) in _NUMBERS and reduction in NORMALIZED_REDUCTIONS and normalizer > 0
-    ):
+    elif type(normalizer) not in _NUMBERS or not normalizer > 0:
         return None
     if not (
         type(logprobs) in _TENSORS
@@ -76,6 +74,7 @@ def kl_penalty(
         and type(estimator) is Estimator
         and type(reduction) is str
         and reduction in _ENCODED
+        and (normalizer == 0 or reduction in NORMALIZED_REDUCTIONS)
         and type(coef) in _NUMBERS
         and type(return_stats) is bool
         and direct.serves(logprobs)
@@ -105,7 +104,7 @@ def kl_penalty(
             if outputs is NotImplemented:
                 return None
             result, statistics = outputs[0], outputs[2]
-    except (NotPlainError, RuntimeError, OverflowError):
+    except NotPlainError:
         return None
     return (result, KLStats(*statistics.unbind(0))) if return_stats else result
 
@@ -122,7 +121,7 @@ def kl_rewards(
     return_stats: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
-    """What ``klfast.kl_rewards`` returns; None where the whole way is to be gone."""
+    """What ``klfast.kl_rewards`` returns; None: the checked function must be called."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
     if type(estimator) is str:
@@ -141,12 +140,9 @@ def kl_rewards(
     encoded = ((*choices, *of_reduction), (*limits, cast(float, kl_coef), 0.0))
     others = (None, mask, cu_seqlens, None, None)
     wants = (False, False, False, return_stats)
-    try:
-        outputs = direct.functions.kl_penalty_fwd(
-            logprobs, ref_logprobs, *others, *encoded, scores, *wants
-        )
-    except (RuntimeError, OverflowError):
-        return None
+    outputs = direct.functions.kl_penalty_fwd(
+        logprobs, ref_logprobs, *others, *encoded, scores, *wants
+    )
     if outputs is NotImplemented:
         return None
     rewards, _, statistics, *_ = outputs
@@ -155,7 +151,9 @@ def kl_rewards(
 
 def _direct(backend: str) -> Direct | None:
     """The direct road of a backend; of ``auto``, that of the first it tries."""
+    if type(backend) is not str:
+        return None
     if backend == "auto":
         return next(iter(BACKENDS.values())).direct
-    chosen = BACKENDS.get(backend) if type(backend) is str else None
+    chosen = BACKENDS.get(backend)
     return None if chosen is None else chosen.direct

@@ -30,6 +30,7 @@ inline KlPenaltyInputs resolve(KlPenaltyInputs in) {
 }
 
 struct Cpu {
+  static constexpr bool kGradientsReadWeights = false;
   static void forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Device&) {
     cpu::kl_penalty_forward(resolve(in), out, threads());
   }

@@ -33,13 +33,14 @@ inline void* current_stream(const Device& device) {
 
 // The ops over log-probs on a GPU.
 struct Cuda {
+  static constexpr bool kGradientsReadWeights = true;  // a kernel before leaves them there
   static void forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
                       const Device& device) {
     check_numbers(in);
     const DeviceGuard guard(device.index);
     cuda::Launch launch;
     launch.stream = current_stream(device);
-    // Back in the allocator's hands when this returns: later work on the stream comes after.
+    // Freed when this returns: later work on the stream comes after.
     std::optional<StableTensor> partials, counter;
     if (const int64_t needed = cuda::partials_needed(in, out); needed > 0) {
       partials = empty<StableTensor>({needed}, ScalarType::Double, device);

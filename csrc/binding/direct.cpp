@@ -14,18 +14,24 @@
 namespace klfast::binding {
 namespace {
 
-// Arguments of Python to those of an op.
+// Arguments of Python to those of an op. What is no argument of the op is the dispatcher's to
+// refuse.
+
+[[noreturn]] void refuse() {
+  PyErr_Clear();
+  throw NotPlain();
+}
 
 template <typename T>
-struct From;
+struct Argument;
 
 template <>
-struct From<PyTensor> {
+struct Argument<PyTensor> {
   static PyTensor of(PyObject* object) { return PyTensor(object); }
 };
 
 template <>
-struct From<std::optional<PyTensor>> {
+struct Argument<std::optional<PyTensor>> {
   static std::optional<PyTensor> of(PyObject* object) {
     if (object == Py_None) return std::nullopt;
     return PyTensor(object);
@@ -33,38 +39,39 @@ struct From<std::optional<PyTensor>> {
 };
 
 template <>
-struct From<bool> {
-  static bool of(PyObject* object) { return object == Py_True; }
+struct Argument<bool> {
+  static bool of(PyObject* object) {
+    const int value = PyObject_IsTrue(object);
+    if (value < 0) throw PythonError();
+    return value != 0;
+  }
 };
 
 template <>
-struct From<int64_t> {
+struct Argument<int64_t> {
   static int64_t of(PyObject* object) {
     const int64_t value = PyLong_AsLongLong(object);
-    if (value == -1 && PyErr_Occurred()) throw PythonError();
+    if (value == -1 && PyErr_Occurred()) refuse();
     return value;
   }
 };
 
 template <>
-struct From<double> {
+struct Argument<double> {
   static double of(PyObject* object) {
     const double value = PyFloat_AsDouble(object);
-    if (value == -1 && PyErr_Occurred()) throw PythonError();
+    if (value == -1 && PyErr_Occurred()) refuse();
     return value;
   }
 };
 
 template <typename T>
-struct From<std::vector<T>> {
+struct Argument<std::vector<T>> {
   static std::vector<T> of(PyObject* object) {
-    if (!PyTuple_Check(object)) {
-      PyErr_SetString(PyExc_TypeError, "klfast: choices and numbers must be tuples");
-      throw PythonError();
-    }
+    if (!PyTuple_Check(object)) throw NotPlain();
     std::vector<T> values(PyTuple_GET_SIZE(object));
     for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = From<T>::of(PyTuple_GET_ITEM(object, i));
+      values[i] = Argument<T>::of(PyTuple_GET_ITEM(object, i));
     }
     return values;
   }
@@ -100,7 +107,8 @@ class WithoutGil {
 
 // A device of the ops whose kernels run without the GIL.
 template <typename On>
-struct Freely {
+struct WithoutGilOn {
+  static constexpr bool kGradientsReadWeights = On::kGradientsReadWeights;
   template <typename In, typename Out>
   static void forward(const In& in, const Out& out, const Device& device) {
     const WithoutGil without;
@@ -139,7 +147,7 @@ PyObject* apply(Arguments&& arguments) {
 template <auto on_cpu, auto on_cuda, typename Result, typename... Arguments, size_t... i>
 PyObject* call(Result (*)(Arguments...), PyObject* const* given, std::index_sequence<i...>) {
   require_plain_mode();
-  std::tuple<Arguments...> arguments{From<Arguments>::of(given[i])...};
+  std::tuple<Arguments...> arguments{Argument<Arguments>::of(given[i])...};
   if (is_on_cuda(std::get<0>(arguments))) return apply<on_cuda>(std::move(arguments));
   return apply<on_cpu>(std::move(arguments));
 }
@@ -149,8 +157,9 @@ constexpr size_t arity(Result (*)(Arguments...)) {
   return sizeof...(Arguments);
 }
 
-// A function of Python over an op: NotImplemented where only the dispatcher serves. Errors of the
-// op are RuntimeErrors, as the dispatcher's are.
+// A function of Python over an op: NotImplemented where only the dispatcher serves, and where the
+// op raises an error, which the dispatcher's op says once more. Errors of Python, such as want of
+// memory, are raised.
 template <auto on_cpu, auto on_cuda>
 PyObject* function(PyObject*, PyObject* const* arguments, Py_ssize_t n) {
   constexpr Py_ssize_t expected = arity(on_cpu);
@@ -166,9 +175,8 @@ PyObject* function(PyObject*, PyObject* const* arguments, Py_ssize_t n) {
     Py_RETURN_NOTIMPLEMENTED;
   } catch (const PythonError&) {
     return nullptr;
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
+  } catch (const std::exception&) {
+    Py_RETURN_NOTIMPLEMENTED;
   }
 }
 
@@ -179,11 +187,12 @@ PyMethodDef method(const char* name,
 }
 
 #if defined(KLFAST_CUDA) || defined(KLFAST_EMULATE_CUDA)
-using OnGpu = Freely<Cuda>;
-using LogitsOnGpu = Freely<CudaLogits>;
+using OnGpu = WithoutGilOn<Cuda>;
+using LogitsOnGpu = WithoutGilOn<CudaLogits>;
 #else
 // Without CUDA kernels the dispatcher says so.
 struct OnGpu {
+  static constexpr bool kGradientsReadWeights = true;
   template <typename... Arguments>
   static void forward(const Arguments&...) {
     throw NotPlain();
@@ -208,8 +217,8 @@ using LogitsOnGpu = OnGpu;
 using OnCpu = OnGpu;
 using LogitsOnCpu = LogitsOnGpu;
 #else
-using OnCpu = Freely<Cpu>;
-using LogitsOnCpu = Freely<CpuLogits>;
+using OnCpu = WithoutGilOn<Cpu>;
+using LogitsOnCpu = WithoutGilOn<CpuLogits>;
 #endif
 
 #define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>)

@@ -7,8 +7,7 @@
 
 namespace klfast::direct {
 
-// Adds the functions to the module; false with a Python error set where torch has no exchange
-// table.
+// Adds the functions to the module; false with a Python error set if torch lacks what they need.
 bool add_to(PyObject* module);
 
 }  // namespace klfast::direct

@@ -31,22 +31,20 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-struct ManagedTensor;  // opaque here
-
-// The functions that torch.Tensor offers in the capsule __dlpack_c_exchange_api__. Each returns 0,
-// or has set a Python error.
+// The functions that torch.Tensor offers in the capsule __dlpack_c_exchange_api__. Only from_python
+// is called, which returns 0 or has set a Python error. (A tensor that they make has foreign
+// memory: it cannot be resized, and record_stream does not know it.)
 struct Exchange {
   struct {
     uint32_t major;
     uint32_t minor;
   } version;
   const Exchange* previous;
-  int (*allocate)(Tensor* prototype, ManagedTensor** out, void* context,
-                  void (*set_error)(void* context, const char* kind, const char* message));
-  int (*managed_from_python)(void* object, ManagedTensor** out);
-  int (*managed_to_python)(ManagedTensor* tensor, void** object);
+  void (*allocate)();
+  void (*managed_from_python)();
+  void (*managed_to_python)();
   int (*from_python)(void* object, Tensor* out);
-  int (*current_stream)(int32_t device_type, int32_t device_index, void** out);
+  void (*current_stream)();
 };
 
 }  // namespace klfast::dlpack

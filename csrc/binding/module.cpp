@@ -45,5 +45,9 @@ PYBIND11_MODULE(_C, module) {
              "Why the CUDA kernels cannot run on the current device; empty if they can.");
   module.def("instruction_set", &klfast::cpu::instruction_set,
              "The instruction set that the CPU kernels use here; KLFAST_CPU limits it.");
-  if (!klfast::direct::add_to(module.ptr())) throw py::error_already_set();
+  std::string problem;
+  if (!klfast::direct::add_to(module.ptr())) problem = py::error_already_set().what();
+  module.def(
+      "direct_problem", [problem] { return problem; },
+      "Why this module lacks the functions of the direct road; empty if it has them.");
 }

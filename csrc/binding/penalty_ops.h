@@ -3,6 +3,7 @@
 //   static void forward(KlPenaltyInputs, const KlPenaltyForward&, const Device&)
 //   static void backward(KlPenaltyInputs, const KlPenaltyBackward&, const Device&)
 //   static void scale(const Output&, int64_t n, const View& factor, const Device&)
+//   static constexpr bool kGradientsReadWeights: a forward that writes gradients needs their memory
 //
 // Arguments have been checked in Python, where the messages are. What is checked again here
 // protects memory: torch.ops can be called by anyone.
@@ -86,6 +87,7 @@ View view_of(const Tensor& tensor, const Device& device, const char* argument) {
   KLFAST_CHECK(tensor.dim() <= 2, argument, " must have at most 2 dimensions");
   View view;
   view.data = tensor.numel() > 0 ? tensor.const_data_ptr() : "";
+  KLFAST_CHECK(view.data != nullptr, argument, " has no memory");
   view.dtype = dtype_of(tensor, argument);
   view.row_stride = tensor.dim() == 2 ? tensor.stride(0) : 0;
   view.column_stride = tensor.dim() > 0 ? tensor.stride(tensor.dim() - 1) : 0;
@@ -212,6 +214,14 @@ inline void check_numbers(const KlPenaltyInputs& in) {
   KLFAST_CHECK(in.normalizer >= 0 && std::isfinite(in.normalizer), "normalizer must be finite");
 }
 
+// By tests: an element that is never written shows as NaN.
+template <typename Tensor>
+void poison([[maybe_unused]] const Tensor& tensor) {
+#ifdef KLFAST_POISON
+  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * element_size(dtype_of(tensor, "")));
+#endif
+}
+
 // Straight to the allocator: an op call through the dispatcher costs some microseconds here.
 template <typename Tensor>
 Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device);
@@ -228,26 +238,24 @@ inline StableTensor empty<StableTensor>(const std::vector<int64_t>& sizes, Scala
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
       device.index, &handle));
   StableTensor tensor(handle);
-#ifdef KLFAST_POISON  // by tests: an element that is never written shows as NaN
-  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * element_size(dtype_of(tensor, "")));
-#endif
+  poison(tensor);
   return tensor;
 }
 
 // What stands for an output that is not wanted: of shape [0] to the dispatcher.
 template <typename Tensor>
-Tensor nothing(ScalarType dtype, const Device& device);
+Tensor unwanted(ScalarType dtype, const Device& device);
 
 template <>
-inline StableTensor nothing<StableTensor>(ScalarType dtype, const Device& device) {
+inline StableTensor unwanted<StableTensor>(ScalarType dtype, const Device& device) {
   return empty<StableTensor>({0}, dtype, device);
 }
 
-// A gradient of the input's shape, or nothing.
+// A gradient of the input's shape, or unwanted.
 template <typename Tensor>
 Tensor empty_gradient(const Tensor& input, bool wanted) {
   const Device device = device_of(input);
-  if (!wanted) return nothing<Tensor>(input.scalar_type(), device);
+  if (!wanted) return unwanted<Tensor>(input.scalar_type(), device);
   const std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   Tensor gradient = empty<Tensor>(sizes, input.scalar_type(), device);
   if (device.type == aoti_torch_device_type_cpu()) {
@@ -304,18 +312,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   if (kind == Result::kToken) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (kind == Result::kSequence) sizes = {sequences};
   Tensor result = empty<Tensor>(sizes, acc, device);
-  // A gradient of the forward needs the weights too.
-  want_weights = want_weights || want_grad_logprobs || want_grad_ref_logprobs;
   Tensor weights =
-      want_weights ? empty<Tensor>({sequences}, acc, device) : nothing<Tensor>(acc, device);
+      want_weights ? empty<Tensor>({sequences}, acc, device) : unwanted<Tensor>(acc, device);
   Tensor statistics = want_statistics ? empty<Tensor>({kStatistics, sequences}, acc, device)
-                                      : nothing<Tensor>(acc, device);
+                                      : unwanted<Tensor>(acc, device);
   Gradients<Tensor> gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
   out.result = result.mutable_data_ptr();
-  if (want_weights) out.weights = weights.mutable_data_ptr();
+  std::optional<StableTensor> scratch;
+  if (want_weights) {
+    out.weights = weights.mutable_data_ptr();
+  } else if (On::kGradientsReadWeights && (want_grad_logprobs || want_grad_ref_logprobs)) {
+    scratch = empty<StableTensor>({sequences}, acc, device);
+    out.weights = scratch->mutable_data_ptr();
+  }
   if (want_statistics) out.statistics = statistics.mutable_data_ptr();
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;

@@ -9,6 +9,11 @@ const dlpack::Exchange* exchange = nullptr;
 PyObject* tensor_type = nullptr;
 PyObject* parameter_type = nullptr;
 PyObject* is_neg = nullptr;
+PyObject* torch_empty = nullptr;
+PyObject* device_type = nullptr;
+PyObject* cpu_device = nullptr;
+PyObject* dtype_name = nullptr;
+PyObject* keywords = nullptr;  // the names of the last arguments of torch_empty
 // Functions of torch that return a number or a bool: 0 where nothing stands between Python and ops.
 std::array<PyObject*, 5> modes = {};
 
@@ -16,18 +21,28 @@ constexpr struct {
   ScalarType type;
   dlpack::DataType raw;
   DType own;
+  const char* name;
 } kTypes[] = {
-    {ScalarType::Double, {dlpack::kFloat, 64, 1}, DType::kFloat64},
-    {ScalarType::Float, {dlpack::kFloat, 32, 1}, DType::kFloat32},
-    {ScalarType::BFloat16, {dlpack::kBfloat, 16, 1}, DType::kBFloat16},
-    {ScalarType::Half, {dlpack::kFloat, 16, 1}, DType::kFloat16},
-    {ScalarType::Bool, {dlpack::kBool, 8, 1}, DType::kBool},
-    {ScalarType::Byte, {dlpack::kUInt, 8, 1}, DType::kUInt8},
-    {ScalarType::Char, {dlpack::kInt, 8, 1}, DType::kInt8},
-    {ScalarType::Short, {dlpack::kInt, 16, 1}, DType::kInt16},
-    {ScalarType::Int, {dlpack::kInt, 32, 1}, DType::kInt32},
-    {ScalarType::Long, {dlpack::kInt, 64, 1}, DType::kInt64},
+    {ScalarType::Double, {dlpack::kFloat, 64, 1}, DType::kFloat64, "float64"},
+    {ScalarType::Float, {dlpack::kFloat, 32, 1}, DType::kFloat32, "float32"},
+    {ScalarType::BFloat16, {dlpack::kBfloat, 16, 1}, DType::kBFloat16, "bfloat16"},
+    {ScalarType::Half, {dlpack::kFloat, 16, 1}, DType::kFloat16, "float16"},
+    {ScalarType::Bool, {dlpack::kBool, 8, 1}, DType::kBool, "bool"},
+    {ScalarType::Byte, {dlpack::kUInt, 8, 1}, DType::kUInt8, "uint8"},
+    {ScalarType::Char, {dlpack::kInt, 8, 1}, DType::kInt8, "int8"},
+    {ScalarType::Short, {dlpack::kInt, 16, 1}, DType::kInt16, "int16"},
+    {ScalarType::Int, {dlpack::kInt, 32, 1}, DType::kInt32, "int32"},
+    {ScalarType::Long, {dlpack::kInt, 64, 1}, DType::kInt64, "int64"},
 };
+
+// The objects torch.float64 and so on, in the order of kTypes.
+std::array<PyObject*, std::size(kTypes)> dtypes = {};
+
+int row_of_type(ScalarType type) {
+  int row = 0;
+  while (kTypes[row].type != type) ++row;
+  return row;
+}
 
 bool same(dlpack::DataType a, dlpack::DataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
@@ -51,25 +66,28 @@ PyObject* attribute(PyObject* of, std::initializer_list<const char*> names) {
   return object.release();
 }
 
-// The device that dlpack numbers.
-bool is_cpu(const Device& device) { return device.type == aoti_torch_device_type_cpu(); }
+PyObject* device_object(const Device& device) {
+  if (device.type == aoti_torch_device_type_cpu()) return new_reference(cpu_device);
+  return PyObject_CallFunction(device_type, "si", "cuda", static_cast<int>(device.index));
+}
 
-Object made(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
-  dlpack::Tensor prototype = {};
-  prototype.ndim = static_cast<int32_t>(sizes.size());
-  prototype.shape = const_cast<int64_t*>(sizes.data());
-  for (const auto& type : kTypes) {
-    if (type.type == dtype) prototype.dtype = type.raw;
+Object tuple_of(const std::vector<int64_t>& sizes) {
+  Object tuple(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i),
+                     Object(PyLong_FromLongLong(sizes[i])).release());
   }
-  prototype.device = {is_cpu(device) ? dlpack::kCpu : dlpack::kCuda,
-                      is_cpu(device) ? 0 : device.index};
-  dlpack::ManagedTensor* managed = nullptr;
-  void* object = nullptr;
-  if (exchange->allocate(&prototype, &managed, nullptr, nullptr) != 0 ||
-      exchange->managed_to_python(managed, &object) != 0) {
-    throw PythonError();
-  }
-  return Object(static_cast<PyObject*>(object));
+  return tuple;
+}
+
+// torch.empty. Memory by way of the exchange table would be foreign to torch: its storage cannot be
+// resized, and record_stream does not know it.
+PyObject* allocated(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
+  const Object shape = tuple_of(sizes);
+  const Object where(device_object(device));
+  PyObject* const arguments[] = {shape.get(), dtypes[static_cast<size_t>(row_of_type(dtype))],
+                                 where.get()};
+  return PyObject_Vectorcall(torch_empty, arguments, 1, keywords);
 }
 
 }  // namespace
@@ -89,11 +107,17 @@ PyTensor::PyTensor(PyObject* borrowed) : object_(new_reference(borrowed)) {
       is_true(PyObject_Vectorcall(is_neg, &borrowed, 1, nullptr))) {
     throw NotPlain();
   }
+  const dlpack::DataType& dtype = tensor_.dtype;
+  if (dtype.bits == 8 && (dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt)) {
+    const Object own(PyObject_GetAttr(borrowed, dtype_name));
+    if (own.get() != dtypes[row_of_type(scalar_type())]) throw NotPlain();
+  }
 }
 
 PyTensor::PyTensor(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device)
-    : object_(made(sizes, dtype, device)) {
+    : object_(allocated(sizes, dtype, device)) {
   if (exchange->from_python(object_.get(), &tensor_) != 0) throw PythonError();
+  poison(*this);
 }
 
 int64_t PyTensor::numel() const {
@@ -143,15 +167,26 @@ void find_torch() {
   tensor_type = attribute(torch.get(), {"Tensor"});
   parameter_type = attribute(torch.get(), {"nn", "Parameter"});
   is_neg = attribute(tensor_type, {"is_neg"});
+  torch_empty = attribute(torch.get(), {"empty"});
+  device_type = attribute(torch.get(), {"device"});
+  cpu_device = Object(PyObject_CallFunction(device_type, "s", "cpu")).release();
+  dtype_name = Object(PyUnicode_InternFromString("dtype")).release();
+  keywords = Object(Py_BuildValue("(ss)", "dtype", "device")).release();
+  for (size_t i = 0; i < dtypes.size(); ++i) dtypes[i] = attribute(torch.get(), {kTypes[i].name});
   modes = {attribute(torch.get(), {"_C", "_len_torch_function_stack"}),
            attribute(torch.get(), {"_C", "_len_torch_dispatch_stack"}),
            attribute(torch.get(), {"_C", "_are_functorch_transforms_active"}),
            attribute(torch.get(), {"_C", "_is_tracing"}),
            attribute(torch.get(), {"_C", "_autograd", "_profiler_enabled"})};
   const Object table(attribute(tensor_type, {"__dlpack_c_exchange_api__"}));
-  exchange = static_cast<const dlpack::Exchange*>(
+  const auto* const found = static_cast<const dlpack::Exchange*>(
       PyCapsule_GetPointer(table.get(), "dlpack_exchange_api"));
-  if (exchange == nullptr) throw PythonError();
+  if (found == nullptr) throw PythonError();
+  if (found->version.major != 1) {
+    PyErr_Format(PyExc_ImportError, "DLPack 1 is needed, this torch has %u", found->version.major);
+    throw PythonError();
+  }
+  exchange = found;
 }
 
 }  // namespace klfast::binding

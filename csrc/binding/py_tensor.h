@@ -1,5 +1,5 @@
-// Tensors of Python as the ops' templates take them, read and made through the DLPack exchange
-// table of torch.Tensor (torch 2.10 and later), without torch's dispatcher.
+// Tensors of Python as the ops' templates take them: read through the DLPack exchange table of
+// torch.Tensor (torch 2.10 and later), without torch's dispatcher, and made by torch.empty.
 
 #pragma once
 
@@ -39,9 +39,10 @@ class Object {
   PyObject* object_;
 };
 
-// The exchange table accepts tensors whose memory does not hold their values (negated views, zero
-// tensors, functional and fake ones), hence the checks here: an exact torch.Tensor or Parameter, on
-// a CPU or a CUDA device, not negated, with memory.
+// The exchange table accepts tensors whose memory does not hold their values. Refused here are
+// subclasses, fake tensors among them, by their type; zero tensors, functional tensors and emptied
+// storages, as they have no memory; negated views by their bit; other devices than CPU and CUDA;
+// dtypes of less than 8 bits, which the table calls 8-bit integers.
 class PyTensor {
  public:
   // None, for an output that is not wanted.
@@ -85,15 +86,15 @@ inline PyTensor empty<PyTensor>(const std::vector<int64_t>& sizes, ScalarType dt
 }
 
 template <>
-inline PyTensor nothing<PyTensor>(ScalarType, const Device&) {
+inline PyTensor unwanted<PyTensor>(ScalarType, const Device&) {
   return PyTensor();
 }
 
-// Throws NotPlain under a mode that a call of an op would meet: of torch functions, dispatch,
-// torch.func, torch.jit.trace or the profiler.
+// Throws NotPlain under a mode that sees the calls of ops: of torch functions, dispatch,
+// torch.func, torch.jit.trace or this thread's profiler.
 void require_plain_mode();
 
-// Finds what this header needs of torch; throws PythonError where this torch has it not.
+// Looks up the attributes of torch that are needed here; throws PythonError if one is missing.
 void find_torch();
 
 }  // namespace klfast::binding

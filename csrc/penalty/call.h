@@ -58,7 +58,7 @@ struct KlPenaltyForward {
   View scores;                 // [1, S], added at the last kept token of each sequence
   void* result = nullptr;      // arithmetic's type, like the next two; shape by reduction
   void* weights = nullptr;     // [S], by sequence_weight: all that the backward reads of a forward;
-                               // null if not wanted, but never with a gradient
+                               // null if not wanted, on a GPU never with a gradient
   void* statistics = nullptr;  // [kStatistics, S]; null if not wanted
   Output grad_logprobs;        // gradient of a scalar result
   Output grad_ref_logprobs;

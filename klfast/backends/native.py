@@ -51,16 +51,14 @@ _ready: set[int] = set()
 _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _serves(tensor: object) -> bool:
-    """Whether the kernels are known to run where a tensor is, and check its values if needed."""
-    if not getattr(tensor, "is_cuda", False):
-        return True
-    return cast(Tensor, tensor).get_device() in _ready and not checks_requested()
+def _serves(tensor: Tensor) -> bool:
+    """Whether a call on the device of ``tensor`` needs nothing before the extension's functions."""
+    return not tensor.is_cuda or (tensor.get_device() in _ready and not checks_requested())
 
 
 def _direct() -> Direct | None:
     extension = load.extension()
-    if extension is None:
+    if extension is None or extension.direct_problem():
         return None
     functions = cast(Functions, extension)
     return Direct(functions, directly(functions, Ops.of("klfast")), _serves)

@@ -1,9 +1,9 @@
-"""The direct road: ops as plain functions of the extension, 10 us a call cheaper than torch's
-dispatcher, for plain tensors in eager mode.
+"""The direct road: ops as plain functions of the extension, for plain tensors in eager mode.
 
 Plain is an exact ``torch.Tensor`` or ``Parameter`` in memory that holds its values (no negated
 view, no zero tensor), outside torch.func, torch.jit.trace, torch-function and dispatch modes, and
-the profiler, which shows ops by name. All else takes the dispatcher's road, to the same kernels.
+this thread's profiler, which shows ops by name. All else takes the dispatcher's road, to the same
+kernels. On [4, 64] torch's dispatcher takes 10 us of an op's 13 (torch 2.13, Cascade Lake).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from klfast.ops.table import Ops
 
@@ -22,7 +23,9 @@ class NotPlainError(Exception):
 
 class Functions(Protocol):
     """The extension: a function for each name in ``Ops._fields``, which returns NotImplemented for
-    what is not plain. Outputs that are not wanted are None.
+    what is not plain, and where the op raises an error.
+
+    What is not wanted of ``kl_penalty_fwd``, and gradients that are not wanted, are None.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]: ...
@@ -34,17 +37,14 @@ class Direct(NamedTuple):
     functions: Functions
     ops: Ops
     """The ops, on the direct road where that serves."""
-    serves: Callable[[object], bool]
-    """Whether the kernels are known to run where a tensor is, and do all checks of values that are
-    to be done there.
+    serves: Callable[[Tensor], bool]
+    """Whether a call on the device of a tensor needs nothing before ``functions``: the kernels are
+    known to run there, and check the values that are to be checked.
     """
 
 
 def directly(functions: Functions, dispatched: Ops) -> Ops:
-    """The ops by ``functions``; by torch's dispatcher what is not plain, and under torch.compile.
-
-    Outputs that are not wanted may be None.
-    """
+    """The ops by ``functions``; what these decline, and under torch.compile, by the dispatcher."""
     named = (getattr(functions, name) for name in Ops._fields)
     return Ops(*map(_directly, named, dispatched))
 

@@ -56,7 +56,7 @@ SCHEMAS = {
 """Name -> signature. What is not wanted has the shape [0].
 
 ``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
-the backward needs; gradients bring them, wanted or not), statistics ([8, S], in the order of
+the backward needs), statistics ([8, S], in the order of
 ``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
 log-ratio. ``token_logprobs_fwd`` returns logprobs, entropy, saved ([2, R]); ``kl_divergence_fwd``
 rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(row_weights * rows).
@@ -108,11 +108,10 @@ def _kl_penalty_fwd(
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     sequences = number_of_sequences(logprobs, cu_seqlens)
     shapes = {"token": logprobs.shape, "sequence": (sequences,), "scalar": ()}
-    gives_weights = want_weights or want_grad_logprobs or want_grad_ref_logprobs
     statistics = (len(KLStats._fields), sequences) if want_statistics else (0,)
     return (
         logprobs.new_empty(shapes[RESULTS[Choices(*choices).result]], dtype=dtype),
-        logprobs.new_empty((sequences if gives_weights else 0,), dtype=dtype),
+        logprobs.new_empty((sequences if want_weights else 0,), dtype=dtype),
         logprobs.new_empty(statistics, dtype=dtype),
         _empty_gradient(logprobs, want_grad_logprobs, logprobs),
         _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),

@@ -319,10 +319,9 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     statistics = call.empty(len(KLStats._fields), sequences) if want_statistics else None
     grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
     present = call.present(grads)
-    gives_weights = want_weights or want_grad_logprobs or want_grad_ref_logprobs
     outputs = (
         result,
-        weights if gives_weights else call.empty(0),
+        weights if want_weights else call.empty(0),
         call.empty(0) if statistics is None else statistics,
         *present,
     )
