@@ -92,7 +92,11 @@ def kl_penalty(
             and (logprobs.requires_grad or ref_logprobs.requires_grad or autograd.is_forward_mode())
             and choices[1] != _NO_GRADIENT
         ):
-            if not (type(old_logprobs) in _OPTIONAL and type(mask) in _OPTIONAL):
+            if (
+                torch._C._are_functorch_transforms_active()
+                or type(old_logprobs) not in _OPTIONAL
+                or type(mask) not in _OPTIONAL
+            ):
                 return None
             constants = (without_graph(old_logprobs), without_graph(mask), cu_seqlens, None, None)
             plan = autograd.Plan(forward, direct.ops, encoded, is_scalar, return_stats)
