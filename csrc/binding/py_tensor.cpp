@@ -1,6 +1,7 @@
 #include "binding/py_tensor.h"
 
 #include <array>
+#include <map>
 
 namespace klfast::binding {
 namespace {
@@ -11,9 +12,7 @@ PyObject* parameter_type = nullptr;
 PyObject* is_neg = nullptr;
 PyObject* torch_empty = nullptr;
 PyObject* device_type = nullptr;
-PyObject* cpu_device = nullptr;
 PyObject* dtype_name = nullptr;
-PyObject* keywords = nullptr;  // the names of the last arguments of torch_empty
 // Functions of torch that return a number or a bool: 0 where nothing stands between Python and ops.
 std::array<PyObject*, 5> modes = {};
 
@@ -66,9 +65,19 @@ PyObject* attribute(PyObject* of, std::initializer_list<const char*> names) {
   return object.release();
 }
 
-PyObject* device_object(const Device& device) {
-  if (device.type == aoti_torch_device_type_cpu()) return new_reference(cpu_device);
-  return PyObject_CallFunction(device_type, "si", "cuda", static_cast<int>(device.index));
+// {"dtype": ..., "device": ...}, made once for each device.
+PyObject* keywords_of(ScalarType dtype, const Device& device) {
+  static auto* const made = new std::map<std::pair<int, int>, PyObject*>;
+  const bool is_cpu = device.type == aoti_torch_device_type_cpu();
+  const int row = row_of_type(dtype);
+  PyObject*& keywords = (*made)[{row, is_cpu ? -1 : device.index}];
+  if (keywords == nullptr) {
+    const Object where(is_cpu ? PyObject_CallFunction(device_type, "s", "cpu")
+                              : PyObject_CallFunction(device_type, "si", "cuda", device.index));
+    keywords =
+        Object(Py_BuildValue("{sOsO}", "dtype", dtypes[row], "device", where.get())).release();
+  }
+  return keywords;
 }
 
 Object tuple_of(const std::vector<int64_t>& sizes) {
@@ -83,11 +92,8 @@ Object tuple_of(const std::vector<int64_t>& sizes) {
 // torch.empty. Memory by way of the exchange table would be foreign to torch: its storage cannot be
 // resized, and record_stream does not know it.
 PyObject* allocated(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
-  const Object shape = tuple_of(sizes);
-  const Object where(device_object(device));
-  PyObject* const arguments[] = {shape.get(), dtypes[static_cast<size_t>(row_of_type(dtype))],
-                                 where.get()};
-  return PyObject_Vectorcall(torch_empty, arguments, 1, keywords);
+  const Object arguments(PyTuple_Pack(1, tuple_of(sizes).get()));
+  return PyObject_Call(torch_empty, arguments.get(), keywords_of(dtype, device));
 }
 
 }  // namespace
@@ -169,9 +175,7 @@ void find_torch() {
   is_neg = attribute(tensor_type, {"is_neg"});
   torch_empty = attribute(torch.get(), {"empty"});
   device_type = attribute(torch.get(), {"device"});
-  cpu_device = Object(PyObject_CallFunction(device_type, "s", "cpu")).release();
   dtype_name = Object(PyUnicode_InternFromString("dtype")).release();
-  keywords = Object(Py_BuildValue("(ss)", "dtype", "device")).release();
   for (size_t i = 0; i < dtypes.size(); ++i) dtypes[i] = attribute(torch.get(), {kTypes[i].name});
   modes = {attribute(torch.get(), {"_C", "_len_torch_function_stack"}),
            attribute(torch.get(), {"_C", "_len_torch_dispatch_stack"}),

@@ -3,7 +3,7 @@
 Plain is an exact ``torch.Tensor`` or ``Parameter`` in memory that holds its values (no negated
 view, no zero tensor), outside torch.func, torch.jit.trace, torch-function and dispatch modes, and
 this thread's profiler, which shows ops by name. All else takes the dispatcher's road, to the same
-kernels. On [4, 64] torch's dispatcher takes 10 us of an op's 13 (torch 2.13, Cascade Lake).
+kernels. On [4, 64] torch's dispatcher takes 10 us of an op's 13 (torch 2.13, Intel Xeon).
 """
 
 from __future__ import annotations
