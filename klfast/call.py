@@ -1,4 +1,8 @@
-"""The call object: the arguments of one call after every check, on their way to a backend."""
+"""The call object: the arguments of one call after every check, on their way to a backend.
+
+Named tuples here have methods and no properties, and are made without ``_make``: dynamo of torch
+2.10 follows neither.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import klfast
 from klfast import Estimator
 from klfast.backends.native import NATIVE
-from klfast.reduction import REDUCTIONS
+from klfast.call import LogProbs, PenaltyCall, Spec, Values
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.reduction import REDUCTIONS, Reduction
 
 # Both are torch's own: dynamo makes a Function object to trace any autograd.Function whatever, and
 # inductor's imports use TorchScript.
@@ -284,3 +286,12 @@ def test_whether_cuda_kernels_can_run_is_a_constant_to_the_compiler():
 
     unavailable = NATIVE.why_not(torch.device("cuda", 0)) is not None
     assert add_one_if_unavailable(torch.zeros(())).item() == unavailable
+
+
+@pytest.mark.parametrize(
+    "named",
+    [LogProbs, Values, Spec, PenaltyCall, TokenLogprobsCall, KLDivergenceCall, Reduction],
+)
+def test_call_objects_have_no_property(named):
+    """Dynamo of torch 2.10 follows the methods of a named tuple alone."""
+    assert not [name for name, value in vars(named).items() if isinstance(value, property)]
