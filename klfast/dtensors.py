@@ -195,21 +195,14 @@ def _may_shard(arguments: dict[str, Any], rank: int) -> tuple[bool, bool]:
     return True, by_token and not arguments["return_stats"] and "scores" not in arguments
 
 
-_COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
-    "tokens": lambda mask: mask,
-    "sequences": lambda mask: (mask != 0).any(-1),
-}
-"""A mean's denominator -> what is summed for it, of the mask."""
-
-
 def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
     """What a mean over all ranks divides by; 1 for nothing, whose mean is 0."""
     like, mask = local[shards.name], local["mask"]
     if mask is None:
         mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
     with torch.no_grad():
-        counted = _COUNTED[REDUCTIONS[reduction].over](mask)
-        count = shards.total(counted.sum(dtype=torch.float64)).full_tensor()
+        terms = REDUCTIONS[reduction].denominator_terms(mask.sum(-1, dtype=torch.float64))
+        count = shards.total(terms.sum(dtype=torch.float64)).full_tensor()
         return torch.where(count == 0, 1.0, count)
 
 

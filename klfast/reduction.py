@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 RESULTS = ("token", "sequence", "scalar")
 DENOMINATORS = ("one", "tokens", "sequences")
 
@@ -32,6 +34,10 @@ class Reduction(NamedTuple):
     def encoded(self) -> EncodedReduction:
         """The reduction as the ops take it: positions in ``RESULTS`` and ``DENOMINATORS``."""
         return RESULTS.index(self.result), int(self.own_length), DENOMINATORS.index(self.over)
+
+    def denominator_terms(self, length: Tensor) -> Tensor:
+        """Terms of sequences with these lengths, which sum to the denominator of their mean."""
+        return {"tokens": length, "sequences": length > 0}[self.over]
 
 
 REDUCTIONS = {

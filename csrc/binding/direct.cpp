@@ -130,6 +130,12 @@ struct WithoutGilOn {
   }
 };
 
+#ifdef KLFAST_CUDA
+constexpr bool kHasCuda = true;
+#else
+constexpr bool kHasCuda = false;
+#endif
+
 // The device of a call, its first tensor's.
 bool is_on_cuda(const PyTensor& first) { return first.raw().device.type == dlpack::kCuda; }
 
@@ -148,7 +154,10 @@ template <auto on_cpu, auto on_cuda, typename Result, typename... Arguments, siz
 PyObject* call(Result (*)(Arguments...), PyObject* const* given, std::index_sequence<i...>) {
   require_plain_mode();
   std::tuple<Arguments...> arguments{Argument<Arguments>::of(given[i])...};
-  if (is_on_cuda(std::get<0>(arguments))) return apply<on_cuda>(std::move(arguments));
+  if (is_on_cuda(std::get<0>(arguments))) {
+    if (!kHasCuda) throw NotPlain();  // the dispatcher says so
+    return apply<on_cuda>(std::move(arguments));
+  }
   return apply<on_cpu>(std::move(arguments));
 }
 
@@ -186,39 +195,19 @@ PyMethodDef method(const char* name,
           METH_FASTCALL, nullptr};
 }
 
-#if defined(KLFAST_CUDA) || defined(KLFAST_EMULATE_CUDA)
-using OnGpu = WithoutGilOn<Cuda>;
-using LogitsOnGpu = WithoutGilOn<CudaLogits>;
-#else
-// Without CUDA kernels the dispatcher says so.
-struct OnGpu {
-  static constexpr bool kGradientsReadWeights = true;
-  template <typename... Arguments>
-  static void forward(const Arguments&...) {
-    throw NotPlain();
-  }
-  template <typename... Arguments>
-  static void backward(const Arguments&...) {
-    throw NotPlain();
-  }
-  template <typename... Arguments>
-  static void scale(const Arguments&...) {
-    throw NotPlain();
-  }
-  template <typename... Arguments>
-  static void run(const Arguments&...) {
-    throw NotPlain();
-  }
-};
-using LogitsOnGpu = OnGpu;
-#endif
-
 #ifdef KLFAST_EMULATE_CUDA
-using OnCpu = OnGpu;
-using LogitsOnCpu = LogitsOnGpu;
+using OnCpu = WithoutGilOn<Cuda>;
+using LogitsOnCpu = WithoutGilOn<CudaLogits>;
 #else
 using OnCpu = WithoutGilOn<Cpu>;
 using LogitsOnCpu = WithoutGilOn<CpuLogits>;
+#endif
+#ifdef KLFAST_CUDA
+using OnGpu = WithoutGilOn<Cuda>;
+using LogitsOnGpu = WithoutGilOn<CudaLogits>;
+#else  // never called
+using OnGpu = OnCpu;
+using LogitsOnGpu = LogitsOnCpu;
 #endif
 
 #define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>)

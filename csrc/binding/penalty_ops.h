@@ -242,7 +242,7 @@ inline StableTensor empty<StableTensor>(const std::vector<int64_t>& sizes, Scala
   return tensor;
 }
 
-// What stands for an output that is not wanted: of shape [0] to the dispatcher.
+// The stand-in for an output that is not wanted: of shape [0] to the dispatcher.
 template <typename Tensor>
 Tensor unwanted(ScalarType dtype, const Device& device);
 

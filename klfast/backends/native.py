@@ -52,7 +52,7 @@ _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _serves(tensor: Tensor) -> bool:
-    """Whether a call on the device of ``tensor`` needs nothing before the extension's functions."""
+    """A call on the device of ``tensor`` needs nothing before the extension's functions."""
     return not tensor.is_cuda or (tensor.get_device() in _ready and not checks_requested())
 
 

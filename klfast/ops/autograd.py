@@ -53,7 +53,7 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
 
 
 class Plan(NamedTuple):
-    """What a Function of a penalty does, besides its tensors."""
+    """The op, options and outputs of a Function of a penalty: all but its tensors."""
 
     forward: Callable[..., Any]
     """``ops.kl_penalty_fwd``, or the direct road's, which may decline."""

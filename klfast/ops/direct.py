@@ -38,7 +38,7 @@ class Direct(NamedTuple):
     ops: Ops
     """The ops, on the direct road where that serves."""
     serves: Callable[[Tensor], bool]
-    """Whether a call on the device of a tensor needs nothing before ``functions``: the kernels are
+    """True where a call on a tensor's device needs nothing before ``functions``: the kernels are
     known to run there, and check the values that are to be checked.
     """
 

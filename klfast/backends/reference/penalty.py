@@ -162,16 +162,15 @@ def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
         return value.reshape(tokens.shape)
     total = tokens.sum_by_sequence(value)
     length = tokens.sum_by_sequence(tokens.weight)
-    nonempty = length > 0
     if reduction.own_length:
-        total = total / torch.where(nonempty, length, 1.0)
+        total = total / torch.where(length > 0, length, 1.0)
     if reduction.result == "sequence":
         return total
     if reduction.over == "one":
         return total.sum()
     if normalizer is not None:
         return total.sum() / normalizer
-    count = {"tokens": length, "sequences": nonempty}[reduction.over].sum()
+    count = reduction.denominator_terms(length).sum()
     return torch.where(count > 0, total.sum() / count, 0.0)
 
 

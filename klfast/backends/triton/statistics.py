@@ -34,7 +34,7 @@ ALL = tl.constexpr(len(KLStats._fields))
 
 @triton.jit
 def terms(value, weight, x, limited, COUNT: tl.constexpr):
-    """What a token adds to the first ``COUNT`` statistics.
+    """The terms of a token in the first ``COUNT`` statistics.
 
     value is the estimator with its weight and limits, weight the mask's, x the log-ratio; all are 0
     where masked. limited is where a limit acted.

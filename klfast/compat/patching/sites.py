@@ -101,7 +101,7 @@ def known_compiled(
 
 
 def is_there(package: str) -> bool:
-    """Whether a package is imported or could be; a stub without a spec counts as imported."""
+    """A package is imported or could be; a stub without a spec counts as imported."""
     if sys.modules.get(package) is not None:
         return True
     return importlib.util.find_spec(package) is not None
