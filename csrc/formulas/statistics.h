@@ -13,10 +13,10 @@
 namespace klfast {
 
 // A token. A masked one has weight, value and log-ratio 0.
-template <math::Range range, typename Acc>
+template <math::Range range, typename Acc, typename Weight = Acc>
 struct Observation {
   Acc value;                                    // of the estimator, with its weight and limits
-  Acc weight;                                   // of the mask
+  Weight weight;                                // of the mask
   Acc log_ratio;                                // in the range
   typename math::Constants<Acc>::Bits clipped;  // 1 if a limit acted
 };
@@ -39,18 +39,21 @@ KLFAST_HOST_DEVICE Acc count(bool condition) {
 template <typename Combination, Depth least>
 struct Statistic : Combination {
   static constexpr Depth depth = least;
+  // Whether tokens of a range have the term of no tokens.
+  template <Range>
+  static constexpr bool is_empty = false;
 };
 
-#define KLFAST_TERM                    \
-  template <Range range, typename Acc> \
-  static KLFAST_HOST_DEVICE Acc term(const Observation<range, Acc>& token)
+#define KLFAST_TERM                                     \
+  template <Range range, typename Acc, typename Weight> \
+  static KLFAST_HOST_DEVICE Acc term(const Observation<range, Acc, Weight>& token)
 
 struct kl : Statistic<Sum, Depth::kAlways> {
   KLFAST_TERM { return token.value; }
 };
 
 struct length : Statistic<Sum, Depth::kAlways> {
-  KLFAST_TERM { return token.weight; }
+  KLFAST_TERM { return static_cast<Acc>(token.weight); }
 };
 
 struct k1 : Statistic<Sum, Depth::kWanted> {
@@ -74,6 +77,8 @@ struct clipped : Statistic<Sum, Depth::kLimited> {
 };
 
 struct nonfinite : Statistic<Sum, Depth::kWanted> {
+  template <Range range>
+  static constexpr bool is_empty = range == Range::kNear;
   KLFAST_TERM {
     return count<Acc>(math::magnitude_bits(token.log_ratio) >= math::magnitude_bits(Acc(INFINITY)));
   }
@@ -144,12 +149,14 @@ KLFAST_HOST_DEVICE void combine(Statistics<T>& sums, const Statistics<T>& part) 
 }
 
 // Adds a token to its statistics; at(index) is where the sum of a row lies.
-template <Depth depth, math::Range range, typename Acc, typename At>
-KLFAST_HOST_DEVICE void add_token(const Observation<range, Acc>& token, const At& at) {
+template <Depth depth, math::Range range, typename Acc, typename Weight, typename At>
+KLFAST_HOST_DEVICE void add_token(const Observation<range, Acc, Weight>& token, const At& at) {
   for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
     using Row = decltype(row);
-    Acc& sum = at(index_of<Row>);
-    sum = Row::combine(sum, Row::term(token));
+    if constexpr (!Row::template is_empty<range>) {
+      Acc& sum = at(index_of<Row>);
+      sum = Row::combine(sum, Row::term(token));
+    }
   });
 }
 

@@ -2,7 +2,7 @@
 
 #include "device/cuda/launch.h"
 #include "penalty/cuda.h"
-#include "penalty/cuda_tile.h"
+#include "penalty/cuda_run.h"
 
 namespace klfast::cuda {
 namespace {

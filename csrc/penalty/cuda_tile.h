@@ -390,52 +390,17 @@ __device__ __forceinline__ void store_zeros(const Task& task, const Segment& seg
   }
 }
 
-// Calls visit(tile, place) for every chunk of a lane in a tile. The tile is read from shared memory
-// again for each chunk: that saves a dozen registers, and so leaves room for more warps.
+// Calls visit(tile, place) for every chunk of a lane in a tile, from position `first` on. The tile
+// is read from shared memory again for each chunk: that saves a dozen registers, and so leaves room
+// for more warps.
 template <int W, typename Visitor>
-__device__ __forceinline__ void visit_chunks(const Tile& tile, const Visitor& visit) {
+__device__ __forceinline__ void visit_chunks(const Tile& tile, int first, const Visitor& visit) {
   const int lane = threadIdx.x % kWarp;
   const int size = tile.size;
 #pragma unroll 1
-  for (int done = 0; done < kTileTokens && done < size; done += kWarp * W) {
+  for (int done = first; done < kTileTokens && done < size; done += kWarp * W) {
     visit(opaque(&tile), Place{done + lane * W, done + kWarp * W});
   }
-}
-
-template <typename T, Pass pass, typename Acc>
-__device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits<Acc>& limit,
-                                                  const Factors<Acc>& factors,
-                                                  const Tile& warp_tile) {
-  constexpr int W = kWidth<T, pass>;
-  constexpr int kGroup = W < 4 ? W : 4;
-  LaneSums<Acc> sums = empty_lane<Acc>();
-  visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
-    const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, tile, at);
-#pragma unroll
-    for (int first = 0; first < W; first += kGroup) {
-      Tokens<Acc, kGroup> tokens;
-      take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr, tokens);
-      evaluate<pass>(task.in.options.estimator, limit, tokens);
-      add_tokens<pass>(tokens, at.position + first, sums);
-      if (task.stores_tokens) {
-        store_results<T, pass>(task, factors, tile, Place{at.position + first, at.end}, tokens);
-      }
-    }
-  });
-  return sums;
-}
-
-// The sum of the weights alone, in the order of run_tile.
-template <int W, typename Acc>
-__device__ __forceinline__ LaneSums<Acc> run_lengths(const Task& task, const Tile& warp_tile) {
-  LaneSums<Acc> sums = empty_lane<Acc>();
-  visit_chunks<W>(warp_tile, [&](const Tile& tile, const Place& at) {
-    Chunk<Acc, W> weights;
-    load_weights(task.in.mask, tile, at, weights);
-#pragma unroll
-    for (int i = 0; i < W; ++i) sums.at[kLength] += weights.element[i];
-  });
-  return sums;
 }
 
 }  // namespace klfast::cuda
