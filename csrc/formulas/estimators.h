@@ -40,7 +40,11 @@ struct abs {
 
 struct k2 {
   static constexpr const char* name = "k2";
-  KLFAST_FORMULA { return {T(0.5) * x * x, x, T(0.5) * x * x + x}; }
+  KLFAST_FORMULA {
+    // Near 0 the square is the series' own; far from it, it may overflow where its half does not.
+    const T value = range == Range::kNear ? T(0.5) * (x * x) : T(0.5) * x * x;
+    return {value, x, value + x};
+  }
 };
 
 struct k3 {

@@ -39,6 +39,8 @@ KLFAST_HOST_DEVICE Acc count(bool condition) {
 template <typename Combination, Depth least>
 struct Statistic : Combination {
   static constexpr Depth depth = least;
+  // The estimator whose values it sums, if it sums any one's.
+  using Of = void;
   // Whether tokens of a range have the term of no tokens.
   template <Range>
   static constexpr bool is_empty = false;
@@ -57,14 +59,17 @@ struct length : Statistic<Sum, Depth::kAlways> {
 };
 
 struct k1 : Statistic<Sum, Depth::kWanted> {
+  using Of = estimators::k1;
   KLFAST_TERM { return token.weight * estimators::k1::at<range>(token.log_ratio).value; }
 };
 
 struct k2 : Statistic<Sum, Depth::kWanted> {
+  using Of = estimators::k2;
   KLFAST_TERM { return token.weight * estimators::k2::at<range>(token.log_ratio).value; }
 };
 
 struct k3 : Statistic<Sum, Depth::kWanted> {
+  using Of = estimators::k3;
   KLFAST_TERM { return token.weight * estimators::k3::at<range>(token.log_ratio).value; }
 };
 

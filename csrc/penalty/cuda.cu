@@ -14,9 +14,12 @@ __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scala
   double gradient = scalars.coef;
   if (task.backward) {
     gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
-    if (result != Result::kToken) {
-      const int64_t index = result == Result::kScalar ? 0 : sequence * task.grad_out.column_stride;
-      gradient *= static_cast<const Acc*>(task.grad_out.data)[index];
+    if ((task.stored & kTimesGradOut) == 0) {
+      const View& grad_out = task.grad_out;
+      const int64_t stride =
+          result == Result::kToken ? grad_out.row_stride : grad_out.column_stride;
+      const int64_t index = result == Result::kScalar ? 0 : sequence * stride;
+      gradient *= static_cast<const Acc*>(grad_out.data)[index];
     }
   } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
     gradient *= weight_before_sums<Acc>(task, scalars, sequence);
@@ -32,57 +35,55 @@ __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& 
   return scalars;
 }
 
-// Runs the tiles of this block's slots: locate(segment, position) -> Tile, run(tile, sequence) ->
-// LaneSums, then finish(slot, segment, sums) by one thread of each slot. The sums of tiles and
-// segments do not depend on the number of warps per segment.
-template <Depth depth, typename Locate, typename Run, typename Finish>
+// Runs the segments of this block's slots: locate(segment) -> Span, run(span, sequence, turns,
+// flush) by every warp, then finish(segment, sums) by one thread of each slot.
+template <Depth depth, typename Acc, typename Locate, typename Run, typename Finish>
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
-  __shared__ Sums tile_sums[kWarps * kTilesPerSegment];
-  const int warps = task.grid.warps_per_segment;
-  const int group = threadIdx.x / kWarp / warps;
-  const int warp = threadIdx.x / kWarp % warps;
-  const bool first_lane = threadIdx.x % kWarp == 0;
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps / warps) + group;
+  __shared__ LaneMemory<depth, Acc> memory;
   __shared__ Segment segments[kWarps];  // the warps' own: here they take no registers
-  __shared__ Tile tiles_of_warps[kWarps];
-  Segment& segment = segments[threadIdx.x / kWarp];
-  Tile& tile_of_warp = tiles_of_warps[threadIdx.x / kWarp];
+  __shared__ Span spans[kWarps];
+  const int log2_warps = task.grid.log2_warps;
+  const int warps = 1 << log2_warps;
+  const int warp_of_block = static_cast<int>(threadIdx.x) / kWarp;
+  const int group = warp_of_block >> log2_warps;
+  const int warp = warp_of_block & (warps - 1);
+  const bool first_lane = threadIdx.x % kWarp == 0;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
+  Segment& segment = segments[warp_of_block];
+  Span& span = spans[warp_of_block];
   const Segment found = segment_of_slot(task.in.batch, task.grid, slot);
-  if (first_lane) segment = found;
+  if (first_lane) {
+    segment = found;
+    span = locate(found);
+  }
   __syncwarp();
-  Sums* const tiles = tile_sums + group * kTilesPerSegment;
   const bool follows = segment.sequence == task.in.batch.sequences;
   if (follows && segment.size > 0) {
     store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
   }
-#pragma unroll 1
-  for (int tile = warp; tile * kTileTokens < segment.size && !follows; tile += warps) {
-    const int64_t position = segment.position + tile * kTileTokens;
-    if (first_lane) tile_of_warp = locate(segment, position);
-    __syncwarp();
-    const auto lane_sums = run(tile_of_warp, segment.sequence);
-    __syncwarp();
-    if (task.backward) continue;
-    const Sums sums =
-        add_up<depth>(lane_sums, task.scores.data != nullptr, segment.start + position);
-    if (first_lane) tiles[tile] = sums;
+  SegmentSums<depth, Acc> segment_sums(memory, warps, group);
+  if (!follows) {
+    run(span, segment.sequence, Turns{warp, warps},
+        [&](int tile, const LaneSums<Acc>& sums) KLFAST_INLINE_LAMBDA {
+          if (!task.backward) segment_sums.add(tile, sums);
+        });
   }
   if (task.backward) return;
-  __syncthreads();
-  if (!segment.exists || warp != 0 || !first_lane) return;
-  Sums sums = empty_sums();
-  for (int tile = 0; tile * kTileTokens < segment.size; ++tile) add<depth>(sums, tiles[tile]);
-  finish(slot, segment, sums);
+  if (warps > 1) __syncthreads();
+  if (!segment.exists || warp != 0) return;
+  const int tiles = static_cast<int>((segment.size + kTileTokens - 1) / kTileTokens);
+  const Sums sums =
+      segment_sums.finish(tiles, task.scores.data != nullptr, segment.start + segment.position);
+  if (first_lane) finish(segment, sums);
 }
 
 // The blocks on a processor: as many as hide the latency of memory without spilled registers.
 template <typename T, Pass pass>
 inline constexpr int kBlocksPerProcessor =
-    pass == Pass::kPlain && kWidth<T, pass> <= 4           ? 4
-    : pass == Pass::kPlain || pass == Pass::kPlainGradient ? 3
-    : std::is_same_v<typename Source<T>::Acc, double>      ? 1  // two spill on sm_100
-                                                           : 2;
+    pass == Pass::kPlain || (pass == Pass::kPlainGradient && kWidth<T, pass> == 8) ? 3
+    : std::is_same_v<typename Source<T>::Acc, double> ? 1  // two spill on sm_100
+                                                      : 2;
 
 template <typename T, Pass pass>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
@@ -91,20 +92,18 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
   constexpr Depth depth = depth_of<pass>;
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
-  run_slots<depth>(
-      task,
-      [&](const Segment& segment, int64_t position) {
-        return tile_at<T, pass>(task, segment, position);
-      },
-      [&](const Tile& tile, int64_t sequence) {
-        const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
-        return run_tile<T, pass>(task, limits_as<Acc>(task.limits), factors, tile);
-      },
-      [&](int64_t slot, const Segment& segment, const Sums& sums) {
+  run_slots<depth, Acc>(
+      task, [&](const Segment& segment) { return span_of<T, pass>(task, segment); },
+      [&](const Span& span, int64_t sequence, const Turns& turns, const auto& flush)
+          KLFAST_INLINE_LAMBDA {
+            const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
+            run_tiles<T, pass>(task, limits_as<Acc>(task.limits), factors, span, turns, flush);
+          },
+      [&](const Segment& segment, const Sums& sums) {
         if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
           finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, 0);
         } else {
-          put<depth>(partials, slot, sums, task.scores.data != nullptr);
+          put<depth>(partials, segment.slot, sums, task.scores.data != nullptr);
         }
       });
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
@@ -118,14 +117,13 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
-  run_slots<Depth::kAlways>(
+  run_slots<Depth::kAlways, Acc>(
       task,
-      [&](const Segment& segment, int64_t position) {
-        return tile_at<AnyDtype<Acc>, Pass::kAny>(task, segment, position);
-      },
-      [&](const Tile& tile, int64_t) { return run_lengths<W, Acc>(task, tile); },
-      [&](int64_t slot, const Segment&, const Sums& sums) {
-        put<Depth::kAlways>(partials, slot, sums, false);
+      [&](const Segment& segment) { return span_of<AnyDtype<Acc>, Pass::kAny>(task, segment); },
+      [&](const Span& span, int64_t, const Turns& turns, const auto& flush)
+          KLFAST_INLINE_LAMBDA { run_lengths<W, Acc>(task, span, turns, flush); },
+      [&](const Segment& segment, const Sums& sums) {
+        put<Depth::kAlways>(partials, segment.slot, sums, false);
       });
   if (arrives_last(task.arrivals)) finish_lengths<Acc>(task, scalars, partials);
 }
@@ -200,7 +198,7 @@ Task task_of(const KlPenaltyInputs& in) {
   task.in = in;
   task.limits = in.is_double ? limits_of<double>(in.options)
                              : limits_as<double>(limits_of<float>(in.options));
-  task.grid = grid_of(in.batch);
+  task.grid = grid_of(in.batch, this_chip().processors);
   return task;
 }
 
@@ -223,8 +221,7 @@ void launch_kl_penalty(const Task& task, const Launch& on) {
 
 void launch_kl_penalty(Task task, const Launch& on) {
   const KlPenaltyInputs& in = task.in;
-  task.stores_tokens = task.value.data != nullptr || task.grad_logprobs.data != nullptr ||
-                       task.grad_ref_logprobs.data != nullptr;
+  task.stored = stored_by(task);
   if (has_mixed_dtypes(in)) {
     return in.is_double ? launch(kl_penalty_kernel<AnyDtype<double>, Pass::kAny>, task, on)
                         : launch(kl_penalty_kernel<AnyDtype<float>, Pass::kAny>, task, on);
@@ -247,7 +244,7 @@ void launch_lengths(const Task& task, const Launch& on) {
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   if (!needs_last_block(in)) return 0;
   const bool all = !is_plain_call(in) || out.statistics != nullptr || out.scores.data != nullptr;
-  return Partials::rows(all) * std::max<int64_t>(1, grid_of(in.batch).slots);
+  return Partials::rows(all) * std::max<int64_t>(1, grid_of(in.batch, 1).slots);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {
@@ -284,13 +281,14 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
 }
 
 void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
-  constexpr int64_t kMostBlocks = 4096;  // each runs a loop over its part
+  // Each runs a loop over its part, and most find that the factor is 1.
+  const int64_t most_blocks = 2 * this_chip().processors;
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {
       const int64_t per_block = kBlockThreads * kWidth<T, Pass::kPlain>;
       const auto blocks =
-          static_cast<unsigned>(std::min(kMostBlocks, (n + per_block - 1) / per_block));
+          static_cast<unsigned>(std::min(most_blocks, (n + per_block - 1) / per_block));
       launch(scale_kernel<T>, {blocks, kBlockThreads}, on.stream, static_cast<T*>(x.data), n,
              factor);
     }

@@ -163,15 +163,15 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
 // next replay of a graph.
 __device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
   __shared__ bool is_last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    // One thread's fences serve its block: they order what the barriers show it, too.
     __threadfence();
     is_last = atomicAdd(arrivals, 1u) == gridDim.x - 1;
+    __threadfence();
     if (is_last) *arrivals = 0;
   }
   __syncthreads();
-  if (is_last) __threadfence();
   return is_last;
 }
 

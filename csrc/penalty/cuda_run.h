@@ -1,4 +1,4 @@
-// A warp's pass over a tile: the sums of its lanes.
+// A warp's pass over its tiles of a segment.
 
 #pragma once
 
@@ -6,52 +6,95 @@
 
 namespace klfast::cuda {
 
-template <typename T, Pass pass, typename Acc>
-__device__ __forceinline__ LaneSums<Acc> run_tile(const Task& task, const Limits<Acc>& limit,
-                                                  const Factors<Acc>& factors,
-                                                  const Tile& warp_tile) {
+// Calls flush(tile, sums) with the sums of each of the warp's tiles.
+template <typename T, Pass pass, typename Acc, typename Flush>
+__device__ __forceinline__ void run_tiles(const Task& task, const Limits<Acc>& limit,
+                                          const Factors<Acc>& factors, const Span& segment,
+                                          Turns turns, const Flush& flush) {
   constexpr int W = kWidth<T, pass>;
   constexpr int kGroup = W < 4 ? W : 4;
   LaneSums<Acc> sums = empty_lane<Acc>();
-  int done = 0;
   if constexpr (kHasSmooth<T, pass>) {
-    const bool has_grad_out = task.backward && task.in.reduction.result == Result::kToken;
-    if (warp_tile.is_smooth && !has_grad_out) {
-      const int size =
-          warp_tile.size < kTileTokens ? warp_tile.size : static_cast<int>(kTileTokens);
-      done = size / (kWarp * W) * (kWarp * W);
-      visit_row(estimators::Table(), task.in.options.estimator, [&](auto formula) {
-        run_smooth<T, pass, decltype(formula)>(task, factors, warp_tile, done, sums);
-      });
+    if (segment.layout != Layout::kAny) {
+      visit_row(
+          estimators::Table(), task.in.options.estimator, [&](auto formula) KLFAST_INLINE_LAMBDA {
+            run_smooth<T, pass, decltype(formula)>(task, factors, segment, turns, sums, flush);
+          });
     }
   }
-  visit_chunks<W>(warp_tile, done, [&](const Tile& tile, const Place& at) {
-    const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, tile, at);
+#pragma unroll 1
+  for (; turns.first() < segment.size; turns = turns.after()) {
+    visit_chunks<W>(segment, turns.position(), turns.end(segment.size),
+                    [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
+                      const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, span, at);
 #pragma unroll
-    for (int first = 0; first < W; first += kGroup) {
-      Tokens<Acc, kGroup> tokens;
-      take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr, tokens);
-      evaluate<pass>(task.in.options.estimator, limit, tokens);
-      add_tokens<pass>(tokens, at.position + first, sums);
-      if (task.stores_tokens) {
-        store_results<T, pass>(task, factors, tile, Place{at.position + first, at.end}, tokens);
-      }
-    }
-  });
-  return sums;
+                      for (int first = 0; first < W; first += kGroup) {
+                        Tokens<Acc, kGroup> tokens;
+                        take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr,
+                                          tokens);
+                        evaluate<pass>(task.in.options.estimator, limit, tokens);
+                        add_tokens<pass>(tokens, at.position + first, sums);
+                        if (task.stored != 0) {
+                          store_results<T, pass>(task, factors, span,
+                                                 Place{at.position + first, at.end}, tokens);
+                        }
+                      }
+                    });
+    flush(turns.tile, sums);
+    sums = empty_lane<Acc>();
+  }
 }
 
-// The sum of the weights alone, in the order of run_tile.
-template <int W, typename Acc>
-__device__ __forceinline__ LaneSums<Acc> run_lengths(const Task& task, const Tile& warp_tile) {
-  LaneSums<Acc> sums = empty_lane<Acc>();
-  visit_chunks<W>(warp_tile, 0, [&](const Tile& tile, const Place& at) {
-    Chunk<Acc, W> weights;
-    load_weights(task.in.mask, tile, at, weights);
+// The tokens that a mask of bools keeps among those of a tile: the lane's part of them.
+__device__ __forceinline__ int count_kept(const Bool* mask, int size) {
+  constexpr int W = 16;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp * W;
+  const char* const first = reinterpret_cast<const char*>(mask + lane);
+  const Input<W / 4> input(first);
+  const unsigned shift = input.shift_of(first);
+  int kept = 0;
 #pragma unroll
-    for (int i = 0; i < W; ++i) sums.at[kLength] += weights.element[i];
-  });
-  return sums;
+  for (int done = 0; done < kTileTokens; done += kWarp * W) {
+    const int rest = size - done - lane;
+    if (rest >= W) {
+      kept += Kept<W>::of(input.join(input.load(input.at(done)),
+                                     input.load_rest(input.at(done), shift), shift))
+                  .count();
+    } else {
+      for (int i = 0; i < rest; ++i) kept += mask[lane + done + i].byte != 0;
+    }
+  }
+  return kept;
+}
+
+// The same for the sum of the weights alone, which equals that of run_tiles: weights are added in
+// the same order, and numbers of tokens are exact in any.
+template <int W, typename Acc, typename Flush>
+__device__ __forceinline__ void run_lengths(const Task& task, const Span& segment, Turns turns,
+                                            const Flush& flush) {
+  const View& mask = task.in.mask;
+#pragma unroll 1
+  for (; turns.first() < segment.size; turns = turns.after()) {
+    const int first = turns.first();
+    const int end = turns.end(segment.size);
+    LaneSums<Acc> sums = empty_lane<Acc>();
+    Acc& length = sums.at[kLength];
+    if (mask.data == nullptr) {
+      length = threadIdx.x % kWarp == 0 ? static_cast<Acc>(end - first) : Acc(0);
+    } else if (mask.dtype == DType::kBool && mask.column_stride == 1) {
+      length = static_cast<Acc>(
+          count_kept(static_cast<const Bool*>(mask.data) + segment.mask + first, end - first));
+    } else {
+      visit_chunks<W>(segment, first, end,
+                      [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
+                        Chunk<Acc, W> weights;
+                        load_weights(mask, span, at, weights);
+#pragma unroll
+                        for (int i = 0; i < W; ++i) length += weights.element[i];
+                      });
+    }
+    flush(turns.tile, sums);
+  }
 }
 
 }  // namespace klfast::cuda

@@ -1,6 +1,6 @@
-// Segments and tiles: a sequence is cut into segments, a segment into tiles. A warp reads a tile, a
-// group of warps a segment. The cuts depend on token positions alone, and so does the order of
-// sums.
+// Segments and tiles: a sequence is cut into segments, a segment into tiles. A segment is read by
+// one warp, or by several that take its tiles in turns. The cuts depend on token positions alone,
+// and so does the order of sums.
 
 #pragma once
 
@@ -22,22 +22,32 @@ inline constexpr int64_t kSegmentTokens = kTileTokens * kTilesPerSegment;
 struct Grid {
   int64_t slots;
   int64_t slots_per_row;  // padded
-  int warps_per_segment;  // 1, 2, 4 or 8; does not change any result
+  int log2_warps;  // of the warps that share a segment: 1, 4 or 8; does not change any result
   unsigned blocks;
 };
 
-inline Grid grid_of(const Batch& batch) {
+inline constexpr int kLeastSharing = 4;  // warps, if more than one share a segment
+
+// Of the warps that share a segment: one where there are segments enough for the whole device, as a
+// warp pays for a segment, not for a tile.
+inline int log2_warps_of(int64_t segments, int64_t typical_length, int processors) {
+  constexpr int kWarpsPerProcessor = 32;
+  const int64_t tiles = (typical_length + kTileTokens - 1) / kTileTokens;
+  if (tiles <= 1 || segments >= int64_t{kWarpsPerProcessor} * processors) return 0;
+  return tiles <= kLeastSharing ? 2 : 3;
+}
+
+inline Grid grid_of(const Batch& batch, int processors) {
   Grid grid;
   grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegmentTokens - 1) / kSegmentTokens);
   grid.slots = batch.packed() ? batch.tokens / kSegmentTokens + batch.sequences + 1
                               : batch.sequences * grid.slots_per_row;
   const int64_t typical_length =
       batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
-  grid.warps_per_segment = 1;
-  while (grid.warps_per_segment < kWarps && grid.warps_per_segment * kTileTokens < typical_length) {
-    grid.warps_per_segment *= 2;
-  }
-  const int64_t per_block = kWarps / grid.warps_per_segment;
+  const int64_t segments =
+      batch.packed() ? std::max(batch.sequences, batch.tokens / kSegmentTokens) : grid.slots;
+  grid.log2_warps = log2_warps_of(segments, typical_length, processors);
+  const int64_t per_block = kWarps >> grid.log2_warps;
   grid.blocks =
       static_cast<unsigned>(std::max<int64_t>(1, (grid.slots + per_block - 1) / per_block));
   return grid;
@@ -95,6 +105,7 @@ __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Gr
 
 // The segment of a slot; its size is 0 where the slot is unused.
 struct Segment {
+  int64_t slot;
   int64_t sequence;
   int64_t start;     // of the sequence among all tokens
   int64_t length;    // of the sequence
@@ -105,20 +116,19 @@ struct Segment {
 
 __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Grid& grid,
                                                    int64_t slot) {
-  if (slot >= grid.slots) return {0, 0, 0, 0, 0, false};
+  if (slot >= grid.slots) return {slot, 0, 0, 0, 0, 0, false};
   const int64_t s = sequence_of_slot(batch, grid, slot);
   const bool follows = s == batch.sequences;
   const int64_t end = start_of(batch, s);
   const Sequence sequence = follows ? Sequence{end, batch.tokens - end} : sequence_at(batch, s);
   const int64_t position = (slot - first_slot(batch, grid, s)) * kSegmentTokens;
   const bool has_tokens = position >= 0 && position < sequence.length;
-  if (!has_tokens) return {s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
+  if (!has_tokens)
+    return {slot, s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
   const int64_t rest = sequence.length - position;
-  return {s,
-          sequence.start,
-          sequence.length,
-          position,
-          rest < kSegmentTokens ? rest : kSegmentTokens,
+  return {slot,           s,
+          sequence.start, sequence.length,
+          position,       rest < kSegmentTokens ? rest : kSegmentTokens,
           !follows};
 }
 

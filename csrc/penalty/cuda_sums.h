@@ -1,19 +1,20 @@
-// Sums of a lane, a tile, a segment and a sequence, and the order in which they are added.
+// Sums of a lane, a segment and a sequence, and the order in which they are added.
 
 #pragma once
 
 #include "device/cuda/device.h"
 #include "formulas/statistics.h"
+#include "penalty/cuda_segments.h"
 
 namespace klfast::cuda {
 
 // The sums of a lane over a tile: short, and so exact enough in the arithmetic's type.
 template <typename Acc>
 struct LaneSums : Statistics<Acc> {
-  int last_kept;  // position in the tile, or -1
+  int last_kept;  // position in the segment, or -1
 };
 
-// The sums of a tile, a segment or a sequence. Without initialisers, as it lies in shared memory.
+// The sums of a segment or a sequence. Without initialisers, as it lies in shared memory.
 struct Sums : Statistics<double> {
   int64_t last_kept;  // index among all tokens, or -1
 };
@@ -55,21 +56,99 @@ __device__ __forceinline__ int64_t greatest_of_lanes(int64_t value) {
   return value;
 }
 
-// The sums of a tile, in every lane. first_token is the index of its first token among all.
+// Shared memory for the sums of lanes: over a tile, for a warp of those that share a segment, or
+// over the segment, for a warp that reads it alone.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ Sums add_up(const LaneSums<Acc>& lane, bool want_last_kept,
-                                       int64_t first_token) {
-  Sums sums = empty_sums();
-  for_each_statistic<depth>([&](auto row) {
-    using Row = decltype(row);
-    constexpr int i = index_of<Row>;
-    sums.at[i] = combine_lanes<Row>(lane.at[i]);
-  });
-  if (want_last_kept) {
-    sums.last_kept = greatest_of_lanes(lane.last_kept < 0 ? -1 : first_token + lane.last_kept);
+struct LaneMemory {
+  static constexpr int kRows =
+      depth == Depth::kAlways ? number_of_statistics<Depth::kAlways> : kStatistics;
+  template <typename T>
+  struct Lanes {
+    T at[kRows][kWarp];
+    int last_kept[kWarp];
+  };
+  union {
+    Lanes<double> segments[kWarps];
+    Lanes<Acc> tiles[kWarps / kLeastSharing][kTilesPerSegment];
+  };
+};
+
+// A lane's sums over a segment. Tiles are added in their order, whether one warp has read them all
+// or several in turns: no result depends on that.
+template <Depth depth, typename Acc>
+class SegmentSums {
+ public:
+  __device__ __forceinline__ SegmentSums(LaneMemory<depth, Acc>& memory, int warps, int group)
+      : memory(memory), warps(warps), group(group) {
+    if (warps == 1) put(memory.segments[group], empty_sums(), -1);
   }
-  return sums;
-}
+
+  __device__ __forceinline__ void add(int tile, const LaneSums<Acc>& sums) {
+    if (warps > 1) {
+      put(memory.tiles[group][tile], sums, sums.last_kept);
+    } else {
+      auto& lanes = memory.segments[group];
+      for_each_statistic<depth>([&](auto row) {
+        using Row = decltype(row);
+        double& total = lanes.at[index_of<Row>][lane()];
+        total = Row::template combine<double>(total, sums.at[index_of<Row>]);
+      });
+      if (sums.last_kept >= 0) lanes.last_kept[lane()] = sums.last_kept;
+    }
+  }
+
+  // The sums of the segment, of `tiles` tiles, in every lane of a warp.
+  __device__ __forceinline__ Sums finish(int tiles, bool with_last_kept, int64_t first_token) {
+    Sums totals = empty_sums();
+    int last_kept = -1;
+    if (warps > 1) {
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) take(memory.tiles[group][tile], totals, last_kept);
+    } else {
+      take(memory.segments[group], totals, last_kept);
+    }
+    for_each_statistic<depth>([&](auto row) {
+      constexpr int i = index_of<decltype(row)>;
+      totals.at[i] = combine_lanes<decltype(row)>(totals.at[i]);
+    });
+    if (with_last_kept) {
+      totals.last_kept = greatest_of_lanes(last_kept < 0 ? -1 : first_token + last_kept);
+    }
+    return totals;
+  }
+
+ private:
+  LaneMemory<depth, Acc>& memory;
+  int warps;  // that share the segment
+  int group;  // the segment's among those of the block
+
+  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarp; }
+
+  template <typename Row>
+  __device__ static __forceinline__ void add(Row, Sums& totals, double part) {
+    double& total = totals.at[index_of<Row>];
+    total = Row::template combine<double>(total, part);
+  }
+
+  template <typename Lanes, typename T>
+  __device__ static __forceinline__ void put(Lanes& lanes, const Statistics<T>& sums,
+                                             int last_kept) {
+    for_each_statistic<depth>([&](auto row) {
+      constexpr int i = index_of<decltype(row)>;
+      lanes.at[i][lane()] = sums.at[i];
+    });
+    if (depth != Depth::kAlways) lanes.last_kept[lane()] = last_kept;
+  }
+
+  template <typename Lanes>
+  __device__ static __forceinline__ void take(const Lanes& lanes, Sums& totals, int& last_kept) {
+    for_each_statistic<depth>(
+        [&](auto row) { add(row, totals, lanes.at[index_of<decltype(row)>][lane()]); });
+    if (depth != Depth::kAlways && lanes.last_kept[lane()] > last_kept) {
+      last_kept = lanes.last_kept[lane()];
+    }
+  }
+};
 
 // The sums of segments in memory, written by one block, read by the last: the statistics, and
 // kLastKept if asked for.

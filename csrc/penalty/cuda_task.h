@@ -21,6 +21,15 @@ inline constexpr Depth depth_of = pass == Pass::kAny               ? Depth::kLim
 template <Pass pass>
 inline constexpr bool has_gradient = pass != Pass::kPlain;
 
+// What a call stores of each token.
+enum Stored : unsigned {
+  kStoresValue = 1,
+  kStoresGradient = 2,
+  kStoresRefGradient = 4,
+  kTimesGradOut = 8,  // gradients, each times an incoming gradient of its own
+  kNotesLastKept = 16
+};
+
 struct Task {
   KlPenaltyInputs in;
   Limits<double> limits;
@@ -28,7 +37,7 @@ struct Task {
   Output grad_logprobs;
   Output grad_ref_logprobs;
   bool backward = false;
-  bool stores_tokens = false;  // a value or a gradient per token
+  unsigned stored = 0;  // of each token, as bits of Stored
   // Forward.
   Output value;  // per token: coef * weighted value
   View scores;
@@ -42,5 +51,15 @@ struct Task {
   View grad_out;
   View weights;
 };
+
+// An incoming gradient that is the same for all tokens of a sequence is a factor of the sequence.
+inline unsigned stored_by(const Task& task) {
+  const bool of_tokens = task.in.reduction.result == Result::kToken;
+  const bool has_own = task.backward && of_tokens && task.grad_out.column_stride != 0;
+  return (task.value.data != nullptr ? kStoresValue : 0u) |
+         (task.grad_logprobs.data != nullptr ? kStoresGradient : 0u) |
+         (task.grad_ref_logprobs.data != nullptr ? kStoresRefGradient : 0u) |
+         (has_own ? kTimesGradOut : 0u) | (task.scores.data != nullptr ? kNotesLastKept : 0u);
+}
 
 }  // namespace klfast::cuda

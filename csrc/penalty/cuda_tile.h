@@ -14,11 +14,18 @@ inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass =
                                   ? 4
                                   : 16 / static_cast<int>(sizeof(typename Source<T>::Element));
 
-// The tokens of a tile.
-struct Tile {
-  int64_t index;   // of the first among all tokens
-  int size;        // up to the sequence's end: more than kTileTokens where the sequence goes on
-  bool is_smooth;  // vectors of every input are aligned, and the mask is of bools
+// How a segment lies in memory: kAligned and kShifted are smooth (cuda_smooth.h).
+enum class Layout {
+  kAny,
+  kShifted,  // every input is dense, and the mask of bools
+  kAligned   // and vectors of every input are aligned
+};
+
+// The tokens of a segment.
+struct Span {
+  int64_t index;  // of the first among all tokens
+  int size;
+  Layout layout;
   // The offset of the first in each input, in elements.
   int64_t logprobs;
   int64_t ref_logprobs;
@@ -28,44 +35,55 @@ struct Tile {
 };
 
 __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
-                                             const Segment& segment, int64_t position) {
-  return batch.packed() ? (segment.start + position) * view.column_stride
-                        : segment.sequence * view.row_stride + position * view.column_stride;
+                                             const Segment& segment) {
+  return batch.packed()
+             ? (segment.start + segment.position) * view.column_stride
+             : segment.sequence * view.row_stride + segment.position * view.column_stride;
 }
 
+// The layout of an input that has chunks of W elements.
 template <typename T, int W>
-__device__ __forceinline__ bool is_smooth(const View& view, int64_t offset) {
+__device__ __forceinline__ Layout layout_of(const View& view, int64_t offset) {
+  if (view.column_stride != 1) return Layout::kAny;
   const T* const first = static_cast<const T*>(view.data) + offset;
-  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0;
+  return reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0 ? Layout::kAligned
+                                                                         : Layout::kShifted;
 }
+
+__device__ __forceinline__ Layout lesser(Layout a, Layout b) { return b < a ? b : a; }
 
 template <typename T, Pass pass>
-__device__ __forceinline__ Tile tile_at(const Task& task, const Segment& segment,
-                                        int64_t position) {
+__device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
   constexpr int W = kWidth<T, pass>;
   const KlPenaltyInputs& in = task.in;
-  const int64_t rest = segment.length - position;
-  Tile tile;
-  tile.index = segment.start + position;
-  tile.size = static_cast<int>(rest < 2 * kTileTokens ? rest : 2 * kTileTokens);
-  tile.logprobs = offset_of(in.logprobs, in.batch, segment, position);
-  tile.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment, position);
-  tile.old_logprobs = offset_of(in.old_logprobs, in.batch, segment, position);
-  tile.mask = offset_of(in.mask, in.batch, segment, position);
-  tile.grad_out = offset_of(task.grad_out, in.batch, segment, position);
-  tile.is_smooth = false;
+  Span span;
+  span.index = segment.start + segment.position;
+  span.size = static_cast<int>(segment.size);
+  span.logprobs = offset_of(in.logprobs, in.batch, segment);
+  span.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment);
+  span.old_logprobs = offset_of(in.old_logprobs, in.batch, segment);
+  span.mask = offset_of(in.mask, in.batch, segment);
+  span.grad_out = offset_of(task.grad_out, in.batch, segment);
+  span.layout = Layout::kAny;
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
-    tile.is_smooth =
-        is_smooth<T, W>(in.logprobs, tile.logprobs) && in.ref_logprobs.data != nullptr &&
-        is_smooth<T, W>(in.ref_logprobs, tile.ref_logprobs) &&
-        (in.old_logprobs.data == nullptr || is_smooth<T, W>(in.old_logprobs, tile.old_logprobs)) &&
-        (in.mask.data == nullptr ||
-         (in.mask.dtype == DType::kBool && is_smooth<Bool, W>(in.mask, tile.mask)));
+    if (in.ref_logprobs.data == nullptr) return span;
+    span.layout = lesser(layout_of<T, W>(in.logprobs, span.logprobs),
+                         layout_of<T, W>(in.ref_logprobs, span.ref_logprobs));
+    if (in.old_logprobs.data != nullptr) {
+      span.layout = lesser(span.layout, layout_of<T, W>(in.old_logprobs, span.old_logprobs));
+    }
+    if ((task.stored & kTimesGradOut) != 0 && task.grad_out.column_stride != 1)
+      span.layout = Layout::kAny;
+    if (in.mask.data != nullptr) {
+      const bool is_bool = in.mask.dtype == DType::kBool;
+      span.layout =
+          lesser(span.layout, is_bool ? layout_of<Bool, W>(in.mask, span.mask) : Layout::kAny);
+    }
   }
-  return tile;
+  return span;
 }
 
-// The place of a lane in a tile.
+// The place of a lane in a segment.
 struct Place {
   int position;  // of the lane's first token
   int end;       // of the warp's tokens
@@ -106,13 +124,13 @@ __device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const Vie
 
 // The weights of a chunk: the mask, or ones; zeros beyond the sequence's end.
 template <typename Acc, int W>
-__device__ __forceinline__ void load_weights(const View& mask, const Tile& tile, const Place& at,
+__device__ __forceinline__ void load_weights(const View& mask, const Span& span, const Place& at,
                                              Chunk<Acc, W>& weights) {
   if (mask.data != nullptr) {
-    return load_converted<true>(mask, tile.mask, tile.size, at, weights);
+    return load_converted<true>(mask, span.mask, span.size, at, weights);
   }
 #pragma unroll
-  for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < tile.size ? Acc(1) : Acc(0);
+  for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < span.size ? Acc(1) : Acc(0);
 }
 
 // A lane's chunk of every input, as loaded.
@@ -138,26 +156,26 @@ struct Tokens {
   bool clipped[W];
 };
 
-// The chunks of a smooth tile, which most tiles are.
+// Aligned chunks.
 template <typename T, Pass pass, int W>
-__device__ __forceinline__ Fetched<T, W> fetch_smooth(const KlPenaltyInputs& in, const Tile& tile,
-                                                      const Place& at) {
+__device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in, const Span& span,
+                                                       const Place& at) {
   using Acc = typename Source<T>::Acc;
   const auto load = [&](const View& view, int64_t offset) {
     return load_aligned<T, W>(static_cast<const T*>(view.data) + offset + at.position);
   };
   Fetched<T, W> fetched;
-  fetched.logprobs = load(in.logprobs, tile.logprobs);
-  fetched.ref_logprobs = load(in.ref_logprobs, tile.ref_logprobs);
+  fetched.logprobs = load(in.logprobs, span.logprobs);
+  fetched.ref_logprobs = load(in.ref_logprobs, span.ref_logprobs);
   fetched.old_logprobs = fetched.logprobs;
   if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
-    fetched.old_logprobs = load(in.old_logprobs, tile.old_logprobs);
+    fetched.old_logprobs = load(in.old_logprobs, span.old_logprobs);
   }
   Chunk<Bool, W> mask;
 #pragma unroll
   for (int i = 0; i < W; ++i) mask.element[i] = {1};
   if (in.mask.data != nullptr) {
-    mask = load_aligned<Bool, W>(static_cast<const Bool*>(in.mask.data) + tile.mask + at.position);
+    mask = load_aligned<Bool, W>(static_cast<const Bool*>(in.mask.data) + span.mask + at.position);
   }
 #pragma unroll
   for (int i = 0; i < W; ++i) fetched.weight.element[i] = convert<Acc>(mask.element[i]);
@@ -165,22 +183,23 @@ __device__ __forceinline__ Fetched<T, W> fetch_smooth(const KlPenaltyInputs& in,
 }
 
 template <typename T, Pass pass, int W>
-__device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Tile& tile,
+__device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Span& span,
                                                    const Place& at) {
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
-    if (tile.is_smooth && at.end <= tile.size) return fetch_smooth<T, pass, W>(in, tile, at);
+    if (span.layout == Layout::kAligned && at.end <= span.size)
+      return fetch_aligned<T, pass, W>(in, span, at);
   }
   Fetched<T, W> fetched;
-  fetched.logprobs = fetch<T, W>(in.logprobs, tile.logprobs, tile.size, at);
+  fetched.logprobs = fetch<T, W>(in.logprobs, span.logprobs, span.size, at);
   fetched.ref_logprobs = {};
   if (in.ref_logprobs.data != nullptr) {
-    fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, tile.ref_logprobs, tile.size, at);
+    fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, span.ref_logprobs, span.size, at);
   }
   fetched.old_logprobs = fetched.logprobs;
   if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
-    fetched.old_logprobs = fetch<T, W>(in.old_logprobs, tile.old_logprobs, tile.size, at);
+    fetched.old_logprobs = fetch<T, W>(in.old_logprobs, span.old_logprobs, span.size, at);
   }
-  load_weights(in.mask, tile, at, fetched.weight);
+  load_weights(in.mask, span, at, fetched.weight);
   return fetched;
 }
 
@@ -241,20 +260,16 @@ __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
   }
 }
 
-// The values and derivatives of a lane's tokens under one formula. Bit i of `far` is set if a lane
-// of the warp has |x| > 1 at i; otherwise the shorter formula gives the same bits.
+// The values and derivatives of a lane's tokens under one formula.
 template <Pass pass, typename E, typename Acc, int W>
-__device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
-                                         Tokens<Acc, W>& tokens) {
+__device__ __forceinline__ void evaluate(const Limits<Acc>& limit, Tokens<Acc, W>& tokens) {
   [[maybe_unused]] bool extreme = false;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
     const Acc x = tokens.log_ratio.element[i];
     const Acc weight = tokens.weight.element[i];
     if constexpr (is_plain<pass>) {
-      const bool is_far = (far >> i & 1) != 0;
-      const auto formula =
-          is_far ? E::template at<Range::kAnywhere>(x) : E::template at<Range::kNear>(x);
+      const auto formula = E::at(x);
       tokens.value.element[i] = weight * formula.value;
       if constexpr (has_gradient<pass>) tokens.derivative.element[i] = weight * formula.derivative;
     } else {
@@ -276,16 +291,8 @@ __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, unsigned far,
 template <Pass pass, typename Acc, int W>
 __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit,
                                          Tokens<Acc, W>& tokens) {
-  unsigned far = 0;
-  if constexpr (is_plain<pass>) {
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-      const bool is_far = !math::is_near(tokens.log_ratio.element[i]);
-      far |= __any_sync(0xffffffffu, is_far) ? 1u << i : 0u;
-    }
-  }
   visit_row(estimators::Table(), estimator,
-            [&](auto formula) { evaluate<pass, decltype(formula)>(limit, far, tokens); });
+            [&](auto formula) { evaluate<pass, decltype(formula)>(limit, tokens); });
 }
 
 // Adds a lane's tokens to its sums; `offset` is the place of its first token in the tile.
@@ -336,13 +343,22 @@ __device__ __forceinline__ void store_gradient(const Output& output, int64_t ind
   }
 }
 
+// The incoming gradient of each token, where results are those of tokens.
+template <typename Acc, int W>
+__device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const Span& span,
+                                                       const Place& at) {
+  const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + span.grad_out,
+                        task.grad_out.column_stride, span.size};
+  return load_chunk<Acc, W>(row, at.position, at.end);
+}
+
 // Stores the values and gradients that are wanted.
 template <typename T, Pass pass, typename Acc, int W>
 __device__ __forceinline__ void store_results(const Task& task, const Factors<Acc>& factors,
-                                              const Tile& tile, const Place& at,
+                                              const Span& span, const Place& at,
                                               const Tokens<Acc, W>& tokens) {
-  const int64_t index = tile.index + at.position;
-  const int count = tile.size - at.position;
+  const int64_t index = span.index + at.position;
+  const int count = span.size - at.position;
   if (task.value.data != nullptr) {
     Chunk<Acc, W> value;
 #pragma unroll
@@ -354,10 +370,8 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
   Chunk<Acc, W> grad_out;
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
-  if (task.backward && task.in.reduction.result == Result::kToken) {
-    const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + tile.grad_out,
-                          task.grad_out.column_stride, tile.size};
-    grad_out = load_chunk<Acc, W>(row, at.position, at.end);
+  if ((task.stored & kTimesGradOut) != 0) {
+    grad_out = load_grad_out<Acc, W>(task, span, at);
   }
   if (task.grad_logprobs.data != nullptr) {
     store_gradient<T>(task.grad_logprobs, index, count, factors.gradient, tokens.derivative,
@@ -390,16 +404,31 @@ __device__ __forceinline__ void store_zeros(const Task& task, const Segment& seg
   }
 }
 
-// Calls visit(tile, place) for every chunk of a lane in a tile, from position `first` on. The tile
-// is read from shared memory again for each chunk: that saves a dozen registers, and so leaves room
-// for more warps.
+// The tiles of a segment that a warp reads, in turns with the segment's other warps, and how much
+// of the next it has read.
+struct Turns {
+  int tile;
+  int warps;
+  int done = 0;  // tokens of the tile
+
+  __device__ __forceinline__ int first() const { return tile * static_cast<int>(kTileTokens); }
+  __device__ __forceinline__ int position() const { return first() + done; }
+  __device__ __forceinline__ int end(int size) const {
+    const int end = first() + static_cast<int>(kTileTokens);
+    return size < end ? size : end;
+  }
+  __device__ __forceinline__ Turns after() const { return {tile + warps, warps}; }
+};
+
+// Calls visit(span, place) for every chunk of a lane in [first, end). The span is read from shared
+// memory again for each chunk: that saves a dozen registers, and so leaves room for more warps.
 template <int W, typename Visitor>
-__device__ __forceinline__ void visit_chunks(const Tile& tile, int first, const Visitor& visit) {
+__device__ __forceinline__ void visit_chunks(const Span& span, int first, int end,
+                                             const Visitor& visit) {
   const int lane = threadIdx.x % kWarp;
-  const int size = tile.size;
 #pragma unroll 1
-  for (int done = first; done < kTileTokens && done < size; done += kWarp * W) {
-    visit(opaque(&tile), Place{done + lane * W, done + kWarp * W});
+  for (int done = first; done < end; done += kWarp * W) {
+    visit(opaque(&span), Place{done + lane * W, done + kWarp * W});
   }
 }
 

@@ -23,7 +23,8 @@ Chip ask(int device) {
   check_launch(ask_kernel(compiled));
   return {attribute(cudaDevAttrClusterLaunch, device) != 0 && compiled.ptxVersion >= 90,
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
+          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+          attribute(cudaDevAttrMultiProcessorCount, device)};
 }
 
 }  // namespace

@@ -35,6 +35,21 @@ __device__ __forceinline__ int64_t opaque(int64_t value) {
   return value;
 }
 
+// The same value, in a register: the compiler does not find it out again from the parameters.
+__device__ __forceinline__ unsigned in_register(unsigned value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
+__device__ __forceinline__ const char* in_register(const char* address) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(address));
+#endif
+  return address;
+}
+
 // The same object in shared memory, unknown to the compiler: it is read where it is used, not
 // before.
 template <typename T>

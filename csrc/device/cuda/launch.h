@@ -26,6 +26,7 @@ struct Chip {
   bool has_clusters;  // and this build has code for them
   int64_t shared_of_block;
   int64_t shared_of_processor;
+  int processors;
 };
 
 Chip this_chip();

@@ -110,6 +110,21 @@ __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift
   }
 }
 
+// `n` units that start `shift` bytes inside a vector of `kUnits` units, cut out of that vector and
+// those that follow it.
+template <int n, int kUnits>
+__device__ __forceinline__ Chunk<uint32_t, n> cut(const Chunk<uint32_t, n + kUnits>& vectors,
+                                                  unsigned shift) {
+  Chunk<uint32_t, n + kUnits> units = vectors;
+  shift_units<kUnits / 2>(units.element, shift);
+  Chunk<uint32_t, n> chunk;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    chunk.element[i] = __funnelshift_r(units.element[i], units.element[i + 1], 8 * (shift % 4));
+  }
+  return chunk;
+}
+
 // A chunk that starts inside a vector: that vector and the next are loaded, and the chunk is cut
 // out of them. Every vector loaded holds a byte of the chunk, so none lies outside of its
 // allocation, which consists of whole vectors.
@@ -123,20 +138,18 @@ __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
   const auto* aligned = reinterpret_cast<const typename Vs::Vector*>(address - shift);
   union {
     typename Vs::Vector vectors[Vs::kCount + 1];
-    uint32_t units[kTotal + kUnits];
+    Chunk<uint32_t, kTotal + kUnits> units;
   } loaded;
 #pragma unroll
   for (int i = 0; i <= Vs::kCount; ++i) loaded.vectors[i] = load_vector<memory>(aligned + i);
-  shift_units<kUnits / 2>(loaded.units, shift);
-  union {
-    uint32_t units[kTotal];
-    Chunk<T, W> chunk;
-  } cut;
-#pragma unroll
-  for (int i = 0; i < kTotal; ++i) {
-    cut.units[i] = __funnelshift_r(loaded.units[i], loaded.units[i + 1], 8 * (shift % 4));
-  }
-  return cut.chunk;
+  return math::bit_cast<Chunk<T, W>>(cut<kTotal, kUnits>(loaded.units, shift));
+}
+
+// A chunk of dense memory.
+template <typename T, int W>
+__device__ __forceinline__ Chunk<T, W> load_dense(const T* from) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(from) % Vectors<T, W>::kBytes == 0;
+  return is_aligned ? load_aligned<T, W>(from) : load_shifted<T, W>(from);
 }
 
 // A chunk loaded element by element; zeros beyond the end.
@@ -165,27 +178,72 @@ __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int positio
   return load_single<T, W>(row, position);
 }
 
+// Two numbers as a word of 16-bit elements.
+template <typename To>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t packed;
+  if constexpr (std::is_same_v<To, BFloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+#else
+  return convert<To>(low).bits | static_cast<uint32_t>(convert<To>(high).bits) << 16;
+#endif
+}
+
+template <typename To, typename Acc, int W>
+__device__ __forceinline__ Chunk<To, W> convert_chunk(const Chunk<Acc, W>& values) {
+  if constexpr (std::is_same_v<To, Acc>) {
+    return values;
+  } else if constexpr (sizeof(To) == 2 && std::is_same_v<Acc, float> && W % 2 == 0) {
+    Chunk<uint32_t, W / 2> words;
+#pragma unroll
+    for (int i = 0; i < W / 2; ++i) {
+      words.element[i] = pack<To>(values.element[2 * i], values.element[2 * i + 1]);
+    }
+    return math::bit_cast<Chunk<To, W>>(words);
+  } else {
+    Chunk<To, W> chunk;
+#pragma unroll
+    for (int i = 0; i < W; ++i) chunk.element[i] = convert<To>(values.element[i]);
+    return chunk;
+  }
+}
+
+template <typename To, int W>
+__device__ __forceinline__ void store_aligned(To* to, const Chunk<To, W>& chunk) {
+  using Vs = Vectors<To, W>;
+  union {
+    Chunk<To, W> chunk;
+    typename Vs::Vector vectors[Vs::kCount];
+  } stored = {chunk};
+#pragma unroll
+  for (int i = 0; i < Vs::kCount; ++i) {
+    // One instruction: plain stores are split and merged with those of store_singly().
+    __stwb(reinterpret_cast<typename Vs::Vector*>(to) + i, stored.vectors[i]);
+  }
+}
+
+// Stores the first `count` elements.
+template <typename To, int W>
+__device__ __forceinline__ void store_singly(To* to, int count, const Chunk<To, W>& chunk) {
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    if (i < count) to[i] = chunk.element[i];
+  }
+}
+
 // Stores a lane's W results in consecutive places of an output, of which only `count` exist.
 template <typename To, typename Acc, int W>
 __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
-  using Vs = Vectors<To, W>;
-  union {
-    typename Vs::Vector vectors[Vs::kCount];
-    Chunk<To, W> chunk;
-  } stored;
-#pragma unroll
-  for (int i = 0; i < W; ++i) stored.chunk.element[i] = convert<To>(values.element[i]);
-  if (count >= W && reinterpret_cast<uintptr_t>(to) % Vs::kBytes == 0) {
-#pragma unroll
-    for (int i = 0; i < Vs::kCount; ++i) {
-      // One instruction: plain stores are split and merged with those below.
-      __stwb(reinterpret_cast<typename Vs::Vector*>(to) + i, stored.vectors[i]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    if (i < count) to[i] = stored.chunk.element[i];
+  const Chunk<To, W> chunk = convert_chunk<To>(values);
+  if (count >= W && reinterpret_cast<uintptr_t>(to) % Vectors<To, W>::kBytes == 0) {
+    store_aligned(to, chunk);
+  } else {
+    store_singly(to, count, chunk);
   }
 }
 

@@ -290,11 +290,12 @@ struct Chip {
   int has_clusters;
   int shared_of_block;
   int shared_of_processor;
+  int processors;
 };
-inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10},
-                                  {"ampere", 0, 163 << 10, 164 << 10},
+inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 132},
+                                  {"ampere", 0, 163 << 10, 164 << 10, 108},
                                   // Rows of a few thousand words fill a cluster of this one.
-                                  {"small", 1, 12 << 10, 16 << 10}};
+                                  {"small", 1, 12 << 10, 16 << 10, 1}};
 
 inline int current_chip() {
   const char* const name = std::getenv("KLFAST_EMULATED_CHIP");
@@ -324,6 +325,7 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % cuda_emulator::kWarp;
   return cuda_emulator::value_of_lane(value, lane ^ mask);
 }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
   return static_cast<uint32_t>(((static_cast<uint64_t>(high) << 32) | low) >> (shift % 32));
@@ -380,7 +382,8 @@ inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_
 enum cudaDeviceAttr {
   cudaDevAttrClusterLaunch,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrMaxSharedMemoryPerMultiprocessor
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrMultiProcessorCount
 };
 inline cudaError_t cudaGetDevice(int* device) {
   *device = cuda_emulator::current_chip();
@@ -388,7 +391,8 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
   const cuda_emulator::Chip& chip = cuda_emulator::kChips[device];
-  const int values[] = {chip.has_clusters, chip.shared_of_block, chip.shared_of_processor};
+  const int values[] = {chip.has_clusters, chip.shared_of_block, chip.shared_of_processor,
+                        chip.processors};
   *value = values[which];
   return cudaSuccess;
 }

@@ -1,0 +1,312 @@
+"""The machine code of a GPU kernel: basic blocks, loops, and the instructions of its hot path.
+
+``nvdisasm -c`` prints one instruction a line, and a label where a jump may land. The hot path is
+found without running anything: see ``hot_path``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import networkx as nx
+
+_PIPES = (
+    ("FP64", r"D(FMA|ADD|MUL|SETP|MNMX)|MUFU\.(RCP64H|RSQ64H)"),
+    ("MUFU", r"MUFU"),
+    ("conversion", r"F2F|F2I|I2F|FRND|F2FP|I2FP"),
+    ("FP32", r"FFMA|FADD|FMUL|HFMA2|HADD2|HMUL2"),
+    ("memory", r"LDG|STG|LDS|STS|LDC|ULDC|LD\b|ST\b|ATOM|RED|LDL|STL|CCTL|UBLKCP|LDGSTS|SYNCS"),
+    ("shuffle", r"SHFL|VOTE|MATCH|REDUX"),
+    ("control", r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BRX|WARPSYNC|BAR|NOP|MEMBAR|ERRBAR|DEPBAR|UCGABAR"),
+)
+PIPES = ("FP32", "ALU", *(name for name, _ in _PIPES if name != "FP32"))
+"""The ALU executes what no other pipe does: integers, logic, comparisons, selections, moves."""
+
+_JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
+_LABEL = re.compile(r"\.L_x_\d+")
+_EXCHANGE = "STS|SHFL|BAR|REDUX"
+MARKS = ("STG", "ATOMG", "VOTE")
+"""What tells one way from another: results stored, arrivals counted, a search by the whole warp."""
+_MARK = re.compile("|".join(MARKS))
+
+
+def operation(instruction: str) -> str:
+    """An instruction without its predicate."""
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction)
+
+
+def pipe_of(instruction: str) -> str:
+    """The pipe that executes an instruction."""
+    name = operation(instruction)
+    return next((pipe for pipe, pattern in _PIPES if re.match(pattern, name)), "ALU")
+
+
+def access_of(instruction: str) -> str | None:
+    """The kind of an access to memory, or to shared memory by vectors, as ``LDG.128``; None for
+    other instructions.
+    """
+    found = re.match(r"(LDG|STG|LDS|STS|LD|ST)\b(\S*)", operation(instruction))
+    if found is None:
+        return None
+    width = re.search(r"\.(?:[US])?(8|16|64|128)\b", found[2])
+    bits = width[1] if width else "32"
+    return f"{found[1]}.{bits}" if "S" != found[1][-1] or bits == "128" else None
+
+
+@dataclass
+class Block:
+    """A basic block: instructions that are executed one after the other."""
+
+    instructions: list[str] = field(default_factory=list)
+    successors: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way through a kernel.
+
+    Attributes:
+        counts: instruction -> times that it is executed.
+        accesses: kind of memory access -> times.
+        marks: of the operations in MARKS, the times outside of the hot loop.
+        is_hot: whether it leads through the hot loop.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    accesses: Counter[str] = field(default_factory=Counter)
+    marks: Counter[str] = field(default_factory=Counter)
+    is_hot: bool = False
+
+    @classmethod
+    def of(cls, instructions: list[str]) -> Path:
+        kinds = (kind for kind in map(access_of, instructions) if kind is not None)
+        marks = (found[0] for line in instructions if (found := _MARK.match(operation(line))))
+        return cls(Counter(instructions), Counter(kinds), Counter(marks))
+
+    @property
+    def length(self) -> int:
+        return self.counts.total()
+
+    @property
+    def pipes(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for line, times in self.counts.items():
+            found[pipe_of(line)] += times
+        return found
+
+    def count(self, pattern: str) -> int:
+        """How many of its operations begin with the pattern."""
+        return sum(
+            times for line, times in self.counts.items() if re.match(pattern, operation(line))
+        )
+
+    def then(self, other: Path) -> Path:
+        return Path(
+            self.counts + other.counts,
+            self.accesses + other.accesses,
+            self.marks + other.marks,
+            self.is_hot or other.is_hot,
+        )
+
+    def times(self, count: int) -> Path:
+        counts, accesses, marks = (
+            Counter({key: count * n for key, n in counter.items()})
+            for counter in (self.counts, self.accesses, self.marks)
+        )
+        return Path(counts, accesses, marks, self.is_hot)
+
+
+def functions_of(disassembly: str) -> dict[str, list[Block]]:
+    """Mangled name -> basic blocks, of what ``nvdisasm -c`` prints."""
+    sections = re.split(r"^\.text\.", disassembly, flags=re.M)[1:]
+    parts = (section.partition(":\n") for section in sections)
+    return {name: _blocks_of(body) for name, _, body in parts}
+
+
+def _blocks_of(body: str) -> list[Block]:
+    lines = re.findall(r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?)\s*$", body, flags=re.M)
+    blocks, starts = [Block()], {}
+    for label, instruction in lines:
+        if label:
+            if blocks[-1].instructions:
+                blocks.append(Block())
+            starts[label] = len(blocks) - 1
+        elif instruction:
+            blocks[-1].instructions.append(instruction)
+            if _JUMP.search(instruction):
+                blocks.append(Block())
+    for position, block in enumerate(blocks):
+        block.successors = _successors(block, position, starts, len(blocks))
+    return blocks
+
+
+def _successors(block: Block, position: int, starts: dict[str, int], count: int) -> list[int]:
+    last = block.instructions[-1] if block.instructions else ""
+    jump = _JUMP.search(last)
+    targets = [starts[label] for label in _LABEL.findall(last) if label in starts] if jump else []
+    if jump is None or jump[1] in ("EXIT", "RET") or "BRA.DIV" in last:
+        targets = []  # BRA.DIV: lanes that have parted meet again elsewhere
+    always = jump and not last.startswith("@") and "BRA.DIV" not in last and not re.search(r"BRA\S*\s+!?U?P\d", last)
+    return targets if always or position + 1 == count else [*targets, position + 1]
+
+
+@dataclass
+class Loop:
+    """A natural loop.
+
+    Attributes:
+        header: the block that it begins with; the kernel itself is a loop from block 0.
+        blocks: all of its blocks, those of inner loops included.
+        inner: the loops directly inside.
+    """
+
+    header: int
+    blocks: set[int]
+    inner: list[Loop] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Loop]:
+        yield self
+        for loop in self.inner:
+            yield from loop.walk()
+
+
+@dataclass
+class Kernel:
+    """The control flow of a kernel."""
+
+    blocks: list[Block]
+
+    def __post_init__(self) -> None:
+        edges = [(i, s) for i, block in enumerate(self.blocks) for s in block.successors]
+        self.graph = nx.DiGraph([(0, 0), *edges])
+        self.graph.remove_edge(0, 0)
+        self.body = self._nest()
+
+    def _nest(self) -> Loop:
+        """The kernel as a loop around its loops."""
+        reached = {0} | nx.descendants(self.graph, 0)
+        dominators = nx.immediate_dominators(self.graph, 0)
+        loops: dict[int, Loop] = {}
+        for latch, header in self.graph.edges:
+            if latch in reached and _dominates(dominators, header, latch):
+                loop = loops.setdefault(header, Loop(header, {header}))
+                loop.blocks |= self._between(header, latch)
+        kernel = Loop(0, reached)
+        for loop in loops.values():
+            around = [o for o in loops.values() if o is not loop and loop.header in o.blocks]
+            outer = min(around, key=lambda other: len(other.blocks), default=kernel)
+            outer.inner.append(loop)
+        return kernel
+
+    def _between(self, header: int, latch: int) -> set[int]:
+        found, rest = {header}, [latch]
+        while rest:
+            block = rest.pop()
+            if block not in found:
+                found.add(block)
+                rest.extend(self.graph.predecessors(block))
+        return found
+
+    def innermost(self) -> list[Loop]:
+        return [loop for loop in self.body.walk() if not loop.inner and loop is not self.body]
+
+    def has(self, loop: Loop, text: str) -> bool:
+        return any(text in line for block in loop.blocks for line in self.blocks[block].instructions)
+
+    def trip(self, loop: Loop, accesses: Counter[str]) -> Path | None:
+        """The shortest way around an innermost loop with just these accesses to memory."""
+
+        def key(path: Path) -> tuple[tuple[str, int], ...] | None:
+            return None if path.accesses - accesses else tuple(sorted(path.accesses.items()))
+
+        ways = self._ways(loop, {}, key, lambda path: -path.length)
+        return ways.get(tuple(sorted(accesses.items())))
+
+    def whole(self, hot: Loop, around: Path, trips: Sequence[int], marks: Counter[str]) -> Path:
+        """The way through the kernel, with these marks outside of the hot loop: of the operations
+        in ``MARKS``, the times.
+
+        ``trips`` are those of the hot loop, and of the loops around it from the inside out,
+        ``around`` is a trip of the hot loop. A loop in which lanes exchange numbers takes five
+        trips, as they combine those of a warp; any other takes one. Of several ways the warp takes
+        that on which it exchanges most, and then the shortest: lanes, not warps, are excused from
+        work.
+        """
+        ways = self._through(self.body, hot, around, [*trips], marks)
+        return ways[True, tuple(sorted(marks.items()))]
+
+    def _through(
+        self, loop: Loop, hot: Loop, around: Path, trips: list[int], marks: Counter[str]
+    ) -> dict[Any, Path]:
+        def key(path: Path) -> tuple[bool, tuple[tuple[str, int], ...]] | None:
+            is_other = bool(path.marks - marks)
+            return None if is_other else (path.is_hot, tuple(sorted(path.marks.items())))
+
+        if loop is hot:
+            once = replace(around, marks=Counter(), is_hot=True).times(trips.pop(0))
+            return {(True, ()): once}
+        inner = {
+            each.header: self._through(each, hot, around, trips, marks).values()
+            for each in loop.inner
+        }
+        ways = self._ways(loop, inner, key, lambda path: (path.count(_EXCHANGE), -path.length))
+        if loop is self.body:
+            return ways
+        if any(is_hot for is_hot, _ in ways):
+            count = trips.pop(0) if trips else 1
+            return {name: way.times(count) for name, way in ways.items() if way.is_hot}
+        return {name: way.times(5 if way.count("SHFL") else 1) for name, way in ways.items()}
+
+    def _ways(
+        self,
+        loop: Loop,
+        inner: Mapping[int, Iterable[Path]],
+        key: Callable[[Path], Hashable],
+        rank: Callable[[Path], Any],
+    ) -> dict[Any, Path]:
+        """The best ways from a loop's header to its end, one for each key; a key of None ends a
+        way. ``inner`` has those through the loops inside, by their headers.
+        """
+        place = {block: block for block in loop.blocks}
+        for each in loop.inner:
+            place |= dict.fromkeys(each.blocks, each.header)
+        region: nx.DiGraph[int] = nx.DiGraph()
+        region.add_nodes_from(place.values())
+        region.add_edges_from(
+            (place[a], place[b])
+            for a, b in self.graph.edges(loop.blocks)
+            if b in place and b != loop.header and place[a] != place[b]
+        )
+        found: dict[int, dict[Any, Path]] = {}
+        for node in nx.topological_sort(region):
+            own = inner.get(node, [Path.of(self.blocks[node].instructions)])
+            before = [Path()] if node == loop.header else []
+            before += [way for u in region.predecessors(node) for way in found[u].values()]
+            found[node] = _best((a.then(b) for a in before for b in own), key, rank)
+        ends = (found[place[block]] for block in loop.blocks if self._ends(loop, block))
+        return _best((way for ways in ends for way in ways.values()), key, rank)
+
+    def _ends(self, loop: Loop, block: int) -> bool:
+        after = self.blocks[block].successors
+        return not after if loop is self.body else loop.header in after
+
+
+def _best(
+    ways: Iterable[Path], key: Callable[[Path], Hashable], rank: Callable[[Path], Any]
+) -> dict[Any, Path]:
+    found: dict[Any, Path] = {}
+    for way in ways:
+        name = key(way)
+        if name is not None and (name not in found or rank(way) > rank(found[name])):
+            found[name] = way
+    return found
+
+
+def _dominates(dominators: Mapping[int, int], above: int, below: int) -> bool:
+    while below != above and dominators.get(below, below) != below:
+        below = dominators[below]
+    return below == above
