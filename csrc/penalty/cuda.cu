@@ -81,7 +81,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
 // The blocks on a processor: as many as hide the latency of memory without spilled registers.
 template <typename T, Pass pass>
 inline constexpr int kBlocksPerProcessor =
-    pass == Pass::kPlain || (pass == Pass::kPlainGradient && kWidth<T, pass> == 8) ? 3
+    pass == Pass::kPlain || (pass == Pass::kPlainGradient && sizeof(T) == 2) ? 3
     : std::is_same_v<typename Source<T>::Acc, double> ? 1  // two spill on sm_100
                                                       : 2;
 
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
 }
 
 // Computes the weights of the sequences of a mean, as its gradient needs them first.
-template <typename Acc, int W>
+template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       task,
       [&](const Segment& segment) { return span_of<AnyDtype<Acc>, Pass::kAny>(task, segment); },
       [&](const Span& span, int64_t, const Turns& turns, const auto& flush)
-          KLFAST_INLINE_LAMBDA { run_lengths<W, Acc>(task, span, turns, flush); },
+          KLFAST_INLINE_LAMBDA { run_lengths<Acc>(task, span, turns, flush); },
       [&](const Segment& segment, const Sums& sums) {
         put<Depth::kAlways>(partials, segment.slot, sums, false);
       });
@@ -132,7 +132,7 @@ template <typename T>
 __global__ void __launch_bounds__(kBlockThreads)
     scale_kernel(T* const data, const int64_t n, const __grid_constant__ View factor_view) {
   using Acc = typename Source<T>::Acc;
-  constexpr int W = kWidth<T, Pass::kPlain>;
+  constexpr int W = kSmoothWidth<T>;
   const double factor = read_element(factor_view, 0);
   if (factor == 1) return;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kBlockThreads * W;
@@ -232,11 +232,8 @@ void launch_kl_penalty(Task task, const Launch& on) {
   });
 }
 
-// The lanes are as wide as those of the kernel that follows, whose sums of the mask then agree.
 void launch_lengths(const Task& task, const Launch& on) {
-  if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
-  const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
-  launch(wide ? lengths_kernel<float, 8> : lengths_kernel<float, 4>, task, on);
+  launch(task.in.is_double ? lengths_kernel<double> : lengths_kernel<float>, task, on);
 }
 
 }  // namespace
@@ -286,7 +283,7 @@ void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (is_floating<T>) {
-      const int64_t per_block = kBlockThreads * kWidth<T, Pass::kPlain>;
+      const int64_t per_block = kBlockThreads * kSmoothWidth<T>;
       const auto blocks =
           static_cast<unsigned>(std::min(most_blocks, (n + per_block - 1) / per_block));
       launch(scale_kernel<T>, {blocks, kBlockThreads}, on.stream, static_cast<T*>(x.data), n,

@@ -12,11 +12,6 @@
 
 namespace klfast::cuda {
 
-// Passes that smooth segments take: those without limits, importance weights and conversions.
-template <typename T, Pass pass>
-inline constexpr bool kHasSmooth =
-    is_plain<pass> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
-
 // A lane's chunks of a dense input: `n` words each, on or `shift` bytes after a vector of them.
 template <int n>
 struct Input {
@@ -133,8 +128,8 @@ __device__ __forceinline__ float element_of(const Chunk<uint32_t, 4>& words, int
 }
 
 // The tokens that a lane computes at a time: a chunk, or two that lie a warp's chunks apart.
-template <typename T, Pass pass>
-inline constexpr int kChunks = 8 / kWidth<T, pass>;
+template <typename T>
+inline constexpr int kChunks = 8 / kSmoothWidth<T>;
 
 // A lane's chunks of every input: the vectors that hold their first bytes, and then the chunks.
 template <int W, int n>
@@ -257,12 +252,16 @@ __device__ __forceinline__ void add_smooth(float value, float x, LaneSums<float>
   });
 }
 
-template <Depth depth, typename E>
-__device__ __forceinline__ void add_rest(int kept, LaneSums<float>& sums) {
+template <Depth depth>
+__device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float>& sums) {
   sums.at[kLength] += static_cast<float>(kept);
   for_each_statistic<depth>([&](auto row) {
-    using Row = decltype(row);
-    if constexpr (std::is_same_v<typename Row::Of, E>) sums.at[index_of<Row>] = sums.at[kKl];
+    using E = typename decltype(row)::Of;
+    if constexpr (!std::is_void_v<E>) {
+      if (estimator == IndexIn<E, estimators::Table>::value) {
+        sums.at[index_of<decltype(row)>] = sums.at[kKl];
+      }
+    }
   });
 }
 
@@ -299,13 +298,17 @@ __device__ __forceinline__ bool are_near(const Chunk<float, n>& x) {
          math::bit_cast<unsigned>(1.0f);
 }
 
-template <Pass pass, typename E, int n>
-__device__ __forceinline__ SmoothResults<n> evaluate_smooth(const Chunk<float, n>& x,
+template <Pass pass, int n>
+__device__ __forceinline__ SmoothResults<n> evaluate_smooth(int estimator, const Chunk<float, n>& x,
                                                             LaneSums<float>& sums) {
-  if (__any_sync(0xffffffffu, !are_near(x))) {
-    return evaluate_in<Range::kAnywhere, pass, E>(x, sums);
-  }
-  return evaluate_in<Range::kNear, pass, E>(x, sums);
+  SmoothResults<n> results;
+  const bool is_far = __any_sync(0xffffffffu, !are_near(x));
+  visit_row_first<estimators::k3>(estimators::Table(), estimator, [&](auto formula) {
+    using E = decltype(formula);
+    results = is_far ? evaluate_in<Range::kAnywhere, pass, E>(x, sums)
+                     : evaluate_in<Range::kNear, pass, E>(x, sums);
+  });
+  return results;
 }
 
 // Whether a vector of W elements of every output of a call starts at a token.
@@ -385,12 +388,12 @@ __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
 
 // Reads the whole chunks of a smooth segment, and calls flush(tile, sums) after every tile. If
 // tokens are left after the last chunk, its tile has not been flushed, and its sums are in `sums`.
-template <typename T, Pass pass, typename E, typename Flush>
+template <typename T, Pass pass, typename Flush>
 __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float>& factors,
                                            const Span& span, Turns& turns, LaneSums<float>& sums,
                                            const Flush& flush) {
-  constexpr int W = kWidth<T, pass>;
-  constexpr int n = kChunks<T, pass>;
+  constexpr int W = kSmoothWidth<T>;
+  constexpr int n = kChunks<T>;
   constexpr int kApart = Inputs<T, W, n>::kApart;
   constexpr int kStep = kApart * n;
   static_assert(sizeof(T) * W == 16 && n * W == 8);
@@ -401,6 +404,7 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
   const bool in_vectors = are_outputs_aligned<T, W>(task, first);
   const Inputs<T, W, n> inputs(task.in, span, lane);
   const bool is_alone = turns.warps == 1;
+  const int estimator = task.in.options.estimator;
   int position = turns.first();
   Loaded<W, n> loaded;
   inputs.load(position, loaded);
@@ -420,7 +424,7 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
       }
       const Chunk<float, 8> x = log_ratios<T>(loaded, kept);
       inputs.load(position < last ? position + kStep : last, loaded);
-      const SmoothResults<8> results = evaluate_smooth<pass, E>(x, sums);
+      const SmoothResults<8> results = evaluate_smooth<pass>(estimator, x, sums);
       if (pass == Pass::kPlainGradient || task.stored != 0) {
 #pragma unroll
         for (int c = 0; c < n; ++c) {
@@ -430,7 +434,7 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
       }
       position += kStep;
     } while (position < end);
-    add_rest<depth_of<pass>, E>(kept_tokens, sums);
+    add_rest<depth_of<pass>>(estimator, kept_tokens, sums);
     if (end == whole && whole < span.size) {
       turns.done = end - turns.first();
       return;

@@ -7,12 +7,18 @@
 
 namespace klfast::cuda {
 
-// The tokens that a lane loads at a time: 16 bytes of an input, or 4 tokens where a pass has no
-// registers for more.
+// The tokens of a lane's chunk.
+template <typename T>
+inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 8 ? 2 : 4;
+
+// The tokens of a lane's chunk in a smooth segment: 16 bytes.
+template <typename T>
+inline constexpr int kSmoothWidth = 16 / static_cast<int>(sizeof(typename Source<T>::Element));
+
+// Passes that take smooth segments apart: those without limits, importance weights and conversions.
 template <typename T, Pass pass>
-inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 2 && pass == Pass::kAny
-                                  ? 4
-                                  : 16 / static_cast<int>(sizeof(typename Source<T>::Element));
+inline constexpr bool kHasSmooth =
+    is_plain<pass> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
 
 // How a segment lies in memory: kAligned and kShifted are smooth (cuda_smooth.h).
 enum class Layout {
@@ -54,7 +60,7 @@ __device__ __forceinline__ Layout lesser(Layout a, Layout b) { return b < a ? b 
 
 template <typename T, Pass pass>
 __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
-  constexpr int W = kWidth<T, pass>;
+  constexpr int W = kHasSmooth<T, pass> ? kSmoothWidth<T> : kWidth<T>;
   const KlPenaltyInputs& in = task.in;
   Span span;
   span.index = segment.start + segment.position;
@@ -99,7 +105,7 @@ __device__ __forceinline__ void load_converted(const View& view, int64_t offset,
     if constexpr (kAnyDtype || is_floating<From>) {
       const Row<From> row = {static_cast<const From*>(view.data) + offset, view.column_stride,
                              size};
-      const Chunk<From, W> chunk = load_chunk<From, W>(row, at.position, at.end);
+      const Chunk<From, W> chunk = load_chunk<From, W, false>(row, at.position, at.end);
 #pragma unroll
       for (int i = 0; i < W; ++i) values.element[i] = convert<Acc>(chunk.element[i]);
     }
@@ -142,8 +148,7 @@ struct Fetched {
   Chunk<typename Source<T>::Acc, W> weight;
 };
 
-// The tokens that a lane computes at a time, and their results: a part of its chunk, to save
-// registers.
+// The tokens of a lane's chunk, and their results.
 template <typename Acc, int W>
 struct Tokens {
   bool weighs;                   // by importance
@@ -203,20 +208,20 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
   return fetched;
 }
 
-template <Pass pass, typename T, int kFetched, typename Acc, int W>
-__device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
-                                            bool weighs, Tokens<Acc, W>& tokens) {
+template <Pass pass, typename T, typename Acc, int W>
+__device__ __forceinline__ void take_tokens(const Fetched<T, W>& fetched, bool weighs,
+                                            Tokens<Acc, W>& tokens) {
   tokens.weighs = weighs;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
-    const Acc weight = fetched.weight.element[first + i];
+    const Acc weight = fetched.weight.element[i];
     const bool keep = weight != Acc(0);
-    const Acc logprob = convert<Acc>(fetched.logprobs.element[first + i]);
-    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[first + i]);
+    const Acc logprob = convert<Acc>(fetched.logprobs.element[i]);
+    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[i]);
     tokens.weight.element[i] = weight;
     tokens.log_ratio.element[i] = keep ? log_ratio : Acc(0);
     if constexpr (!is_plain<pass>) {
-      const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
+      const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[i]);
       tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
     }
   }
@@ -295,7 +300,7 @@ __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit
             [&](auto formula) { evaluate<pass, decltype(formula)>(limit, tokens); });
 }
 
-// Adds a lane's tokens to its sums; `offset` is the place of its first token in the tile.
+// Adds a lane's tokens to its sums; `offset` is the place of the first in the segment.
 template <Pass pass, typename Acc, int W>
 __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
                                            LaneSums<Acc>& sums) {

@@ -164,16 +164,17 @@ __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int positi
 }
 
 // A lane's chunk at `position`; `end` is the end of its warp's chunks. All lanes of a warp take the
-// same branch.
-template <typename T, int W, Memory memory = Memory::kReadOnly>
+// same branch. Without kShifts an unaligned chunk is loaded element by element too: less code, for
+// inputs that are rarely unaligned.
+template <typename T, int W, bool kShifts = true>
 __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
   using Vs = Vectors<T, W>;
   const T* const from = row.first + position;
   const bool dense = row.stride == 1;
   const bool aligned = reinterpret_cast<uintptr_t>(row.first) % Vs::kBytes == 0;
-  if (dense && aligned && end <= row.size) return load_aligned<T, W, memory>(from);
-  if constexpr (Vs::kShifts) {
-    if (dense && !aligned && end <= row.size) return load_shifted<T, W, memory>(from);
+  if (dense && aligned && end <= row.size) return load_aligned<T, W>(from);
+  if constexpr (Vs::kShifts && kShifts) {
+    if (dense && !aligned && end <= row.size) return load_shifted<T, W>(from);
   }
   return load_single<T, W>(row, position);
 }
