@@ -28,8 +28,9 @@ PIPES = ("FP32", "ALU", *(name for name, _ in _PIPES if name != "FP32"))
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")
-_EXCHANGE = "STS|SHFL|BAR|REDUX"
-MARKS = ("STG", "ATOMG", "VOTE")
+_SERIES = re.compile(r"FFMA.* 0\.0416667")
+_EXCHANGE = "STS|SHFL|REDUX"
+MARKS = ("STG", "ATOM", "VOTE")
 """What tells one way from another: results stored, arrivals counted, a search by the whole warp."""
 _MARK = re.compile("|".join(MARKS))
 
@@ -45,16 +46,19 @@ def pipe_of(instruction: str) -> str:
     return next((pipe for pipe, pattern in _PIPES if re.match(pattern, name)), "ALU")
 
 
-def access_of(instruction: str) -> str | None:
-    """The kind of an access to memory, or to shared memory by vectors, as ``LDG.128``; None for
-    other instructions.
+def feature_of(instruction: str) -> str | None:
+    """What tells the hot path from others in a loop: an access to memory, or to shared memory by
+    vectors, as ``LDG.128``, and ``series``, a term of that of exp_series.h; None for the rest.
     """
-    found = re.match(r"(LDG|STG|LDS|STS|LD|ST)\b(\S*)", operation(instruction))
+    name = operation(instruction)
+    if _SERIES.search(name):
+        return "series"
+    found = re.match(r"(LDG|STG|LDS|STS)\b(\S*)", name)
     if found is None:
         return None
     width = re.search(r"\.(?:[US])?(8|16|64|128)\b", found[2])
     bits = width[1] if width else "32"
-    return f"{found[1]}.{bits}" if "S" != found[1][-1] or bits == "128" else None
+    return f"{found[1]}.{bits}" if found[1][-1] == "G" or bits == "128" else None
 
 
 @dataclass
@@ -71,19 +75,19 @@ class Path:
 
     Attributes:
         counts: instruction -> times that it is executed.
-        accesses: kind of memory access -> times.
+        features: of ``feature_of``, the times.
         marks: of the operations in MARKS, the times outside of the hot loop.
         is_hot: whether it leads through the hot loop.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    accesses: Counter[str] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
     marks: Counter[str] = field(default_factory=Counter)
     is_hot: bool = False
 
     @classmethod
     def of(cls, instructions: list[str]) -> Path:
-        kinds = (kind for kind in map(access_of, instructions) if kind is not None)
+        kinds = (kind for kind in map(feature_of, instructions) if kind is not None)
         marks = (found[0] for line in instructions if (found := _MARK.match(operation(line))))
         return cls(Counter(instructions), Counter(kinds), Counter(marks))
 
@@ -107,17 +111,17 @@ class Path:
     def then(self, other: Path) -> Path:
         return Path(
             self.counts + other.counts,
-            self.accesses + other.accesses,
+            self.features + other.features,
             self.marks + other.marks,
             self.is_hot or other.is_hot,
         )
 
     def times(self, count: int) -> Path:
-        counts, accesses, marks = (
+        counts, features, marks = (
             Counter({key: count * n for key, n in counter.items()})
-            for counter in (self.counts, self.accesses, self.marks)
+            for counter in (self.counts, self.features, self.marks)
         )
-        return Path(counts, accesses, marks, self.is_hot)
+        return Path(counts, features, marks, self.is_hot)
 
 
 def functions_of(disassembly: str) -> dict[str, list[Block]]:
@@ -217,14 +221,14 @@ class Kernel:
     def has(self, loop: Loop, text: str) -> bool:
         return any(text in line for block in loop.blocks for line in self.blocks[block].instructions)
 
-    def trip(self, loop: Loop, accesses: Counter[str]) -> Path | None:
-        """The shortest way around an innermost loop with just these accesses to memory."""
+    def trip(self, loop: Loop, features: Counter[str]) -> Path | None:
+        """The shortest way around an innermost loop with just these features."""
 
         def key(path: Path) -> tuple[tuple[str, int], ...] | None:
-            return None if path.accesses - accesses else tuple(sorted(path.accesses.items()))
+            return None if path.features - features else tuple(sorted(path.features.items()))
 
         ways = self._ways(loop, {}, key, lambda path: -path.length)
-        return ways.get(tuple(sorted(accesses.items())))
+        return ways.get(tuple(sorted(features.items())))
 
     def whole(self, hot: Loop, around: Path, trips: Sequence[int], marks: Counter[str]) -> Path:
         """The way through the kernel, with these marks outside of the hot loop: of the operations

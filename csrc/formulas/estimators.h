@@ -49,14 +49,17 @@ struct k2 {
 
 struct k3 {
   static constexpr const char* name = "k3";
-  KLFAST_FORMULA { return {expm1_minus_argument<range>(-x), -expm1<range>(-x), x}; }
+  KLFAST_FORMULA {
+    const Expm1<T> e = expm1_of<range>(-x);
+    return {e.minus_argument, range == Range::kNear ? x - e.minus_argument : -e.value, x};
+  }
 };
 
 struct k3_ref {
   static constexpr const char* name = "k3_ref";
   KLFAST_FORMULA {
-    const T value = expm1_minus_argument<range>(x), derivative = expm1<range>(x);
-    return {value, derivative, value + derivative};
+    const Expm1<T> e = expm1_of<range>(x);
+    return {e.minus_argument, e.value, e.minus_argument + e.value};
   }
 };
 

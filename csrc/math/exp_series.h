@@ -242,25 +242,36 @@ KLFAST_HOST_DEVICE float exp_term(float x) {
 #endif
 }
 
+// e^x - 1, and e^x - 1 - x, which is never negative, exactly 0 at 0, infinite at both infinities. One
+// reduction serves both.
+template <typename T>
+struct Expm1 {
+  T value;
+  T minus_argument;
+};
+
 template <Range range, typename T>
-KLFAST_HOST_DEVICE T expm1(T x) {
+KLFAST_HOST_DEVICE Expm1<T> expm1_of(T x) {
   using C = Constants<T>;
   const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
   const T near = e.r + e.tail;
-  if constexpr (range == Range::kNear) return near;
+  if constexpr (range == Range::kNear) return {near, e.tail};
   const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, which may overflow
   // The sum equals `near` near 0, but for half of a subnormal number.
-  return select(is_near(x), near, T(2) * (half_power * near + (half_power - T(0.5))));
+  const T far = T(2) * (half_power * near + (half_power - T(0.5)));
+  const T below_infinity = select(x > T(C::kExpHighest), T(C::kExpHighest), x);
+  const T value = select(is_near(x), near, far);
+  return {value, select(is_near(x), e.tail, value - below_infinity)};
 }
 
-// e^x - 1 - x, never negative, exactly 0 at 0, infinite at both infinities.
+template <Range range, typename T>
+KLFAST_HOST_DEVICE T expm1(T x) {
+  return expm1_of<range>(x).value;
+}
+
 template <Range range, typename T>
 KLFAST_HOST_DEVICE T expm1_minus_argument(T x) {
-  using C = Constants<T>;
-  const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
-  if constexpr (range == Range::kNear) return e.tail;
-  const T below_infinity = select(x > T(C::kExpHighest), T(C::kExpHighest), x);
-  return select(is_near(x), e.tail, expm1<range>(x) - below_infinity);
+  return expm1_of<range>(x).minus_argument;
 }
 
 }  // namespace klfast::math

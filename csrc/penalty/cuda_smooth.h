@@ -410,8 +410,8 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
   inputs.load(position, loaded);
 #pragma unroll 1
   do {
-    const int end = turns.end(whole);
-    const int last = (is_alone ? whole : end) - kStep;  // to load ahead
+    const int end = in_register(turns.end(whole));
+    const int last = in_register((is_alone ? whole : end) - kStep);  // to load ahead
     int kept_tokens = 0;
 #pragma unroll 1
     do {
