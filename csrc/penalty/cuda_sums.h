@@ -111,7 +111,7 @@ class SegmentSums {
       constexpr int i = index_of<decltype(row)>;
       totals.at[i] = combine_lanes<decltype(row)>(totals.at[i]);
     });
-    if (with_last_kept) {
+    if (depth != Depth::kAlways && with_last_kept) {
       totals.last_kept = greatest_of_lanes(last_kept < 0 ? -1 : first_token + last_kept);
     }
     return totals;

@@ -326,6 +326,9 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return cuda_emulator::value_of_lane(value, lane ^ mask);
 }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) {
+  return std::max(a, std::max(b, c));
+}
 inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
   return static_cast<uint32_t>(((static_cast<uint64_t>(high) << 32) | low) >> (shift % 32));
