@@ -25,6 +25,15 @@ inline constexpr int kChunk = 16 / static_cast<int>(sizeof(ElementOf<T>));  // w
 // the load.
 using Raw = Chunk<uint32_t, 4>;
 
+// The same chunk, unknown to the compiler: its words are converted anew.
+__device__ __forceinline__ Raw opaque(Raw raw) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(raw.element[i]));
+#endif
+  return raw;
+}
+
 // A chunk of the same words from every model.
 template <int kModels>
 struct Fetch {

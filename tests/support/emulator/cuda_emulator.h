@@ -290,11 +290,15 @@ struct Chip {
   int has_clusters;
   int shared_of_block;
   int shared_of_processor;
+  int processors;
+  int most_of_cluster;  // blocks that can run together
 };
-inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10},
-                                  {"ampere", 0, 163 << 10, 164 << 10},
+inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 1, 8},
+                                  {"ampere", 0, 163 << 10, 164 << 10, 1, 1},
                                   // Rows of a few thousand words fill a cluster of this one.
-                                  {"small", 1, 12 << 10, 16 << 10}};
+                                  {"small", 1, 12 << 10, 16 << 10, 1, 8},
+                                  // An instance of a chip with clusters, too small for large ones.
+                                  {"slice", 1, 227 << 10, 228 << 10, 1, 2}};
 
 inline int current_chip() {
   const char* const name = std::getenv("KLFAST_EMULATED_CHIP");
@@ -305,7 +309,7 @@ inline int current_chip() {
   fail("KLFAST_EMULATED_CHIP names no chip");
 }
 
-inline std::map<void*, int> granted;  // bytes of dynamic shared memory, to a kernel
+inline std::map<const void*, int> granted;  // bytes of dynamic shared memory, to a kernel
 
 }  // namespace cuda_emulator
 
@@ -364,6 +368,10 @@ constexpr cudaError_t cudaSuccess = 0;
 inline const cudaStream_t cudaStreamPerThread = reinterpret_cast<void*>(2);
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
+inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<uintptr_t>(stream);
+  return cudaSuccess;
+}
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
   return cudaSuccess;
 }
@@ -380,7 +388,8 @@ inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_
 enum cudaDeviceAttr {
   cudaDevAttrClusterLaunch,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrMaxSharedMemoryPerMultiprocessor
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrMultiProcessorCount
 };
 inline cudaError_t cudaGetDevice(int* device) {
   *device = cuda_emulator::current_chip();
@@ -388,17 +397,20 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
   const cuda_emulator::Chip& chip = cuda_emulator::kChips[device];
-  const int values[] = {chip.has_clusters, chip.shared_of_block, chip.shared_of_processor};
+  const int values[] = {chip.has_clusters, chip.shared_of_block, chip.shared_of_processor,
+                        chip.processors};
   *value = values[which];
   return cudaSuccess;
 }
 
 struct cudaFuncAttributes {
   int ptxVersion;
+  size_t sharedSizeBytes;
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
   attributes->ptxVersion = 90;
+  attributes->sharedSizeBytes = 0;
   return cudaSuccess;
 }
 enum cudaFuncAttribute {
@@ -406,12 +418,11 @@ enum cudaFuncAttribute {
   cudaFuncAttributePreferredSharedMemoryCarveout
 };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
-template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute which, int value) {
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int value) {
   const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
   if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (value > chip.shared_of_block) cuda_emulator::fail("more shared memory than there is");
-    cuda_emulator::granted[reinterpret_cast<void*>(kernel)] = value;
+    cuda_emulator::granted[kernel] = value;
   }
   return cudaSuccess;
 }
@@ -431,14 +442,22 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
+inline int blocks_of_cluster(const cudaLaunchConfig_t* config) {
+  return config->numAttrs > 0 ? static_cast<int>(config->attrs->val.clusterDim.x) : 1;
+}
+inline cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
+                                                  const cudaLaunchConfig_t* config) {
+  const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
+  *clusters = blocks_of_cluster(config) <= chip.most_of_cluster ? 1 : 0;
+  return cudaSuccess;
+}
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  const int of_cluster =
-      config->numAttrs > 0 ? static_cast<int>(config->attrs->val.clusterDim.x) : 1;
+  const int of_cluster = blocks_of_cluster(config);
   const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
-  if (of_cluster > 1 && !chip.has_clusters) cuda_emulator::fail("this chip has no clusters");
-  const auto granted = cuda_emulator::granted.find(reinterpret_cast<void*>(kernel));
+  if (of_cluster > chip.most_of_cluster) cuda_emulator::fail("such clusters never fit this chip");
+  const auto granted = cuda_emulator::granted.find(reinterpret_cast<const void*>(kernel));
   const size_t most = granted == cuda_emulator::granted.end() ? 48 << 10 : granted->second;
   if (config->dynamicSmemBytes > most) cuda_emulator::fail("shared memory was not asked for");
   cuda_emulator::run(kernel,
