@@ -8,6 +8,9 @@
 
 namespace klfast::cuda {
 
+inline constexpr int kMostWarps = kMostThreads / kWarp;
+inline constexpr int kMostNumbers = 5;  // combined at a time
+
 struct Add {
   __device__ static double of_nothing() { return 0; }
   __device__ static double of(double a, double b) { return a + b; }
@@ -33,79 +36,16 @@ __device__ __forceinline__ void combine_lanes(double (&numbers)[n]) {
   }
 }
 
-// The numbers of every warp of up to kWarps for each part of a row that one block sums, in shared
-// memory. Two sets are used in turns: while one block of a cluster writes for a combination,
-// another may still read those of the last.
-template <int kParts, int kWarps, int kNumbers, bool kSharesTurn>
-struct ExchangeOf {
-  static constexpr int kMostParts = kParts;
-  static constexpr int kMostWarps = kWarps;
-  static constexpr int kMostNumbers = kNumbers;
-  static constexpr bool kHasTurn = kSharesTurn;  // kernels short of registers keep it here
-  double numbers[2][kParts][kWarps][kNumbers];
+// The numbers of every warp, in shared memory. Two sets are used in turns: while one block of a
+// cluster writes for a combination, another may still read those of the last.
+struct Exchange {
+  double numbers[2][kMostWarps][kMostNumbers];
   int turn;
 };
 
-// A row is summed in parts, by one block each or by one block one after the other. Numbers are
-// combined over the lanes of a warp for each part alone, and then over parts and warps, so that
-// both ways give the same bits.
-template <typename Exchange>
-struct TeamOf {
+// The blocks of a row, which form a cluster if there are several.
+struct BlocksOfRow {
   const RowPlan& plan;
-  Exchange& exchange;
-
-  // All threads take part in everything here.
-  __device__ __forceinline__ TeamOf(const RowPlan& plan, Exchange& exchange)
-      : plan(plan), exchange(exchange) {
-    if constexpr (Exchange::kHasTurn) {
-      if (threadIdx.x == 0) exchange.turn = 0;
-      __syncthreads();
-    }
-  }
-
-  // Takes a thread's numbers of a part; every part of the block must be kept before the total.
-  template <typename How, int n>
-  __device__ __forceinline__ void keep(int part, double (&numbers)[n]) const {
-    combine_lanes<How>(numbers);
-    if (threadIdx.x % kWarp == 0) {
-      double* const own = place_of(part, static_cast<int>(threadIdx.x) / kWarp);
-#pragma unroll
-      for (int i = 0; i < n; ++i) own[i] = numbers[i];
-    }
-  }
-
-  // The numbers kept, combined over parts and warps, always in the same order. The first warp of
-  // every block gets the result. The caller has a barrier of the block between two totals.
-  template <typename How, int n>
-  __device__ __forceinline__ void total(double (&numbers)[n]) {
-    meet();
-    if (threadIdx.x < kWarp) {
-      const int warps = static_cast<int>(blockDim.x) / kWarp;
-#pragma unroll
-      for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
-#pragma unroll 1
-      for (int place = static_cast<int>(threadIdx.x); place < plan.parts * Exchange::kMostWarps;
-           place += kWarp) {
-        const int part = place / Exchange::kMostWarps;
-        const int warp = place % Exchange::kMostWarps;
-        if (warp >= warps) continue;
-        const double* from = place_of(part, warp);
-        if (plan.blocks > 1) from = of_block(from, part);
-#pragma unroll
-        for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
-      }
-      combine_lanes<How>(numbers);
-      if (Exchange::kHasTurn && threadIdx.x == 0) exchange.turn ^= 1;
-    }
-    own_turn ^= 1;
-  }
-
-  // Both, where each block sums one part.
-  template <typename How, int n>
-  __device__ __forceinline__ void combine(double (&numbers)[n]) {
-    keep<How>(plan.rank_of_block(), numbers);
-    total<How>(numbers);
-  }
 
   // leave() follows the last combination, end() is last in a block: other blocks read its memory
   // until all have left.
@@ -115,24 +55,53 @@ struct TeamOf {
   __device__ __forceinline__ void end() const {
     if (plan.blocks > 1) cluster_wait();
   }
-
- private:
-  int own_turn = 0;
-
   __device__ __forceinline__ void meet() const {
     if (plan.blocks == 1) return __syncthreads();
     cluster_arrive();
     cluster_wait();
   }
-
-  __device__ __forceinline__ double* place_of(int part, int warp) const {
-    const int turn = Exchange::kHasTurn ? exchange.turn : own_turn;
-    return exchange.numbers[turn][Exchange::kMostParts == 1 ? 0 : part][warp];
-  }
 };
 
-using Exchange = ExchangeOf<1, kMostThreads / kWarp, 5, true>;
-using Team = TeamOf<Exchange>;
+struct Team : BlocksOfRow {
+  Exchange& exchange;
+
+  // All threads must construct it, and take part in every combination.
+  __device__ __forceinline__ Team(const RowPlan& plan, Exchange& exchange)
+      : BlocksOfRow{plan}, exchange(exchange) {
+    if (threadIdx.x == 0) exchange.turn = 0;
+    __syncthreads();
+  }
+
+  // Combines numbers over all threads of all blocks, always in the same order. The first warp of
+  // every block gets the result. The caller has a barrier of the block between two combinations.
+  template <typename How, int n>
+  __device__ __forceinline__ void combine(double (&numbers)[n]) {
+    static_assert(n <= kMostNumbers);
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warps = static_cast<int>(blockDim.x) / kWarp;
+    auto* const own = exchange.numbers[exchange.turn];
+    combine_lanes<How>(numbers);
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) own[warp][i] = numbers[i];
+    }
+    meet();
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+#pragma unroll 1
+      for (int place = lane; place < plan.blocks * warps; place += kWarp) {
+        const double* from = own[place % warps];
+        if (plan.blocks > 1) from = of_block(from, place / warps);
+#pragma unroll
+        for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+      }
+      combine_lanes<How>(numbers);
+      if (lane == 0) exchange.turn ^= 1;
+    }
+  }
+};
 
 __device__ __forceinline__ bool is_word(const RowInputs& in, int64_t row) {
   return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;

@@ -18,9 +18,10 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
-// The blocks of a processor that leave a kernel the registers that it needs.
+// The blocks of a processor that leave a kernel the registers that it needs. Chips without clusters
+// have none for what is uniform in a block.
 template <typename T, bool kSmooth>
-constexpr int kTogether = std::is_same_v<T, double> ? 2 : (kSmooth ? 4 : 3);
+constexpr int kTogether = std::is_same_v<T, double> ? 2 : (kSmooth && kHasClusters ? 4 : 3);
 
 template <typename Acc>
 __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int64_t index,
@@ -132,14 +133,10 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   return row;
 }
 
-// Chips without clusters also lack registers for what is uniform in a block.
-template <typename T>
-constexpr int kGradientsTogether = std::is_same_v<T, double> ? 2 : (kHasClusters ? 4 : 3);
-
 // The gradient may overwrite the logits: a lane reads its words before it writes them, and reads no
 // others.
 template <typename T, bool kEntropy>
-__global__ void __launch_bounds__(kPieceThreads, kGradientsTogether<T>)
+__global__ void __launch_bounds__(kPieceThreads, kTogether<T, true>)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const TokenLogprobsBackward& call = task.call;
@@ -181,7 +178,8 @@ void visit_logits(const Logits& logits, const Visitor& visit) {
 }  // namespace
 
 void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
-  const ForwardTask task = {call, {}};
+  ForwardTask task = {call, {}};
+  task.call.in.shape = as_one_batch(call.in.shape, call.logits);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.entropy != nullptr) {
@@ -193,7 +191,8 @@ void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
 }
 
 void token_logprobs_backward(const TokenLogprobsBackward& call, void* stream) {
-  const BackwardTask task = {call, {}};
+  BackwardTask task = {call, {}};
+  task.call.in.shape = as_one_batch(call.in.shape, call.logits);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.grad_entropy != nullptr) {

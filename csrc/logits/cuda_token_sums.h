@@ -14,8 +14,76 @@
 
 namespace klfast::cuda {
 
-using TileExchange = ExchangeOf<kMostBlocksOfRow, kTileThreads / kWarp, 2, false>;
-using TileTeam = TeamOf<TileExchange>;
+// The numbers of every thread of a block, and of every warp. Two sets are used in turns: while one
+// block of a cluster writes for a total, another may still read those of the last.
+struct TileExchange {
+  static constexpr int kNumbers = 2;
+  double of_thread[2][kTileThreads][kNumbers];
+  double of_warp[2][kTileThreads / kWarp][kNumbers];
+};
+
+// The blocks that sum a row: one that takes its parts one after the other, or one per part. A
+// thread's numbers are combined over the parts first, and then over threads, so that both ways give
+// the same bits.
+struct TileTeam : BlocksOfRow {
+  TileExchange& exchange;
+  int turn = 0;
+
+  // All threads take part in everything here.
+  __device__ __forceinline__ TileTeam(const RowPlan& plan, TileExchange& exchange)
+      : BlocksOfRow{plan}, exchange(exchange) {}
+
+  template <typename How, int n>
+  __device__ __forceinline__ void start() const {
+#pragma unroll
+    for (int i = 0; i < n; ++i) own()[i] = How::of_nothing();
+  }
+
+  // Takes a thread's numbers of the next part, and makes them nothing.
+  template <typename How, int n>
+  __device__ __forceinline__ void keep(double (&numbers)[n]) const {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      own()[i] = How::of(own()[i], numbers[i]);
+      numbers[i] = How::of_nothing();
+    }
+  }
+
+  // The numbers kept, combined always in the same order. The first warp of every block gets the
+  // result. The caller has a barrier of the block between two totals.
+  template <typename How, int n>
+  __device__ __forceinline__ void total(double (&numbers)[n]) {
+    if (plan.blocks > 1) meet();
+#pragma unroll
+    for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+#pragma unroll 1
+    for (int part = 0; part < plan.blocks; ++part) {
+      const double* const from = plan.blocks > 1 ? of_block(own(), part) : own();
+#pragma unroll
+      for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+    }
+    combine_lanes<How>(numbers);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int warps = static_cast<int>(blockDim.x) / kWarp;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if (lane == 0) exchange.of_warp[turn][warp][i] = numbers[i];
+    }
+    __syncthreads();
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        numbers[i] = lane < warps ? exchange.of_warp[turn][lane][i] : How::of_nothing();
+      }
+      combine_lanes<How>(numbers);
+    }
+    turn ^= 1;
+  }
+
+ private:
+  __device__ __forceinline__ double* own() const { return exchange.of_thread[turn][threadIdx.x]; }
+};
 
 // The shared memory of a block.
 struct TokenShared {
@@ -25,8 +93,8 @@ struct TokenShared {
 };
 
 // What a row is summed against: terms are powers x * scale - guess of the base (power_term.h), of
-// placed logits x. Sums count from `center`, a whole number of bits. The guess is `center` too, but
-// for a row whose sample was all -infinity, where it lies below all logits.
+// placed logits x. Sums count from `center`. The guess is `center` too, but for a row whose sample
+// was all -infinity, where it lies below all logits.
 template <typename Acc>
 struct RowGuess {
   using Power = math::Power<Acc>;
@@ -42,8 +110,8 @@ struct RowGuess {
     base.frame = Frame<Acc, 1>::of({is_finite ? divergences::origin_of(greatest, scale) : 0.0, 0});
     base.scale =
         static_cast<Acc>(base.has_origin() ? scale * (2 * Power::kPerNat) : scale * Power::kPerNat);
-    base.center = is_finite ? base.whole_bits_of(greatest) : Acc(0);
-    base.guess = is_finite ? base.center * Power::kBit : kBelowAll;
+    base.center = is_finite ? base.guess_of(greatest) : Acc(0);
+    base.guess = is_finite ? base.center : kBelowAll;
     return base;
   }
 
@@ -51,9 +119,7 @@ struct RowGuess {
   __device__ __forceinline__ Acc placed(Acc x) const {
     return divergences::placed(x, frame.unit, frame.origin[0]);
   }
-  __device__ __forceinline__ Acc whole_bits_of(Acc x) const {
-    return std::rint(placed(x) * scale * Power::kBitsPerPower);
-  }
+  __device__ __forceinline__ Acc guess_of(Acc x) const { return placed(x) * scale; }
 };
 
 // A lane's sums over a tile.
@@ -89,7 +155,7 @@ template <typename T>
 __device__ __forceinline__ AccOf<T> greatest_of(const Raw& raw, AccOf<T> greatest) {
 #pragma unroll
   for (int i = 0; i < kChunk<T>; ++i) {
-    greatest = Greatest::of(greatest, convert<AccOf<T>>(element_of<T>(raw, i)));
+    greatest = std::fmax(greatest, convert<AccOf<T>>(element_of<T>(raw, i)));  // ignores NaN
   }
   return greatest;
 }
@@ -106,14 +172,12 @@ struct TileSums {
   double moment;
 };
 
-// The sums of terms whose guess lies `lift` bits above the center.
+// The sums of terms whose guess lies `lift` above the center.
 template <typename Acc>
 __device__ __forceinline__ TileSums lifted(const Terms<Acc>& terms, double lift) {
-  const double held = std::fmax(-1022.0, std::fmin(1023.0, lift));
-  const double factor = math::power_of_two<double>(static_cast<int64_t>(held));
+  const double factor = math::exp_term(lift * math::Power<Acc>::kLogOfBase);
   const double mass = terms.mass;
-  const double moment = static_cast<double>(terms.moment) + lift * math::Power<Acc>::kBit * mass;
-  return {mass * factor, moment * factor};
+  return {mass * factor, (static_cast<double>(terms.moment) + lift * mass) * factor};
 }
 
 template <typename T, bool kSmooth>
@@ -129,18 +193,15 @@ __device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row
                                                  const RowGuess<AccOf<T>>& base) {
   using Acc = AccOf<T>;
   Acc guess = base.guess;
-  double lift = 0;
 #pragma unroll 1
-  for (;;) {
+  for (bool is_first = true;; is_first = false) {
     Terms<Acc> terms;
     row.for_each_chunk(
         tile, [&](const Raw& raw) { add_chunk<kEntropy, true, T>(raw, base, guess, terms); });
-    if (lift != 0) return lifted(terms, lift);
+    if (!is_first) return lifted(terms, static_cast<double>(guess) - base.center);
     if (is_near_guess(terms)) return {terms.mass, terms.moment};
-    const Acc bits = base.whole_bits_of(greatest_of_tile(row, tile));
-    if (!std::isfinite(bits) || bits == base.center) return {terms.mass, terms.moment};
-    guess = bits * math::Power<Acc>::kBit;
-    lift = static_cast<double>(bits) - static_cast<double>(base.center);
+    guess = base.guess_of(greatest_of_tile(row, tile));
+    if (!std::isfinite(guess)) return {terms.mass, terms.moment};
   }
 }
 
@@ -148,51 +209,38 @@ __device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row
 struct Walk {
   int tile;
   int step;  // to the warp's next tile
-  int stop;
+  int end;   // of the part
   int of_part;
-  int part;
-  int end;  // of the part
-  int last;
+  int stop;
 
   template <typename T, bool kSmooth>
   __device__ __forceinline__ static Walk of(const RowPlan& plan, const TiledRow<T, kSmooth>& row) {
     Walk walk;
-    const bool is_split = plan.blocks > 1;
     walk.step = static_cast<int>(blockDim.x) / kWarp;
     walk.of_part = static_cast<int>(plan.part) / kTileWords<T>;
-    walk.part = is_split ? plan.rank_of_block() : 0;
-    walk.last = is_split ? walk.part + 1 : plan.parts;
-    const int begin = walk.part * walk.of_part;
-    walk.end = begin + walk.of_part;
-    const int turn = begin % walk.step;  // tiles take turns from the row's first on
-    const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    walk.tile = begin - turn + warp + (warp < turn ? walk.step : 0);
-    walk.stop = least(walk.last * walk.of_part, row.tiles());
+    walk.tile = static_cast<int>(threadIdx.x) / kWarp;
+    walk.end = walk.of_part;
+    walk.stop = row.tiles();
+    if (plan.blocks > 1) {
+      // Tiles take turns among warps from the row's first on.
+      const int begin = plan.rank_of_block() * walk.of_part;
+      const int turn = begin % walk.step;
+      walk.tile += begin - turn + (walk.tile < turn ? walk.step : 0);
+      walk.end += begin;
+      walk.stop = least(walk.end, walk.stop);
+    }
     return walk;
   }
 
-  // Goes on to the next tile. A warp has tiles in every part but the last: plan_tiles sees to that.
+  // Goes on to the warp's next tile. It has one in every part but the last: plan_tiles sees to
+  // that.
   template <typename How, int n>
   __device__ __forceinline__ void next(const TileTeam& team, double (&numbers)[n]) {
     tile += step;
-    if (tile >= end) keep<How>(team, numbers);
-  }
-
-  // Keeps what is left, and nothing for the parts in which the warp has no tile.
-  template <typename How, int n>
-  __device__ __forceinline__ void finish(const TileTeam& team, double (&numbers)[n]) {
-#pragma unroll 1
-    while (part < last) keep<How>(team, numbers);
-  }
-
- private:
-  template <typename How, int n>
-  __device__ __forceinline__ void keep(const TileTeam& team, double (&numbers)[n]) {
-    team.keep<How>(part, numbers);
-#pragma unroll
-    for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
-    ++part;
-    end += of_part;
+    if (tile >= end) {
+      team.keep<How>(numbers);
+      end += of_part;
+    }
   }
 };
 
@@ -205,7 +253,7 @@ __device__ __forceinline__ AccOf<T> sample_greatest(const TiledRow<T, kSmooth>& 
   AccOf<T> greatest = greatest_of<T>(sample, -INFINITY);
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
-    greatest = Greatest::of(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
   }
   return greatest;
 }
@@ -249,6 +297,7 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmoot
   const RowGuess<AccOf<T>> base = find_base();
   const int plain = base.has_origin() ? 0 : smooth;
   double sums[1 + kEntropy] = {};
+  team.template start<Add, 1 + kEntropy>();
   bool is_loaded = true;
 #pragma unroll 1
   for (;; is_loaded = false) {
@@ -262,7 +311,7 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmoot
     if constexpr (kEntropy) sums[1] += any.moment;
     walk.next<Add>(team, sums);
   }
-  walk.finish<Add>(team, sums);
+  team.template keep<Add>(sums);
   return base;
 }
 
@@ -271,13 +320,14 @@ __device__ __forceinline__ void find_in_parts(const TiledRow<T, kSmooth>& row,
                                               const TileTeam& team) {
   Walk walk = Walk::of(team.plan, row);
   double greatest[1] = {Greatest::of_nothing()};
+  team.template start<Greatest, 1>();
 #pragma unroll 1
   while (walk.tile < walk.stop) {
     const double of_tile = greatest_of_tile(row, walk.tile);
     greatest[0] = Greatest::of(greatest[0], of_tile);
     walk.next<Greatest>(team, greatest);
   }
-  walk.finish<Greatest>(team, greatest);
+  team.template keep<Greatest>(greatest);
 }
 
 // Sums a row: mass, and moment for its entropy. The first thread gets the sums; they are NaN in a
@@ -298,7 +348,7 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
     if (decides) shared.is_done = !is_first || passes::is_usable(sums[0]);
     __syncthreads();
     if (shared.is_done) return base;
-    // find
+    find_in_parts(row, team);
     double greatest[1];
     team.template total<Greatest>(greatest);
     if (decides) shared.greatest = greatest[0];
@@ -324,7 +374,7 @@ __device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base, Ac
                                                    const double (&sums)[1 + kEntropy]) {
   using Power = math::Power<Acc>;
   const double log_mass = std::log(sums[0]);
-  const double center = base.center * Power::kBit;
+  const double center = base.center;
   TokenResults row;
   row.origin = base.frame.origin[0];
   row.lse = center * Power::kLogOfBase + log_mass;

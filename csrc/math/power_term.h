@@ -7,7 +7,7 @@
 
 namespace klfast::math {
 
-// base^x, and the units of x: a nat is kPerNat, a bit is kBit.
+// base^x. A nat is kPerNat powers.
 template <typename T>
 struct Power;
 
@@ -15,8 +15,6 @@ template <>
 struct Power<float> {
   static constexpr double kLogOfBase = 0.6931471805599453;
   static constexpr double kPerNat = 1.4426950408889634;
-  static constexpr float kBit = 1;
-  static constexpr float kBitsPerPower = 1;
 
   // 0 where x < -126; relative error 1.2e-7 on a device.
   static KLFAST_HOST_DEVICE float of(float x) {
@@ -34,8 +32,6 @@ template <>
 struct Power<double> {
   static constexpr double kLogOfBase = 1;
   static constexpr double kPerNat = 1;
-  static constexpr double kBit = 0.6931471805599453;
-  static constexpr double kBitsPerPower = 1.4426950408889634;
 
   static KLFAST_HOST_DEVICE double of(double x) { return exp_term(x); }
 };
