@@ -38,8 +38,8 @@ struct Shared {
 };
 
 // The threads of a block: as many as leave two blocks on a processor the registers that they need.
-template <Divergence divergence, bool kStages>
-constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kStages ? 384 : 448);
+template <Divergence divergence>
+constexpr int kThreads = divergence == Divergence::kJsd ? 320 : 384;
 
 constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
 
@@ -319,7 +319,7 @@ __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in, 
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence, false>, is_any_dtype<T> ? 1 : 2)
+__global__ void __launch_bounds__(kThreads<divergence>, is_any_dtype<T> ? 1 : 2)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceForward& call = task.call;
@@ -358,7 +358,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence, true>, 2)
+__global__ void __launch_bounds__(kThreads<divergence>, 2)
     divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
   if constexpr (kHasClusters) stage_row<T, divergence>(task);
 }
@@ -379,22 +379,27 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
   divergence_backward(backward, stream);
 }
 
+// A row has the same bits with and without a gradient: a kernel that does not stage it takes the
+// parts of the one that does.
 template <typename T, Divergence divergence>
 void launch_forward(ForwardTask task, void* stream) {
+  constexpr int kMost = kThreads<divergence>;
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
+  const auto reads = divergence_forward_kernel<T, divergence>;
   if constexpr (!is_any_dtype<T>) {
+    const auto stages = divergence_forward_staged_kernel<T, divergence>;
     task.plan =
-        plan_staged(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
+        plan_staged(words, kChunk<T>, 2 * sizeof(T), kMost, kState, chip, launchable(stages));
     if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
-      return launch_rows(divergence_forward_staged_kernel<T, divergence>, rows, task.plan.blocks,
-                         task.plan.shared, task, stream);
+      return launch_rows(stages, rows, task.plan.blocks, task.plan.shared, task, stream);
     }
   }
-  task.plan = plan_read(words, kChunk<T>, kThreads<divergence, false>, kState, chip);
-  launch_rows(divergence_forward_kernel<T, divergence>, rows, task.plan.blocks, task.plan.shared,
-              task, stream);
+  task.plan = task.plan.is_staged
+                  ? unstaged(task.plan, kState)
+                  : plan_read(words, kChunk<T>, kMost, kState, chip, launchable(reads));
+  launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
 }
 

@@ -71,9 +71,8 @@ void launch_forward(ForwardTask task, void* stream) {
   constexpr int kBlocks = kTogether<T, true>;  // so that both kernels have one plan
   const LogitsShape& shape = task.call.in.shape;
   const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth>;
-  task.plan =
-      plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState, this_chip(),
-                 [&](const RowPlan& plan) { return can_launch(kernel, plan); });
+  task.plan = plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState,
+                         this_chip(), launchable(kernel));
   launch_rows(kernel, shape.rows(), task.plan.blocks, task.plan.shared, task, stream);
 }
 

@@ -10,7 +10,7 @@ from agreement_logits import random_ids, random_logits
 
 from klfast.logits.call import DIVERGENCES
 
-CHIPS = ("hopper", "ampere", "small")
+CHIPS = ("hopper", "ampere", "small", "slice")
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
 every_chip = pytest.mark.parametrize("chip", CHIPS)
 
@@ -56,6 +56,8 @@ PATHS = {
         11_000: (1, False),
         200_000: (4, False),
     },
+    # Not more than two of its blocks ever run together.
+    "slice": {14_000: (1, True), 14_500: (2, True), 50_000: (1, False), 200_000: (1, False)},
 }
 
 
