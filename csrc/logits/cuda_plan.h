@@ -38,12 +38,11 @@ struct RowPlan {
   int64_t shared = 0;      // bytes
   int64_t first_row = 0;   // of the launch
 
-  // A division takes longer than the branch around it.
   __device__ __forceinline__ int64_t row_of_block() const {
-    return first_row + (blocks == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(blocks));
+    return first_row + blockIdx.x / static_cast<unsigned>(blocks);
   }
   __device__ __forceinline__ int rank_of_block() const {
-    return blocks == 1 ? 0 : static_cast<int>(blockIdx.x % static_cast<unsigned>(blocks));
+    return static_cast<int>(blockIdx.x % static_cast<unsigned>(blocks));
   }
 };
 

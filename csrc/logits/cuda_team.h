@@ -27,7 +27,7 @@ struct Greatest {
 
 template <typename How, int n>
 __device__ __forceinline__ void combine_lanes(double (&numbers)[n]) {
-#pragma unroll(n > 2 ? 1 : 5)
+#pragma unroll 1
   for (int step = kWarp / 2; step > 0; step /= 2) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
