@@ -13,6 +13,7 @@ using divergences::RowState;
 struct BackwardTask {
   DivergenceBackward call;
   PiecePlan plan;
+  divergences::JsdFit fit;
 };
 
 template <typename Acc>
@@ -45,13 +46,14 @@ __global__ void __launch_bounds__(kPieceThreads,
     write_zeros(call.grad_second, part.index, part.size);
     return;
   }
-  __shared__ RowGradient<Acc> row;
+  __shared__ RowGradient<Acc, kBase<Acc>> row;
   __shared__ Frame<Acc, 2> frame;
   __shared__ Acc target_gradient[2];
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
-    row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.scale(), call.in.beta,
-                                        state);
+    const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
+        in.scale() / divergences::unit_of(state.origins), state.lse, state.shift);
+    row = divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state);
     frame = Frame<Acc, 2>::of(state.origins);
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kPieceThreads,
   part.target = target_in(in, index, place);
   part.target_gradient[0] = target_gradient[0];
   part.target_gradient[1] = target_gradient[1];
-  write_gradients<Memory::kReadOnly, divergence>(part, row);
+  write_gradients<Memory::kReadOnly, divergence>(part, row, task.fit);
 }
 
 template <typename T, Divergence divergence>
@@ -75,7 +77,7 @@ void launch_backward(BackwardTask task, void* stream) {
 
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
-  const BackwardTask task = {call, {}};
+  const BackwardTask task = {call, {}, divergences::jsd_fit(call.in.beta)};
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

@@ -4,6 +4,7 @@
 
 #include "formulas/divergences.h"
 #include "logits/cuda_gradients.h"
+#include "logits/cuda_pairs.h"
 
 namespace klfast::cuda {
 
@@ -43,16 +44,98 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
           frame};
 }
 
-template <Memory memory, Divergence divergence, typename T>
-__device__ __forceinline__ void write_gradients(const GradientPart<T, 2>& part,
-                                                const divergences::RowGradient<AccOf<T>>& row) {
+// The log-ratios of a chunk, of which all are near.
+template <typename Acc, int W>
+struct NearChunk {
+  LogRatios<Acc, W> u;
+  bool is_near;  // in all lanes of the warp
+};
+
+// The formulas of cuda_gradients.h for a row.
+template <Divergence divergence, typename T>
+struct PairFormula {
   using Acc = AccOf<T>;
-  write_gradients<T, memory>(part, [&](const Acc(&words)[2], int model) {
-    const auto of_word = divergence == Divergence::kKl
-                             ? divergences::kl_gradients(words[0], words[1], row)
-                             : divergences::jsd_gradients(words[0], words[1], row);
-    return model == 0 ? of_word.first : of_word.second;
-  });
+  static constexpr int W = kChunk<T>;
+  static constexpr bool kIsKl = divergence == Divergence::kKl;
+  static constexpr math::Base kOwnBase = kBase<Acc>;
+  using Words = Converted<T, 2>;
+  using Gradient = Chunk<Acc, W>;
+
+  const divergences::RowGradient<Acc, kOwnBase>& shared;  // in shared memory
+  const divergences::RowGradient<Acc, kOwnBase> row;
+  const divergences::JsdFit& fit;
+  Acc limit;  // of |u| in near chunks: negative for rows that have none
+
+  __device__ __forceinline__ PairFormula(const GradientPart<T, 2>& part,
+                                         const divergences::RowGradient<Acc, kOwnBase>& row,
+                                         const divergences::JsdFit& fit)
+      : shared(row), row(row), fit(fit) {
+    const bool is_plain = part.frame == nullptr && !has_offset(row.exact) &&
+                          std::isfinite(row.first) && std::isfinite(row.first_constant);
+    // KL's gradient of the first model has no other formula for near words.
+    const bool takes_any = kIsKl && part.to[1].data == nullptr;
+    limit = takes_any ? math::Constants<Acc>::kLargest : Acc(1 / math::kNats<kOwnBase>);
+    if (!is_plain || (!kIsKl && kOwnBase == math::Base::kE)) limit = Acc(-1);
+  }
+
+  __device__ __forceinline__ NearChunk<Acc, W> near_of(const Words& words, bool may_be) const {
+    const LogRatios<Acc, W> u(words.of[0], words.of[1], row.exact);
+    return {u, u.are_within(limit, may_be)};
+  }
+
+  __device__ __forceinline__ void write_near(const Words& words, const NearChunk<Acc, W>& near,
+                                             int model, Gradient& gradient) const {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      gradient.element[i] =
+          near_gradient(words.of[0].element[i], words.of[1].element[i], near.u.of[i], model);
+    }
+  }
+
+  __device__ __forceinline__ void write_any(const Words& words, int model,
+                                            Gradient& gradient) const {
+    const divergences::RowGradient<Acc, kOwnBase> far = opaque(&shared);  // not held in registers
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      const auto of_word = any_gradients(words.of[0].element[i], words.of[1].element[i], far);
+      gradient.element[i] = model == 0 ? of_word.first : of_word.second;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Acc near_gradient(Acc x, Acc y, Acc u, int model) const {
+    if constexpr (kIsKl) {
+      const Acc p = divergences::first_term(x, row.exact);
+      if (model == 0) return divergences::kl_gradient_of_first(p, u, row);
+      return divergences::kl_gradient_of_second(divergences::near_difference<Acc, kOwnBase>(p, u),
+                                                divergences::second_term(y, row.exact), row);
+    } else if (model == 0) {
+      const Acc log_m_over_p = u * divergences::polynomial(fit.log_m_over_p, u);
+      return -divergences::first_term(x, row.exact) *
+             math::fma(row.first, log_m_over_p, row.first_constant);
+    } else {
+      const Acc log_q_over_m = u * divergences::polynomial(fit.log_q_over_m, u);
+      return divergences::second_term(y, row.exact) *
+             math::fma(row.second, log_q_over_m, -row.second_constant);
+    }
+  }
+
+  __device__ __forceinline__ divergences::WordGradients<Acc> any_gradients(
+      Acc x, Acc y, const divergences::RowGradient<Acc, kOwnBase>& row) const {
+    if constexpr (kIsKl) {
+      return divergences::kl_gradients(x, y, row);
+    } else {
+      const auto word = divergences::device_jsd_word_of(x, y, row.exact, row.mixture, fit);
+      return divergences::jsd_gradients(word, x, y, row);
+    }
+  }
+};
+
+template <Memory memory, Divergence divergence, typename T>
+__device__ __forceinline__ void write_gradients(
+    const GradientPart<T, 2>& part, const divergences::RowGradient<AccOf<T>, kBase<AccOf<T>>>& row,
+    const divergences::JsdFit& fit) {
+  write_gradients<T, memory>(part, PairFormula<divergence, T>(part, row, fit));
 }
 
 }  // namespace klfast::cuda

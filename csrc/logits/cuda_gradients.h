@@ -121,13 +121,17 @@ __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t in
 struct Target {
   int round;  // -1 if another thread has it, or none
   int place;  // in the chunk
+  int round_of_warp;  // -1 if another warp has it, or none
 
   template <typename T>
   __device__ static Target of(int64_t word) {
     const int64_t round = word / words_of_round<T>();
     const int rest = static_cast<int>(word - round * words_of_round<T>());
-    const bool is_own = word >= 0 && rest / kChunk<T> == static_cast<int>(threadIdx.x);
-    return {is_own ? static_cast<int>(round) : -1, rest % kChunk<T>};
+    const int thread = rest / kChunk<T>;
+    const bool is_own = word >= 0 && thread == static_cast<int>(threadIdx.x);
+    const bool is_of_warp = word >= 0 && thread / kWarp == static_cast<int>(threadIdx.x) / kWarp;
+    return {is_own ? static_cast<int>(round) : -1, rest % kChunk<T>,
+            is_of_warp ? static_cast<int>(round) : -1};
   }
 };
 
@@ -167,62 +171,118 @@ struct Smooth {
   }
 };
 
-// Writes formula(words, model) for each word and model: the gradient of that model's logit, from
-// the logits of all models, in the arithmetic's type.
+// A thread's chunk in a round of any kind: word by word where it is not aligned, or not whole.
+template <typename T, Memory memory, int kModels, typename Formula>
+__device__ __forceinline__ void write_round(const GradientPart<T, kModels>& part, int round,
+                                            const Rounds& rounds, int offset, const Target& target,
+                                            const Formula& formula) {
+  const int start = static_cast<int>(opaque(start_of_warp<T>()));
+  const Stretch at = {static_cast<int>(opaque(start_of_thread<T>())), start,
+                      start + kWarp * kChunk<T>, round == 0 ? offset : 0,
+                      start + (round == rounds.some - 1 ? rounds.tail : kWarp * kChunk<T>)};
+  const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - offset;
+  Fetch<kModels> fetch;
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) {
+    const int64_t beyond = opaque(base) * part.stride[m] * size_of<T>(part.dtype[m]);
+    fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
+  }
+  auto words = convert_words<T>(fetch);
+  place_words<T>(words, part.frame);
+#pragma unroll
+  for (int m = 0; m < kModels; ++m) {
+    if (part.to[m].data == nullptr) continue;
+    Chunk<AccOf<T>, kChunk<T>> gradient;
+    formula.write_any(words, m, gradient);
+    if (round == target.round) {
+#pragma unroll
+      for (int i = 0; i < kChunk<T>; ++i) {
+        gradient.element[i] += i == target.place ? part.target_gradient[m] : AccOf<T>(0);
+      }
+    }
+    const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);
+    stream_raw<T>(static_cast<char*>(part.to[m].data) + beyond, part.to[m].dtype, at,
+                  raw_of<T>(gradient));
+  }
+}
+
+// The formula of one model whose gradient(x) is the same for all words.
+template <typename T, typename Gradient>
+struct EachWord {
+  struct Near {
+    bool is_near;
+  };
+  const Gradient& gradient;
+  bool is_placed;  // the words need not be
+
+  __device__ __forceinline__ Near near_of(const Converted<T, 1>&, bool may_be) const {
+    return {may_be && is_placed};
+  }
+  template <typename Chunk>
+  __device__ __forceinline__ void write_any(const Converted<T, 1>& words, int,
+                                            Chunk& gradients) const {
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      gradients.element[i] = gradient(words.of[0].element[i]);
+    }
+  }
+  template <typename Chunk>
+  __device__ __forceinline__ void write_near(const Converted<T, 1>& words, Near, int model,
+                                             Chunk& gradients) const {
+    write_any(words, model, gradients);
+  }
+};
+
+template <typename T, typename Gradient>
+__device__ __forceinline__ EachWord<T, Gradient> each_word(const GradientPart<T, 1>& part,
+                                                           const Gradient& gradient) {
+  return {gradient, part.frame == nullptr};
+}
+
+// Writes the gradients of the logits of all models that a formula computes for a chunk:
+// near_of(words) tells for all lanes of a warp whether write_near() may be called, which computes
+// the bits of write_any() in fewer instructions. Rounds where it may not, or chunks are not aligned
+// or not whole, or have the target, come last.
 template <typename T, Memory memory, int kModels, typename Formula>
 __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& part,
                                                 const Formula& formula) {
   if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
+  constexpr int kSpan = 32;
   const Output& any = part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1];
   const int offset = offset_in_memory<T>(any, part.index);
   const bool has_target = part.target >= 0 && part.target < part.size;
   const Target target = Target::of<T>(has_target ? part.target + offset : -1);
   const Rounds rounds = rounds_of<T>(offset + part.size);
   const Smooth<T, kModels> smooth(part, offset);
+  const int first_whole = start_of_warp<T>() < offset ? 1 : 0;
 #pragma unroll 1
-  for (int round = 0; round < rounds.some; ++round) {
-    const int start = static_cast<int>(opaque(start_of_warp<T>()));
-    const Stretch at = {static_cast<int>(opaque(start_of_thread<T>())), start,
-                        start + kWarp * kChunk<T>, round == 0 ? offset : 0,
-                        start + (round == rounds.some - 1 ? rounds.tail : kWarp * kChunk<T>)};
-    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - offset;
-    const bool is_smooth = smooth.is_smooth && at.is_whole();
-    Fetch<kModels> fetch;
-    if (is_smooth) {
-      fetch = smooth.template load<memory>(round);
-    } else {
+  for (int span = 0; span < rounds.some; span += kSpan) {
+    const int end = min(span + kSpan, rounds.some);
+    const int whole = smooth.is_smooth ? min(end, rounds.whole) : span;
+    unsigned rest = end - span == kSpan ? ~0u : (1u << (end - span)) - 1;
+    const int begin = max(span, first_whole);
+    if (begin < whole) {
+      Fetch<kModels> fetch = smooth.template load<memory>(begin);
+#pragma unroll 1
+      for (int round = begin; round < whole; ++round) {
+        const auto words = convert_words<T>(fetch);
+        if (round + 1 < whole) fetch = smooth.template load<memory>(round + 1);
+        const auto near = formula.near_of(words, round != target.round_of_warp);
+        if (!near.is_near) continue;
+        rest &= ~(1u << (round - span));
 #pragma unroll
-      for (int m = 0; m < kModels; ++m) {
-        const int64_t beyond = opaque(base) * part.stride[m] * size_of<T>(part.dtype[m]);
-        fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
-      }
-    }
-    auto words = convert_words<T>(fetch);
-    place_words<T>(words, part.frame);
-#pragma unroll
-    for (int m = 0; m < kModels; ++m) {
-      if (part.to[m].data == nullptr) continue;
-      Chunk<AccOf<T>, kChunk<T>> gradient;
-#pragma unroll
-      for (int i = 0; i < kChunk<T>; ++i) {
-        AccOf<T> of_word[kModels];
-#pragma unroll
-        for (int n = 0; n < kModels; ++n) of_word[n] = words.of[n].element[i];
-        gradient.element[i] = formula(of_word, m);
-      }
-      if (round == target.round) {
-#pragma unroll
-        for (int i = 0; i < kChunk<T>; ++i) {
-          gradient.element[i] += i == target.place ? part.target_gradient[m] : AccOf<T>(0);
+        for (int m = 0; m < kModels; ++m) {
+          if (part.to[m].data == nullptr) continue;
+          Chunk<AccOf<T>, kChunk<T>> gradient;
+          formula.write_near(words, near, m, gradient);
+          smooth.store(round, m, raw_of<T>(gradient));
         }
       }
-      const Raw raw = raw_of<T>(gradient);
-      if (is_smooth) {
-        smooth.store(round, m, raw);
-      } else {
-        const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);
-        stream_raw<T>(static_cast<char*>(part.to[m].data) + beyond, part.to[m].dtype, at, raw);
-      }
+    }
+#pragma unroll 1
+    for (int round = span; rest != 0; rest >>= 1, ++round) {
+      if ((rest & 1) == 0) continue;
+      write_round<T, memory>(part, round, rounds, offset, target, formula);
     }
   }
 }

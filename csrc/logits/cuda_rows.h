@@ -237,6 +237,8 @@ struct ReadRows {
     return round < rounds.whole ? load_whole(round) : load_any(round);
   }
 
+  __device__ __forceinline__ int whole_rounds() const { return rounds.whole; }
+
   // The thread's chunk in one of the `whole` rounds.
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
     Fetch<kModels> fetch;
@@ -301,6 +303,9 @@ struct StagedRows {
     for (int m = 0; m < kModels; ++m) fetch.of[m] = *place(round, m);
     return fetch;
   }
+
+  __device__ __forceinline__ int whole_rounds() const { return rounds.some; }
+  __device__ __forceinline__ Fetch<kModels> load_whole(int round) const { return load(round); }
 
   __device__ __forceinline__ void store(int round, const Fetch<kModels>& fetch) const {
 #pragma unroll

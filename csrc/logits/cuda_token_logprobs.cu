@@ -217,9 +217,8 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
                                    target_in(in, index, place),
                                    {shared.of_logprob},
                                    shared.frame.if_any()};
-  write_gradients<T, Memory::kReadWrite>(part, [&](const Acc(&word)[1], int) {
-    return divergences::token_gradient(word[0], gradient_row);
-  });
+  const auto formula = [&](Acc x) { return divergences::token_gradient(x, gradient_row); };
+  write_gradients<T, Memory::kReadWrite>(part, each_word(part, formula));
 }
 
 template <typename Visitor>
