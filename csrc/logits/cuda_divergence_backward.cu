@@ -39,11 +39,10 @@ __global__ void __launch_bounds__(kPieceThreads,
   const RowInputs& in = call.in.in;
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
-  GradientPart<T, 2> part =
-      gradient_part<T>(call.in, call.grad_first, call.grad_second, index, place, nullptr);
   if (!in.keeps(index)) {
-    write_zeros(call.grad_first, part.index, part.size);
-    write_zeros(call.grad_second, part.index, part.size);
+    const int64_t first = index * in.shape.words + place.begin;
+    write_zeros(call.grad_first, first, place.size);
+    write_zeros(call.grad_second, first, place.size);
     return;
   }
   __shared__ RowGradient<Acc, kBase<Acc>> row;
@@ -59,11 +58,15 @@ __global__ void __launch_bounds__(kPieceThreads,
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
   }
   __syncthreads();
-  part.frame = frame.if_any();
-  part.target = target_in(in, index, place);
-  part.target_gradient[0] = target_gradient[0];
-  part.target_gradient[1] = target_gradient[1];
-  write_gradients<Memory::kReadOnly, divergence>(part, row, task.fit);
+  const auto part_at = [&](int64_t zero) {
+    auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero, place,
+                                 frame.if_any());
+    part.target = target_in(in, index + zero, place);
+    part.target_gradient[0] = target_gradient[0];
+    part.target_gradient[1] = target_gradient[1];
+    return part;
+  };
+  write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, row, task.fit);
 }
 
 template <typename T, Divergence divergence>

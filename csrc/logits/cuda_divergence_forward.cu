@@ -56,147 +56,162 @@ __device__ __forceinline__ Acc near_limit(const Shared<Acc>& shared) {
 
 enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
 
-// The sums of a chunk of any words. What this needs of the shared memory is not held in registers.
-template <typename Rows, typename Acc>
-__device__ __forceinline__ void add_far(Converted<typename Rows::Type, 2> words,
-                                        const Shared<Acc>& shared, double (&sums)[kExcluded],
-                                        bool& is_excluded) {
-  using T = typename Rows::Type;
-  const GuessOf<Acc> guess = opaque(&shared.guess);
-  place_words<T>(words, opaque(&shared.frame).if_any());
-  Acc mass = 0, spread = 0, slope = 0, other = 0;
-  bool excluded = false;
-#pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) {
-    const auto pair = divergences::pair_of<Range::kAnywhere>(words.of[0].element[i],
-                                                             words.of[1].element[i], guess);
-    mass += pair.mass;
-    spread += pair.spread;
-    slope += pair.slope;
-    other += pair.other;
-    excluded = excluded || pair.excluded != 0;
-  }
-  sums[kMass] += mass;
-  sums[kSpread] += spread;
-  sums[kSlope] += slope;
-  sums[kOther] += other;
-  is_excluded |= excluded;
-}
+// A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
+// w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide, so
+// that a row's sums depend on nothing else.
+template <typename T>
+struct PairTotals {
+  using Acc = AccOf<T>;
+  static constexpr Base base = kBase<Acc>;
+  using Words = Converted<T, 2>;
+  using Near = LogRatios<Acc, kChunk<T>>;
 
-// The sums for a KL. Chunks whose words are all near take fewer instructions: in w (e^u - 1 - u)
-// = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide, so that a row's
-// sums depend on nothing else.
-template <typename Rows, typename Acc>
-__device__ __forceinline__ void sum_pairs(const Rows& rows, const Shared<Acc>& shared,
-                                          double (&found)[kFields]) {
-  constexpr Base base = kBase<Acc>;
-  constexpr int W = kChunk<typename Rows::Type>;
+  const Shared<Acc>& shared;
   const GuessOf<Acc> guess = shared.guess;
   const Acc limit = near_limit(shared);
-  Acc mass = 0, spread = 0, slope = 0;
-  double sums[kExcluded] = {};
+  Acc mass = 0, spread = 0, slope = 0;  // of near chunks, since the last flush
+  double totals[kExcluded] = {};
   bool is_excluded = false;
-  const auto near = [&](const auto& words) {
-    const LogRatios<Acc, W> u(words.of[0], words.of[1], guess);
-    if (!u.are_within(limit)) return false;
+
+  __device__ __forceinline__ Near near_of(const Words& words) const {
+    return Near(words.of[0], words.of[1], guess, limit);
+  }
+  __device__ __forceinline__ void add_near(const Words& words, const Near& u) {
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
+    for (int i = 0; i < kChunk<T>; ++i) {
       const Acc p = divergences::first_term(words.of[0].element[i], guess);
       const Acc product = p * u.of[i];
       mass += p;
       slope += product;
       spread = math::fma(product, u.of[i] * math::series<base>(u.of[i]), spread);
     }
-    return true;
-  };
-  const auto far = [&](const auto& words) { add_far<Rows>(words, shared, sums, is_excluded); };
-  for_each_chunk(rows, near, far, [&] {
-    sums[kMass] += mass;
-    sums[kSpread] += spread;
-    sums[kSlope] += slope;
-    sums[kOther] += (mass + spread) + divergences::nats<base>(slope);
-    mass = spread = slope = 0;
-  });
-#pragma unroll
-  for (int i = 0; i < kExcluded; ++i) found[i] = sums[i];
-  found[kExcluded] = is_excluded ? 1 : 0;
-}
-
-// The sums of e^(x - m) and e^(y - second): all that a JSD needs of the passes before its own.
-template <typename Rows, typename Acc>
-__device__ __forceinline__ void sum_masses(const Rows& rows, const Shared<Acc>& shared,
-                                           double (&sums)[2]) {
-  using T = typename Rows::Type;
-  const GuessOf<Acc> guess = shared.guess;
-  const auto* const frame = shared.frame.if_any();
-  Acc mass = 0, other = 0;
-  sums[0] = sums[1] = 0;
-  const auto add = [&](const auto& words) {
+  }
+  // What this needs of the shared memory is not held in registers.
+  __device__ __forceinline__ void add_far(Words words) {
+    const GuessOf<Acc> guess = opaque(&shared.guess);
+    place_words<T>(words, opaque(&shared.frame).if_any());
+    divergences::Pair<Acc> sum = {};
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      mass += divergences::first_term(words.of[0].element[i], guess);
-      other += math::exp_term<kBase<Acc>>(
+      const auto pair = divergences::pair_of<Range::kAnywhere>(words.of[0].element[i],
+                                                               words.of[1].element[i], guess);
+      sum.mass += pair.mass;
+      sum.spread += pair.spread;
+      sum.slope += pair.slope;
+      sum.other += pair.other;
+      is_excluded = is_excluded || pair.excluded != 0;
+    }
+    add(sum.mass, sum.spread, sum.slope, sum.other);
+  }
+  __device__ __forceinline__ void flush() {
+    add(mass, spread, slope, (mass + spread) + divergences::nats<base>(slope));
+    mass = spread = slope = 0;
+  }
+  __device__ __forceinline__ void store(double (&sums)[kFields]) const {
+#pragma unroll
+    for (int i = 0; i < kExcluded; ++i) sums[i] = totals[i];
+    sums[kExcluded] = is_excluded ? 1 : 0;
+  }
+
+ private:
+  __device__ __forceinline__ void add(Acc mass, Acc spread, Acc slope, Acc other) {
+    totals[kMass] += mass;
+    totals[kSpread] += spread;
+    totals[kSlope] += slope;
+    totals[kOther] += other;
+  }
+};
+
+// Two sums of a thread, flushed to double.
+template <typename Acc>
+struct TwoTotals {
+  Acc sums[2] = {};
+  double totals[2] = {};
+
+  __device__ __forceinline__ void flush() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      totals[i] += sums[i];
+      sums[i] = 0;
+    }
+  }
+};
+
+// The sums of e^(x - m) and e^(y - second): all that a JSD needs of the passes before its own. Far
+// chunks are those that must be placed.
+template <typename T>
+struct MassTotals : TwoTotals<AccOf<T>> {
+  using Acc = AccOf<T>;
+  using Words = Converted<T, 2>;
+  struct Near {
+    bool are_near;
+  };
+
+  const Shared<Acc>& shared;
+  const GuessOf<Acc> guess = shared.guess;
+  const bool is_placed = shared.frame.if_any() == nullptr;
+
+  __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
+
+  __device__ __forceinline__ Near near_of(const Words&) const { return {is_placed}; }
+  __device__ __forceinline__ void add_near(const Words& words, Near) {
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      this->sums[0] += divergences::first_term(words.of[0].element[i], guess);
+      this->sums[1] += math::exp_term<kBase<Acc>>(
           math::fma(words.of[1].element[i], guess.scale, -guess.second));
     }
-  };
-  const auto near = [&](const auto& words) {
-    if (frame != nullptr) return false;
-    add(words);
-    return true;
-  };
-  const auto far = [&](auto words) {
-    place_words<T>(words, frame);
-    add(words);
-  };
-  for_each_chunk(rows, near, far, [&] {
-    sums[0] += mass;
-    sums[1] += other;
-    mass = other = 0;
-  });
-}
+  }
+  __device__ __forceinline__ void add_far(Words words) {
+    place_words<T>(words, &shared.frame);
+    add_near(words, {});
+  }
+};
 
 // The sums of a row's JSD and of its slope, but for the factor rest_of().
-template <typename Rows, typename Acc>
-__device__ __forceinline__ void sum_jsd(const Rows& rows, const Shared<Acc>& shared, double beta,
-                                        const JsdFit& fit, double (&sums)[2]) {
-  using T = typename Rows::Type;
-  constexpr Base base = kBase<Acc>;
-  constexpr int W = kChunk<T>;
+template <typename T>
+struct JsdTotals : TwoTotals<AccOf<T>> {
+  using Acc = AccOf<T>;
+  static constexpr Base base = kBase<Acc>;
+  using Words = Converted<T, 2>;
+  using Near = LogRatios<Acc, kChunk<T>>;
+
+  const Shared<Acc>& shared;
+  const double beta;
+  const JsdFit& fit;
   const GuessOf<Acc> exact = shared.guess;
-  const Acc limit = near_limit(shared);
-  Acc value = 0, slope = 0;
-  sums[0] = sums[1] = 0;
-  const auto near = [&](const auto& words) {
-    if constexpr (base == Base::kTwo) {
-      const LogRatios<Acc, W> u(words.of[0], words.of[1], exact);
-      if (!u.are_within(limit)) return false;
+  const Acc limit = base == Base::kTwo ? near_limit(shared) : Acc(-1);
+
+  __device__ __forceinline__ JsdTotals(const Shared<Acc>& shared, double beta, const JsdFit& fit)
+      : shared(shared), beta(beta), fit(fit) {}
+
+  __device__ __forceinline__ Near near_of(const Words& words) const {
+    return Near(words.of[0], words.of[1], exact, limit);
+  }
+  __device__ __forceinline__ void add_near(const Words& words, const Near& near) {
 #pragma unroll
-      for (int i = 0; i < W; ++i) {
-        const Acc product = divergences::first_term(words.of[0].element[i], exact) * u.of[i];
-        value = math::fma(product, u.of[i] * divergences::polynomial(fit.value, u.of[i]), value);
-        slope = math::fma(product, divergences::polynomial(fit.log_m_over_p, u.of[i]), slope);
-      }
+    for (int i = 0; i < kChunk<T>; ++i) {
+      const Acc u = near.of[i];
+      const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
+      this->sums[0] =
+          math::fma(product, u * divergences::polynomial(fit.value, u), this->sums[0]);
+      this->sums[1] =
+          math::fma(product, divergences::polynomial(fit.log_m_over_p, u), this->sums[1]);
     }
-    return base == Base::kTwo;
-  };
-  const auto far = [&](auto words) {
+  }
+  __device__ __forceinline__ void add_far(Words words) {
     const GuessOf<Acc> guess = opaque(&shared.guess);
     const Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
     place_words<T>(words, opaque(&shared.frame).if_any());
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
+    for (int i = 0; i < kChunk<T>; ++i) {
       const auto word = divergences::device_jsd_word_of(
           words.of[0].element[i], words.of[1].element[i], guess, mixture, fit);
-      value += word.value;
-      slope += word.p * word.log_m_over_p;
+      this->sums[0] += word.value;
+      this->sums[1] += word.p * word.log_m_over_p;
     }
-  };
-  for_each_chunk(rows, near, far, [&] {
-    sums[0] += value;
-    sums[1] += slope;
-    value = slope = 0;
-  });
-}
+  }
+};
 
 // Takes the greatest words as the guess, and chooses the next step. Run by the first thread. Not
 // inlined, like judge_sums: both are long, and run once or twice a row.
@@ -252,18 +267,20 @@ __device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, T
       team.combine<Greatest>(greatest);
       if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
     } else if constexpr (divergence == Divergence::kKl) {
+      PairTotals<typename Rows::Type> totals = {shared};
+      add_chunks(rows, totals);
       double sums[kFields];
-      sum_pairs(rows, shared, sums);
+      totals.store(sums);
       team.combine<Add>(sums);
       if (decides) {
         judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
                    in.scale(), shared);
       }
     } else {
-      double sums[2];
-      sum_masses(rows, shared, sums);
-      team.combine<Add>(sums);
-      if (decides) judge_masses(sums[0], sums[1], in.scale(), shared);
+      MassTotals<typename Rows::Type> masses(shared);
+      add_chunks(rows, masses);
+      team.combine<Add>(masses.totals);
+      if (decides) judge_masses(masses.totals[0], masses.totals[1], in.scale(), shared);
     }
     __syncthreads();
   }
@@ -346,8 +363,11 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<
   sum_row<divergence>(rows, task.call.in.in, team, shared);
   double jsd_sums[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
-    sum_jsd(rows, shared, task.call.in.beta, task.fit, jsd_sums);
-    team.combine<Add>(jsd_sums);
+    JsdTotals<T> totals(shared, task.call.in.beta, task.fit);
+    add_chunks(rows, totals);
+    team.combine<Add>(totals.totals);
+    jsd_sums[0] = totals.totals[0];
+    jsd_sums[1] = totals.totals[1];
   }
   team.leave();  // finish_row reads nothing of other blocks
   if (threadIdx.x == 0) {
@@ -398,9 +418,12 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   const auto staged = stage_rows(rows, place.size, memory);
   run_row<divergence>(task, rows, staged, team, shared);
   __syncthreads();
-  const auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second,
-                                     task.plan.row_of_block(), place, shared.frame.if_any());
-  write_gradients<Memory::kShared, divergence>(of_staged(part, staged), shared.gradient, task.fit);
+  const auto part_at = [&](int64_t zero) {
+    return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
+                                      place, shared.frame.if_any()),
+                     staged);
+  };
+  write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
   team.end();
 }
 

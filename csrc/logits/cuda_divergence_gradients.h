@@ -44,13 +44,6 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
           frame};
 }
 
-// The log-ratios of a chunk, of which all are near.
-template <typename Acc, int W>
-struct NearChunk {
-  LogRatios<Acc, W> u;
-  bool is_near;  // in all lanes of the warp
-};
-
 // The formulas of cuda_gradients.h for a row.
 template <Divergence divergence, typename T>
 struct PairFormula {
@@ -59,9 +52,9 @@ struct PairFormula {
   static constexpr bool kIsKl = divergence == Divergence::kKl;
   static constexpr math::Base kOwnBase = kBase<Acc>;
   using Words = Converted<T, 2>;
+  using Near = LogRatios<Acc, W>;
   using Gradient = Chunk<Acc, W>;
 
-  const divergences::RowGradient<Acc, kOwnBase>& shared;  // in shared memory
   const divergences::RowGradient<Acc, kOwnBase> row;
   const divergences::JsdFit& fit;
   Acc limit;  // of |u| in near chunks: negative for rows that have none
@@ -69,7 +62,7 @@ struct PairFormula {
   __device__ __forceinline__ PairFormula(const GradientPart<T, 2>& part,
                                          const divergences::RowGradient<Acc, kOwnBase>& row,
                                          const divergences::JsdFit& fit)
-      : shared(row), row(row), fit(fit) {
+      : row(opaque(&row)), fit(fit) {
     const bool is_plain = part.frame == nullptr && !has_offset(row.exact) &&
                           std::isfinite(row.first) && std::isfinite(row.first_constant);
     // KL's gradient of the first model has no other formula for near words.
@@ -78,26 +71,24 @@ struct PairFormula {
     if (!is_plain || (!kIsKl && kOwnBase == math::Base::kE)) limit = Acc(-1);
   }
 
-  __device__ __forceinline__ NearChunk<Acc, W> near_of(const Words& words, bool may_be) const {
-    const LogRatios<Acc, W> u(words.of[0], words.of[1], row.exact);
-    return {u, u.are_within(limit, may_be)};
+  __device__ __forceinline__ Near near_of(const Words& words, bool may_be) const {
+    return Near(words.of[0], words.of[1], row.exact, limit, may_be);
   }
 
-  __device__ __forceinline__ void write_near(const Words& words, const NearChunk<Acc, W>& near,
-                                             int model, Gradient& gradient) const {
+  __device__ __forceinline__ void write_near(const Words& words, const Near& u, int model,
+                                             Gradient& gradient) const {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       gradient.element[i] =
-          near_gradient(words.of[0].element[i], words.of[1].element[i], near.u.of[i], model);
+          near_gradient(words.of[0].element[i], words.of[1].element[i], u.of[i], model);
     }
   }
 
   __device__ __forceinline__ void write_any(const Words& words, int model,
                                             Gradient& gradient) const {
-    const divergences::RowGradient<Acc, kOwnBase> far = opaque(&shared);  // not held in registers
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      const auto of_word = any_gradients(words.of[0].element[i], words.of[1].element[i], far);
+      const auto of_word = any_gradients(words.of[0].element[i], words.of[1].element[i]);
       gradient.element[i] = model == 0 ? of_word.first : of_word.second;
     }
   }
@@ -120,8 +111,7 @@ struct PairFormula {
     }
   }
 
-  __device__ __forceinline__ divergences::WordGradients<Acc> any_gradients(
-      Acc x, Acc y, const divergences::RowGradient<Acc, kOwnBase>& row) const {
+  __device__ __forceinline__ divergences::WordGradients<Acc> any_gradients(Acc x, Acc y) const {
     if constexpr (kIsKl) {
       return divergences::kl_gradients(x, y, row);
     } else {
@@ -131,11 +121,13 @@ struct PairFormula {
   }
 };
 
-template <Memory memory, Divergence divergence, typename T>
-__device__ __forceinline__ void write_gradients(
-    const GradientPart<T, 2>& part, const divergences::RowGradient<AccOf<T>, kBase<AccOf<T>>>& row,
+// part_at: see cuda_gradients.h.
+template <typename T, Memory memory, Divergence divergence, typename PartAt>
+__device__ __forceinline__ void write_pair_gradients(
+    const PartAt& part_at, const divergences::RowGradient<AccOf<T>, kBase<AccOf<T>>>& row,
     const divergences::JsdFit& fit) {
-  write_gradients<T, memory>(part, PairFormula<divergence, T>(part, row, fit));
+  write_gradients<T, memory>(
+      part_at, [&](const auto& part) { return PairFormula<divergence, T>(part, row, fit); });
 }
 
 }  // namespace klfast::cuda

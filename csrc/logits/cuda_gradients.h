@@ -13,6 +13,7 @@ namespace klfast::cuda {
 
 template <typename T, int kModels>
 struct GradientPart {
+  static constexpr int kOf = kModels;
   const char* from[kModels];
   DType dtype[kModels];
   int64_t stride[kModels];
@@ -148,10 +149,12 @@ struct Smooth {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       from[m] = part.from[m] + beyond * static_cast<int64_t>(sizeof(ElementOf<T>));
-      to[m] = static_cast<char*>(part.to[m].data) +
-              (part.index + beyond) * static_cast<int64_t>(sizeof(ElementOf<T>));
+      to[m] = part.to[m].data == nullptr
+                  ? nullptr
+                  : static_cast<char*>(part.to[m].data) +
+                        (part.index + beyond) * static_cast<int64_t>(sizeof(ElementOf<T>));
       is_smooth = is_smooth && part.stride[m] == 1 && is_aligned(from[m]) &&
-                  (part.to[m].data == nullptr || is_aligned(to[m]));
+                  is_aligned(to[m]);
     }
   }
 
@@ -171,38 +174,59 @@ struct Smooth {
   }
 };
 
-// A thread's chunk in a round of any kind: word by word where it is not aligned, or not whole.
+// The chunks of a part: those of a thread start at aligned vectors of the output.
+template <typename T, int kModels>
+struct Chunks {
+  int offset;  // words of the first chunk before the part
+  Rounds rounds;
+  Target target;
+
+  __device__ __forceinline__ explicit Chunks(const GradientPart<T, kModels>& part)
+      : offset(offset_in_memory<T>(
+            part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1], part.index)),
+        rounds(rounds_of<T>(offset + part.size)),
+        target(Target::of<T>(
+            part.target >= 0 && part.target < part.size ? part.target + offset : -1)) {}
+};
+
+// The rounds after `first` whose bits are set: chunks of any alignment, whole or not.
 template <typename T, Memory memory, int kModels, typename Formula>
-__device__ __forceinline__ void write_round(const GradientPart<T, kModels>& part, int round,
-                                            const Rounds& rounds, int offset, const Target& target,
-                                            const Formula& formula) {
-  const int start = static_cast<int>(opaque(start_of_warp<T>()));
-  const Stretch at = {static_cast<int>(opaque(start_of_thread<T>())), start,
-                      start + kWarp * kChunk<T>, round == 0 ? offset : 0,
-                      start + (round == rounds.some - 1 ? rounds.tail : kWarp * kChunk<T>)};
-  const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - offset;
-  Fetch<kModels> fetch;
+__device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& part, int first,
+                                             unsigned bits, const Formula& formula) {
+  const Chunks<T, kModels> chunks(part);
+#pragma unroll 1
+  for (int round = first; bits != 0; bits >>= 1, ++round) {
+    if ((bits & 1) == 0) continue;
+    const int start = static_cast<int>(opaque(start_of_warp<T>()));
+    const bool is_last = round == chunks.rounds.some - 1;
+    const Stretch at = {static_cast<int>(opaque(start_of_thread<T>())), start,
+                        start + kWarp * kChunk<T>, round == 0 ? chunks.offset : 0,
+                        start + (is_last ? chunks.rounds.tail : kWarp * kChunk<T>)};
+    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - chunks.offset;
+    Fetch<kModels> fetch;
 #pragma unroll
-  for (int m = 0; m < kModels; ++m) {
-    const int64_t beyond = opaque(base) * part.stride[m] * size_of<T>(part.dtype[m]);
-    fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
-  }
-  auto words = convert_words<T>(fetch);
-  place_words<T>(words, part.frame);
-#pragma unroll
-  for (int m = 0; m < kModels; ++m) {
-    if (part.to[m].data == nullptr) continue;
-    Chunk<AccOf<T>, kChunk<T>> gradient;
-    formula.write_any(words, m, gradient);
-    if (round == target.round) {
-#pragma unroll
-      for (int i = 0; i < kChunk<T>; ++i) {
-        gradient.element[i] += i == target.place ? part.target_gradient[m] : AccOf<T>(0);
-      }
+    for (int m = 0; m < kModels; ++m) {
+      const int64_t beyond = opaque(base) * part.stride[m] * size_of<T>(part.dtype[m]);
+      fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
     }
-    const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);
-    stream_raw<T>(static_cast<char*>(part.to[m].data) + beyond, part.to[m].dtype, at,
-                  raw_of<T>(gradient));
+    auto words = convert_words<T>(fetch);
+    place_words<T>(words, part.frame);
+#pragma unroll
+    for (int m = 0; m < kModels; ++m) {
+      if (part.to[m].data == nullptr) continue;
+      Chunk<AccOf<T>, kChunk<T>> gradient;
+      formula.write_any(words, m, gradient);
+      if (round == chunks.target.round) {
+#pragma unroll
+        for (int i = 0; i < kChunk<T>; ++i) {
+          gradient.element[i] +=
+              i == chunks.target.place ? part.target_gradient[m] : AccOf<T>(0);
+        }
+      }
+      const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);
+      stream_raw<T>(static_cast<char*>(part.to[m].data) + beyond, part.to[m].dtype, at,
+                    raw_of<T>(gradient));
+    }
   }
 }
 
@@ -210,9 +234,9 @@ __device__ __forceinline__ void write_round(const GradientPart<T, kModels>& part
 template <typename T, typename Gradient>
 struct EachWord {
   struct Near {
-    bool is_near;
+    bool are_near;
   };
-  const Gradient& gradient;
+  const Gradient gradient;
   bool is_placed;  // the words need not be
 
   __device__ __forceinline__ Near near_of(const Converted<T, 1>&, bool may_be) const {
@@ -234,56 +258,57 @@ struct EachWord {
 };
 
 template <typename T, typename Gradient>
-__device__ __forceinline__ EachWord<T, Gradient> each_word(const GradientPart<T, 1>& part,
-                                                           const Gradient& gradient) {
+__device__ __forceinline__ EachWord<T, Gradient> each_word(const Gradient& gradient,
+                                                           const GradientPart<T, 1>& part) {
   return {gradient, part.frame == nullptr};
 }
 
 // Writes the gradients of the logits of all models that a formula computes for a chunk:
 // near_of(words) tells for all lanes of a warp whether write_near() may be called, which computes
-// the bits of write_any() in fewer instructions. Rounds where it may not, or chunks are not aligned
-// or not whole, or have the target, come last.
-template <typename T, Memory memory, int kModels, typename Formula>
-__device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& part,
-                                                const Formula& formula) {
-  if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
+// the bits of write_any() in fewer instructions. Of 32 rounds those where it may not, or chunks are
+// not aligned or not whole, or have the target, come last. part_at(0) is the part, formula_of(part)
+// the formula; they are computed again where they are needed again, so that nothing of one loop
+// takes registers from the other.
+template <typename T, Memory memory, typename PartAt, typename FormulaOf>
+__device__ __forceinline__ void write_gradients(const PartAt& part_at,
+                                                const FormulaOf& formula_of) {
   constexpr int kSpan = 32;
-  const Output& any = part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1];
-  const int offset = offset_in_memory<T>(any, part.index);
-  const bool has_target = part.target >= 0 && part.target < part.size;
-  const Target target = Target::of<T>(has_target ? part.target + offset : -1);
-  const Rounds rounds = rounds_of<T>(offset + part.size);
-  const Smooth<T, kModels> smooth(part, offset);
-  const int first_whole = start_of_warp<T>() < offset ? 1 : 0;
 #pragma unroll 1
-  for (int span = 0; span < rounds.some; span += kSpan) {
-    const int end = min(span + kSpan, rounds.some);
-    const int whole = smooth.is_smooth ? min(end, rounds.whole) : span;
+  for (int span = 0;; span += kSpan) {
+    const auto part = part_at(opaque(0));
+    constexpr int kModels = decltype(part)::kOf;
+    if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
+    const Chunks<T, kModels> chunks(part);
+    const int end = min(span + kSpan, chunks.rounds.some);
+    if (span >= end) return;
+    const auto formula = formula_of(part);
+    const Smooth<T, kModels> smooth(part, chunks.offset);
+    const int whole = smooth.is_smooth ? min(end, chunks.rounds.whole) : 0;
     unsigned rest = end - span == kSpan ? ~0u : (1u << (end - span)) - 1;
-    const int begin = max(span, first_whole);
-    if (begin < whole) {
-      Fetch<kModels> fetch = smooth.template load<memory>(begin);
+    int round = max(span, start_of_warp<T>() < chunks.offset ? 1 : 0);
+    if (round < whole) {
+      Fetch<kModels> fetch = smooth.template load<memory>(round);
 #pragma unroll 1
-      for (int round = begin; round < whole; ++round) {
+      for (; round < whole; ++round) {
         const auto words = convert_words<T>(fetch);
-        if (round + 1 < whole) fetch = smooth.template load<memory>(round + 1);
-        const auto near = formula.near_of(words, round != target.round_of_warp);
-        if (!near.is_near) continue;
+        const auto near = formula.near_of(words, round != chunks.target.round_of_warp);
+        // Not before the vote, which would take other registers; the last is loaded again, as a
+        // condition would, too.
+        fetch = smooth.template load<memory>(min(round + 1, whole - 1));
+        if (!near.are_near) continue;
         rest &= ~(1u << (round - span));
 #pragma unroll
         for (int m = 0; m < kModels; ++m) {
-          if (part.to[m].data == nullptr) continue;
+          if (smooth.to[m] == nullptr) continue;
           Chunk<AccOf<T>, kChunk<T>> gradient;
           formula.write_near(words, near, m, gradient);
           smooth.store(round, m, raw_of<T>(gradient));
         }
       }
     }
-#pragma unroll 1
-    for (int round = span; rest != 0; rest >>= 1, ++round) {
-      if ((rest & 1) == 0) continue;
-      write_round<T, memory>(part, round, rounds, offset, target, formula);
-    }
+    if (rest == 0) continue;
+    const auto same_part = part_at(opaque(0));
+    write_rounds<T, memory>(same_part, span, rest, formula_of(same_part));
   }
 }
 

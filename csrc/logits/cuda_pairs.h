@@ -17,21 +17,18 @@ using GuessOf = divergences::Guess<Acc, kBase<Acc>>;
 template <typename Acc, int W>
 struct LogRatios {
   Acc of[W];
+  bool are_near;  // alike in all lanes of a warp: all of theirs may be, and are, at most `limit`
 
+  // NaN is not near.
   __device__ __forceinline__ LogRatios(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
-                                       const GuessOf<Acc>& guess) {
+                                       const GuessOf<Acc>& guess, Acc limit, bool may_be = true) {
+    bool far = !may_be;
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       of[i] = math::fma(second.element[i] - first.element[i], guess.scale, -guess.ratio);
+      far |= !(fabs(of[i]) <= limit);
     }
-  }
-
-  // Whether all of a warp's may be, and are, at most `limit`, which NaN is not.
-  __device__ __forceinline__ bool are_within(Acc limit, bool may_be = true) const {
-    bool far = !may_be;
-#pragma unroll
-    for (int i = 0; i < W; ++i) far |= !(fabs(of[i]) <= limit);
-    return !__any_sync(0xffffffffu, far);
+    are_near = !__any_sync(0xffffffffu, far);
   }
 };
 
@@ -40,14 +37,16 @@ __device__ __forceinline__ bool has_offset(const GuessOf<Acc>& guess) {
   return guess.first_offset != guess.second_offset;
 }
 
-// Calls near(words) for the thread's chunks of all rounds, far(words) for those where it returned
-// false, and flush() now and then. All lanes of a warp take part, and near() returns the same in all
-// of them. The order of the calls depends on what it returns alone: of 32 rounds the far ones come
-// last. They are loaded once more, so that nothing of them is in the way of the near ones, of which
-// two chunks are loaded during two calls.
-template <typename Rows, typename Near, typename Far, typename Flush>
-__device__ __forceinline__ void for_each_chunk(const Rows& rows, const Near& near, const Far& far,
-                                               const Flush& flush) {
+// Sums over the thread's chunks of all rounds. `sums` has
+//   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
+//   add_near(words, near)   adds a near chunk
+//   add_far(words)          adds any chunk
+//   flush()                 called after every fourth near chunk, and after every far one
+// All lanes of a warp take part. The order of the calls depends on the words alone: of 32 rounds the
+// far ones come last. They are loaded once more, so that nothing of them is in the way of the near
+// ones, of which two chunks are loaded during two calls.
+template <typename Rows, typename Sums>
+__device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
   using T = typename Rows::Type;
   constexpr int kGroup = 2;
   constexpr int kSpan = 32;
@@ -63,28 +62,41 @@ __device__ __forceinline__ void for_each_chunk(const Rows& rows, const Near& nea
       for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
 #pragma unroll 1
       for (; round < whole; round += kGroup) {
+        // The last chunks are loaded again: a condition would take a copy of their registers.
+        const int next = min(round + kGroup, whole - kGroup);
 #pragma unroll
         for (int g = 0; g < kGroup; ++g) {
           const auto words = convert_words<T>(fetches[g]);
-          if (round + kGroup < whole) fetches[g] = rows.load_whole(round + kGroup + g);
-          if (!near(words)) far_rounds |= 1u << (round - span + g);
+          const auto near = sums.near_of(words);
+          fetches[g] = rows.load_whole(next + g);  // not before the vote: into other registers
+          if (near.are_near) {
+            sums.add_near(words, near);
+          } else {
+            far_rounds |= 1u << (round - span + g);
+          }
         }
-        if ((round & kGroup) != 0) flush();
+        if ((round & kGroup) != 0) sums.flush();
       }
     }
 #pragma unroll 1
     for (; round < end; ++round) {
-      if (!near(convert_words<T>(rows.load(round)))) far_rounds |= 1u << (round - span);
-      if (round % (2 * kGroup) == 2 * kGroup - 1) flush();
+      const auto words = convert_words<T>(rows.load(round));
+      const auto near = sums.near_of(words);
+      if (near.are_near) {
+        sums.add_near(words, near);
+      } else {
+        far_rounds |= 1u << (round - span);
+      }
+      if (round % (2 * kGroup) == 2 * kGroup - 1) sums.flush();
     }
 #pragma unroll 1
     for (round = span; far_rounds != 0; far_rounds >>= 1, ++round) {
       if ((far_rounds & 1) == 0) continue;
-      far(convert_words<T>(rows.load(round)));
-      flush();
+      sums.add_far(convert_words<T>(rows.load(round)));
+      sums.flush();
     }
   }
-  flush();
+  sums.flush();
 }
 
 }  // namespace klfast::cuda

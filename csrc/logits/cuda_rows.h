@@ -277,7 +277,8 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
 #pragma unroll
   for (int m = 0; m < kModels; ++m) {
     rows.logits[m] = logits[m];
-    rows.own[m] = first[m] + threadIdx.x * sizeof(Raw);
+    const char* const own = first[m] + threadIdx.x * sizeof(Raw);
+    rows.own[m] = reinterpret_cast<const char*>(opaque(reinterpret_cast<int64_t>(own)));
     const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
     if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
   }

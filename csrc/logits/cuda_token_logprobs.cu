@@ -208,17 +208,20 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
   if (threadIdx.x == 0) shared = gradient_of<Acc>(call, index);
   __syncthreads();
   const divergences::TokenRow<Acc> gradient_row = shared.row;
-  const GradientPart<T, 1> part = {{address_of<T>(in.shape, call.logits, index, place.begin)},
-                                   {call.logits.dtype},
-                                   {call.logits.word_stride},
-                                   {call.grad},
-                                   first,
-                                   place.size,
-                                   target_in(in, index, place),
-                                   {shared.of_logprob},
-                                   shared.frame.if_any()};
-  const auto formula = [&](Acc x) { return divergences::token_gradient(x, gradient_row); };
-  write_gradients<T, Memory::kReadWrite>(part, each_word(part, formula));
+  const auto part_at = [&](int64_t zero) -> GradientPart<T, 1> {
+    return {{address_of<T>(in.shape, call.logits, index + zero, place.begin)},
+            {call.logits.dtype},
+            {call.logits.word_stride},
+            {call.grad},
+            first + zero,
+            place.size,
+            target_in(in, index + zero, place),
+            {shared.of_logprob},
+            shared.frame.if_any()};
+  };
+  const auto gradient = [&](Acc x) { return divergences::token_gradient(x, gradient_row); };
+  write_gradients<T, Memory::kReadWrite>(
+      part_at, [&](const auto& part) { return each_word(gradient, part); });
 }
 
 template <typename Visitor>

@@ -182,6 +182,22 @@ KLFAST_HOST_DEVICE T fma(T a, T b, T c) {
 #endif
 }
 
+// The series of a base. In base 2, which serves sums over a vocabulary alone, a term less does:
+// relative error 9e-8, of which 3e-10 is in the first coefficient.
+template <Base base, typename T>
+struct SeriesOf : Constants<T> {};
+template <>
+struct SeriesOf<Base::kTwo, float> {
+  static constexpr int kTerms = 7;
+  static constexpr double kSeries[kTerms] = {0.5,
+                                             0.1666669347938452,
+                                             0.0416665599615253,
+                                             0.008331017067311602,
+                                             0.001389079133096488,
+                                             0.00020319303366182865,
+                                             2.497999387080688e-5};
+};
+
 // The coefficient of r^k in q(r), times nats^(k + 2) for an r in units of the base. A compile-time
 // constant: device code cannot index a constexpr array of the host.
 template <Base base, int n>
@@ -189,8 +205,8 @@ inline constexpr double kPowerOfNats = kNats<base> * kPowerOfNats<base, n - 1>;
 template <Base base>
 inline constexpr double kPowerOfNats<base, 0> = 1;
 template <Base base, int k, typename T>
-inline constexpr T kCoefficient =
-    static_cast<T>(static_cast<double>(Constants<T>::kSeries[k]) * kPowerOfNats<base, k + 2>);
+inline constexpr T kCoefficient = static_cast<T>(
+    static_cast<double>(SeriesOf<base, T>::kSeries[k]) * kPowerOfNats<base, k + 2>);
 
 // q * r^(k + 1) + the series' terms from k down.
 template <Base base, int k, typename T>
@@ -203,7 +219,7 @@ KLFAST_HOST_DEVICE T horner(T q, T r) {
 // (e^x - 1 - x) / r^2, where x is r in nats.
 template <Base base = Base::kE, typename T>
 KLFAST_HOST_DEVICE T series(T r) {
-  constexpr int last = Constants<T>::kTerms - 1;
+  constexpr int last = SeriesOf<base, T>::kTerms - 1;
   return horner<base, last - 1>(T(kCoefficient<base, last, T>), r);
 }
 
