@@ -153,7 +153,10 @@ struct MassTotals : TwoTotals<AccOf<T>> {
 
   __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
 
-  __device__ __forceinline__ Near near_of(const Words&) const { return {is_placed}; }
+  // The vote says what each lane knows: it keeps the next chunk's load behind this one's conversion.
+  __device__ __forceinline__ Near near_of(const Words&) const {
+    return {!__any_sync(0xffffffffu, !is_placed)};
+  }
   __device__ __forceinline__ void add_near(const Words& words, Near) {
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {

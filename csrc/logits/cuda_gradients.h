@@ -140,6 +140,7 @@ struct Target {
 template <typename T, int kModels>
 struct Smooth {
   bool is_smooth;
+  bool writes[kModels];
   const char* from[kModels];
   char* to[kModels];
 
@@ -149,12 +150,11 @@ struct Smooth {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       from[m] = part.from[m] + beyond * static_cast<int64_t>(sizeof(ElementOf<T>));
-      to[m] = part.to[m].data == nullptr
-                  ? nullptr
-                  : static_cast<char*>(part.to[m].data) +
-                        (part.index + beyond) * static_cast<int64_t>(sizeof(ElementOf<T>));
+      to[m] = static_cast<char*>(part.to[m].data) +
+              (part.index + beyond) * static_cast<int64_t>(sizeof(ElementOf<T>));
+      writes[m] = part.to[m].data != nullptr;
       is_smooth = is_smooth && part.stride[m] == 1 && is_aligned(from[m]) &&
-                  is_aligned(to[m]);
+                  (!writes[m] || is_aligned(to[m]));
     }
   }
 
@@ -164,15 +164,21 @@ struct Smooth {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       fetch.of[m] = load_aligned<uint32_t, 4, memory>(
-          reinterpret_cast<const uint32_t*>(from[m] + bytes_before(round)));
+          reinterpret_cast<const uint32_t*>(chunk_in_round(from[m], round)));
     }
     return fetch;
   }
 
   __device__ __forceinline__ void store(int round, int model, const Raw& raw) const {
-    __stcs(reinterpret_cast<uint4*>(to[model] + bytes_before(round)), math::bit_cast<uint4>(raw));
+    __stcs(reinterpret_cast<uint4*>(const_cast<char*>(chunk_in_round(to[model], round))),
+           math::bit_cast<uint4>(raw));
   }
 };
+
+// The lowest `count` bits, of 32.
+__device__ __forceinline__ unsigned bits_below(int count) {
+  return count >= 32 ? ~0u : (1u << count) - 1;
+}
 
 // The chunks of a part: those of a thread start at aligned vectors of the output.
 template <typename T, int kModels>
@@ -284,9 +290,10 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
     const auto formula = formula_of(part);
     const Smooth<T, kModels> smooth(part, chunks.offset);
     const int whole = smooth.is_smooth ? min(end, chunks.rounds.whole) : 0;
-    unsigned rest = end - span == kSpan ? ~0u : (1u << (end - span)) - 1;
     int round = max(span, start_of_warp<T>() < chunks.offset ? 1 : 0);
+    unsigned rest = bits_below(end - span);
     if (round < whole) {
+      rest ^= bits_below(whole - span) ^ bits_below(round - span);
       Fetch<kModels> fetch = smooth.template load<memory>(round);
 #pragma unroll 1
       for (; round < whole; ++round) {
@@ -295,11 +302,13 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
         // Not before the vote, which would take other registers; the last is loaded again, as a
         // condition would, too.
         fetch = smooth.template load<memory>(min(round + 1, whole - 1));
-        if (!near.are_near) continue;
-        rest &= ~(1u << (round - span));
+        if (!near.are_near) {
+          rest |= 1u << (round - span);
+          continue;
+        }
 #pragma unroll
         for (int m = 0; m < kModels; ++m) {
-          if (smooth.to[m] == nullptr) continue;
+          if (!smooth.writes[m]) continue;
           Chunk<AccOf<T>, kChunk<T>> gradient;
           formula.write_near(words, near, m, gradient);
           smooth.store(round, m, raw_of<T>(gradient));

@@ -177,10 +177,17 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
   return static_cast<const char*>(logits.data) + offset * size_of<T>(logits.dtype);
 }
 
-// The bytes from a thread's chunk in the first round to its chunk in another, in a dense row.
-__device__ __forceinline__ uint64_t bytes_before(int round) {
-  constexpr unsigned kBytes = sizeof(Raw);
-  return static_cast<uint64_t>(static_cast<unsigned>(round)) * (blockDim.x * kBytes);
+// A thread's chunk in a round, `first` being its chunk in the first one, in a dense row. One
+// instruction where shared memory does not take others.
+__device__ __forceinline__ const char* chunk_in_round(const char* first, int round) {
+  const unsigned bytes = blockDim.x * static_cast<unsigned>(sizeof(Raw));
+#ifdef __CUDA_ARCH__
+  const char* chunk;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
+  return chunk;
+#else
+  return first + static_cast<uint64_t>(static_cast<unsigned>(round)) * bytes;
+#endif
 }
 
 // The words that a block loads in a round: a chunk a thread.
@@ -245,7 +252,7 @@ struct ReadRows {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       fetch.of[m] = load_aligned<uint32_t, 4>(
-          reinterpret_cast<const uint32_t*>(own[m] + bytes_before(round)));
+          reinterpret_cast<const uint32_t*>(chunk_in_round(own[m], round)));
     }
     return fetch;
   }
