@@ -144,6 +144,7 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   using Acc = AccOf<T>;
   using Words = Converted<T, 2>;
   struct Near {
+    Acc sums[2];
     bool are_near;
   };
 
@@ -153,21 +154,26 @@ struct MassTotals : TwoTotals<AccOf<T>> {
 
   __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
 
-  // The vote says what each lane knows: it keeps the next chunk's load behind this one's conversion.
-  __device__ __forceinline__ Near near_of(const Words&) const {
-    return {!__any_sync(0xffffffffu, !is_placed)};
-  }
-  __device__ __forceinline__ void add_near(const Words& words, Near) {
+  // The vote says what each lane knows. It keeps the load of the next chunk behind the conversion of
+  // this one, whose registers it takes.
+  __device__ __forceinline__ Near near_of(const Words& words) const {
+    Near near = {};
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      this->sums[0] += divergences::first_term(words.of[0].element[i], guess);
-      this->sums[1] += math::exp_term<kBase<Acc>>(
+      near.sums[0] += divergences::first_term(words.of[0].element[i], guess);
+      near.sums[1] += math::exp_term<kBase<Acc>>(
           math::fma(words.of[1].element[i], guess.scale, -guess.second));
     }
+    near.are_near = !__any_sync(0xffffffffu, !is_placed);
+    return near;
+  }
+  __device__ __forceinline__ void add_near(const Words&, const Near& near) {
+    this->sums[0] += near.sums[0];
+    this->sums[1] += near.sums[1];
   }
   __device__ __forceinline__ void add_far(Words words) {
     place_words<T>(words, &shared.frame);
-    add_near(words, {});
+    add_near(words, near_of(words));
   }
 };
 

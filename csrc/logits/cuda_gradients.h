@@ -164,7 +164,7 @@ struct Smooth {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       fetch.of[m] = load_aligned<uint32_t, 4, memory>(
-          reinterpret_cast<const uint32_t*>(chunk_in_round(from[m], round)));
+          reinterpret_cast<const uint32_t*>(chunk_in_round<memory>(from[m], round)));
     }
     return fetch;
   }

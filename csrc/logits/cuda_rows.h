@@ -177,17 +177,18 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
   return static_cast<const char*>(logits.data) + offset * size_of<T>(logits.dtype);
 }
 
-// A thread's chunk in a round, `first` being its chunk in the first one, in a dense row. One
-// instruction where shared memory does not take others.
+// A thread's chunk in a round, `first` being its chunk in the first one, in a dense row.
+template <Memory memory = Memory::kReadWrite>
 __device__ __forceinline__ const char* chunk_in_round(const char* first, int round) {
   const unsigned bytes = blockDim.x * static_cast<unsigned>(sizeof(Raw));
 #ifdef __CUDA_ARCH__
-  const char* chunk;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
-  return chunk;
-#else
-  return first + static_cast<uint64_t>(static_cast<unsigned>(round)) * bytes;
+  if constexpr (memory != Memory::kShared) {  // which the compiler must know to be shared
+    const char* chunk;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
+    return chunk;
+  }
 #endif
+  return first + static_cast<unsigned>(round) * bytes;
 }
 
 // The words that a block loads in a round: a chunk a thread.
