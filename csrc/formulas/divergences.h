@@ -144,7 +144,7 @@ template <typename Acc>
 struct Pair {
   Acc mass;    // w
   Acc spread;  // w (e^u' - 1 - u')
-  Acc slope;   // w u', in the base's unit
+  Acc slope;   // w u', in nats
   Acc other;   // e^(y - m - c); 0 from kNear, where it is the sum of the three above
   // 1 where q is 0 and p is not: the row's KL is infinite.
   typename math::Constants<Acc>::Bits excluded;
@@ -153,6 +153,21 @@ struct Pair {
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc, base>& guess) {
   return math::fma((y - guess.second_offset) - (x - guess.first_offset), guess.scale, -guess.ratio);
+}
+
+// Half of it, which is exact.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc half_log_ratio(Acc x, Acc y, const Guess<Acc, base>& guess) {
+  constexpr Acc half = Acc(0.5);
+  return math::fma((y - guess.second_offset) - (x - guess.first_offset), half * guess.scale,
+                   -half * guess.ratio);
+}
+
+// The log-ratio in nats, also where it has more bits than Acc has numbers for.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc log_ratio_in_nats(Acc x, Acc y, const Guess<Acc, base>& guess) {
+  if constexpr (base == Base::kE) return log_ratio(x, y, guess);
+  return Acc(2 * kNats<base>) * half_log_ratio(x, y, guess);
 }
 
 // e^(x - m) and e^(y - m - c).
@@ -185,7 +200,7 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc, base>& guess
   const Acc u = log_ratio(x, y, guess);
   const Acc mass = first_term(x, guess);
   if constexpr (range == Range::kNear) {
-    return {mass, mass * near_tail<base>(u), mass * u, 0, 0};
+    return {mass, mass * near_tail<base>(u), mass * nats<base>(u), 0, 0};
   }
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const bool near = math::is_near<base>(u);
@@ -195,8 +210,9 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc, base>& guess
   const bool nobody = (x == -infinity) & (y == -infinity);
   const bool excluded = (y == -infinity) & (x > -infinity);
   constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times that is 0
-  const Acc slope = mass * select(nobody | excluded, Acc(0), math::clamp(u, -largest, largest));
-  const Acc far_spread = (other - mass) - nats<base>(slope);
+  const Acc held = math::clamp(log_ratio_in_nats(x, y, guess), -largest, largest);
+  const Acc slope = mass * select(nobody | excluded, Acc(0), held);
+  const Acc far_spread = (other - mass) - slope;
   return {mass, select(near, mass * near_tail<base>(near_u), far_spread), slope, other, excluded};
 }
 
@@ -231,10 +247,9 @@ template <typename Acc, Base base>
 KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc, base>& guess,
                                   const Origins& origins) {
   constexpr double kCancellation = 16;  // roundings: 2e-6 in fp32 even if all point one way
-  const double sum_of_slope = nats<base>(sums.slope);
-  const double a = (sums.spread + sum_of_slope) / sums.mass;
+  const double a = (sums.spread + sums.slope) / sums.mass;
   const double spread = sums.spread / sums.mass;
-  const double slope = std::fabs(sum_of_slope) / sums.mass;
+  const double slope = std::fabs(sums.slope) / sums.mass;
   const double total = sums.other / sums.mass;
   const bool far = std::fabs(spread) + slope > 0.5;  // 1 + a has fewer digits than total
   const double log_total = far ? std::log(total) : std::log1p(a);
@@ -268,10 +283,26 @@ KLFAST_HOST_DEVICE PairRow row_of_masses(double mass, double other, const Guess<
   return row;
 }
 
+// e^x of a small x, which may be large where logits are.
+template <Base base>
+KLFAST_HOST_DEVICE double exp_of_rest(double x) {
+  if constexpr (base == Base::kTwo) {  // one thread computes it while others wait
+    if (std::fabs(x) < 1e-4) return 1 + x * (1 + x * (0.5 + x * (1.0 / 6)));
+  }
+  return std::exp(x);
+}
+
 // The factor of every probability that makes good the rounding of lse to a guess.
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE double rest_of(const Guess<Acc, base>& exact, double lse) {
-  return std::exp(nats<base>(static_cast<double>(exact.first) - lse));
+  return exp_of_rest<base>(nats<base>(static_cast<double>(exact.first) - lse));
+}
+
+// The further factor of the second model's. In base 2 alone, where the ratio's rounding is coarser.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double shift) {
+  if constexpr (base == Base::kE) return 1;
+  return exp_of_rest<base>(nats<base>(ratio_of(exact) - shift));
 }
 
 // A word's term of JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b <= 1/2. For
@@ -407,6 +438,7 @@ template <typename Acc, Base base>
 KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Acc, base>& exact,
                                                       double beta, const RowState& row) {
   const double rest = rest_of(exact, row.lse);
+  const double second_rest = rest * rest_of_second(exact, row.shift);
   const double g = row.grad;
   if (is_kl) {
     const double mean = g == 0 ? 0 : g * row.value;  // the value may be infinite
@@ -415,15 +447,15 @@ KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Ac
             static_cast<Acc>(nats<base>(g * rest)),
             static_cast<Acc>((mean + row.grad_logprob) * rest),
             static_cast<Acc>(g * rest),
-            static_cast<Acc>(row.grad_ref_logprob * rest)};
+            static_cast<Acc>(row.grad_ref_logprob * second_rest)};
   }
   const double other_slope = (row.value + (1 - beta) * row.slope) / beta;  // under q, of log(q / m)
   return {exact,
           mixture_of<Acc>(beta),
           static_cast<Acc>((1 - beta) * g * rest),
           static_cast<Acc>((row.grad_logprob - (1 - beta) * g * row.slope) * rest),
-          static_cast<Acc>(beta * g * rest),
-          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * rest)};
+          static_cast<Acc>(beta * g * second_rest),
+          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * second_rest)};
 }
 
 // The gradients of a word's logits, but for the target's own addition. A word without probability
@@ -440,6 +472,18 @@ KLFAST_HOST_DEVICE Acc kl_gradient_of_first(Acc p, Acc u, const RowGradient<Acc,
   const Acc slope = math::fma(row.first, u, row.first_constant);
   if constexpr (base == Base::kE) return -p * slope;
   return math::fma(-p, slope, Acc(0));  // +0 rather than -0, as where p is 0 and not multiplied
+}
+
+// The same bits, also where u has more bits than Acc has numbers for.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc kl_gradient_of_first(Acc p, Acc x, Acc y, Acc u,
+                                            const RowGradient<Acc, base>& row) {
+  if constexpr (base == Base::kE) {
+    return kl_gradient_of_first(p, u, row);
+  } else {
+    const Acc half = math::select(row.first == Acc(0), Acc(0), half_log_ratio(x, y, row.exact));
+    return math::fma(-p, math::fma(2 * row.first, half, row.first_constant), Acc(0));
+  }
 }
 
 // KL's, where |u| is at most 1 nat.
@@ -465,7 +509,7 @@ KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y,
   const Acc p = first_term(x, exact);
   const Acc q = second_term(y, exact);
   const Acc difference = select(near, near_difference<Acc, base>(p, near_u), q - p);
-  return {select(p == Acc(0), Acc(0), kl_gradient_of_first(p, u, row)),
+  return {select(p == Acc(0), Acc(0), kl_gradient_of_first(p, x, y, u, row)),
           kl_gradient_of_second(difference, q, row)};
 }
 

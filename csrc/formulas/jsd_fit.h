@@ -49,9 +49,11 @@ void fit(const Function& f, int power, float (&coefficients)[JsdFit::kTerms]) {
     for (int k = n - 1; k > 0; --k) powers[k] = powers[k - 1] - nodes[i] * powers[k];
     powers[0] = quotients[i] - nodes[i] * powers[0];
   }
+  double unit = 1;
+  for (int i = 0; i < power; ++i) unit *= math::kNats<math::Base::kTwo>;
   for (int k = 0; k < n; ++k) {
-    const double unit = std::pow(math::kNats<math::Base::kTwo>, k + power);
     coefficients[k] = static_cast<float>(powers[k] * unit);
+    unit *= math::kNats<math::Base::kTwo>;
   }
 }
 

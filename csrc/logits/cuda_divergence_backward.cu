@@ -80,7 +80,7 @@ void launch_backward(BackwardTask task, void* stream) {
 
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
-  const BackwardTask task = {call, {}, divergences::jsd_fit(call.in.beta)};
+  const BackwardTask task = {call, {}, fit_of(call.in)};
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

@@ -69,7 +69,8 @@ struct PairTotals {
   const Shared<Acc>& shared;
   const GuessOf<Acc> guess = shared.guess;
   const Acc limit = near_limit(shared);
-  Acc mass = 0, spread = 0, slope = 0;  // of near chunks, since the last flush
+  Acc mass = 0, spread = 0;  // of near chunks, since the last flush
+  Acc slope = 0;             // in the base's unit
   double totals[kExcluded] = {};
   bool is_excluded = false;
 
@@ -104,7 +105,8 @@ struct PairTotals {
     add(sum.mass, sum.spread, sum.slope, sum.other);
   }
   __device__ __forceinline__ void flush() {
-    add(mass, spread, slope, (mass + spread) + divergences::nats<base>(slope));
+    const Acc in_nats = divergences::nats<base>(slope);
+    add(mass, spread, in_nats, (mass + spread) + in_nats);
     mass = spread = slope = 0;
   }
   __device__ __forceinline__ void store(double (&sums)[kFields]) const {
@@ -480,7 +482,7 @@ void launch_forward(ForwardTask task, void* stream) {
 }  // namespace
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
-  const ForwardTask task = {call, {}, divergences::jsd_fit(call.in.beta)};
+  const ForwardTask task = {call, {}, fit_of(call.in)};
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

@@ -24,6 +24,11 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
   });
 }
 
+inline divergences::JsdFit fit_of(const DivergenceInputs& in) {
+  if (in.divergence == Divergence::kKl) return {};
+  return divergences::jsd_fit(in.beta);
+}
+
 // A part of a row without a target token.
 template <typename T>
 __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInputs& in,
