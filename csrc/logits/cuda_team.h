@@ -116,7 +116,8 @@ __device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, c
 
 // The target token's log-prob in a row that starts at `first`; NaN if it is no word. `scale` is
 // rounded, as in the sums.
-inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
+template <math::Base base = math::Base::kE>
+__device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
                                                const char* first, int64_t row, double scale,
                                                double unit, double origin, double lse) {
   if (!is_word(in, row)) return NAN;
@@ -128,7 +129,7 @@ inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits
           reinterpret_cast<const T*>(first)[in.token_ids[row] * logits.word_stride]);
     }
   });
-  return divergences::log_prob(word, scale, unit, origin, lse);
+  return divergences::log_prob<base>(word, scale, unit, origin, lse);
 }
 
 template <typename Acc>

@@ -90,7 +90,6 @@ void launch_forward(const ForwardTask& task, void* stream) {
 // but for the target's own addition.
 template <typename Acc>
 struct RowGradient {
-  using Power = math::Power<Acc>;
   Acc scale;
   Acc lse;
   Acc constant;
@@ -102,7 +101,7 @@ struct RowGradient {
   template <bool kEntropy>
   __device__ __forceinline__ Acc of_word(Acc x) const {
     const Acc s = math::fma(x, scale, -lse);
-    const Acc p = Power::of(s);
+    const Acc p = math::exp_term<kBase<Acc>>(s);
     if constexpr (!kEntropy) return -p * constant;
     return -p * math::fma(entropy, std::fmax(s, Acc(-1000)), constant);
   }
@@ -111,7 +110,6 @@ struct RowGradient {
 template <typename Acc>
 __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward& call,
                                                      int64_t index) {
-  using Power = math::Power<Acc>;
   const int64_t rows = call.in.shape.rows();
   const divergences::Origins origins = {call.saved[kWordOrigin * rows + index], 0};
   const double exact_lse = call.saved[kWordLse * rows + index];
@@ -120,13 +118,13 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
   RowGradient<Acc> row;
   row.frame = Frame<Acc, 1>::of(origins);
-  row.scale = static_cast<Acc>(scale / divergences::unit_of(origins) * Power::kPerNat);
-  row.lse = static_cast<Acc>(exact_lse * Power::kPerNat);
-  const double lost = static_cast<double>(row.lse) * Power::kLogOfBase - exact_lse;
+  row.scale = static_cast<Acc>(scale / divergences::unit_of(origins) / kNatsOf<Acc>);
+  row.lse = static_cast<Acc>(exact_lse / kNatsOf<Acc>);
+  const double lost = static_cast<double>(row.lse) * kNatsOf<Acc> - exact_lse;
   const double rest = std::exp(lost);
   // The mean of -log p, for the rounded lse.
   const double mean = number_at<Acc>(call.entropy, index) + lost;
-  row.entropy = static_cast<Acc>(of_entropy * rest * Power::kLogOfBase);
+  row.entropy = static_cast<Acc>(of_entropy * rest * kNatsOf<Acc>);
   row.constant = static_cast<Acc>((of_logprob + (of_entropy == 0 ? 0 : of_entropy * mean)) * rest);
   row.of_logprob = static_cast<Acc>(of_logprob);
   return row;

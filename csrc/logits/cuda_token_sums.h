@@ -10,7 +10,6 @@
 #include "formulas/divergences.h"
 #include "logits/cuda_team.h"
 #include "logits/cuda_tiles.h"
-#include "math/power_term.h"
 
 namespace klfast::cuda {
 
@@ -92,12 +91,11 @@ struct TokenShared {
   bool is_done;
 };
 
-// What a row is summed against: terms are powers x * scale - guess of the base (power_term.h), of
+// What a row is summed against: terms are powers x * scale - guess of kBase, of
 // placed logits x. Sums count from `center`. The guess is `center` too, but for a row whose sample
 // was all -infinity, where it lies below all logits.
 template <typename Acc>
 struct RowGuess {
-  using Power = math::Power<Acc>;
   Frame<Acc, 1> frame;
   Acc scale;
   Acc center;
@@ -109,7 +107,7 @@ struct RowGuess {
     RowGuess base;
     base.frame = Frame<Acc, 1>::of({is_finite ? divergences::origin_of(greatest, scale) : 0.0, 0});
     base.scale =
-        static_cast<Acc>(base.has_origin() ? scale * (2 * Power::kPerNat) : scale * Power::kPerNat);
+        static_cast<Acc>(scale * (base.has_origin() ? 2 / kNatsOf<Acc> : 1 / kNatsOf<Acc>));
     base.center = is_finite ? base.guess_of(greatest) : Acc(0);
     base.guess = is_finite ? base.center : kBelowAll;
     return base;
@@ -138,7 +136,7 @@ __device__ __forceinline__ void add_chunk(const Raw& raw, const RowGuess<AccOf<T
   for (int i = 0; i < kChunk<T>; ++i) {
     const Acc word = convert<Acc>(element_of<T>(raw, i));
     const Acc s = math::fma(kPlaces ? base.placed(word) : word, base.scale, -guess);
-    const Acc w = math::Power<Acc>::of(s);
+    const Acc w = math::exp_term<kBase<Acc>>(s);
     terms.mass += w;
     // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays in the mass.
     if constexpr (kEntropy) terms.moment = math::fma(w, std::fmax(s, Acc(-1000)), terms.moment);
@@ -175,7 +173,7 @@ struct TileSums {
 // The sums of terms whose guess lies `lift` above the center.
 template <typename Acc>
 __device__ __forceinline__ TileSums lifted(const Terms<Acc>& terms, double lift) {
-  const double factor = math::exp_term(lift * math::Power<Acc>::kLogOfBase);
+  const double factor = math::exp_term(lift * kNatsOf<Acc>);
   const double mass = terms.mass;
   return {mass * factor, (static_cast<double>(terms.moment) + lift * mass) * factor};
 }
@@ -372,18 +370,17 @@ struct TokenResults {
 template <bool kEntropy, typename Acc>
 __device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base, Acc target,
                                                    const double (&sums)[1 + kEntropy]) {
-  using Power = math::Power<Acc>;
   const double log_mass = std::log(sums[0]);
   const double center = base.center;
   TokenResults row;
   row.origin = base.frame.origin[0];
-  row.lse = center * Power::kLogOfBase + log_mass;
+  row.lse = center * kNatsOf<Acc> + log_mass;
   const double unit = base.frame.unit;
-  const double scale = static_cast<double>(base.scale) * Power::kLogOfBase;
+  const double scale = static_cast<double>(base.scale) * kNatsOf<Acc>;
   row.logprob = divergences::log_prob(target, scale * unit, unit, row.origin, row.lse);
   row.entropy = 0;
   if constexpr (kEntropy) {
-    const double entropy = log_mass - sums[1] * Power::kLogOfBase / sums[0];
+    const double entropy = log_mass - sums[1] * kNatsOf<Acc> / sums[0];
     row.entropy = entropy < 0 ? 0 : entropy;
   }
   return row;

@@ -328,6 +328,8 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % cuda_emulator::kWarp;
   return cuda_emulator::value_of_lane(value, lane ^ mask);
 }
+inline int min(int a, int b) { return b < a ? b : a; }
+inline int max(int a, int b) { return a < b ? b : a; }
 inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
   return static_cast<uint32_t>(((static_cast<uint64_t>(high) << 32) | low) >> (shift % 32));
