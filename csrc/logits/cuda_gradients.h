@@ -75,15 +75,14 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
                                           int high) {
   const auto store = [&](auto zero) {
     using To = decltype(zero);
-    To* const row = reinterpret_cast<To*>(first);
+    To* const to = reinterpret_cast<To*>(first) + position;
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      const int place = position + i;
-      if (place < low || place >= high) continue;
+      if (i < low - position || i >= high - position) continue;
       if constexpr (is_any_dtype<T>) {
-        row[place] = convert<To>(element_of<AccOf<T>>(raw, i));
+        to[i] = convert<To>(element_of<AccOf<T>>(raw, i));
       } else {
-        row[place] = element_of<T>(raw, i);
+        to[i] = element_of<T>(raw, i);
       }
     }
   };
