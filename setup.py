@@ -49,7 +49,8 @@ CUDA_SOURCES = (
     "csrc/device/cuda/problem.cu",
     "csrc/logits/cuda_token_logprobs.cu",
 )
-CUDA_ARCHS = "8.0 9.0 10.0+PTX"
+# PTX of 10.0 is for 11.0, which runs no code of 12.0.
+CUDA_ARCHS = "8.0 9.0 10.0+PTX 12.0+PTX"
 # No -ffast-math: it folds the rounding trick of exp_series.h away, and the result is wrong.
 MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 X86_FLAGS = {

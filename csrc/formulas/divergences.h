@@ -21,11 +21,14 @@
 
 #include <cmath>
 
+#include "formulas/jsd_fit.h"
 #include "formulas/passes.h"
 #include "math/log_series.h"
 
 namespace klfast::divergences {
 
+using math::Base;
+using math::kNats;
 using math::Range;
 
 // The origins of a row under each model: half its greatest logit, or 0 where that is near 0. With
@@ -54,12 +57,21 @@ KLFAST_HOST_DEVICE Acc placed(Acc x, Acc unit, Acc origin) {
 }
 
 // The log-prob of a word; `scale` as the sums took it, before the unit.
+template <Base base = Base::kE>
 KLFAST_HOST_DEVICE double log_prob(double x, double scale, double unit, double origin, double lse) {
-  return placed(x, unit, origin) * (scale / unit) - lse;
+  return (placed(x, unit, origin) * (scale / unit) - lse) * kNats<base>;
 }
 
-// A guess in the arithmetic's type. Placed logits are multiplied by scale = 1 / temperature / unit.
-template <typename Acc>
+// What an inverse temperature becomes in the sums: in the base's unit, and rounded.
+template <typename Acc, Base base = Base::kE>
+KLFAST_HOST_DEVICE double rounded_scale(double inverse_temperature) {
+  return static_cast<double>(static_cast<Acc>(inverse_temperature / kNats<base>));
+}
+
+// A guess in the arithmetic's type. Placed logits are multiplied by scale = 1 / temperature / unit,
+// over the nats of the base. In base 2 that one factor serves the exponentials and the log-ratios,
+// so that both round it alike; the log-sum-exps, too, are in bits.
+template <typename Acc, Base base = Base::kE>
 struct Guess {
   Acc scale;
   Acc first;  // m
@@ -73,17 +85,18 @@ struct Guess {
 };
 
 // c, as the parts of a guess add up to it.
-template <typename Acc>
-KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc>& guess) {
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc, base>& guess) {
   const Acc offset = guess.second_offset - guess.first_offset;
   return static_cast<double>(offset) * static_cast<double>(guess.scale) +
          static_cast<double>(guess.ratio);
 }
 
-template <typename Acc>
-KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio) {
-  Guess<Acc> guess;
-  guess.scale = static_cast<Acc>(scale);
+// `scale` is in nats, m and c are in the base's unit.
+template <typename Acc, Base base = Base::kE>
+KLFAST_HOST_DEVICE Guess<Acc, base> guess_of(double scale, double first, double ratio) {
+  Guess<Acc, base> guess;
+  guess.scale = static_cast<Acc>(scale / kNats<base>);
   guess.first = static_cast<Acc>(first);
   const double own_scale = guess.scale;
   const double apart = ratio / own_scale;
@@ -100,15 +113,15 @@ KLFAST_HOST_DEVICE Guess<Acc> guess_of(double scale, double first, double ratio)
 }
 
 // A guess from the greatest logits.
-template <typename Acc>
-KLFAST_HOST_DEVICE Guess<Acc> guess_of_greatest(double scale, const Origins& origins, double first,
-                                                double second) {
+template <typename Acc, Base base = Base::kE>
+KLFAST_HOST_DEVICE Guess<Acc, base> guess_of_greatest(double scale, const Origins& origins,
+                                                      double first, double second) {
   const double unit = unit_of(origins);
-  const double own_scale = static_cast<Acc>(scale / unit);
+  const double own_scale = rounded_scale<Acc, base>(scale / unit);
   const double top = placed(first, unit, origins.first);
   const double other_top = placed(second, unit, origins.second);
   // The ratio of equal models is exactly 0, whether or not the compiler fuses.
-  return guess_of<Acc>(scale / unit, top * own_scale, (other_top - top) * own_scale);
+  return guess_of<Acc, base>(scale / unit, top * own_scale, (other_top - top) * own_scale);
 }
 
 // A word's terms of the sums of one model.
@@ -131,48 +144,76 @@ template <typename Acc>
 struct Pair {
   Acc mass;    // w
   Acc spread;  // w (e^u' - 1 - u')
-  Acc slope;   // w u'
+  Acc slope;   // w u', in nats
   Acc other;   // e^(y - m - c); 0 from kNear, where it is the sum of the three above
   // 1 where q is 0 and p is not: the row's KL is infinite.
   typename math::Constants<Acc>::Bits excluded;
 };
 
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc, base>& guess) {
   return math::fma((y - guess.second_offset) - (x - guess.first_offset), guess.scale, -guess.ratio);
 }
 
-// e^(x - m) and e^(y - m - c).
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc first_term(Acc x, const Guess<Acc>& guess) {
-  return math::exp_term(math::fma(x, guess.scale, -guess.first));
-}
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc second_term(Acc y, const Guess<Acc>& guess) {
-  return math::exp_term(math::fma(y, guess.scale, -guess.second) - guess.second_rest);
+// Half of it, which is exact.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc half_log_ratio(Acc x, Acc y, const Guess<Acc, base>& guess) {
+  constexpr Acc half = Acc(0.5);
+  return math::fma((y - guess.second_offset) - (x - guess.first_offset), half * guess.scale,
+                   -half * guess.ratio);
 }
 
-// kNear promises |u'| <= 1.
-template <Range range, typename Acc>
-KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc>& guess) {
+// The log-ratio in nats, also where it has more bits than Acc has numbers for.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc log_ratio_in_nats(Acc x, Acc y, const Guess<Acc, base>& guess) {
+  if constexpr (base == Base::kE) return log_ratio(x, y, guess);
+  return Acc(2 * kNats<base>) * half_log_ratio(x, y, guess);
+}
+
+// e^(x - m) and e^(y - m - c).
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc first_term(Acc x, const Guess<Acc, base>& guess) {
+  return math::exp_term<base>(math::fma(x, guess.scale, -guess.first));
+}
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc second_term(Acc y, const Guess<Acc, base>& guess) {
+  return math::exp_term<base>(math::fma(y, guess.scale, -guess.second) - guess.second_rest);
+}
+
+// A number of the base's units in nats.
+template <Base base, typename Acc>
+KLFAST_HOST_DEVICE Acc nats(Acc units) {
+  if constexpr (base == Base::kE) return units;
+  return units * Acc(kNats<base>);
+}
+
+// e^u - 1 - u, for |u| of at most 1 nat.
+template <Base base, typename Acc>
+KLFAST_HOST_DEVICE Acc near_tail(Acc u) {
+  return u * u * math::series<base>(u);
+}
+
+// kNear promises |u'| of at most 1 nat.
+template <Range range, typename Acc, Base base>
+KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc, base>& guess) {
   using math::select;
   const Acc u = log_ratio(x, y, guess);
   const Acc mass = first_term(x, guess);
   if constexpr (range == Range::kNear) {
-    return {mass, mass * math::expm1_minus_argument<Range::kNear>(u), mass * u, 0, 0};
+    return {mass, mass * near_tail<base>(u), mass * nats<base>(u), 0, 0};
   }
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const bool near = math::is_near(u);
+  const bool near = math::is_near<base>(u);
   const Acc near_u = select(near, u, Acc(0));
   const Acc other = second_term(y, guess);
   // A word with p = q = 0 has u = NaN, and adds nothing. A NaN logit reaches `mass` or `other`.
   const bool nobody = (x == -infinity) & (y == -infinity);
   const bool excluded = (y == -infinity) & (x > -infinity);
   constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times that is 0
-  const Acc slope = mass * select(nobody | excluded, Acc(0), math::clamp(u, -largest, largest));
+  const Acc held = math::clamp(log_ratio_in_nats(x, y, guess), -largest, largest);
+  const Acc slope = mass * select(nobody | excluded, Acc(0), held);
   const Acc far_spread = (other - mass) - slope;
-  return {mass, select(near, mass * math::expm1_minus_argument<Range::kNear>(near_u), far_spread),
-          slope, other, excluded};
+  return {mass, select(near, mass * near_tail<base>(near_u), far_spread), slope, other, excluded};
 }
 
 // The sums over the words of a row.
@@ -190,7 +231,7 @@ KLFAST_HOST_DEVICE PairSums add(const PairSums& near, const PairSums& far) {
           (near.mass + near.spread + near.slope) + far.other, far.excluded};
 }
 
-// The results of a row of two models.
+// The results of a row of two models. lse and shift are in the unit of the guess.
 struct PairRow {
   double kl;
   double lse;    // of x
@@ -202,8 +243,8 @@ struct PairRow {
 // A row that has a NaN, or no finite logit.
 KLFAST_HOST_DEVICE PairRow nan_row() { return {NAN, NAN, NAN, passes::Verdict::kUseless, {}}; }
 
-template <typename Acc>
-KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc, base>& guess,
                                   const Origins& origins) {
   constexpr double kCancellation = 16;  // roundings: 2e-6 in fp32 even if all point one way
   const double a = (sums.spread + sums.slope) / sums.mass;
@@ -223,15 +264,45 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc>& guess,
   // Acc's range.
   const bool is_useless = row.verdict == passes::Verdict::kUseless;
   if (!is_useless && (sums.excluded || kl != kl)) row.kl = INFINITY;
-  row.lse = static_cast<double>(guess.first) + std::log(sums.mass);
-  row.shift = ratio_of(guess) + log_total;
+  row.lse = static_cast<double>(guess.first) + std::log(sums.mass) / kNats<base>;
+  row.shift = ratio_of(guess) + log_total / kNats<base>;
   return row;
 }
 
+// The same from the two masses alone, without a KL: the sums of e^(x - m) and e^(y - second).
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE PairRow row_of_masses(double mass, double other, const Guess<Acc, base>& guess,
+                                         const Origins& origins) {
+  PairRow row = nan_row();
+  const double total = other / mass;
+  row.origins = origins;
+  row.verdict = passes::verdict_of(mass, total, false);
+  row.lse = static_cast<double>(guess.first) + std::log(mass) / kNats<base>;
+  const double apart = static_cast<double>(guess.second) - static_cast<double>(guess.first);
+  row.shift = apart + std::log(total) / kNats<base>;
+  return row;
+}
+
+// e^x of a small x, which may be large where logits are.
+template <Base base>
+KLFAST_HOST_DEVICE double exp_of_rest(double x) {
+  if constexpr (base == Base::kTwo) {  // one thread computes it while others wait
+    if (std::fabs(x) < 1e-4) return 1 + x * (1 + x * (0.5 + x * (1.0 / 6)));
+  }
+  return std::exp(x);
+}
+
 // The factor of every probability that makes good the rounding of lse to a guess.
-template <typename Acc>
-KLFAST_HOST_DEVICE double rest_of(const Guess<Acc>& exact, double lse) {
-  return std::exp(static_cast<double>(exact.first) - lse);
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE double rest_of(const Guess<Acc, base>& exact, double lse) {
+  return exp_of_rest<base>(nats<base>(static_cast<double>(exact.first) - lse));
+}
+
+// The further factor of the second model's. In base 2 alone, where the ratio's rounding is coarser.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double shift) {
+  if constexpr (base == Base::kE) return 1;
+  return exp_of_rest<base>(nats<base>(ratio_of(exact) - shift));
 }
 
 // A word's term of JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b <= 1/2. For
@@ -263,8 +334,9 @@ KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
   return {static_cast<Acc>(swaps ? 1 - b : b), static_cast<Acc>(swaps ? b : 1 - b), swaps};
 }
 
-template <typename Acc>
-KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc>& exact,
+// Without kMayBeNear the word's |u| must be more than 1 nat.
+template <bool kMayBeNear = true, typename Acc, Base base>
+KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc, base>& exact,
                                             const Mixture<Acc>& mixture) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
@@ -273,10 +345,10 @@ KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc>& exac
   const bool swaps = mixture.swaps;
   const Acc front = select(swaps, q, p);
   const Acc back = select(swaps, p, q);
-  const Acc ratio = log_ratio(x, y, exact);
+  const Acc ratio = nats<base>(log_ratio(x, y, exact));
   // Beyond 80 nats the smaller of p and q adds nothing, and the logarithm has its limit.
   const Acc u = math::clamp(select(swaps, -ratio, ratio), Acc(-80), Acc(80));
-  const bool near = math::is_near(u);
+  const bool near = kMayBeNear && math::is_near(u);
   const Acc near_u = select(near, u, Acc(0));
   const Acc tail = math::expm1_minus_argument<Range::kNear>(near_u);
   const Acc em1 = select(near, near_u + tail, math::exp_term(u) - Acc(1));
@@ -296,6 +368,40 @@ KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc>& exac
           select(nobody, Acc(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
+// The same in base 2 from the polynomials of a launch (jsd_fit.h), where the word is near. Its bits
+// do not depend on whether the words beside it are near, too: jsd_fit.h's terms are all that a chunk
+// of near words takes.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE JsdWord<Acc> device_jsd_word_of(Acc x, Acc y, const Guess<Acc, base>& exact,
+                                                   const Mixture<Acc>& mixture, const JsdFit& fit) {
+  using math::select;
+  if constexpr (base == Base::kE) {
+    return jsd_word_of(x, y, exact, mixture);
+  } else {
+    const JsdWord<Acc> far = jsd_word_of<false>(x, y, exact, mixture);
+    const Acc ratio = log_ratio(x, y, exact);
+    const bool near = math::is_near<base>(ratio);
+    const Acc u = select(near, ratio, Acc(0));
+    return {select(near, far.p * u * (u * polynomial(fit.value, u)), far.value), far.p, far.q,
+            select(near, u * polynomial(fit.log_m_over_p, u), far.log_m_over_p),
+            select(near, u * polynomial(fit.log_q_over_m, u), far.log_q_over_m)};
+  }
+}
+
+// A row's JSD from its sums over a guess of the shift that is off by e, as far as that shows. `sum`
+// is the sum of the terms, `slope` the mean under p of log(m / p): where all u are small,
+//   sum = JSD + b (1 - b) e^2 / 2,    slope = b e - b / (1 - b) sum.
+// What is left of nothing but rounding is 0.
+KLFAST_HOST_DEVICE double without_offset(double sum, double slope, double b) {
+  constexpr double kSmall = 1e-7;      // mean of u^2, beyond which e^2 does not show
+  constexpr double kRounding = 4e-6;
+  const double half_square = sum / (b * (1 - b));
+  if (!(2 * half_square < kSmall)) return sum;
+  const double offset = slope / b + b * half_square;
+  const double rest = half_square - 0.5 * offset * offset;
+  return rest > kRounding * half_square ? b * (1 - b) * rest : 0;
+}
+
 // A row's JSD: its sum, limited to [0, entropy of the weights], which rounding may have left. NaN
 // stays.
 KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
@@ -305,11 +411,11 @@ KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
 }
 
 // The constants of a row's gradients, computed once a row.
-template <typename Acc>
+template <typename Acc, Base base = Base::kE>
 struct RowGradient {
-  Guess<Acc> exact;
+  Guess<Acc, base> exact;
   Mixture<Acc> mixture;
-  Acc first;
+  Acc first;  // over KL's u in the base's unit
   Acc first_constant;
   Acc second;
   Acc second_constant;
@@ -328,28 +434,28 @@ struct RowState {
   double grad_ref_logprob;
 };
 
-template <typename Acc>
-KLFAST_HOST_DEVICE RowGradient<Acc> gradient_of(bool is_kl, double scale, double beta,
-                                                const RowState& row) {
-  const Guess<Acc> exact = guess_of<Acc>(scale / unit_of(row.origins), row.lse, row.shift);
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Acc, base>& exact,
+                                                      double beta, const RowState& row) {
   const double rest = rest_of(exact, row.lse);
+  const double second_rest = rest * rest_of_second(exact, row.shift);
   const double g = row.grad;
   if (is_kl) {
     const double mean = g == 0 ? 0 : g * row.value;  // the value may be infinite
     return {exact,
             mixture_of<Acc>(beta),
-            static_cast<Acc>(g * rest),
+            static_cast<Acc>(nats<base>(g * rest)),
             static_cast<Acc>((mean + row.grad_logprob) * rest),
             static_cast<Acc>(g * rest),
-            static_cast<Acc>(row.grad_ref_logprob * rest)};
+            static_cast<Acc>(row.grad_ref_logprob * second_rest)};
   }
   const double other_slope = (row.value + (1 - beta) * row.slope) / beta;  // under q, of log(q / m)
   return {exact,
           mixture_of<Acc>(beta),
           static_cast<Acc>((1 - beta) * g * rest),
           static_cast<Acc>((row.grad_logprob - (1 - beta) * g * row.slope) * rest),
-          static_cast<Acc>(beta * g * rest),
-          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * rest)};
+          static_cast<Acc>(beta * g * second_rest),
+          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * second_rest)};
 }
 
 // The gradients of a word's logits, but for the target's own addition. A word without probability
@@ -360,27 +466,58 @@ struct WordGradients {
   Acc second;
 };
 
-template <typename Acc>
-KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
+// KL's, where u is finite.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc kl_gradient_of_first(Acc p, Acc u, const RowGradient<Acc, base>& row) {
+  const Acc slope = math::fma(row.first, u, row.first_constant);
+  if constexpr (base == Base::kE) return -p * slope;
+  return math::fma(-p, slope, Acc(0));  // +0 rather than -0, as where p is 0 and not multiplied
+}
+
+// The same bits, also where u has more bits than Acc has numbers for.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc kl_gradient_of_first(Acc p, Acc x, Acc y, Acc u,
+                                            const RowGradient<Acc, base>& row) {
+  if constexpr (base == Base::kE) {
+    return kl_gradient_of_first(p, u, row);
+  } else {
+    const Acc half = math::select(row.first == Acc(0), Acc(0), half_log_ratio(x, y, row.exact));
+    return math::fma(-p, math::fma(2 * row.first, half, row.first_constant), Acc(0));
+  }
+}
+
+// KL's, where |u| is at most 1 nat.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc near_difference(Acc p, Acc u) {  // q - p
+  return p * (nats<base>(u) + near_tail<base>(u));
+}
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc kl_gradient_of_second(Acc difference, Acc q,
+                                             const RowGradient<Acc, base>& row) {
+  return math::fma(row.second, difference, -row.second_constant * q);
+}
+
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y,
+                                                   const RowGradient<Acc, base>& row) {
   using math::select;
-  const Guess<Acc>& exact = row.exact;
+  const Guess<Acc, base>& exact = row.exact;
   // An incoming gradient of 0 must not meet an infinite ratio, which would make NaN.
   const Acc u = select(row.first == Acc(0), Acc(0), log_ratio(x, y, exact));
-  const bool near = math::is_near(u);
+  const bool near = math::is_near<base>(u);
   const Acc near_u = select(near, u, Acc(0));
   const Acc p = first_term(x, exact);
   const Acc q = second_term(y, exact);
-  const Acc near_difference = p * (near_u + math::expm1_minus_argument<Range::kNear>(near_u));
-  const Acc difference = select(near, near_difference, q - p);
-  return {select(p == Acc(0), Acc(0), -p * math::fma(row.first, u, row.first_constant)),
-          math::fma(row.second, difference, -row.second_constant * q)};
+  const Acc difference = select(near, near_difference<Acc, base>(p, near_u), q - p);
+  return {select(p == Acc(0), Acc(0), kl_gradient_of_first(p, x, y, u, row)),
+          kl_gradient_of_second(difference, q, row)};
 }
 
-template <typename Acc>
-KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(Acc x, Acc y, const RowGradient<Acc>& row) {
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(const JsdWord<Acc>& word, Acc x, Acc y,
+                                                    const RowGradient<Acc, base>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const JsdWord<Acc> word = jsd_word_of(x, y, row.exact, row.mixture);
   const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
   return {select(x == -infinity, Acc(0), -word.p * first),

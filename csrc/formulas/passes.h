@@ -10,8 +10,10 @@
 //            the greatest logit of the whole row.
 // A row so takes one pass as a rule, and at most four.
 //
-// The CPU and CUDA kernels over logits all follow this rule. The Triton kernels have a rule of
-// their own (klfast/backends/triton/logits_kernels.py).
+// The CPU's kernels over logits and CUDA's over two models follow this rule. CUDA's over one model
+// raise a guess where it is too low, and read a row again only if a sum is not usable
+// (logits/cuda_token_sums.h). The Triton kernels have a rule of their own
+// (klfast/backends/triton/logits_kernels.py).
 
 #pragma once
 

@@ -25,8 +25,9 @@ struct LogitsShape {
 
   KLFAST_HOST_DEVICE int64_t rows() const { return outer * inner; }
 
-  // The start of a row, in elements.
+  // The start of a row, in elements. Rows of one batch take no division.
   KLFAST_HOST_DEVICE int64_t offset(const Logits& logits, int64_t row) const {
+    if (outer == 1) return row * logits.inner_stride;
     return row / inner * logits.outer_stride + row % inner * logits.inner_stride;
   }
 };

@@ -465,7 +465,9 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const double unit = divergences::unit_of(state.origins);
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
-  const RowGradient<Acc> row = divergences::gradient_of<Acc>(is_kl, in.scale(), call.beta, state);
+  const RowGradient<Acc> row = divergences::gradient_of(
+      is_kl, divergences::guess_of<Acc>(in.scale() / unit, state.lse, state.shift), call.beta,
+      state);
   alignas(64)
       Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
   for (int64_t start = 0; start < words; start += kTileWords) {
@@ -479,7 +481,9 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
     for (int64_t i = 0; i < tile.padded; ++i) {
       const divergences::WordGradients<Acc> grads =
           is_kl ? divergences::kl_gradients(first[i], second[i], row)
-                : divergences::jsd_gradients(first[i], second[i], row);
+                : divergences::jsd_gradients(divergences::jsd_word_of(first[i], second[i],
+                                                                      row.exact, row.mixture),
+                                             first[i], second[i], row);
       if constexpr (kFirst) to_first[i] = grads.first;
       if constexpr (kSecond) to_second[i] = grads.second;
     }

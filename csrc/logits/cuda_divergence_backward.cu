@@ -13,6 +13,7 @@ using divergences::RowState;
 struct BackwardTask {
   DivergenceBackward call;
   PiecePlan plan;
+  divergences::JsdFit fit;
 };
 
 template <typename Acc>
@@ -38,30 +39,34 @@ __global__ void __launch_bounds__(kPieceThreads,
   const RowInputs& in = call.in.in;
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
-  GradientPart<T, 2> part =
-      gradient_part<T>(call.in, call.grad_first, call.grad_second, index, place, nullptr);
   if (!in.keeps(index)) {
-    write_zeros(call.grad_first, part.index, part.size);
-    write_zeros(call.grad_second, part.index, part.size);
+    const int64_t first = index * in.shape.words + place.begin;
+    write_zeros(call.grad_first, first, place.size);
+    write_zeros(call.grad_second, first, place.size);
     return;
   }
-  __shared__ RowGradient<Acc> row;
+  __shared__ RowGradient<Acc, kBase<Acc>> row;
   __shared__ Frame<Acc, 2> frame;
   __shared__ Acc target_gradient[2];
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
-    row = divergences::gradient_of<Acc>(divergence == Divergence::kKl, in.scale(), call.in.beta,
-                                        state);
+    const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
+        in.scale() / divergences::unit_of(state.origins), state.lse, state.shift);
+    row = divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state);
     frame = Frame<Acc, 2>::of(state.origins);
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
   }
   __syncthreads();
-  part.frame = frame.if_any();
-  part.target = target_in(in, index, place);
-  part.target_gradient[0] = target_gradient[0];
-  part.target_gradient[1] = target_gradient[1];
-  write_gradients<Memory::kReadOnly, divergence>(part, row);
+  const auto part_at = [&](int64_t zero) {
+    auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero, place,
+                                 frame.if_any());
+    part.target = target_in(in, index + zero, place);
+    part.target_gradient[0] = target_gradient[0];
+    part.target_gradient[1] = target_gradient[1];
+    return part;
+  };
+  write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, row, task.fit);
 }
 
 template <typename T, Divergence divergence>
@@ -75,7 +80,7 @@ void launch_backward(BackwardTask task, void* stream) {
 
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
-  const BackwardTask task = {call, {}};
+  const BackwardTask task = {call, {}, fit_of(call.in)};
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

@@ -7,16 +7,19 @@
 
 #include "logits/cuda.h"
 #include "logits/cuda_divergence_gradients.h"
+#include "logits/cuda_pairs.h"
 #include "logits/cuda_team.h"
 
 namespace klfast::cuda {
 namespace {
 
-using divergences::Guess;
+using divergences::JsdFit;
 using divergences::Mixture;
 using divergences::Origins;
 using divergences::PairRow;
 using divergences::RowGradient;
+using math::Base;
+using math::kNats;
 using math::Range;
 using passes::Step;
 using passes::Verdict;
@@ -24,6 +27,7 @@ using passes::Verdict;
 struct ForwardTask {
   DivergenceForward call;
   RowPlan plan;
+  JsdFit fit;
 };
 
 // The shared memory of a block: written by its first thread, read by all.
@@ -31,142 +35,193 @@ template <typename Acc>
 struct Shared {
   Exchange exchange;
   PairRow row;
-  Guess<Acc> guess;
+  GuessOf<Acc> guess;
   Frame<Acc, 2> frame;
   Step step;
-  RowGradient<Acc> gradient;
+  RowGradient<Acc, kBase<Acc>> gradient;
 };
 
 // The threads of a block: as many as leave two blocks on a processor the registers that they need.
-template <Divergence divergence, bool kStages>
-constexpr int kThreads = divergence == Divergence::kJsd ? 320 : (kStages ? 384 : 448);
+template <Divergence divergence>
+constexpr int kThreads = divergence == Divergence::kJsd ? 320 : 384;
 
 constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
 
-// A thread's sums over a chunk or a group of chunks. The sums over all its words are in double.
+// The greatest |u| of near chunks: negative for rows that have none.
 template <typename Acc>
-struct Lane {
-  Acc mass = 0;
-  Acc spread = 0;
-  Acc slope = 0;
-  Acc other = 0;
-
-  __device__ __forceinline__ void add(const Lane& part) {
-    mass += part.mass;
-    spread += part.spread;
-    slope += part.slope;
-    other += part.other;
-  }
-};
-
-template <typename Acc, int W>
-__device__ __forceinline__ Lane<Acc> sum_chunk(const Chunk<Acc, W>& first,
-                                               const Chunk<Acc, W>& second, const Guess<Acc>& guess,
-                                               bool& excluded) {
-  Lane<Acc> sums;
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    const auto pair =
-        divergences::pair_of<Range::kAnywhere>(first.element[i], second.element[i], guess);
-    sums.add({pair.mass, pair.spread, pair.slope, pair.other});
-    excluded = excluded || pair.excluded != 0;
-  }
-  return sums;
-}
-
-// divergences::log_ratio for a guess without offsets.
-template <typename Acc>
-__device__ __forceinline__ Acc plain_log_ratio(Acc x, Acc y, const Guess<Acc>& guess) {
-  return math::fma(y - x, guess.scale, -guess.ratio);
-}
-
-// Whether a word of the chunk is out of sum_near_chunk's range.
-template <typename Acc, int W>
-__device__ __forceinline__ bool is_far(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
-                                       const Guess<Acc>& guess) {
-  bool far = guess.first_offset != guess.second_offset;
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    far |= !math::is_near(plain_log_ratio(first.element[i], second.element[i], guess));
-  }
-  return far;
-}
-
-// The sums of a chunk whose words are all near, in fewer instructions: in w (e^u - 1 - u)
-// = (w u) (u q(u)) the first factor is the slope.
-template <typename Acc, int W>
-__device__ __forceinline__ Lane<Acc> sum_near_chunk(const Chunk<Acc, W>& first,
-                                                    const Chunk<Acc, W>& second,
-                                                    const Guess<Acc>& guess) {
-  Lane<Acc> sums;
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    const Acc u = plain_log_ratio(first.element[i], second.element[i], guess);
-    const Acc mass = divergences::first_term(first.element[i], guess);
-    const Acc slope = mass * u;
-    sums.mass += mass;
-    sums.slope += slope;
-    sums.spread = math::fma(slope, u * math::series(u), sums.spread);
-  }
-  sums.other = (sums.mass + sums.spread) + sums.slope;
-  return sums;
+__device__ __forceinline__ Acc near_limit(const Shared<Acc>& shared) {
+  const bool is_plain = !has_offset(shared.guess) && shared.frame.if_any() == nullptr;
+  return is_plain ? Acc(1 / kNats<kBase<Acc>>) : Acc(-1);
 }
 
 enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
 
-// All lanes of a warp take the same branch. Their own words alone decide which, so that a row's
-// sums depend on nothing else.
-template <typename Rows, typename Acc>
-__device__ __forceinline__ void sum_pairs(const Rows& rows, const Guess<Acc>& guess,
-                                          const Frame<Acc, 2>* frame, double (&sums)[kFields]) {
-  Lane<Acc> lane;
-  bool excluded = false;
+// A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
+// w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide,
+// so that a row's sums depend on nothing else.
+template <typename T>
+struct PairTotals {
+  using Acc = AccOf<T>;
+  static constexpr Base base = kBase<Acc>;
+  using Words = Converted<T, 2>;
+  using Near = LogRatios<Acc, kChunk<T>>;
+
+  const Shared<Acc>& shared;
+  const GuessOf<Acc> guess = shared.guess;
+  const Acc limit = near_limit(shared);
+  Acc mass = 0, spread = 0;  // of near chunks, since the last flush
+  Acc slope = 0;             // in the base's unit
+  double totals[kExcluded] = {};
+  bool is_excluded = false;
+
+  __device__ __forceinline__ Near near_of(const Words& words) const {
+    return Near(words.of[0], words.of[1], guess, limit);
+  }
+  __device__ __forceinline__ void add_near(const Words& words, const Near& u) {
 #pragma unroll
-  for (int i = 0; i < kFields; ++i) sums[i] = 0;
-  const auto add = [&](auto words) {
-    place_words<typename Rows::Type>(words, frame);
-    const auto& first = words.of[0];
-    const auto& second = words.of[1];
-    if (__any_sync(0xffffffffu, is_far(first, second, guess))) {
-      lane.add(sum_chunk(first, second, guess, excluded));
-    } else {
-      lane.add(sum_near_chunk(first, second, guess));
+    for (int i = 0; i < kChunk<T>; ++i) {
+      const Acc p = divergences::first_term(words.of[0].element[i], guess);
+      const Acc product = p * u.of[i];
+      mass += p;
+      slope += product;
+      spread = math::fma(product, u.of[i] * math::series<base>(u.of[i]), spread);
     }
+  }
+  // What this needs of the shared memory is not held in registers.
+  __device__ __forceinline__ void add_far(Words words) {
+    const GuessOf<Acc> guess = opaque(&shared.guess);
+    place_words<T>(words, opaque(&shared.frame).if_any());
+    divergences::Pair<Acc> sum = {};
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      const auto pair = divergences::pair_of<Range::kAnywhere>(words.of[0].element[i],
+                                                               words.of[1].element[i], guess);
+      sum.mass += pair.mass;
+      sum.spread += pair.spread;
+      sum.slope += pair.slope;
+      sum.other += pair.other;
+      is_excluded = is_excluded || pair.excluded != 0;
+    }
+    add(sum.mass, sum.spread, sum.slope, sum.other);
+  }
+  __device__ __forceinline__ void flush() {
+    const Acc in_nats = divergences::nats<base>(slope);
+    add(mass, spread, in_nats, (mass + spread) + in_nats);
+    mass = spread = slope = 0;
+  }
+  __device__ __forceinline__ void store(double (&sums)[kFields]) const {
+#pragma unroll
+    for (int i = 0; i < kExcluded; ++i) sums[i] = totals[i];
+    sums[kExcluded] = is_excluded ? 1 : 0;
+  }
+
+ private:
+  __device__ __forceinline__ void add(Acc mass, Acc spread, Acc slope, Acc other) {
+    totals[kMass] += mass;
+    totals[kSpread] += spread;
+    totals[kSlope] += slope;
+    totals[kOther] += other;
+  }
+};
+
+// Two sums of a thread, flushed to double.
+template <typename Acc>
+struct TwoTotals {
+  Acc sums[2] = {};
+  double totals[2] = {};
+
+  __device__ __forceinline__ void flush() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      totals[i] += sums[i];
+      sums[i] = 0;
+    }
+  }
+};
+
+// The sums of e^(x - m) and e^(y - second): all that a JSD needs of the passes before its own. Far
+// chunks are those that must be placed.
+template <typename T>
+struct MassTotals : TwoTotals<AccOf<T>> {
+  using Acc = AccOf<T>;
+  using Words = Converted<T, 2>;
+  struct Near {
+    Acc sums[2];
+    bool are_near;
   };
-  for_each_round<4>(rows, rows.rounds.some, add, [&] {
-    sums[kMass] += lane.mass;
-    sums[kSpread] += lane.spread;
-    sums[kSlope] += lane.slope;
-    sums[kOther] += lane.other;
-    lane = {};
-  });
-  sums[kExcluded] = excluded ? 1 : 0;
-}
+
+  const Shared<Acc>& shared;
+  const GuessOf<Acc> guess = shared.guess;
+  const bool is_placed = shared.frame.if_any() == nullptr;
+
+  __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
+
+  // The vote says what each lane knows. It keeps the load of the next chunk behind the conversion
+  // of this one, whose registers it takes.
+  __device__ __forceinline__ Near near_of(const Words& words) const {
+    Near near = {};
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      near.sums[0] += divergences::first_term(words.of[0].element[i], guess);
+      near.sums[1] +=
+          math::exp_term<kBase<Acc>>(math::fma(words.of[1].element[i], guess.scale, -guess.second));
+    }
+    near.are_near = !__any_sync(0xffffffffu, !is_placed);
+    return near;
+  }
+  __device__ __forceinline__ void add_near(const Words&, const Near& near) {
+    this->sums[0] += near.sums[0];
+    this->sums[1] += near.sums[1];
+  }
+  __device__ __forceinline__ void add_far(Words words) {
+    place_words<T>(words, &shared.frame);
+    add_near(words, near_of(words));
+  }
+};
 
 // The sums of a row's JSD and of its slope, but for the factor rest_of().
-template <typename Rows, typename Acc>
-__device__ __forceinline__ void sum_jsd(const Rows& rows, const Guess<Acc>& exact,
-                                        const Mixture<Acc>& mixture, const Frame<Acc, 2>* frame,
-                                        double (&sums)[2]) {
-  Acc value = 0;
-  Acc slope = 0;
-  sums[0] = sums[1] = 0;
-  const auto add = [&](auto words) {
-    place_words<typename Rows::Type>(words, frame);
+template <typename T>
+struct JsdTotals : TwoTotals<AccOf<T>> {
+  using Acc = AccOf<T>;
+  static constexpr Base base = kBase<Acc>;
+  using Words = Converted<T, 2>;
+  using Near = LogRatios<Acc, kChunk<T>>;
+
+  const Shared<Acc>& shared;
+  const double beta;
+  const JsdFit& fit;
+  const GuessOf<Acc> exact = shared.guess;
+  const Acc limit = base == Base::kTwo ? near_limit(shared) : Acc(-1);
+
+  __device__ __forceinline__ JsdTotals(const Shared<Acc>& shared, double beta, const JsdFit& fit)
+      : shared(shared), beta(beta), fit(fit) {}
+
+  __device__ __forceinline__ Near near_of(const Words& words) const {
+    return Near(words.of[0], words.of[1], exact, limit);
+  }
+  __device__ __forceinline__ void add_near(const Words& words, const Near& near) {
 #pragma unroll
-    for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
-      const auto word =
-          divergences::jsd_word_of(words.of[0].element[i], words.of[1].element[i], exact, mixture);
-      value += word.value;
-      slope += word.p * word.log_m_over_p;
+    for (int i = 0; i < kChunk<T>; ++i) {
+      const Acc u = near.of[i];
+      const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
+      this->sums[0] = math::fma(product, u * divergences::polynomial(fit.value, u), this->sums[0]);
+      this->sums[1] =
+          math::fma(product, divergences::polynomial(fit.log_m_over_p, u), this->sums[1]);
     }
-  };
-  for_each_round<4>(rows, rows.rounds.some, add, [&] {
-    sums[0] += value;
-    sums[1] += slope;
-    value = slope = 0;
-  });
-}
+  }
+  __device__ __forceinline__ void add_far(Words words) {
+    const GuessOf<Acc> guess = opaque(&shared.guess);
+    const Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
+    place_words<T>(words, opaque(&shared.frame).if_any());
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      const auto word = divergences::device_jsd_word_of(
+          words.of[0].element[i], words.of[1].element[i], guess, mixture, fit);
+      this->sums[0] += word.value;
+      this->sums[1] += word.p * word.log_m_over_p;
+    }
+  }
+};
 
 // Takes the greatest words as the guess, and chooses the next step. Run by the first thread. Not
 // inlined, like judge_sums: both are long, and run once or twice a row.
@@ -178,7 +233,7 @@ __device__ __noinline__ void judge_greatest(double first, double second, double 
   shared.row = divergences::nan_row();
   if (is_finite) {
     origins = {divergences::origin_of(first, scale), divergences::origin_of(second, scale)};
-    shared.guess = divergences::guess_of_greatest<Acc>(scale, origins, first, second);
+    shared.guess = divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second);
   }
   shared.frame = Frame<Acc, 2>::of(origins);
   shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
@@ -187,19 +242,29 @@ __device__ __noinline__ void judge_greatest(double first, double second, double 
 // Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
 // first thread.
 template <typename Acc>
-__device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
-                                        Shared<Acc>& shared) {
-  const PairRow row = divergences::row_of(sums, shared.guess, shared.row.origins);
+__device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
   shared.row = row;
   const double own_scale = scale / divergences::unit_of(row.origins);
-  shared.guess = divergences::guess_of<Acc>(own_scale, row.lse, row.shift);
+  shared.guess = divergences::guess_of<Acc, kBase<Acc>>(own_scale, row.lse, row.shift);
   shared.step = passes::next_step(shared.step, row.verdict);
 }
+template <typename Acc>
+__device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
+                                        Shared<Acc>& shared) {
+  take_row(divergences::row_of(sums, shared.guess, shared.row.origins), scale, shared);
+}
+template <typename Acc>
+__device__ __noinline__ void judge_masses(double mass, double other, double scale,
+                                          Shared<Acc>& shared) {
+  take_row(divergences::row_of_masses(mass, other, shared.guess, shared.row.origins), scale,
+           shared);
+}
 
-// kl, lse and shift of a row, in shared.row, by the passes of passes.h; lse and shift are also in
-// shared.guess. The scale is read where it is needed: staged, it costs two registers, and 16-bit
-// kernels spill. They also spill where a function decides which kind of pass a step is.
-template <typename Rows, typename Acc>
+// lse and shift of a row, and its KL unless a JSD is wanted, in shared.row, by the passes of
+// passes.h; lse and shift are also in shared.guess. The scale is read where it is needed: staged,
+// it costs two registers, and 16-bit kernels spill. They also spill where a function decides which
+// kind of pass a step is.
+template <Divergence divergence, typename Rows, typename Acc>
 __device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, Team& team,
                                         Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
@@ -211,15 +276,21 @@ __device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, T
       find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
       team.combine<Greatest>(greatest);
       if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
-    } else {
-      const Guess<Acc> guess = shared.guess;
+    } else if constexpr (divergence == Divergence::kKl) {
+      PairTotals<typename Rows::Type> totals = {shared};
+      add_chunks(rows, totals);
       double sums[kFields];
-      sum_pairs(rows, guess, shared.frame.if_any(), sums);
+      totals.store(sums);
       team.combine<Add>(sums);
       if (decides) {
         judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
                    in.scale(), shared);
       }
+    } else {
+      MassTotals<typename Rows::Type> masses(shared);
+      add_chunks(rows, masses);
+      team.combine<Add>(masses.totals);
+      if (decides) judge_masses(masses.totals[0], masses.totals[1], in.scale(), shared);
     }
     __syncthreads();
   }
@@ -234,12 +305,12 @@ __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t
   const int64_t rows = in.shape.rows();
   store_number<Acc>(call.rows, index, value);
   if (in.token_ids != nullptr) {
-    const double scale = static_cast<Acc>(in.scale());
+    const double scale = divergences::rounded_scale<Acc, kBase<Acc>>(in.scale());
     const double unit = divergences::unit_of(row.origins);
-    const double logprob =
-        log_prob(in, call.in.first, first[0], index, scale, unit, row.origins.first, row.lse);
-    const double ref_logprob = log_prob(in, call.in.second, first[1], index, scale, unit,
-                                        row.origins.second, row.lse + row.shift);
+    const double logprob = log_prob<kBase<Acc>>(in, call.in.first, first[0], index, scale, unit,
+                                                row.origins.first, row.lse);
+    const double ref_logprob = log_prob<kBase<Acc>>(in, call.in.second, first[1], index, scale,
+                                                    unit, row.origins.second, row.lse + row.shift);
     store_number<Acc>(call.logprobs, index, logprob);
     store_number<Acc>(call.ref_logprobs, index, ref_logprob);
   }
@@ -276,8 +347,12 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   } else {
     const bool exists = row.lse == row.lse && row.shift == row.shift;
     const double rest = exists ? divergences::rest_of(shared.guess, row.lse) : NAN;
-    jsd = divergences::jsd_of(jsd * rest, call.in.beta);
     slope *= rest;
+    jsd *= rest;
+    if constexpr (kBase<Acc> == Base::kTwo) {
+      jsd = divergences::without_offset(jsd, slope, call.in.beta);
+    }
+    jsd = divergences::jsd_of(jsd, call.in.beta);
   }
   const double value = static_cast<Acc>(jsd);  // rounded, as the backward reads it
   const bool stores = task.plan.rank_of_block() == 0;
@@ -285,8 +360,9 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   if (call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
   const double weight = number_at<Acc>(call.row_weights, index) * scale;
-  shared.gradient = divergences::gradient_of<Acc>(
-      is_kl, scale, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
+  shared.gradient =
+      divergences::gradient_of(is_kl, shared.guess, call.in.beta,
+                               {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
 // Everything but the gradient of a block's part of a row. `rows` loads the part, from memory or
@@ -294,18 +370,19 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
 template <Divergence divergence, typename T, typename Rows, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
                                         const Rows& rows, Team& team, Shared<Acc>& shared) {
-  sum_row(rows, task.call.in.in, team, shared);
+  sum_row<divergence>(rows, task.call.in.in, team, shared);
   double jsd_sums[2] = {};
   if constexpr (divergence == Divergence::kJsd) {
-    const Guess<Acc> exact = shared.guess;
-    sum_jsd(rows, exact, divergences::mixture_of<Acc>(task.call.in.beta), shared.frame.if_any(),
-            jsd_sums);
-    team.combine<Add>(jsd_sums);
+    JsdTotals<T> totals(shared, task.call.in.beta, task.fit);
+    add_chunks(rows, totals);
+    team.combine<Add>(totals.totals);
+    jsd_sums[0] = totals.totals[0];
+    jsd_sums[1] = totals.totals[1];
   }
+  team.leave();  // finish_row reads nothing of other blocks
   if (threadIdx.x == 0) {
     finish_row(task, source.first(0), source.first(1), jsd_sums[0], jsd_sums[1], shared);
   }
-  team.leave();
 }
 
 template <typename T>
@@ -319,7 +396,7 @@ __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in, 
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence, false>, is_any_dtype<T> ? 1 : 2)
+__global__ void __launch_bounds__(kThreads<divergence>, is_any_dtype<T> ? 1 : 2)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceForward& call = task.call;
@@ -351,14 +428,17 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   const auto staged = stage_rows(rows, place.size, memory);
   run_row<divergence>(task, rows, staged, team, shared);
   __syncthreads();
-  const auto part = gradient_part<T>(call.in, call.grad_first, call.grad_second,
-                                     task.plan.row_of_block(), place, shared.frame.if_any());
-  write_gradients<Memory::kShared, divergence>(of_staged(part, staged), shared.gradient);
+  const auto part_at = [&](int64_t zero) {
+    return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
+                                      place, shared.frame.if_any()),
+                     staged);
+  };
+  write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
   team.end();
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence, true>, 2)
+__global__ void __launch_bounds__(kThreads<divergence>, 2)
     divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
   if constexpr (kHasClusters) stage_row<T, divergence>(task);
 }
@@ -379,29 +459,34 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
   divergence_backward(backward, stream);
 }
 
+// A row has the same bits with and without a gradient: a kernel that does not stage it takes the
+// parts of the one that does.
 template <typename T, Divergence divergence>
 void launch_forward(ForwardTask task, void* stream) {
+  constexpr int kMost = kThreads<divergence>;
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
+  const auto reads = divergence_forward_kernel<T, divergence>;
   if constexpr (!is_any_dtype<T>) {
+    const auto stages = divergence_forward_staged_kernel<T, divergence>;
     task.plan =
-        plan_staged(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence, true>, kState, chip);
+        plan_staged(words, kChunk<T>, 2 * sizeof(T), kMost, kState, chip, launchable(stages));
     if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
-      return launch_rows(divergence_forward_staged_kernel<T, divergence>, rows, task.plan.blocks,
-                         task.plan.shared, task, stream);
+      return launch_rows(stages, rows, task.plan.blocks, task.plan.shared, task, stream);
     }
   }
-  task.plan = plan_read(words, kChunk<T>, kThreads<divergence, false>, kState, chip);
-  launch_rows(divergence_forward_kernel<T, divergence>, rows, task.plan.blocks, task.plan.shared,
-              task, stream);
+  task.plan = task.plan.is_staged
+                  ? unstaged(task.plan, kState)
+                  : plan_read(words, kChunk<T>, kMost, kState, chip, launchable(reads));
+  launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
 }
 
 }  // namespace
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
-  const ForwardTask task = {call, {}};
+  const ForwardTask task = {call, {}, fit_of(call.in)};
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

@@ -4,6 +4,7 @@
 
 #include "formulas/divergences.h"
 #include "logits/cuda_gradients.h"
+#include "logits/cuda_pairs.h"
 
 namespace klfast::cuda {
 
@@ -21,6 +22,11 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
     using T = decltype(zero);
     if constexpr (is_floating<T> && !std::is_same_v<T, double>) visit(PairOf<T>());
   });
+}
+
+inline divergences::JsdFit fit_of(const DivergenceInputs& in) {
+  if (in.divergence == Divergence::kKl) return {};
+  return divergences::jsd_fit(in.beta);
 }
 
 // A part of a row without a target token.
@@ -43,16 +49,90 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
           frame};
 }
 
-template <Memory memory, Divergence divergence, typename T>
-__device__ __forceinline__ void write_gradients(const GradientPart<T, 2>& part,
-                                                const divergences::RowGradient<AccOf<T>>& row) {
+// The formulas of cuda_gradients.h for a row.
+template <Divergence divergence, typename T>
+struct PairFormula {
   using Acc = AccOf<T>;
-  write_gradients<T, memory>(part, [&](const Acc(&words)[2], int model) {
-    const auto of_word = divergence == Divergence::kKl
-                             ? divergences::kl_gradients(words[0], words[1], row)
-                             : divergences::jsd_gradients(words[0], words[1], row);
-    return model == 0 ? of_word.first : of_word.second;
-  });
+  static constexpr int W = kChunk<T>;
+  static constexpr bool kIsKl = divergence == Divergence::kKl;
+  static constexpr math::Base kOwnBase = kBase<Acc>;
+  using Words = Converted<T, 2>;
+  using Near = LogRatios<Acc, W>;
+  using Gradient = Chunk<Acc, W>;
+
+  const divergences::RowGradient<Acc, kOwnBase> row;
+  const divergences::JsdFit& fit;
+  Acc limit;  // of |u| in near chunks: negative for rows that have none
+
+  __device__ __forceinline__ PairFormula(const GradientPart<T, 2>& part,
+                                         const divergences::RowGradient<Acc, kOwnBase>& row,
+                                         const divergences::JsdFit& fit)
+      : row(opaque(&row)), fit(fit) {
+    const bool is_plain = part.frame == nullptr && !has_offset(row.exact) &&
+                          std::isfinite(row.first) && std::isfinite(row.first_constant);
+    // KL's gradient of the first model has no other formula for near words.
+    const bool takes_any = kIsKl && part.to[1].data == nullptr;
+    limit = takes_any ? math::Constants<Acc>::kLargest : Acc(1 / math::kNats<kOwnBase>);
+    if (!is_plain || (!kIsKl && kOwnBase == math::Base::kE)) limit = Acc(-1);
+  }
+
+  __device__ __forceinline__ Near near_of(const Words& words, bool may_be) const {
+    return Near(words.of[0], words.of[1], row.exact, limit, may_be);
+  }
+
+  __device__ __forceinline__ void write_near(const Words& words, const Near& u, int model,
+                                             Gradient& gradient) const {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      gradient.element[i] =
+          near_gradient(words.of[0].element[i], words.of[1].element[i], u.of[i], model);
+    }
+  }
+
+  __device__ __forceinline__ void write_any(const Words& words, int model,
+                                            Gradient& gradient) const {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      const auto of_word = any_gradients(words.of[0].element[i], words.of[1].element[i]);
+      gradient.element[i] = model == 0 ? of_word.first : of_word.second;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Acc near_gradient(Acc x, Acc y, Acc u, int model) const {
+    if constexpr (kIsKl) {
+      const Acc p = divergences::first_term(x, row.exact);
+      if (model == 0) return divergences::kl_gradient_of_first(p, u, row);
+      return divergences::kl_gradient_of_second(divergences::near_difference<Acc, kOwnBase>(p, u),
+                                                divergences::second_term(y, row.exact), row);
+    } else if (model == 0) {
+      const Acc log_m_over_p = u * divergences::polynomial(fit.log_m_over_p, u);
+      return -divergences::first_term(x, row.exact) *
+             math::fma(row.first, log_m_over_p, row.first_constant);
+    } else {
+      const Acc log_q_over_m = u * divergences::polynomial(fit.log_q_over_m, u);
+      return divergences::second_term(y, row.exact) *
+             math::fma(row.second, log_q_over_m, -row.second_constant);
+    }
+  }
+
+  __device__ __forceinline__ divergences::WordGradients<Acc> any_gradients(Acc x, Acc y) const {
+    if constexpr (kIsKl) {
+      return divergences::kl_gradients(x, y, row);
+    } else {
+      const auto word = divergences::device_jsd_word_of(x, y, row.exact, row.mixture, fit);
+      return divergences::jsd_gradients(word, x, y, row);
+    }
+  }
+};
+
+// part_at: see cuda_gradients.h.
+template <typename T, Memory memory, Divergence divergence, typename PartAt>
+__device__ __forceinline__ void write_pair_gradients(
+    const PartAt& part_at, const divergences::RowGradient<AccOf<T>, kBase<AccOf<T>>>& row,
+    const divergences::JsdFit& fit) {
+  write_gradients<T, memory>(
+      part_at, [&](const auto& part) { return PairFormula<divergence, T>(part, row, fit); });
 }
 
 }  // namespace klfast::cuda

@@ -13,6 +13,7 @@ namespace klfast::cuda {
 
 template <typename T, int kModels>
 struct GradientPart {
+  static constexpr int kOf = kModels;
   const char* from[kModels];
   DType dtype[kModels];
   int64_t stride[kModels];
@@ -74,15 +75,14 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
                                           int high) {
   const auto store = [&](auto zero) {
     using To = decltype(zero);
-    To* const row = reinterpret_cast<To*>(first);
+    To* const to = reinterpret_cast<To*>(first) + position;
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      const int place = position + i;
-      if (place < low || place >= high) continue;
+      if (i < low - position || i >= high - position) continue;
       if constexpr (is_any_dtype<T>) {
-        row[place] = convert<To>(element_of<AccOf<T>>(raw, i));
+        to[i] = convert<To>(element_of<AccOf<T>>(raw, i));
       } else {
-        row[place] = element_of<T>(raw, i);
+        to[i] = element_of<T>(raw, i);
       }
     }
   };
@@ -119,15 +119,19 @@ __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t in
 
 // The place of the row's target token among this thread's chunks.
 struct Target {
-  int round;  // -1 if another thread has it, or none
-  int place;  // in the chunk
+  int round;          // -1 if another thread has it, or none
+  int place;          // in the chunk
+  int round_of_warp;  // -1 if another warp has it, or none
 
   template <typename T>
   __device__ static Target of(int64_t word) {
     const int64_t round = word / words_of_round<T>();
     const int rest = static_cast<int>(word - round * words_of_round<T>());
-    const bool is_own = word >= 0 && rest / kChunk<T> == static_cast<int>(threadIdx.x);
-    return {is_own ? static_cast<int>(round) : -1, rest % kChunk<T>};
+    const int thread = rest / kChunk<T>;
+    const bool is_own = word >= 0 && thread == static_cast<int>(threadIdx.x);
+    const bool is_of_warp = word >= 0 && thread / kWarp == static_cast<int>(threadIdx.x) / kWarp;
+    return {is_own ? static_cast<int>(round) : -1, rest % kChunk<T>,
+            is_of_warp ? static_cast<int>(round) : -1};
   }
 };
 
@@ -135,6 +139,7 @@ struct Target {
 template <typename T, int kModels>
 struct Smooth {
   bool is_smooth;
+  bool writes[kModels];
   const char* from[kModels];
   char* to[kModels];
 
@@ -146,8 +151,9 @@ struct Smooth {
       from[m] = part.from[m] + beyond * static_cast<int64_t>(sizeof(ElementOf<T>));
       to[m] = static_cast<char*>(part.to[m].data) +
               (part.index + beyond) * static_cast<int64_t>(sizeof(ElementOf<T>));
+      writes[m] = part.to[m].data != nullptr;
       is_smooth = is_smooth && part.stride[m] == 1 && is_aligned(from[m]) &&
-                  (part.to[m].data == nullptr || is_aligned(to[m]));
+                  (!writes[m] || is_aligned(to[m]));
     }
   }
 
@@ -157,45 +163,56 @@ struct Smooth {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       fetch.of[m] = load_aligned<uint32_t, 4, memory>(
-          reinterpret_cast<const uint32_t*>(from[m] + bytes_before(round)));
+          reinterpret_cast<const uint32_t*>(chunk_in_round<memory>(from[m], round)));
     }
     return fetch;
   }
 
   __device__ __forceinline__ void store(int round, int model, const Raw& raw) const {
-    __stcs(reinterpret_cast<uint4*>(to[model] + bytes_before(round)), math::bit_cast<uint4>(raw));
+    __stcs(reinterpret_cast<uint4*>(const_cast<char*>(chunk_in_round(to[model], round))),
+           math::bit_cast<uint4>(raw));
   }
 };
 
-// Writes formula(words, model) for each word and model: the gradient of that model's logit, from
-// the logits of all models, in the arithmetic's type.
+// The lowest `count` bits, of 32.
+__device__ __forceinline__ unsigned bits_below(int count) {
+  return count >= 32 ? ~0u : (1u << count) - 1;
+}
+
+// The chunks of a part: those of a thread start at aligned vectors of the output.
+template <typename T, int kModels>
+struct Chunks {
+  int offset;  // words of the first chunk before the part
+  Rounds rounds;
+  Target target;
+
+  __device__ __forceinline__ explicit Chunks(const GradientPart<T, kModels>& part)
+      : offset(offset_in_memory<T>(part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1],
+                                   part.index)),
+        rounds(rounds_of<T>(offset + part.size)),
+        target(Target::of<T>(part.target >= 0 && part.target < part.size ? part.target + offset
+                                                                         : -1)) {}
+};
+
+// The rounds after `first` whose bits are set: chunks of any alignment, whole or not.
 template <typename T, Memory memory, int kModels, typename Formula>
-__device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& part,
-                                                const Formula& formula) {
-  if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
-  const Output& any = part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1];
-  const int offset = offset_in_memory<T>(any, part.index);
-  const bool has_target = part.target >= 0 && part.target < part.size;
-  const Target target = Target::of<T>(has_target ? part.target + offset : -1);
-  const Rounds rounds = rounds_of<T>(offset + part.size);
-  const Smooth<T, kModels> smooth(part, offset);
+__device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& part, int first,
+                                             unsigned bits, const Formula& formula) {
+  const Chunks<T, kModels> chunks(part);
 #pragma unroll 1
-  for (int round = 0; round < rounds.some; ++round) {
+  for (int round = first; bits != 0; bits >>= 1, ++round) {
+    if ((bits & 1) == 0) continue;
     const int start = static_cast<int>(opaque(start_of_warp<T>()));
+    const bool is_last = round == chunks.rounds.some - 1;
     const Stretch at = {static_cast<int>(opaque(start_of_thread<T>())), start,
-                        start + kWarp * kChunk<T>, round == 0 ? offset : 0,
-                        start + (round == rounds.some - 1 ? rounds.tail : kWarp * kChunk<T>)};
-    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - offset;
-    const bool is_smooth = smooth.is_smooth && at.is_whole();
+                        start + kWarp * kChunk<T>, round == 0 ? chunks.offset : 0,
+                        start + (is_last ? chunks.rounds.tail : kWarp * kChunk<T>)};
+    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - chunks.offset;
     Fetch<kModels> fetch;
-    if (is_smooth) {
-      fetch = smooth.template load<memory>(round);
-    } else {
 #pragma unroll
-      for (int m = 0; m < kModels; ++m) {
-        const int64_t beyond = opaque(base) * part.stride[m] * size_of<T>(part.dtype[m]);
-        fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
-      }
+    for (int m = 0; m < kModels; ++m) {
+      const int64_t beyond = opaque(base) * part.stride[m] * size_of<T>(part.dtype[m]);
+      fetch.of[m] = load_raw<T, memory>(part.from[m] + beyond, part.dtype[m], part.stride[m], at);
     }
     auto words = convert_words<T>(fetch);
     place_words<T>(words, part.frame);
@@ -203,27 +220,69 @@ __device__ __forceinline__ void write_gradients(const GradientPart<T, kModels>& 
     for (int m = 0; m < kModels; ++m) {
       if (part.to[m].data == nullptr) continue;
       Chunk<AccOf<T>, kChunk<T>> gradient;
-#pragma unroll
-      for (int i = 0; i < kChunk<T>; ++i) {
-        AccOf<T> of_word[kModels];
-#pragma unroll
-        for (int n = 0; n < kModels; ++n) of_word[n] = words.of[n].element[i];
-        gradient.element[i] = formula(of_word, m);
-      }
-      if (round == target.round) {
+      formula.write_any(words, m, gradient);
+      if (round == chunks.target.round) {
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) {
-          gradient.element[i] += i == target.place ? part.target_gradient[m] : AccOf<T>(0);
+          gradient.element[i] += i == chunks.target.place ? part.target_gradient[m] : AccOf<T>(0);
         }
       }
-      const Raw raw = raw_of<T>(gradient);
-      if (is_smooth) {
-        smooth.store(round, m, raw);
-      } else {
-        const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);
-        stream_raw<T>(static_cast<char*>(part.to[m].data) + beyond, part.to[m].dtype, at, raw);
+      const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);
+      stream_raw<T>(static_cast<char*>(part.to[m].data) + beyond, part.to[m].dtype, at,
+                    raw_of<T>(gradient));
+    }
+  }
+}
+
+// Writes the gradients of the logits of all models that a formula computes for a chunk:
+// near_of(words) tells for all lanes of a warp whether write_near() may be called, which computes
+// the bits of write_any() in fewer instructions. Of 32 rounds those where it may not, or chunks are
+// not aligned or not whole, or have the target, come last. part_at(0) is the part, formula_of(part)
+// the formula; they are computed again where they are needed again, so that nothing of one loop
+// takes registers from the other.
+template <typename T, Memory memory, typename PartAt, typename FormulaOf>
+__device__ __forceinline__ void write_gradients(const PartAt& part_at,
+                                                const FormulaOf& formula_of) {
+  constexpr int kSpan = 32;
+#pragma unroll 1
+  for (int span = 0;; span += kSpan) {
+    const auto part = part_at(opaque(0));
+    constexpr int kModels = decltype(part)::kOf;
+    if (part.to[0].data == nullptr && part.to[kModels - 1].data == nullptr) return;
+    const Chunks<T, kModels> chunks(part);
+    const int end = min(span + kSpan, chunks.rounds.some);
+    if (span >= end) return;
+    const auto formula = formula_of(part);
+    const Smooth<T, kModels> smooth(part, chunks.offset);
+    const int whole = smooth.is_smooth ? min(end, chunks.rounds.whole) : 0;
+    int round = max(span, start_of_warp<T>() < chunks.offset ? 1 : 0);
+    unsigned rest = bits_below(end - span);
+    if (round < whole) {
+      rest ^= bits_below(whole - span) ^ bits_below(round - span);
+      Fetch<kModels> fetch = smooth.template load<memory>(round);
+#pragma unroll 1
+      for (; round < whole; ++round) {
+        const auto words = convert_words<T>(fetch);
+        const auto near = formula.near_of(words, round != chunks.target.round_of_warp);
+        // Not before the vote, which would take other registers; the last is loaded again, as a
+        // condition would, too.
+        fetch = smooth.template load<memory>(min(round + 1, whole - 1));
+        if (!near.are_near) {
+          rest |= 1u << (round - span);
+          continue;
+        }
+#pragma unroll
+        for (int m = 0; m < kModels; ++m) {
+          if (!smooth.writes[m]) continue;
+          Chunk<AccOf<T>, kChunk<T>> gradient;
+          formula.write_near(words, near, m, gradient);
+          smooth.store(round, m, raw_of<T>(gradient));
+        }
       }
     }
+    if (rest == 0) continue;
+    const auto same_part = part_at(opaque(0));
+    write_rounds<T, memory>(same_part, span, rest, formula_of(same_part));
   }
 }
 

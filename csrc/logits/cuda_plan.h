@@ -1,5 +1,5 @@
-// The division of rows of logits among blocks. It depends on the vocabulary, the dtypes and the
-// chip alone, never on the number of rows, and so does the order of a row's sums.
+// The division of rows of logits among blocks. The order of a row's sums depends on the vocabulary,
+// the dtypes and the chip alone, never on the number of rows.
 
 #pragma once
 
@@ -12,6 +12,7 @@ namespace klfast::cuda {
 
 inline constexpr int kMostThreads = 512;
 inline constexpr int kPieceThreads = 256;
+inline constexpr int kTileThreads = 256;
 inline constexpr int kMostBlocksOfRow = 8;  // of a cluster, on any chip that has them
 
 // A range of a row's words.
@@ -26,15 +27,16 @@ __device__ __forceinline__ Part part_at(int64_t words, int64_t part, int64_t ind
   return {begin, rest < 0 ? 0 : (rest < part ? rest : part)};
 }
 
-// The plan of a kernel that sums: a row is cut into one part per block, and its blocks form a
-// cluster.
+// The plan of a kernel that sums: a row is cut into parts, each summed by a block of a cluster, or
+// all by one block.
 struct RowPlan {
-  int blocks;
+  int blocks;  // of a row: one, or one per part
+  int parts;
   int threads;
-  int64_t part;           // words of a block; a multiple of a chunk's words
-  bool is_staged;         // in shared memory, from the first read on
-  int64_t shared;         // bytes
-  int64_t first_row = 0;  // of the launch
+  int64_t part;            // words; a multiple of a chunk's, or of a tile's
+  bool is_staged = false;  // in shared memory, from the first read on
+  int64_t shared = 0;      // bytes
+  int64_t first_row = 0;   // of the launch
 
   __device__ __forceinline__ int64_t row_of_block() const {
     return first_row + blockIdx.x / static_cast<unsigned>(blocks);
@@ -75,21 +77,29 @@ inline int threads_for(int64_t words, int chunk, int most) {
 }
 
 // A plan that reads a row from memory in every pass. A block has at most `threads` threads and
-// needs `state` bytes of shared memory.
-inline RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, const Chip& chip) {
+// needs `state` bytes of shared memory; fits(plan) tells whether its clusters can be launched.
+template <typename Fits>
+RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, const Chip& chip,
+                  const Fits& fits) {
   constexpr int64_t kMostWords = 1 << 16;  // of a block, if the row can have more blocks
+  const auto cut = [&](int blocks) -> RowPlan {
+    const int64_t part = part_of(words, blocks, chunk);
+    const int of_block = threads_for(std::min(part, words), chunk, threads);
+    return {blocks, blocks, of_block, part, false, state};
+  };
   int blocks = 1;
   while (chip.has_clusters && blocks < kMostBlocksOfRow && words > blocks * kMostWords) blocks *= 2;
-  const int64_t part = part_of(words, blocks, chunk);
-  return {blocks, threads_for(std::min(part, words), chunk, threads), part, false, state};
+  const RowPlan plan = cut(blocks);
+  return fits(plan) ? plan : cut(1);
 }
 
 // A plan that stages a row in shared memory and reads it once; a word takes `bytes` for all models.
 // A row gets as few blocks as leave room for two rows on a processor, so that one is read while
 // another is summed or written, or else as many as it needs. A row too large for that is not
-// staged.
-inline RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
-                           const Chip& chip) {
+// staged: is_staged is all that its plan tells.
+template <typename Fits>
+RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
+                    const Chip& chip, const Fits& fits) {
   constexpr int64_t kReserved = 1024;  // of a block, by CUDA
   for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
     const int64_t part = part_of(words, blocks, chunk);
@@ -97,17 +107,53 @@ inline RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int threads,
     const int64_t most = blocks == kMostBlocksOfRow ? chip.shared_of_block
                                                     : chip.shared_of_processor / 2 - kReserved;
     if (shared > std::min(most, chip.shared_of_block)) continue;
-    return {blocks, threads_for(std::min(part, words), chunk, threads), part, true, shared};
+    const int of_block = threads_for(std::min(part, words), chunk, threads);
+    const RowPlan plan = {blocks, blocks, of_block, part, true, shared};
+    if (fits(plan)) return plan;
   }
-  return plan_read(words, chunk, threads, state, chip);
+  return {};
 }
 
-inline PiecePlan plan_pieces(int64_t words, int chunk) {
-  constexpr int64_t kLeast = 1 << 14;  // words of a block
-  constexpr int64_t kMostBlocks = 1 << 20;
-  const int64_t piece = std::min(words, std::max(kLeast, round_up(words / kMostBlocks, chunk)));
-  return {static_cast<int>((words + piece - 1) / piece), threads_for(piece, chunk, kPieceThreads),
-          piece};
+// The plan of a kernel that sums the same parts without staging them, to the same bits.
+inline RowPlan unstaged(RowPlan plan, int64_t state) {
+  plan.is_staged = false;
+  plan.shared = state;
+  return plan;
+}
+
+// A plan that reads a row by tiles, in the same parts whether one block sums them or a cluster
+// does. Only rows too few to fill the chip are split. A processor has `together` such blocks at a
+// time.
+template <typename Fits>
+RowPlan plan_tiles(int64_t words, int64_t rows, int chunk, int tile, int together, int64_t state,
+                   const Chip& chip, const Fits& fits) {
+  constexpr int kLeastTiles = 16;  // of most parts: two a warp
+  const int64_t tiles = (words + tile - 1) / tile;
+  int parts = 1;
+  while (parts < kMostBlocksOfRow && tiles > parts * kLeastTiles) parts *= 2;
+  const int64_t part = (tiles + parts - 1) / parts * tile;
+  RowPlan plan = {parts, parts, threads_for(words, chunk, kTileThreads), part, false, state};
+  const bool is_few = rows < static_cast<int64_t>(chip.processors) * together;
+  if (!is_few || !chip.has_clusters || !fits(plan)) plan.blocks = 1;
+  return plan;
+}
+
+// Pieces of nearly one size, whose constants are computed once each. `multiple`: of its words.
+inline PiecePlan plan_pieces(int64_t words, int multiple) {
+  constexpr int64_t kAbout = 1 << 15;  // words of a block
+  const int64_t pieces = std::max<int64_t>(1, words / kAbout);
+  const int64_t piece = std::min(words, round_up((words + pieces - 1) / pieces, multiple));
+  return {static_cast<int>((words + piece - 1) / piece), kPieceThreads, piece};
+}
+
+// Whether the clusters of a plan can be launched, to be asked of a plan.
+template <typename Task>
+auto launchable(void (*kernel)(Task)) {
+  return [kernel](const RowPlan& plan) {
+    const Blocks blocks = {static_cast<unsigned>(plan.blocks), plan.threads, plan.blocks,
+                           static_cast<size_t>(plan.shared)};
+    return plan.blocks == 1 || can_cluster(address_of_kernel(kernel), blocks);
+  };
 }
 
 // Launches a kernel over all rows, in as few grids as can hold them.

@@ -21,9 +21,24 @@ inline constexpr bool is_any_dtype = !std::is_same_v<T, ElementOf<T>>;
 template <typename T>
 inline constexpr int kChunk = 16 / static_cast<int>(sizeof(ElementOf<T>));  // words
 
+// The base of exponentials: 2 where it has an instruction.
+template <typename Acc>
+inline constexpr math::Base kBase = sizeof(Acc) == 4 ? math::Base::kTwo : math::Base::kE;
+template <typename Acc>
+inline constexpr double kNatsOf = math::kNats<kBase<Acc>>;
+
 // A chunk as loaded. Its elements are converted only where they are used, as a conversion waits for
 // the load.
 using Raw = Chunk<uint32_t, 4>;
+
+// The same chunk, unknown to the compiler: its words are converted anew.
+__device__ __forceinline__ Raw opaque(Raw raw) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(raw.element[i]));
+#endif
+  return raw;
+}
 
 // A chunk of the same words from every model.
 template <int kModels>
@@ -177,10 +192,18 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
   return static_cast<const char*>(logits.data) + offset * size_of<T>(logits.dtype);
 }
 
-// The bytes from a thread's chunk in the first round to its chunk in another, in a dense row.
-__device__ __forceinline__ uint64_t bytes_before(int round) {
-  constexpr unsigned kBytes = sizeof(Raw);
-  return static_cast<uint64_t>(static_cast<unsigned>(round)) * (blockDim.x * kBytes);
+// A thread's chunk in a round, `first` being its chunk in the first one, in a dense row.
+template <Memory memory = Memory::kReadWrite>
+__device__ __forceinline__ const char* chunk_in_round(const char* first, int round) {
+  const unsigned bytes = blockDim.x * static_cast<unsigned>(sizeof(Raw));
+#ifdef __CUDA_ARCH__
+  if constexpr (memory != Memory::kShared) {  // which the compiler must know to be shared
+    const char* chunk;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
+    return chunk;
+  }
+#endif
+  return first + static_cast<unsigned>(round) * bytes;
 }
 
 // The words that a block loads in a round: a chunk a thread.
@@ -237,13 +260,15 @@ struct ReadRows {
     return round < rounds.whole ? load_whole(round) : load_any(round);
   }
 
+  __device__ __forceinline__ int whole_rounds() const { return rounds.whole; }
+
   // The thread's chunk in one of the `whole` rounds.
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
     Fetch<kModels> fetch;
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       fetch.of[m] = load_aligned<uint32_t, 4>(
-          reinterpret_cast<const uint32_t*>(own[m] + bytes_before(round)));
+          reinterpret_cast<const uint32_t*>(chunk_in_round(own[m], round)));
     }
     return fetch;
   }
@@ -275,7 +300,8 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
 #pragma unroll
   for (int m = 0; m < kModels; ++m) {
     rows.logits[m] = logits[m];
-    rows.own[m] = first[m] + threadIdx.x * sizeof(Raw);
+    const char* const own = first[m] + threadIdx.x * sizeof(Raw);
+    rows.own[m] = reinterpret_cast<const char*>(opaque(reinterpret_cast<int64_t>(own)));
     const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
     if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
   }
@@ -301,6 +327,9 @@ struct StagedRows {
     for (int m = 0; m < kModels; ++m) fetch.of[m] = *place(round, m);
     return fetch;
   }
+
+  __device__ __forceinline__ int whole_rounds() const { return rounds.some; }
+  __device__ __forceinline__ Fetch<kModels> load_whole(int round) const { return load(round); }
 
   __device__ __forceinline__ void store(int round, const Fetch<kModels>& fetch) const {
 #pragma unroll

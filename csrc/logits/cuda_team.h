@@ -43,13 +43,31 @@ struct Exchange {
   int turn;
 };
 
-struct Team {
+// The blocks of a row, which form a cluster if there are several.
+struct BlocksOfRow {
   const RowPlan& plan;
+
+  // leave() follows the last combination, end() is last in a block: other blocks read its memory
+  // until all have left.
+  __device__ __forceinline__ void leave() const {
+    if (plan.blocks > 1) cluster_arrive();
+  }
+  __device__ __forceinline__ void end() const {
+    if (plan.blocks > 1) cluster_wait();
+  }
+  __device__ __forceinline__ void meet() const {
+    if (plan.blocks == 1) return __syncthreads();
+    cluster_arrive();
+    cluster_wait();
+  }
+};
+
+struct Team : BlocksOfRow {
   Exchange& exchange;
 
   // All threads must construct it, and take part in every combination.
   __device__ __forceinline__ Team(const RowPlan& plan, Exchange& exchange)
-      : plan(plan), exchange(exchange) {
+      : BlocksOfRow{plan}, exchange(exchange) {
     if (threadIdx.x == 0) exchange.turn = 0;
     __syncthreads();
   }
@@ -83,22 +101,6 @@ struct Team {
       if (lane == 0) exchange.turn ^= 1;
     }
   }
-
-  // leave() follows the last combination, end() is last in a block: other blocks read its memory
-  // until all have left.
-  __device__ __forceinline__ void leave() const {
-    if (plan.blocks > 1) cluster_arrive();
-  }
-  __device__ __forceinline__ void end() const {
-    if (plan.blocks > 1) cluster_wait();
-  }
-
- private:
-  __device__ __forceinline__ void meet() const {
-    if (plan.blocks == 1) return __syncthreads();
-    cluster_arrive();
-    cluster_wait();
-  }
 };
 
 __device__ __forceinline__ bool is_word(const RowInputs& in, int64_t row) {
@@ -114,9 +116,10 @@ __device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, c
 
 // The target token's log-prob in a row that starts at `first`; NaN if it is no word. `scale` is
 // rounded, as in the sums.
-inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
-                                               const char* first, int64_t row, double scale,
-                                               double unit, double origin, double lse) {
+template <math::Base base = math::Base::kE>
+__device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
+                                        const char* first, int64_t row, double scale, double unit,
+                                        double origin, double lse) {
   if (!is_word(in, row)) return NAN;
   double word = 0;
   visit_dtype(logits.dtype, [&](auto zero) {
@@ -126,7 +129,7 @@ inline __device__ __noinline__ double log_prob(const RowInputs& in, const Logits
           reinterpret_cast<const T*>(first)[in.token_ids[row] * logits.word_stride]);
     }
   });
-  return divergences::log_prob(word, scale, unit, origin, lse);
+  return divergences::log_prob<base>(word, scale, unit, origin, lse);
 }
 
 template <typename Acc>

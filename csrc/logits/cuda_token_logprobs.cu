@@ -1,16 +1,12 @@
 // Log-probs of tokens and entropies of rows of one model, and their gradients: kernels and
 // launches.
 
-#include "formulas/divergences.h"
 #include "logits/cuda.h"
-#include "logits/cuda_gradients.h"
-#include "logits/cuda_team.h"
+#include "logits/cuda_token_gradients.h"
+#include "logits/cuda_token_sums.h"
 
 namespace klfast::cuda {
 namespace {
-
-using passes::Step;
-using passes::Verdict;
 
 struct ForwardTask {
   TokenLogprobsForward call;
@@ -22,180 +18,122 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
-// The shared memory of a block: written by its first thread, read by all.
-template <typename Acc>
-struct Shared {
-  Exchange exchange;
-  Frame<Acc, 1> frame;
-  Acc scale;  // of placed words
-  Acc guess;
-  Step step;
-  double origin;
-  double lse;
-  double entropy;
-};
-
-constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
-
-template <bool kEntropy, typename Rows, typename Acc>
-__device__ __forceinline__ void sum_words(const Rows& rows, Acc scale, Acc guess,
-                                          const Frame<Acc, 1>* frame,
-                                          double (&sums)[1 + kEntropy]) {
-  Acc mass = 0;
-  Acc moment = 0;
-#pragma unroll
-  for (int i = 0; i < 1 + kEntropy; ++i) sums[i] = 0;
-  const auto add = [&](int, const auto& fetch) {
-    auto placed = convert_words<typename Rows::Type>(fetch);
-    place_words<typename Rows::Type>(placed, frame);
-    const auto& words = placed.of[0];
-#pragma unroll
-    for (int i = 0; i < kChunk<typename Rows::Type>; ++i) {
-      const auto word = divergences::word_of(words.element[i], scale, guess);
-      mass += word.mass;
-      if constexpr (kEntropy) moment += word.moment;
-    }
-  };
-  for_each_group<4>(rows, add, [&] {
-    sums[0] += mass;
-    if constexpr (kEntropy) sums[1] += moment;
-    mass = moment = 0;
-  });
-}
-
-// Takes the greatest word as the guess, and chooses the next step. Run by the first thread.
-template <typename Acc>
-__device__ __forceinline__ void judge_greatest(double greatest, double scale, Shared<Acc>& shared) {
-  const bool is_finite = std::isfinite(greatest);
-  shared.lse = shared.entropy = NAN;
-  if (is_finite) {
-    const divergences::Origins origins = {divergences::origin_of(greatest, scale), 0};
-    shared.origin = origins.first;
-    shared.frame = Frame<Acc, 1>::of(origins);
-    shared.scale = static_cast<Acc>(scale / divergences::unit_of(origins));
-    shared.guess =
-        divergences::placed(static_cast<Acc>(greatest), shared.frame.unit, shared.frame.origin[0]) *
-        shared.scale;
-  }
-  shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
-}
-
-// Takes the row's results from its sums, and chooses the next step. Run by the first thread.
-template <typename Acc>
-__device__ __noinline__ void judge_sums(double mass, double moment, Shared<Acc>& shared) {
-  const double log_mass = std::log(mass);
-  const double entropy = log_mass - moment / mass;
-  const double lse = static_cast<double>(shared.guess) + log_mass;
-  shared.lse = lse;
-  shared.entropy = entropy < 0 ? 0 : entropy;
-  shared.step = passes::next_step(shared.step, passes::verdict_of(mass));
-  if (shared.step == Step::kSumAgain) shared.guess = static_cast<Acc>(lse);
-}
-
-// lse and entropy of a row, in shared, by the passes of passes.h.
-template <bool kEntropy, typename Rows, typename Acc>
-__device__ __forceinline__ void sum_row(const Rows& rows, double scale, Team& team,
-                                        Shared<Acc>& shared) {
-  const bool decides = threadIdx.x == 0;
-  if (decides) {
-    shared.step = Step::kFindFirst;
-    shared.origin = 0;
-  }
-#pragma unroll 1
-  for (Step step = Step::kFindFirst; step != Step::kDone; step = shared.step) {
-    if (step == Step::kFindFirst || step == Step::kFindInRow) {
-      double greatest[1];
-      find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
-      team.combine<Greatest>(greatest);
-      if (decides) judge_greatest(greatest[0], scale, shared);
-    } else {
-      const Acc guess = shared.guess;
-      double sums[1 + kEntropy];
-      sum_words<kEntropy>(rows, shared.scale, guess, shared.frame.if_any(), sums);
-      team.combine<Add>(sums);
-      if (decides) judge_sums(sums[0], kEntropy ? sums[kEntropy] : 0, shared);
-    }
-    __syncthreads();
-  }
-}
+// The blocks of a processor that leave a kernel the registers that it needs. Chips without clusters
+// have none for what is uniform in a block.
+template <typename T, bool kSmooth>
+constexpr int kTogether = std::is_same_v<T, double> ? 2 : (kSmooth && kHasClusters ? 4 : 3);
 
 template <typename Acc>
 __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int64_t index,
-                                          double logprob, double origin, double lse,
-                                          double entropy) {
+                                          const TokenResults& row) {
   const int64_t rows = call.in.shape.rows();
-  store_number<Acc>(call.logprobs, index, logprob);
-  store_number<Acc>(call.entropy, index, entropy);
-  call.saved[kWordOrigin * rows + index] = origin;
-  call.saved[kWordLse * rows + index] = lse;
+  store_number<Acc>(call.logprobs, index, row.logprob);
+  store_number<Acc>(call.entropy, index, row.entropy);
+  call.saved[kWordOrigin * rows + index] = row.origin;
+  call.saved[kWordLse * rows + index] = row.lse;
 }
 
-template <typename T, bool kEntropy>
-__global__ void __launch_bounds__(kMostThreads, 2)
+// The target token's logit; NaN if it is no word.
+template <typename T, bool kSmooth>
+__device__ __forceinline__ AccOf<T> load_target(const RowInputs& in, int64_t index,
+                                                const TiledRow<T, kSmooth>& row) {
+  if (!is_word(in, index)) return NAN;
+  return convert<AccOf<T>>(reinterpret_cast<const T*>(row.first)[in.token_ids[index] * row.stride]);
+}
+
+template <typename T, bool kEntropy, bool kSmooth>
+__global__ void __launch_bounds__(kTileThreads, kTogether<T, kSmooth>)
     token_logprobs_forward_kernel(const __grid_constant__ ForwardTask task) {
   using Acc = AccOf<T>;
-  auto& shared = *reinterpret_cast<Shared<Acc>*>(dynamic_shared());
+  auto& shared = *reinterpret_cast<TokenShared*>(dynamic_shared());
   const TokenLogprobsForward& call = task.call;
   const RowInputs& in = call.in;
   const int64_t index = task.plan.row_of_block();
-  Team team(task.plan, shared.exchange);
   const bool stores = task.plan.rank_of_block() == 0 && threadIdx.x == 0;
   if (!in.keeps(index)) {
-    if (stores) store_row<Acc>(call, index, 0, 0, 0, 0);
+    if (stores) store_row<Acc>(call, index, {});
     return;
   }
-  const Part place = part_at(in.shape.words, task.plan.part, task.plan.rank_of_block());
-  const ReadRows<T, 1> rows = read_rows<T, 1>(
-      {&call.logits}, {address_of<T>(in.shape, call.logits, index, place.begin)}, place.size);
-  sum_row<kEntropy>(rows, in.scale(), team, shared);
+  const TiledRow<T, kSmooth> row(address_of<T>(in.shape, call.logits, index, 0),
+                                 call.logits.word_stride, in.shape.words);
+  TileTeam team(task.plan, shared.exchange);
+  const Acc target = stores ? load_target(in, index, row) : Acc(0);
+  double sums[1 + kEntropy];
+  const RowGuess<Acc> base = sum_row<kEntropy>(row, in.scale(), team, shared, sums);
   team.leave();
-  if (stores) {
-    const double scale = static_cast<Acc>(in.scale());
-    const double origin = shared.origin;
-    const double unit = divergences::unit_of({origin, 0});
-    const double lse = shared.lse;
-    const double logprob =
-        log_prob(in, call.logits, rows.first(0), index, scale, unit, origin, lse);
-    store_row<Acc>(call, index, logprob, origin, lse, shared.entropy);
-  }
+  if (stores) store_row<Acc>(call, index, results_of<kEntropy>(base, target, sums));
   team.end();
 }
 
-template <typename T, bool kEntropy>
+template <typename T, bool kEntropy, bool kSmooth>
 void launch_forward(ForwardTask task, void* stream) {
+  constexpr int64_t kState = sizeof(TokenShared);
+  constexpr int kBlocks = kTogether<T, true>;  // so that both kernels have one plan
   const LogitsShape& shape = task.call.in.shape;
-  task.plan = plan_read(shape.words, kChunk<T>, kMostThreads, kState, this_chip());
-  launch_rows(token_logprobs_forward_kernel<T, kEntropy>, shape.rows(), task.plan.blocks,
-              task.plan.shared, task, stream);
+  const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth>;
+  task.plan = plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState,
+                         this_chip(), launchable(kernel));
+  launch_rows(kernel, shape.rows(), task.plan.blocks, task.plan.shared, task, stream);
 }
 
-// The constants of a row's gradient, computed once a row.
+template <typename T, bool kEntropy>
+void launch_forward(const ForwardTask& task, void* stream) {
+  if (is_smooth(task.call.in.shape, task.call.logits, kChunk<T>)) {
+    launch_forward<T, kEntropy, true>(task, stream);
+  } else {
+    launch_forward<T, kEntropy, false>(task, stream);
+  }
+}
+
+// The constants of the gradients of a row's log-prob and entropy, computed once a row. With p
+// = base^s, s = x * scale - lse of placed logits x, a word's gradient is -p (entropy s + constant),
+// but for the target's own addition.
 template <typename Acc>
 struct RowGradient {
-  divergences::TokenRow<Acc> row;
+  Acc scale;
+  Acc lse;
+  Acc constant;
+  Acc entropy;
   Acc of_logprob;
   Frame<Acc, 1> frame;
+
+  // A word without probability has gradient 0.
+  template <bool kEntropy>
+  __device__ __forceinline__ Acc of_word(Acc x) const {
+    const Acc s = math::fma(x, scale, -lse);
+    const Acc p = math::exp_term<kBase<Acc>>(s);
+    if constexpr (!kEntropy) return -p * constant;
+    return -p * math::fma(entropy, std::fmax(s, Acc(-1000)), constant);
+  }
 };
 
 template <typename Acc>
-__device__ __forceinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward& call,
-                                                        int64_t index) {
+__device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward& call,
+                                                     int64_t index) {
   const int64_t rows = call.in.shape.rows();
   const divergences::Origins origins = {call.saved[kWordOrigin * rows + index], 0};
-  const double lse = call.saved[kWordLse * rows + index];
+  const double exact_lse = call.saved[kWordLse * rows + index];
   const double scale = call.in.scale();
-  const double own_scale = scale / divergences::unit_of(origins);
   const double of_logprob = number_at<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
-  const double entropy = number_at<Acc>(call.entropy, index);
-  return {divergences::token_row_of<Acc>(own_scale, lse, of_logprob, of_entropy, entropy),
-          static_cast<Acc>(of_logprob), Frame<Acc, 1>::of(origins)};
+  RowGradient<Acc> row;
+  row.frame = Frame<Acc, 1>::of(origins);
+  row.scale = static_cast<Acc>(scale / divergences::unit_of(origins) / kNatsOf<Acc>);
+  row.lse = static_cast<Acc>(exact_lse / kNatsOf<Acc>);
+  const double lost = static_cast<double>(row.lse) * kNatsOf<Acc> - exact_lse;
+  const double rest = std::exp(lost);
+  // The mean of -log p, for the rounded lse.
+  const double mean = number_at<Acc>(call.entropy, index) + lost;
+  row.entropy = static_cast<Acc>(of_entropy * rest * kNatsOf<Acc>);
+  row.constant = static_cast<Acc>((of_logprob + (of_entropy == 0 ? 0 : of_entropy * mean)) * rest);
+  row.of_logprob = static_cast<Acc>(of_logprob);
+  return row;
 }
 
-// The gradient may overwrite the logits: a thread reads its words before it writes them, and reads
-// no others.
-template <typename T>
-__global__ void __launch_bounds__(kPieceThreads, 4)
+// The gradient may overwrite the logits: a lane reads its words before it writes them, and reads no
+// others.
+template <typename T, bool kEntropy>
+__global__ void __launch_bounds__(kPieceThreads, kTogether<T, true>)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const TokenLogprobsBackward& call = task.call;
@@ -207,7 +145,7 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
   __shared__ RowGradient<Acc> shared;
   if (threadIdx.x == 0) shared = gradient_of<Acc>(call, index);
   __syncthreads();
-  const divergences::TokenRow<Acc> gradient_row = shared.row;
+  const RowGradient<Acc> gradient = shared;
   const GradientPart<T, 1> part = {{address_of<T>(in.shape, call.logits, index, place.begin)},
                                    {call.logits.dtype},
                                    {call.logits.word_stride},
@@ -215,11 +153,16 @@ __global__ void __launch_bounds__(kPieceThreads, 4)
                                    first,
                                    place.size,
                                    target_in(in, index, place),
-                                   {shared.of_logprob},
+                                   {gradient.of_logprob},
                                    shared.frame.if_any()};
-  write_gradients<T, Memory::kReadWrite>(part, [&](const Acc(&word)[1], int) {
-    return divergences::token_gradient(word[0], gradient_row);
-  });
+  write_token_gradients(part, [&](Acc x) { return gradient.template of_word<kEntropy>(x); });
+}
+
+template <typename T, bool kEntropy>
+void launch_backward(BackwardTask task, void* stream) {
+  task.plan = plan_pieces(task.call.in.shape.words, kTileWords<T>);
+  launch_rows(token_logprobs_backward_kernel<T, kEntropy>, task.call.in.shape.rows(), 1, 0, task,
+              stream);
 }
 
 template <typename Visitor>
@@ -232,7 +175,8 @@ void visit_logits(const Logits& logits, const Visitor& visit) {
 }  // namespace
 
 void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
-  const ForwardTask task = {call, {}};
+  ForwardTask task = {call, {}};
+  task.call.in.shape = as_one_batch(call.in.shape, call.logits);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.entropy != nullptr) {
@@ -245,10 +189,14 @@ void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
 
 void token_logprobs_backward(const TokenLogprobsBackward& call, void* stream) {
   BackwardTask task = {call, {}};
+  task.call.in.shape = as_one_batch(call.in.shape, call.logits);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
-    task.plan = plan_pieces(call.in.shape.words, kChunk<T>);
-    launch_rows(token_logprobs_backward_kernel<T>, call.in.shape.rows(), 1, 0, task, stream);
+    if (call.grad_entropy != nullptr) {
+      launch_backward<T, true>(task, stream);
+    } else {
+      launch_backward<T, false>(task, stream);
+    }
   });
 }
 

@@ -185,8 +185,8 @@ def test_a_token_that_was_left_out_has_no_log_prob(backend, at):
         logits, logits.clone(), token_ids=ids, backend=backend
     )
     assert torch.equal(kl, torch.zeros(2))
-    assert same_bits(logprobs, found)
-    assert same_bits(ref_logprobs, found)
+    assert same_bits(logprobs, ref_logprobs)
+    torch.testing.assert_close(logprobs, found, rtol=2**-22, atol=0)  # other sums, of other kernels
 
 
 @every_poison

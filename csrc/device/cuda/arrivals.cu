@@ -17,7 +17,7 @@ __device__ unsigned counters[kCounters];
 struct Counters {
   unsigned* first = nullptr;
   int used = 0;
-  std::unordered_map<void*, int> of_stream;
+  std::unordered_map<unsigned long long, int> of_stream;  // by its id, which is never used again
 };
 
 bool is_capturing(cudaStream_t stream) {
@@ -34,6 +34,12 @@ unsigned* arrivals_of_stream(int device, void* stream) {
   static std::mutex mutex;
   static std::unordered_map<int, Counters> of_device;
   const bool capturing = is_capturing(static_cast<cudaStream_t>(stream));
+  unsigned long long id = 0;
+  // A handle alone may name a new stream while work of a destroyed one is still pending.
+  if (!capturing && cudaStreamGetId(static_cast<cudaStream_t>(stream), &id) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   Counters& pool = of_device[device];
   if (pool.first == nullptr) {
@@ -45,12 +51,12 @@ unsigned* arrivals_of_stream(int device, void* stream) {
     pool.first = static_cast<unsigned*>(address);
   }
   if (!capturing) {
-    const auto known = pool.of_stream.find(stream);
+    const auto known = pool.of_stream.find(id);
     if (known != pool.of_stream.end()) return pool.first + known->second;
   }
   if (pool.used == kCounters) return nullptr;
   const int fresh = pool.used++;
-  if (!capturing) pool.of_stream[stream] = fresh;
+  if (!capturing) pool.of_stream[id] = fresh;
   return pool.first + fresh;
 }
 

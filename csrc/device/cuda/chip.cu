@@ -1,7 +1,9 @@
-// The properties of the current device, asked once.
+// The properties of the current device, and of kernels on it, asked once.
 
+#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <set>
+#include <tuple>
 
 #include "device/cuda/launch.h"
 
@@ -27,6 +29,21 @@ Chip ask(int device) {
           attribute(cudaDevAttrMultiProcessorCount, device)};
 }
 
+int this_device() {
+  int device = 0;
+  check_launch(cudaGetDevice(&device));
+  return device;
+}
+
+bool ask_cluster(const void* kernel, const Blocks& blocks) {
+  grant_shared(kernel, blocks.shared);
+  const Configuration launch(blocks, nullptr);
+  int clusters = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
+  cudaGetLastError();  // an error means none
+  return error == cudaSuccess && clusters > 0;
+}
+
 }  // namespace
 
 cudaError_t ask_kernel(cudaFuncAttributes& attributes) {
@@ -35,12 +52,40 @@ cudaError_t ask_kernel(cudaFuncAttributes& attributes) {
 
 Chip this_chip() {
   static std::mutex mutex;
-  static std::unordered_map<int, Chip> known;
-  int device = 0;
-  check_launch(cudaGetDevice(&device));
+  static std::map<int, Chip> known;
+  const int device = this_device();
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(device);
   return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
+}
+
+void grant_shared(const void* kernel, size_t bytes) {
+  constexpr size_t kGranted = 48 << 10;  // without a request
+  if (bytes <= kGranted) return;
+  static std::mutex mutex;
+  static std::set<std::pair<int, const void*>> granted;
+  const int device = this_device();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (granted.count({device, kernel}) != 0) return;
+  cudaFuncAttributes attributes;
+  check_launch(cudaFuncGetAttributes(&attributes, kernel));
+  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) -
+                   static_cast<int>(attributes.sharedSizeBytes);
+  check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+  check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared));
+  granted.emplace(device, kernel);
+}
+
+bool can_cluster(const void* kernel, const Blocks& blocks) {
+  using Key = std::tuple<int, const void*, int, int, size_t>;
+  static std::mutex mutex;
+  static std::map<Key, bool> known;
+  const Key key = {this_device(), kernel, blocks.of_cluster, blocks.threads, blocks.shared};
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(key);
+  return found != known.end() ? found->second
+                              : known.emplace(key, ask_cluster(kernel, blocks)).first->second;
 }
 
 }  // namespace klfast::cuda

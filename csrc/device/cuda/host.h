@@ -12,7 +12,9 @@ std::string problem();
 
 // A counter at 0 for launches on a stream, or null if there is none: the caller then zeroes one of
 // its own. Launches on one stream share a counter, as they do not overlap. A launch that is
-// captured into a graph gets a counter of its own, since a graph may be replayed beside anything.
+// captured into a graph gets a counter of its own, since a graph may be replayed beside anything,
+// but for itself: its counter and the memory that its launches share belong to one replay at a
+// time.
 unsigned* arrivals_of_stream(int device, void* stream);
 
 // Zeroes one counter in the order of the stream.

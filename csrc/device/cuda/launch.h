@@ -39,29 +39,46 @@ struct Blocks {
   size_t shared = 0;  // bytes of dynamic shared memory, each
 };
 
+// A launch in CUDA's own words. It points into itself.
+struct Configuration {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute cluster = {};
+
+  Configuration(const Blocks& blocks, void* stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(blocks.of_cluster);
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks.count);
+    config.blockDim = dim3(static_cast<unsigned>(blocks.threads));
+    config.dynamicSmemBytes = blocks.shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cluster;
+    config.numAttrs = blocks.of_cluster > 1 ? 1 : 0;
+  }
+  Configuration(const Configuration&) = delete;
+  Configuration& operator=(const Configuration&) = delete;
+};
+
+// Lets a kernel that needs these bytes of dynamic shared memory have as much as the current device
+// has. Asked for once, as a limit per launch could be lowered by another thread before the launch.
+void grant_shared(const void* kernel, size_t bytes);
+
+// Whether such clusters can ever run on what this process has of the current device: under MIG or
+// MPS it may have too few processors that are neighbours. Asked once.
+bool can_cluster(const void* kernel, const Blocks& blocks);
+
+template <typename... Parameters>
+const void* address_of_kernel(void (*kernel)(Parameters...)) {
+  return reinterpret_cast<const void*>(kernel);
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const Blocks& blocks, void* stream,
             const Arguments&... arguments) {
-  constexpr size_t kGranted = 48 << 10;  // without a request
-  if (blocks.shared > kGranted) {
-    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(blocks.shared)));
-    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared));
-  }
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(blocks.of_cluster);
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks.count);
-  config.blockDim = dim3(static_cast<unsigned>(blocks.threads));
-  config.dynamicSmemBytes = blocks.shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &cluster;
-  config.numAttrs = blocks.of_cluster > 1 ? 1 : 0;
-  check_launch(cudaLaunchKernelEx(&config, kernel, arguments...));
+  grant_shared(address_of_kernel(kernel), blocks.shared);
+  const Configuration launch(blocks, stream);
+  check_launch(cudaLaunchKernelEx(&launch.config, kernel, arguments...));
 }
 
 }  // namespace klfast::cuda

@@ -80,7 +80,6 @@ enum class Memory { kReadOnly, kReadWrite, kShared };
 template <Memory memory, typename Vector>
 __device__ __forceinline__ Vector load_vector(const Vector* from) {
   if constexpr (memory == Memory::kReadOnly) return __ldg(from);
-  if constexpr (memory == Memory::kReadWrite) return __ldca(from);
   return *from;
 }
 
@@ -128,21 +127,36 @@ __device__ __forceinline__ Chunk<uint32_t, n> cut(const Chunk<uint32_t, n + kUni
 // A chunk that starts inside a vector: that vector and the next are loaded, and the chunk is cut
 // out of them. Every vector loaded holds a byte of the chunk, so none lies outside of its
 // allocation, which consists of whole vectors.
-template <typename T, int W, Memory memory = Memory::kReadOnly>
-__device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
+template <typename T, int W>
+struct Shifted {
   using Vs = Vectors<T, W>;
-  constexpr int kUnits = Vs::kBytes / 4;  // of a vector
-  constexpr int kTotal = kUnits * Vs::kCount;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  const unsigned shift = address % Vs::kBytes;
-  const auto* aligned = reinterpret_cast<const typename Vs::Vector*>(address - shift);
+  static constexpr int kUnits = Vs::kBytes / 4;  // of a vector
+  static constexpr int kTotal = kUnits * Vs::kCount;
   union {
     typename Vs::Vector vectors[Vs::kCount + 1];
     Chunk<uint32_t, kTotal + kUnits> units;
-  } loaded;
+  };
+
+  template <Memory memory>
+  __device__ __forceinline__ void load(const T* from) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(from);
+    const auto* aligned =
+        reinterpret_cast<const typename Vs::Vector*>(address - address % Vs::kBytes);
 #pragma unroll
-  for (int i = 0; i <= Vs::kCount; ++i) loaded.vectors[i] = load_vector<memory>(aligned + i);
-  return math::bit_cast<Chunk<T, W>>(cut<kTotal, kUnits>(loaded.units, shift));
+    for (int i = 0; i <= Vs::kCount; ++i) vectors[i] = load_vector<memory>(aligned + i);
+  }
+
+  // The chunk, which starts `shift` bytes into the first vector.
+  __device__ __forceinline__ Chunk<T, W> cut(unsigned shift) const {
+    return math::bit_cast<Chunk<T, W>>(cuda::cut<kTotal, kUnits>(units, shift));
+  }
+};
+
+template <typename T, int W, Memory memory = Memory::kReadOnly>
+__device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
+  Shifted<T, W> loaded;
+  loaded.template load<memory>(from);
+  return loaded.cut(reinterpret_cast<uintptr_t>(from) % Vectors<T, W>::kBytes);
 }
 
 // A chunk of dense memory.

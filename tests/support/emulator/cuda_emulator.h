@@ -291,11 +291,14 @@ struct Chip {
   int shared_of_block;
   int shared_of_processor;
   int processors;
+  int most_of_cluster;  // blocks that can run together
 };
-inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 132},
-                                  {"ampere", 0, 163 << 10, 164 << 10, 108},
+inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 1, 8},
+                                  {"ampere", 0, 163 << 10, 164 << 10, 1, 1},
                                   // Rows of a few thousand words fill a cluster of this one.
-                                  {"small", 1, 12 << 10, 16 << 10, 1}};
+                                  {"small", 1, 12 << 10, 16 << 10, 1, 8},
+                                  // An instance of a chip with clusters, too small for large ones.
+                                  {"slice", 1, 227 << 10, 228 << 10, 1, 2}};
 
 inline int current_chip() {
   const char* const name = std::getenv("KLFAST_EMULATED_CHIP");
@@ -306,7 +309,7 @@ inline int current_chip() {
   fail("KLFAST_EMULATED_CHIP names no chip");
 }
 
-inline std::map<void*, int> granted;  // bytes of dynamic shared memory, to a kernel
+inline std::map<const void*, int> granted;  // bytes of dynamic shared memory, to a kernel
 
 }  // namespace cuda_emulator
 
@@ -329,6 +332,8 @@ inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) {
   return std::max(a, std::max(b, c));
 }
+inline int min(int a, int b) { return b < a ? b : a; }
+inline int max(int a, int b) { return a < b ? b : a; }
 inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
   return static_cast<uint32_t>(((static_cast<uint64_t>(high) << 32) | low) >> (shift % 32));
@@ -369,6 +374,10 @@ constexpr cudaError_t cudaSuccess = 0;
 inline const cudaStream_t cudaStreamPerThread = reinterpret_cast<void*>(2);
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
+inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<uintptr_t>(stream);
+  return cudaSuccess;
+}
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
   return cudaSuccess;
 }
@@ -402,10 +411,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int 
 
 struct cudaFuncAttributes {
   int ptxVersion;
+  size_t sharedSizeBytes;
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
   attributes->ptxVersion = 90;
+  attributes->sharedSizeBytes = 0;
   return cudaSuccess;
 }
 enum cudaFuncAttribute {
@@ -413,12 +424,11 @@ enum cudaFuncAttribute {
   cudaFuncAttributePreferredSharedMemoryCarveout
 };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
-template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute which, int value) {
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int value) {
   const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
   if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (value > chip.shared_of_block) cuda_emulator::fail("more shared memory than there is");
-    cuda_emulator::granted[reinterpret_cast<void*>(kernel)] = value;
+    cuda_emulator::granted[kernel] = value;
   }
   return cudaSuccess;
 }
@@ -438,14 +448,22 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
+inline int blocks_of_cluster(const cudaLaunchConfig_t* config) {
+  return config->numAttrs > 0 ? static_cast<int>(config->attrs->val.clusterDim.x) : 1;
+}
+inline cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
+                                                  const cudaLaunchConfig_t* config) {
+  const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
+  *clusters = blocks_of_cluster(config) <= chip.most_of_cluster ? 1 : 0;
+  return cudaSuccess;
+}
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  const int of_cluster =
-      config->numAttrs > 0 ? static_cast<int>(config->attrs->val.clusterDim.x) : 1;
+  const int of_cluster = blocks_of_cluster(config);
   const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
-  if (of_cluster > 1 && !chip.has_clusters) cuda_emulator::fail("this chip has no clusters");
-  const auto granted = cuda_emulator::granted.find(reinterpret_cast<void*>(kernel));
+  if (of_cluster > chip.most_of_cluster) cuda_emulator::fail("such clusters never fit this chip");
+  const auto granted = cuda_emulator::granted.find(reinterpret_cast<const void*>(kernel));
   const size_t most = granted == cuda_emulator::granted.end() ? 48 << 10 : granted->second;
   if (config->dynamicSmemBytes > most) cuda_emulator::fail("shared memory was not asked for");
   cuda_emulator::run(kernel,

@@ -1,0 +1,98 @@
+// Sums over the words of two models, in chunks of near words as a rule.
+
+#pragma once
+
+#include "logits/cuda_rows.h"
+
+namespace klfast::cuda {
+
+template <typename Acc>
+using GuessOf = divergences::Guess<Acc, kBase<Acc>>;
+
+// u' of a chunk's words, in rows without offsets.
+template <typename Acc, int W>
+struct LogRatios {
+  Acc of[W];
+  bool are_near;  // alike in all lanes of a warp: all of theirs may be, and are, at most `limit`
+
+  // NaN is not near.
+  __device__ __forceinline__ LogRatios(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
+                                       const GuessOf<Acc>& guess, Acc limit, bool may_be = true) {
+    bool far = !may_be;
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      of[i] = math::fma(second.element[i] - first.element[i], guess.scale, -guess.ratio);
+      far |= !(fabs(of[i]) <= limit);
+    }
+    are_near = !__any_sync(0xffffffffu, far);
+  }
+};
+
+template <typename Acc>
+__device__ __forceinline__ bool has_offset(const GuessOf<Acc>& guess) {
+  return guess.first_offset != guess.second_offset;
+}
+
+// Sums over the thread's chunks of all rounds. `sums` has
+//   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
+//   add_near(words, near)   adds a near chunk
+//   add_far(words)          adds any chunk
+//   flush()                 called after every fourth near chunk, and after every far one
+// All lanes of a warp take part. The order of the calls depends on the words alone: of 32 rounds
+// the far ones come last. They are loaded once more, so that nothing of them is in the way of the
+// near ones, of which two chunks are loaded during two calls.
+template <typename Rows, typename Sums>
+__device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
+  using T = typename Rows::Type;
+  constexpr int kGroup = 2;
+  constexpr int kSpan = 32;
+#pragma unroll 1
+  for (int span = 0; span < rows.rounds.some; span += kSpan) {
+    const int end = min(span + kSpan, rows.rounds.some);
+    const int whole = min(end, rows.whole_rounds()) / kGroup * kGroup;
+    unsigned far_rounds = 0;
+    int round = span;
+    if (round < whole) {
+      Fetch<Rows::kOf> fetches[kGroup];
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
+#pragma unroll 1
+      for (; round < whole; round += kGroup) {
+        // The last chunks are loaded again: a condition would take a copy of their registers.
+        const int next = min(round + kGroup, whole - kGroup);
+#pragma unroll
+        for (int g = 0; g < kGroup; ++g) {
+          const auto words = convert_words<T>(fetches[g]);
+          const auto near = sums.near_of(words);
+          fetches[g] = rows.load_whole(next + g);  // not before the vote: into other registers
+          if (near.are_near) {
+            sums.add_near(words, near);
+          } else {
+            far_rounds |= 1u << (round - span + g);
+          }
+        }
+        if ((round & kGroup) != 0) sums.flush();
+      }
+    }
+#pragma unroll 1
+    for (; round < end; ++round) {
+      const auto words = convert_words<T>(rows.load(round));
+      const auto near = sums.near_of(words);
+      if (near.are_near) {
+        sums.add_near(words, near);
+      } else {
+        far_rounds |= 1u << (round - span);
+      }
+      if (round % (2 * kGroup) == 2 * kGroup - 1) sums.flush();
+    }
+#pragma unroll 1
+    for (round = span; far_rounds != 0; far_rounds >>= 1, ++round) {
+      if ((far_rounds & 1) == 0) continue;
+      sums.add_far(convert_words<T>(rows.load(round)));
+      sums.flush();
+    }
+  }
+  sums.flush();
+}
+
+}  // namespace klfast::cuda

@@ -1,0 +1,165 @@
+// Rows of logits in tiles: the work of a warp between two looks at what it has summed.
+//
+// A tile is kTile chunks of every lane, 512 bytes apart. Tiles take turns among the warps of a
+// block, from the row's first on: the words of a lane depend on the number of warps alone, not on
+// the parts in which a row is summed.
+
+#pragma once
+
+#include "logits/cuda_rows.h"
+
+namespace klfast::cuda {
+
+inline constexpr int kTile = 4;  // chunks of a lane
+inline constexpr int kStepBytes = kWarp * static_cast<int>(sizeof(Raw));
+
+template <typename T>
+inline constexpr int kStepWords = kWarp * kChunk<T>;
+template <typename T>
+inline constexpr int kTileWords = kTile * kStepWords<T>;
+
+__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
+
+template <typename T>
+__device__ __forceinline__ Raw nothing_loaded() {
+  union {
+    T elements[kChunk<T>];
+    Raw raw;
+  } nothing;
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) nothing.elements[i] = minus_infinity<T>();
+  return nothing.raw;
+}
+
+// Whether all chunks of all rows are aligned vectors, as in most tensors. Kernels are compiled for
+// such rows and for any: together they would need more registers than four blocks leave.
+inline bool is_smooth(const LogitsShape& shape, const Logits& logits, int chunk) {
+  const auto is_whole = [&](int64_t words) { return words % chunk == 0; };
+  return reinterpret_cast<uintptr_t>(logits.data) % sizeof(Raw) == 0 && logits.word_stride == 1 &&
+         is_whole(shape.words) && is_whole(logits.outer_stride) && is_whole(logits.inner_stride);
+}
+
+// The same rows as one batch, if they lie evenly.
+inline LogitsShape as_one_batch(const LogitsShape& shape, const Logits& logits) {
+  const bool is_even = logits.outer_stride == shape.inner * logits.inner_stride;
+  return is_even ? LogitsShape{1, shape.rows(), shape.words} : shape;
+}
+
+// A row in memory, of logits of type T.
+template <typename T, bool kSmooth>
+struct TiledRow {
+  const char* first;
+  int64_t stride;
+  int words;
+
+  __device__ __forceinline__ TiledRow(const char* first, int64_t stride, int64_t words)
+      : first(first), stride(stride), words(static_cast<int>(words)) {}
+
+  __device__ __forceinline__ int tiles() const {
+    return (words + kTileWords<T> - 1) / kTileWords<T>;
+  }
+  // The tiles, from the first on, of which every lane has four chunks that are aligned vectors.
+  __device__ __forceinline__ int smooth_tiles() const {
+    return kSmooth ? words / kTileWords<T> : 0;
+  }
+
+  // The lane's first chunk of a smooth tile.
+  __device__ __forceinline__ const char* own_chunk(int tile) const {
+    return first + static_cast<int64_t>(tile) * (kTile * kStepBytes) +
+           static_cast<int>(threadIdx.x % kWarp * sizeof(Raw));
+  }
+  __device__ __forceinline__ static Raw load_smooth(const char* own, int k) {
+    return load_aligned<uint32_t, 4>(reinterpret_cast<const uint32_t*>(own + k * kStepBytes));
+  }
+
+  // Calls visit(chunk) for the lane's chunks of any tile, two of which are loaded together.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_chunk(int tile, const Visit& visit) const {
+    constexpr int kTogether = 2;
+#pragma unroll 1
+    for (int k = 0; k < kTile; k += kTogether) {
+      Raw chunks[kTogether];
+      load_chunks(tile * kTileWords<T> + k * kStepWords<T>,
+                  static_cast<int>(threadIdx.x % kWarp) * kChunk<T>, chunks);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) visit(opaque(chunks[i]));
+    }
+  }
+
+  __device__ __forceinline__ void load_smooth_tile(int tile, Raw (&chunks)[kTile]) const {
+    const char* const own = own_chunk(tile);
+#pragma unroll
+    for (int k = 0; k < kTile; ++k) chunks[k] = load_smooth(own, k);
+  }
+
+  // The chunk from a word on.
+  __device__ __forceinline__ Raw load_chunk(int at) const {
+    Raw chunk[1];
+    load_chunks(at, 0, chunk);
+    return chunk[0];
+  }
+
+ private:
+  // Chunks a step apart, from begin + place on.
+  template <int n>
+  __device__ __forceinline__ void load_chunks(int begin, int place, Raw (&chunks)[n]) const {
+    const int64_t offset = static_cast<int64_t>(begin) * (kSmooth ? 1 : stride);
+    const char* const from = first + offset * static_cast<int>(sizeof(T));
+    const int rest = words - begin - place;
+#pragma unroll
+    for (int k = 0; k < n; ++k) chunks[k] = nothing_loaded<T>();
+    if constexpr (kSmooth) {
+      const char* const own = from + place * static_cast<int>(sizeof(T));
+#pragma unroll
+      for (int k = 0; k < n; ++k) {
+        if (k * kStepWords<T> < rest) chunks[k] = load_smooth(own, k);
+      }
+    } else {
+      if (stride == 1) load_shifted_vectors(from, rest, place, chunks);
+#pragma unroll
+      for (int k = 0; k < n; ++k) {
+        const int at = k * kStepWords<T>;
+        if (stride == 1 && at + kChunk<T> <= rest) continue;
+        load_words(from, rest - at, place + at, chunks[k]);
+      }
+    }
+  }
+
+  template <int n>
+  __device__ __forceinline__ static void load_shifted_vectors(const char* from, int rest, int place,
+                                                              Raw (&chunks)[n]) {
+    Shifted<uint32_t, 4> loaded[n] = {};
+    const char* const own = from + place * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      if (k * kStepWords<T> + kChunk<T> > rest) continue;
+      loaded[k].template load<Memory::kReadOnly>(
+          reinterpret_cast<const uint32_t*>(own + k * kStepBytes));
+    }
+    const unsigned shift = reinterpret_cast<uintptr_t>(from) % sizeof(Raw);
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      const Raw cut = loaded[k].cut(shift);
+      if (k * kStepWords<T> + kChunk<T> <= rest) chunks[k] = cut;
+    }
+  }
+
+  // As many words of a chunk as exist, one by one.
+  __device__ __forceinline__ void load_words(const char* from, int rest, int at, Raw& chunk) const {
+    union {
+      T elements[kChunk<T>];
+      Raw raw;
+    } loaded;
+    loaded.raw = chunk;
+    const int64_t apart = stride * static_cast<int>(sizeof(T));
+    int64_t word = reinterpret_cast<int64_t>(from) + at * apart;
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      if (i < rest) loaded.elements[i] = *reinterpret_cast<const T*>(word);
+      word = opaque(word + apart);  // else all addresses take registers at once
+    }
+    chunk = loaded.raw;
+  }
+};
+
+}  // namespace klfast::cuda

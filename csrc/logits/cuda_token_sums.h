@@ -1,0 +1,389 @@
+// The sums of a row of one model, in one pass without a barrier before their end.
+//
+// Every warp takes the same guess of the row's greatest logit from a sample of its words. A lane
+// that finds words far above the guess sums that tile against their greatest instead, so that even
+// a row whose peak the sample missed is read once. A row is read again only if its sums tell
+// nothing: then the guess is the greatest of all its words.
+
+#pragma once
+
+#include "formulas/divergences.h"
+#include "logits/cuda_team.h"
+#include "logits/cuda_tiles.h"
+
+namespace klfast::cuda {
+
+// The numbers of every thread of a block, and of every warp. Two sets are used in turns: while one
+// block of a cluster writes for a total, another may still read those of the last.
+struct TileExchange {
+  static constexpr int kNumbers = 2;
+  double of_thread[2][kTileThreads][kNumbers];
+  double of_warp[2][kTileThreads / kWarp][kNumbers];
+};
+
+// The blocks that sum a row: one that takes its parts one after the other, or one per part. A
+// thread's numbers are combined over the parts first, and then over threads, so that both ways give
+// the same bits.
+struct TileTeam : BlocksOfRow {
+  TileExchange& exchange;
+  int turn = 0;
+
+  // All threads take part in everything here.
+  __device__ __forceinline__ TileTeam(const RowPlan& plan, TileExchange& exchange)
+      : BlocksOfRow{plan}, exchange(exchange) {}
+
+  template <typename How, int n>
+  __device__ __forceinline__ void start() const {
+#pragma unroll
+    for (int i = 0; i < n; ++i) own()[i] = How::of_nothing();
+  }
+
+  // Takes a thread's numbers of the next part, and makes them nothing.
+  template <typename How, int n>
+  __device__ __forceinline__ void keep(double (&numbers)[n]) const {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      own()[i] = How::of(own()[i], numbers[i]);
+      numbers[i] = How::of_nothing();
+    }
+  }
+
+  // The numbers kept, combined always in the same order. The first warp of every block gets the
+  // result. The caller has a barrier of the block between two totals.
+  template <typename How, int n>
+  __device__ __forceinline__ void total(double (&numbers)[n]) {
+    if (plan.blocks > 1) meet();
+#pragma unroll
+    for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+#pragma unroll 1
+    for (int part = 0; part < plan.blocks; ++part) {
+      const double* const from = plan.blocks > 1 ? of_block(own(), part) : own();
+#pragma unroll
+      for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+    }
+    combine_lanes<How>(numbers);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int warps = static_cast<int>(blockDim.x) / kWarp;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if (lane == 0) exchange.of_warp[turn][warp][i] = numbers[i];
+    }
+    __syncthreads();
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        numbers[i] = lane < warps ? exchange.of_warp[turn][lane][i] : How::of_nothing();
+      }
+      combine_lanes<How>(numbers);
+    }
+    turn ^= 1;
+  }
+
+ private:
+  __device__ __forceinline__ double* own() const { return exchange.of_thread[turn][threadIdx.x]; }
+};
+
+// The shared memory of a block.
+struct TokenShared {
+  TileExchange exchange;
+  double greatest;
+  bool is_done;
+};
+
+// What a row is summed against: terms are powers x * scale - guess of kBase, of
+// placed logits x. Sums count from `center`. The guess is `center` too, but for a row whose sample
+// was all -infinity, where it lies below all logits.
+template <typename Acc>
+struct RowGuess {
+  Frame<Acc, 1> frame;
+  Acc scale;
+  Acc center;
+  Acc guess;
+
+  __device__ __forceinline__ static RowGuess of(Acc greatest, double scale) {
+    constexpr Acc kBelowAll = -1e30f;
+    const bool is_finite = std::isfinite(greatest);
+    RowGuess base;
+    base.frame = Frame<Acc, 1>::of({is_finite ? divergences::origin_of(greatest, scale) : 0.0, 0});
+    base.scale =
+        static_cast<Acc>(scale * (base.has_origin() ? 2 / kNatsOf<Acc> : 1 / kNatsOf<Acc>));
+    base.center = is_finite ? base.guess_of(greatest) : Acc(0);
+    base.guess = is_finite ? base.center : kBelowAll;
+    return base;
+  }
+
+  __device__ __forceinline__ bool has_origin() const { return frame.if_any() != nullptr; }
+  __device__ __forceinline__ Acc placed(Acc x) const {
+    return divergences::placed(x, frame.unit, frame.origin[0]);
+  }
+  __device__ __forceinline__ Acc guess_of(Acc x) const { return placed(x) * scale; }
+};
+
+// A lane's sums over a tile.
+template <typename Acc>
+struct Terms {
+  Acc mass = 0;    // of w = base^s
+  Acc moment = 0;  // of w s
+};
+
+// kPlaces where the row may have an origin.
+template <bool kEntropy, bool kPlaces, typename T>
+__device__ __forceinline__ void add_chunk(const Raw& raw, const RowGuess<AccOf<T>>& base,
+                                          AccOf<T> guess, Terms<AccOf<T>>& terms) {
+  using Acc = AccOf<T>;
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) {
+    const Acc word = convert<Acc>(element_of<T>(raw, i));
+    const Acc s = math::fma(kPlaces ? base.placed(word) : word, base.scale, -guess);
+    const Acc w = math::exp_term<kBase<Acc>>(s);
+    terms.mass += w;
+    // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays in the mass.
+    if constexpr (kEntropy) terms.moment = math::fma(w, std::fmax(s, Acc(-1000)), terms.moment);
+  }
+}
+
+// Whether no term lies so far above the guess that the rounding of its exponent shows.
+template <typename Acc>
+__device__ __forceinline__ bool is_near_guess(const Terms<Acc>& terms) {
+  return terms.mass < Acc(1 << 20);
+}
+
+template <typename T>
+__device__ __forceinline__ AccOf<T> greatest_of(const Raw& raw, AccOf<T> greatest) {
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) {
+    greatest = std::fmax(greatest, convert<AccOf<T>>(element_of<T>(raw, i)));  // ignores NaN
+  }
+  return greatest;
+}
+
+template <bool kEntropy, typename Acc>
+__device__ __forceinline__ void add_terms(const Terms<Acc>& terms, double (&sums)[1 + kEntropy]) {
+  sums[0] += terms.mass;
+  if constexpr (kEntropy) sums[1] += terms.moment;
+}
+
+// A lane's sums over a tile, from the center on.
+struct TileSums {
+  double mass;
+  double moment;
+};
+
+// The sums of terms whose guess lies `lift` above the center.
+template <typename Acc>
+__device__ __forceinline__ TileSums lifted(const Terms<Acc>& terms, double lift) {
+  const double factor = math::exp_term(lift * kNatsOf<Acc>);
+  const double mass = terms.mass;
+  return {mass * factor, (static_cast<double>(terms.moment) + lift * mass) * factor};
+}
+
+template <typename T, bool kSmooth>
+__device__ __forceinline__ AccOf<T> greatest_of_tile(const TiledRow<T, kSmooth>& row, int tile) {
+  AccOf<T> greatest = -INFINITY;
+  row.for_each_chunk(tile, [&](const Raw& raw) { greatest = greatest_of<T>(raw, greatest); });
+  return greatest;
+}
+
+// Sums any tile. A lane with words far above the guess sums its words against their greatest.
+template <bool kEntropy, typename T, bool kSmooth>
+__device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row, int tile,
+                                                 const RowGuess<AccOf<T>>& base) {
+  using Acc = AccOf<T>;
+  Acc guess = base.guess;
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
+    Terms<Acc> terms;
+    row.for_each_chunk(
+        tile, [&](const Raw& raw) { add_chunk<kEntropy, true, T>(raw, base, guess, terms); });
+    if (!is_first) return lifted(terms, static_cast<double>(guess) - base.center);
+    if (is_near_guess(terms)) return {terms.mass, terms.moment};
+    guess = base.guess_of(greatest_of_tile(row, tile));
+    if (!std::isfinite(guess)) return {terms.mass, terms.moment};
+  }
+}
+
+// The tiles of a warp, in the parts that its block sums.
+struct Walk {
+  int tile;
+  int step;  // to the warp's next tile
+  int end;   // of the part
+  int of_part;
+  int stop;
+
+  template <typename T, bool kSmooth>
+  __device__ __forceinline__ static Walk of(const RowPlan& plan, const TiledRow<T, kSmooth>& row) {
+    Walk walk;
+    walk.step = static_cast<int>(blockDim.x) / kWarp;
+    walk.of_part = static_cast<int>(plan.part) / kTileWords<T>;
+    walk.tile = static_cast<int>(threadIdx.x) / kWarp;
+    walk.end = walk.of_part;
+    walk.stop = row.tiles();
+    if (plan.blocks > 1) {
+      // Tiles take turns among warps from the row's first on.
+      const int begin = plan.rank_of_block() * walk.of_part;
+      const int turn = begin % walk.step;
+      walk.tile += begin - turn + (walk.tile < turn ? walk.step : 0);
+      walk.end += begin;
+      walk.stop = least(walk.end, walk.stop);
+    }
+    return walk;
+  }
+
+  // Goes on to the warp's next tile. It has one in every part but the last: plan_tiles sees to
+  // that.
+  template <typename How, int n>
+  __device__ __forceinline__ void next(const TileTeam& team, double (&numbers)[n]) {
+    tile += step;
+    if (tile >= end) {
+      team.keep<How>(numbers);
+      end += of_part;
+    }
+  }
+};
+
+// The greatest of a sample of a row, a chunk per lane, spread over the row.
+template <typename T, bool kSmooth>
+__device__ __forceinline__ AccOf<T> sample_greatest(const TiledRow<T, kSmooth>& row) {
+  const int apart = row.words / (kWarp * kChunk<T>);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const Raw sample = row.load_chunk(lane * (apart == 0 ? 1 : apart) * kChunk<T>);
+  AccOf<T> greatest = greatest_of<T>(sample, -INFINITY);
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+  }
+  return greatest;
+}
+
+// Adds a warp's smooth tiles before `stop`, up to one with words far above the guess. Loads of the
+// next tile take the place of words as they are used; those of the first are in `next`.
+template <bool kEntropy, typename T, bool kSmooth>
+__device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row,
+                                                 const RowGuess<AccOf<T>>& base, int stop,
+                                                 Raw (&next)[kTile], const TileTeam& team,
+                                                 Walk& walk, double (&sums)[1 + kEntropy]) {
+  const char* own = row.own_chunk(walk.tile);
+  const int64_t step = static_cast<int64_t>(walk.step) * (kTile * kStepBytes);
+#pragma unroll 1
+  do {
+    const bool goes_on = walk.tile + walk.step < stop;
+    if (goes_on) own += step;
+    own = reinterpret_cast<const char*>(opaque(reinterpret_cast<int64_t>(own)));
+    Terms<AccOf<T>> terms;
+#pragma unroll
+    for (int k = 0; k < kTile; ++k) {
+      add_chunk<kEntropy, false, T>(next[k], base, base.guess, terms);
+      next[k] = row.load_smooth(own, k);
+    }
+    if (__any_sync(0xffffffffu, !is_near_guess(terms))) return;
+    add_terms<kEntropy>(terms, sums);
+    walk.next<Add>(team, sums);
+  } while (walk.tile < stop);
+}
+
+// Keeps the sums of a block's parts against find_base(), which is called when the first loads are
+// on their way.
+template <bool kEntropy, typename T, bool kSmooth, typename FindBase>
+__device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmooth>& row,
+                                                        const TileTeam& team,
+                                                        const FindBase& find_base) {
+  Walk walk = Walk::of(team.plan, row);
+  const int smooth = least(walk.stop, row.smooth_tiles());
+  Raw next[kTile];
+  if (kSmooth && walk.tile < smooth) row.load_smooth_tile(walk.tile, next);
+  const RowGuess<AccOf<T>> base = find_base();
+  const int plain = base.has_origin() ? 0 : smooth;
+  double sums[1 + kEntropy] = {};
+  team.template start<Add, 1 + kEntropy>();
+  bool is_loaded = true;
+#pragma unroll 1
+  for (;; is_loaded = false) {
+    if (kSmooth && walk.tile < plain) {
+      if (!is_loaded) row.load_smooth_tile(walk.tile, next);
+      add_smooth_tiles<kEntropy>(row, base, plain, next, team, walk, sums);
+    }
+    if (walk.tile >= walk.stop) break;
+    const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base);
+    sums[0] += any.mass;
+    if constexpr (kEntropy) sums[1] += any.moment;
+    walk.next<Add>(team, sums);
+  }
+  team.template keep<Add>(sums);
+  return base;
+}
+
+template <typename T, bool kSmooth>
+__device__ __forceinline__ void find_in_parts(const TiledRow<T, kSmooth>& row,
+                                              const TileTeam& team) {
+  Walk walk = Walk::of(team.plan, row);
+  double greatest[1] = {Greatest::of_nothing()};
+  team.template start<Greatest, 1>();
+#pragma unroll 1
+  while (walk.tile < walk.stop) {
+    const double of_tile = greatest_of_tile(row, walk.tile);
+    greatest[0] = Greatest::of(greatest[0], of_tile);
+    walk.next<Greatest>(team, greatest);
+  }
+  team.template keep<Greatest>(greatest);
+}
+
+// Sums a row: mass, and moment for its entropy. The first thread gets the sums; they are NaN in a
+// row that has a NaN or no finite logit.
+template <bool kEntropy, typename T, bool kSmooth>
+__device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>& row, double scale,
+                                                      TileTeam& team, TokenShared& shared,
+                                                      double (&sums)[1 + kEntropy]) {
+  using Acc = AccOf<T>;
+  const bool decides = threadIdx.x == 0;
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
+    const RowGuess<Acc> base = sum_parts<kEntropy>(row, team, [&] {
+      const Acc greatest = is_first ? sample_greatest(row) : static_cast<Acc>(shared.greatest);
+      return RowGuess<Acc>::of(greatest, scale);
+    });
+    team.template total<Add>(sums);
+    if (decides) shared.is_done = !is_first || passes::is_usable(sums[0]);
+    __syncthreads();
+    if (shared.is_done) return base;
+    find_in_parts(row, team);
+    double greatest[1];
+    team.template total<Greatest>(greatest);
+    if (decides) shared.greatest = greatest[0];
+    __syncthreads();
+    if (!std::isfinite(shared.greatest)) {
+      sums[0] = NAN;
+      return base;
+    }
+  }
+}
+
+// A row's results.
+struct TokenResults {
+  double logprob;
+  double entropy;
+  double origin;
+  double lse;  // of placed logits
+};
+
+// `target` is the target token's logit.
+template <bool kEntropy, typename Acc>
+__device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base, Acc target,
+                                                   const double (&sums)[1 + kEntropy]) {
+  const double log_mass = std::log(sums[0]);
+  const double center = base.center;
+  TokenResults row;
+  row.origin = base.frame.origin[0];
+  row.lse = center * kNatsOf<Acc> + log_mass;
+  const double unit = base.frame.unit;
+  const double scale = static_cast<double>(base.scale) * kNatsOf<Acc>;
+  row.logprob = divergences::log_prob(target, scale * unit, unit, row.origin, row.lse);
+  row.entropy = 0;
+  if constexpr (kEntropy) {
+    const double entropy = log_mass - sums[1] * kNatsOf<Acc> / sums[0];
+    row.entropy = entropy < 0 ? 0 : entropy;
+  }
+  return row;
+}
+
+}  // namespace klfast::cuda
