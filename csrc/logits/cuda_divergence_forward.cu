@@ -57,8 +57,8 @@ __device__ __forceinline__ Acc near_limit(const Shared<Acc>& shared) {
 enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
 
 // A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
-// w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide, so
-// that a row's sums depend on nothing else.
+// w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide,
+// so that a row's sums depend on nothing else.
 template <typename T>
 struct PairTotals {
   using Acc = AccOf<T>;
@@ -156,15 +156,15 @@ struct MassTotals : TwoTotals<AccOf<T>> {
 
   __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
 
-  // The vote says what each lane knows. It keeps the load of the next chunk behind the conversion of
-  // this one, whose registers it takes.
+  // The vote says what each lane knows. It keeps the load of the next chunk behind the conversion
+  // of this one, whose registers it takes.
   __device__ __forceinline__ Near near_of(const Words& words) const {
     Near near = {};
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       near.sums[0] += divergences::first_term(words.of[0].element[i], guess);
-      near.sums[1] += math::exp_term<kBase<Acc>>(
-          math::fma(words.of[1].element[i], guess.scale, -guess.second));
+      near.sums[1] +=
+          math::exp_term<kBase<Acc>>(math::fma(words.of[1].element[i], guess.scale, -guess.second));
     }
     near.are_near = !__any_sync(0xffffffffu, !is_placed);
     return near;
@@ -204,8 +204,7 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     for (int i = 0; i < kChunk<T>; ++i) {
       const Acc u = near.of[i];
       const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
-      this->sums[0] =
-          math::fma(product, u * divergences::polynomial(fit.value, u), this->sums[0]);
+      this->sums[0] = math::fma(product, u * divergences::polynomial(fit.value, u), this->sums[0]);
       this->sums[1] =
           math::fma(product, divergences::polynomial(fit.log_m_over_p, u), this->sums[1]);
     }
@@ -245,8 +244,8 @@ __device__ __noinline__ void judge_greatest(double first, double second, double 
 template <typename Acc>
 __device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
   shared.row = row;
-  const double own_scale = scale / divergences::unit_of(row.origins);
-  shared.guess = divergences::guess_of<Acc, kBase<Acc>>(own_scale, row.lse, row.shift);
+  shared.guess = divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
+                                                        row.lse, row.shift);
   shared.step = passes::next_step(shared.step, row.verdict);
 }
 template <typename Acc>
@@ -262,9 +261,9 @@ __device__ __noinline__ void judge_masses(double mass, double other, double scal
 }
 
 // lse and shift of a row, and its KL unless a JSD is wanted, in shared.row, by the passes of
-// passes.h; lse and shift are also in shared.guess. The scale is read where it is needed: staged, it
-// costs two registers, and 16-bit kernels spill. They also spill where a function decides which kind
-// of pass a step is.
+// passes.h; lse and shift are also in shared.guess. The scale is read where it is needed: staged,
+// it costs two registers, and 16-bit kernels spill. They also spill where a function decides which
+// kind of pass a step is.
 template <Divergence divergence, typename Rows, typename Acc>
 __device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, Team& team,
                                         Shared<Acc>& shared) {
@@ -466,8 +465,7 @@ void launch_forward(ForwardTask task, void* stream) {
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
   if constexpr (!is_any_dtype<T>) {
-    task.plan =
-        plan_staged(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence>, kState, chip);
+    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kThreads<divergence>, kState, chip);
     if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
       return launch_rows(divergence_forward_staged_kernel<T, divergence>, rows, task.plan.blocks,
                          task.plan.shared, task, stream);

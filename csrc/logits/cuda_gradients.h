@@ -120,8 +120,8 @@ __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t in
 
 // The place of the row's target token among this thread's chunks.
 struct Target {
-  int round;  // -1 if another thread has it, or none
-  int place;  // in the chunk
+  int round;          // -1 if another thread has it, or none
+  int place;          // in the chunk
   int round_of_warp;  // -1 if another warp has it, or none
 
   template <typename T>
@@ -188,11 +188,11 @@ struct Chunks {
   Target target;
 
   __device__ __forceinline__ explicit Chunks(const GradientPart<T, kModels>& part)
-      : offset(offset_in_memory<T>(
-            part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1], part.index)),
+      : offset(offset_in_memory<T>(part.to[0].data != nullptr ? part.to[0] : part.to[kModels - 1],
+                                   part.index)),
         rounds(rounds_of<T>(offset + part.size)),
-        target(Target::of<T>(
-            part.target >= 0 && part.target < part.size ? part.target + offset : -1)) {}
+        target(Target::of<T>(part.target >= 0 && part.target < part.size ? part.target + offset
+                                                                         : -1)) {}
 };
 
 // The rounds after `first` whose bits are set: chunks of any alignment, whole or not.
@@ -225,8 +225,7 @@ __device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& par
       if (round == chunks.target.round) {
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) {
-          gradient.element[i] +=
-              i == chunks.target.place ? part.target_gradient[m] : AccOf<T>(0);
+          gradient.element[i] += i == chunks.target.place ? part.target_gradient[m] : AccOf<T>(0);
         }
       }
       const int64_t beyond = (part.index + opaque(base)) * size_of<T>(part.to[m].dtype);

@@ -42,9 +42,9 @@ __device__ __forceinline__ bool has_offset(const GuessOf<Acc>& guess) {
 //   add_near(words, near)   adds a near chunk
 //   add_far(words)          adds any chunk
 //   flush()                 called after every fourth near chunk, and after every far one
-// All lanes of a warp take part. The order of the calls depends on the words alone: of 32 rounds the
-// far ones come last. They are loaded once more, so that nothing of them is in the way of the near
-// ones, of which two chunks are loaded during two calls.
+// All lanes of a warp take part. The order of the calls depends on the words alone: of 32 rounds
+// the far ones come last. They are loaded once more, so that nothing of them is in the way of the
+// near ones, of which two chunks are loaded during two calls.
 template <typename Rows, typename Sums>
 __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
   using T = typename Rows::Type;

@@ -116,8 +116,8 @@ __device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, c
 // rounded, as in the sums.
 template <math::Base base = math::Base::kE>
 __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
-                                               const char* first, int64_t row, double scale,
-                                               double unit, double origin, double lse) {
+                                        const char* first, int64_t row, double scale, double unit,
+                                        double origin, double lse) {
   if (!is_word(in, row)) return NAN;
   double word = 0;
   visit_dtype(logits.dtype, [&](auto zero) {
