@@ -3,8 +3,9 @@
 // With u = log(q / p) and m = (1 - b) p + b q,
 //   log(m / p) = L(u) = log(1 + b (e^u - 1)),    log(q / m) = u - L(u),
 // and a word's term of the JSD is p (b e^u (u - L) - (1 - b) L), which has a double root at 0. Each
-// of L / u, (u - L) / u and term / u^2 is smooth on |u| <= 1, where its interpolation at Chebyshev's
-// nodes with kTerms terms has a relative error of 4e-8, and 1.5e-7 when evaluated in float.
+// of L / u, (u - L) / u and term / u^2 is smooth on |u| <= 1, where its interpolation at
+// Chebyshev's nodes with kTerms terms has a relative error of 4e-8, and 1.5e-7 when evaluated in
+// float.
 
 #pragma once
 

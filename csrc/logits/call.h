@@ -88,7 +88,8 @@ struct DivergenceInputs {
   double beta = 0.5;
 };
 
-// The fields that a divergence's forward saves per row, [kSaved, R].
+// The fields that a divergence's forward saves per row, [kSaved, R]. lse and shift are in the
+// base's unit of the kernels that save and read them: bits in CUDA's fp32, or else nats.
 enum Saved {
   kLse,          // of the first model, less its origin
   kShift,        // the second's lse minus the first's: near 0 it has more digits than either

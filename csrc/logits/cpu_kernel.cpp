@@ -481,9 +481,9 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
     for (int64_t i = 0; i < tile.padded; ++i) {
       const divergences::WordGradients<Acc> grads =
           is_kl ? divergences::kl_gradients(first[i], second[i], row)
-                : divergences::jsd_gradients(divergences::jsd_word_of(first[i], second[i],
-                                                                      row.exact, row.mixture),
-                                             first[i], second[i], row);
+                : divergences::jsd_gradients(
+                      divergences::jsd_word_of(first[i], second[i], row.exact, row.mixture),
+                      first[i], second[i], row);
       if constexpr (kFirst) to_first[i] = grads.first;
       if constexpr (kSecond) to_second[i] = grads.second;
     }

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kPieceThreads,
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
     const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
-        in.scale() / divergences::unit_of(state.origins), state.lse, state.shift);
+        divergences::scale_of(in.scale(), state.origins), state.lse, state.shift);
     row = divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state);
     frame = Frame<Acc, 2>::of(state.origins);
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);

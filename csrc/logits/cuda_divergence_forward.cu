@@ -244,8 +244,8 @@ __device__ __noinline__ void judge_greatest(double first, double second, double 
 template <typename Acc>
 __device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
   shared.row = row;
-  const double own_scale = scale / divergences::unit_of(row.origins);
-  shared.guess = divergences::guess_of<Acc, kBase<Acc>>(own_scale, row.lse, row.shift);
+  shared.guess = divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
+                                                        row.lse, row.shift);
   shared.step = passes::next_step(shared.step, row.verdict);
 }
 template <typename Acc>

@@ -205,8 +205,8 @@ inline constexpr double kPowerOfNats = kNats<base> * kPowerOfNats<base, n - 1>;
 template <Base base>
 inline constexpr double kPowerOfNats<base, 0> = 1;
 template <Base base, int k, typename T>
-inline constexpr T kCoefficient = static_cast<T>(
-    static_cast<double>(SeriesOf<base, T>::kSeries[k]) * kPowerOfNats<base, k + 2>);
+inline constexpr T kCoefficient =
+    static_cast<T>(static_cast<double>(SeriesOf<base, T>::kSeries[k]) * kPowerOfNats<base, k + 2>);
 
 // q * r^(k + 1) + the series' terms from k down.
 template <Base base, int k, typename T>
@@ -285,8 +285,8 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
   }
 }
 
-// e^x - 1, and e^x - 1 - x, which is never negative, exactly 0 at 0, infinite at both infinities. One
-// reduction serves both.
+// e^x - 1, and e^x - 1 - x, which is never negative, exactly 0 at 0, infinite at both infinities.
+// One reduction serves both.
 template <typename T>
 struct Expm1 {
   T value;

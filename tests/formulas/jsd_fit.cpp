@@ -1,5 +1,6 @@
-// Prints the fitted terms of a JSD at a grid of log-ratios: `jsd_fit BETA` gives lines of u, in bits,
-// and of the polynomials of value, log(m / p) and log(q / m) there, all as hexadecimal floats.
+// Prints the fitted terms of a JSD at a grid of log-ratios: `jsd_fit BETA` gives lines of u, in
+// bits, and of the polynomials of value, log(m / p) and log(q / m) there, all as hexadecimal
+// floats.
 
 #include "formulas/jsd_fit.h"
 

@@ -134,6 +134,22 @@ def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction
     assert not found.any()
 
 
+@pytest.mark.parametrize("beta", [0.01, 0.5, 0.9])
+@pytest.mark.parametrize("height", [5.0, 10.0, 15.0])
+@every_compiled
+def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, height, beta):
+    """The log-sum-exps are then apart by what float rounds, which a small JSD must not show."""
+    for apart in (1e-1, 1e-2, 1e-3):
+        logits = torch.randn(3, 4000)
+        logits[:, 7] += height
+        ref_logits = logits + apart * torch.randn(3, 4000) + 0.37
+        found = klfast.kl_divergence(
+            logits, ref_logits, direction="jsd", jsd_beta=beta, backend=backend
+        )
+        exact, _ = value_of(pair_of(logits, ref_logits, "jsd"), "jsd", beta)
+        assert_promised(found, exact, f"{apart} apart")
+
+
 @every_direction
 @every_compiled
 def test_no_divergence_is_negative(backend, direction):
