@@ -28,10 +28,10 @@ PIPES = ("FP32", "ALU", *(name for name, _ in _PIPES if name != "FP32"))
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")
-_SERIES = re.compile(r"FFMA.* 0\.0416667")
-_EXCHANGE = "STS|SHFL|REDUX"
-MARKS = ("STG", "ATOM", "VOTE")
-"""What tells one way from another: results stored, arrivals counted, a search by the whole warp."""
+_SERIES = re.compile(r"FFMA.* 0\.(0416667|00961810)")  # exp_series.h, in nats and in bits
+MARKS = ("STG", "ATOM", "VOTE", "SHFL", "STS")
+"""What tells one way between hot loops from another: results stored, arrivals counted, votes,
+numbers exchanged by lanes and by warps."""
 _MARK = re.compile("|".join(MARKS))
 
 
@@ -47,15 +47,17 @@ def pipe_of(instruction: str) -> str:
 
 
 def feature_of(instruction: str) -> str | None:
-    """What tells the hot path from others in a loop: an access to memory, or to shared memory by
-    vectors, as ``LDG.128``, and ``series``, a term of that of exp_series.h; None for the rest.
+    """What tells the hot path from others in a loop; None for what does not.
+
+    That are accesses to memory, and to shared memory by vectors, as ``LDG.128``; ``MUFU``, and
+    ``series``, a term of that of exp_series.h.
     """
     name = operation(instruction)
     if _SERIES.search(name):
         return "series"
-    found = re.match(r"(LDG|STG|LDS|STS)\b(\S*)", name)
-    if found is None:
-        return None
+    found = re.match(r"(LDG|STG|LDS|STS|MUFU)\b(\S*)", name)
+    if found is None or found[1] == "MUFU":
+        return found and found[1]
     width = re.search(r"\.(?:[US])?(8|16|64|128)\b", found[2])
     bits = width[1] if width else "32"
     return f"{found[1]}.{bits}" if found[1][-1] == "G" or bits == "128" else None
@@ -70,23 +72,23 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Path:
+class Way:
     """A way through a kernel.
 
     Attributes:
         counts: instruction -> times that it is executed.
         features: of ``feature_of``, the times.
-        marks: of the operations in MARKS, the times outside of the hot loop.
-        is_hot: whether it leads through the hot loop.
+        marks: of the operations in MARKS, the times outside of hot loops.
+        hot: the headers of the hot loops that it leads through.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     marks: Counter[str] = field(default_factory=Counter)
-    is_hot: bool = False
+    hot: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, instructions: list[str]) -> Path:
+    def of(cls, instructions: list[str]) -> Way:
         kinds = (kind for kind in map(feature_of, instructions) if kind is not None)
         marks = (found[0] for line in instructions if (found := _MARK.match(operation(line))))
         return cls(Counter(instructions), Counter(kinds), Counter(marks))
@@ -108,20 +110,20 @@ class Path:
             times for line, times in self.counts.items() if re.match(pattern, operation(line))
         )
 
-    def then(self, other: Path) -> Path:
-        return Path(
+    def then(self, other: Way) -> Way:
+        return Way(
             self.counts + other.counts,
             self.features + other.features,
             self.marks + other.marks,
-            self.is_hot or other.is_hot,
+            self.hot | other.hot,
         )
 
-    def times(self, count: int) -> Path:
+    def times(self, count: int) -> Way:
         counts, features, marks = (
             Counter({key: count * n for key, n in counter.items()})
             for counter in (self.counts, self.features, self.marks)
         )
-        return Path(counts, features, marks, self.is_hot)
+        return Way(counts, features, marks, self.hot)
 
 
 def functions_of(disassembly: str) -> dict[str, list[Block]]:
@@ -132,7 +134,9 @@ def functions_of(disassembly: str) -> dict[str, list[Block]]:
 
 
 def _blocks_of(body: str) -> list[Block]:
-    lines = re.findall(r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?)\s*$", body, flags=re.M)
+    lines = re.findall(
+        r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?)\s*$", body, flags=re.M
+    )
     blocks, starts = [Block()], {}
     for label, instruction in lines:
         if label:
@@ -154,7 +158,12 @@ def _successors(block: Block, position: int, starts: dict[str, int], count: int)
     targets = [starts[label] for label in _LABEL.findall(last) if label in starts] if jump else []
     if jump is None or jump[1] in ("EXIT", "RET") or "BRA.DIV" in last:
         targets = []  # BRA.DIV: lanes that have parted meet again elsewhere
-    always = jump and not last.startswith("@") and "BRA.DIV" not in last and not re.search(r"BRA\S*\s+!?U?P\d", last)
+    always = (
+        jump
+        and not last.startswith("@")
+        and "BRA.DIV" not in last
+        and not re.search(r"BRA\S*\s+!?U?P\d", last)
+    )
     return targets if always or position + 1 == count else [*targets, position + 1]
 
 
@@ -176,6 +185,42 @@ class Loop:
         yield self
         for loop in self.inner:
             yield from loop.walk()
+
+
+@dataclass(frozen=True)
+class Hot:
+    """A hot loop.
+
+    Attributes:
+        trip: the way around it.
+        trips: how often it is taken.
+    """
+
+    loop: Loop
+    trip: Way
+    trips: int
+
+    def way_of_all(self) -> Way:
+        once = replace(self.trip, marks=Counter(), hot=frozenset([self.loop.header]))
+        return once.times(self.trips)
+
+
+@dataclass
+class _Walk:
+    """What Kernel.whole looks for."""
+
+    hot: Mapping[int, Hot]
+    outer: list[int]
+    marks: Mapping[str, int]
+    writes: bool
+
+    def key(self, way: Way) -> tuple[frozenset[int], tuple[int, ...]] | None:
+        found = tuple(way.marks[name] for name in self.marks)
+        is_other = any(n > most for n, most in zip(found, self.marks.values(), strict=True))
+        return None if is_other else (way.hot, found)
+
+    def rank(self, way: Way) -> tuple[int, int]:
+        return (way.marks["STS"] if self.writes else 0, -way.length)
 
 
 @dataclass
@@ -215,63 +260,62 @@ class Kernel:
                 rest.extend(self.graph.predecessors(block))
         return found
 
-    def innermost(self) -> list[Loop]:
-        return [loop for loop in self.body.walk() if not loop.inner and loop is not self.body]
+    def hot(self, features: Counter[str], trips: int) -> Hot:
+        """The loop with the shortest way around that has just these features."""
+        found = ((loop, self.trip(loop, features)) for loop in self.body.walk())
+        ways = [(loop, trip) for loop, trip in found if trip is not None]
+        if not ways:
+            raise LookupError(f"no loop has just {dict(features)}")
+        loop, trip = min(ways, key=lambda way: way[1].length)
+        return Hot(loop, trip, trips)
 
-    def has(self, loop: Loop, text: str) -> bool:
-        return any(text in line for block in loop.blocks for line in self.blocks[block].instructions)
+    def trip(self, loop: Loop, features: Counter[str]) -> Way | None:
+        """The shortest way around a loop, through none inside, with just these features."""
 
-    def trip(self, loop: Loop, features: Counter[str]) -> Path | None:
-        """The shortest way around an innermost loop with just these features."""
-
-        def key(path: Path) -> tuple[tuple[str, int], ...] | None:
+        def key(path: Way) -> tuple[tuple[str, int], ...] | None:
             return None if path.features - features else tuple(sorted(path.features.items()))
 
-        ways = self._ways(loop, {}, key, lambda path: -path.length)
+        inner: dict[int, list[Way]] = {each.header: [] for each in loop.inner}
+        ways = self._ways(loop, inner, key, lambda path: -path.length)
         return ways.get(tuple(sorted(features.items())))
 
-    def whole(self, hot: Loop, around: Path, trips: Sequence[int], marks: Counter[str]) -> Path:
-        """The way through the kernel, with these marks outside of the hot loop: of the operations
-        in ``MARKS``, the times.
+    def whole(
+        self, hot: Sequence[Hot], outer: Sequence[int], marks: Mapping[str, int], writes: bool
+    ) -> Way:
+        """The way through the kernel and its hot loops, with these marks outside of them.
 
-        ``trips`` are those of the hot loop, and of the loops around it from the inside out,
-        ``around`` is a trip of the hot loop. A loop in which lanes exchange numbers takes five
-        trips, as they combine those of a warp; any other takes one. Of several ways the warp takes
-        that on which it exchanges most, and then the shortest: lanes, not warps, are excused from
-        work.
+        ``outer`` are the trips of the loops around hot ones, from the inside out. A loop in which
+        lanes exchange numbers takes five trips, as they combine those of a warp; any other takes
+        none: it is for tails, or for what is rare. Operations that the marks do not name are free.
+        Of several ways it is that with most stores to shared memory, if a lane of the warp writes
+        there for all, and then the shortest.
         """
-        ways = self._through(self.body, hot, around, [*trips], marks)
-        return ways[True, tuple(sorted(marks.items()))]
+        walk = _Walk({each.loop.header: each for each in hot}, [*outer], marks, writes)
+        ways = self._through(self.body, walk)
+        return ways[frozenset(each.loop.header for each in hot), tuple(marks.values())]
 
-    def _through(
-        self, loop: Loop, hot: Loop, around: Path, trips: list[int], marks: Counter[str]
-    ) -> dict[Any, Path]:
-        def key(path: Path) -> tuple[bool, tuple[tuple[str, int], ...]] | None:
-            is_other = bool(path.marks - marks)
-            return None if is_other else (path.is_hot, tuple(sorted(path.marks.items())))
-
-        if loop is hot:
-            once = replace(around, marks=Counter(), is_hot=True).times(trips.pop(0))
-            return {(True, ()): once}
-        inner = {
-            each.header: self._through(each, hot, around, trips, marks).values()
-            for each in loop.inner
-        }
-        ways = self._ways(loop, inner, key, lambda path: (path.count(_EXCHANGE), -path.length))
+    def _through(self, loop: Loop, walk: _Walk) -> dict[Any, Way]:
+        if loop is not self.body and loop.header in walk.hot:
+            return {None: walk.hot[loop.header].way_of_all()}
+        inner = {each.header: self._through(each, walk).values() for each in loop.inner}
+        ways = self._ways(loop, inner, walk.key, walk.rank)
         if loop is self.body:
             return ways
-        if any(is_hot for is_hot, _ in ways):
-            count = trips.pop(0) if trips else 1
-            return {name: way.times(count) for name, way in ways.items() if way.is_hot}
-        return {name: way.times(5 if way.count("SHFL") else 1) for name, way in ways.items()}
+        most = max((way.hot for way in ways.values()), key=len, default=frozenset())
+        if most:
+            count = walk.outer.pop(0) if walk.outer else 1
+            return {name: way.times(count) for name, way in ways.items() if way.hot == most}
+        if not any(way.count("SHFL") for way in ways.values()):
+            return {None: Way()}
+        return {name: way.times(5) for name, way in ways.items()}
 
     def _ways(
         self,
         loop: Loop,
-        inner: Mapping[int, Iterable[Path]],
-        key: Callable[[Path], Hashable],
-        rank: Callable[[Path], Any],
-    ) -> dict[Any, Path]:
+        inner: Mapping[int, Iterable[Way]],
+        key: Callable[[Way], Hashable],
+        rank: Callable[[Way], Any],
+    ) -> dict[Any, Way]:
         """The best ways from a loop's header to its end, one for each key; a key of None ends a
         way. ``inner`` has those through the loops inside, by their headers.
         """
@@ -285,24 +329,26 @@ class Kernel:
             for a, b in self.graph.edges(loop.blocks)
             if b in place and b != loop.header and place[a] != place[b]
         )
-        found: dict[int, dict[Any, Path]] = {}
+        found: dict[int, dict[Any, Way]] = {}
         for node in nx.topological_sort(region):
-            own = inner.get(node, [Path.of(self.blocks[node].instructions)])
-            before = [Path()] if node == loop.header else []
+            own = inner.get(node, [Way.of(self.blocks[node].instructions)])
+            before = [Way()] if node == loop.header else []
             before += [way for u in region.predecessors(node) for way in found[u].values()]
             found[node] = _best((a.then(b) for a in before for b in own), key, rank)
         ends = (found[place[block]] for block in loop.blocks if self._ends(loop, block))
         return _best((way for ways in ends for way in ways.values()), key, rank)
 
     def _ends(self, loop: Loop, block: int) -> bool:
-        after = self.blocks[block].successors
-        return not after if loop is self.body else loop.header in after
+        last = self.blocks[block].instructions[-1:]
+        if loop is self.body:
+            return "EXIT" in "".join(last)
+        return loop.header in self.blocks[block].successors
 
 
 def _best(
-    ways: Iterable[Path], key: Callable[[Path], Hashable], rank: Callable[[Path], Any]
-) -> dict[Any, Path]:
-    found: dict[Any, Path] = {}
+    ways: Iterable[Way], key: Callable[[Way], Hashable], rank: Callable[[Way], Any]
+) -> dict[Any, Way]:
+    found: dict[Any, Way] = {}
     for way in ways:
         name = key(way)
         if name is not None and (name not in found or rank(way) > rank(found[name])):

@@ -1,79 +1,303 @@
-"""What the machine code of the CUDA kernels says of their speed, without a GPU.
+"""What the machine code of the kernels says of their speed, without a GPU.
 
-Compiles kernels as setup.py does, disassembles them, and follows the hot path: of a kernel's loops
-that load whole vectors, the shortest way around that passes the most of them. A loop's far branch
-is longer than its near one, and one for unaligned inputs loads smaller vectors, so neither is
-followed.
+``make sass`` builds the CUDA kernels, and for each case of a table follows the hot path of the
+kernel that serves it (machine_code.py): inputs are aligned, the mask is of bools, and all tokens
+and words are near (|x| <= 1), as in the benchmarks. It prints instructions per element, in the
+loops and in all, and the share of a chip's bandwidth that its issue slots allow. That is a bound,
+not a measurement.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-_PIPES = (
-    ("FP64", r"D(FMA|ADD|MUL|SETP|MNMX)|MUFU\.(RCP64H|RSQ64H)"),
-    ("MUFU", r"MUFU"),
-    ("conversion", r"F2F|F2I|I2F|FRND|F2FP|I2FP"),
-    ("FP32", r"FFMA|FADD|FMUL|HFMA2|HADD2|HMUL2"),
-    ("memory", r"LDG|STG|LDS|STS|LDC|ULDC|LD\b|ST\b|ATOM|RED|LDL|STL|CCTL|UBLKCP|LDGSTS"),
-    ("shuffle", r"SHFL|VOTE|MATCH|REDUX"),
-    ("control", r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BRX|WARPSYNC|BAR|NOP|MEMBAR|ERRBAR|DEPBAR|UCGABAR"),
+from machine_code import Block, Kernel, functions_of
+
+RESULTS = Path(__file__).parent / "results"
+ASSUMPTIONS = (
+    "aligned inputs, but for packed; bool mask; |x| <= 1 everywhere",
+    "k3: sequences of 8,192 tokens, one warp each",
+    "logits: 151,936 words; a warp that is not the first of its block, which alone ends a row",
+    "called functions (division, rare rows) and what is left after whole trips do not count",
+    "the mean of warps is bound by 4 instructions a clock and processor, 2 of them the ALU's",
 )
-"""Pipe -> the operations that it executes; ALU executes the rest."""
 
 
-@dataclass
-class Block:
-    """A basic block: instructions that are executed one after the other."""
+@dataclass(frozen=True)
+class Chip:
+    """What bounds a kernel: processors, GHz under load, TB/s that reads and writes reach."""
 
-    instructions: list[str] = field(default_factory=list)
-    successors: list[int] = field(default_factory=list)
+    processors: int
+    clock: float
+    bandwidth: float
 
-
-def pipe_of(instruction: str) -> str:
-    """The pipe that executes an instruction."""
-    operation = re.sub(r"^@!?U?P\w+\s+", "", instruction)
-    return next((name for name, pattern in _PIPES if re.match(pattern, operation)), "ALU")
-
-
-def functions_of(disassembly: str) -> dict[str, list[Block]]:
-    """Mangled name -> basic blocks, of what ``nvdisasm -c`` prints."""
-    found: dict[str, list[Block]] = {}
-    for text in re.split(r"^\.text\.", disassembly, flags=re.M)[1:]:
-        name, _, body = text.partition(":\n")
-        found[name] = _blocks_of(body)
-    return found
+    def share(self, bytes_moved: float, pipes: dict[str, float]) -> float:
+        """The part of the bandwidth that instructions allow: 4 a clock and processor of all, 2 of
+        the ALU's, half of one of MUFU's.
+        """
+        clocks = max(sum(pipes.values()) / 4, pipes.get("ALU", 0) / 2, pipes.get("MUFU", 0) * 2)
+        elements = self.processors * self.clock * 1e9 * 32 / clocks
+        return min(1.0, elements * bytes_moved / (self.bandwidth * 1e12))
 
 
-def _blocks_of(body: str) -> list[Block]:
-    lines = re.findall(r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?)\s*$", body, flags=re.M)
-    blocks, starts = [Block()], {}
-    for label, instruction in lines:
-        if label:
-            if blocks[-1].instructions:
-                blocks.append(Block())
-            starts[label] = len(blocks) - 1
-        elif instruction:
-            blocks[-1].instructions.append(instruction)
-            if re.search(r"\b(BRA|BRX|EXIT|RET)\b", instruction):
-                blocks.append(Block())
-    for position, block in enumerate(blocks):
-        block.successors = _successors(block, position, starts, len(blocks))
-    return blocks
+CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
 
 
-def _successors(block: Block, position: int, starts: dict[str, int], count: int) -> list[int]:
-    last = block.instructions[-1] if block.instructions else ""
-    targets = [starts[label] for label in re.findall(r"\.L_x_\d+", last) if label in starts]
-    jumps = re.search(r"\b(BRA|BRX|EXIT|RET)\b", last)
-    always = jumps and not last.startswith("@") and not re.search(r"BRA\S*\s+!?U?P\d", last)
-    if not re.search(r"\b(BRA|BRX)\b", last):
-        targets = []
-    return targets if always or position + 1 == count else [*targets, position + 1]
+@dataclass(frozen=True)
+class Loop:
+    """A hot loop: its features (machine_code.feature_of), and the elements of a lane's trip."""
+
+    features: dict[str, int]
+    elements: int
 
 
-def pipes_of(instructions: list[str]) -> Counter[str]:
-    """How many of the instructions each pipe executes."""
-    return Counter(map(pipe_of, instructions))
+@dataclass(frozen=True)
+class Case:
+    """A case of the table.
+
+    Attributes:
+        kernel: part of the mangled name, as a pattern.
+        loops: hot loops, one after the other.
+        elements: of a lane, in all trips of a loop between two trips of a loop around it.
+        bytes: moved per element.
+        bound: instructions per element, in all.
+        outer: trips of the loops around the hot ones, from the inside out.
+        marks: of machine_code.MARKS, what a warp executes outside of the loops.
+    """
+
+    kernel: str
+    loops: tuple[Loop, ...]
+    elements: int
+    bytes: float
+    bound: float
+    outer: tuple[int, ...] = ()
+    marks: dict[str, int] = field(default_factory=dict)
+
+
+def of_tokens(dtype: str, variant: int, features: dict[str, int], bound: float) -> Case:
+    """A case of the kernel over log-probs."""
+    element = 2 if dtype == "bf16" else 4
+    name = "kl_penalty_kernelI" + ("N.*BFloat16E" if dtype == "bf16" else "f")
+    gradient = element if any("STG" in kind for kind in features) else 0
+    marks = {"STG": 2, "ATOM": 0, "VOTE": 0}  # a result and a weight
+    loop = Loop(features | {"series": 8}, 8)
+    pattern = f"{name}LN.*Pass.?E{variant}E"
+    return Case(pattern, (loop,), 32, 2 * element + 1 + gradient, bound, (8,), marks)
+
+
+BF16 = {"LDG.128": 2, "LDG.64": 1}
+FP32 = {"LDG.128": 4, "LDG.32": 2}
+PACKED = {"LDG.128": 4, "LDG.64": 2}
+STAGED = Loop({"LDG.128": 4, "STS.128": 4}, 16)
+LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
+DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}"
+
+CASES = {
+    "k3-forward-bf16": of_tokens("bf16", 0, BF16, 24),
+    "k3-forward-fp32": of_tokens("fp32", 0, FP32, 24),
+    "k3-gradient-bf16": of_tokens("bf16", 1, BF16 | {"STG.128": 1}, 30),
+    "k3-gradient-fp32": of_tokens("fp32", 1, FP32 | {"STG.128": 2, "STG.32": 8}, 30),
+    "k3-statistics-bf16": of_tokens("bf16", 2, BF16, 34),
+    "k3-statistics-fp32": of_tokens("fp32", 2, FP32, 34),
+    "k3-forward-packed-bf16": of_tokens("bf16", 0, PACKED, 32.4),
+    "k3-forward-packed-fp32": of_tokens("fp32", 0, {"LDG.128": 4, "LDG.32": 20}, 32.4),
+    "logprob-forward-bf16": Case(
+        LOGPROB.format("forward") + "Lb0ELb1E",
+        (Loop({"LDG.128": 4, "MUFU": 32}, 32),),
+        576,
+        2,
+        5.5,
+    ),
+    "logprob-entropy-bf16": Case(
+        LOGPROB.format("forward") + "Lb1ELb1E",
+        (Loop({"LDG.128": 4, "MUFU": 32, "LDS.128": 1, "STS.128": 1}, 32),),
+        576,
+        2,
+        7.5,
+    ),
+    "logprob-backward-bf16": Case(
+        LOGPROB.format("backward") + "Lb1E",
+        (Loop({"LDG.128": 8, "MUFU": 32, "STG.128": 4}, 32),),
+        96,
+        4,
+        12,
+    ),
+    "kl-forward-bf16": Case(
+        DIVERGENCE.format("forward", 0),
+        (Loop({"LDG.128": 4, "MUFU": 16, "series": 16}, 16),),
+        48,
+        4,
+        21,
+    ),
+    "kl-backward-bf16": Case(
+        DIVERGENCE.format("backward", 0),
+        (Loop({"LDG.128": 2, "MUFU": 8, "STG.128": 1}, 8),),
+        112,
+        6,
+        13,
+    ),
+    "kl-one-read-bf16": Case(
+        DIVERGENCE.format("forward_staged", 0),
+        (
+            STAGED,
+            Loop({"LDS.128": 4, "MUFU": 16, "series": 16}, 16),
+            Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+        ),
+        48,
+        6,
+        36,
+    ),
+    "jsd-one-read-bf16": Case(
+        DIVERGENCE.format("forward_staged", 1),
+        (
+            STAGED,
+            Loop({"LDS.128": 4, "MUFU": 32}, 16),
+            Loop({"LDS.128": 4, "MUFU": 16}, 16),
+            Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+        ),
+        48,
+        6,
+        65,
+    ),
+}
+"""As the kernels are on sm_90; elements are those of the whole rounds of a lane."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was counted, per element.
+
+    Attributes:
+        loop: instructions of the hot loops.
+        whole: instructions in all.
+        bound: what a test holds `whole` to.
+        pipes: of `whole`, the instructions that each pipe executes.
+        registers: of a thread.
+        shared: static shared memory of a block, bytes.
+        share: chip -> the part of its bandwidth that issue slots and the ALU allow.
+    """
+
+    loop: float
+    whole: float
+    bound: float
+    pipes: dict[str, float]
+    registers: int
+    shared: int
+    share: dict[str, float]
+
+
+def count(case: Case, blocks: list[Block], registers: int, shared: int) -> Count:
+    """The instructions of a case in the kernel that serves it."""
+    kernel = Kernel(blocks)
+    hot = [
+        kernel.hot(Counter(each.features), case.elements // each.elements) for each in case.loops
+    ]
+    whole = kernel.whole(hot, case.outer, case.marks, writes="VOTE" in case.marks)
+    elements = case.elements * math.prod(case.outer)
+    pipes = {name: round(n / elements, 2) for name, n in whole.pipes.items()}
+    elements_of_trips = [each.elements for each in case.loops]
+    loop = sum(h.trip.length / n for h, n in zip(hot, elements_of_trips, strict=True))
+    return Count(
+        round(loop, 2),
+        round(whole.length / elements, 2),
+        case.bound,
+        pipes,
+        registers,
+        shared,
+        {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()},
+    )
+
+
+def tool(name: str) -> str:
+    """A disassembler: the toolkit's, or the one that comes with Triton."""
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def run(*command: str, folder: Path | None = None) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
+
+
+def cubins_of(module: Path, arch: str, folder: Path) -> list[Path]:
+    """The machine code in an extension module, for one architecture."""
+    run(tool("cuobjdump"), "-xelf", f"sm_{arch}", str(module.resolve()), folder=folder)
+    return sorted(folder.glob("*.cubin"))
+
+
+def resources_of(cubin: Path) -> dict[str, tuple[int, int]]:
+    """Kernel -> registers of a thread and static shared memory of a block."""
+    usage = run(tool("cuobjdump"), "-res-usage", str(cubin))
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) .*?SHARED:(\d+)", usage)
+    return {name: (int(registers), int(shared)) for name, registers, shared in found}
+
+
+def counts_of(module: Path, arch: str) -> dict[str, Count]:
+    """Every case in an extension module."""
+    kernels: dict[str, tuple[list[Block], int, int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for cubin in cubins_of(module, arch, Path(folder)):
+            code = functions_of(run(tool("nvdisasm"), "-c", str(cubin)))
+            resources = resources_of(cubin)
+            kernels |= {name: (code[name], *resources[name]) for name in code if name in resources}
+    return {name: count(case, *_only(kernels, case.kernel)) for name, case in CASES.items()}
+
+
+def _only(kernels: dict[str, Any], pattern: str) -> Any:
+    found = [kernel for name, kernel in kernels.items() if re.search(pattern, name)]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} kernels are called {pattern}")
+    return found[0]
+
+
+def table_of(counts: dict[str, Count]) -> str:
+    """A table in Markdown."""
+    lines = [
+        "| case | loop | in all | bound | registers | of H200 | of B200 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in counts.items():
+        shares = " | ".join(f"{100 * each.share[chip]:.0f} %" for chip in CHIPS)
+        lines.append(
+            f"| {name} | {each.loop:.1f} | {each.whole:.1f} | {each.bound:.1f} "
+            f"| {each.registers} | {shares} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module", type=Path, help="an extension module with CUDA kernels")
+    parser.add_argument("--arch", default="90", help="compute capability; loops are those of 90")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    counts = counts_of(arguments.module, arguments.arch)
+    print(table_of(counts))
+    data = {
+        "arch": f"sm_{arguments.arch}",
+        "assumptions": ASSUMPTIONS,
+        "chips": {name: asdict(chip) for name, chip in CHIPS.items()},
+        "cases": {name: asdict(each) for name, each in counts.items()},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / f"sass-sm{arguments.arch}.json"
+    file.write_text(json.dumps(data, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

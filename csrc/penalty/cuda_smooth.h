@@ -36,6 +36,15 @@ struct Input {
   __device__ static __forceinline__ Words load_rest(const char* vector, unsigned shift) {
     return load(shift == 0 ? vector : vector + sizeof(Words));
   }
+  // The words of a chunk, from any of them on.
+  __device__ static __forceinline__ Words load_words(const char* first) {
+    Words words;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      words.element[i] = __ldg(reinterpret_cast<const uint32_t*>(first) + i);
+    }
+    return words;
+  }
   __device__ static __forceinline__ Words join(const Words& first, const Words& rest,
                                                unsigned shift) {
     union {
@@ -174,25 +183,34 @@ struct Inputs {
     }
   }
 
-  // Makes chunks of the vectors that have been loaded. All that are missing are requested before
-  // the first is used.
+  // Makes chunks of the vectors that have been loaded. All that is missing is requested before the
+  // first is used. Words of one element each are loaded once more: that is shorter than cutting.
   __device__ __forceinline__ void complete(unsigned position, Loaded<W, n>& loaded) const {
+    constexpr bool kCuts = sizeof(T) < 4;
     const unsigned of_a = shifts & 0xff, of_b = shifts >> 8 & 0xff, of_mask = shifts >> 16;
-    const char* const a = logprobs.at(position * sizeof(T));
-    const char* const b = ref_logprobs.at(position * sizeof(T));
+    const char* const a = logprobs.at(position * sizeof(T) + (kCuts ? 0 : of_a));
+    const char* const b = ref_logprobs.at(position * sizeof(T) + (kCuts ? 0 : of_b));
     const char* const m = mask.at(position);
     Loaded<W, n> rest;
 #pragma unroll
     for (int c = 0; c < n; ++c) {
-      rest.logprobs[c] = logprobs.load_rest(a + c * kApart * sizeof(T), of_a);
-      rest.ref_logprobs[c] = ref_logprobs.load_rest(b + c * kApart * sizeof(T), of_b);
+      constexpr int kBytes = kApart * sizeof(T);
+      if constexpr (kCuts) {
+        rest.logprobs[c] = logprobs.load_rest(a + c * kBytes, of_a);
+        rest.ref_logprobs[c] = ref_logprobs.load_rest(b + c * kBytes, of_b);
+      } else {
+        loaded.logprobs[c] = logprobs.load_words(a + c * kBytes);
+        loaded.ref_logprobs[c] = ref_logprobs.load_words(b + c * kBytes);
+      }
       if (has_mask) rest.mask[c] = mask.load_rest(m + c * kApart, of_mask);
     }
 #pragma unroll
     for (int c = 0; c < n; ++c) {
-      loaded.logprobs[c] = logprobs.join(loaded.logprobs[c], rest.logprobs[c], of_a);
-      loaded.ref_logprobs[c] =
-          ref_logprobs.join(loaded.ref_logprobs[c], rest.ref_logprobs[c], of_b);
+      if constexpr (kCuts) {
+        loaded.logprobs[c] = logprobs.join(loaded.logprobs[c], rest.logprobs[c], of_a);
+        loaded.ref_logprobs[c] =
+            ref_logprobs.join(loaded.ref_logprobs[c], rest.ref_logprobs[c], of_b);
+      }
       if (has_mask) loaded.mask[c] = mask.join(loaded.mask[c], rest.mask[c], of_mask);
     }
   }
@@ -312,15 +330,20 @@ __device__ __forceinline__ SmoothResults<n> evaluate_smooth(int estimator, const
 }
 
 // Whether a vector of W elements of every output of a call starts at a token.
-template <typename T, int W>
+template <typename T, Pass pass, int W>
 __device__ __forceinline__ bool are_outputs_aligned(const Task& task, int64_t token) {
   const auto is_aligned = [&](const Output& output, int size) {
     const int vector = W * size < 16 ? W * size : 16;
     return output.data == nullptr ||
            (reinterpret_cast<uintptr_t>(output.data) + token * size) % vector == 0;
   };
-  return is_aligned(task.value, sizeof(float)) && is_aligned(task.grad_logprobs, sizeof(T)) &&
-         is_aligned(task.grad_ref_logprobs, sizeof(T));
+  bool are_aligned = true;
+  if constexpr (pass != Pass::kPlainGradient) are_aligned = is_aligned(task.value, sizeof(float));
+  if constexpr (has_gradient<pass>) {
+    are_aligned = are_aligned && is_aligned(task.grad_logprobs, sizeof(T)) &&
+                  is_aligned(task.grad_ref_logprobs, sizeof(T));
+  }
+  return are_aligned;
 }
 
 // A chunk of results at a token's place.
@@ -401,7 +424,7 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
   const int whole = span.size / kStep * kStep;
   if (turns.position() >= whole) return;
   const int64_t first = span.index + lane;
-  const bool in_vectors = are_outputs_aligned<T, W>(task, first);
+  const bool in_vectors = are_outputs_aligned<T, pass, W>(task, first);
   const Inputs<T, W, n> inputs(task.in, span, lane);
   const bool is_alone = turns.warps == 1;
   const int estimator = task.in.options.estimator;
