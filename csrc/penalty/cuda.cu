@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
 }
 
 // Computes the weights of the sequences of a mean, as its gradient needs them first.
-template <typename Acc>
+template <typename Acc, int W>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       task,
       [&](const Segment& segment) { return span_of<AnyDtype<Acc>, Pass::kAny>(task, segment); },
       [&](const Span& span, int64_t, const Turns& turns, const auto& flush)
-          KLFAST_INLINE_LAMBDA { run_lengths<Acc>(task, span, turns, flush); },
+          KLFAST_INLINE_LAMBDA { run_lengths<W, Acc>(task, span, turns, flush); },
       [&](const Segment& segment, const Sums& sums) {
         put<Depth::kAlways>(partials, segment.slot, sums, false);
       });
@@ -232,8 +232,11 @@ void launch_kl_penalty(Task task, const Launch& on) {
   });
 }
 
+// The lanes are as wide as those of the kernel that follows, whose sums of the mask then agree.
 void launch_lengths(const Task& task, const Launch& on) {
-  launch(task.in.is_double ? lengths_kernel<double> : lengths_kernel<float>, task, on);
+  if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
+  const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
+  launch(wide ? lengths_kernel<float, 8> : lengths_kernel<float, 4>, task, on);
 }
 
 }  // namespace

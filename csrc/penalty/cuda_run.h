@@ -11,7 +11,8 @@ template <typename T, Pass pass, typename Acc, typename Flush>
 __device__ __forceinline__ void run_tiles(const Task& task, const Limits<Acc>& limit,
                                           const Factors<Acc>& factors, const Span& segment,
                                           Turns turns, const Flush& flush) {
-  constexpr int W = kWidth<T>;
+  constexpr int W = kWidth<T, pass>;
+  constexpr int kGroup = W < 4 ? W : 4;
   LaneSums<Acc> sums = empty_lane<Acc>();
   if constexpr (kHasSmooth<T, pass>) {
     if (segment.layout != Layout::kAny) {
@@ -23,12 +24,17 @@ __device__ __forceinline__ void run_tiles(const Task& task, const Limits<Acc>& l
     visit_chunks<W>(segment, turns.position(), turns.end(segment.size),
                     [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
                       const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, span, at);
-                      Tokens<Acc, W> tokens;
-                      take_tokens<pass>(fetched, task.in.old_logprobs.data != nullptr, tokens);
-                      evaluate<pass>(task.in.options.estimator, limit, tokens);
-                      add_tokens<pass>(tokens, at.position, sums);
-                      if (task.stored != 0) {
-                        store_results<T, pass>(task, factors, span, at, tokens);
+#pragma unroll
+                      for (int first = 0; first < W; first += kGroup) {
+                        Tokens<Acc, kGroup> tokens;
+                        take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr,
+                                          tokens);
+                        evaluate<pass>(task.in.options.estimator, limit, tokens);
+                        add_tokens<pass>(tokens, at.position + first, sums);
+                        if (task.stored != 0) {
+                          store_results<T, pass>(task, factors, span,
+                                                 Place{at.position + first, at.end}, tokens);
+                        }
                       }
                     });
     flush(turns.tile, sums);
@@ -60,10 +66,9 @@ __device__ __forceinline__ int count_kept(const Bool* mask, int size) {
 
 // The same for the sum of the weights alone, which equals that of run_tiles: weights are added in
 // the same order, and numbers of tokens are exact in any.
-template <typename Acc, typename Flush>
+template <int W, typename Acc, typename Flush>
 __device__ __forceinline__ void run_lengths(const Task& task, const Span& segment, Turns turns,
                                             const Flush& flush) {
-  constexpr int W = kWidth<Acc>;
   const View& mask = task.in.mask;
 #pragma unroll 1
   for (; turns.first() < segment.size; turns = turns.after()) {

@@ -7,18 +7,19 @@
 
 namespace klfast::cuda {
 
-// The tokens of a lane's chunk.
-template <typename T>
-inline constexpr int kWidth = sizeof(typename Source<T>::Element) == 8 ? 2 : 4;
+// Passes that take smooth segments apart: those without limits, importance weights and conversions.
+template <typename T, Pass pass>
+inline constexpr bool kHasSmooth =
+    is_plain<pass> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
 
 // The tokens of a lane's chunk in a smooth segment: 16 bytes.
 template <typename T>
 inline constexpr int kSmoothWidth = 16 / static_cast<int>(sizeof(typename Source<T>::Element));
 
-// Passes that take smooth segments apart: those without limits, importance weights and conversions.
+// The tokens of a lane's chunk in any segment of a pass. It is the same for all of its segments:
+// which lane has a token depends on its position alone.
 template <typename T, Pass pass>
-inline constexpr bool kHasSmooth =
-    is_plain<pass> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
+inline constexpr int kWidth = !kHasSmooth<T, pass> && kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
 
 // How a segment lies in memory: kAligned and kShifted are smooth (cuda_smooth.h).
 enum class Layout {
@@ -60,7 +61,7 @@ __device__ __forceinline__ Layout lesser(Layout a, Layout b) { return b < a ? b 
 
 template <typename T, Pass pass>
 __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
-  constexpr int W = kHasSmooth<T, pass> ? kSmoothWidth<T> : kWidth<T>;
+  constexpr int W = kWidth<T, pass>;
   const KlPenaltyInputs& in = task.in;
   Span span;
   span.index = segment.start + segment.position;
@@ -148,7 +149,8 @@ struct Fetched {
   Chunk<typename Source<T>::Acc, W> weight;
 };
 
-// The tokens of a lane's chunk, and their results.
+// The tokens that a lane computes at a time, and their results: a part of its chunk, to save
+// registers.
 template <typename Acc, int W>
 struct Tokens {
   bool weighs;                   // by importance
@@ -208,20 +210,20 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
   return fetched;
 }
 
-template <Pass pass, typename T, typename Acc, int W>
-__device__ __forceinline__ void take_tokens(const Fetched<T, W>& fetched, bool weighs,
-                                            Tokens<Acc, W>& tokens) {
+template <Pass pass, typename T, int kFetched, typename Acc, int W>
+__device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
+                                            bool weighs, Tokens<Acc, W>& tokens) {
   tokens.weighs = weighs;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
-    const Acc weight = fetched.weight.element[i];
+    const Acc weight = fetched.weight.element[first + i];
     const bool keep = weight != Acc(0);
-    const Acc logprob = convert<Acc>(fetched.logprobs.element[i]);
-    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[i]);
+    const Acc logprob = convert<Acc>(fetched.logprobs.element[first + i]);
+    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[first + i]);
     tokens.weight.element[i] = weight;
     tokens.log_ratio.element[i] = keep ? log_ratio : Acc(0);
     if constexpr (!is_plain<pass>) {
-      const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[i]);
+      const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
       tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
     }
   }
