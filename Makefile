@@ -10,6 +10,7 @@
 #   make bench    time klfast against eager PyTorch and torch.compile
 #   make bench-peers    time klfast against the frameworks' own functions
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
+#   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make format   rewrite sources in the house style
@@ -28,7 +29,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check asan test-break format clean
+.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -72,6 +73,10 @@ bench-peers: $(VENV)/built $(PEERS)
 # GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK_OPTIONS)
+
+sass: $(VENV)/built
+	FORCE_CUDA=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/sass .
+	$(BIN)/python benchmarks/sass.py build/sass/klfast/_C*.so $(SASS_OPTIONS)
 
 # The sanitizers' runtimes must be there before Python starts. Leaks are Python's own.
 asan: $(VENV)/built

@@ -71,9 +71,10 @@ class Case:
         loops: hot loops, one after the other.
         elements: of a lane, in all trips of a loop between two trips of a loop around it.
         bytes: moved per element.
-        bound: instructions per element, in all.
+        bound: instructions per element, in all, that would leave the kernel to memory.
         outer: trips of the loops around the hot ones, from the inside out.
         marks: of machine_code.MARKS, what a warp executes outside of the loops.
+        held: what a test holds the case to where it misses its bound.
     """
 
     kernel: str
@@ -83,6 +84,11 @@ class Case:
     bound: float
     outer: tuple[int, ...] = ()
     marks: dict[str, int] = field(default_factory=dict)
+    held: float | None = None
+
+    @property
+    def most(self) -> float:
+        return self.bound if self.held is None else self.held
 
 
 def of_tokens(dtype: str, variant: int, features: dict[str, int], bound: float) -> Case:
@@ -181,7 +187,7 @@ class Count:
     Attributes:
         loop: instructions of the hot loops.
         whole: instructions in all.
-        bound: what a test holds `whole` to.
+        bound: of the case.
         pipes: of `whole`, the instructions that each pipe executes.
         registers: of a thread.
         shared: static shared memory of a block, bytes.

@@ -78,10 +78,18 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   if (first_lane) finish(segment, sums);
 }
 
+// Gradients of 16-bit types take more registers there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+inline constexpr int kBlocksOfGradient = 2;
+#else
+inline constexpr int kBlocksOfGradient = 3;
+#endif
+
 // The blocks on a processor: as many as hide the latency of memory without spilled registers.
 template <typename T, Pass pass>
 inline constexpr int kBlocksPerProcessor =
-    pass == Pass::kPlain || (pass == Pass::kPlainGradient && sizeof(T) == 2) ? 3
+    pass == Pass::kPlain                              ? 3
+    : pass == Pass::kPlainGradient && sizeof(T) == 2  ? kBlocksOfGradient
     : std::is_same_v<typename Source<T>::Acc, double> ? 1  // two spill on sm_100
                                                       : 2;
 

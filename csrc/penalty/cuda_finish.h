@@ -103,17 +103,38 @@ __device__ __forceinline__ double add_block(double value) {
   return sum;
 }
 
-template <Depth depth>
-__device__ __forceinline__ Sums sums_of_sequence(const Task& task, const Partials& partials,
-                                                 int64_t sequence) {
-  const int64_t segments = segments_of(sequence_at(task.in.batch, sequence).length);
-  const int64_t first = first_slot(task.in.batch, task.grid, sequence);
+// Calls visit(sequence, sums) for the sequences of a thread, in their order. Of several the first
+// segments are loaded together, so that one wait serves them all.
+template <Depth depth, typename Visitor>
+__device__ __forceinline__ void for_each_sequence(const Task& task, const Partials& partials,
+                                                  const Visitor& visit) {
+  constexpr int kTogether = depth == Depth::kAlways ? 2 : 1;  // as registers allow
+  const Batch& batch = task.in.batch;
   const bool with_last_kept = task.scores.data != nullptr;
-  Sums sums = empty_sums();
-  for (int64_t i = 0; i < segments && first + i < task.grid.slots; ++i) {
-    add<depth>(sums, get<depth>(partials, first + i, with_last_kept));
+  const auto load = [&](int64_t slot) {
+    return slot < task.grid.slots ? get<depth>(partials, slot, with_last_kept) : empty_sums();
+  };
+#pragma unroll 1
+  for (int64_t begin = threadIdx.x; begin < batch.sequences; begin += kTogether * kBlockThreads) {
+    int64_t slots[kTogether];
+    Sums sums[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int64_t sequence = begin + i * kBlockThreads;
+      const bool exists = sequence < batch.sequences;
+      slots[i] = exists ? first_slot(batch, task.grid, sequence) : task.grid.slots;
+      sums[i] = load(slots[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int64_t sequence = begin + i * kBlockThreads;
+      if (sequence >= batch.sequences) continue;
+      const int64_t segments = segments_of(sequence_at(batch, sequence).length);
+#pragma unroll 1
+      for (int64_t j = 1; j < segments; ++j) add<depth>(sums[i], load(slots[i] + j));
+      visit(sequence, sums[i]);
+    }
   }
-  return sums;
 }
 
 // The total of the denominator, by all threads of a block; 0 where it is not used.
@@ -121,10 +142,9 @@ __device__ __forceinline__ double total_of(const Task& task, const Partials& par
   const KlPenaltyInputs& in = task.in;
   if (!in.reduction.uses_total(in.is_normalized()) || task.weights_known) return 0;
   double total = 0;
-  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
-    const Sums sums = sums_of_sequence<Depth::kAlways>(task, partials, s);
+  for_each_sequence<Depth::kAlways>(task, partials, [&](int64_t, const Sums& sums) {
     total += denominator_term(in.reduction, sums.at[kLength]);
-  }
+  });
   return add_block(total);
 }
 
@@ -133,10 +153,10 @@ template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
   const double total = total_of(task, partials);
-  for (int64_t s = threadIdx.x; s < task.in.batch.sequences; s += kBlockThreads) {
-    const double length = sums_of_sequence<Depth::kAlways>(task, partials, s).at[kLength];
-    store<Acc>(task.weights_out, s, weight_of<Acc>(task, scalars, s, length, total));
-  }
+  for_each_sequence<Depth::kAlways>(task, partials, [&](int64_t sequence, const Sums& sums) {
+    store<Acc>(task.weights_out, sequence,
+               weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total));
+  });
 }
 
 // Stores the results of the batch, except of sequences that their own block has finished; run by
@@ -148,11 +168,10 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   const bool scalar = in.reduction.result == Result::kScalar;
   const double total = total_of(task, partials);
   double result = 0;
-  for (int64_t s = threadIdx.x; s < in.batch.sequences; s += kBlockThreads) {
-    if (!scalar && segments_of(sequence_at(in.batch, s).length) == 1) continue;
-    const Sums sums = sums_of_sequence<depth>(task, partials, s);
-    result += finish_sequence<depth, Acc>(task, scalars, s, sums, total);
-  }
+  for_each_sequence<depth>(task, partials, [&](int64_t sequence, const Sums& sums) {
+    if (!scalar && segments_of(sequence_at(in.batch, sequence).length) == 1) return;
+    result += finish_sequence<depth, Acc>(task, scalars, sequence, sums, total);
+  });
   if (!scalar) return;
   result = add_block(result);
   if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);

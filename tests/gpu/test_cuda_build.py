@@ -15,6 +15,10 @@ import torch
 from fresh import run_fresh
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import sass  # noqa: E402
+
 HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
 pytestmark = [
@@ -79,3 +83,27 @@ def test_without_a_driver_it_says_why_not(built):
     else:
         assert problem.startswith("the CUDA kernels cannot run: ")
         assert "the driver offers" in problem
+
+
+@pytest.fixture(scope="module")
+def counts(built):
+    return sass.counts_of(next((built / "klfast").glob("_C*.so")), "90")
+
+
+@pytest.mark.parametrize("name", sass.CASES)
+def test_a_kernel_has_no_more_instructions_than_its_bound(counts, name):
+    assert counts[name].whole <= sass.CASES[name].most
+
+
+def test_the_table_of_instructions_is_of_these_kernels(counts):
+    """Compilers differ a little."""
+    table = json.loads((sass.RESULTS / "sass-sm90.json").read_text())["cases"]
+    assert table.keys() == counts.keys()
+    for name, count in counts.items():
+        assert table[name]["whole"] == pytest.approx(count.whole, rel=0.05), name
+
+
+def test_packed_sequences_cost_a_third_more_at_most(counts):
+    for dtype in ("bf16", "fp32"):
+        packed, aligned = counts[f"k3-forward-packed-{dtype}"], counts[f"k3-forward-{dtype}"]
+        assert packed.whole <= 1.36 * aligned.whole
