@@ -1,5 +1,5 @@
 // The division of rows of logits among blocks. The order of a row's sums depends on the vocabulary,
-// the dtypes and the chip alone, never on the number of rows.
+// the dtypes and the chip alone, never on the number of rows or of the blocks that share a row.
 
 #pragma once
 
