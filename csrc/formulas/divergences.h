@@ -252,6 +252,13 @@ struct PairRow {
   Origins origins;
 };
 
+// The bounds of a mass that passes.h takes as exact: of sums that tell whether a KL cancels, and of
+// masses alone. Where one word is likely, a small JSD shows all that theirs round.
+template <Base base>
+inline constexpr double kMostMass = base == Base::kTwo ? passes::kMostInBits : passes::kMost;
+template <Base base>
+inline constexpr double kMostMassAlone = base == Base::kTwo ? 65536 : passes::kMost;
+
 // A row that has a NaN, or no finite logit.
 KLFAST_HOST_DEVICE PairRow nan_row() { return {NAN, NAN, NAN, passes::Verdict::kUseless, {}}; }
 
@@ -272,7 +279,7 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc, base>& 
   const bool cancels = !(cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   PairRow row;
   row.origins = origins;
-  row.verdict = passes::verdict_of(sums.mass, total, cancels);
+  row.verdict = passes::verdict_of(sums.mass, total, cancels, kMostMass<base>);
   row.kl = kl < 0 ? 0 : kl;
   // A NaN logit makes the sums useless. In other sums a KL of NaN comes from two of them beyond
   // Acc's range.
@@ -290,7 +297,7 @@ KLFAST_HOST_DEVICE PairRow row_of_masses(double mass, double other, const Guess<
   PairRow row = nan_row();
   const double total = other / mass;
   row.origins = origins;
-  row.verdict = passes::verdict_of(mass, total, false);
+  row.verdict = passes::verdict_of(mass, total, false, kMostMassAlone<base>);
   row.lse = static_cast<double>(guess.first) + in_units<base>(std::log(mass));
   const double apart = static_cast<double>(guess.second) - static_cast<double>(guess.first);
   row.shift = apart + in_units<base>(std::log(total));

@@ -10,7 +10,8 @@
 //            the greatest logit of the whole row.
 // A row so takes one pass as a rule, and at most four.
 //
-// The CPU's kernels over logits and CUDA's over two models follow this rule. CUDA's over one model
+// The CPU's kernels over logits and CUDA's over two models follow this rule, CUDA's with a sample
+// spread over the row in place of its first logits. CUDA's over one model
 // raise a guess where it is too low, and read a row again only if a sum is not usable
 // (logits/cuda_token_sums.h). The Triton kernels have a rule of their own
 // (klfast/backends/triton/logits_kernels.py).
@@ -56,8 +57,13 @@ KLFAST_HOST_DEVICE Step next_step(Step step, Verdict verdict) {
 // Whether a sum of e^(x - m) has a logarithm that is about right.
 KLFAST_HOST_DEVICE bool is_usable(double sum) { return sum > 1e-20 && sum < 1e30; }
 
-// Whether m is near enough to the greatest x that the rounding of x - m does not show in the sum.
-KLFAST_HOST_DEVICE bool is_exact(double sum) { return sum > 1e-2 && sum < 1e7; }
+// Whether m is near enough to the greatest x that the rounding of x - m does not show in the sum:
+// one below `most`.
+inline constexpr double kMost = 1e7;
+inline constexpr double kMostInBits = 4e9;  // 2^32: differences in bits round alike from 16 to 32
+KLFAST_HOST_DEVICE bool is_exact(double sum, double most = kMost) {
+  return sum > 1e-2 && sum < most;
+}
 
 // The verdict on the sums of one model.
 KLFAST_HOST_DEVICE Verdict verdict_of(double mass) {
@@ -66,11 +72,12 @@ KLFAST_HOST_DEVICE Verdict verdict_of(double mass) {
 }
 
 // The verdict on the sums of two models: `mass` is the sum of e^(x - m), `total` the sum of
-// e^(y - m - c) over `mass`; `cancels` if the KL formed of them has lost digits.
-KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double total, bool cancels) {
+// e^(y - m - c) over `mass`; `cancels` if the KL formed of them has lost digits; `most` is for
+// is_exact.
+KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double total, bool cancels, double most) {
   if (!is_usable(mass) || !is_usable(total)) return Verdict::kUseless;
   const bool is_near = total > 0.125 && total < 1e4;
-  return is_exact(mass) && is_near && !cancels ? Verdict::kGood : Verdict::kPoor;
+  return is_exact(mass, most) && is_near && !cancels ? Verdict::kGood : Verdict::kPoor;
 }
 
 }  // namespace klfast::passes

@@ -1,8 +1,9 @@
 // Divergences of rows of two models: kernel and launches.
 //
-// The blocks of a row take the passes of formulas/passes.h; the first thread of each block chooses
-// the next step, alike in all blocks, as all have the same sums. A JSD takes one more pass. A row
-// that fits in shared memory is read once, and its gradient written by the same kernel; the
+// The blocks of a row take the passes of formulas/passes.h. Every warp finds the first guess in the
+// same sample of the row, and sums without a barrier; from then on the first thread of each block
+// chooses the next step, alike in all blocks, as all have the same sums. A JSD takes one more pass.
+// A row that fits in shared memory is read once, and its gradient written by the same kernel; the
 // gradient of any other row is written by the backward's kernel.
 
 #include "logits/cuda.h"
@@ -30,35 +31,62 @@ struct ForwardTask {
   JsdFit fit;
 };
 
-// The shared memory of a block: written by its first thread, read by all.
+// What a warp sums against, and where its row starts in each model. Each warp has its own, so that
+// none waits for another before the first pass.
 template <typename Acc>
-struct Shared {
-  Exchange exchange;
-  PairRow row;
+struct Basis {
   GuessOf<Acc> guess;
   Frame<Acc, 2> frame;
+  const char* first[2];
   Step step;
+
+  __device__ __forceinline__ Origins origins() const { return {frame.origin[0], frame.origin[1]}; }
+};
+
+// The shared memory of a block: written by its first thread but for the other warps' bases, read by
+// all. The numbers of a team follow it.
+template <typename Acc>
+struct Shared {
+  PairRow row;
   RowGradient<Acc, kBase<Acc>> gradient;
+  Basis<Acc> basis[kMostWarps];  // the first is the block's
+
+  // The warp's. Its address is not held in a register.
+  __device__ __forceinline__ Basis<Acc>& own() { return basis[in_register(threadIdx.x) / kWarp]; }
+  __device__ __forceinline__ const Basis<Acc>& own() const {
+    return basis[in_register(threadIdx.x) / kWarp];
+  }
 };
 
 // The threads of a block: as many as leave two blocks on a processor the registers that they need.
 template <Divergence divergence>
 constexpr int kThreads = divergence == Divergence::kJsd ? 320 : 384;
+template <typename T>
+constexpr int kTogether = is_any_dtype<T> ? 1 : 2;
 
-constexpr int64_t kState = (sizeof(Shared<double>) + 15) / 16 * 16;
+template <typename Acc>
+constexpr int64_t kTeam = (sizeof(Shared<Acc>) + 15) / 16 * 16;  // where a team's memory starts
+template <typename Acc, bool kAllParts>
+constexpr int64_t kState = (kTeam<Acc> + sizeof(TeamMemory<kAllParts>) + 15) / 16 * 16;
+
+template <typename Acc, bool kAllParts>
+__device__ __forceinline__ Team<kAllParts> team_of(const RowPlan& plan) {
+  return {plan, *reinterpret_cast<TeamMemory<kAllParts>*>(dynamic_shared() + kTeam<Acc>)};
+}
 
 // The greatest |u| of near chunks: negative for rows that have none.
 template <typename Acc>
-__device__ __forceinline__ Acc near_limit(const Shared<Acc>& shared) {
-  const bool is_plain = !has_offset(shared.guess) && shared.frame.if_any() == nullptr;
+__device__ __forceinline__ Acc near_limit(const Basis<Acc>& basis) {
+  const bool is_plain = !has_offset(basis.guess) && basis.frame.if_any() == nullptr;
   return is_plain ? Acc(1 / kNats<kBase<Acc>>) : Acc(-1);
 }
 
-enum Field { kMass, kSpread, kSlope, kOther, kExcluded, kFields };
+enum Field { kMass, kSpread, kSlope, kOther, kFields };
 
 // A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
 // w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide,
-// so that a row's sums depend on nothing else.
+// so that a row's sums depend on nothing else. The spread becomes NaN where a word
+// excludes q: other such sums are poor or useless, or their KL infinite.
 template <typename T>
 struct PairTotals {
   using Acc = AccOf<T>;
@@ -67,12 +95,11 @@ struct PairTotals {
   using Near = LogRatios<Acc, kChunk<T>>;
 
   const Shared<Acc>& shared;
-  const GuessOf<Acc> guess = shared.guess;
-  const Acc limit = near_limit(shared);
+  const GuessOf<Acc> guess = shared.own().guess;
+  const Acc limit = near_limit(shared.own());
   Acc mass = 0, spread = 0;  // of near chunks, since the last flush
   Acc slope = 0;             // in the base's unit
-  double totals[kExcluded] = {};
-  bool is_excluded = false;
+  double totals[kFields] = {};
 
   __device__ __forceinline__ Near near_of(const Words& words) const {
     return Near(words.of[0], words.of[1], guess, limit);
@@ -89,18 +116,18 @@ struct PairTotals {
   }
   // What this needs of the shared memory is not held in registers.
   __device__ __forceinline__ void add_far(Words words) {
-    const GuessOf<Acc> guess = opaque(&shared.guess);
-    place_words<T>(words, opaque(&shared.frame).if_any());
+    const Basis<Acc>& basis = shared.own();
+    const GuessOf<Acc> guess = basis.guess;
+    place_words<T>(words, basis.frame.if_any());
     divergences::Pair<Acc> sum = {};
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       const auto pair = divergences::pair_of<Range::kAnywhere>(words.of[0].element[i],
                                                                words.of[1].element[i], guess);
       sum.mass += pair.mass;
-      sum.spread += pair.spread;
+      sum.spread += math::select(pair.excluded != 0, Acc(NAN), pair.spread);
       sum.slope += pair.slope;
       sum.other += pair.other;
-      is_excluded = is_excluded || pair.excluded != 0;
     }
     add(sum.mass, sum.spread, sum.slope, sum.other);
   }
@@ -111,8 +138,7 @@ struct PairTotals {
   }
   __device__ __forceinline__ void store(double (&sums)[kFields]) const {
 #pragma unroll
-    for (int i = 0; i < kExcluded; ++i) sums[i] = totals[i];
-    sums[kExcluded] = is_excluded ? 1 : 0;
+    for (int i = 0; i < kFields; ++i) sums[i] = totals[i];
   }
 
  private:
@@ -137,6 +163,10 @@ struct TwoTotals {
       sums[i] = 0;
     }
   }
+  __device__ __forceinline__ void store(double (&stored)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) stored[i] = totals[i];
+  }
 };
 
 // The sums of e^(x - m) and e^(y - second): all that a JSD needs of the passes before its own. Far
@@ -151,8 +181,8 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   };
 
   const Shared<Acc>& shared;
-  const GuessOf<Acc> guess = shared.guess;
-  const bool is_placed = shared.frame.if_any() == nullptr;
+  const GuessOf<Acc> guess = shared.own().guess;
+  const bool is_placed = shared.own().frame.if_any() == nullptr;
 
   __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
 
@@ -174,7 +204,7 @@ struct MassTotals : TwoTotals<AccOf<T>> {
     this->sums[1] += near.sums[1];
   }
   __device__ __forceinline__ void add_far(Words words) {
-    place_words<T>(words, &shared.frame);
+    place_words<T>(words, &shared.own().frame);
     add_near(words, near_of(words));
   }
 };
@@ -187,14 +217,14 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   using Words = Converted<T, 2>;
   using Near = LogRatios<Acc, kChunk<T>>;
 
-  const Shared<Acc>& shared;
+  const Basis<Acc>& basis;
   const double beta;
   const JsdFit& fit;
-  const GuessOf<Acc> exact = shared.guess;
-  const Acc limit = base == Base::kTwo ? near_limit(shared) : Acc(-1);
+  const GuessOf<Acc> exact = basis.guess;
+  const Acc limit = base == Base::kTwo ? near_limit(basis) : Acc(-1);
 
-  __device__ __forceinline__ JsdTotals(const Shared<Acc>& shared, double beta, const JsdFit& fit)
-      : shared(shared), beta(beta), fit(fit) {}
+  __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const JsdFit& fit)
+      : basis(basis), beta(beta), fit(fit) {}
 
   __device__ __forceinline__ Near near_of(const Words& words) const {
     return Near(words.of[0], words.of[1], exact, limit);
@@ -210,9 +240,9 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     }
   }
   __device__ __forceinline__ void add_far(Words words) {
-    const GuessOf<Acc> guess = opaque(&shared.guess);
+    const GuessOf<Acc> guess = opaque(&basis.guess);
     const Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
-    place_words<T>(words, opaque(&shared.frame).if_any());
+    place_words<T>(words, opaque(&basis.frame).if_any());
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       const auto word = divergences::device_jsd_word_of(
@@ -223,76 +253,175 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   }
 };
 
-// Takes the greatest words as the guess, and chooses the next step. Run by the first thread. Not
-// inlined, like judge_sums: both are long, and run once or twice a row.
-template <typename Acc>
-__device__ __noinline__ void judge_greatest(double first, double second, double scale,
-                                            Shared<Acc>& shared) {
-  const bool is_finite = std::isfinite(first) && std::isfinite(second);
-  Origins& origins = shared.row.origins;
-  shared.row = divergences::nan_row();
-  if (is_finite) {
-    origins = {divergences::origin_of(first, scale), divergences::origin_of(second, scale)};
-    shared.guess = divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second);
+// A lane's chunk of the sample of a row: of the words from lane * apart on.
+template <typename T>
+__device__ __forceinline__ Raw load_sample(const Logits& logits, const char* first, int64_t words) {
+  const int chunks = static_cast<int>(words / (kWarp * kChunk<T>));
+  const int start = start_of_lane<T>() * (chunks == 0 ? 1 : chunks);
+  if constexpr (!is_any_dtype<T>) {
+    const bool is_smooth = logits.word_stride == 1 && is_aligned(first);
+    const char* const own = first + start * static_cast<int64_t>(sizeof(T));
+    if (is_smooth && start + kChunk<T> <= words) {
+      return load_aligned<uint32_t, 4>(reinterpret_cast<const uint32_t*>(own));
+    }
   }
-  shared.frame = Frame<Acc, 2>::of(origins);
-  shared.step = passes::next_step(shared.step, is_finite ? Verdict::kGood : Verdict::kUseless);
+  return load_singly<T>(first, logits.dtype, logits.word_stride, start, 0, static_cast<int>(words));
+}
+
+// The greatest word of a sample, NaN ignored, in all lanes.
+template <typename T>
+__device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
+  using Acc = AccOf<T>;
+  Acc greatest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) {
+    greatest = std::fmax(greatest, convert<Acc>(element_of<ElementOf<T>>(raw, i)));
+  }
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+  }
+  return greatest;
+}
+
+__device__ __forceinline__ bool are_finite(double first, double second) {
+  return std::isfinite(first) && std::isfinite(second);
+}
+
+// Takes the greatest words as the guess, which is NaN unless both are finite. Not inlined, like
+// judge_sums: both are long, and run once or twice a row.
+template <typename Acc>
+__device__ __noinline__ void take_greatest(double first, double second, double scale,
+                                           Basis<Acc>& basis) {
+  if (!are_finite(first, second)) first = second = NAN;
+  const Origins origins = {divergences::origin_of(first, scale),
+                           divergences::origin_of(second, scale)};
+  basis.guess = divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second);
+  basis.frame = Frame<Acc, 2>::of(origins);
 }
 
 // Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
 // first thread.
 template <typename Acc>
 __device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
+  Basis<Acc>& basis = shared.basis[0];
   shared.row = row;
-  shared.guess = divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
-                                                        row.lse, row.shift);
-  shared.step = passes::next_step(shared.step, row.verdict);
+  basis.guess = divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
+                                                       row.lse, row.shift);
+  basis.step = passes::next_step(basis.step, row.verdict);
 }
 template <typename Acc>
 __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
                                         Shared<Acc>& shared) {
-  take_row(divergences::row_of(sums, shared.guess, shared.row.origins), scale, shared);
+  const Basis<Acc>& basis = shared.basis[0];
+  sums.excluded = sums.spread != sums.spread;
+  if (sums.excluded) sums.spread = INFINITY;
+  take_row(divergences::row_of(sums, basis.guess, basis.origins()), scale, shared);
 }
 template <typename Acc>
 __device__ __noinline__ void judge_masses(double mass, double other, double scale,
                                           Shared<Acc>& shared) {
-  take_row(divergences::row_of_masses(mass, other, shared.guess, shared.row.origins), scale,
-           shared);
+  const Basis<Acc>& basis = shared.basis[0];
+  take_row(divergences::row_of_masses(mass, other, basis.guess, basis.origins()), scale, shared);
+}
+
+// Takes the first guess of a warp, from the greatest words of its sample, and the step after it.
+template <typename Acc>
+__device__ __forceinline__ void take_sample(Acc first, Acc second, double scale,
+                                            Basis<Acc>& basis) {
+  const bool is_found = are_finite(first, second);
+  if (threadIdx.x % kWarp == 0) {
+    take_greatest<Acc>(first, second, scale, basis);
+    basis.step = passes::next_step(Step::kFindFirst, is_found ? Verdict::kGood : Verdict::kUseless);
+  }
+  __syncwarp();
+}
+
+// Gives a warp the block's basis.
+template <typename Acc>
+__device__ __forceinline__ void take_basis(Shared<Acc>& shared) {
+  Basis<Acc>& own = shared.own();
+  const Basis<Acc>& block = shared.basis[0];
+  if (threadIdx.x >= kWarp && threadIdx.x % kWarp == 0) {
+    own.guess = block.guess;
+    own.frame = block.frame;
+    own.step = block.step;
+  }
+  __syncwarp();
+}
+
+// A part of a row that starts at `first` in each model.
+template <typename T>
+__device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in,
+                                                    const char* const (&first)[2],
+                                                    const Part& place) {
+  const auto at = [&](int model, const Logits& logits) {
+    return first[model] + place.begin * logits.word_stride * size_of<T>(logits.dtype);
+  };
+  return read_rows<T, 2>({&in.first, &in.second}, {at(0, in.first), at(1, in.second)}, place.size);
+}
+
+// The greatest of a thread's words in a part, of each model. Not inlined, as it is rare.
+struct GreatestOfPair {
+  double first;
+  double second;
+};
+template <typename T>
+__device__ __noinline__ GreatestOfPair find_in_part(const DivergenceInputs& in,
+                                                    const Basis<AccOf<T>>& basis,
+                                                    const Part& place) {
+  double greatest[2];
+  find_greatest(read_pair<T>(in, basis.first, place), greatest);
+  return {greatest[0], greatest[1]};
 }
 
 // lse and shift of a row, and its KL unless a JSD is wanted, in shared.row, by the passes of
-// passes.h; lse and shift are also in shared.guess. The scale is read where it is needed: staged,
-// it costs two registers, and 16-bit kernels spill. They also spill where a function decides which
-// kind of pass a step is.
-template <Divergence divergence, typename Rows, typename Acc>
-__device__ __forceinline__ void sum_row(const Rows& rows, const RowInputs& in, Team& team,
+// passes.h; lse and shift are also in the block's guess. parts(part) loads a part.
+// The scale is read where it is needed: staged, it costs two registers, and 16-bit kernels spill.
+// They also spill where a function decides which kind of pass a step is.
+template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
+__device__ __forceinline__ void sum_row(const Parts& parts, const DivergenceInputs& in, Team& team,
                                         Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
-  if (decides) shared.step = Step::kFindFirst;
 #pragma unroll 1
-  for (Step step = Step::kFindFirst; step != Step::kDone; step = shared.step) {
-    if (step == Step::kFindFirst || step == Step::kFindInRow) {
-      double greatest[2];
-      find_greatest(rows, step == Step::kFindFirst ? 1 : rows.rounds.some, greatest);
-      team.combine<Greatest>(greatest);
-      if (decides) judge_greatest(greatest[0], greatest[1], in.scale(), shared);
-    } else if constexpr (divergence == Divergence::kKl) {
-      PairTotals<typename Rows::Type> totals = {shared};
-      add_chunks(rows, totals);
-      double sums[kFields];
-      totals.store(sums);
-      team.combine<Add>(sums);
+  while (shared.own().step != Step::kDone) {
+    if (shared.own().step == Step::kFindInRow) {
+      const double* const greatest =
+          team.template combine<Greatest, 2>([&](int part, double (&of_part)[2]) {
+            const Part place = part_at(in.in.shape.words, team.plan.part, part);
+            const GreatestOfPair found = find_in_part<T>(in, shared.own(), place);
+            of_part[0] = found.first;
+            of_part[1] = found.second;
+          });
       if (decides) {
-        judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], sums[kExcluded] > 0},
-                   in.scale(), shared);
+        const bool is_found = are_finite(greatest[0], greatest[1]);
+        shared.row = divergences::nan_row();
+        take_greatest(greatest[0], greatest[1], in.in.scale(), shared.basis[0]);
+        shared.basis[0].step =
+            passes::next_step(Step::kFindInRow, is_found ? Verdict::kGood : Verdict::kUseless);
+      }
+    } else if constexpr (divergence == Divergence::kKl) {
+      const auto sum_part = [&](int part, double (&of_part)[kFields]) {
+        PairTotals<T> totals = {shared};
+        add_chunks(parts(part), totals);
+        totals.store(of_part);
+      };
+      const double* const sums = team.template combine<Add, kFields>(sum_part);
+      if (decides) {
+        judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], false}, in.in.scale(),
+                   shared);
       }
     } else {
-      MassTotals<typename Rows::Type> masses(shared);
-      add_chunks(rows, masses);
-      team.combine<Add>(masses.totals);
-      if (decides) judge_masses(masses.totals[0], masses.totals[1], in.scale(), shared);
+      const auto sum_part = [&](int part, double (&of_part)[2]) {
+        MassTotals<T> masses(shared);
+        add_chunks(parts(part), masses);
+        masses.store(of_part);
+      };
+      const double* const sums = team.template combine<Add, 2>(sum_part);
+      if (decides) judge_masses(sums[0], sums[1], in.in.scale(), shared);
     }
     __syncthreads();
+    take_basis(shared);
   }
 }
 
@@ -322,9 +451,9 @@ __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t
 }
 
 template <typename Acc>
-__device__ __forceinline__ void skip_row(const DivergenceForward& call, int64_t index,
-                                         const Part& part) {
-  if (part.begin > 0 || threadIdx.x > 0) return;
+__device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index) {
+  if (task.plan.rank_of_block() > 0 || threadIdx.x > 0) return;
+  const DivergenceForward& call = task.call;
   store_number<Acc>(call.rows, index, 0);
   store_number<Acc>(call.logprobs, index, 0);
   store_number<Acc>(call.ref_logprobs, index, 0);
@@ -333,20 +462,20 @@ __device__ __forceinline__ void skip_row(const DivergenceForward& call, int64_t 
 }
 
 // Stores the row's results and computes the constants of its gradient. Run by the first thread of
-// every block; the first block stores. `first` and `second`: the start of the part in each model.
+// every block; the first block stores.
 template <typename Acc>
-__device__ __noinline__ void finish_row(const ForwardTask& task, const char* first,
-                                        const char* second, double jsd, double slope,
+__device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, double slope,
                                         Shared<Acc>& shared) {
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
   const bool is_kl = call.in.divergence == Divergence::kKl;
   const PairRow row = shared.row;
+  const GuessOf<Acc>& guess = shared.basis[0].guess;
   if (is_kl) {
     jsd = row.kl;
   } else {
     const bool exists = row.lse == row.lse && row.shift == row.shift;
-    const double rest = exists ? divergences::rest_of(shared.guess, row.lse) : NAN;
+    const double rest = exists ? divergences::rest_of(guess, row.lse) : NAN;
     slope *= rest;
     jsd *= rest;
     if constexpr (kBase<Acc> == Base::kTwo) {
@@ -356,56 +485,69 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, const char* fir
   }
   const double value = static_cast<Acc>(jsd);  // rounded, as the backward reads it
   const bool stores = task.plan.rank_of_block() == 0;
-  if (stores) store_row<Acc>(call, index, {first, second}, row, value, slope);
+  if (stores) store_row<Acc>(call, index, shared.basis[0].first, row, value, slope);
   if (call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
   const double weight = number_at<Acc>(call.row_weights, index) * scale;
-  shared.gradient =
-      divergences::gradient_of(is_kl, shared.guess, call.in.beta,
-                               {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
+  shared.gradient = divergences::gradient_of(
+      is_kl, guess, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
-// Everything but the gradient of a block's part of a row. `rows` loads the part, from memory or
-// staged; `source` has its address in memory.
-template <Divergence divergence, typename T, typename Rows, typename Acc>
-__device__ __forceinline__ void run_row(const ForwardTask& task, const ReadRows<T, 2>& source,
-                                        const Rows& rows, Team& team, Shared<Acc>& shared) {
-  sum_row<divergence>(rows, task.call.in.in, team, shared);
-  double jsd_sums[2] = {};
+// Everything but the gradient of a row. parts(part) loads a part, from memory or staged.
+template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
+__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts, Team& team,
+                                        Shared<Acc>& shared) {
+  sum_row<divergence, T>(parts, task.call.in, team, shared);
+  const double none[2] = {};
+  const double* jsd_sums = none;
   if constexpr (divergence == Divergence::kJsd) {
-    JsdTotals<T> totals(shared, task.call.in.beta, task.fit);
-    add_chunks(rows, totals);
-    team.combine<Add>(totals.totals);
-    jsd_sums[0] = totals.totals[0];
-    jsd_sums[1] = totals.totals[1];
+    jsd_sums = team.template combine<Add, 2>([&](int part, double (&of_part)[2]) {
+      JsdTotals<T> totals(shared.basis[0], task.call.in.beta, task.fit);
+      add_chunks(parts(part), totals);
+      totals.store(of_part);
+    });
   }
   team.leave();  // finish_row reads nothing of other blocks
-  if (threadIdx.x == 0) {
-    finish_row(task, source.first(0), source.first(1), jsd_sums[0], jsd_sums[1], shared);
+  if (threadIdx.x == 0) finish_row(task, jsd_sums[0], jsd_sums[1], shared);
+}
+
+// Finds where a row starts, for the warp, and loads its sample.
+template <typename T>
+__device__ __forceinline__ Fetch<2> start_row(const DivergenceInputs& in, int64_t index,
+                                              Basis<AccOf<T>>& basis) {
+  const LogitsShape& shape = in.in.shape;
+  const char* const first[2] = {address_of<T>(shape, in.first, index, 0),
+                                address_of<T>(shape, in.second, index, 0)};
+  if (threadIdx.x % kWarp == 0) {
+    basis.first[0] = first[0];
+    basis.first[1] = first[1];
   }
+  return {{load_sample<T>(in.first, first[0], shape.words),
+           load_sample<T>(in.second, first[1], shape.words)}};
 }
 
 template <typename T>
-__device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in, int64_t index,
-                                                    const Part& place) {
-  const LogitsShape& shape = in.in.shape;
-  return read_rows<T, 2>({&in.first, &in.second},
-                         {address_of<T>(shape, in.first, index, place.begin),
-                          address_of<T>(shape, in.second, index, place.begin)},
-                         place.size);
+__device__ __forceinline__ void take_sample(const Fetch<2>& sample, double scale,
+                                            Shared<AccOf<T>>& shared) {
+  take_sample(greatest_of_sample<T>(sample.of[0]), greatest_of_sample<T>(sample.of[1]), scale,
+              shared.own());
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence>, is_any_dtype<T> ? 1 : 2)
+__global__ void __launch_bounds__(kThreads<divergence>, kTogether<T>)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
-  const DivergenceForward& call = task.call;
+  const DivergenceInputs& in = task.call.in;
   const int64_t index = task.plan.row_of_block();
-  const Part place = part_at(call.in.in.shape.words, task.plan.part, task.plan.rank_of_block());
-  if (!call.in.in.keeps(index)) return skip_row<AccOf<T>>(call, index, place);
-  Team team(task.plan, shared.exchange);
-  const auto rows = read_pair<T>(call.in, index, place);
-  run_row<divergence>(task, rows, rows, team, shared);
+  if (!in.in.keeps(index)) return skip_row<AccOf<T>>(task, index);
+  auto team = team_of<AccOf<T>, true>(task.plan);
+  const Fetch<2> sample = start_row<T>(in, index, shared.own());
+  take_sample<T>(sample, in.in.scale(), shared);
+  const auto parts = [&](int part) {
+    return read_pair<T>(in, opaque(&shared.own()).first,
+                        part_at(in.in.shape.words, task.plan.part, part));
+  };
+  run_row<divergence, T>(task, parts, team, shared);
   team.end();
 }
 
@@ -413,7 +555,7 @@ __global__ void __launch_bounds__(kThreads<divergence>, is_any_dtype<T> ? 1 : 2)
 template <typename T, Divergence divergence>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
-  char* const memory = dynamic_shared() + kState;
+  char* const memory = dynamic_shared() + kState<AccOf<T>, false>;
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
   const Part place = part_at(call.in.in.shape.words, task.plan.part, task.plan.rank_of_block());
@@ -421,16 +563,19 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     const int64_t first = index * call.in.in.shape.words + place.begin;
     write_zeros(call.grad_first, first, place.size);
     write_zeros(call.grad_second, first, place.size);
-    return skip_row<AccOf<T>>(call, index, place);
+    return skip_row<AccOf<T>>(task, index);
   }
-  Team team(task.plan, shared.exchange);
-  const auto rows = read_pair<T>(call.in, index, place);
+  auto team = team_of<AccOf<T>, false>(task.plan);
+  const Fetch<2> sample = start_row<T>(call.in, index, shared.own());
+  __syncwarp();
+  const auto rows = read_pair<T>(call.in, shared.own().first, place);
   const auto staged = stage_rows(rows, place.size, memory);
-  run_row<divergence>(task, rows, staged, team, shared);
+  take_sample<T>(sample, call.in.in.scale(), shared);
+  run_row<divergence, T>(task, [&](int) { return staged; }, team, shared);
   __syncthreads();
   const auto part_at = [&](int64_t zero) {
     return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
-                                      place, shared.frame.if_any()),
+                                      place, shared.basis[0].frame.if_any()),
                      staged);
   };
   write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
@@ -464,21 +609,23 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 template <typename T, Divergence divergence>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int kMost = kThreads<divergence>;
+  static_assert(kMost <= kMostThreads);
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
   const auto reads = divergence_forward_kernel<T, divergence>;
   if constexpr (!is_any_dtype<T>) {
     const auto stages = divergence_forward_staged_kernel<T, divergence>;
-    task.plan =
-        plan_staged(words, kChunk<T>, 2 * sizeof(T), kMost, kState, chip, launchable(stages));
+    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kMost, kState<AccOf<T>, false>, chip,
+                            launchable(stages));
     if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
       return launch_rows(stages, rows, task.plan.blocks, task.plan.shared, task, stream);
     }
   }
-  task.plan = task.plan.is_staged
-                  ? unstaged(task.plan, kState)
-                  : plan_read(words, kChunk<T>, kMost, kState, chip, launchable(reads));
+  task.plan = task.plan.is_staged ? unstaged(task.plan, kState<AccOf<T>, true>)
+                                  : plan_read(words, kChunk<T>, kMost, kState<AccOf<T>, true>, chip,
+                                              launchable(reads));
+  task.plan = for_rows(task.plan, rows, kTogether<T>, chip);
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
 }

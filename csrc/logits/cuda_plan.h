@@ -1,5 +1,5 @@
 // The division of rows of logits among blocks. The order of a row's sums depends on the vocabulary,
-// the dtypes and the chip alone, never on the number of rows.
+// the dtypes and the chip alone, never on the number of rows or of the blocks that share a row.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace klfast::cuda {
 
-inline constexpr int kMostThreads = 512;
+inline constexpr int kMostThreads = 384;
 inline constexpr int kPieceThreads = 256;
 inline constexpr int kTileThreads = 256;
 inline constexpr int kMostBlocksOfRow = 8;  // of a cluster, on any chip that has them
@@ -121,6 +121,18 @@ inline RowPlan unstaged(RowPlan plan, int64_t state) {
   return plan;
 }
 
+// Whether rows are too few to fill the chip, of whose processors each has `together` blocks at a
+// time.
+inline bool are_few(int64_t rows, int together, const Chip& chip) {
+  return rows < static_cast<int64_t>(chip.processors) * together;
+}
+
+// The plan for so many rows: only few are split, and the same parts are summed to the same bits.
+inline RowPlan for_rows(RowPlan plan, int64_t rows, int together, const Chip& chip) {
+  if (!are_few(rows, together, chip)) plan.blocks = 1;
+  return plan;
+}
+
 // A plan that reads a row by tiles, in the same parts whether one block sums them or a cluster
 // does. Only rows too few to fill the chip are split. A processor has `together` such blocks at a
 // time.
@@ -133,8 +145,7 @@ RowPlan plan_tiles(int64_t words, int64_t rows, int chunk, int tile, int togethe
   while (parts < kMostBlocksOfRow && tiles > parts * kLeastTiles) parts *= 2;
   const int64_t part = (tiles + parts - 1) / parts * tile;
   RowPlan plan = {parts, parts, threads_for(words, chunk, kTileThreads), part, false, state};
-  const bool is_few = rows < static_cast<int64_t>(chip.processors) * together;
-  if (!is_few || !chip.has_clusters || !fits(plan)) plan.blocks = 1;
+  if (!are_few(rows, together, chip) || !chip.has_clusters || !fits(plan)) plan.blocks = 1;
   return plan;
 }
 

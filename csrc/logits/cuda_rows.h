@@ -212,6 +212,12 @@ __device__ __forceinline__ int words_of_round() {
   return static_cast<int>(blockDim.x) * kChunk<T>;
 }
 
+// The first word of a lane's chunk, where those of a warp follow each other from 0 on.
+template <typename T>
+__device__ __forceinline__ int start_of_lane() {
+  return static_cast<int>(threadIdx.x % kWarp) * kChunk<T>;
+}
+
 // The first word of a thread, and of its warp, in the first round.
 template <typename T>
 __device__ __forceinline__ int start_of_thread() {
@@ -233,9 +239,10 @@ template <typename T>
 __device__ __forceinline__ Rounds rounds_of(int64_t size) {
   constexpr int kOfWarp = kWarp * kChunk<T>;
   const int round = words_of_round<T>();
-  const int64_t rest = size - start_of_warp<T>();
+  const int64_t rest = size - in_register(start_of_warp<T>());
   if (rest <= 0) return {0, 0, 0};
-  const int before = static_cast<int>((rest - 1) / round);
+  const int before =
+      static_cast<int>(static_cast<unsigned>(rest - 1) / static_cast<unsigned>(round));
   const int64_t left = rest - static_cast<int64_t>(before) * round;
   const int tail = left < kOfWarp ? static_cast<int>(left) : kOfWarp;
   return {before + 1, tail == kOfWarp ? before + 1 : before, tail};
@@ -300,7 +307,7 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
 #pragma unroll
   for (int m = 0; m < kModels; ++m) {
     rows.logits[m] = logits[m];
-    const char* const own = first[m] + threadIdx.x * sizeof(Raw);
+    const char* const own = first[m] + in_register(threadIdx.x) * sizeof(Raw);
     rows.own[m] = reinterpret_cast<const char*>(opaque(reinterpret_cast<int64_t>(own)));
     const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
     if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
@@ -336,25 +343,6 @@ struct StagedRows {
     for (int m = 0; m < kModels; ++m) *place(round, m) = fetch.of[m];
   }
 };
-
-// Calls visit(words) for the thread's chunks of the first `count` rounds, and flush() after every
-// `kGroup` of them. All lanes of a warp take part. The next chunk is loaded during a visit.
-template <int kGroup, typename Rows, typename Visit, typename Flush>
-__device__ __forceinline__ void for_each_round(const Rows& rows, int count, const Visit& visit,
-                                               const Flush& flush) {
-  Fetch<Rows::kOf> fetch = {};
-#pragma unroll 1
-  for (int round = 0; round <= count;) {
-    const int end = round + kGroup <= count ? round + kGroup : count + 1;
-#pragma unroll 1
-    for (; round < end; ++round) {
-      const auto words = convert_words<typename Rows::Type>(fetch);  // of the round before
-      if (round < count) fetch = rows.load(round);
-      if (round > 0) visit(words);
-    }
-    flush();
-  }
-}
 
 // Calls visit(round, fetch) for every round, with `kGroup` loads issued before the first is used.
 template <int kGroup, typename T, int kModels, typename Visit, typename Flush>

@@ -9,7 +9,7 @@
 namespace klfast::cuda {
 
 inline constexpr int kMostWarps = kMostThreads / kWarp;
-inline constexpr int kMostNumbers = 5;  // combined at a time
+inline constexpr int kMostNumbers = 4;  // combined at a time
 
 struct Add {
   __device__ static double of_nothing() { return 0; }
@@ -36,13 +36,6 @@ __device__ __forceinline__ void combine_lanes(double (&numbers)[n]) {
   }
 }
 
-// The numbers of every warp, in shared memory. Two sets are used in turns: while one block of a
-// cluster writes for a combination, another may still read those of the last.
-struct Exchange {
-  double numbers[2][kMostWarps][kMostNumbers];
-  int turn;
-};
-
 // The blocks of a row, which form a cluster if there are several.
 struct BlocksOfRow {
   const RowPlan& plan;
@@ -62,43 +55,117 @@ struct BlocksOfRow {
   }
 };
 
-struct Team : BlocksOfRow {
-  Exchange& exchange;
+// The numbers of every warp over one part.
+using WarpNumbers = double[kMostWarps][kMostNumbers];
 
-  // All threads must construct it, and take part in every combination.
-  __device__ __forceinline__ Team(const RowPlan& plan, Exchange& exchange)
-      : BlocksOfRow{plan}, exchange(exchange) {
-    if (threadIdx.x == 0) exchange.turn = 0;
-    __syncthreads();
+// The shared memory of a team. A block that may sum all parts has a set of numbers for each, or
+// else two that are used in turns: while one block of a cluster writes for a combination, another
+// may still read those of the last.
+template <bool kAllParts>
+struct TeamMemory {
+  WarpNumbers sets[kAllParts ? kMostBlocksOfRow : 2];
+  double totals[kMostNumbers];
+  // Of each warp, alike in all: not in registers, of which the sums leave none.
+  int turn[kMostWarps];
+  int part[kMostWarps];
+};
+
+// Combines numbers over the lanes of a warp: lane 32 / n * i gets number i. Half of the numbers
+// leaves a lane at every step, as long as it has several.
+template <typename How, int n>
+__device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
+  static_assert(n == 1 || n == 2 || n == 4);
+  int step = kWarp / 2;
+#pragma unroll
+  for (int half = n / 2; half > 0; half /= 2, step /= 2) {
+    const bool is_upper = (threadIdx.x & static_cast<unsigned>(step)) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const double given = is_upper ? numbers[i] : numbers[i + half];
+      const double kept = is_upper ? numbers[i + half] : numbers[i];
+      numbers[i] = How::of(kept, __shfl_xor_sync(0xffffffffu, given, step));
+    }
+  }
+#pragma unroll
+  for (; step > 0; step /= 2) {
+    numbers[0] = How::of(numbers[0], __shfl_xor_sync(0xffffffffu, numbers[0], step));
+  }
+  return numbers[0];
+}
+
+// The blocks that sum a row: one per part, or, with kAllParts, perhaps one that takes them one
+// after the other. Numbers are combined over the lanes of a warp in each part, and then over warps
+// and parts, so that both ways give the same bits.
+template <bool kAllParts>
+struct Team : BlocksOfRow {
+  TeamMemory<kAllParts>& memory;
+
+  // All threads take part in everything here. Every warp has a barrier of its own after this.
+  __device__ __forceinline__ Team(const RowPlan& plan, TeamMemory<kAllParts>& memory)
+      : BlocksOfRow{plan}, memory(memory) {
+    if (is_first_lane()) own(memory.turn) = 0;
   }
 
-  // Combines numbers over all threads of all blocks, always in the same order. The first warp of
-  // every block gets the result. The caller has a barrier of the block between two combinations.
-  template <typename How, int n>
-  __device__ __forceinline__ void combine(double (&numbers)[n]) {
+  // Combines `n` numbers over all threads and all parts, always in the same order. of_part(part,
+  // numbers) gives a thread's numbers of a part. The first thread of every block gets the totals.
+  // The caller has a barrier of the block between two combinations.
+  template <typename How, int n, typename OfPart>
+  __device__ __forceinline__ const double* combine(const OfPart& of_part) const {
     static_assert(n <= kMostNumbers);
-    const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int warps = static_cast<int>(blockDim.x) / kWarp;
-    auto* const own = exchange.numbers[exchange.turn];
-    combine_lanes<How>(numbers);
-    if (lane == 0) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) own[warp][i] = numbers[i];
-    }
-    meet();
-    if (warp == 0) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+    if (is_first_lane()) own(memory.part) = takes_all() ? 0 : plan.rank_of_block();
+    __syncwarp();
 #pragma unroll 1
-      for (int place = lane; place < plan.blocks * warps; place += kWarp) {
-        const double* from = own[place % warps];
-        if (plan.blocks > 1) from = of_block(from, place / warps);
-#pragma unroll
-        for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+    do {
+      double of_thread[n];
+      of_part(own(memory.part), of_thread);
+      const double sum = scatter_lanes<How>(of_thread);
+      const int part = own(memory.part);
+      const unsigned lane = in_register(threadIdx.x) % kWarp;
+      if (lane % (kWarp / n) == 0) {
+        memory.sets[takes_all() ? part : own(memory.turn)][own_warp()][lane / (kWarp / n)] = sum;
       }
-      combine_lanes<How>(numbers);
-      if (lane == 0) exchange.turn ^= 1;
+      __syncwarp();
+      if (is_first_lane()) own(memory.part) = part + 1;
+      __syncwarp();
+    } while (takes_all() && own(memory.part) < plan.parts);
+    meet();
+    if (own_warp() == 0) read<How, n>(plan, memory);
+    if (is_first_lane()) own(memory.turn) ^= 1;
+    return memory.totals;
+  }
+
+ private:
+  __device__ __forceinline__ static bool takes_all(const RowPlan& plan) {
+    return kAllParts && plan.blocks == 1;
+  }
+  __device__ __forceinline__ bool takes_all() const { return takes_all(plan); }
+  __device__ __forceinline__ static unsigned own_warp() { return in_register(threadIdx.x) / kWarp; }
+  __device__ __forceinline__ static bool is_first_lane() {
+    return in_register(threadIdx.x) % kWarp == 0;
+  }
+  __device__ __forceinline__ static int& own(int (&of_warp)[kMostWarps]) {
+    return of_warp[own_warp()];
+  }
+
+  // Run by the first warp. Not inlined: its numbers are not to be kept from the sums' registers.
+  template <typename How, int n>
+  __device__ __noinline__ static void read(const RowPlan& plan, TeamMemory<kAllParts>& memory) {
+    const int warps = static_cast<int>(blockDim.x) / kWarp;
+    double numbers[n];
+#pragma unroll
+    for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+#pragma unroll 1
+    for (int place = static_cast<int>(threadIdx.x); place < plan.parts * warps; place += kWarp) {
+      const int part = place / warps;
+      const double* from = memory.sets[takes_all(plan) ? part : memory.turn[0]][place % warps];
+      if (!takes_all(plan) && plan.blocks > 1) from = of_block(from, part);
+#pragma unroll
+      for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+    }
+    combine_lanes<How>(numbers);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if (threadIdx.x == 0) memory.totals[i] = numbers[i];
     }
   }
 };
@@ -142,15 +209,16 @@ __device__ __forceinline__ double number_at(const void* data, int64_t index) {
   return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
-// The greatest of a thread's words in the first `rounds` rounds, of each model.
+// The greatest of a thread's words, of each model.
 template <typename Rows>
-__device__ __forceinline__ void find_greatest(const Rows& rows, int rounds,
-                                              double (&greatest)[Rows::kOf]) {
+__device__ __forceinline__ void find_greatest(const Rows& rows, double (&greatest)[Rows::kOf]) {
   using T = typename Rows::Type;
   AccOf<T> best[Rows::kOf];
 #pragma unroll
   for (int m = 0; m < Rows::kOf; ++m) best[m] = -INFINITY;
-  const auto add = [&](const Converted<T, Rows::kOf>& words) {
+#pragma unroll 1
+  for (int round = 0; round < rows.rounds.some; ++round) {
+    const auto words = convert_words<T>(rows.load(round));
 #pragma unroll
     for (int m = 0; m < Rows::kOf; ++m) {
 #pragma unroll
@@ -158,8 +226,7 @@ __device__ __forceinline__ void find_greatest(const Rows& rows, int rounds,
         best[m] = Greatest::of(best[m], words.of[m].element[i]);
       }
     }
-  };
-  for_each_round<1>(rows, rounds < rows.rounds.some ? rounds : rows.rounds.some, add, [] {});
+  }
 #pragma unroll
   for (int m = 0; m < Rows::kOf; ++m) greatest[m] = best[m];
 }
