@@ -37,16 +37,8 @@ struct Cpu {
   static void backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out, const Device&) {
     cpu::kl_penalty_backward(resolve(in), out, threads());
   }
-  // The gradient of values that are all 0.
-  static void token_weights(KlPenaltyInputs in, void* weights, const Device&) {
-    const double zero = 0;  // in any dtype
-    double result = 0;
-    const DType dtype = in.is_double ? DType::kFloat64 : DType::kFloat32;
-    in.logprobs = {&zero, dtype, 0, 0};
-    KlPenaltyForward out;
-    out.result = &result;
-    out.grad_logprobs = {weights, dtype};
-    cpu::kl_penalty_forward(resolve(in), out, threads());
+  static void token_weights(const KlPenaltyInputs& in, void* weights, const Device&) {
+    cpu::token_weights(resolve(in), weights, threads());
   }
   static void scale(const Output& x, int64_t n, const View& factor, const Device&) {
     cpu::scale(x, n, cpu::read_element(factor, 0), threads());

@@ -2,7 +2,7 @@
 // around their kernels. A device brings
 //   static void forward(KlPenaltyInputs, const KlPenaltyForward&, const Device&)
 //   static void backward(KlPenaltyInputs, const KlPenaltyBackward&, const Device&)
-//   static void token_weights(KlPenaltyInputs, void* weights, const Device&)
+//   static void token_weights(const KlPenaltyInputs&, void* weights, const Device&)
 //   static void scale(const Output&, int64_t n, const View& factor, const Device&)
 //   static constexpr bool kGradientsReadWeights: a forward that writes gradients needs their memory
 //

@@ -131,14 +131,17 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
   finish_lengths<Acc>(task, scalars, partials);
   if (task.grad_logprobs.data == nullptr) return;
   __syncthreads();
-  store_token_weights<Acc>(task, scalars, true, threadIdx.x, kBlockThreads);
+  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
 }
 
 template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads)
     token_weights_kernel(const __grid_constant__ Task task) {
+  const Scalars& scalars = shared_scalars(task.in);
+  // Where no lengths were needed, all sequences have the same weight.
+  const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, scalars, 0);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
-  store_token_weights<Acc>(task, shared_scalars(task.in), task.weights_known, first,
+  store_token_weights<Acc>(task, {scalars.coef * weight, task.weights_known}, first,
                            static_cast<int64_t>(gridDim.x) * kBlockThreads);
 }
 

@@ -20,10 +20,15 @@ __device__ __forceinline__ int64_t sequence_of_token(const Batch& batch, int64_t
   return token < sequence.start + sequence.length ? low : batch.sequences;
 }
 
-// `are_stored`: the weights of the sequences are in task.weights_out.
+// The factors of tokens: one for all, or times the weights of sequences in task.weights_out.
+struct TokenFactors {
+  double of_all;
+  bool have_weights;
+};
+
 template <typename Acc, typename Mask>
-__device__ __forceinline__ Acc weight_of_token(const Task& task, const Scalars& scalars,
-                                               bool are_stored, int64_t token) {
+__device__ __forceinline__ Acc weight_of_token(const Task& task, const TokenFactors& factors,
+                                               int64_t token) {
   const Batch& batch = task.in.batch;
   const View& mask = task.in.mask;
   const int64_t sequence = sequence_of_token(batch, token);
@@ -34,16 +39,16 @@ __device__ __forceinline__ Acc weight_of_token(const Task& task, const Scalars& 
     const int64_t at = batch.row(sequence) * mask.row_stride + column * mask.column_stride;
     own = convert<Acc>(static_cast<const Mask*>(mask.data)[at]);
   }
-  const double of_sequence = are_stored ? static_cast<const Acc*>(task.weights_out)[sequence]
-                                        : weight_before_sums<Acc>(task, scalars, sequence);
+  double factor = factors.of_all;
+  if (factors.have_weights) factor *= static_cast<const Acc*>(task.weights_out)[sequence];
   // 0 stays 0, even if the factor is infinite.
-  return own != Acc(0) ? own * static_cast<Acc>(scalars.coef * of_sequence) : Acc(0);
+  return own != Acc(0) ? own * static_cast<Acc>(factor) : Acc(0);
 }
 
 // Stores the weights of the tokens first, first + step, and so on in task.grad_logprobs.
 template <typename Acc>
-__device__ __forceinline__ void store_token_weights(const Task& task, const Scalars& scalars,
-                                                    bool are_stored, int64_t first, int64_t step) {
+__device__ __forceinline__ void store_token_weights(const Task& task, const TokenFactors& factors,
+                                                    int64_t first, int64_t step) {
   constexpr int kTogether = 8;  // loads on their way before the first store
   const int64_t tokens = task.in.batch.tokens;
   Acc* const to = static_cast<Acc*>(task.grad_logprobs.data);
@@ -55,7 +60,7 @@ __device__ __forceinline__ void store_token_weights(const Task& task, const Scal
       for (int k = 0; k < kTogether; ++k) {
         const int64_t token = begin + k * step;
         if (token < tokens) {
-          weights[k] = weight_of_token<Acc, Mask>(task, scalars, are_stored, token);
+          weights[k] = weight_of_token<Acc, Mask>(task, factors, token);
         }
       }
 #pragma unroll
