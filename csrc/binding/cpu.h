@@ -37,6 +37,9 @@ struct Cpu {
   static void backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out, const Device&) {
     cpu::kl_penalty_backward(resolve(in), out, threads());
   }
+  static void token_weights(const KlPenaltyInputs& in, void* weights, const Device&) {
+    cpu::token_weights(resolve(in), weights, threads());
+  }
   static void scale(const Output& x, int64_t n, const View& factor, const Device&) {
     cpu::scale(x, n, cpu::read_element(factor, 0), threads());
   }

@@ -31,6 +31,25 @@ inline void* current_stream(const Device& device) {
   return stream;
 }
 
+// A launch on torch's current stream, and its memory. That is freed when a call returns: later work
+// on the stream comes after.
+struct Workspace {
+  cuda::Launch launch;
+  std::optional<StableTensor> partials, counter;
+
+  Workspace(int64_t doubles, const Device& device) {
+    launch.stream = current_stream(device);
+    if (doubles == 0) return;
+    partials = empty<StableTensor>({doubles}, ScalarType::Double, device);
+    launch.partials = static_cast<double*>(partials->mutable_data_ptr());
+    launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
+    if (launch.arrivals != nullptr) return;
+    counter = empty<StableTensor>({1}, ScalarType::Int, device);
+    launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
+    cuda::zero(launch.arrivals, launch.stream);
+  }
+};
+
 // The ops over log-probs on a GPU.
 struct Cuda {
   static constexpr bool kGradientsReadWeights = true;  // a kernel before leaves them there
@@ -38,21 +57,8 @@ struct Cuda {
                       const Device& device) {
     check_numbers(in);
     const DeviceGuard guard(device.index);
-    cuda::Launch launch;
-    launch.stream = current_stream(device);
-    // Freed when this returns: later work on the stream comes after.
-    std::optional<StableTensor> partials, counter;
-    if (const int64_t needed = cuda::partials_needed(in, out); needed > 0) {
-      partials = empty<StableTensor>({needed}, ScalarType::Double, device);
-      launch.partials = static_cast<double*>(partials->mutable_data_ptr());
-      launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
-      if (launch.arrivals == nullptr) {
-        counter = empty<StableTensor>({1}, ScalarType::Int, device);
-        launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
-        cuda::zero(launch.arrivals, launch.stream);
-      }
-    }
-    cuda::kl_penalty_forward(in, out, launch);
+    const Workspace workspace(cuda::partials_needed(in, out), device);
+    cuda::kl_penalty_forward(in, out, workspace.launch);
   }
 
   static void backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
@@ -62,6 +68,13 @@ struct Cuda {
     cuda::Launch launch;
     launch.stream = current_stream(device);
     cuda::kl_penalty_backward(in, out, launch);
+  }
+
+  static void token_weights(const KlPenaltyInputs& in, void* weights, const Device& device) {
+    check_numbers(in);
+    const DeviceGuard guard(device.index);
+    const Workspace workspace(cuda::doubles_for_token_weights(in), device);
+    cuda::token_weights(in, weights, workspace.launch);
   }
 
   static void scale(const Output& x, int64_t n, const View& factor, const Device& device) {

@@ -119,6 +119,10 @@ struct WithoutGilOn {
     const WithoutGil without;
     On::backward(in, out, device);
   }
+  static void token_weights(const KlPenaltyInputs& in, void* weights, const Device& device) {
+    const WithoutGil without;
+    On::token_weights(in, weights, device);
+  }
   static void scale(const Output& x, int64_t n, const View& factor, const Device& device) {
     const WithoutGil without;
     On::scale(x, n, factor, device);
@@ -215,6 +219,7 @@ using LogitsOnGpu = LogitsOnCpu;
 PyMethodDef methods[] = {
     KLFAST_METHOD(kl_penalty_fwd, OnCpu, OnGpu),
     KLFAST_METHOD(kl_penalty_bwd, OnCpu, OnGpu),
+    KLFAST_METHOD(token_weights, OnCpu, OnGpu),
     KLFAST_METHOD(scale_, OnCpu, OnGpu),
     KLFAST_METHOD(token_logprobs_fwd, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(token_logprobs_bwd, LogitsOnCpu, LogitsOnGpu),

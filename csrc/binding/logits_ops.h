@@ -133,7 +133,8 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
 template <typename On, typename Tensor>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
                              const std::optional<Tensor>& keep, const Tensor& saved,
-                             const Tensor& entropy, double temperature, const Tensor& grad_logprobs,
+                             const Tensor& entropy, double temperature,
+                             const std::optional<Tensor>& grad_logprobs,
                              const std::optional<Tensor>& grad_entropy,
                              const std::optional<Tensor>& inverse_temperature, const Tensor& grad) {
   TokenLogprobsBackward call;
@@ -152,7 +153,7 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
 
 template <typename On, typename Tensor>
 Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
-                          Tensor entropy, double temperature, Tensor grad_logprobs,
+                          Tensor entropy, double temperature, std::optional<Tensor> grad_logprobs,
                           std::optional<Tensor> grad_entropy,
                           std::optional<Tensor> inverse_temperature) {
   Tensor grad = empty_gradient(logits, true);
@@ -163,7 +164,7 @@ Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor>
 
 template <typename On, typename Tensor>
 void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
-                         Tensor entropy, double temperature, Tensor grad_logprobs,
+                         Tensor entropy, double temperature, std::optional<Tensor> grad_logprobs,
                          std::optional<Tensor> grad_entropy,
                          std::optional<Tensor> inverse_temperature) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
@@ -221,8 +222,9 @@ template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor> kl_divergence_bwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
     int64_t divergence, double jsd_beta, double temperature, Tensor rows, Tensor saved,
-    Tensor grad_rows, std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
-    bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
+    std::optional<Tensor> grad_rows, std::optional<Tensor> grad_logprobs,
+    std::optional<Tensor> grad_ref_logprobs, bool want_grad, bool want_grad_ref,
+    std::optional<Tensor> inverse_temperature) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           inverse_temperature);

@@ -2,6 +2,7 @@
 // around their kernels. A device brings
 //   static void forward(KlPenaltyInputs, const KlPenaltyForward&, const Device&)
 //   static void backward(KlPenaltyInputs, const KlPenaltyBackward&, const Device&)
+//   static void token_weights(const KlPenaltyInputs&, void* weights, const Device&)
 //   static void scale(const Output&, int64_t n, const View& factor, const Device&)
 //   static constexpr bool kGradientsReadWeights: a forward that writes gradients needs their memory
 //
@@ -180,6 +181,24 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
   in.normalizer = numbers[6];
 }
 
+// What a call says of tokens in the shape of `like`, without their numbers.
+template <typename Tensor>
+KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& mask,
+                             const std::optional<Tensor>& cu_seqlens,
+                             const std::optional<Tensor>& coef,
+                             const std::optional<Tensor>& normalizer,
+                             const std::vector<int64_t>& choices,
+                             const std::vector<double>& numbers) {
+  KlPenaltyInputs in;
+  const Device device = device_of(like);
+  in.batch = batch_of(like, cu_seqlens);
+  in.mask = view_like(mask, like, "mask");
+  decode(choices, numbers, in);
+  in.coef_tensor = scalar_of(coef, device, "coef");
+  in.normalizer_tensor = scalar_of(normalizer, device, "normalizer");
+  return in;
+}
+
 template <typename Tensor>
 KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
                           const std::optional<Tensor>& old_logprobs,
@@ -188,21 +207,16 @@ KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Tensor>& r
                           const std::optional<Tensor>& coef,
                           const std::optional<Tensor>& normalizer,
                           const std::vector<int64_t>& choices, const std::vector<double>& numbers) {
-  KlPenaltyInputs in;
+  KlPenaltyInputs in = reduction_of(logprobs, mask, cu_seqlens, coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
-  in.batch = batch_of(logprobs, cu_seqlens);
   in.logprobs = view_of(logprobs, device, "logprobs");
   in.ref_logprobs = view_like(ref_logprobs, logprobs, "ref_logprobs");
   in.old_logprobs = view_like(old_logprobs, logprobs, "old_logprobs");
-  in.mask = view_like(mask, logprobs, "mask");
   for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.old_logprobs}) {
     if (view->data == nullptr) continue;
     KLFAST_CHECK(is_floating(view->dtype), "log-probs must be floating");
     in.is_double = in.is_double || view->dtype == DType::kFloat64;
   }
-  decode(choices, numbers, in);
-  in.coef_tensor = scalar_of(coef, device, "coef");
-  in.normalizer_tensor = scalar_of(normalizer, device, "normalizer");
   return in;
 }
 
@@ -368,6 +382,19 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(
 }
 
 template <typename On, typename Tensor>
+Tensor token_weights(Tensor like, std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
+                     std::optional<Tensor> coef, std::optional<Tensor> normalizer,
+                     std::vector<int64_t> choices, std::vector<double> numbers, bool is_double) {
+  KlPenaltyInputs in = reduction_of(like, mask, cu_seqlens, coef, normalizer, choices, numbers);
+  KLFAST_CHECK(in.reduction.result == Result::kScalar, "only scalar reductions have token weights");
+  in.is_double = is_double;
+  const ScalarType acc = is_double ? ScalarType::Double : ScalarType::Float;
+  Tensor weights = empty<Tensor>({in.batch.tokens}, acc, device_of(like));
+  if (in.batch.tokens > 0) On::token_weights(in, weights.mutable_data_ptr(), device_of(like));
+  return weights;
+}
+
+template <typename On, typename Tensor>
 void scale_(Tensor tensor, Tensor factor) {
   const Device device = device_of(tensor);
   KLFAST_CHECK(tensor.is_contiguous(), "tensor must be contiguous");
@@ -383,6 +410,7 @@ template <typename On, typename Library>
 void implement(Library& library) {
   library.impl("kl_penalty_fwd", TORCH_BOX((&kl_penalty_fwd<On, StableTensor>)));
   library.impl("kl_penalty_bwd", TORCH_BOX((&kl_penalty_bwd<On, StableTensor>)));
+  library.impl("token_weights", TORCH_BOX((&token_weights<On, StableTensor>)));
   library.impl("scale_", TORCH_BOX((&scale_<On, StableTensor>)));
 }
 

@@ -213,6 +213,19 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
   });
 }
 
+void token_weights(const KlPenaltyInputs& call, void* weights, const Threads& threads) {
+  // The gradient of values that are all 0.
+  const double zero = 0;  // in any dtype
+  double result = 0;
+  const DType dtype = call.is_double ? DType::kFloat64 : DType::kFloat32;
+  KlPenaltyInputs in = call;
+  in.logprobs = {&zero, dtype, 0, 0};
+  KlPenaltyForward out;
+  out.result = &result;
+  out.grad_logprobs = {weights, dtype};
+  kl_penalty_forward(in, out, threads);
+}
+
 void scale(const Output& x, int64_t n, double factor, const Threads& threads) {
   if (factor == 1) return;
   const int64_t parts = (n + kSegmentTokens - 1) / kSegmentTokens;

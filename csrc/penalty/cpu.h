@@ -14,6 +14,10 @@ namespace klfast::cpu {
 void kl_penalty_forward(const KlPenaltyInputs&, const KlPenaltyForward&, const Threads&);
 void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const Threads&);
 
+// By how much a scalar reduction of values grows with each token's value: as many numbers as there
+// are tokens, in arithmetic's type. Throws as the forward does.
+void token_weights(const KlPenaltyInputs&, void* weights, const Threads&);
+
 // x *= factor over n elements; returns at once if factor is 1.
 void scale(const Output& x, int64_t n, double factor, const Threads&);
 

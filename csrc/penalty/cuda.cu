@@ -3,6 +3,7 @@
 #include "device/cuda/launch.h"
 #include "penalty/cuda.h"
 #include "penalty/cuda_run.h"
+#include "penalty/cuda_weights.h"
 
 namespace klfast::cuda {
 namespace {
@@ -119,7 +120,8 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
   }
 }
 
-// Computes the weights of the sequences of a mean, as its gradient needs them first.
+// Computes the weights of the sequences of a mean, as its gradient needs them first; the last block
+// goes on to those of the tokens, where they are wanted here.
 template <typename Acc, int W>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
@@ -133,7 +135,22 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       [&](const Segment& segment, const Sums& sums) {
         put<Depth::kAlways>(partials, segment.slot, sums, false);
       });
-  if (arrives_last(task.arrivals)) finish_lengths<Acc>(task, scalars, partials);
+  if (!arrives_last(task.arrivals)) return;
+  finish_lengths<Acc>(task, scalars, partials);
+  if (task.grad_logprobs.data == nullptr) return;
+  __syncthreads();
+  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(kBlockThreads)
+    token_weights_kernel(const __grid_constant__ Task task) {
+  const Scalars& scalars = shared_scalars(task.in);
+  // Where no lengths were needed, all sequences have the same weight.
+  const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, scalars, 0);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
+  store_token_weights<Acc>(task, {scalars.coef * weight, task.weights_known}, first,
+                           static_cast<int64_t>(gridDim.x) * kBlockThreads);
 }
 
 template <typename T>
@@ -195,10 +212,13 @@ bool wants_gradient(const KlPenaltyForward& out) {
 }
 
 // Whether the weights of a gradient depend on lengths that only the device knows.
-bool needs_lengths(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
+bool needs_lengths(const KlPenaltyInputs& in) {
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
-  return wants_gradient(out) && unknown &&
-         (in.reduction.own_length || in.reduction.uses_total(in.is_normalized()));
+  return unknown && (in.reduction.own_length || in.reduction.uses_total(in.is_normalized()));
+}
+
+int64_t partials_of(const KlPenaltyInputs& in, bool all) {
+  return Partials::rows(all) * std::max<int64_t>(1, grid_of(in.batch, 1).slots);
 }
 
 Task task_of(const KlPenaltyInputs& in) {
@@ -252,7 +272,7 @@ void launch_lengths(const Task& task, const Launch& on) {
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
   if (!needs_last_block(in)) return 0;
   const bool all = !is_plain_call(in) || out.statistics != nullptr || out.scores.data != nullptr;
-  return Partials::rows(all) * std::max<int64_t>(1, grid_of(in.batch, 1).slots);
+  return partials_of(in, all);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {
@@ -268,7 +288,7 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, 
   task.statistics = out.statistics;
   task.partials = on.partials;
   task.arrivals = needs_last_block(in) ? on.arrivals : nullptr;
-  if (needs_lengths(in, out)) {
+  if (wants_gradient(out) && needs_lengths(in)) {
     launch_lengths(task, on);
     task.weights_known = true;
   }
@@ -286,6 +306,32 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
   task.weights = out.weights;
   task.backward = true;
   launch_kl_penalty(task, on);
+}
+
+int64_t doubles_for_token_weights(const KlPenaltyInputs& in) {
+  return needs_lengths(in) ? partials_of(in, false) + in.batch.sequences : 0;
+}
+
+void token_weights(const KlPenaltyInputs& in, void* weights, const Launch& on) {
+  constexpr int64_t kFew =
+      kSegmentTokens;  // tokens that one block stores while a launch would wait
+  Task task = task_of(in);
+  const Output out = {weights, in.is_double ? DType::kFloat64 : DType::kFloat32};
+  if (needs_lengths(in)) {
+    task.partials = on.partials;
+    task.arrivals = on.arrivals;
+    task.weights_out = on.partials + partials_of(in, false);
+    const bool are_few = in.batch.tokens <= kFew;
+    if (are_few) task.grad_logprobs = out;
+    launch_lengths(task, on);
+    if (are_few) return;
+    task.weights_known = true;
+  }
+  task.grad_logprobs = out;
+  const int64_t blocks = (in.batch.tokens + kBlockThreads - 1) / kBlockThreads;
+  const int64_t most_blocks = 2 * this_chip().processors;
+  launch(in.is_double ? token_weights_kernel<double> : token_weights_kernel<float>,
+         {static_cast<unsigned>(std::min(most_blocks, blocks)), kBlockThreads}, on.stream, task);
 }
 
 void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {

@@ -25,14 +25,14 @@ def _why_not(device: torch.device) -> str | None:
 
 def _cuda_problem(index: int | None) -> str | None:
     """Why the CUDA kernels cannot run on a device; None if they can."""
+    if index in _ready:
+        return None
     if torch.version.hip is not None:
         return "the extension's kernels are for NVIDIA GPUs; on this one, pip install triton"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if index is None:
         index = torch.cuda.current_device()
-    if index in _ready:
-        return None
     from klfast import _C
 
     with torch.cuda.device(index):

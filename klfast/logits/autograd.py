@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks.values import are_tracing
+from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import KLOutputs, outputs_of
@@ -101,6 +102,10 @@ def _is_one_read(call: KLDivergenceCall) -> bool:
     )
 
 
+def _contiguous(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.contiguous()
+
+
 class _TokenLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -124,19 +129,22 @@ class _TokenLogprobs(torch.autograd.Function):
         _, entropy, saved = output
         autograd.save(ctx, (logits, token_ids, keep, saved, entropy, inverse))
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
+        autograd.take_gradients_as_sent(ctx)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
     ) -> tuple[Tensor | None, ...]:
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 7
         logits, *others, inverse = autograd.saved(ctx)
         with torch.no_grad():
             grad = ctx.ops.token_logprobs_bwd(
                 logits,
                 *others,
                 ctx.temperature,
-                grad_logprobs.contiguous(),
-                grad_entropy.contiguous() if ctx.want_entropy else None,
+                _contiguous(grad_logprobs),
+                _contiguous(grad_entropy) if ctx.want_entropy else None,
                 inverse,
             )
         grads = autograd.once((grad, None), logits, grad_logprobs, grad_entropy)
@@ -155,9 +163,12 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
     ) -> tuple[Tensor | None, ...]:
-        if autograd.is_batched(grad_logprobs) or autograd.is_batched(grad_entropy):
+        sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
+        if not sent:
+            return (None,) * 7
+        if any(map(autograd.is_batched, sent)):
             raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
         if torch.is_grad_enabled() or autograd.take(ctx, "is_fresh") is None:
             raise RuntimeError(SERVES_ONE_BACKWARD)
@@ -167,8 +178,8 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
             logits,
             *others,
             ctx.temperature,
-            grad_logprobs.contiguous(),
-            grad_entropy.contiguous() if ctx.want_entropy else None,
+            _contiguous(grad_logprobs),
+            _contiguous(grad_entropy) if ctx.want_entropy else None,
             inverse,
         )
         # As torch's own ops do, for whoever has saved the logits too.
@@ -198,12 +209,19 @@ class _KLRows(torch.autograd.Function):
         autograd.save(ctx, (*tensors, rows, saved))  # the inverse temperature is the last of them
         no_gradient = (saved,) if ctx.has_tokens else (logprobs, ref_logprobs, saved)
         ctx.mark_non_differentiable(*no_gradient)
+        autograd.take_gradients_as_sent(ctx)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_rows: Tensor, grad_logprobs: Tensor, grad_ref_logprobs: Tensor, _: Any
+        ctx: Any,
+        grad_rows: Tensor | None,
+        grad_logprobs: Tensor | None,
+        grad_ref_logprobs: Tensor | None,
+        _: Any,
     ) -> tuple[Tensor | None, ...]:
         of_tokens = (grad_logprobs, grad_ref_logprobs) if ctx.has_tokens else (None, None)
+        if grad_rows is None and of_tokens == (None, None):
+            return (None,) * 9
         saved = autograd.saved(ctx)
         grads = _recompute(ctx, saved, grad_rows, *of_tokens)
         grads = autograd.once(grads, *saved[:2], grad_rows, *of_tokens)
@@ -211,19 +229,18 @@ class _KLRows(torch.autograd.Function):
 
 
 def _recompute(
-    ctx: Any, saved: Sequence[Tensor | None], grad_rows: Tensor, *of_tokens: Tensor | None
+    ctx: Any, saved: Sequence[Tensor | None], grad_rows: Tensor | None, *of_tokens: Tensor | None
 ) -> autograd.Grads:
     """The gradients by a second read of the logits."""
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
-    row_grads = (grad_rows, *of_tokens)
     with torch.no_grad():
         grads = ctx.ops.kl_divergence_bwd(
             *tensors,
             *ctx.options,
             rows,
             state,
-            *(None if grad is None else grad.contiguous() for grad in row_grads),
+            *map(_contiguous, (grad_rows, *of_tokens)),
             *needs,
             inverse,
         )
@@ -307,8 +324,7 @@ def _reread(ctx: Any, saved: Sequence[Tensor | None], grad_out: Tensor) -> autog
 
 def _row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
     """[R]: by how much the result grows with each row's divergence; 0 where masked."""
-    reduced = call.reduce_zeros()
-    _, _, _, row_weights, _ = ops.kl_penalty_fwd(
-        *reduced.tensors(), *reduced.spec.encoded(), None, False, True, False, False
-    )
-    return row_weights.view(-1)
+    like = call.logits.select(-1, 0).view(call.shape)  # a row's number, of no interest
+    is_double = arithmetic_dtype(call.logits, call.ref_logits) == torch.float64
+    layout, spec = call.layout, call.spec
+    return ops.token_weights(like, *layout, *spec.tensors(), *spec.encoded(), is_double)

@@ -275,8 +275,18 @@ def _flat_ids(token_ids: Tensor) -> Tensor:
 
 def _keep(mask: Tensor | None, token_ids: Tensor | None, ignore_index: int | None) -> Tensor | None:
     """Which rows are read, [R] bool; None for all."""
-    keep = None if mask is None else (mask.detach() != 0).reshape(-1).contiguous()
+    keep = None if mask is None else _as_bool(mask.detach()).reshape(-1).contiguous()
     if ignore_index is None or token_ids is None:
         return keep
     counts = token_ids != ignore_index
     return counts if keep is None else keep & counts
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """Where a mask is not 0: itself if it is boolean. Autograd saves no inference tensor, which is
+    copied, and torch.compile knows none.
+    """
+    is_saved = mask.dtype == torch.bool and (
+        torch.compiler.is_compiling() or not mask.is_inference()
+    )
+    return mask if is_saved else mask != 0

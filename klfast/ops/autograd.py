@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from klfast.call import PenaltyCall
+from klfast.call import PenaltyCall, Values
 from klfast.checks.values import are_tracing
 from klfast.ops.direct import NotPlainError
 from klfast.ops.table import Ops
@@ -43,9 +43,9 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
         wants = (False, False, False, call.return_stats)
         outputs = ops.kl_penalty_fwd(first, second, *constants, *encoded, call.scores, *wants)
         return outputs[0], outputs[2]
-    plan = Plan(
-        ops.kl_penalty_fwd, ops, encoded, call.spec.reduction.is_scalar(), call.return_stats
-    )
+    # A second read costs less than to scale a gradient where there is one number a row of logits.
+    is_one_read = call.spec.reduction.is_scalar() and not isinstance(call.source, Values)
+    plan = Plan(ops.kl_penalty_fwd, ops, encoded, is_one_read, call.return_stats)
     if are_tracing():
         outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)
         return outputs[0], outputs[2]
@@ -60,7 +60,8 @@ class Plan(NamedTuple):
     ops: Ops
     encoded: tuple[Sequence[int], Sequence[float]]
     """The choices and numbers of a spec."""
-    is_scalar: bool
+    is_one_read: bool
+    """Whether the forward writes the gradient, of a scalar."""
     return_stats: bool
 
 
@@ -122,6 +123,16 @@ def _save_inference_tensors(ctx: Any, tensors: Sequence[Tensor | None], copy: bo
     ctx.inference = tuple(t.clone() if copy and t is not None else t for t in found)
     kept = zip(tensors, found, strict=True)
     ctx.save_for_backward(*(t if other is None else None for t, other in kept))
+
+
+def take_gradients_as_sent(ctx: Any) -> None:
+    """Let the backward get None for an output that sent no gradient, in place of new zeros.
+
+    Not while tracing: the rules that torch.func makes of a Function are for tensors alone in some
+    versions of torch, and a compiler removes the zeros.
+    """
+    if not are_tracing():
+        ctx.set_materialize_grads(False)
 
 
 def saved(ctx: Any) -> Sequence[Tensor | None]:
@@ -240,9 +251,9 @@ class _KLPenalty(torch.autograd.Function):
     def forward(
         ctx: Any, first: Tensor, second: Tensor | None, others: tuple[Any, Plan]
     ) -> tuple[Tensor, Tensor]:
-        constants, (forward, ctx.ops, ctx.encoded, is_scalar, return_stats) = others
+        constants, (forward, ctx.ops, ctx.encoded, is_one_read, return_stats) = others
         needs, needs_second, _ = ctx.needs_input_grad
-        unit = is_scalar and holds_unit_gradient(first) and holds_unit_gradient(second)
+        unit = is_one_read and holds_unit_gradient(first) and holds_unit_gradient(second)
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
         outputs = forward(first, second, *constants, *ctx.encoded, None, *wants)
         if outputs is NotImplemented:

@@ -26,8 +26,8 @@ _CALL = (
 _INVERSE = "Tensor? inverse_temperature=None"
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
 _TOKENS_BACKWARD = (
-    "Tensor saved, Tensor entropy, float temperature, Tensor grad_logprobs, Tensor? grad_entropy, "
-    f"{_INVERSE}"
+    "Tensor saved, Tensor entropy, float temperature, Tensor? grad_logprobs, "
+    f"Tensor? grad_entropy, {_INVERSE}"
 )
 _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
@@ -42,7 +42,7 @@ SCHEMAS = {
     "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
+    "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? grad_rows, "
     "Tensor? grad_logprobs, Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
     "-> (Tensor, Tensor)",
@@ -51,6 +51,8 @@ SCHEMAS = {
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
+    "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
+    "Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
 }
 """Name -> signature. What is not wanted has the shape [0].
@@ -58,8 +60,10 @@ SCHEMAS = {
 ``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
 the backward needs), statistics ([8, S], in the order of
 ``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
-log-ratio. ``token_logprobs_fwd`` returns logprobs, entropy, saved ([2, R]); ``kl_divergence_fwd``
-rows, logprobs, ref_logprobs, saved ([5, R]), and the gradients of sum(row_weights * rows).
+log-ratio. ``token_weights`` returns by how much a scalar reduction of values, in the shape of
+``like``, grows with each of them ([N], fp32 or fp64). ``token_logprobs_fwd`` returns logprobs,
+entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), and the
+gradients of sum(row_weights * rows). A gradient that comes in as None stands for zeros.
 ``inverse_temperature``, a 0-dim float64 tensor, takes the place of the temperature where
 torch.compile must not take that for a constant.
 """
@@ -75,6 +79,7 @@ class Ops(NamedTuple):
     token_logprobs_bwd_: Callable[..., None]
     kl_divergence_fwd: Callable[..., tuple[Tensor, ...]]
     kl_divergence_bwd: Callable[..., tuple[Tensor, Tensor]]
+    token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
 
     @classmethod
@@ -126,6 +131,11 @@ def _kl_penalty_bwd(
         _empty_gradient(logprobs, want_grad_logprobs, logprobs),
         _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),
     )
+
+
+def _token_weights(like: Tensor, *others: Any) -> Tensor:
+    is_double = others[-1]
+    return like.new_empty((like.numel(),), dtype=torch.float64 if is_double else torch.float32)
 
 
 def _nothing(*_: Any) -> None:
@@ -186,7 +196,7 @@ def _kl_divergence_bwd(
     temperature: float,
     rows: Tensor,
     saved: Tensor,
-    grad_rows: Tensor,
+    grad_rows: Tensor | None,
     grad_logprobs: Tensor | None,
     grad_ref_logprobs: Tensor | None,
     want_grad: bool,
@@ -206,6 +216,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "token_logprobs_bwd_": _nothing,
     "kl_divergence_fwd": _kl_divergence_fwd,
     "kl_divergence_bwd": _kl_divergence_bwd,
+    "token_weights": _token_weights,
     "scale_": _nothing,
 }
 

@@ -6,7 +6,7 @@ import torch
 
 from klfast import Estimator
 from klfast.call import Layout, LogProbs, PenaltyCall, Spec
-from klfast.reduction import REDUCTIONS
+from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 
 N = 40_000
 GARBAGE = {
@@ -76,4 +76,61 @@ def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduc
     torch.testing.assert_close(result, good[0] / normalizer, equal_nan=True)
     for found, of_one in ((grad, good[3]), (grad_ref, good[4])):
         torch.testing.assert_close(found[mask], of_one[mask] / normalizer, equal_nan=True)
+        assert not found[~mask].any()
+
+
+def _weights_of_both(shape, cu_seqlens, reduction, mask, *, is_double=False, with_cpu=True):
+    """The weights of tokens by the CUDA kernels, and by those of the CPU."""
+    spec = Spec(Estimator("k1"), REDUCTIONS[reduction], coef=0.7)
+    like = torch.empty(shape)
+    arguments = (like, mask, cu_seqlens, *spec.tensors(), *spec.encoded(), is_double)
+    found = emulated.ops().token_weights(*arguments)
+    return found, torch.ops.klfast.token_weights(*arguments) if with_cpu else None
+
+
+MASKS = {
+    "all": lambda shape: None,
+    "bool": lambda shape: torch.rand(shape) < 0.7,
+    "none-kept": lambda shape: torch.zeros(shape, dtype=torch.bool),
+    "int64": lambda shape: torch.randint(0, 2, shape),
+    "fp32": torch.rand,
+    "bf16-strided": lambda shape: torch.rand(2, *shape).bfloat16().movedim(0, -1)[..., 0],
+    "one-for-all-rows": lambda shape: (torch.rand(shape[-1:]) < 0.5).expand(shape),
+}
+LAYOUTS = {
+    "padded": ((7, 33), None),
+    "one": ((50,), None),
+    "packed": ((60,), [0, 0, 9, 40, 40, 60]),
+    "packed-with-a-rest": ((60,), [0, 9, 40]),
+    "many": ((3, 4000), None),
+    "many-packed": ((12_000,), [0, 1, 9000, 12_000]),
+}
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("shape", "cu_seqlens"), LAYOUTS.values(), ids=LAYOUTS)
+def test_token_weights_are_those_of_the_cpu(shape, cu_seqlens, make):
+    """By one block for few tokens, and by as many as there are for more."""
+    mask = make(shape)
+    if cu_seqlens is not None:
+        cu_seqlens = torch.tensor(cu_seqlens)
+        rest = int(cu_seqlens[-1])
+        if rest < shape[0]:  # which the CPU refuses
+            found, _ = _weights_of_both(shape, cu_seqlens, "token-mean", mask, with_cpu=False)
+            assert not found[rest:].any()
+            shape, mask = (rest,), None if mask is None else mask[:rest]
+            alone, _ = _weights_of_both(shape, cu_seqlens, "token-mean", mask)
+            assert torch.equal(found[:rest], alone)
+    for reduction in SCALAR_REDUCTIONS:
+        for options in ({}, {"is_double": True}):
+            found, expected = _weights_of_both(shape, cu_seqlens, reduction, mask, **options)
+            torch.testing.assert_close(found, expected, rtol=1e-15 if options else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("cu_seqlens", GARBAGE.values(), ids=GARBAGE)
+def test_token_weights_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seqlens):
+    mask = torch.rand(N) < 0.5
+    for reduction in SCALAR_REDUCTIONS:
+        found, _ = _weights_of_both((N,), torch.tensor(cu_seqlens), reduction, mask, with_cpu=False)
+        assert found.isfinite().all()  # memory that nobody writes is NaN here
         assert not found[~mask].any()

@@ -46,6 +46,37 @@ def test_gradcheck_of_log_probs_and_entropies(backend):
     )
 
 
+def both_ways(outputs, sent, inputs):
+    """Gradients of some of the outputs, where the others send none, and where they send zeros."""
+    ones = [torch.rand_like(output) for output in outputs]
+    grads = [one if i in sent else torch.zeros_like(one) for i, one in enumerate(ones)]
+    some = [outputs[i] for i in sent], inputs, [ones[i] for i in sent]
+    alone = torch.autograd.grad(*some, retain_graph=True, allow_unused=True)
+    return alone, torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+
+
+@pytest.mark.parametrize("sent", [(0,), (1,), (0, 1)], ids=str)
+def test_log_probs_and_entropies_that_send_no_gradient_count_as_zeros(backend, sent):
+    logits, _ = models()
+    keep = torch.arange(6).reshape(2, 3) != 2
+    options = {"mask": keep, "return_entropy": True, "backend": backend}
+    outputs = klfast.token_logprobs(logits, random_ids(logits), **options)
+    alone, with_zeros = both_ways(outputs, sent, [logits])
+    assert same_bits(*alone, *with_zeros)
+
+
+@pytest.mark.parametrize("sent", [(0,), (1,), (2,), (1, 2), (0, 2)], ids=str)
+@every_direction
+def test_divergences_that_send_no_gradient_count_as_zeros(backend, direction, sent):
+    inputs = models()
+    options = {"token_ids": random_ids(inputs[0]), "direction": direction, "backend": backend}
+    outputs = klfast.kl_divergence(*inputs, **options)
+    for alone, with_zeros in zip(*both_ways(outputs, sent, inputs), strict=True):
+        # The reference's own graph does not reach a model of which no output sends a gradient.
+        alone = torch.zeros_like(with_zeros) if alone is None else alone
+        torch.testing.assert_close(alone, with_zeros, rtol=0, atol=0)
+
+
 @pytest.mark.grid
 @every_reduction
 @every_direction

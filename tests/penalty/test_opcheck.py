@@ -14,6 +14,7 @@ from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
 assert klfast.kl_penalty(torch.zeros(1), torch.zeros(1), backend="native").item() == 0  # loads them
 FORWARD = torch.ops.klfast.kl_penalty_fwd.default
 BACKWARD = torch.ops.klfast.kl_penalty_bwd.default
+WEIGHTS = torch.ops.klfast.token_weights.default
 SCALE = torch.ops.klfast.scale_.default
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
@@ -128,6 +129,30 @@ def test_every_backward_does(reduction):
 @pytest.mark.parametrize("grads", [(True, False), (False, True), (False, False)], ids=str)
 def test_the_backward_of_some_gradients_does(grads):
     opcheck(BACKWARD, backward_arguments("seq-mean", grads=grads))
+
+
+@every_layout
+@pytest.mark.parametrize("reduction", SCALAR_REDUCTIONS)
+def test_token_weights_keep_their_contract_with_torch(reduction, tensors):
+    """They are the gradient of values, which k1 of log-probs is."""
+    arguments = common(reduction, "k1", **{**tensors, "old_logprobs": None})
+    like, _, _, *others = arguments.values()
+    for is_double in (False, True):
+        opcheck(WEIGHTS, (like, *others, is_double))
+        arguments["logprobs"] = torch.zeros(
+            like.shape, dtype=[torch.float32, torch.float64][is_double]
+        )
+        arguments["ref_logprobs"] = None
+        wants = (None, False, True, False, False)
+        gradient = FORWARD(*arguments.values(), *wants)[3]
+        assert torch.equal(WEIGHTS(like, *others, is_double), gradient.flatten())
+
+
+@pytest.mark.parametrize("reduction", ["none", "seq-mean"])
+def test_token_weights_are_of_scalars_alone(reduction):
+    like, _, _, *others = common(reduction).values()
+    with pytest.raises(RuntimeError, match="only scalar reductions have token weights"):
+        WEIGHTS(like, *others, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -34,7 +34,9 @@ FLAGS = (
 @functools.cache
 def extension():
     """The module of the emulated ops, built on first use."""
-    define("klfast_emulated").define("last_launch(Tensor like) -> Tensor")
+    library = define("klfast_emulated")
+    for name in ("last_launch", "launches"):
+        library.define(f"{name}(Tensor like) -> Tensor")
     folder = ROOT / "build" / f"emulator-{sys.implementation.cache_tag}"
     folder.mkdir(parents=True, exist_ok=True)
     before = os.environ["PATH"]

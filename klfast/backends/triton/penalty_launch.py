@@ -378,6 +378,23 @@ def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     return present
 
 
+def token_weights(
+    like: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    coef: Tensor | None,
+    normalizer: Tensor | None,
+    choices: list[int],
+    numbers: list[float],
+    is_double: bool,
+) -> Tensor:
+    """The op of ``klfast.ops.table``: the gradient of values that are all 0."""
+    dtype = torch.float64 if is_double else torch.float32
+    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+    call = (zeros, None, None, mask, cu_seqlens, coef, normalizer, choices, numbers)
+    return kl_penalty_fwd(*call, None, False, True, False, False)[3].view(-1)
+
+
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """The op of ``klfast.ops.table``."""
     size = tensor.numel()

@@ -264,11 +264,13 @@ struct Launch {
   size_t shared = 0;
 };
 inline Launch last_launch = {};
+inline int64_t launches = 0;  // of kernels and memsets, since the process began
 
 template <typename Kernel, typename... Arguments>
 void run(Kernel kernel, const Launch& launch, const Arguments&... arguments) {
   const std::lock_guard<std::mutex> lock(device);
   last_launch = launch;
+  ++launches;
   static const bool only_launches = std::getenv("KLFAST_EMULATED_LAUNCHES_ONLY") != nullptr;
   if (only_launches) return;  // to time the host's part of a call
   grid_size.x = launch.blocks;
@@ -387,6 +389,8 @@ cudaError_t cudaGetSymbolAddress(void** address, T& symbol) {
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t) {
+  const std::lock_guard<std::mutex> lock(cuda_emulator::device);
+  ++cuda_emulator::launches;
   std::memset(to, value, size);
   return cudaSuccess;
 }

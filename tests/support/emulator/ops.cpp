@@ -23,8 +23,16 @@ StableTensor last_launch(StableTensor like) {
   return numbers;
 }
 
+// How many kernels and memsets have been launched since the process began.
+StableTensor launches(StableTensor like) {
+  StableTensor number = empty<StableTensor>({}, ScalarType::Long, device_of(like));
+  *static_cast<int64_t*>(number.mutable_data_ptr()) = cuda_emulator::launches;
+  return number;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
   library.impl("last_launch", TORCH_BOX(&last_launch));
+  library.impl("launches", TORCH_BOX(&launches));
   implement<Cuda>(library);
   implement_logits<CudaLogits>(library);
 }

@@ -1,0 +1,75 @@
+// The weights of tokens in a scalar result: what every gradient of values is, without the values.
+
+#pragma once
+
+#include "penalty/cuda_finish.h"
+
+namespace klfast::cuda {
+
+// The sequence that holds a token; S for a token in none.
+__device__ __forceinline__ int64_t sequence_of_token(const Batch& batch, int64_t token) {
+  if (!batch.packed()) return token / batch.width;
+  int64_t low = -1;
+  int64_t high = batch.sequences + 1;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (start_of(batch, middle) <= token ? low : high) = middle;
+  }
+  if (low < 0 || low == batch.sequences) return batch.sequences;
+  const Sequence sequence = sequence_at(batch, low);
+  return token < sequence.start + sequence.length ? low : batch.sequences;
+}
+
+// The factors of tokens: one for all, or times the weights of sequences in task.weights_out.
+struct TokenFactors {
+  double of_all;
+  bool have_weights;
+};
+
+template <typename Acc, typename Mask>
+__device__ __forceinline__ Acc weight_of_token(const Task& task, const TokenFactors& factors,
+                                               int64_t token) {
+  const Batch& batch = task.in.batch;
+  const View& mask = task.in.mask;
+  const int64_t sequence = sequence_of_token(batch, token);
+  if (sequence == batch.sequences) return Acc(0);
+  Acc own = Acc(1);
+  if (mask.data != nullptr) {
+    const int64_t column = batch.packed() ? token : token - sequence * batch.width;
+    const int64_t at = batch.row(sequence) * mask.row_stride + column * mask.column_stride;
+    own = convert<Acc>(static_cast<const Mask*>(mask.data)[at]);
+  }
+  double factor = factors.of_all;
+  if (factors.have_weights) factor *= static_cast<const Acc*>(task.weights_out)[sequence];
+  // 0 stays 0, even if the factor is infinite.
+  return own != Acc(0) ? own * static_cast<Acc>(factor) : Acc(0);
+}
+
+// Stores the weights of the tokens first, first + step, and so on in task.grad_logprobs.
+template <typename Acc>
+__device__ __forceinline__ void store_token_weights(const Task& task, const TokenFactors& factors,
+                                                    int64_t first, int64_t step) {
+  constexpr int kTogether = 8;  // loads on their way before the first store
+  const int64_t tokens = task.in.batch.tokens;
+  Acc* const to = static_cast<Acc*>(task.grad_logprobs.data);
+  visit_dtype(task.in.mask.dtype, [&](auto zero) {
+    using Mask = decltype(zero);
+    for (int64_t begin = first; begin < tokens; begin += kTogether * step) {
+      Acc weights[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const int64_t token = begin + k * step;
+        if (token < tokens) {
+          weights[k] = weight_of_token<Acc, Mask>(task, factors, token);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const int64_t token = begin + k * step;
+        if (token < tokens) to[token] = weights[k];
+      }
+    }
+  });
+}
+
+}  // namespace klfast::cuda
