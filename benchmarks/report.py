@@ -368,6 +368,26 @@ def gpu_summary(results: Path) -> str:
     return f"Measured on: {'; '.join(measured)}. See [docs/measured.md](docs/measured.md#on-a-gpu)."
 
 
+def machine_code_table(data: dict[str, Any]) -> str:
+    """What benchmarks/sass.py has counted."""
+    chips = list(data["chips"])
+    head = ["case", "loops", "in all", "bound", "registers", *chips]
+    rows = [
+        [
+            name,
+            f"{case['loop']:.1f}",
+            f"{case['whole']:.1f}",
+            f"{case['bound']:.1f}",
+            str(case["registers"]),
+            *(f"{100 * case['share'][chip]:.0f} %" for chip in chips),
+        ]
+        for name, case in data["cases"].items()
+    ]
+    lines = [head, ["---"] * len(head), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\nAssumed: {'. '.join(data['assumptions'])}."
+
+
 def load(path: Path) -> dict[str, Any] | None:
     """A results file; None if there is none."""
     return json.loads(path.read_text()) if path.exists() else None
@@ -385,6 +405,9 @@ def blocks(results: Path) -> dict[str, str]:
     known = [part for part in parts if part is not None]
     if len(known) == len(SUMMARY):
         texts["summary"] = summary(known)
+    machine_code = load(results / "sass-sm90.json")
+    if machine_code is not None:
+        texts["machine-code"] = machine_code_table(machine_code)
     texts["gpu"] = gpu_part(results)
     texts["gpu-summary"] = gpu_summary(results)
     return texts

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import report
 from machine_code import Block, Kernel, functions_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -270,21 +271,6 @@ def _only(kernels: dict[str, Any], pattern: str) -> Any:
     return found[0]
 
 
-def table_of(counts: dict[str, Count]) -> str:
-    """A table in Markdown."""
-    lines = [
-        "| case | loop | in all | bound | registers | of H200 | of B200 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, each in counts.items():
-        shares = " | ".join(f"{100 * each.share[chip]:.0f} %" for chip in CHIPS)
-        lines.append(
-            f"| {name} | {each.loop:.1f} | {each.whole:.1f} | {each.bound:.1f} "
-            f"| {each.registers} | {shares} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", type=Path, help="an extension module with CUDA kernels")
@@ -292,13 +278,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     counts = counts_of(arguments.module, arguments.arch)
-    print(table_of(counts))
     data = {
         "arch": f"sm_{arguments.arch}",
         "assumptions": ASSUMPTIONS,
         "chips": {name: asdict(chip) for name, chip in CHIPS.items()},
         "cases": {name: asdict(each) for name, each in counts.items()},
     }
+    print(report.machine_code_table(data))
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"sass-sm{arguments.arch}.json"
     file.write_text(json.dumps(data, indent=2) + "\n")
