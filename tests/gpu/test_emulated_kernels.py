@@ -134,3 +134,29 @@ def test_token_weights_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seq
         found, _ = _weights_of_both((N,), torch.tensor(cu_seqlens), reduction, mask, with_cpu=False)
         assert found.isfinite().all()  # memory that nobody writes is NaN here
         assert not found[~mask].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "shifted"])
+@pytest.mark.parametrize("width", [3_000, 9_001])
+def test_a_sequence_has_the_same_sums_whether_one_warp_reads_it_or_several(width, offset, dtype):
+    """The emulated device is full with 32 segments: beyond, a warp reads one alone."""
+    torch.manual_seed(0)
+    storage = -torch.rand(2, 33, width + 8).to(dtype)
+    storage[0, :, ::97] -= 3  # far from the others
+    logprobs, ref_logprobs = storage[..., offset : offset + width]
+    mask = torch.rand(33, width) < 0.7
+
+    def call(rows):
+        spec = Spec(Estimator("k3"), REDUCTIONS["seq-mean"])
+        inputs = LogProbs(logprobs[rows], ref_logprobs[rows])
+        asked = PenaltyCall(inputs, Layout(mask[rows], None), spec, return_stats=True)
+        return emulated.ops().kl_penalty_fwd(
+            *asked.tensors(), *spec.encoded(), None, True, False, False, True
+        )
+
+    many = call(slice(None))
+    for row in (0, 32):
+        for one, all_rows in zip(call(slice(row, row + 1))[:3], many[:3], strict=True):
+            if one.numel():
+                assert torch.equal(one[..., 0], all_rows[..., row])
