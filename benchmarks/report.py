@@ -385,7 +385,7 @@ def machine_code_table(data: dict[str, Any]) -> str:
     ]
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\nAssumed: {'. '.join(data['assumptions'])}."
+    return f"{table}\n\nAssumed: {'; '.join(data['assumptions'])}."
 
 
 def load(path: Path) -> dict[str, Any] | None:

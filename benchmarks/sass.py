@@ -92,7 +92,9 @@ class Case:
         return self.bound if self.held is None else self.held
 
 
-def of_tokens(dtype: str, variant: int, features: dict[str, int], bound: float) -> Case:
+def of_tokens(
+    dtype: str, variant: int, features: dict[str, int], bound: float, held: float | None = None
+) -> Case:
     """A case of the kernel over log-probs."""
     element = 2 if dtype == "bf16" else 4
     name = "kl_penalty_kernelI" + ("N.*BFloat16E" if dtype == "bf16" else "f")
@@ -100,7 +102,7 @@ def of_tokens(dtype: str, variant: int, features: dict[str, int], bound: float) 
     marks = {"STG": 2, "ATOM": 0, "VOTE": 0}  # a result and a weight
     loop = Loop(features | {"series": 8}, 8)
     pattern = f"{name}LN.*Pass.?E{variant}E"
-    return Case(pattern, (loop,), 32, 2 * element + 1 + gradient, bound, (8,), marks)
+    return Case(pattern, (loop,), 32, 2 * element + 1 + gradient, bound, (8,), marks, held)
 
 
 BF16 = {"LDG.128": 2, "LDG.64": 1}
@@ -113,8 +115,8 @@ DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}"
 CASES = {
     "k3-forward-bf16": of_tokens("bf16", 0, BF16, 24),
     "k3-forward-fp32": of_tokens("fp32", 0, FP32, 24),
-    "k3-gradient-bf16": of_tokens("bf16", 1, BF16 | {"STG.128": 1}, 30),
-    "k3-gradient-fp32": of_tokens("fp32", 1, FP32 | {"STG.128": 2, "STG.32": 8}, 30),
+    "k3-gradient-bf16": of_tokens("bf16", 1, BF16 | {"STG.128": 1}, 30, held=30.5),
+    "k3-gradient-fp32": of_tokens("fp32", 1, FP32 | {"STG.128": 2, "STG.32": 8}, 30, held=30.5),
     "k3-statistics-bf16": of_tokens("bf16", 2, BF16, 34),
     "k3-statistics-fp32": of_tokens("fp32", 2, FP32, 34),
     "k3-forward-packed-bf16": of_tokens("bf16", 0, PACKED, 32.4),
@@ -132,11 +134,12 @@ CASES = {
         576,
         2,
         7.5,
+        held=7.7,
     ),
     "logprob-backward-bf16": Case(
         LOGPROB.format("backward") + "Lb1E",
         (Loop({"LDG.128": 8, "MUFU": 32, "STG.128": 4}, 32),),
-        96,
+        576,
         4,
         12,
     ),
@@ -146,13 +149,16 @@ CASES = {
         48,
         4,
         21,
+        (1, 8),
+        held=25.5,
     ),
     "kl-backward-bf16": Case(
         DIVERGENCE.format("backward", 0),
         (Loop({"LDG.128": 2, "MUFU": 8, "STG.128": 1}, 8),),
-        112,
+        592,
         6,
         13,
+        held=13.6,
     ),
     "kl-one-read-bf16": Case(
         DIVERGENCE.format("forward_staged", 0),
@@ -164,6 +170,7 @@ CASES = {
         48,
         6,
         36,
+        held=47.5,
     ),
     "jsd-one-read-bf16": Case(
         DIVERGENCE.format("forward_staged", 1),
@@ -176,6 +183,7 @@ CASES = {
         48,
         6,
         65,
+        held=81,
     ),
 }
 """As the kernels are on sm_90; elements are those of the whole rounds of a lane."""

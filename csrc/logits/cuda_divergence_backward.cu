@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kPieceThreads,
 template <typename T, Divergence divergence>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.in.shape;
-  task.plan = plan_pieces(shape.words, kChunk<T>);
+  task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
   launch_rows(divergence_backward_kernel<T, divergence>, shape.rows(), 1, 0, task, stream);
 }
 

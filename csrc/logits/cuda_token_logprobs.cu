@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kPieceThreads, kTogether<T, true>)
 
 template <typename T, bool kEntropy>
 void launch_backward(BackwardTask task, void* stream) {
-  task.plan = plan_pieces(task.call.in.shape.words, kTileWords<T>);
+  const LogitsShape& shape = task.call.in.shape;
+  task.plan = plan_pieces(shape.words, kTileWords<T>, shape.rows(), this_chip());
   launch_rows(token_logprobs_backward_kernel<T, kEntropy>, task.call.in.shape.rows(), 1, 0, task,
               stream);
 }
