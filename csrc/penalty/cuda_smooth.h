@@ -1,10 +1,9 @@
 // A warp's pass over the whole chunks of a smooth segment, which most tokens lie in: inputs are
 // dense, and the mask, if there is one, is of bools.
 //
-// The estimator is chosen before the loop, and so is whether vectors are aligned. A chunk is loaded
-// while the one before it is computed. The warp votes once per chunk on whether the short formula
-// serves all of its tokens; nothing else branches. A masked token has its inputs cleared, and so
-// x = 0, where every estimator is 0.
+// Chunks are loaded while those before them are computed. For eight tokens of a lane at a time the
+// estimator is chosen once, and the warp votes once on whether the short formula serves them all. A
+// masked token has its inputs cleared, and so x = 0, where every estimator is 0.
 
 #pragma once
 
