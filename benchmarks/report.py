@@ -371,11 +371,12 @@ def gpu_summary(results: Path) -> str:
 def machine_code_table(data: dict[str, Any]) -> str:
     """What benchmarks/sass.py has counted."""
     chips = list(data["chips"])
-    head = ["case", "loops", "in all", "bound", "registers", *chips]
+    head = ["case", "loops", "Triton's", "in all", "bound", "registers", *chips]
     rows = [
         [
             name,
             f"{case['loop']:.1f}",
+            f"{data['triton'][name]:.1f}" if name in data["triton"] else "",
             f"{case['whole']:.1f}",
             f"{case['bound']:.1f}",
             str(case["registers"]),

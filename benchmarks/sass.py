@@ -279,6 +279,64 @@ def _only(kernels: dict[str, Any], pattern: str) -> Any:
     return found[0]
 
 
+# Triton's kernel for a case: how tests/support/triton_variants.py builds it, and the loops.
+TRITON = {
+    "k3-forward-bf16": ("bf16", {}, (Loop(BF16 | {"series": 8}, 8),)),
+    "k3-forward-fp32": ("fp32", {}, (Loop({"LDG.128": 4, "LDG.64": 1, "series": 8}, 8),)),
+    "k3-gradient-bf16": (
+        "bf16",
+        {"outputs": ("partials", "grad_logprobs"), "GRADIENT": "unit"},
+        (Loop(BF16 | {"STG.128": 1, "series": 8}, 8),),
+    ),
+    "k3-statistics-bf16": ("bf16", {"STATISTICS": True}, (Loop(BF16 | {"series": 8}, 8),)),
+    "logprob-entropy-bf16": ("tokens", None, (Loop({"LDS.128": 2, "MUFU": 16}, 16),)),
+    "logprob-backward-bf16": (
+        "tokens-backward",
+        None,
+        (Loop({"LDS.128": 2, "MUFU": 16, "STG.128": 2}, 16),),
+    ),
+    "kl-backward-bf16": (
+        "kl-backward",
+        None,
+        (Loop({"LDS.128": 2, "MUFU": 16, "STG.128": 2, "series": 8}, 8),),
+    ),
+    "kl-one-read-bf16": (
+        "kl",
+        None,
+        (
+            Loop({"LDS.128": 2, "MUFU": 16, "series": 8}, 8),
+            Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+        ),
+    ),
+    "jsd-one-read-bf16": (
+        "jsd",
+        None,
+        (
+            Loop({"MUFU": 8, "series": 4}, 4),
+            Loop({"MUFU": 16, "series": 4}, 4),
+            Loop({"MUFU": 12, "STG.64": 1, "series": 4}, 4),
+        ),
+    ),
+}
+
+
+def triton_loops(name: str) -> float:
+    """The instructions per element in the loops of Triton's kernel for a case, on sm_90."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    import triton_compile
+    import triton_variants
+
+    variant, options, loops = TRITON[name]
+    if options is None:
+        compiled = triton_variants.compiled(variant, "bf16")
+    else:
+        compiled = triton_variants.token_kernel(variant, **options)
+    (blocks,) = functions_of(triton_compile.disassembled(compiled)).values()
+    kernel = Kernel(blocks)
+    counts = (kernel.hot(Counter(loop.features), 1).trip.length / loop.elements for loop in loops)
+    return round(sum(counts), 2)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", type=Path, help="an extension module with CUDA kernels")
@@ -291,6 +349,7 @@ def main() -> int:
         "assumptions": ASSUMPTIONS,
         "chips": {name: asdict(chip) for name, chip in CHIPS.items()},
         "cases": {name: asdict(each) for name, each in counts.items()},
+        "triton": {name: triton_loops(name) for name in TRITON},
     }
     print(report.machine_code_table(data))
     arguments.out.mkdir(parents=True, exist_ok=True)

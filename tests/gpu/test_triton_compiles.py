@@ -1,6 +1,5 @@
 """The Triton kernels become machine code for GPUs that are not here, and good machine code."""
 
-import functools
 import inspect
 import os
 
@@ -16,61 +15,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton_compile import build, build_nvidia, instructions, resources
+from triton_variants import PLAIN, constants, token_kernel, unit_gradient_kernel
 
 from klfast import Estimator
 from klfast.backends.triton import penalty_kernels as triton_kernels
 from klfast.backends.triton import penalty_launch as triton_launch
-from klfast.backends.triton.math import ESTIMATORS, LOG_LARGEST
-from klfast.backends.triton.tokens import Form
+from klfast.backends.triton.math import ESTIMATORS
 from klfast.call import Spec
 from klfast.reduction import REDUCTIONS
 
 FLOATS = ("fp32", "bf16", "fp16", "fp64")
 ARCHITECTURES = (80, 90, 100)
-PLAIN = Form(*(False,) * 8, log_largest=LOG_LARGEST["fp32"])
 EVERYTHING = PLAIN._replace(
     weighs=True, caps=True, clips_log_ratio=True, linear_tail=True, clips_value=True
 )
 WEIGHTED = EVERYTHING._replace(clip_weighted=True)
 K2_DETACHED = PLAIN._replace(weighs=True, detached=True, caps=True, k2_gradient=True)
-
-
-def constants(estimator="k3", **others):
-    formula = ESTIMATORS[estimator]
-    return {
-        "VALUE": formula.value,
-        "DERIVATIVE": formula.derivative,
-        "SUM": formula.value_plus_derivative,
-        "FORM": PLAIN,
-        "ACC": tl.float32,
-        "LAYOUT": "aligned",
-        "OWN_LENGTH": False,
-        "OVER": "tokens",
-        "NORMALIZED": False,
-        "GRADIENT": "none",
-        "STATISTICS": False,
-        "REWARDS": False,
-    } | others
-
-
-def token_kernel(dtype="fp32", capability=90, outputs=("partials",), inputs=None, **options):
-    """``kl_penalty_kernel`` for one dtype, as ``triton_launch`` compiles it."""
-    wide = dtype == "fp64"
-    result = "*fp64" if wide else "*fp32"
-    types = {"partials": "*fp64", "value": result}
-    pointers = {"logprobs": f"*{dtype}", "ref_logprobs": f"*{dtype}", "mask": "*i1"}
-    pointers |= {"weights": result} | (inputs or {})
-    pointers |= {name: types.get(name, f"*{dtype}") for name in outputs}
-    options = constants(**{"ACC": tl.float64 if wide else tl.float32} | options)
-    warps = 8 if wide or options["FORM"].weighs else 4
-    kernel = triton_kernels.kl_penalty_kernel
-    return build_nvidia(kernel, pointers, options, capability, warps)
-
-
-@functools.cache
-def unit_gradient_kernel(estimator, dtype, capability=90):
-    outputs = ("partials", "grad_logprobs")
-    return token_kernel(dtype, capability, outputs, estimator=estimator, GRADIENT="unit")
 
 
 def assert_no_spills(compiled):

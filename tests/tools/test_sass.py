@@ -1,14 +1,18 @@
 """The counter of machine code, on code that is short enough to count by hand."""
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from klfast.backends import BACKENDS
 
-from machine_code import Kernel, feature_of, functions_of, pipe_of
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from machine_code import Kernel, feature_of, functions_of, pipe_of  # noqa: E402
 
 # Reads vectors in a loop, adds their series where a vote allows, and stores a sum at the end.
 LISTING = """
@@ -86,3 +90,10 @@ def test_the_way_through_takes_every_trip_and_five_shuffles(kernel, stores, leng
 def test_instructions_are_known(instruction, pipe, feature):
     assert pipe_of(instruction) == pipe
     assert feature_of(instruction) == feature
+
+
+def test_auto_prefers_the_backend_with_fewer_instructions():
+    counts = json.loads((BENCHMARKS / "results" / "sass-sm90.json").read_text())
+    native = [counts["cases"][name]["loop"] for name in counts["triton"]]
+    assert all(a < b for a, b in zip(native, counts["triton"].values(), strict=True))
+    assert list(BACKENDS)[:2] == ["native", "triton"]

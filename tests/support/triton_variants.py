@@ -1,0 +1,114 @@
+"""The Triton kernels as their launches compile them, for GPUs that are not here."""
+
+import functools
+
+import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton_compile import build, build_nvidia
+
+from klfast.backends.triton import logits_kernels, logits_launch, penalty_kernels
+from klfast.backends.triton.math import ESTIMATORS, LOG_LARGEST
+from klfast.backends.triton.tokens import Form
+
+PLAIN = Form(*(False,) * 8, log_largest=LOG_LARGEST["fp32"])
+
+
+def constants(estimator="k3", **others):
+    formula = ESTIMATORS[estimator]
+    return {
+        "VALUE": formula.value,
+        "DERIVATIVE": formula.derivative,
+        "SUM": formula.value_plus_derivative,
+        "FORM": PLAIN,
+        "ACC": tl.float32,
+        "LAYOUT": "aligned",
+        "OWN_LENGTH": False,
+        "OVER": "tokens",
+        "NORMALIZED": False,
+        "GRADIENT": "none",
+        "STATISTICS": False,
+        "REWARDS": False,
+    } | others
+
+
+def token_kernel(dtype="fp32", capability=90, outputs=("partials",), inputs=None, **options):
+    """``kl_penalty_kernel`` for one dtype, as ``triton_launch`` compiles it."""
+    wide = dtype == "fp64"
+    result = "*fp64" if wide else "*fp32"
+    types = {"partials": "*fp64", "value": result}
+    pointers = {"logprobs": f"*{dtype}", "ref_logprobs": f"*{dtype}", "mask": "*i1"}
+    pointers |= {"weights": result} | (inputs or {})
+    pointers |= {name: types.get(name, f"*{dtype}") for name in outputs}
+    options = constants(**{"ACC": tl.float64 if wide else tl.float32} | options)
+    warps = 8 if wide or options["FORM"].weighs else 4
+    kernel = penalty_kernels.kl_penalty_kernel
+    return build_nvidia(kernel, pointers, options, capability, warps)
+
+
+@functools.cache
+def unit_gradient_kernel(estimator, dtype, capability=90):
+    outputs = ("partials", "grad_logprobs")
+    return token_kernel(dtype, capability, outputs, estimator=estimator, GRADIENT="unit")
+
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def result(dtype):
+    return "*fp64" if dtype == "fp64" else "*fp32"
+
+
+def divergence(dtype, backward=False, divergence="kl", stage="row"):
+    """(kernel, pointers, constants) with a mask: the policy's gradient in the forward's read, both
+    and those of tokens in the backward.
+    """
+    pointers = {"first": f"*{dtype}", "second": f"*{dtype}", "values": result(dtype)}
+    pointers |= {"saved": "*fp64", "keep": "*i1"}
+    options = {"DIVERGENCE": divergence}
+    if stage == "row":
+        pointers |= {"grad_first": f"*{dtype}"}
+    if backward:
+        pointers |= {"grad_second": f"*{dtype}"}
+        incoming = ("grad_rows", "grad_logprobs", "grad_ref_logprobs")
+        pointers |= dict.fromkeys(incoming, result(dtype)) | {"token_ids": "*i64"}
+        return logits_kernels.kl_divergence_backward_kernel, pointers, options
+    options["STAGE"] = stage
+    pointers |= {"partials": "*fp64"} if stage != "row" else {"shares": result(dtype)}
+    return logits_kernels.kl_divergence_kernel, pointers, options
+
+
+def tokens(dtype, backward=False, stage="row"):
+    """(kernel, pointers, constants) with entropies."""
+    pointers = {"logits": f"*{dtype}", "token_ids": "*i64", "saved": "*fp64", "keep": "*i1"}
+    pointers |= {"entropy": result(dtype)}
+    if backward:
+        pointers |= dict.fromkeys(("grad_logprobs", "grad_entropy"), result(dtype))
+        return logits_kernels.token_logprobs_backward_kernel, pointers | {"grad": f"*{dtype}"}, {}
+    pointers |= {"logprobs": result(dtype)}
+    pointers |= {"partials": "*fp64"} if stage != "row" else {}
+    return logits_kernels.token_logprobs_kernel, pointers, {"STAGE": stage}
+
+
+CALLS = {
+    "kl": (2, divergence),
+    "kl-segment": (2, lambda dtype: divergence(dtype, stage="segment")),
+    "kl-combine": (2, lambda dtype: divergence(dtype, stage="combine")),
+    "kl-backward": (2, lambda dtype: divergence(dtype, backward=True)),
+    "jsd": (2, lambda dtype: divergence(dtype, divergence="jsd")),
+    "jsd-backward": (2, lambda dtype: divergence(dtype, backward=True, divergence="jsd")),
+    "tokens": (1, tokens),
+    "tokens-segment": (1, lambda dtype: tokens(dtype, stage="segment")),
+    "tokens-backward": (1, lambda dtype: tokens(dtype, backward=True)),
+}
+
+
+def compiled(call, dtype, target=HOPPER, layout="aligned"):
+    models, arguments = CALLS[call]
+    kernel, pointers, constants = arguments(dtype)
+    arithmetic = torch.float64 if dtype == "fp64" else torch.float32
+    kind = constants.get("DIVERGENCE", "kl")
+    constants["FORM"] = logits_launch.form_of(arithmetic, layout, models, kind)
+    finishes = constants.get("STAGE") in ("row", "combine")
+    room = logits_launch._ROOM if finishes and target.backend == "cuda" else {}
+    return build(kernel, pointers, constants, target, logits_launch._WARPS, **room)
