@@ -37,22 +37,6 @@ __device__ __forceinline__ GradientPart<T, kModels> of_staged(
   return part;
 }
 
-template <typename To, typename Acc>
-__device__ __forceinline__ uint32_t pack(Acc low, Acc high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same_v<Acc, float>) {
-    uint32_t packed;
-    if constexpr (std::is_same_v<To, BFloat16>) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    } else {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    }
-    return packed;
-  }
-#endif
-  return convert<To>(low).bits | static_cast<uint32_t>(convert<To>(high).bits) << 16;
-}
-
 // A chunk as stored in memory; under AnyDtype it is not converted yet.
 template <typename T>
 __device__ __forceinline__ Raw raw_of(const Chunk<AccOf<T>, kChunk<T>>& values) {
