@@ -18,13 +18,14 @@ _PIPES = (
     ("FP64", r"D(FMA|ADD|MUL|SETP|MNMX)|MUFU\.(RCP64H|RSQ64H)"),
     ("MUFU", r"MUFU"),
     ("conversion", r"F2F|F2I|I2F|FRND|F2FP|I2FP"),
-    ("FP32", r"FFMA|FADD|FMUL|HFMA2|HADD2|HMUL2"),
+    ("FP32", r"FFMA|FADD|FMUL|IMAD|HFMA2|HADD2|HMUL2"),
     ("memory", r"LDG|STG|LDS|STS|LDC|ULDC|LD\b|ST\b|ATOM|RED|LDL|STL|CCTL|UBLKCP|LDGSTS|SYNCS"),
     ("shuffle", r"SHFL|VOTE|MATCH|REDUX"),
     ("control", r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BRX|WARPSYNC|BAR|NOP|MEMBAR|ERRBAR|DEPBAR|UCGABAR"),
 )
 PIPES = ("FP32", "ALU", *(name for name, _ in _PIPES if name != "FP32"))
-"""The ALU executes what no other pipe does: integers, logic, comparisons, selections, moves."""
+"""The ALU executes what no other pipe does: integers, logic, comparisons, selections, moves. IMAD,
+and the moves and shifts that it stands for, are the FP32 pipe's."""
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")

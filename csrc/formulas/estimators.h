@@ -41,8 +41,7 @@ struct abs {
 struct k2 {
   static constexpr const char* name = "k2";
   KLFAST_FORMULA {
-    // Near 0 the square is the series' own; far from it, it may overflow where its half does not.
-    const T value = range == Range::kNear ? T(0.5) * (x * x) : T(0.5) * x * x;
+    const T value = T(0.5) * x * x;
     return {value, x, value + x};
   }
 };
@@ -51,7 +50,8 @@ struct k3 {
   static constexpr const char* name = "k3";
   KLFAST_FORMULA {
     const Expm1<T> e = expm1_of<range>(-x);
-    return {e.minus_argument, range == Range::kNear ? x - e.minus_argument : -e.value, x};
+    const bool near = range == Range::kNear || is_near(x);
+    return {e.minus_argument, select(near, x - e.minus_argument, -e.value), x};
   }
 };
 

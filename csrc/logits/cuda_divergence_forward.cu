@@ -626,6 +626,7 @@ void launch_forward(ForwardTask task, void* stream) {
                                   : plan_read(words, kChunk<T>, kMost, kState<AccOf<T>, true>, chip,
                                               launchable(reads));
   task.plan = for_rows(task.plan, rows, kTogether<T>, chip);
+  if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // its parts stay as they are
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
 }

@@ -68,11 +68,13 @@ struct PairFormula {
                                          const divergences::RowGradient<Acc, kOwnBase>& row,
                                          const divergences::JsdFit& fit)
       : row(opaque(&row)), fit(fit) {
+    // KL's gradient of the first model has no other formula for near words, but that of a word
+    // without probability is 0: no slope may overflow, which 0 would make NaN.
+    constexpr Acc kFarthest = Acc(0x1p40);
     const bool is_plain = part.frame == nullptr && !has_offset(row.exact) &&
-                          std::isfinite(row.first) && std::isfinite(row.first_constant);
-    // KL's gradient of the first model has no other formula for near words.
+                          std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
     const bool takes_any = kIsKl && part.to[1].data == nullptr;
-    limit = takes_any ? math::Constants<Acc>::kLargest : Acc(1 / math::kNats<kOwnBase>);
+    limit = takes_any ? kFarthest : Acc(1 / math::kNats<kOwnBase>);
     if (!is_plain || (!kIsKl && kOwnBase == math::Base::kE)) limit = Acc(-1);
   }
 

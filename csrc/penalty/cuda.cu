@@ -71,7 +71,11 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
         });
   }
   if (task.backward) return;
-  if (warps > 1) __syncthreads();
+  if (warps > 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();  // what lanes have stored is seen by the one that finishes
+  }
   if (!segment.exists || warp != 0) return;
   const int tiles = static_cast<int>((segment.size + kTileTokens - 1) / kTileTokens);
   const Sums sums =
@@ -299,6 +303,7 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, 
 
 void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
                          const Launch& on) {
+  if (in.batch.tokens == 0) return;  // grad_out is not there either
   Task task = task_of(in);
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;

@@ -71,6 +71,21 @@ def test_tokens_beyond_the_first_look(backend):
     assert_tokens(backend, logits, logits.argmax(-1))
 
 
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("lowest", [-1e9, -1e30, -2e38, LOWEST])
+def test_a_word_that_one_model_leaves_out_has_no_gradient(backend, lowest, both):
+    """Its log-ratio may overflow when it is multiplied by the gradient that comes in."""
+    logits, ref_logits = torch.zeros(2, 1, 1, 4096)
+    logits[0, 0, 3] = lowest
+    logits.requires_grad_()
+    ref_logits.requires_grad_(both)
+    kl = klfast.kl_divergence(logits, ref_logits, reduction="none", backend=backend)
+    kl.backward(torch.full_like(kl, 8.0))
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0, 3] == 0
+
+
 def test_a_row_that_is_masked_out_and_kept(backend):
     """Filled with the lowest number, it is a distribution of equals."""
     logits = torch.full((1, 8), LOWEST, requires_grad=True)
