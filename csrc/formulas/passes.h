@@ -73,7 +73,8 @@ KLFAST_HOST_DEVICE Verdict verdict_of(double mass) {
 // The verdict on the sums of two models: `mass` is the sum of e^(x - m), `total` the sum of
 // e^(y - m - c) over `mass`; `cancels` if the KL formed of them has lost digits; `most` is for
 // is_exact.
-KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double total, bool cancels, double most) {
+KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double total, bool cancels,
+                                      double most = kMost) {
   if (!is_usable(mass) || !is_usable(total)) return Verdict::kUseless;
   const bool is_near = total > 0.125 && total < 1e4;
   return is_exact(mass, most) && is_near && !cancels ? Verdict::kGood : Verdict::kPoor;
