@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from fresh import run_fresh
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +33,18 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with the package, built with the toolkit whatever torch this is."""
-    folder = tmp_path_factory.mktemp("cuda")
+    """A folder with the package, built with the toolkit whatever torch this is: once for all of
+    pytest-xdist's processes, whose folders lie beside each other.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cuda"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            build(folder)
+    return folder
+
+
+def build(folder):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     process = subprocess.run(
         [*install, "--no-build-isolation", "--target", str(folder), str(ROOT)],
@@ -44,7 +55,6 @@ def built(tmp_path_factory):
     )
     errors = [line for line in process.stderr.splitlines() if "error" in line.lower()]
     assert process.returncode == 0, "\n".join(errors)
-    return folder
 
 
 def in_built(folder, code):
