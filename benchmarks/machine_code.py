@@ -1,7 +1,7 @@
 """The machine code of a GPU kernel: basic blocks, loops, and the instructions of its hot path.
 
 ``nvdisasm -c`` prints one instruction a line, and a label where a jump may land. The hot path is
-found without running anything: see ``hot_path``.
+found without running anything: by ``Kernel.hot`` and ``Kernel.whole``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _PIPES = (
     ("shuffle", r"SHFL|VOTE|MATCH|REDUX"),
     ("control", r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BRX|WARPSYNC|BAR|NOP|MEMBAR|ERRBAR|DEPBAR|UCGABAR"),
 )
-PIPES = ("FP32", "ALU", *(name for name, _ in _PIPES if name != "FP32"))
-"""The ALU executes what no other pipe does: integers, logic, comparisons, selections, moves. IMAD,
-and the moves and shifts that it stands for, are the FP32 pipe's."""
+"""Pipe -> the operations that it executes. The ALU executes all others: integers, logic,
+comparisons, selections, moves. IMAD, and the moves and shifts that it stands for, are the FP32
+pipe's."""
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")
 _SERIES = re.compile(r"FFMA.* 0\.(0416667|00961810)")  # exp_series.h, in nats and in bits
 MARKS = ("STG", "ATOM", "VOTE", "SHFL", "STS")
-"""What tells one way between hot loops from another: results stored, arrivals counted, votes,
-numbers exchanged by lanes and by warps."""
+"""The operations that tell one way between hot loops from another: they store results, count
+arrivals, vote, and exchange numbers between lanes and between warps."""
 _MARK = re.compile("|".join(MARKS))
 
 
@@ -48,10 +48,10 @@ def pipe_of(instruction: str) -> str:
 
 
 def feature_of(instruction: str) -> str | None:
-    """What tells the hot path from others in a loop; None for what does not.
+    """The feature by which an instruction tells the hot path from others in a loop, or None.
 
-    That are accesses to memory, and to shared memory by vectors, as ``LDG.128``; ``MUFU``, and
-    ``series``, a term of that of exp_series.h.
+    Features are accesses to memory, and to shared memory by vectors, as ``LDG.128``; ``MUFU``; and
+    ``series``, a term of the series of exp_series.h.
     """
     name = operation(instruction)
     if _SERIES.search(name):
@@ -105,11 +105,10 @@ class Way:
             found[pipe_of(line)] += times
         return found
 
-    def count(self, pattern: str) -> int:
-        """How many of its operations begin with the pattern."""
-        return sum(
-            times for line, times in self.counts.items() if re.match(pattern, operation(line))
-        )
+    @property
+    def exchanges(self) -> bool:
+        """Whether lanes exchange numbers on it."""
+        return self.marks["SHFL"] > 0
 
     def then(self, other: Way) -> Way:
         return Way(
@@ -208,7 +207,7 @@ class Hot:
 
 @dataclass
 class _Walk:
-    """What Kernel.whole looks for."""
+    """The arguments of Kernel.whole, and its order of ways."""
 
     hot: Mapping[int, Hot]
     outer: list[int]
@@ -306,7 +305,7 @@ class Kernel:
         if most:
             count = walk.outer.pop(0) if walk.outer else 1
             return {name: way.times(count) for name, way in ways.items() if way.hot == most}
-        if not any(way.count("SHFL") for way in ways.values()):
+        if not any(way.exchanges for way in ways.values()):
             return {None: Way()}
         return {name: way.times(5) for name, way in ways.items()}
 

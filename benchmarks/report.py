@@ -369,7 +369,7 @@ def gpu_summary(results: Path) -> str:
 
 
 def machine_code_table(data: dict[str, Any]) -> str:
-    """What benchmarks/sass.py has counted."""
+    """The counts of benchmarks/sass.py."""
     chips = list(data["chips"])
     head = ["case", "loops", "Triton's", "in all", "bound", "registers", *chips]
     rows = [

@@ -1,4 +1,4 @@
-"""What the machine code of the kernels says of their speed, without a GPU.
+"""Instructions per element of the GPU kernels, counted in their machine code, without a GPU.
 
 ``make sass`` builds the CUDA kernels, and for each case of a table follows the hot path of the
 kernel that serves it (machine_code.py): inputs are aligned, the mask is of bools, and all tokens
