@@ -223,10 +223,10 @@ def count(case: Case, blocks: list[Block], registers: int, shared: int) -> Count
     whole = kernel.whole(hot, case.outer, case.marks, writes="VOTE" in case.marks)
     elements = case.elements * math.prod(case.outer)
     pipes = {name: round(n / elements, 2) for name, n in whole.pipes.items()}
-    elements_of_trips = [each.elements for each in case.loops]
-    loop = sum(h.trip.length / n for h, n in zip(hot, elements_of_trips, strict=True))
+    pairs = zip(hot, case.loops, strict=True)
+    in_loops = sum(each.trip.length / loop.elements for each, loop in pairs)
     return Count(
-        round(loop, 2),
+        round(in_loops, 2),
         round(whole.length / elements, 2),
         case.bound,
         pipes,

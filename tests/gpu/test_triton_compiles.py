@@ -1,7 +1,10 @@
 """The Triton kernels become machine code for GPUs that are not here, and good machine code."""
 
 import inspect
+import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,10 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton_compile import build, build_nvidia, instructions, resources
 from triton_variants import PLAIN, constants, token_kernel, unit_gradient_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import sass
 
 from klfast import Estimator
 from klfast.backends.triton import penalty_kernels as triton_kernels
@@ -226,3 +233,11 @@ def test_lengths_and_addresses_that_are_not_aligned_have_one_variant_more(launch
     assert {name for name in launched if name[0] == "kl_penalty_kernel"} == {
         name for name in once if name[0] == "kl_penalty_kernel"
     }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sass.TRITON)
+def test_the_table_of_instructions_has_the_loops_of_these_kernels(name):
+    """By which `auto` prefers the CUDA kernels."""
+    table = json.loads((sass.RESULTS / "sass-sm90.json").read_text())["triton"]
+    assert sass.triton_loops(name) == pytest.approx(table[name], rel=0.05)
