@@ -31,7 +31,7 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kPieceThreads,
+__global__ void __launch_bounds__(kRowThreads,
                                   is_any_dtype<T> || divergence == Divergence::kJsd ? 2 : 3)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
@@ -80,7 +80,8 @@ void launch_backward(BackwardTask task, void* stream) {
 
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
-  const BackwardTask task = {call, {}, fit_of(call.in)};
+  BackwardTask task = {call, {}, fit_of(call.in)};
+  join_batches(task.call.in);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

@@ -36,11 +36,17 @@ struct ForwardTask {
 template <typename Acc>
 struct Basis {
   GuessOf<Acc> guess;
+  Acc limit;  // the greatest |u| of near chunks: negative for rows that have none
   Frame<Acc, 2> frame;
   const char* first[2];
   Step step;
 
   __device__ __forceinline__ Origins origins() const { return {frame.origin[0], frame.origin[1]}; }
+  __device__ __forceinline__ void take(const GuessOf<Acc>& of_row) {
+    guess = of_row;
+    const bool is_plain = !has_offset(guess) && frame.if_any() == nullptr;
+    limit = is_plain ? Acc(1 / kNats<kBase<Acc>>) : Acc(-1);
+  }
 };
 
 // The shared memory of a block: written by its first thread but for the other warps' bases, read by
@@ -49,7 +55,7 @@ template <typename Acc>
 struct Shared {
   PairRow row;
   RowGradient<Acc, kBase<Acc>> gradient;
-  Basis<Acc> basis[kMostWarps];  // the first is the block's
+  Basis<Acc> basis[kRowWarps];  // the first is the block's
 
   // The warp's. Its address is not held in a register.
   __device__ __forceinline__ Basis<Acc>& own() { return basis[in_register(threadIdx.x) / kWarp]; }
@@ -58,11 +64,9 @@ struct Shared {
   }
 };
 
-// The threads of a block: as many as leave two blocks on a processor the registers that they need.
-template <Divergence divergence>
-constexpr int kThreads = divergence == Divergence::kJsd ? 320 : 384;
+// The blocks of a processor, which leave each the registers that it needs.
 template <typename T>
-constexpr int kTogether = is_any_dtype<T> ? 1 : 2;
+constexpr int kTogether = is_any_dtype<T> ? 1 : 3;
 
 template <typename Acc>
 constexpr int64_t kTeam = (sizeof(Shared<Acc>) + 15) / 16 * 16;  // where a team's memory starts
@@ -72,13 +76,6 @@ constexpr int64_t kState = (kTeam<Acc> + sizeof(TeamMemory<kAllParts>) + 15) / 1
 template <typename Acc, bool kAllParts>
 __device__ __forceinline__ Team<kAllParts> team_of(const RowPlan& plan) {
   return {plan, *reinterpret_cast<TeamMemory<kAllParts>*>(dynamic_shared() + kTeam<Acc>)};
-}
-
-// The greatest |u| of near chunks: negative for rows that have none.
-template <typename Acc>
-__device__ __forceinline__ Acc near_limit(const Basis<Acc>& basis) {
-  const bool is_plain = !has_offset(basis.guess) && basis.frame.if_any() == nullptr;
-  return is_plain ? Acc(1 / kNats<kBase<Acc>>) : Acc(-1);
 }
 
 enum Field { kMass, kSpread, kSlope, kOther, kFields };
@@ -96,7 +93,7 @@ struct PairTotals {
 
   const Shared<Acc>& shared;
   const GuessOf<Acc> guess = shared.own().guess;
-  const Acc limit = near_limit(shared.own());
+  const Acc limit = shared.own().limit;
   Acc mass = 0, spread = 0;  // of near chunks, since the last flush
   Acc slope = 0;             // in the base's unit
   double totals[kFields] = {};
@@ -221,7 +218,7 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   const double beta;
   const JsdFit& fit;
   const GuessOf<Acc> exact = basis.guess;
-  const Acc limit = base == Base::kTwo ? near_limit(basis) : Acc(-1);
+  const Acc limit = base == Base::kTwo ? basis.limit : Acc(-1);
 
   __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const JsdFit& fit)
       : basis(basis), beta(beta), fit(fit) {}
@@ -296,8 +293,8 @@ __device__ __noinline__ void take_greatest(double first, double second, double s
   if (!are_finite(first, second)) first = second = NAN;
   const Origins origins = {divergences::origin_of(first, scale),
                            divergences::origin_of(second, scale)};
-  basis.guess = divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second);
   basis.frame = Frame<Acc, 2>::of(origins);
+  basis.take(divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second));
 }
 
 // Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
@@ -306,8 +303,8 @@ template <typename Acc>
 __device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
   Basis<Acc>& basis = shared.basis[0];
   shared.row = row;
-  basis.guess = divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
-                                                       row.lse, row.shift);
+  basis.take(divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
+                                                    row.lse, row.shift));
   basis.step = passes::next_step(basis.step, row.verdict);
 }
 template <typename Acc>
@@ -343,8 +340,8 @@ __device__ __forceinline__ void take_basis(Shared<Acc>& shared) {
   Basis<Acc>& own = shared.own();
   const Basis<Acc>& block = shared.basis[0];
   if (threadIdx.x >= kWarp && threadIdx.x % kWarp == 0) {
-    own.guess = block.guess;
     own.frame = block.frame;
+    own.take(block.guess);
     own.step = block.step;
   }
   __syncwarp();
@@ -493,9 +490,12 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
       is_kl, guess, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
-// Everything but the gradient of a row. parts(part) loads a part, from memory or staged.
-template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
-__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts, Team& team,
+// Everything but the gradient of a row. parts(part) and parts_again(part) load a part: for the
+// passes that passes.h chooses, and for a JSD's own.
+template <Divergence divergence, typename T, typename Parts, typename PartsAgain, typename Team,
+          typename Acc>
+__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
+                                        const PartsAgain& parts_again, Team& team,
                                         Shared<Acc>& shared) {
   sum_row<divergence, T>(parts, task.call.in, team, shared);
   const double none[2] = {};
@@ -503,7 +503,7 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
   if constexpr (divergence == Divergence::kJsd) {
     jsd_sums = team.template combine<Add, 2>([&](int part, double (&of_part)[2]) {
       JsdTotals<T> totals(shared.basis[0], task.call.in.beta, task.fit);
-      add_chunks(parts(part), totals);
+      add_chunks(parts_again(part), totals);
       totals.store(of_part);
     });
   }
@@ -534,7 +534,7 @@ __device__ __forceinline__ void take_sample(const Fetch<2>& sample, double scale
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence>, kTogether<T>)
+__global__ void __launch_bounds__(kRowThreads, kTogether<T>)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceInputs& in = task.call.in;
@@ -547,11 +547,12 @@ __global__ void __launch_bounds__(kThreads<divergence>, kTogether<T>)
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
-  run_row<divergence, T>(task, parts, team, shared);
+  run_row<divergence, T>(task, parts, parts, team, shared);
   team.end();
 }
 
-// The same for a row that is staged in the shared memory of a cluster, and the row's gradients.
+// The same for a row whose first pass stages it in the shared memory of a cluster, and the row's
+// gradients.
 template <typename T, Divergence divergence>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
@@ -567,11 +568,12 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   }
   auto team = team_of<AccOf<T>, false>(task.plan);
   const Fetch<2> sample = start_row<T>(call.in, index, shared.own());
-  __syncwarp();
-  const auto rows = read_pair<T>(call.in, shared.own().first, place);
-  const auto staged = stage_rows(rows, place.size, memory);
   take_sample<T>(sample, call.in.in.scale(), shared);
-  run_row<divergence, T>(task, [&](int) { return staged; }, team, shared);
+  const auto staged = place_rows<T, 2>(place.size, memory);
+  const auto parts = [&](int) {
+    return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
+  };
+  run_row<divergence, T>(task, parts, [&](int) { return staged; }, team, shared);
   __syncthreads();
   const auto part_at = [&](int64_t zero) {
     return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
@@ -583,7 +585,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
 }
 
 template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kThreads<divergence>, 2)
+__global__ void __launch_bounds__(kRowThreads, 2)
     divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
   if constexpr (kHasClusters) stage_row<T, divergence>(task);
 }
@@ -608,23 +610,21 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 // parts of the one that does.
 template <typename T, Divergence divergence>
 void launch_forward(ForwardTask task, void* stream) {
-  constexpr int kMost = kThreads<divergence>;
-  static_assert(kMost <= kMostThreads);
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
   const auto reads = divergence_forward_kernel<T, divergence>;
   if constexpr (!is_any_dtype<T>) {
     const auto stages = divergence_forward_staged_kernel<T, divergence>;
-    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kMost, kState<AccOf<T>, false>, chip,
+    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>, false>, chip,
                             launchable(stages));
     if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
       return launch_rows(stages, rows, task.plan.blocks, task.plan.shared, task, stream);
     }
   }
-  task.plan = task.plan.is_staged ? unstaged(task.plan, kState<AccOf<T>, true>)
-                                  : plan_read(words, kChunk<T>, kMost, kState<AccOf<T>, true>, chip,
-                                              launchable(reads));
+  task.plan = task.plan.is_staged
+                  ? unstaged(task.plan, kState<AccOf<T>, true>)
+                  : plan_read(words, kChunk<T>, kState<AccOf<T>, true>, chip, launchable(reads));
   task.plan = for_rows(task.plan, rows, kTogether<T>, chip);
   if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // its parts stay as they are
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
@@ -634,7 +634,8 @@ void launch_forward(ForwardTask task, void* stream) {
 }  // namespace
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
-  const ForwardTask task = {call, {}, fit_of(call.in)};
+  ForwardTask task = {call, {}, fit_of(call.in)};
+  join_batches(task.call.in);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

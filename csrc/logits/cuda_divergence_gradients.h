@@ -24,6 +24,12 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
   });
 }
 
+// The same inputs as one batch, if both models' rows lie evenly.
+inline void join_batches(DivergenceInputs& in) {
+  LogitsShape& shape = in.in.shape;
+  if (is_even(shape, in.first) && is_even(shape, in.second)) shape = as_one_batch(shape);
+}
+
 inline divergences::JsdFit fit_of(const DivergenceInputs& in) {
   if (in.divergence == Divergence::kKl) return {};
   return divergences::jsd_fit(in.beta);

@@ -19,7 +19,7 @@ struct GradientPart {
   int64_t stride[kModels];
   Output to[kModels];
   int64_t index;  // of the part's first word in the outputs
-  int64_t size;
+  int size;
   int64_t target;  // place of the row's target token in the part; out of range if it is not there
   AccOf<T> target_gradient[kModels];  // added to the gradient of that word
   const Frame<AccOf<T>, kModels>* frame;
@@ -109,8 +109,8 @@ struct Target {
 
   template <typename T>
   __device__ static Target of(int64_t word) {
-    const int64_t round = word / words_of_round<T>();
-    const int rest = static_cast<int>(word - round * words_of_round<T>());
+    const int64_t round = word / kRoundWords<T>;
+    const int rest = static_cast<int>(word - round * kRoundWords<T>);
     const int thread = rest / kChunk<T>;
     const bool is_own = word >= 0 && thread == static_cast<int>(threadIdx.x);
     const bool is_of_warp = word >= 0 && thread / kWarp == static_cast<int>(threadIdx.x) / kWarp;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& par
     const Stretch at = {static_cast<int>(opaque(start_of_thread<T>())), start,
                         start + kWarp * kChunk<T>, round == 0 ? chunks.offset : 0,
                         start + (is_last ? chunks.rounds.tail : kWarp * kChunk<T>)};
-    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>() - chunks.offset;
+    const int64_t base = static_cast<int64_t>(round) * kRoundWords<T> - chunks.offset;
     Fetch<kModels> fetch;
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
@@ -277,7 +277,7 @@ inline __device__ __noinline__ void write_zeros(const Output& output, int64_t in
   char* const first = static_cast<char*>(output.data) + index * of_element;
   char* const end = first + size * of_element;
   const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(first) % sizeof(uint4));
-  const int step = static_cast<int>(blockDim.x * sizeof(uint4));
+  constexpr int step = kRowThreads * sizeof(uint4);
   for (char* to = first - beyond + threadIdx.x * sizeof(uint4); to < end; to += step) {
     if (to >= first && to + sizeof(uint4) <= end) {
       __stcs(reinterpret_cast<uint4*>(to), uint4{});

@@ -62,6 +62,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
         const int next = min(round + kGroup, whole - kGroup);
 #pragma unroll
         for (int g = 0; g < kGroup; ++g) {
+          rows.keep(round + g, fetches[g]);
           const auto words = convert_words<T>(fetches[g]);
           const auto near = sums.near_of(words);
           fetches[g] = rows.load_whole(next + g);  // not before the vote: into other registers
@@ -76,7 +77,9 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
     }
 #pragma unroll 1
     for (; round < end; ++round) {
-      const auto words = convert_words<T>(rows.load(round));
+      const auto fetch = rows.load(round);
+      rows.keep(round, fetch);
+      const auto words = convert_words<T>(fetch);
       const auto near = sums.near_of(words);
       if (near.are_near) {
         sums.add_near(words, near);
@@ -88,7 +91,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
 #pragma unroll 1
     for (round = span; far_rounds != 0; far_rounds >>= 1, ++round) {
       if ((far_rounds & 1) == 0) continue;
-      sums.add_far(convert_words<T>(rows.load(round)));
+      sums.add_far(convert_words<T>(rows.load_again(round)));
       sums.flush();
     }
   }

@@ -10,21 +10,18 @@
 
 namespace klfast::cuda {
 
-inline constexpr int kMostThreads = 384;
-inline constexpr int kPieceThreads = 256;
-inline constexpr int kTileThreads = 256;
+inline constexpr int kRowThreads = 256;     // of a block; rows read by tiles take fewer if short
 inline constexpr int kMostBlocksOfRow = 8;  // of a cluster, on any chip that has them
 
 // A range of a row's words.
 struct Part {
-  int64_t begin;
-  int64_t size;
+  int begin;
+  int size;
 };
 
-__device__ __forceinline__ Part part_at(int64_t words, int64_t part, int64_t index) {
-  const int64_t begin = index * part;
-  const int64_t rest = words - begin;
-  return {begin, rest < 0 ? 0 : (rest < part ? rest : part)};
+__device__ __forceinline__ Part part_at(int64_t words, int part, int index) {
+  const int begin = index * part;
+  return {begin, max(0, min(part, static_cast<int>(words) - begin))};
 }
 
 // The plan of a kernel that sums: a row is cut into parts, each summed by a block of a cluster, or
@@ -33,7 +30,7 @@ struct RowPlan {
   int blocks;  // of a row: one, or one per part
   int parts;
   int threads;
-  int64_t part;            // words; a multiple of a chunk's, or of a tile's
+  int part;                // words; a multiple of a chunk's, or of a tile's
   bool is_staged = false;  // in shared memory, from the first read on
   int64_t shared = 0;      // bytes
   int64_t first_row = 0;   // of the launch
@@ -50,14 +47,14 @@ struct RowPlan {
 struct PiecePlan {
   int blocks;  // of a row
   int threads;
-  int64_t piece;  // words
+  int piece;  // words
   int64_t first_row = 0;
 
   __device__ __forceinline__ int64_t row_of_block() const {
     return first_row + blockIdx.x / static_cast<unsigned>(blocks);
   }
   __device__ __forceinline__ Part part_of_block(int64_t words) const {
-    return part_at(words, piece, blockIdx.x % static_cast<unsigned>(blocks));
+    return part_at(words, piece, static_cast<int>(blockIdx.x % static_cast<unsigned>(blocks)));
   }
 };
 
@@ -67,25 +64,17 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
 
 // The words of a part: a multiple of 128 bytes, so that parts start at cache lines if their row
 // does.
-inline int64_t part_of(int64_t words, int blocks, int chunk) {
-  return round_up((words + blocks - 1) / blocks, 8 * chunk);
+inline int part_of(int64_t words, int blocks, int chunk) {
+  return static_cast<int>(round_up((words + blocks - 1) / blocks, 8 * chunk));
 }
 
-inline int threads_for(int64_t words, int chunk, int most) {
-  const int64_t chunks = (words + chunk - 1) / chunk;
-  return static_cast<int>(std::min<int64_t>(most, round_up(chunks, kWarp)));
-}
-
-// A plan that reads a row from memory in every pass. A block has at most `threads` threads and
-// needs `state` bytes of shared memory; fits(plan) tells whether its clusters can be launched.
+// A plan that reads a row from memory in every pass. A block needs `state` bytes of shared memory;
+// fits(plan) tells whether its clusters can be launched.
 template <typename Fits>
-RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, const Chip& chip,
-                  const Fits& fits) {
+RowPlan plan_read(int64_t words, int chunk, int64_t state, const Chip& chip, const Fits& fits) {
   constexpr int64_t kMostWords = 1 << 16;  // of a block, if the row can have more blocks
   const auto cut = [&](int blocks) -> RowPlan {
-    const int64_t part = part_of(words, blocks, chunk);
-    const int of_block = threads_for(std::min(part, words), chunk, threads);
-    return {blocks, blocks, of_block, part, false, state};
+    return {blocks, blocks, kRowThreads, part_of(words, blocks, chunk), false, state};
   };
   int blocks = 1;
   while (chip.has_clusters && blocks < kMostBlocksOfRow && words > blocks * kMostWords) blocks *= 2;
@@ -98,17 +87,16 @@ RowPlan plan_read(int64_t words, int chunk, int threads, int64_t state, const Ch
 // another is summed or written, or else as many as it needs. A row too large for that is not
 // staged: is_staged is all that its plan tells.
 template <typename Fits>
-RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int threads, int64_t state,
-                    const Chip& chip, const Fits& fits) {
+RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int64_t state, const Chip& chip,
+                    const Fits& fits) {
   constexpr int64_t kReserved = 1024;  // of a block, by CUDA
   for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
-    const int64_t part = part_of(words, blocks, chunk);
-    const int64_t shared = state + bytes * round_up(std::min(part, words), kWarp * chunk);
+    const int part = part_of(words, blocks, chunk);
+    const int64_t shared = state + bytes * round_up(std::min<int64_t>(part, words), kWarp * chunk);
     const int64_t most = blocks == kMostBlocksOfRow ? chip.shared_of_block
                                                     : chip.shared_of_processor / 2 - kReserved;
     if (shared > std::min(most, chip.shared_of_block)) continue;
-    const int of_block = threads_for(std::min(part, words), chunk, threads);
-    const RowPlan plan = {blocks, blocks, of_block, part, true, shared};
+    const RowPlan plan = {blocks, blocks, kRowThreads, part, true, shared};
     if (fits(plan)) return plan;
   }
   return {};
@@ -143,8 +131,10 @@ RowPlan plan_tiles(int64_t words, int64_t rows, int chunk, int tile, int togethe
   const int64_t tiles = (words + tile - 1) / tile;
   int parts = 1;
   while (parts < kMostBlocksOfRow && tiles > parts * kLeastTiles) parts *= 2;
-  const int64_t part = (tiles + parts - 1) / parts * tile;
-  RowPlan plan = {parts, parts, threads_for(words, chunk, kTileThreads), part, false, state};
+  const auto part = static_cast<int>((tiles + parts - 1) / parts * tile);
+  const int64_t chunks = (words + chunk - 1) / chunk;
+  const auto threads = static_cast<int>(std::min<int64_t>(kRowThreads, round_up(chunks, kWarp)));
+  RowPlan plan = {parts, parts, threads, part, false, state};
   if (!are_few(rows, together, chip) || !chip.has_clusters || !fits(plan)) plan.blocks = 1;
   return plan;
 }
@@ -155,8 +145,9 @@ inline PiecePlan plan_pieces(int64_t words, int multiple, int64_t rows, const Ch
   constexpr int kTogether = 8;  // blocks of a processor, more than run at once
   const int64_t about = are_few(rows, kTogether, chip) ? 1 << 15 : 1 << 18;  // words of a block
   const int64_t pieces = std::max<int64_t>(1, words / about);
-  const int64_t piece = std::min(words, round_up((words + pieces - 1) / pieces, multiple));
-  return {static_cast<int>((words + piece - 1) / piece), kPieceThreads, piece};
+  const auto piece =
+      static_cast<int>(std::min(words, round_up((words + pieces - 1) / pieces, multiple)));
+  return {static_cast<int>((words + piece - 1) / piece), kRowThreads, piece};
 }
 
 // Whether the clusters of a plan can be launched, to be asked of a plan.
@@ -168,6 +159,13 @@ auto launchable(void (*kernel)(Task)) {
     return plan.blocks == 1 || can_cluster(address_of_kernel(kernel), blocks);
   };
 }
+
+// Whether the rows of a batch and those of the next lie evenly, as those of one batch would.
+inline bool is_even(const LogitsShape& shape, const Logits& logits) {
+  return logits.outer_stride == shape.inner * logits.inner_stride;
+}
+
+inline LogitsShape as_one_batch(const LogitsShape& shape) { return {1, shape.rows(), shape.words}; }
 
 // Launches a kernel over all rows, in as few grids as can hold them.
 template <typename Task>

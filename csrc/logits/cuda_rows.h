@@ -195,7 +195,7 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
 // A thread's chunk in a round, `first` being its chunk in the first one, in a dense row.
 template <Memory memory = Memory::kReadWrite>
 __device__ __forceinline__ const char* chunk_in_round(const char* first, int round) {
-  const unsigned bytes = blockDim.x * static_cast<unsigned>(sizeof(Raw));
+  constexpr unsigned bytes = kRowThreads * sizeof(Raw);
 #ifdef __CUDA_ARCH__
   if constexpr (memory != Memory::kShared) {  // which the compiler must know to be shared
     const char* chunk;
@@ -208,9 +208,7 @@ __device__ __forceinline__ const char* chunk_in_round(const char* first, int rou
 
 // The words that a block loads in a round: a chunk a thread.
 template <typename T>
-__device__ __forceinline__ int words_of_round() {
-  return static_cast<int>(blockDim.x) * kChunk<T>;
-}
+inline constexpr int kRoundWords = kRowThreads * kChunk<T>;
 
 // The first word of a lane's chunk, where those of a warp follow each other from 0 on.
 template <typename T>
@@ -236,16 +234,13 @@ struct Rounds {
 };
 
 template <typename T>
-__device__ __forceinline__ Rounds rounds_of(int64_t size) {
+__device__ __forceinline__ Rounds rounds_of(int size) {
   constexpr int kOfWarp = kWarp * kChunk<T>;
-  const int round = words_of_round<T>();
-  const int64_t rest = size - in_register(start_of_warp<T>());
+  const int rest = size - in_register(start_of_warp<T>());
+  const int before = (rest - 1) / kRoundWords<T>;
+  const int left = rest - before * kRoundWords<T>;
   if (rest <= 0) return {0, 0, 0};
-  const int before =
-      static_cast<int>(static_cast<unsigned>(rest - 1) / static_cast<unsigned>(round));
-  const int64_t left = rest - static_cast<int64_t>(before) * round;
-  const int tail = left < kOfWarp ? static_cast<int>(left) : kOfWarp;
-  return {before + 1, tail == kOfWarp ? before + 1 : before, tail};
+  return {before + 1, left < kOfWarp ? before : before + 1, left < kOfWarp ? left : kOfWarp};
 }
 
 // A part of a row in memory.
@@ -268,6 +263,8 @@ struct ReadRows {
   }
 
   __device__ __forceinline__ int whole_rounds() const { return rounds.whole; }
+  __device__ __forceinline__ void keep(int, const Fetch<kModels>&) const {}
+  __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
 
   // The thread's chunk in one of the `whole` rounds.
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
@@ -286,7 +283,7 @@ struct ReadRows {
     const int start = own / kOfWarp * kOfWarp;
     const int words = round == rounds.some - 1 ? rounds.tail : kOfWarp;
     const Stretch at = {own, start, start + kOfWarp, 0, start + words};
-    const int64_t base = static_cast<int64_t>(round) * words_of_round<T>();
+    const int64_t base = static_cast<int64_t>(round) * kRoundWords<T>;
     Fetch<kModels> fetch;
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
@@ -301,7 +298,7 @@ struct ReadRows {
 template <typename T, int kModels>
 __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&logits)[kModels],
                                                           const char* const (&first)[kModels],
-                                                          int64_t size) {
+                                                          int size) {
   ReadRows<T, kModels> rows;
   rows.rounds = rounds_of<T>(size);
 #pragma unroll
@@ -325,7 +322,7 @@ struct StagedRows {
   Rounds rounds;
 
   __device__ __forceinline__ Raw* place(int round, int model) const {
-    return reinterpret_cast<Raw*>(first[model]) + (round * blockDim.x + threadIdx.x);
+    return reinterpret_cast<Raw*>(first[model]) + (round * kRowThreads + threadIdx.x);
   }
 
   __device__ __forceinline__ Fetch<kModels> load(int round) const {
@@ -337,6 +334,8 @@ struct StagedRows {
 
   __device__ __forceinline__ int whole_rounds() const { return rounds.some; }
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const { return load(round); }
+  __device__ __forceinline__ void keep(int, const Fetch<kModels>&) const {}
+  __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
 
   __device__ __forceinline__ void store(int round, const Fetch<kModels>& fetch) const {
 #pragma unroll
@@ -344,41 +343,30 @@ struct StagedRows {
   }
 };
 
-// Calls visit(round, fetch) for every round, with `kGroup` loads issued before the first is used.
-template <int kGroup, typename T, int kModels, typename Visit, typename Flush>
-__device__ __forceinline__ void for_each_group(const ReadRows<T, kModels>& rows, const Visit& visit,
-                                               const Flush& flush) {
-  int round = 0;
-#pragma unroll 1
-  for (; round + kGroup <= rows.rounds.whole; round += kGroup) {
-    Fetch<kModels> fetches[kGroup];
-#pragma unroll
-    for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
-#pragma unroll
-    for (int g = 0; g < kGroup; ++g) visit(round + g, fetches[g]);
-    flush();
-  }
-#pragma unroll 1
-  for (; round < rows.rounds.some; ++round) {
-    visit(round, rows.load(round));
-    if (round % kGroup == kGroup - 1) flush();
-  }
-  flush();
-}
-
-// Copies a part to shared memory. A thread that reads another thread's chunk needs a barrier first.
+// The place of a part in shared memory. Nothing is there yet.
 template <typename T, int kModels>
-__device__ __forceinline__ StagedRows<T, kModels> stage_rows(const ReadRows<T, kModels>& rows,
-                                                             int64_t size, char* memory) {
+__device__ __forceinline__ StagedRows<T, kModels> place_rows(int size, char* memory) {
   constexpr int kOfWarp = kWarp * kChunk<T>;
-  const int64_t bytes = (size + kOfWarp - 1) / kOfWarp * (kWarp * sizeof(Raw));
+  const int bytes = (size + kOfWarp - 1) / kOfWarp * (kWarp * static_cast<int>(sizeof(Raw)));
   StagedRows<T, kModels> staged;
-  staged.rounds = rows.rounds;
+  staged.rounds = rounds_of<T>(size);
 #pragma unroll
   for (int m = 0; m < kModels; ++m) staged.first[m] = memory + m * bytes;
-  for_each_group<4 / kModels>(
-      rows, [&](int round, const auto& fetch) { staged.store(round, fetch); }, [] {});
   return staged;
 }
+
+// A part in memory that is staged as it is read. A thread that reads another thread's chunk there
+// needs a barrier first.
+template <typename T, int kModels>
+struct StagingRows : ReadRows<T, kModels> {
+  StagedRows<T, kModels> staged;
+
+  __device__ __forceinline__ void keep(int round, const Fetch<kModels>& fetch) const {
+    staged.store(round, fetch);
+  }
+  __device__ __forceinline__ Fetch<kModels> load_again(int round) const {
+    return staged.load(round);
+  }
+};
 
 }  // namespace klfast::cuda

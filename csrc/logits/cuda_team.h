@@ -8,7 +8,7 @@
 
 namespace klfast::cuda {
 
-inline constexpr int kMostWarps = kMostThreads / kWarp;
+inline constexpr int kRowWarps = kRowThreads / kWarp;
 inline constexpr int kMostNumbers = 4;  // combined at a time
 
 struct Add {
@@ -56,7 +56,7 @@ struct BlocksOfRow {
 };
 
 // The numbers of every warp over one part.
-using WarpNumbers = double[kMostWarps][kMostNumbers];
+using WarpNumbers = double[kRowWarps][kMostNumbers];
 
 // The shared memory of a team. A block that may sum all parts has a set of numbers for each, or
 // else two that are used in turns: while one block of a cluster writes for a combination, another
@@ -66,8 +66,8 @@ struct TeamMemory {
   WarpNumbers sets[kAllParts ? kMostBlocksOfRow : 2];
   double totals[kMostNumbers];
   // Of each warp, alike in all: not in registers, of which the sums leave none.
-  int turn[kMostWarps];
-  int part[kMostWarps];
+  int turn[kRowWarps];
+  int part[kRowWarps];
 };
 
 // Combines numbers over the lanes of a warp: lane 32 / n * i gets number i. Half of the numbers
@@ -143,21 +143,21 @@ struct Team : BlocksOfRow {
   __device__ __forceinline__ static bool is_first_lane() {
     return in_register(threadIdx.x) % kWarp == 0;
   }
-  __device__ __forceinline__ static int& own(int (&of_warp)[kMostWarps]) {
+  __device__ __forceinline__ static int& own(int (&of_warp)[kRowWarps]) {
     return of_warp[own_warp()];
   }
 
   // Run by the first warp. Not inlined: its numbers are not to be kept from the sums' registers.
   template <typename How, int n>
   __device__ __noinline__ static void read(const RowPlan& plan, TeamMemory<kAllParts>& memory) {
-    const int warps = static_cast<int>(blockDim.x) / kWarp;
     double numbers[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
 #pragma unroll 1
-    for (int place = static_cast<int>(threadIdx.x); place < plan.parts * warps; place += kWarp) {
-      const int part = place / warps;
-      const double* from = memory.sets[takes_all(plan) ? part : memory.turn[0]][place % warps];
+    for (int place = static_cast<int>(threadIdx.x); place < plan.parts * kRowWarps;
+         place += kWarp) {
+      const int part = place / kRowWarps;
+      const double* from = memory.sets[takes_all(plan) ? part : memory.turn[0]][place % kRowWarps];
       if (!takes_all(plan) && plan.blocks > 1) from = of_block(from, part);
 #pragma unroll
       for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);

@@ -39,12 +39,6 @@ inline bool is_smooth(const LogitsShape& shape, const Logits& logits, int chunk)
          is_whole(shape.words) && is_whole(logits.outer_stride) && is_whole(logits.inner_stride);
 }
 
-// The same rows as one batch, if they lie evenly.
-inline LogitsShape as_one_batch(const LogitsShape& shape, const Logits& logits) {
-  const bool is_even = logits.outer_stride == shape.inner * logits.inner_stride;
-  return is_even ? LogitsShape{1, shape.rows(), shape.words} : shape;
-}
-
 // A row in memory, of logits of type T.
 template <typename T, bool kSmooth>
 struct TiledRow {

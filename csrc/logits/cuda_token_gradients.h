@@ -21,7 +21,7 @@ struct GradientTiles {
   char* to;
 
   __device__ __forceinline__ GradientTiles(const GradientPart<T, 1>& part, int offset) {
-    const int words = offset + static_cast<int>(part.size);
+    const int words = offset + part.size;
     const int64_t beyond = static_cast<int>(threadIdx.x % kWarp) * kChunk<T> - offset;
     from = part.from[0] + beyond * static_cast<int>(sizeof(T));
     to = static_cast<char*>(part.to[0].data) + (part.index + beyond) * static_cast<int>(sizeof(T));
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_any_step(const GradientPart<T, 1>& part, i
                                                const Formula& formula) {
   using Acc = AccOf<T>;
   const int begin = step * kStepWords<T>;
-  const int rest = offset + static_cast<int>(part.size) - begin;
+  const int rest = offset + part.size - begin;
   if (rest <= 0) return;
   const int own = static_cast<int>(opaque(threadIdx.x % kWarp * kChunk<T>));  // not hoisted
   const Stretch at = {own, 0, kStepWords<T>, step == 0 ? offset : 0, least(rest, kStepWords<T>)};

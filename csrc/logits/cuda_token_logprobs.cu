@@ -42,7 +42,7 @@ __device__ __forceinline__ AccOf<T> load_target(const RowInputs& in, int64_t ind
 }
 
 template <typename T, bool kEntropy, bool kSmooth>
-__global__ void __launch_bounds__(kTileThreads, kTogether<T, kSmooth>)
+__global__ void __launch_bounds__(kRowThreads, kTogether<T, kSmooth>)
     token_logprobs_forward_kernel(const __grid_constant__ ForwardTask task) {
   using Acc = AccOf<T>;
   auto& shared = *reinterpret_cast<TokenShared*>(dynamic_shared());
@@ -133,7 +133,7 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
 // The gradient may overwrite the logits: a lane reads its words before it writes them, and reads no
 // others.
 template <typename T, bool kEntropy>
-__global__ void __launch_bounds__(kPieceThreads, kTogether<T, true>)
+__global__ void __launch_bounds__(kRowThreads, kTogether<T, true>)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const TokenLogprobsBackward& call = task.call;
@@ -177,7 +177,7 @@ void visit_logits(const Logits& logits, const Visitor& visit) {
 
 void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
   ForwardTask task = {call, {}};
-  task.call.in.shape = as_one_batch(call.in.shape, call.logits);
+  if (is_even(call.in.shape, call.logits)) task.call.in.shape = as_one_batch(call.in.shape);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.entropy != nullptr) {
@@ -190,7 +190,7 @@ void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
 
 void token_logprobs_backward(const TokenLogprobsBackward& call, void* stream) {
   BackwardTask task = {call, {}};
-  task.call.in.shape = as_one_batch(call.in.shape, call.logits);
+  if (is_even(call.in.shape, call.logits)) task.call.in.shape = as_one_batch(call.in.shape);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.grad_entropy != nullptr) {

@@ -17,8 +17,8 @@ namespace klfast::cuda {
 // block of a cluster writes for a total, another may still read those of the last.
 struct TileExchange {
   static constexpr int kNumbers = 2;
-  double of_thread[2][kTileThreads][kNumbers];
-  double of_warp[2][kTileThreads / kWarp][kNumbers];
+  double of_thread[2][kRowThreads][kNumbers];
+  double of_warp[2][kRowThreads / kWarp][kNumbers];
 };
 
 // The blocks that sum a row: one that takes its parts one after the other, or one per part. A
@@ -215,7 +215,7 @@ struct Walk {
   __device__ __forceinline__ static Walk of(const RowPlan& plan, const TiledRow<T, kSmooth>& row) {
     Walk walk;
     walk.step = static_cast<int>(blockDim.x) / kWarp;
-    walk.of_part = static_cast<int>(plan.part) / kTileWords<T>;
+    walk.of_part = plan.part / kTileWords<T>;
     walk.tile = static_cast<int>(threadIdx.x) / kWarp;
     walk.end = walk.of_part;
     walk.stop = row.tiles();
