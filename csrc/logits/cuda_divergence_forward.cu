@@ -31,15 +31,12 @@ struct ForwardTask {
   JsdFit fit;
 };
 
-// What a warp sums against, and where its row starts in each model. Each warp has its own, so that
-// none waits for another before the first pass.
+// What a row is summed against.
 template <typename Acc>
 struct Basis {
   GuessOf<Acc> guess;
   Acc limit;  // the greatest |u| of near chunks: negative for rows that have none
   Frame<Acc, 2> frame;
-  const char* first[2];
-  Step step;
 
   __device__ __forceinline__ Origins origins() const { return {frame.origin[0], frame.origin[1]}; }
   __device__ __forceinline__ void take(const GuessOf<Acc>& of_row) {
@@ -49,19 +46,26 @@ struct Basis {
   }
 };
 
-// The shared memory of a block: written by its first thread but for the other warps' bases, read by
-// all. The numbers of a team follow it.
+// Each warp has its own, so that none waits for another before its first loads.
+struct WarpState {
+  const char* first[2];  // where the row starts in each model
+  Step step;
+};
+
+// The shared memory of a block: written by its first thread, but for the states of other warps. The
+// numbers of a team follow it.
 template <typename Acc>
 struct Shared {
   PairRow row;
+  double value;  // of the divergence, rounded as the backward reads it
+  double slope;
   RowGradient<Acc, kBase<Acc>> gradient;
-  Basis<Acc> basis[kRowWarps];  // the first is the block's
+  Basis<Acc> basis;
+  Step step;
+  WarpState warps[kRowWarps];
 
   // The warp's. Its address is not held in a register.
-  __device__ __forceinline__ Basis<Acc>& own() { return basis[in_register(threadIdx.x) / kWarp]; }
-  __device__ __forceinline__ const Basis<Acc>& own() const {
-    return basis[in_register(threadIdx.x) / kWarp];
-  }
+  __device__ __forceinline__ WarpState& own() { return warps[in_register(threadIdx.x) / kWarp]; }
 };
 
 // The blocks of a processor, which leave each the registers that it needs.
@@ -78,6 +82,85 @@ __device__ __forceinline__ Team<kAllParts> team_of(const RowPlan& plan) {
   return {plan, *reinterpret_cast<TeamMemory<kAllParts>*>(dynamic_shared() + kTeam<Acc>)};
 }
 
+// A lane's chunk of the sample of a row: of the words from lane * apart on.
+template <typename T>
+__device__ __forceinline__ Raw load_sample(const Logits& logits, const char* first, int64_t words) {
+  const int chunks = static_cast<int>(words / (kWarp * kChunk<T>));
+  const int start = start_of_lane<T>() * (chunks == 0 ? 1 : chunks);
+  if constexpr (!is_any_dtype<T>) {
+    const bool is_smooth = logits.word_stride == 1 && is_aligned(first);
+    const char* const own = first + start * static_cast<int64_t>(sizeof(T));
+    if (is_smooth && start + kChunk<T> <= words) {
+      return load_aligned<uint32_t, 4>(reinterpret_cast<const uint32_t*>(own));
+    }
+  }
+  return load_singly<T>(first, logits.dtype, logits.word_stride, start, 0, static_cast<int>(words));
+}
+
+// The greatest word of a sample, NaN ignored, in all lanes.
+template <typename T>
+__device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
+  using Acc = AccOf<T>;
+  Acc greatest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) {
+    greatest = std::fmax(greatest, convert<Acc>(element_of<ElementOf<T>>(raw, i)));
+  }
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+  }
+  return greatest;
+}
+
+// Gives a warp the block's step.
+template <typename Acc>
+__device__ __forceinline__ void take_step(Shared<Acc>& shared) {
+  if (threadIdx.x % kWarp == 0) shared.own().step = shared.step;
+  __syncwarp();
+}
+
+__device__ __forceinline__ bool are_finite(double first, double second) {
+  return std::isfinite(first) && std::isfinite(second);
+}
+
+// Takes the greatest words as the guess, which is NaN unless both are finite. Not inlined, like
+// judge_sums: both are long, and run once or twice a row.
+template <typename Acc>
+__device__ __noinline__ void take_greatest(double first, double second, double scale,
+                                           Basis<Acc>& basis) {
+  if (!are_finite(first, second)) first = second = NAN;
+  const Origins origins = {divergences::origin_of(first, scale),
+                           divergences::origin_of(second, scale)};
+  basis.frame = Frame<Acc, 2>::of(origins);
+  basis.take(divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second));
+}
+
+// Takes the greatest words of a sample of the row as its first guess. If they are not finite,
+// neither are the row's sums against them, and it is summed again. Run by the first warp. Not
+// inlined, as other loads are on their way, whose registers it leaves alone.
+template <typename T>
+__device__ __noinline__ void take_sample(const ForwardTask& task, Shared<AccOf<T>>& shared) {
+  const DivergenceInputs& in = task.call.in;
+  const char* const(&row)[2] = shared.warps[0].first;
+  const Raw first = load_sample<T>(in.first, row[0], in.in.shape.words);
+  const Raw second = load_sample<T>(in.second, row[1], in.in.shape.words);
+  const auto greatest = greatest_of_sample<T>(first);
+  const auto greatest_of_second = greatest_of_sample<T>(second);
+  if (threadIdx.x > 0) return;
+  take_greatest(greatest, greatest_of_second, in.in.scale(), shared.basis);
+  shared.step = Step::kSumFirst;
+}
+
+// Waits for the first guess of the row, unless the warp has it.
+template <typename T>
+__device__ __forceinline__ void open_row(const ForwardTask& task, Shared<AccOf<T>>& shared) {
+  if (shared.own().step != Step::kFindFirst) return;
+  if (threadIdx.x < kWarp) take_sample<T>(task, shared);
+  __syncthreads();
+  take_step(shared);
+}
+
 enum Field { kMass, kSpread, kSlope, kOther, kFields };
 
 // A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
@@ -91,13 +174,19 @@ struct PairTotals {
   using Words = Converted<T, 2>;
   using Near = LogRatios<Acc, kChunk<T>>;
 
-  const Shared<Acc>& shared;
-  const GuessOf<Acc> guess = shared.own().guess;
-  const Acc limit = shared.own().limit;
+  const ForwardTask& task;
+  Shared<Acc>& shared;
+  GuessOf<Acc> guess;
+  Acc limit;
   Acc mass = 0, spread = 0;  // of near chunks, since the last flush
   Acc slope = 0;             // in the base's unit
   double totals[kFields] = {};
 
+  __device__ __forceinline__ void start() {
+    open_row<T>(task, shared);
+    guess = shared.basis.guess;
+    limit = shared.basis.limit;
+  }
   __device__ __forceinline__ Near near_of(const Words& words) const {
     return Near(words.of[0], words.of[1], guess, limit);
   }
@@ -113,7 +202,7 @@ struct PairTotals {
   }
   // What this needs of the shared memory is not held in registers.
   __device__ __forceinline__ void add_far(Words words) {
-    const Basis<Acc>& basis = shared.own();
+    const Basis<Acc>& basis = shared.basis;
     const GuessOf<Acc> guess = basis.guess;
     place_words<T>(words, basis.frame.if_any());
     divergences::Pair<Acc> sum = {};
@@ -177,12 +266,19 @@ struct MassTotals : TwoTotals<AccOf<T>> {
     bool are_near;
   };
 
-  const Shared<Acc>& shared;
-  const GuessOf<Acc> guess = shared.own().guess;
-  const bool is_placed = shared.own().frame.if_any() == nullptr;
+  const ForwardTask& task;
+  Shared<Acc>& shared;
+  GuessOf<Acc> guess;
+  bool is_placed;
 
-  __device__ __forceinline__ explicit MassTotals(const Shared<Acc>& shared) : shared(shared) {}
+  __device__ __forceinline__ MassTotals(const ForwardTask& task, Shared<Acc>& shared)
+      : task(task), shared(shared) {}
 
+  __device__ __forceinline__ void start() {
+    open_row<T>(task, shared);
+    guess = shared.basis.guess;
+    is_placed = shared.basis.frame.if_any() == nullptr;
+  }
   // The vote says what each lane knows. It keeps the load of the next chunk behind the conversion
   // of this one, whose registers it takes.
   __device__ __forceinline__ Near near_of(const Words& words) const {
@@ -201,7 +297,7 @@ struct MassTotals : TwoTotals<AccOf<T>> {
     this->sums[1] += near.sums[1];
   }
   __device__ __forceinline__ void add_far(Words words) {
-    place_words<T>(words, &shared.own().frame);
+    place_words<T>(words, &shared.basis.frame);
     add_near(words, near_of(words));
   }
 };
@@ -217,12 +313,16 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   const Basis<Acc>& basis;
   const double beta;
   const JsdFit& fit;
-  const GuessOf<Acc> exact = basis.guess;
-  const Acc limit = base == Base::kTwo ? basis.limit : Acc(-1);
+  GuessOf<Acc> exact;
+  Acc limit;
 
   __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const JsdFit& fit)
       : basis(basis), beta(beta), fit(fit) {}
 
+  __device__ __forceinline__ void start() {
+    exact = basis.guess;
+    limit = base == Base::kTwo ? basis.limit : Acc(-1);
+  }
   __device__ __forceinline__ Near near_of(const Words& words) const {
     return Near(words.of[0], words.of[1], exact, limit);
   }
@@ -250,67 +350,19 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   }
 };
 
-// A lane's chunk of the sample of a row: of the words from lane * apart on.
-template <typename T>
-__device__ __forceinline__ Raw load_sample(const Logits& logits, const char* first, int64_t words) {
-  const int chunks = static_cast<int>(words / (kWarp * kChunk<T>));
-  const int start = start_of_lane<T>() * (chunks == 0 ? 1 : chunks);
-  if constexpr (!is_any_dtype<T>) {
-    const bool is_smooth = logits.word_stride == 1 && is_aligned(first);
-    const char* const own = first + start * static_cast<int64_t>(sizeof(T));
-    if (is_smooth && start + kChunk<T> <= words) {
-      return load_aligned<uint32_t, 4>(reinterpret_cast<const uint32_t*>(own));
-    }
-  }
-  return load_singly<T>(first, logits.dtype, logits.word_stride, start, 0, static_cast<int>(words));
-}
-
-// The greatest word of a sample, NaN ignored, in all lanes.
-template <typename T>
-__device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
-  using Acc = AccOf<T>;
-  Acc greatest = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) {
-    greatest = std::fmax(greatest, convert<Acc>(element_of<ElementOf<T>>(raw, i)));
-  }
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
-  }
-  return greatest;
-}
-
-__device__ __forceinline__ bool are_finite(double first, double second) {
-  return std::isfinite(first) && std::isfinite(second);
-}
-
-// Takes the greatest words as the guess, which is NaN unless both are finite. Not inlined, like
-// judge_sums: both are long, and run once or twice a row.
-template <typename Acc>
-__device__ __noinline__ void take_greatest(double first, double second, double scale,
-                                           Basis<Acc>& basis) {
-  if (!are_finite(first, second)) first = second = NAN;
-  const Origins origins = {divergences::origin_of(first, scale),
-                           divergences::origin_of(second, scale)};
-  basis.frame = Frame<Acc, 2>::of(origins);
-  basis.take(divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second));
-}
-
 // Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
 // first thread.
 template <typename Acc>
 __device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
-  Basis<Acc>& basis = shared.basis[0];
   shared.row = row;
-  basis.take(divergences::guess_of<Acc, kBase<Acc>>(divergences::scale_of(scale, row.origins),
-                                                    row.lse, row.shift));
-  basis.step = passes::next_step(basis.step, row.verdict);
+  shared.basis.take(divergences::guess_of<Acc, kBase<Acc>>(
+      divergences::scale_of(scale, row.origins), row.lse, row.shift));
+  shared.step = passes::next_step(shared.step, row.verdict);
 }
 template <typename Acc>
 __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale,
                                         Shared<Acc>& shared) {
-  const Basis<Acc>& basis = shared.basis[0];
+  const Basis<Acc>& basis = shared.basis;
   sums.excluded = sums.spread != sums.spread;
   if (sums.excluded) sums.spread = INFINITY;
   take_row(divergences::row_of(sums, basis.guess, basis.origins()), scale, shared);
@@ -318,33 +370,8 @@ __device__ __noinline__ void judge_sums(divergences::PairSums sums, double scale
 template <typename Acc>
 __device__ __noinline__ void judge_masses(double mass, double other, double scale,
                                           Shared<Acc>& shared) {
-  const Basis<Acc>& basis = shared.basis[0];
+  const Basis<Acc>& basis = shared.basis;
   take_row(divergences::row_of_masses(mass, other, basis.guess, basis.origins()), scale, shared);
-}
-
-// Takes the first guess of a warp, from the greatest words of its sample, and the step after it.
-template <typename Acc>
-__device__ __forceinline__ void take_sample(Acc first, Acc second, double scale,
-                                            Basis<Acc>& basis) {
-  const bool is_found = are_finite(first, second);
-  if (threadIdx.x % kWarp == 0) {
-    take_greatest<Acc>(first, second, scale, basis);
-    basis.step = passes::next_step(Step::kFindFirst, is_found ? Verdict::kGood : Verdict::kUseless);
-  }
-  __syncwarp();
-}
-
-// Gives a warp the block's basis.
-template <typename Acc>
-__device__ __forceinline__ void take_basis(Shared<Acc>& shared) {
-  Basis<Acc>& own = shared.own();
-  const Basis<Acc>& block = shared.basis[0];
-  if (threadIdx.x >= kWarp && threadIdx.x % kWarp == 0) {
-    own.frame = block.frame;
-    own.take(block.guess);
-    own.step = block.step;
-  }
-  __syncwarp();
 }
 
 // A part of a row that starts at `first` in each model.
@@ -364,11 +391,10 @@ struct GreatestOfPair {
   double second;
 };
 template <typename T>
-__device__ __noinline__ GreatestOfPair find_in_part(const DivergenceInputs& in,
-                                                    const Basis<AccOf<T>>& basis,
+__device__ __noinline__ GreatestOfPair find_in_part(const ForwardTask& task, const WarpState& warp,
                                                     const Part& place) {
   double greatest[2];
-  find_greatest(read_pair<T>(in, basis.first, place), greatest);
+  find_greatest(read_pair<T>(task.call.in, warp.first, place), greatest);
   return {greatest[0], greatest[1]};
 }
 
@@ -377,7 +403,7 @@ __device__ __noinline__ GreatestOfPair find_in_part(const DivergenceInputs& in,
 // The scale is read where it is needed: staged, it costs two registers, and 16-bit kernels spill.
 // They also spill where a function decides which kind of pass a step is.
 template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
-__device__ __forceinline__ void sum_row(const Parts& parts, const DivergenceInputs& in, Team& team,
+__device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task, Team& team,
                                         Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
 #pragma unroll 1
@@ -385,52 +411,55 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const DivergenceInpu
     if (shared.own().step == Step::kFindInRow) {
       const double* const greatest =
           team.template combine<Greatest, 2>([&](int part, double (&of_part)[2]) {
-            const Part place = part_at(in.in.shape.words, team.plan.part, part);
-            const GreatestOfPair found = find_in_part<T>(in, shared.own(), place);
+            const Part place = part_at(task.call.in.in.shape.words, team.plan.part, part);
+            const GreatestOfPair found = find_in_part<T>(task, shared.own(), place);
             of_part[0] = found.first;
             of_part[1] = found.second;
           });
       if (decides) {
         const bool is_found = are_finite(greatest[0], greatest[1]);
         shared.row = divergences::nan_row();
-        take_greatest(greatest[0], greatest[1], in.in.scale(), shared.basis[0]);
-        shared.basis[0].step =
+        take_greatest(greatest[0], greatest[1], task.call.in.in.scale(), shared.basis);
+        shared.step =
             passes::next_step(Step::kFindInRow, is_found ? Verdict::kGood : Verdict::kUseless);
       }
     } else if constexpr (divergence == Divergence::kKl) {
       const auto sum_part = [&](int part, double (&of_part)[kFields]) {
-        PairTotals<T> totals = {shared};
+        PairTotals<T> totals = {task, shared};
         add_chunks(parts(part), totals);
         totals.store(of_part);
       };
       const double* const sums = team.template combine<Add, kFields>(sum_part);
       if (decides) {
-        judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], false}, in.in.scale(),
-                   shared);
+        judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], false},
+                   task.call.in.in.scale(), shared);
       }
     } else {
       const auto sum_part = [&](int part, double (&of_part)[2]) {
-        MassTotals<T> masses(shared);
+        MassTotals<T> masses(task, shared);
         add_chunks(parts(part), masses);
         masses.store(of_part);
       };
       const double* const sums = team.template combine<Add, 2>(sum_part);
-      if (decides) judge_masses(sums[0], sums[1], in.in.scale(), shared);
+      if (decides) judge_masses(sums[0], sums[1], task.call.in.in.scale(), shared);
     }
     __syncthreads();
-    take_basis(shared);
+    take_step(shared);
   }
 }
 
-// Stores the row's results. `first`: the start of the row in each model.
+// Stores the row's results. Run by the first thread of the row's first block. Not inlined: its
+// numbers are not to be kept from the gradient's registers.
 template <typename Acc>
-__device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t index,
-                                          const char* const (&first)[2], const PairRow& row,
-                                          double value, double slope) {
+__device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc>& shared) {
+  const DivergenceForward& call = task.call;
   const RowInputs& in = call.in.in;
+  const PairRow& row = shared.row;
+  const int64_t index = task.plan.row_of_block();
   const int64_t rows = in.shape.rows();
-  store_number<Acc>(call.rows, index, value);
+  store_number<Acc>(call.rows, index, shared.value);
   if (in.token_ids != nullptr) {
+    const char* const(&first)[2] = shared.warps[0].first;
     const double scale = divergences::rounded_scale<Acc, kBase<Acc>>(in.scale());
     const double unit = divergences::unit_of(row.origins);
     const double logprob = log_prob<kBase<Acc>>(in, call.in.first, first[0], index, scale, unit,
@@ -442,7 +471,7 @@ __device__ __forceinline__ void store_row(const DivergenceForward& call, int64_t
   }
   call.saved[kLse * rows + index] = row.lse;
   call.saved[kShift * rows + index] = row.shift;
-  call.saved[kSlope * rows + index] = slope;
+  call.saved[kSlope * rows + index] = shared.slope;
   call.saved[kFirstOrigin * rows + index] = row.origins.first;
   call.saved[kSecondOrigin * rows + index] = row.origins.second;
 }
@@ -458,16 +487,15 @@ __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index)
   for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
 }
 
-// Stores the row's results and computes the constants of its gradient. Run by the first thread of
-// every block; the first block stores.
+// Computes the row's value, and the constants of its gradient. Run by the first thread of every
+// block.
 template <typename Acc>
 __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, double slope,
                                         Shared<Acc>& shared) {
   const DivergenceForward& call = task.call;
-  const int64_t index = task.plan.row_of_block();
   const bool is_kl = call.in.divergence == Divergence::kKl;
   const PairRow row = shared.row;
-  const GuessOf<Acc>& guess = shared.basis[0].guess;
+  const GuessOf<Acc>& guess = shared.basis.guess;
   if (is_kl) {
     jsd = row.kl;
   } else {
@@ -480,29 +508,29 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
     }
     jsd = divergences::jsd_of(jsd, call.in.beta);
   }
-  const double value = static_cast<Acc>(jsd);  // rounded, as the backward reads it
-  const bool stores = task.plan.rank_of_block() == 0;
-  if (stores) store_row<Acc>(call, index, shared.basis[0].first, row, value, slope);
+  shared.value = static_cast<Acc>(jsd);
+  shared.slope = slope;
   if (call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
-  const double weight = number_at<Acc>(call.row_weights, index) * scale;
+  const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
   shared.gradient = divergences::gradient_of(
-      is_kl, guess, call.in.beta, {value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
+      is_kl, guess, call.in.beta,
+      {shared.value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
 }
 
-// Everything but the gradient of a row. parts(part) and parts_again(part) load a part: for the
-// passes that passes.h chooses, and for a JSD's own.
+// Everything of a row but its gradient and what is stored. parts(part) and parts_again(part) load a
+// part: for the passes that passes.h chooses, and for a JSD's own.
 template <Divergence divergence, typename T, typename Parts, typename PartsAgain, typename Team,
           typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
                                         const PartsAgain& parts_again, Team& team,
                                         Shared<Acc>& shared) {
-  sum_row<divergence, T>(parts, task.call.in, team, shared);
+  sum_row<divergence, T>(parts, task, team, shared);
   const double none[2] = {};
   const double* jsd_sums = none;
   if constexpr (divergence == Divergence::kJsd) {
     jsd_sums = team.template combine<Add, 2>([&](int part, double (&of_part)[2]) {
-      JsdTotals<T> totals(shared.basis[0], task.call.in.beta, task.fit);
+      JsdTotals<T> totals(shared.basis, task.call.in.beta, task.fit);
       add_chunks(parts_again(part), totals);
       totals.store(of_part);
     });
@@ -511,26 +539,17 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
   if (threadIdx.x == 0) finish_row(task, jsd_sums[0], jsd_sums[1], shared);
 }
 
-// Finds where a row starts, for the warp, and loads its sample.
+// Finds where a row starts, for the warp.
 template <typename T>
-__device__ __forceinline__ Fetch<2> start_row(const DivergenceInputs& in, int64_t index,
-                                              Basis<AccOf<T>>& basis) {
+__device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t index,
+                                          WarpState& warp) {
   const LogitsShape& shape = in.in.shape;
-  const char* const first[2] = {address_of<T>(shape, in.first, index, 0),
-                                address_of<T>(shape, in.second, index, 0)};
   if (threadIdx.x % kWarp == 0) {
-    basis.first[0] = first[0];
-    basis.first[1] = first[1];
+    warp.first[0] = address_of<T>(shape, in.first, index, 0);
+    warp.first[1] = address_of<T>(shape, in.second, index, 0);
+    warp.step = Step::kFindFirst;
   }
-  return {{load_sample<T>(in.first, first[0], shape.words),
-           load_sample<T>(in.second, first[1], shape.words)}};
-}
-
-template <typename T>
-__device__ __forceinline__ void take_sample(const Fetch<2>& sample, double scale,
-                                            Shared<AccOf<T>>& shared) {
-  take_sample(greatest_of_sample<T>(sample.of[0]), greatest_of_sample<T>(sample.of[1]), scale,
-              shared.own());
+  __syncwarp();
 }
 
 template <typename T, Divergence divergence>
@@ -541,13 +560,13 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T>)
   const int64_t index = task.plan.row_of_block();
   if (!in.in.keeps(index)) return skip_row<AccOf<T>>(task, index);
   auto team = team_of<AccOf<T>, true>(task.plan);
-  const Fetch<2> sample = start_row<T>(in, index, shared.own());
-  take_sample<T>(sample, in.in.scale(), shared);
+  start_row<T>(in, index, shared.own());
   const auto parts = [&](int part) {
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
   run_row<divergence, T>(task, parts, parts, team, shared);
+  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
   team.end();
 }
 
@@ -567,17 +586,17 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     return skip_row<AccOf<T>>(task, index);
   }
   auto team = team_of<AccOf<T>, false>(task.plan);
-  const Fetch<2> sample = start_row<T>(call.in, index, shared.own());
-  take_sample<T>(sample, call.in.in.scale(), shared);
+  start_row<T>(call.in, index, shared.own());
   const auto staged = place_rows<T, 2>(place.size, memory);
   const auto parts = [&](int) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   run_row<divergence, T>(task, parts, [&](int) { return staged; }, team, shared);
   __syncthreads();
+  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
   const auto part_at = [&](int64_t zero) {
     return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
-                                      place, shared.basis[0].frame.if_any()),
+                                      place, shared.basis.frame.if_any()),
                      staged);
   };
   write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);

@@ -34,6 +34,7 @@ __device__ __forceinline__ bool has_offset(const GuessOf<Acc>& guess) {
 }
 
 // Sums over the thread's chunks of all rounds. `sums` has
+//   start()                 called once, when the first loads are on their way
 //   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
 //   add_near(words, near)   adds a near chunk
 //   add_far(words)          adds any chunk
@@ -46,6 +47,13 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
   using T = typename Rows::Type;
   constexpr int kGroup = 2;
   constexpr int kSpan = 32;
+  Fetch<Rows::kOf> fetches[kGroup];
+  const auto load_group = [&](int round) {
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
+  };
+  if (rows.whole_rounds() >= kGroup) load_group(0);
+  sums.start();
 #pragma unroll 1
   for (int span = 0; span < rows.rounds.some; span += kSpan) {
     const int end = min(span + kSpan, rows.rounds.some);
@@ -53,9 +61,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
     unsigned far_rounds = 0;
     int round = span;
     if (round < whole) {
-      Fetch<Rows::kOf> fetches[kGroup];
-#pragma unroll
-      for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
+      if (span > 0) load_group(span);
 #pragma unroll 1
       for (; round < whole; round += kGroup) {
         // The last chunks are loaded again: a condition would take a copy of their registers.

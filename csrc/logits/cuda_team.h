@@ -129,16 +129,14 @@ struct Team : BlocksOfRow {
       __syncwarp();
     } while (takes_all() && own(memory.part) < plan.parts);
     meet();
-    if (own_warp() == 0) read<How, n>(plan, memory);
+    if (own_warp() == 0) read<How, n>(plan.blocks, plan.parts, memory);
     if (is_first_lane()) own(memory.turn) ^= 1;
     return memory.totals;
   }
 
  private:
-  __device__ __forceinline__ static bool takes_all(const RowPlan& plan) {
-    return kAllParts && plan.blocks == 1;
-  }
-  __device__ __forceinline__ bool takes_all() const { return takes_all(plan); }
+  __device__ __forceinline__ static bool takes_all(int blocks) { return kAllParts && blocks == 1; }
+  __device__ __forceinline__ bool takes_all() const { return takes_all(plan.blocks); }
   __device__ __forceinline__ static unsigned own_warp() { return in_register(threadIdx.x) / kWarp; }
   __device__ __forceinline__ static bool is_first_lane() {
     return in_register(threadIdx.x) % kWarp == 0;
@@ -147,18 +145,19 @@ struct Team : BlocksOfRow {
     return of_warp[own_warp()];
   }
 
-  // Run by the first warp. Not inlined: its numbers are not to be kept from the sums' registers.
+  // Run by the first warp. Not inlined: its numbers are not to be kept from the sums' registers,
+  // and neither is the plan's address.
   template <typename How, int n>
-  __device__ __noinline__ static void read(const RowPlan& plan, TeamMemory<kAllParts>& memory) {
+  __device__ __noinline__ static void read(int blocks, int parts, TeamMemory<kAllParts>& memory) {
     double numbers[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
 #pragma unroll 1
-    for (int place = static_cast<int>(threadIdx.x); place < plan.parts * kRowWarps;
-         place += kWarp) {
+    for (int place = static_cast<int>(threadIdx.x); place < parts * kRowWarps; place += kWarp) {
       const int part = place / kRowWarps;
-      const double* from = memory.sets[takes_all(plan) ? part : memory.turn[0]][place % kRowWarps];
-      if (!takes_all(plan) && plan.blocks > 1) from = of_block(from, part);
+      const double* from =
+          memory.sets[takes_all(blocks) ? part : memory.turn[0]][place % kRowWarps];
+      if (!takes_all(blocks) && blocks > 1) from = of_block(from, part);
 #pragma unroll
       for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
     }
