@@ -7,7 +7,6 @@
 namespace klfast::cuda {
 namespace {
 
-using divergences::RowGradient;
 using divergences::RowState;
 
 struct BackwardTask {
@@ -45,15 +44,17 @@ __global__ void __launch_bounds__(kRowThreads,
     write_zeros(call.grad_second, first, place.size);
     return;
   }
-  __shared__ RowGradient<Acc, kBase<Acc>> row;
+  __shared__ PairGradient<Acc> gradient;
   __shared__ Frame<Acc, 2> frame;
   __shared__ Acc target_gradient[2];
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
     const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
         divergences::scale_of(in.scale(), state.origins), state.lse, state.shift);
-    row = divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state);
     frame = Frame<Acc, 2>::of(state.origins);
+    gradient = PairGradient<Acc>::of(
+        divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state),
+        divergence, call.grad_second.data == nullptr, frame);
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
   }
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads,
     part.target_gradient[1] = target_gradient[1];
     return part;
   };
-  write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, row, task.fit);
+  write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, gradient, task.fit);
 }
 
 template <typename T, Divergence divergence>

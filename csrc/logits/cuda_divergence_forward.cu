@@ -18,7 +18,6 @@ using divergences::JsdFit;
 using divergences::Mixture;
 using divergences::Origins;
 using divergences::PairRow;
-using divergences::RowGradient;
 using math::Base;
 using math::kNats;
 using math::Range;
@@ -59,7 +58,7 @@ struct Shared {
   PairRow row;
   double value;  // of the divergence, rounded as the backward reads it
   double slope;
-  RowGradient<Acc, kBase<Acc>> gradient;
+  PairGradient<Acc> gradient;
   Basis<Acc> basis;
   Step step;
   WarpState warps[kRowWarps];
@@ -513,9 +512,11 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
   if (call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
   const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
-  shared.gradient = divergences::gradient_of(
+  const auto constants = divergences::gradient_of(
       is_kl, guess, call.in.beta,
       {shared.value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
+  shared.gradient = PairGradient<Acc>::of(constants, call.in.divergence,
+                                          call.grad_second.data == nullptr, shared.basis.frame);
 }
 
 // Everything of a row but its gradient and what is stored. parts(part) and parts_again(part) load a

@@ -55,6 +55,28 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
           frame};
 }
 
+// The constants of a row's gradients, in shared memory.
+template <typename Acc>
+struct PairGradient {
+  divergences::RowGradient<Acc, kBase<Acc>> row;
+  Acc limit;  // of |u| in near chunks: negative for rows that have none
+
+  // With `only_first` the second model has no gradient.
+  __device__ static PairGradient of(const divergences::RowGradient<Acc, kBase<Acc>>& row,
+                                    Divergence divergence, bool only_first,
+                                    const Frame<Acc, 2>& frame) {
+    // KL's gradient of the first model has no other formula for near words, but that of a word
+    // without probability is 0: no slope may overflow, which 0 would make NaN.
+    constexpr Acc kFarthest = Acc(0x1p40);
+    const bool is_kl = divergence == Divergence::kKl;
+    const bool is_plain = frame.if_any() == nullptr && !has_offset(row.exact) &&
+                          std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
+    Acc limit = is_kl && only_first ? kFarthest : Acc(1 / math::kNats<kBase<Acc>>);
+    if (!is_plain || (!is_kl && kBase<Acc> == math::Base::kE)) limit = Acc(-1);
+    return {row, limit};
+  }
+};
+
 // The formulas of cuda_gradients.h for a row.
 template <Divergence divergence, typename T>
 struct PairFormula {
@@ -68,21 +90,11 @@ struct PairFormula {
 
   const divergences::RowGradient<Acc, kOwnBase> row;
   const divergences::JsdFit& fit;
-  Acc limit;  // of |u| in near chunks: negative for rows that have none
+  const Acc limit;
 
-  __device__ __forceinline__ PairFormula(const GradientPart<T, 2>& part,
-                                         const divergences::RowGradient<Acc, kOwnBase>& row,
+  __device__ __forceinline__ PairFormula(const PairGradient<Acc>& gradient,
                                          const divergences::JsdFit& fit)
-      : row(opaque(&row)), fit(fit) {
-    // KL's gradient of the first model has no other formula for near words, but that of a word
-    // without probability is 0: no slope may overflow, which 0 would make NaN.
-    constexpr Acc kFarthest = Acc(0x1p40);
-    const bool is_plain = part.frame == nullptr && !has_offset(row.exact) &&
-                          std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
-    const bool takes_any = kIsKl && part.to[1].data == nullptr;
-    limit = takes_any ? kFarthest : Acc(1 / math::kNats<kOwnBase>);
-    if (!is_plain || (!kIsKl && kOwnBase == math::Base::kE)) limit = Acc(-1);
-  }
+      : row(opaque(&gradient.row)), fit(fit), limit(gradient.limit) {}
 
   __device__ __forceinline__ Near near_of(const Words& words, bool may_be) const {
     return Near(words.of[0], words.of[1], row.exact, limit, may_be);
@@ -136,11 +148,10 @@ struct PairFormula {
 
 // part_at: see cuda_gradients.h.
 template <typename T, Memory memory, Divergence divergence, typename PartAt>
-__device__ __forceinline__ void write_pair_gradients(
-    const PartAt& part_at, const divergences::RowGradient<AccOf<T>, kBase<AccOf<T>>>& row,
-    const divergences::JsdFit& fit) {
-  write_gradients<T, memory>(
-      part_at, [&](const auto& part) { return PairFormula<divergence, T>(part, row, fit); });
+__device__ __forceinline__ void write_pair_gradients(const PartAt& part_at,
+                                                     const PairGradient<AccOf<T>>& gradient,
+                                                     const divergences::JsdFit& fit) {
+  write_gradients<T, memory>(part_at, [&] { return PairFormula<divergence, T>(gradient, fit); });
 }
 
 }  // namespace klfast::cuda

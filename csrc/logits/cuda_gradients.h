@@ -221,7 +221,7 @@ __device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& par
 // Writes the gradients of the logits of all models that a formula computes for a chunk:
 // near_of(words) tells for all lanes of a warp whether write_near() may be called, which computes
 // the bits of write_any() in fewer instructions. Of 32 rounds those where it may not, or chunks are
-// not aligned or not whole, or have the target, come last. part_at(0) is the part, formula_of(part)
+// not aligned or not whole, or have the target, come last. part_at(0) is the part, formula_of()
 // the formula; they are computed again where they are needed again, so that nothing of one loop
 // takes registers from the other.
 template <typename T, Memory memory, typename PartAt, typename FormulaOf>
@@ -236,7 +236,7 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
     const Chunks<T, kModels> chunks(part);
     const int end = min(span + kSpan, chunks.rounds.some);
     if (span >= end) return;
-    const auto formula = formula_of(part);
+    const auto formula = formula_of();
     const Smooth<T, kModels> smooth(part, chunks.offset);
     const int whole = smooth.is_smooth ? min(end, chunks.rounds.whole) : 0;
     int round = max(span, start_of_warp<T>() < chunks.offset ? 1 : 0);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
     }
     if (rest == 0) continue;
     const auto same_part = part_at(opaque(0));
-    write_rounds<T, memory>(same_part, span, rest, formula_of(same_part));
+    write_rounds<T, memory>(same_part, span, rest, formula_of());
   }
 }
 

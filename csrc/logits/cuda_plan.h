@@ -27,7 +27,7 @@ __device__ __forceinline__ Part part_at(int64_t words, int part, int index) {
 // The plan of a kernel that sums: a row is cut into parts, each summed by a block of a cluster, or
 // all by one block.
 struct RowPlan {
-  int blocks;  // of a row: one, or one per part
+  int blocks;  // of a row: one, or one per part; a power of 2
   int parts;
   int threads;
   int part;                // words; a multiple of a chunk's, or of a tile's
@@ -36,10 +36,10 @@ struct RowPlan {
   int64_t first_row = 0;   // of the launch
 
   __device__ __forceinline__ int64_t row_of_block() const {
-    return first_row + blockIdx.x / static_cast<unsigned>(blocks);
+    return first_row + (blockIdx.x >> (31 - __clz(static_cast<unsigned>(blocks))));
   }
   __device__ __forceinline__ int rank_of_block() const {
-    return static_cast<int>(blockIdx.x % static_cast<unsigned>(blocks));
+    return static_cast<int>(blockIdx.x & static_cast<unsigned>(blocks - 1));
   }
 };
 
