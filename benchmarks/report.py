@@ -371,7 +371,7 @@ def gpu_summary(results: Path) -> str:
 def machine_code_table(data: dict[str, Any]) -> str:
     """The counts of benchmarks/sass.py."""
     chips = list(data["chips"])
-    head = ["case", "loops", "Triton's", "in all", "bound", "registers", *chips]
+    head = ["case", "loops", "Triton's", "in all", "bound", "registers", "warps", "KB in flight"]
     rows = [
         [
             name,
@@ -380,11 +380,13 @@ def machine_code_table(data: dict[str, Any]) -> str:
             f"{case['whole']:.1f}",
             f"{case['bound']:.1f}",
             str(case["registers"]),
+            str(case["warps"]),
+            f"{case['in_flight']:.0f}",
             *(f"{100 * case['share'][chip]:.0f} %" for chip in chips),
         ]
         for name, case in data["cases"].items()
     ]
-    lines = [head, ["---"] * len(head), *rows]
+    lines = [[*head, *chips], ["---"] * (len(head) + len(chips)), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\nAssumed: {'; '.join(data['assumptions'])}."
 

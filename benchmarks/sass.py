@@ -53,6 +53,19 @@ class Chip:
         return min(1.0, elements * bytes_moved / (self.bandwidth * 1e12))
 
 
+BLOCK = 256
+"""Threads of a block, of every kernel here."""
+
+
+def resident_warps(registers: int, shared: int) -> int:
+    """The warps that a processor of an H200 holds: of blocks of so many registers a thread and so
+    many bytes of shared memory.
+    """
+    of_threads = -(-registers // 8) * 8 * BLOCK
+    blocks = min(2048 // BLOCK, 65_536 // of_threads, (228 << 10) // max(shared, 1))
+    return blocks * BLOCK // 32
+
+
 CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
 
 
@@ -77,6 +90,8 @@ class Case:
         outer: trips of the loops around the hot ones, from the inside out.
         marks: of machine_code.MARKS, what a warp executes outside of the loops.
         held: what a test holds the case to where it misses its bound.
+        written: of the bytes.
+        shared: bytes of dynamic shared memory of a block.
     """
 
     kernel: str
@@ -87,6 +102,8 @@ class Case:
     outer: tuple[int, ...] = ()
     marks: dict[str, int] = field(default_factory=dict)
     held: float | None = None
+    written: float = 0
+    shared: int = 0
 
     @property
     def most(self) -> float:
@@ -103,13 +120,15 @@ def of_tokens(
     marks = {"STG": 2, "ATOM": 0, "VOTE": 0}  # a result and a weight
     loop = Loop(features | {"series": 8}, 8)
     pattern = f"{name}LN.*Pass.?E{variant}E"
-    return Case(pattern, (loop,), 32, 2 * element + 1 + gradient, bound, (8,), marks, held)
+    moved = 2 * element + 1 + gradient
+    return Case(pattern, (loop,), 32, moved, bound, (8,), marks, held, gradient)
 
 
 BF16 = {"LDG.128": 2, "LDG.64": 1}
 FP32 = {"LDG.128": 4, "LDG.32": 2}
 STORED = {"STG.128": 2, "STG.32": 8}  # those of 32 bits under a predicate that is false
 PACKED = {"LDG.128": 4, "LDG.64": 2}
+STAGED = 4 * 19_008 + 1_536  # a block's part of a pair of rows, and the state beside it
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
 DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}"
 
@@ -143,6 +162,7 @@ CASES = {
         576,
         4,
         12,
+        written=2,
     ),
     "kl-forward-bf16": Case(
         DIVERGENCE.format("forward", 0),
@@ -151,7 +171,7 @@ CASES = {
         4,
         21,
         (1, 8),
-        held=25.5,
+        held=23.8,
     ),
     "kl-backward-bf16": Case(
         DIVERGENCE.format("backward", 0),
@@ -159,7 +179,8 @@ CASES = {
         592,
         6,
         13,
-        held=13.6,
+        held=13.5,
+        written=2,
     ),
     "kl-one-read-bf16": Case(
         DIVERGENCE.format("forward_staged", 0),
@@ -170,7 +191,9 @@ CASES = {
         64,
         6,
         36,
-        held=47.5,
+        held=40.3,
+        written=2,
+        shared=STAGED,
     ),
     "jsd-one-read-bf16": Case(
         DIVERGENCE.format("forward_staged", 1),
@@ -182,7 +205,9 @@ CASES = {
         64,
         6,
         65,
-        held=81,
+        held=73.5,
+        written=2,
+        shared=STAGED,
     ),
 }
 """As the kernels are on sm_90; elements are those of the whole rounds of a lane."""
@@ -198,7 +223,9 @@ class Count:
         bound: of the case.
         pipes: of `whole`, the instructions that each pipe executes.
         registers: of a thread.
-        shared: static shared memory of a block, bytes.
+        shared: shared memory of a block, bytes.
+        warps: on a processor of an H200.
+        in_flight: KB that they have in flight there: the loads of a trip of the first loop.
         share: chip -> the part of its bandwidth that issue slots and the ALU allow.
     """
 
@@ -208,6 +235,8 @@ class Count:
     pipes: dict[str, float]
     registers: int
     shared: int
+    warps: int
+    in_flight: float
     share: dict[str, float]
 
 
@@ -222,6 +251,9 @@ def count(case: Case, blocks: list[Block], registers: int, shared: int) -> Count
     pipes = {name: round(n / elements, 2) for name, n in whole.pipes.items()}
     pairs = zip(hot, case.loops, strict=True)
     in_loops = sum(each.trip.length / loop.elements for each, loop in pairs)
+    shared += case.shared
+    warps = resident_warps(registers, shared)
+    loaded = case.loops[0].elements * (case.bytes - case.written)
     return Count(
         round(in_loops, 2),
         round(whole.length / elements, 2),
@@ -229,6 +261,8 @@ def count(case: Case, blocks: list[Block], registers: int, shared: int) -> Count
         pipes,
         registers,
         shared,
+        warps,
+        round(loaded * 32 * warps / 1024, 1),
         {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()},
     )
 

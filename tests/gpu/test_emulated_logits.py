@@ -53,7 +53,7 @@ PATHS = {
         2500: (4, True),
         5000: (8, True),
         9000: (8, True),
-        11_000: (1, False),
+        12_500: (1, False),
         200_000: (4, False),
     },
     # Not more than two of its blocks ever run together.
