@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 ASSUMPTIONS = (
     "aligned inputs, but for packed; bool mask; |x| <= 1 everywhere",
     "k3: sequences of 8,192 tokens, one warp each",
-    "logits: 151,936 words; a warp that is not the first of its block, which alone ends a row",
+    "logits: 151,936 words; a warp that is not the first of its block, which alone begins and ends a row",
     "called functions (division, rare rows) and what is left after whole trips do not count",
     "4 instructions a clock and processor, of them 2 of the ALU and half of one of MUFU",
     "code of sm_90 for every chip",
@@ -128,7 +128,7 @@ BF16 = {"LDG.128": 2, "LDG.64": 1}
 FP32 = {"LDG.128": 4, "LDG.32": 2}
 STORED = {"STG.128": 2, "STG.32": 8}  # those of 32 bits under a predicate that is false
 PACKED = {"LDG.128": 4, "LDG.64": 2}
-STAGED = 4 * 19_008 + 1_536  # a block's part of a pair of rows, and the state beside it
+STAGED = 4 * 19_008 + 1_024  # a block's part of a pair of rows, and the state beside it
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
 DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}"
 

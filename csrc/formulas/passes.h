@@ -10,10 +10,11 @@
 //            the greatest logit of the whole row.
 // A row so takes one pass as a rule, and at most four.
 //
-// The CPU's kernels over logits and CUDA's over two models follow this rule, CUDA's with a sample
-// spread over the row in place of its first logits. CUDA's over one model raise a guess where it is
-// too low, and read a row again only if a sum is not usable (logits/cuda_token_sums.h). The Triton
-// kernels have a rule of their own (klfast/backends/triton/logits_kernels.py).
+// The CPU's kernels over logits and CUDA's over two models follow this rule. CUDA's take a sample
+// spread over the row in place of its first logits, and sum against it even if it is useless: so
+// are the sums then. CUDA's over one model raise a guess where it is too low, and read a row again
+// only if a sum is not usable (logits/cuda_token_sums.h). The Triton kernels have a rule of their
+// own (klfast/backends/triton/logits_kernels.py).
 
 #pragma once
 

@@ -1,10 +1,10 @@
 // Divergences of rows of two models: kernel and launches.
 //
-// The blocks of a row take the passes of formulas/passes.h. Every warp finds the first guess in the
-// same sample of the row, and sums without a barrier; from then on the first thread of each block
-// chooses the next step, alike in all blocks, as all have the same sums. A JSD takes one more pass.
-// A row that fits in shared memory is read once, and its gradient written by the same kernel; the
-// gradient of any other row is written by the backward's kernel.
+// The blocks of a row take the passes of formulas/passes.h. The first warp of each finds the first
+// guess, in the same sample of the row. From then on the first thread of each block chooses the
+// next step, alike in all blocks, as all have the same sums. A JSD takes one more pass. A row that
+// fits in shared memory is staged there by its first pass, and its gradient written by the same
+// kernel; the gradient of any other row is written by the backward's kernel.
 
 #include "logits/cuda.h"
 #include "logits/cuda_divergence_gradients.h"
@@ -40,12 +40,12 @@ struct Basis {
   __device__ __forceinline__ Origins origins() const { return {frame.origin[0], frame.origin[1]}; }
   __device__ __forceinline__ void take(const GuessOf<Acc>& of_row) {
     guess = of_row;
-    const bool is_plain = !has_offset(guess) && frame.if_any() == nullptr;
-    limit = is_plain ? Acc(1 / kNats<kBase<Acc>>) : Acc(-1);
+    limit = near_limit(guess, frame);
   }
 };
 
-// Each warp has its own, so that none waits for another before its first loads.
+// The start of a warp's row, and its step: each warp has its own, so that none waits for another
+// before its first loads.
 struct WarpState {
   const char* first[2];  // where the row starts in each model
   Step step;
@@ -136,10 +136,10 @@ __device__ __noinline__ void take_greatest(double first, double second, double s
 }
 
 // Takes the greatest words of a sample of the row as its first guess. If they are not finite,
-// neither are the row's sums against them, and it is summed again. Run by the first warp. Not
-// inlined, as other loads are on their way, whose registers it leaves alone.
+// neither are the row's sums against them, and it is summed again. Run by the first warp. Inlined:
+// a call would wait for all loads that are on their way.
 template <typename T>
-__device__ __noinline__ void take_sample(const ForwardTask& task, Shared<AccOf<T>>& shared) {
+__device__ __forceinline__ void take_sample(const ForwardTask& task, Shared<AccOf<T>>& shared) {
   const DivergenceInputs& in = task.call.in;
   const char* const(&row)[2] = shared.warps[0].first;
   const Raw first = load_sample<T>(in.first, row[0], in.in.shape.words);
@@ -151,7 +151,8 @@ __device__ __noinline__ void take_sample(const ForwardTask& task, Shared<AccOf<T
   shared.step = Step::kSumFirst;
 }
 
-// Waits for the first guess of the row, unless the warp has it.
+// The first guess of a row, found in its first pass and waited for: a barrier of the block there,
+// and nothing in later passes.
 template <typename T>
 __device__ __forceinline__ void open_row(const ForwardTask& task, Shared<AccOf<T>>& shared) {
   if (shared.own().step != Step::kFindFirst) return;
@@ -397,10 +398,28 @@ __device__ __noinline__ GreatestOfPair find_in_part(const ForwardTask& task, con
   return {greatest[0], greatest[1]};
 }
 
+// The parts of a row as its first pass reads them, and as later ones do.
+template <typename First, typename Later>
+struct RowParts {
+  First first;
+  Later later;
+
+  template <typename Sums>
+  __device__ __forceinline__ void add(int part, bool is_first, Sums& sums) const {
+    if constexpr (std::is_same_v<First, Later>) {
+      add_chunks(first(part), sums);
+    } else if (is_first) {
+      add_chunks(first(part), sums);
+    } else {
+      add_chunks(later(part), sums);
+    }
+  }
+};
+
 // lse and shift of a row, and its KL unless a JSD is wanted, in shared.row, by the passes of
-// passes.h; lse and shift are also in the block's guess. parts(part) loads a part.
-// The scale is read where it is needed: staged, it costs two registers, and 16-bit kernels spill.
-// They also spill where a function decides which kind of pass a step is.
+// passes.h; lse and shift are also in the block's guess.
+// The scale is read where it is needed: held for the pass, it costs two registers, and 16-bit
+// kernels spill. They also spill where a function decides which kind of pass a step is.
 template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
 __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task, Team& team,
                                         Shared<Acc>& shared) {
@@ -425,7 +444,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
     } else if constexpr (divergence == Divergence::kKl) {
       const auto sum_part = [&](int part, double (&of_part)[kFields]) {
         PairTotals<T> totals = {task, shared};
-        add_chunks(parts(part), totals);
+        parts.add(part, shared.own().step == Step::kFindFirst, totals);
         totals.store(of_part);
       };
       const double* const sums = team.template combine<Add, kFields>(sum_part);
@@ -436,7 +455,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
     } else {
       const auto sum_part = [&](int part, double (&of_part)[2]) {
         MassTotals<T> masses(task, shared);
-        add_chunks(parts(part), masses);
+        parts.add(part, shared.own().step == Step::kFindFirst, masses);
         masses.store(of_part);
       };
       const double* const sums = team.template combine<Add, 2>(sum_part);
@@ -519,12 +538,9 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
                                           call.grad_second.data == nullptr, shared.basis.frame);
 }
 
-// Everything of a row but its gradient and what is stored. parts(part) and parts_again(part) load a
-// part: for the passes that passes.h chooses, and for a JSD's own.
-template <Divergence divergence, typename T, typename Parts, typename PartsAgain, typename Team,
-          typename Acc>
-__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
-                                        const PartsAgain& parts_again, Team& team,
+// Everything of a row but its gradient and what is stored.
+template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
+__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts, Team& team,
                                         Shared<Acc>& shared) {
   sum_row<divergence, T>(parts, task, team, shared);
   const double none[2] = {};
@@ -532,7 +548,7 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
   if constexpr (divergence == Divergence::kJsd) {
     jsd_sums = team.template combine<Add, 2>([&](int part, double (&of_part)[2]) {
       JsdTotals<T> totals(shared.basis, task.call.in.beta, task.fit);
-      add_chunks(parts_again(part), totals);
+      add_chunks(parts.later(part), totals);
       totals.store(of_part);
     });
   }
@@ -566,7 +582,8 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T>)
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
-  run_row<divergence, T>(task, parts, parts, team, shared);
+  run_row<divergence, T>(task, RowParts<decltype(parts), decltype(parts)>{parts, parts}, team,
+                         shared);
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
   team.end();
 }
@@ -589,10 +606,12 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto team = team_of<AccOf<T>, false>(task.plan);
   start_row<T>(call.in, index, shared.own());
   const auto staged = place_rows<T, 2>(place.size, memory);
-  const auto parts = [&](int) {
+  const auto staging = [&](int) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
-  run_row<divergence, T>(task, parts, [&](int) { return staged; }, team, shared);
+  const auto kept = [&](int) { return staged; };
+  run_row<divergence, T>(task, RowParts<decltype(staging), decltype(kept)>{staging, kept}, team,
+                         shared);
   __syncthreads();
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
   const auto part_at = [&](int64_t zero) {

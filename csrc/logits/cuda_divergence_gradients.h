@@ -59,7 +59,7 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
 template <typename Acc>
 struct PairGradient {
   divergences::RowGradient<Acc, kBase<Acc>> row;
-  Acc limit;  // of |u| in near chunks: negative for rows that have none
+  Acc limit;  // of |u| in chunks that write_near() may write; negative for rows that have none
 
   // With `only_first` the second model has no gradient.
   __device__ static PairGradient of(const divergences::RowGradient<Acc, kBase<Acc>>& row,
@@ -69,11 +69,10 @@ struct PairGradient {
     // without probability is 0: no slope may overflow, which 0 would make NaN.
     constexpr Acc kFarthest = Acc(0x1p40);
     const bool is_kl = divergence == Divergence::kKl;
-    const bool is_plain = frame.if_any() == nullptr && !has_offset(row.exact) &&
-                          std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
-    Acc limit = is_kl && only_first ? kFarthest : Acc(1 / math::kNats<kBase<Acc>>);
-    if (!is_plain || (!is_kl && kBase<Acc> == math::Base::kE)) limit = Acc(-1);
-    return {row, limit};
+    const bool is_safe = std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
+    const bool has_near = is_safe && (is_kl || kBase<Acc> == math::Base::kTwo);
+    const Acc limit = has_near ? near_limit<Acc>(row.exact, frame) : Acc(-1);
+    return {row, limit > 0 && is_kl && only_first ? kFarthest : limit};
   }
 };
 

@@ -28,19 +28,23 @@ struct LogRatios {
   }
 };
 
+// The greatest |u| of the near words of a row, in the base's unit: negative if it has none, as in a
+// row with an offset or an origin.
 template <typename Acc>
-__device__ __forceinline__ bool has_offset(const GuessOf<Acc>& guess) {
-  return guess.first_offset != guess.second_offset;
+__device__ __forceinline__ Acc near_limit(const GuessOf<Acc>& guess, const Frame<Acc, 2>& frame) {
+  const bool is_plain = guess.first_offset == guess.second_offset && frame.if_any() == nullptr;
+  return is_plain ? Acc(1 / math::kNats<kBase<Acc>>) : Acc(-1);
 }
 
-// Sums over the thread's chunks of all rounds. `sums` has
-//   start()                 called once, when the first loads are on their way
+// Sums over the thread's chunks of all rounds, which `rows` loads and keeps (cuda_rows.h). `sums`
+// has
+//   start()                 called once, when the first whole rounds are on their way
 //   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
 //   add_near(words, near)   adds a near chunk
 //   add_far(words)          adds any chunk
 //   flush()                 called after every fourth near chunk, and after every far one
 // All lanes of a warp take part. The order of the calls depends on the words alone: of 32 rounds
-// the far ones come last. They are loaded once more, so that nothing of them is in the way of the
+// the far ones come last. They are loaded again, so that nothing of them is in the way of the
 // near ones, of which two chunks are loaded during two calls.
 template <typename Rows, typename Sums>
 __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {

@@ -101,6 +101,35 @@ def test_many_rows_of_two_models_are_not_split_and_keep_their_bits(chip, words):
         assert one[0].isfinite().all()
 
 
+@pytest.mark.parametrize("words", [1003, 30_000])
+@pytest.mark.parametrize("number", [-torch.inf, torch.nan])
+@every_chip
+def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
+    """A sample is 32 chunks of 16 bytes, spread evenly over the row from its first word on."""
+    pair = random_logits(1, 1, words, apart=0.1)
+    apart = max(1, words // 128) * 4
+    sampled = torch.arange(32)[:, None] * apart + torch.arange(4)
+    for logits in pair:
+        logits[0, 0, sampled[sampled < words]] = number
+    expected = [logits[0, 0].double().log_softmax(-1) for logits in pair]
+    for divergence in (KL, JSD):
+        alone = forward(*pair, divergence)[0].double()
+        one_read = forward(*pair, divergence, torch.ones(1))
+        assert same_bits(one_read[0].double(), alone)
+        if number != number:
+            assert alone.isnan().all()
+            assert one_read[4].isnan().all()
+            continue
+        p, q = (logprobs.exp() for logprobs in expected)
+        mixed = (0.7 * p + 0.3 * q).log()
+        terms = {
+            KL: p * (expected[0] - expected[1]),
+            JSD: 0.7 * p * (expected[0] - mixed) + 0.3 * q * (expected[1] - mixed),
+        }[divergence]
+        torch.testing.assert_close(alone[0], terms[p > 0].sum(), rtol=2e-6, atol=1e-9)
+        assert one_read[4].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @every_chip
 def test_where_a_row_lies_does_not_matter(chip, dtype):
