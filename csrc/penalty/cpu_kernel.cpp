@@ -32,7 +32,7 @@ struct TileData {
   bool statistics;  // whether they are wanted
   Acc coef;
   Acc grad_scale;
-  Acc* value;
+  Acc* value;  // null, like the next two, if not wanted
   Acc* grad;
   Acc* grad_ref;
   Ahead ahead;
@@ -47,17 +47,15 @@ KLFAST_HOST_DEVICE void evaluate_group(const TileData<Acc>& data, int64_t first,
                                        LaneSums<Acc>& sums) {
   const Acc* log_ratio = data.log_ratio + first;
   const Acc* weights = data.weight + first;
-  [[maybe_unused]] Acc* value = data.value + first;
-  [[maybe_unused]] Acc* grad = data.grad + first;
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Acc weight = weights[lane];
     const Acc x = log_ratio[lane];
     const auto formula = E::template at<range>(x);
     const Acc weighted = weight * formula.value;
-    if constexpr (stores == Store::kValue) value[lane] = data.coef * weighted;
+    if constexpr (stores == Store::kValue) data.value[first + lane] = data.coef * weighted;
     if constexpr (stores == Store::kGradient) {
-      grad[lane] = data.grad_scale * (weight * formula.derivative);
+      data.grad[first + lane] = data.grad_scale * (weight * formula.derivative);
     }
     add_token<depth>(sums, lane, Observation<range, Acc>{weighted, weight, x, 0});
   }
@@ -93,66 +91,157 @@ KLFAST_HOST_DEVICE void add_group(const Acc* values, const Acc* weights, const A
   }
 }
 
-// A tile with any options, and gradients to both log-probs. In fp32 a weighted token with an
-// extreme ratio is computed again in fp64; the token alone decides that. Code that not every call
-// needs, or that is the same for every estimator, has a loop of its own.
+// The results of a group's tokens, as Token, and their importances.
+template <typename Acc>
+struct GroupResults {
+  using Bits = typename math::Constants<Acc>::Bits;
+  alignas(64) Acc values[kLanes];
+  alignas(64) Acc derivatives[kLanes];
+  alignas(64) Acc ref_derivatives[kLanes];
+  alignas(64) Bits clipped[kLanes];
+  alignas(64) Acc importances[kLanes];
+  alignas(64) Bits limited[kLanes];
+};
+
+// The largest |x|, and |log w| of importance weights w, up to which no limit of an estimator acts:
+// 1 at most, or negative where a limit may act on any token.
+// An estimator is at its largest at an end of [-1, 1].
+template <typename E, typename Acc>
+Acc free_range(const Limits<Acc>& limit) {
+  using std::min;
+  const Acc of_x = min(min(-limit.low, limit.high), limit.tail);
+  const Acc range = min(min(of_x, limit.log_cap), Acc(1));
+  const Acc most_weight = limit.clip_weighted ? Acc(3) : Acc(1);  // e at most
+  for (const Acc x : {Acc(-1), Acc(1)}) {
+    const Acc value = E::template at<Range::kNear>(x).value;
+    if (!(math::magnitude(value) * most_weight < limit.kl_clip)) return -1;
+  }
+  return range;
+}
+
+template <typename Acc>
+KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
+  typename math::Constants<Acc>::Bits beyond = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) beyond |= !(math::magnitude(x[lane]) <= range);
+  return beyond == 0;
+}
+
+// A group on which no limit acts: the bits of evaluate_far_group() from a third of its work.
+template <typename E, typename Acc>
+KLFAST_HOST_DEVICE void evaluate_near_group(const Limits<Acc>& limit, const Acc* log_ratio,
+                                            const Acc* log_importance, const Acc* weights,
+                                            GroupResults<Acc>& results) {
+  const bool k2_gradient = limit.k2_gradient, detached = limit.detached,
+             clip_weighted = limit.clip_weighted;
+  if (log_importance == nullptr) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Acc x = log_ratio[lane];
+      const auto formula = E::template at<Range::kNear>(x);
+      results.values[lane] = weights[lane] * formula.value;
+      results.derivatives[lane] = weights[lane] * math::select(k2_gradient, x, formula.derivative);
+    }
+    std::copy(results.derivatives, results.derivatives + kLanes, results.ref_derivatives);
+    return;
+  }
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Acc x = log_ratio[lane];
+    const Acc weight = weights[lane];
+    const auto formula = E::template at<Range::kNear>(x);
+    const auto k2 = estimators::k2::at(x);
+    const Acc importance = math::exp<Range::kNear>(log_importance[lane]);
+    const Acc scale = weight * importance;
+    const Acc df = math::select(k2_gradient, k2.derivative, formula.derivative);
+    const Acc both =
+        math::select(k2_gradient, k2.value_plus_derivative, formula.value_plus_derivative);
+    results.values[lane] =
+        math::select(clip_weighted, weight * (importance * formula.value), scale * formula.value);
+    results.derivatives[lane] = scale * math::select(detached, df, both);
+    results.ref_derivatives[lane] = scale * df;
+  }
+}
+
+// Any group. In fp32 a weighted token with an extreme ratio is computed again in fp64; the token
+// alone decides that.
+template <typename E, typename Acc>
+KLFAST_HOST_DEVICE void evaluate_far_group(const Limits<Acc>& limit, const Acc* log_ratio,
+                                           const Acc* log_importances, const Acc* weights,
+                                           GroupResults<Acc>& results) {
+  const bool weighs = log_importances != nullptr;
+  typename math::Constants<Acc>::Bits extreme = 0;
+  if (weighs) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const Importance<Acc> importance = importance_of<Acc>(limit, log_importances[lane]);
+      results.importances[lane] = importance.weight;
+      results.limited[lane] = importance.limited;
+      extreme |= is_extreme(log_ratio[lane]) | is_extreme(log_importances[lane]);
+    }
+  }
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Acc weight = weights[lane];
+    const Importance<Acc> importance = {results.importances[lane], results.limited[lane]};
+    const Token<Acc> token =
+        evaluate_token<E>(limit, weighs, weight != Acc(0), weight, log_ratio[lane], importance);
+    results.values[lane] = token.value;
+    results.derivatives[lane] = token.derivative;
+    results.ref_derivatives[lane] = token.ref_derivative;
+    results.clipped[lane] = token.clipped;
+  }
+  if constexpr (std::is_same_v<Acc, float>) {
+    for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
+      const Acc x = log_ratio[lane];
+      if (!is_extreme(x) && !is_extreme(log_importances[lane])) continue;
+      const Token<double> token =
+          evaluate_token<E, Acc, double>(limits_as<double>(limit), weighs, weights[lane] != Acc(0),
+                                         weights[lane], x, log_importances[lane]);
+      results.values[lane] = static_cast<Acc>(token.value);
+      results.derivatives[lane] = static_cast<Acc>(token.derivative);
+      results.ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);
+      results.clipped[lane] = static_cast<typename math::Constants<Acc>::Bits>(token.clipped);
+    }
+  }
+}
+
+// to = factor * from, for a group of an output that is wanted.
+template <typename Acc>
+KLFAST_HOST_DEVICE void store_group(Acc factor, const Acc* from, Acc* to) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = factor * from[lane];
+}
+
+// A tile with any options, and gradients to both log-probs. Code that not every call needs, or that
+// is the same for every estimator, has a loop of its own.
 template <typename E, typename Acc>
 void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
   const bool weighs = data.log_importance != nullptr;
   const Limits<Acc> limit = limits;
-  alignas(64) Acc values[kLanes], derivatives[kLanes], ref_derivatives[kLanes];
-  alignas(64) Acc importances[kLanes];
-  alignas(64) typename math::Constants<Acc>::Bits limited[kLanes] = {}, clipped[kLanes];
-  std::fill(importances, importances + kLanes, Acc(1));
+  const Acc range = free_range<E>(limit);
+  GroupResults<Acc> results;
+  std::fill(results.importances, results.importances + kLanes, Acc(1));
+  std::fill(results.limited, results.limited + kLanes, 0);
   for (int64_t first = 0; first < data.size; first += kLanes) {
     data.ahead.fetch(first / kLanes);
     const Acc* log_ratio = data.log_ratio + first;
     const Acc* log_importances = weighs ? data.log_importance + first : nullptr;
     const Acc* weights = data.weight + first;
-    typename math::Constants<Acc>::Bits extreme = 0;
-    if (weighs) {
-#pragma GCC ivdep
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const Importance<Acc> importance = importance_of<Acc>(limit, log_importances[lane]);
-        importances[lane] = importance.weight;
-        limited[lane] = importance.limited;
-        extreme |= is_extreme(log_ratio[lane]) | is_extreme(log_importances[lane]);
-      }
+    if (are_within(log_ratio, range) && (!weighs || are_within(log_importances, range))) {
+      evaluate_near_group<E>(limit, log_ratio, log_importances, weights, results);
+      std::fill(results.clipped, results.clipped + kLanes, 0);
+    } else {
+      evaluate_far_group<E>(limit, log_ratio, log_importances, weights, results);
     }
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const Acc weight = weights[lane];
-      const Acc x = log_ratio[lane];
-      const Token<Acc> token = evaluate_token<E>(limit, weighs, weight != Acc(0), weight, x,
-                                                 Importance<Acc>{importances[lane], limited[lane]});
-      values[lane] = token.value;
-      derivatives[lane] = token.derivative;
-      ref_derivatives[lane] = token.ref_derivative;
-      clipped[lane] = token.clipped;
-    }
-    if constexpr (std::is_same_v<Acc, float>) {
-      for (int64_t lane = 0; extreme && lane < kLanes; ++lane) {
-        const Acc x = log_ratio[lane];
-        if (!is_extreme(x) && !is_extreme(log_importances[lane])) continue;
-        const Token<double> token = evaluate_token<E, Acc, double>(
-            limits_as<double>(limit), weighs, weights[lane] != Acc(0), weights[lane], x,
-            log_importances[lane]);
-        values[lane] = static_cast<Acc>(token.value);
-        derivatives[lane] = static_cast<Acc>(token.derivative);
-        ref_derivatives[lane] = static_cast<Acc>(token.ref_derivative);
-        clipped[lane] = static_cast<typename math::Constants<Acc>::Bits>(token.clipped);
-      }
-    }
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      data.value[first + lane] = data.coef * values[lane];
-      data.grad[first + lane] = data.grad_scale * derivatives[lane];
-      data.grad_ref[first + lane] = -data.grad_scale * ref_derivatives[lane];
+    if (data.value != nullptr) store_group(data.coef, results.values, data.value + first);
+    if (data.grad != nullptr) store_group(data.grad_scale, results.derivatives, data.grad + first);
+    if (data.grad_ref != nullptr) {
+      store_group(-data.grad_scale, results.ref_derivatives, data.grad_ref + first);
     }
     if (data.statistics) {
-      add_group<Depth::kLimited>(values, weights, log_ratio, clipped, sums);
+      add_group<Depth::kLimited>(results.values, weights, log_ratio, results.clipped, sums);
     } else {
-      add_group<Depth::kAlways>(values, weights, log_ratio, clipped, sums);
+      add_group<Depth::kAlways>(results.values, weights, log_ratio, results.clipped, sums);
     }
   }
 }
@@ -256,6 +345,7 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Tile
 // grad *= factor where the weight is not 0, else exactly 0, whatever grad and factor hold there.
 template <typename Acc>
 KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* weights, int64_t n) {
+  if (grad == nullptr) return;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     grad[i] = math::select(weights[i] != Acc(0), grad[i] * factor[i], Acc(0));
@@ -279,11 +369,16 @@ Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
           size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-Ahead ahead_of(const KlPenaltyInputs& in, const Tile& tile) {
+// `index` of the tile's first token in the outputs.
+Ahead ahead_of(const SegmentTask& task, const Tile& tile, int64_t index) {
   Ahead ahead;
+  const KlPenaltyInputs& in = *task.inputs;
   for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.mask, &in.old_logprobs}) {
     ahead.add(*view, tile.row, tile.column + kTileTokens);
   }
+  ahead.add(task.value, index + kTileTokens);
+  ahead.add(task.grad_logprobs, index + kTileTokens);
+  ahead.add(task.grad_ref_logprobs, index + kTileTokens);
   return ahead;
 }
 
@@ -308,7 +403,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     const int64_t index = first_index + done;
     TileData<Acc> data;
     data.size = tile.padded;
-    data.ahead = ahead_of(in, tile);
+    data.ahead = ahead_of(task, tile, index);
     data.weight = load_weights(in.mask, tile, buffers[0]);
     load_difference(in.logprobs, in.ref_logprobs, tile, data.weight, buffers[1], buffers[7]);
     data.log_ratio = buffers[1];
@@ -320,9 +415,13 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     data.statistics = task.want_statistics;
     data.coef = static_cast<Acc>(in.coef);
     data.grad_scale = static_cast<Acc>(task.grad_scale);
-    data.value = output_tile(task.value, index, n, tile.padded, buffers[3]);
-    data.grad = output_tile(task.grad_logprobs, index, n, tile.padded, buffers[4]);
-    data.grad_ref = output_tile(task.grad_ref_logprobs, index, n, tile.padded, buffers[5]);
+    const auto to = [&](const Output& output, Acc* buffer) {
+      const bool is_wanted = output.data != nullptr;
+      return is_wanted ? output_tile(output, index, n, tile.padded, buffer) : nullptr;
+    };
+    data.value = to(task.value, buffers[3]);
+    data.grad = to(task.grad_logprobs, buffers[4]);
+    data.grad_ref = to(task.grad_ref_logprobs, buffers[5]);
     evaluate(data, limits, of_tile);
 
     if (task.grad_out.data != nullptr) {

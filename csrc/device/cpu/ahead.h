@@ -8,30 +8,39 @@
 namespace klfast::cpu {
 namespace {
 
-// The memory of the inputs' next tile, fetched group by group during the arithmetic on this one.
-// Hardware prefetching alone does not overlap the two.
+// The memory of the next tile, fetched group by group during the arithmetic on this one: of inputs,
+// since hardware prefetching alone does not overlap the two, and of outputs, whose stores would
+// each wait for the line that they change: a gradient pass that did took 1.6 times as long.
 struct Ahead {
-  static constexpr int kMost = 4;
+  static constexpr int kMost = 7;
+  static constexpr int64_t kCacheLine = 64;
   const char* memory[kMost] = {};
-  int64_t bytes_per_group[kMost] = {};
-  int inputs = 0;
+  int64_t lines_per_group[kMost] = {};
+  int count = 0;
 
   // Adds an input from (row, column) on, if its columns are contiguous.
   void add(const View& view, int64_t row, int64_t column) {
-    if (view.data == nullptr || view.column_stride != 1) return;
-    const int64_t size = element_size(view.dtype);
-    memory[inputs] = static_cast<const char*>(view.data) + (row * view.row_stride + column) * size;
-    bytes_per_group[inputs++] = kLanes * size;
+    if (view.column_stride == 1) add(view.data, view.dtype, row * view.row_stride + column);
   }
 
+  // Adds an output from `index` on.
+  void add(const Output& output, int64_t index) { add(output.data, output.dtype, index); }
+
   KLFAST_HOST_DEVICE void fetch(int64_t group) const {
-    constexpr int64_t cache_line = 64;
-    for (int input = 0; input < inputs; ++input) {
-      const char* begin = memory[input] + group * bytes_per_group[input];
-      for (int64_t i = 0; i < bytes_per_group[input]; i += cache_line) {
-        __builtin_prefetch(begin + i);
-      }
+    for (int i = 0; i < count; ++i) {
+      const int64_t lines = lines_per_group[i];
+      const char* line = memory[i] + group * lines * kCacheLine;
+      for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(line + n * kCacheLine);
     }
+  }
+
+ private:
+  void add(const void* data, DType dtype, int64_t element) {
+    if (data == nullptr) return;
+    const int64_t size = element_size(dtype);
+    static_assert(kLanes % kCacheLine == 0);
+    memory[count] = static_cast<const char*>(data) + element * size;
+    lines_per_group[count++] = kLanes * size / kCacheLine;
   }
 };
 
