@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 ASSUMPTIONS = (
     "aligned inputs, but for packed; bool mask; |x| <= 1 everywhere",
     "k3: sequences of 8,192 tokens, one warp each",
-    "logits: 151,936 words; a warp that is not the first of its block, which alone begins and ends a row",
+    "logits: 151,936 words; not a block's first warp, which alone begins and ends a row",
     "called functions (division, rare rows) and what is left after whole trips do not count",
     "4 instructions a clock and processor, of them 2 of the ALU and half of one of MUFU",
     "code of sm_90 for every chip",
