@@ -1,7 +1,7 @@
 """The public functions over logits: validate, choose a backend, compute.
 
 Shapes: B sequences of T tokens, or N packed tokens, over a vocabulary of V words; S sequences (B,
-or ``len(cu_seqlens) - 1``).
+or ``len(cu_seqlens) - 1``). On a GPU V is at most 2^30.
 """
 
 from __future__ import annotations

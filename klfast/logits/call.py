@@ -29,6 +29,8 @@ from klfast.estimator import Estimator
 from klfast.logits.inplace import check_inplace
 from klfast.reduction import REDUCTIONS
 
+MOST_WORDS_ON_GPU = 2**30
+"""The CUDA kernels' places in a row are 32-bit numbers."""
 _VALUES = Estimator("k1")
 _NO_VOCABULARY = "logits without the vocabulary"
 DIRECTIONS = ("reverse", "forward", "jsd")
@@ -226,6 +228,11 @@ def _check_logits(argument: str, logits: Tensor) -> None:
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(
             f"{argument} must have shape [..., V] with at least one word, got {shape_text(logits)}"
+        )
+    if logits.is_cuda and logits.shape[-1] > MOST_WORDS_ON_GPU:
+        raise ValueError(
+            f"{argument} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
+            f"{logits.shape[-1]}"
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from agreement_logits import NOT_EMULATED
 from refusals import FLOATS, assert_refused, cases, weights
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import klfast
 from klfast.backends import BACKENDS
@@ -369,3 +370,14 @@ def test_nested_tensors_are_refused_by_name(backend, layout):
 def test_a_coefficient_beyond_the_arithmetics_dtype(backend):
     with pytest.raises(ValueError, match=r"^coef must be finite .*, got 1e\+39"):
         klfast.kl_divergence(zeros(2, 5), zeros(2, 5), coef=1e39, backend=backend)
+
+
+def test_rows_too_long_for_the_cuda_kernels_are_refused():
+    with FakeTensorMode():
+        logits = torch.empty(1, 2**30 + 1, dtype=torch.bfloat16, device="cuda")
+        ids = torch.zeros(1, dtype=torch.int64, device="cuda")
+        message = "logits must have at most 1073741824 words on a GPU, got 1073741825"
+        with pytest.raises(ValueError, match=message):
+            klfast.token_logprobs(logits, ids)
+        with pytest.raises(ValueError, match=message):
+            klfast.kl_divergence(logits, logits)
