@@ -16,7 +16,24 @@ FORMS = {name: Estimator(name) for name in ESTIMATORS} | {
     "rich": Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0),
     "k2-gradient": Estimator("k3", gradient="k2", importance="detached"),
 }
-WEIGHED = ("rich", "k2-gradient")
+IDLE = {
+    "clips": {"log_ratio_clip": 20.0, "kl_clip": 10.0},
+    "tail": {"linear_tail": 2.0},
+    "k2-gradient": {"gradient": "k2"},
+    "weighted": {"importance_cap": 5.0},
+    "detached": {"importance": "detached", "gradient": "k2"},
+    "weighted-clip": {"kl_clip": 10.0, "clip_weighted": True},
+}
+"""Options of which none acts on a token near 0."""
+
+IDLE_FORMS = {
+    f"{name} {what}": Estimator(name, **options)
+    for name, (what, options) in itertools.product(ESTIMATORS, IDLE.items())
+}
+WEIGHED = (
+    *("rich", "k2-gradient"),
+    *(form for form in IDLE_FORMS if form.split()[1] in ("weighted", "detached", "weighted-clip")),
+)
 LENGTHS = (1, 63, 64, 65, 200, 1024, 1025)
 LONG = (16_384, 16_385, 70_001)
 PER_SEQUENCE = ("none", "seq-sum", "seq-mean")
@@ -66,7 +83,7 @@ class Sequence:
                 logprobs,
                 ref_logprobs,
                 self.tensors[3],
-                estimator=FORMS[form],
+                estimator=(FORMS | IDLE_FORMS)[form],
                 reduction=reduction,
                 old_logprobs=self.tensors[2] if form in WEIGHED else None,
                 cu_seqlens=cu_seqlens,
@@ -143,8 +160,9 @@ def check_company(backend, form, dtype, lengths):
         assert_same(alone[i], of_sequence(found, slice(edges[s], edges[s + 1]), s))
 
 
+@pytest.mark.grid(each="backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@every_form
+@pytest.mark.parametrize("form", [*FORMS, *IDLE_FORMS])
 @every_compiled
 def test_a_token_does_not_depend_on_its_neighbours(backend, form, dtype):
     """Kernels may take a shorter way where all tokens of a group are near 0, to the same bits."""
