@@ -107,7 +107,7 @@ class Way:
 
     @property
     def exchanges(self) -> bool:
-        """Whether lanes exchange numbers on it."""
+        """Lanes exchange numbers on the way."""
         return self.marks["SHFL"] > 0
 
     def then(self, other: Way) -> Way:

@@ -371,7 +371,8 @@ def gpu_summary(results: Path) -> str:
 def machine_code_table(data: dict[str, Any]) -> str:
     """The counts of benchmarks/sass.py."""
     chips = list(data["chips"])
-    head = ["case", "loops", "Triton's", "in all", "bound", "registers", "warps", "KB in flight"]
+    head = ["case", "loops", "Triton's", "in all", "bound"]
+    head += ["registers", "warps", "KB in flight", *chips]
     rows = [
         [
             name,
@@ -386,7 +387,7 @@ def machine_code_table(data: dict[str, Any]) -> str:
         ]
         for name, case in data["cases"].items()
     ]
-    lines = [[*head, *chips], ["---"] * (len(head) + len(chips)), *rows]
+    lines = [head, ["---"] * len(head), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\nAssumed: {'; '.join(data['assumptions'])}."
 

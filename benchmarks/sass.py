@@ -53,6 +53,8 @@ class Chip:
         return min(1.0, elements * bytes_moved / (self.bandwidth * 1e12))
 
 
+CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
+
 BLOCK = 256
 """Threads of a block, of every kernel here."""
 
@@ -64,9 +66,6 @@ def resident_warps(registers: int, shared: int) -> int:
     of_threads = -(-registers // 8) * 8 * BLOCK
     blocks = min(2048 // BLOCK, 65_536 // of_threads, (228 << 10) // max(shared, 1))
     return blocks * BLOCK // 32
-
-
-CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Case:
         outer: trips of the loops around the hot ones, from the inside out.
         marks: of machine_code.MARKS, what a warp executes outside of the loops.
         held: what a test holds the case to where it misses its bound.
-        written: of the bytes.
+        written: the part of the bytes that is written; the rest is read.
         shared: bytes of dynamic shared memory of a block.
     """
 
@@ -121,7 +120,7 @@ def of_tokens(
     loop = Loop(features | {"series": 8}, 8)
     pattern = f"{name}LN.*Pass.?E{variant}E"
     moved = 2 * element + 1 + gradient
-    return Case(pattern, (loop,), 32, moved, bound, (8,), marks, held, gradient)
+    return Case(pattern, (loop,), 32, moved, bound, (8,), marks, held, written=gradient)
 
 
 BF16 = {"LDG.128": 2, "LDG.64": 1}
@@ -224,7 +223,7 @@ class Count:
         pipes: of `whole`, the instructions that each pipe executes.
         registers: of a thread.
         shared: shared memory of a block, bytes.
-        warps: on a processor of an H200.
+        warps: those that a processor of an H200 holds.
         in_flight: KB that they have in flight there: the loads of a trip of the first loop.
         share: chip -> the part of its bandwidth that issue slots and the ALU allow.
     """

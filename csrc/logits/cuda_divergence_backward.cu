@@ -82,7 +82,7 @@ void launch_backward(BackwardTask task, void* stream) {
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
   BackwardTask task = {call, {}, fit_of(call.in)};
-  join_batches(task.call.in);
+  join_batches(task.call.in.in.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

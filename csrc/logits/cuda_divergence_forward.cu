@@ -30,7 +30,7 @@ struct ForwardTask {
   JsdFit fit;
 };
 
-// What a row is summed against.
+// The guess against which a row is summed, with what follows from it.
 template <typename Acc>
 struct Basis {
   GuessOf<Acc> guess;
@@ -406,15 +406,14 @@ struct RowParts {
 
   template <typename Sums>
   __device__ __forceinline__ void add(int part, bool is_first, Sums& sums) const {
-    if constexpr (std::is_same_v<First, Later>) {
-      add_chunks(first(part), sums);
-    } else if (is_first) {
-      add_chunks(first(part), sums);
-    } else {
-      add_chunks(later(part), sums);
+    if constexpr (!std::is_same_v<First, Later>) {
+      if (!is_first) return add_chunks(later(part), sums);
     }
+    add_chunks(first(part), sums);
   }
 };
+template <typename First, typename Later>
+RowParts(First, Later) -> RowParts<First, Later>;
 
 // lse and shift of a row, and its KL unless a JSD is wanted, in shared.row, by the passes of
 // passes.h; lse and shift are also in the block's guess.
@@ -582,8 +581,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T>)
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
-  run_row<divergence, T>(task, RowParts<decltype(parts), decltype(parts)>{parts, parts}, team,
-                         shared);
+  run_row<divergence, T>(task, RowParts{parts, parts}, team, shared);
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
   team.end();
 }
@@ -610,8 +608,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   const auto kept = [&](int) { return staged; };
-  run_row<divergence, T>(task, RowParts<decltype(staging), decltype(kept)>{staging, kept}, team,
-                         shared);
+  run_row<divergence, T>(task, RowParts{staging, kept}, team, shared);
   __syncthreads();
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
   const auto part_at = [&](int64_t zero) {
@@ -674,7 +671,7 @@ void launch_forward(ForwardTask task, void* stream) {
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
   ForwardTask task = {call, {}, fit_of(call.in)};
-  join_batches(task.call.in);
+  join_batches(task.call.in.in.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     if (call.in.divergence == Divergence::kKl) {

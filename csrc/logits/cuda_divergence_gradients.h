@@ -24,12 +24,6 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
   });
 }
 
-// The same inputs as one batch, if both models' rows lie evenly.
-inline void join_batches(DivergenceInputs& in) {
-  LogitsShape& shape = in.in.shape;
-  if (is_even(shape, in.first) && is_even(shape, in.second)) shape = as_one_batch(shape);
-}
-
 inline divergences::JsdFit fit_of(const DivergenceInputs& in) {
   if (in.divergence == Divergence::kKl) return {};
   return divergences::jsd_fit(in.beta);
@@ -61,7 +55,7 @@ struct PairGradient {
   divergences::RowGradient<Acc, kBase<Acc>> row;
   Acc limit;  // of |u| in chunks that write_near() may write; negative for rows that have none
 
-  // With `only_first` the second model has no gradient.
+  // `only_first`: the second model has no gradient.
   __device__ static PairGradient of(const divergences::RowGradient<Acc, kBase<Acc>>& row,
                                     Divergence divergence, bool only_first,
                                     const Frame<Acc, 2>& frame) {

@@ -160,12 +160,14 @@ auto launchable(void (*kernel)(Task)) {
   };
 }
 
-// Whether the rows of a batch and those of the next lie evenly, as those of one batch would.
-inline bool is_even(const LogitsShape& shape, const Logits& logits) {
-  return logits.outer_stride == shape.inner * logits.inner_stride;
+// Batches become one where the rows of all models lie evenly, as those of one batch do.
+template <typename... Models>
+void join_batches(LogitsShape& shape, const Models&... models) {
+  const auto is_even = [&](const Logits& logits) {
+    return logits.outer_stride == shape.inner * logits.inner_stride;
+  };
+  if ((is_even(models) && ...)) shape = {1, shape.rows(), shape.words};
 }
-
-inline LogitsShape as_one_batch(const LogitsShape& shape) { return {1, shape.rows(), shape.words}; }
 
 // Launches a kernel over all rows, in as few grids as can hold them.
 template <typename Task>

@@ -162,8 +162,7 @@ template <typename T, bool kEntropy>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.shape;
   task.plan = plan_pieces(shape.words, kTileWords<T>, shape.rows(), this_chip());
-  launch_rows(token_logprobs_backward_kernel<T, kEntropy>, task.call.in.shape.rows(), 1, 0, task,
-              stream);
+  launch_rows(token_logprobs_backward_kernel<T, kEntropy>, shape.rows(), 1, 0, task, stream);
 }
 
 template <typename Visitor>
@@ -177,7 +176,7 @@ void visit_logits(const Logits& logits, const Visitor& visit) {
 
 void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
   ForwardTask task = {call, {}};
-  if (is_even(call.in.shape, call.logits)) task.call.in.shape = as_one_batch(call.in.shape);
+  join_batches(task.call.in.shape, call.logits);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.entropy != nullptr) {
@@ -190,7 +189,7 @@ void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
 
 void token_logprobs_backward(const TokenLogprobsBackward& call, void* stream) {
   BackwardTask task = {call, {}};
-  if (is_even(call.in.shape, call.logits)) task.call.in.shape = as_one_batch(call.in.shape);
+  join_batches(task.call.in.shape, call.logits);
   visit_logits(call.logits, [&](auto zero) {
     using T = decltype(zero);
     if (call.grad_entropy != nullptr) {

@@ -126,7 +126,8 @@ KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
   return beyond == 0;
 }
 
-// A group on which no limit acts: the bits of evaluate_far_group() from a third of its work.
+// The results of a group on which no limit acts: the bits of evaluate_far_group() from a third of
+// its work.
 template <typename E, typename Acc>
 KLFAST_HOST_DEVICE void evaluate_near_group(const Limits<Acc>& limit, const Acc* log_ratio,
                                             const Acc* log_importance, const Acc* weights,
@@ -162,8 +163,8 @@ KLFAST_HOST_DEVICE void evaluate_near_group(const Limits<Acc>& limit, const Acc*
   }
 }
 
-// Any group. In fp32 a weighted token with an extreme ratio is computed again in fp64; the token
-// alone decides that.
+// The results of any group. In fp32 a weighted token with an extreme ratio is computed again in
+// fp64; the token alone decides that.
 template <typename E, typename Acc>
 KLFAST_HOST_DEVICE void evaluate_far_group(const Limits<Acc>& limit, const Acc* log_ratio,
                                            const Acc* log_importances, const Acc* weights,
@@ -369,7 +370,7 @@ Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
           size, (size + kLanes - 1) / kLanes * kLanes};
 }
 
-// `index` of the tile's first token in the outputs.
+// The memory of the next tile, where this one begins at `index` in the outputs.
 Ahead ahead_of(const SegmentTask& task, const Tile& tile, int64_t index) {
   Ahead ahead;
   const KlPenaltyInputs& in = *task.inputs;
