@@ -113,6 +113,11 @@ template <Depth depth>
 inline constexpr int number_of_statistics = count_rows<depth>(statistics::Table());
 static_assert(number_of_statistics<Depth::kAlways> == 2 && kKl < 2 && kLength < 2);
 
+// Whether a statistic need not be summed over tokens of weight 1 under estimator E: it is their
+// number, or the sum of E's own values.
+template <typename Row, typename E>
+inline constexpr bool is_derived = index_of<Row> == kLength || std::is_same_v<typename Row::Of, E>;
+
 // One number per statistic.
 template <typename T>
 struct Statistics {
@@ -153,12 +158,15 @@ KLFAST_HOST_DEVICE void combine(Statistics<T>& sums, const Statistics<T>& part) 
   });
 }
 
-// Adds a token to its statistics; at(index) is where the sum of a row lies.
-template <Depth depth, math::Range range, typename Acc, typename Weight, typename At>
+// Adds a token to its statistics; at(index) is where the sum of a row lies. With an estimator E,
+// those that are derived are left out.
+template <Depth depth, typename E = void, math::Range range, typename Acc, typename Weight,
+          typename At>
 KLFAST_HOST_DEVICE void add_token(const Observation<range, Acc, Weight>& token, const At& at) {
   for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
     using Row = decltype(row);
-    if constexpr (!Row::template is_empty<range>) {
+    constexpr bool is_left_out = !std::is_void_v<E> && is_derived<Row, E>;
+    if constexpr (!is_left_out && !Row::template is_empty<range>) {
       Acc& sum = at(index_of<Row>);
       sum = Row::combine(sum, Row::term(token));
     }

@@ -13,14 +13,13 @@
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/tiles.h"
 #include "formulas/token.h"
+#include "penalty/cpu_smooth.h"
 #include "penalty/cpu_sums.h"
 
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kTileTokens =
-    1024;  // tokens between conversions; buffers stay in the first-level cache
-constexpr int64_t kBuffers = 8;  // buffers of a pass
+constexpr int64_t kBuffers = 8;  // of a tile, which stay in the first-level cache
 
 // A tile in the arithmetic's type. size is a multiple of kLanes; differences are 0 where masked.
 template <typename Acc>
@@ -37,9 +36,6 @@ struct TileData {
   Acc* grad_ref;
   Ahead ahead;
 };
-
-// The output that a pass stores per token.
-enum class Store { kNothing, kValue, kGradient };
 
 // The value and derivative of a group of a tile.
 template <typename E, Range range, Store stores, Depth depth, typename Acc>
@@ -127,8 +123,8 @@ KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
 }
 
 // The results of a group on which no limit acts: the bits of evaluate_far_group() from a third of
-// its work.
-template <typename E, typename Acc>
+// its work. Derivatives are computed where they are wanted.
+template <typename E, bool differentiates, typename Acc>
 KLFAST_HOST_DEVICE void evaluate_near_group(const Limits<Acc>& limit, const Acc* log_ratio,
                                             const Acc* log_importance, const Acc* weights,
                                             GroupResults<Acc>& results) {
@@ -140,9 +136,14 @@ KLFAST_HOST_DEVICE void evaluate_near_group(const Limits<Acc>& limit, const Acc*
       const Acc x = log_ratio[lane];
       const auto formula = E::template at<Range::kNear>(x);
       results.values[lane] = weights[lane] * formula.value;
-      results.derivatives[lane] = weights[lane] * math::select(k2_gradient, x, formula.derivative);
+      if constexpr (differentiates) {
+        results.derivatives[lane] =
+            weights[lane] * math::select(k2_gradient, x, formula.derivative);
+      }
     }
-    std::copy(results.derivatives, results.derivatives + kLanes, results.ref_derivatives);
+    if constexpr (differentiates) {
+      std::copy(results.derivatives, results.derivatives + kLanes, results.ref_derivatives);
+    }
     return;
   }
 #pragma GCC ivdep
@@ -150,23 +151,25 @@ KLFAST_HOST_DEVICE void evaluate_near_group(const Limits<Acc>& limit, const Acc*
     const Acc x = log_ratio[lane];
     const Acc weight = weights[lane];
     const auto formula = E::template at<Range::kNear>(x);
-    const auto k2 = estimators::k2::at(x);
     const Acc importance = math::exp<Range::kNear>(log_importance[lane]);
     const Acc scale = weight * importance;
-    const Acc df = math::select(k2_gradient, k2.derivative, formula.derivative);
-    const Acc both =
-        math::select(k2_gradient, k2.value_plus_derivative, formula.value_plus_derivative);
     results.values[lane] =
         math::select(clip_weighted, weight * (importance * formula.value), scale * formula.value);
-    results.derivatives[lane] = scale * math::select(detached, df, both);
-    results.ref_derivatives[lane] = scale * df;
+    if constexpr (differentiates) {
+      const auto k2 = estimators::k2::at(x);
+      const Acc df = math::select(k2_gradient, k2.derivative, formula.derivative);
+      const Acc both =
+          math::select(k2_gradient, k2.value_plus_derivative, formula.value_plus_derivative);
+      results.derivatives[lane] = scale * math::select(detached, df, both);
+      results.ref_derivatives[lane] = scale * df;
+    }
   }
 }
 
 // The results of any group. In fp32 a weighted token with an extreme ratio is computed again in
 // fp64; the token alone decides that.
 template <typename E, typename Acc>
-KLFAST_HOST_DEVICE void evaluate_far_group(const Limits<Acc>& limit, const Acc* log_ratio,
+__attribute__((noinline)) void evaluate_far_group(const Limits<Acc>& limit, const Acc* log_ratio,
                                            const Acc* log_importances, const Acc* weights,
                                            GroupResults<Acc>& results) {
   const bool weighs = log_importances != nullptr;
@@ -218,6 +221,7 @@ KLFAST_HOST_DEVICE void store_group(Acc factor, const Acc* from, Acc* to) {
 template <typename E, typename Acc>
 void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums<Acc>& sums) {
   const bool weighs = data.log_importance != nullptr;
+  const bool differentiates = data.grad != nullptr || data.grad_ref != nullptr;
   const Limits<Acc> limit = limits;
   const Acc range = free_range<E>(limit);
   GroupResults<Acc> results;
@@ -229,7 +233,11 @@ void evaluate_any(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums
     const Acc* log_importances = weighs ? data.log_importance + first : nullptr;
     const Acc* weights = data.weight + first;
     if (are_within(log_ratio, range) && (!weighs || are_within(log_importances, range))) {
-      evaluate_near_group<E>(limit, log_ratio, log_importances, weights, results);
+      if (differentiates) {
+        evaluate_near_group<E, true>(limit, log_ratio, log_importances, weights, results);
+      } else {
+        evaluate_near_group<E, false>(limit, log_ratio, log_importances, weights, results);
+      }
       std::fill(results.clipped, results.clipped + kLanes, 0);
     } else {
       evaluate_far_group<E>(limit, log_ratio, log_importances, weights, results);
@@ -259,12 +267,14 @@ Evaluate<Acc> choose_plain(bool statistics) {
 // Only fp32 arithmetic has plain passes; fp64 is for checking, not for speed.
 template <typename E, typename Acc>
 Evaluate<Acc> choose(bool plain, Store stores, bool statistics) {
+#ifndef NOPLAIN
   if constexpr (std::is_same_v<Acc, float>) {
     if (plain && stores == Store::kNothing)
       return choose_plain<E, Acc, Store::kNothing>(statistics);
     if (plain && stores == Store::kValue) return choose_plain<E, Acc, Store::kValue>(statistics);
     if (plain) return choose_plain<E, Acc, Store::kGradient>(statistics);
   }
+#endif
   return evaluate_any<E, Acc>;
 }
 
@@ -394,8 +404,8 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
       buffers[kBuffers][kTileTokens + kLanes];  // not a page apart, which would alias in the cache
   alignas(64) LaneSums<Acc> of_tile;
   alignas(64) LaneSums<double> of_segment;
-  clear(of_tile);
-  clear(of_segment);
+  clear<Depth::kLimited>(of_tile);
+  clear<Depth::kLimited>(of_segment);
   Partial partial;
 
   for (int64_t done = 0; done < segment.length; done += kTileTokens) {
@@ -461,6 +471,10 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
 }
 
 Partial run_segment(const SegmentTask& task, const Segment& segment) {
+  if (is_smooth(task)) {
+    return task.inputs->logprobs.dtype == DType::kBFloat16 ? run_smooth<BFloat16>(task, segment)
+                                                           : run_smooth<float>(task, segment);
+  }
   return task.inputs->is_double ? run_segment<double>(task, segment)
                                 : run_segment<float>(task, segment);
 }

@@ -11,23 +11,40 @@
 namespace klfast::cpu {
 namespace {
 
+// Tokens that are added in the arithmetic's type before their sums are added in double.
+constexpr int64_t kTileTokens = 1024;
+
 // [statistics, lanes]: LaneSums<Acc> of a tile, LaneSums<double> of a segment.
 template <typename T>
 struct LaneSums {
   T at[kStatistics][kLanes];
 };
 
-template <typename T>
-void clear(LaneSums<T>& sums) {
-  const Statistics<T> empty = empty_statistics<T>();
-  for (int i = 0; i < kStatistics; ++i) std::fill_n(sums.at[i], kLanes, empty.at[i]);
+template <Depth depth, typename T>
+KLFAST_HOST_DEVICE void clear(LaneSums<T>& sums) {
+  for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    std::fill_n(sums.at[index_of<Row>], kLanes, T(Row::kEmpty));
+  });
 }
 
-template <Depth depth, math::Range range, typename Acc>
+template <Depth depth, typename E = void, math::Range range, typename Acc>
 KLFAST_HOST_DEVICE void add_token(LaneSums<Acc>& sums, int64_t lane,
                                   const Observation<range, Acc>& token) {
-  klfast::add_token<depth>(token,
-                           [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
+  klfast::add_token<depth, E>(
+      token, [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
+}
+
+// Adds the statistics that add_token() leaves out under E to a tile's sums.
+template <Depth depth, typename E, typename Acc>
+KLFAST_HOST_DEVICE void add_derived(const uint8_t* kept, LaneSums<Acc>& sums) {
+  std::copy_n(kept, kLanes, sums.at[kLength]);
+  for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    if constexpr (std::is_same_v<typename Row::Of, E>) {
+      std::copy_n(sums.at[kKl], kLanes, sums.at[index_of<Row>]);
+    }
+  });
 }
 
 // Adds a tile's sums to those of its segment, and empties them.

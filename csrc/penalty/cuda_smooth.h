@@ -254,21 +254,7 @@ __device__ __forceinline__ Chunk<float, n * W> log_ratios(const Loaded<W, n>& lo
   return x;
 }
 
-// Adds tokens to a lane's sums, but for their number and for what the statistic of E itself sums,
-// which add_rest() takes from the sum of values.
-template <Depth depth, typename E, Range range>
-__device__ __forceinline__ void add_smooth(float value, float x, LaneSums<float>& sums) {
-  const Observation<range, float, One> token = {value, {}, x, 0};
-  for_each_statistic<depth>([&](auto row) {
-    using Row = decltype(row);
-    constexpr bool is_known = index_of<Row> == kLength || std::is_same_v<typename Row::Of, E>;
-    if constexpr (!is_known && !Row::template is_empty<range>) {
-      float& sum = sums.at[index_of<Row>];
-      sum = Row::combine(sum, Row::term(token));
-    }
-  });
-}
-
+// Adds the statistics that add_token() leaves out under an estimator.
 template <Depth depth>
 __device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float>& sums) {
   sums.at[kLength] += static_cast<float>(kept);
@@ -299,7 +285,8 @@ __device__ __forceinline__ SmoothResults<n> evaluate_in(const Chunk<float, n>& x
     const auto formula = E::template at<range>(x.element[i]);
     results.value.element[i] = formula.value;
     results.derivative.element[i] = formula.derivative;
-    add_smooth<depth_of<pass>, E, range>(formula.value, x.element[i], sums);
+    const Observation<range, float, One> token = {formula.value, {}, x.element[i], 0};
+    klfast::add_token<depth_of<pass>, E>(token, [&](int row) -> float& { return sums.at[row]; });
   }
   return results;
 }
