@@ -15,22 +15,27 @@
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kSegmentTokens = 16384;  // the order of a long sequence's sum depends on it
-
 int64_t segments_of(int64_t length) { return (length + kSegmentTokens - 1) / kSegmentTokens; }
 
-// The segments of a batch, numbered in the order of sequences and positions.
+// The segments of a batch, numbered in the order of sequences and positions, and cut into parts of
+// about as many tokens each, however long sequences are.
 class Segments {
  public:
-  explicit Segments(const Batch& batch) : batch_(batch) {
-    if (!batch.packed()) {
-      per_sequence_ = segments_of(batch.width);
-      return;
-    }
-    first_.resize(batch.sequences + 1, 0);
+  explicit Segments(const Batch& batch) : batch_(batch), parts_{0} {
+    if (batch.packed()) first_.resize(batch.sequences + 1, 0);
+    per_sequence_ = segments_of(batch.width);
+    int64_t tokens = 0;  // of the part that is being filled
     for (int64_t s = 0; s < batch.sequences; ++s) {
-      first_[s + 1] = first_[s] + segments_of(batch.length(s));
+      const int64_t length = batch.length(s), segments = segments_of(length);
+      if (batch.packed()) first_[s + 1] = first_[s] + segments;
+      for (int64_t i = 0; i < segments; ++i) {
+        tokens += length_of(length, i);
+        if (tokens < kElementsPerTask) continue;
+        parts_.push_back(first(s) + i + 1);
+        tokens = 0;
+      }
     }
+    if (parts_.back() < count()) parts_.push_back(count());
   }
 
   int64_t count() const { return first(batch_.sequences); }
@@ -43,14 +48,27 @@ class Segments {
     const int64_t sequence =
         batch_.packed() ? std::upper_bound(first_.begin(), first_.end(), i) - first_.begin() - 1
                         : i / per_sequence_;
-    const int64_t position = (i - first(sequence)) * kSegmentTokens;
-    return {sequence, position, std::min(kSegmentTokens, batch_.length(sequence) - position)};
+    const int64_t index = i - first(sequence);
+    return {sequence, index * kSegmentTokens, length_of(batch_.length(sequence), index)};
+  }
+
+  // Runs body(i, segment i) for every segment.
+  template <typename Body>
+  void for_each(const Threads& threads, const Body& body) const {
+    for_each_part(static_cast<int64_t>(parts_.size()) - 1, threads, [&](int64_t part) {
+      for (int64_t i = parts_[part]; i < parts_[part + 1]; ++i) body(i, (*this)[i]);
+    });
   }
 
  private:
   const Batch& batch_;
   int64_t per_sequence_ = 0;
   std::vector<int64_t> first_;
+  std::vector<int64_t> parts_;  // a part's first segment, and at the end the number of segments
+
+  static int64_t length_of(int64_t sequence_length, int64_t index) {
+    return std::min(kSegmentTokens, sequence_length - index * kSegmentTokens);
+  }
 };
 
 void check_cu_seqlens(const Batch& batch) {
@@ -74,8 +92,9 @@ std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segm
     return lengths;
   }
   std::vector<Partial> partials(segments.count());
-  for_each(segments.count(), in.batch.tokens, threads,
-           [&](int64_t i) { partials[i] = kernels().read_mask(in, segments[i]); });
+  segments.for_each(threads, [&](int64_t i, const Segment& segment) {
+    partials[i] = kernels().read_mask(in, segment);
+  });
   for (int64_t s = 0; s < in.batch.sequences; ++s) {
     for (int64_t i = segments.first(s); i < segments.first(s + 1); ++i) {
       lengths[s] += partials[i].at[kLength];
@@ -175,8 +194,7 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     weights = sequence_weights(in, read_lengths(in, segments, threads));
   }
   std::vector<Partial> partials(segments.count());
-  for_each(segments.count(), in.batch.tokens, threads, [&](int64_t i) {
-    const Segment segment = segments[i];
+  segments.for_each(threads, [&](int64_t i, const Segment& segment) {
     SegmentTask own = task;
     if (want_gradient) own.grad_scale = in.coef * weights[segment.sequence];
     partials[i] = kernels().run_segment(own, segment);
@@ -205,8 +223,7 @@ void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out
       scales[s] *= read_element(out.weights, s) * read_element(out.grad_out, of);
     }
   }
-  for_each(segments.count(), in.batch.tokens, threads, [&](int64_t i) {
-    const Segment segment = segments[i];
+  segments.for_each(threads, [&](int64_t, const Segment& segment) {
     SegmentTask own = task;
     own.grad_scale = scales[segment.sequence];
     kernels().run_segment(own, segment);

@@ -6,7 +6,10 @@
 
 namespace klfast::cpu {
 
-// Tokens [position, position + length) of a sequence.
+// The order of a long sequence's sum depends on it.
+inline constexpr int64_t kSegmentTokens = 16384;
+
+// Tokens [position, position + length) of a sequence, kSegmentTokens at most.
 struct Segment {
   int64_t sequence;
   int64_t position;

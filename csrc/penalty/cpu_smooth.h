@@ -1,9 +1,9 @@
-// The pass over the tokens of most calls: log-probs of one dtype in rows without gaps, a mask of
-// bools or none, and an estimator without limits, importance weights and a gradient of its own.
-// Included by kernels that are compiled once per instruction set: everything here is internal.
+// The pass over smooth tokens, which most are: log-probs of one dtype in rows without gaps, and a
+// mask of zeros and ones in any dtype, or none. Included by kernels that are compiled once per
+// instruction set: everything here is internal to each copy.
 //
-// A group is loaded, evaluated and added up before the next is loaded. Buffers of whole tiles took
-// as long to write and read as fp32 arithmetic takes, and bf16 words longer than their memory.
+// A group is loaded, evaluated and added up before the next is loaded. Buffers of whole tiles
+// between the three would take as long as the arithmetic in fp32.
 
 #pragma once
 
@@ -15,32 +15,31 @@
 #endif
 
 #include "device/cpu/ahead.h"
-#include "device/cpu/tiles.h"
+#include "penalty/cpu_evaluate.h"
 #include "penalty/cpu_kernel.h"
-#include "penalty/cpu_sums.h"
 
 namespace klfast::cpu {
 namespace {
 
-// The output that a pass stores per token.
-enum class Store { kNothing, kValue, kGradient };
-
-// Tokens of a tile: an element of each array belongs to one.
+// Tokens: an element of each array belongs to one.
 template <typename T>
 struct SmoothTokens {
   const T* logprobs;
   const T* ref_logprobs;
-  const Bool* mask;
-  int64_t mask_step;  // 0: every group has the same mask
+  const T* old_logprobs;  // null without
+  const Bool* mask;       // of a tile's tokens, from its first on
 
   KLFAST_HOST_DEVICE SmoothTokens from(int64_t first) const {
-    return {logprobs + first, ref_logprobs + first, mask + first * mask_step, mask_step};
+    return {logprobs + first, ref_logprobs + first,
+            old_logprobs == nullptr ? nullptr : old_logprobs + first, mask + first};
   }
-};
 
-struct SmoothOutput {
-  float factor;  // of what is stored: coef, or the gradient's scale
-  void* data;    // values in float, or gradients in the dtype of log-probs
+  KLFAST_HOST_DEVICE void fetch() const {
+    fetch_group(logprobs);
+    fetch_group(ref_logprobs);
+    if (old_logprobs != nullptr) fetch_group(old_logprobs);
+    fetch_group(mask);
+  }
 };
 
 #ifdef __AVX512BW__
@@ -52,21 +51,20 @@ KLFAST_HOST_DEVICE __m512 load_vector(const BFloat16* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }
 
-// The log-ratios of a group, 0 where masked. Returns whether every |x| is 1 at most. GCC turns the
-// loops below, which do the same, into half as many instructions again: a bf16 pass takes 1.2 times
-// as long with them.
+// x = a - b in a group, 0 where masked. Returns whether every |x| is 1 at most. GCC makes half as
+// many instructions again of the loops below, which do the same: a bf16 pass takes 1.2 times as
+// long.
 template <typename T>
-KLFAST_HOST_DEVICE bool load_log_ratios(const SmoothTokens<T>& group, float* log_ratio) {
-  const __m512i mask = _mm512_loadu_si512(group.mask);
-  const __mmask64 kept = _mm512_test_epi8_mask(mask, mask);
+KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
+  const __m512i bytes = _mm512_loadu_si512(mask);
+  const __mmask64 kept = _mm512_test_epi8_mask(bytes, bytes);
   constexpr int kVector = 16;
   __mmask16 near = 0xffff;
   for (int lane = 0; lane < kLanes; lane += kVector) {
-    const __m512 x = _mm512_maskz_sub_ps(static_cast<__mmask16>(kept >> lane),
-                                         load_vector(group.logprobs + lane),
-                                         load_vector(group.ref_logprobs + lane));
-    _mm512_store_ps(log_ratio + lane, x);
-    near &= _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(1), _CMP_LE_OQ);
+    const __m512 difference = _mm512_maskz_sub_ps(static_cast<__mmask16>(kept >> lane),
+                                                  load_vector(a + lane), load_vector(b + lane));
+    _mm512_store_ps(x + lane, difference);
+    near &= _mm512_cmp_ps_mask(_mm512_abs_ps(difference), _mm512_set1_ps(1), _CMP_LE_OQ);
   }
   return near == 0xffff;
 }
@@ -74,203 +72,289 @@ KLFAST_HOST_DEVICE bool load_log_ratios(const SmoothTokens<T>& group, float* log
 #else
 
 template <typename T>
-KLFAST_HOST_DEVICE bool load_log_ratios(const SmoothTokens<T>& group, float* log_ratio) {
+KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
   alignas(64) int32_t kept[kLanes];
 #pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) kept[lane] = -(group.mask[lane].byte != 0);
+  for (int64_t lane = 0; lane < kLanes; ++lane) kept[lane] = -(mask[lane].byte != 0);
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const float x = convert<float>(group.logprobs[lane]) - convert<float>(group.ref_logprobs[lane]);
-    log_ratio[lane] = math::bit_cast<float>(math::bit_cast<int32_t>(x) & kept[lane]);
+    const float difference = convert<float>(a[lane]) - convert<float>(b[lane]);
+    x[lane] = math::bit_cast<float>(math::bit_cast<int32_t>(difference) & kept[lane]);
   }
   int32_t far = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(log_ratio[lane]);
+  for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(x[lane]);
   return far == 0;
 }
 
 #endif
 
-// 1, which a compiler does not know. A product with it is rounded before it is added, as it is
-// where tokens have weights: without it a compiler would contract products within a value into the
-// sum, and give other bits.
-inline float unknown_one() {
-  volatile float one = 1;
-  return one;
-}
-
-// Evaluates a group and adds it to the sums, but for the statistics that are known from others.
-template <typename E, Range range, Store stores, Depth depth, typename To>
-KLFAST_HOST_DEVICE void evaluate_smooth(const float* log_ratio, const Bool* mask, float one,
-                                        float factor, To* stored, LaneSums<float>& sums) {
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const float x = log_ratio[lane];
-    const auto formula = E::template at<range>(x);
-    const float value = one * formula.value;
-    if constexpr (stores == Store::kValue) stored[lane] = factor * value;
-    if constexpr (stores == Store::kGradient) {
-      const float weight = mask[lane].byte != 0 ? 1.0f : 0.0f;
-      stored[lane] = convert<To>(factor * (weight * formula.derivative));
-    }
-    const Observation<range, float> token = {value, one, x, 0};
-    add_token<depth, E>(sums, lane, token);
+// The mask of a segment in bools.
+class SmoothMask {
+ public:
+  SmoothMask(const KlPenaltyInputs& in, const Segment& segment)
+      : mask_(in.mask),
+        first_(in.batch.row(segment.sequence) * in.mask.row_stride +
+               in.batch.column(segment.sequence, segment.position)) {
+    if (mask_.data == nullptr) std::fill_n(buffer_, kTileTokens, Bool{1});
   }
-}
 
-// Apart from the loop over groups: constants of the longer formula would take its registers.
-template <typename E, Store stores, Depth depth, typename To>
-__attribute__((noinline)) void evaluate_far(const float* log_ratio, const Bool* mask, float one,
-                                            float factor, To* stored, LaneSums<float>& sums) {
-  evaluate_smooth<E, Range::kAnywhere, stores, depth>(log_ratio, mask, one, factor, stored, sums);
-}
+  // The bools of tokens [first, first + n), which lie in a tile. Null if their weights are others
+  // than 0 and 1.
+  __attribute__((noinline)) const Bool* read(int64_t first, int64_t n) {
+    if (mask_.data == nullptr) return buffer_;
+    const Bool* bools = nullptr;
+    visit_dtype(mask_.dtype, [&](auto zero) {
+      using From = decltype(zero);
+      const From* const from = static_cast<const From*>(mask_.data) + first_ + first;
+      if constexpr (std::is_same_v<From, Bool>) {
+        bools = from;
+      } else {
+        bools = copy(from, n) ? buffer_ : nullptr;
+      }
+    });
+    return bools;
+  }
 
-// A group at the end of a segment, filled up with masked zeros.
-template <typename T>
-struct LastGroup {
-  T logprobs[kLanes];
-  T ref_logprobs[kLanes];
-  Bool mask[kLanes];
+ private:
+  const View mask_;
+  const int64_t first_;
+  alignas(64) Bool buffer_[kTileTokens];
 
-  SmoothTokens<T> copy(const SmoothTokens<T>& from, int64_t n) {
-    *this = {};
-    std::copy_n(from.logprobs, n, logprobs);
-    std::copy_n(from.ref_logprobs, n, ref_logprobs);
-    std::copy_n(from.mask, n, mask);
-    return {logprobs, ref_logprobs, mask, 0};
+  template <typename From>
+  bool copy(const From* from, int64_t n) {
+    using Number = std::conditional_t<std::is_integral_v<From>, From, float>;
+    uint8_t others = 0;
+    for (int64_t first = 0; first < n; first += kLanes) {
+      fetch_group(from + first + kTileTokens);
+      const int64_t end = std::min(n, first + kLanes);
+#pragma GCC ivdep
+      for (int64_t i = first; i < end; ++i) {
+        const Number weight = convert<Number>(from[i]);
+        buffer_[i].byte = weight != Number(0);
+        others |= (weight != Number(0)) & (weight != Number(1));
+      }
+    }
+    return others == 0;
   }
 };
 
-// Adds the tokens of a segment to its sums.
-template <typename E, Store stores, Depth depth, typename T>
-void run_groups(const SmoothTokens<T>& segment, int64_t size, const SmoothOutput& output,
-                LaneSums<double>& of_segment) {
-  using To = std::conditional_t<stores == Store::kGradient, T, float>;
-  alignas(64) float log_ratio[kLanes];
-  alignas(64) To rest[kLanes];
-  LastGroup<T> last;
-  const float one = unknown_one();
-  for (int64_t tile = 0; tile < size; tile += kTileTokens) {
-    alignas(64) LaneSums<float> sums;
-    alignas(64) uint8_t kept[kLanes] = {};  // tokens of a lane
-    clear<depth>(sums);
-    const int64_t end = std::min(size, tile + kTileTokens);
-    for (int64_t first = tile; first < end; first += kLanes) {
-      SmoothTokens<T> group = segment.from(first);
-      To* to = static_cast<To*>(output.data) + first;
-      fetch_group(group.logprobs + kTileTokens);
-      fetch_group(group.ref_logprobs + kTileTokens);
-      fetch_group(group.mask + kTileTokens * group.mask_step);
-      if constexpr (stores != Store::kNothing) fetch_group(to + kTileTokens);
-      const int64_t n = end - first;
-      if (n < kLanes) {
-        group = last.copy(group, n);
-        to = rest;
-      }
-      if (load_log_ratios(group, log_ratio)) {
-        evaluate_smooth<E, Range::kNear, stores, depth>(log_ratio, group.mask, one, output.factor,
-                                                        to, sums);
-      } else {
-        evaluate_far<E, stores, depth>(log_ratio, group.mask, one, output.factor, to, sums);
-      }
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        kept[lane] = static_cast<uint8_t>(kept[lane] + (group.mask[lane].byte != 0));
-      }
-      if constexpr (stores != Store::kNothing) {
-        if (n < kLanes) std::copy_n(rest, n, static_cast<To*>(output.data) + first);
-      }
-    }
-    add_derived<depth, E>(kept, sums);
-    flush<depth>(sums, of_segment);
+// The tokens after the last whole group of a segment, filled up with masked zeros, and the memory
+// for their outputs.
+template <typename T>
+struct LastGroup {
+  T logprobs[kLanes], ref_logprobs[kLanes], old_logprobs[kLanes];
+  Bool mask[kLanes];
+  float value[kLanes];
+  T grad[kLanes], grad_ref[kLanes];
+
+  SmoothTokens<T> read(const SmoothTokens<T>& from, int64_t n) {
+    const auto fill = [&](const auto* of, auto* group) {
+      if (of == nullptr) return;
+      std::copy_n(of, n, group);
+      std::fill(group + n, group + kLanes, std::remove_pointer_t<decltype(group)>{});
+    };
+    fill(from.logprobs, logprobs);
+    fill(from.ref_logprobs, ref_logprobs);
+    fill(from.old_logprobs, old_logprobs);
+    fill(from.mask, mask);
+    return {logprobs, ref_logprobs, from.old_logprobs == nullptr ? nullptr : old_logprobs, mask};
   }
+
+  Outputs<float, T> outputs(const Outputs<float, T>& to) {
+    return {to.coef, to.grad_scale, to.value == nullptr ? nullptr : value,
+            to.grad == nullptr ? nullptr : grad, to.grad_ref == nullptr ? nullptr : grad_ref};
+  }
+
+  void store(const Outputs<float, T>& to, int64_t n) const {
+    if (to.value != nullptr) std::copy_n(value, n, to.value);
+    if (to.grad != nullptr) std::copy_n(grad, n, to.grad);
+    if (to.grad_ref != nullptr) std::copy_n(grad_ref, n, to.grad_ref);
+  }
+};
+
+// The two ways to evaluate a smooth group: without options, and with any.
+template <typename E, Store stores, Depth depth, typename T>
+KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<float, T>& outputs,
+                                  Plain<E, stores, depth>& evaluation) {
+  alignas(64) float log_ratio[kLanes];
+  const bool is_near = load_difference(group.logprobs, group.ref_logprobs, group.mask, log_ratio);
+  evaluation.add(is_near, log_ratio, group.mask, outputs);
+}
+
+template <typename E, Depth depth, typename T>
+KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<float, T>& outputs,
+                                  Any<E, depth, float>& evaluation) {
+  alignas(64) float log_ratio[kLanes];
+  alignas(64) float log_importance[kLanes];
+  alignas(64) float weights[kLanes];
+  const bool weighs = group.old_logprobs != nullptr;
+  load_difference(group.logprobs, group.ref_logprobs, group.mask, log_ratio);
+  if (weighs) load_difference(group.logprobs, group.old_logprobs, group.mask, log_importance);
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) weights[lane] = convert<float>(group.mask[lane]);
+  evaluation.add({log_ratio, weighs ? log_importance : nullptr, weights}, outputs);
+}
+
+// Adds the tokens of a segment to its sums. False if its mask has weights other than 0 and 1: the
+// sums and outputs are then unfinished.
+template <typename Evaluation, typename T>
+bool run_tiles(const SmoothTokens<T>& segment, SmoothMask& mask, int64_t size,
+               const Outputs<float, T>& outputs, const Limits<float>& limits,
+               LaneSums<double>& of_segment) {
+  alignas(64) LaneSums<float> sums;
+  clear<Evaluation::kDepth>(sums);
+  Evaluation evaluation(limits, sums);
+  LastGroup<T> last;
+  for (int64_t first = 0; first < size; first += kTileTokens) {
+    const int64_t n = std::min(kTileTokens, size - first);
+    SmoothTokens<T> tile = segment.from(first);
+    tile.mask = mask.read(first, n);
+    if (tile.mask == nullptr) return false;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      SmoothTokens<T> group = tile.from(i);
+      Outputs<float, T> to = outputs.from(first + i);
+      group.from(kTileTokens).fetch();
+      to.from(kTileTokens).fetch();
+      const bool is_whole = i + kLanes <= n;
+      if (!is_whole) {
+        group = last.read(group, n - i);
+        to = last.outputs(to);
+      }
+      add_group(group, to, evaluation);
+      if (!is_whole) last.store(outputs.from(first + i), n - i);
+    }
+    evaluation.finish();
+    flush<Evaluation::kDepth>(sums, of_segment);
+  }
+  return true;
 }
 
 template <typename T>
-using RunGroups = void (*)(const SmoothTokens<T>&, int64_t size, const SmoothOutput&,
-                           LaneSums<double>&);
+using RunTiles = bool (*)(const SmoothTokens<T>&, SmoothMask&, int64_t size,
+                          const Outputs<float, T>&, const Limits<float>&, LaneSums<double>&);
 
-template <typename T, Store stores>
-RunGroups<T> choose_groups(const SegmentTask& task) {
-  RunGroups<T> chosen = nullptr;
-  visit_row(estimators::Table(), task.inputs->options.estimator, [&](auto estimator) {
-    using E = decltype(estimator);
-    chosen = task.want_statistics ? run_groups<E, stores, Depth::kWanted, T>
-                                  : run_groups<E, stores, Depth::kAlways, T>;
-  });
-  return chosen;
+template <typename E, Store stores, typename T>
+RunTiles<T> choose_plain(const SegmentTask& task) {
+  return task.want_statistics ? run_tiles<Plain<E, stores, Depth::kWanted>, T>
+                              : run_tiles<Plain<E, stores, Depth::kAlways>, T>;
 }
 
-template <typename T>
-RunGroups<T> choose_groups(const SegmentTask& task) {
-  if (task.value.data != nullptr) return choose_groups<T, Store::kValue>(task);
-  if (task.grad_logprobs.data != nullptr) return choose_groups<T, Store::kGradient>(task);
-  return choose_groups<T, Store::kNothing>(task);
-}
-
-// Whether run_smooth() can do a task.
-bool is_smooth(const SegmentTask& task) {
+template <typename E, typename T>
+RunTiles<T> choose_tiles(const SegmentTask& task) {
   const KlPenaltyInputs& in = *task.inputs;
-  const auto is_dense = [](const View& view, DType dtype) {
-    return view.data != nullptr && view.dtype == dtype && view.column_stride == 1;
-  };
-  const DType dtype = in.logprobs.dtype;
-  const bool reads_dense = (dtype == DType::kFloat32 || dtype == DType::kBFloat16) &&
-                           is_dense(in.logprobs, dtype) && is_dense(in.ref_logprobs, dtype) &&
-                           (in.mask.data == nullptr || is_dense(in.mask, DType::kBool));
-  const bool differentiates = task.grad_logprobs.data != nullptr;
+  const bool stores_value = task.value.data != nullptr;
+  const bool stores_gradient = task.grad_logprobs.data != nullptr;
   const bool is_plain = !in.options.has_limits() && in.old_logprobs.data == nullptr &&
-                        !(differentiates && in.options.gradient == Gradient::kK2);
-  const bool is_scaled = task.grad_out.data == nullptr && task.grad_logprobs.dtype == dtype &&
-                         std::isfinite(static_cast<float>(task.grad_scale));
-  const bool stores_one = task.grad_ref_logprobs.data == nullptr &&
-                          (!differentiates || (is_scaled && task.value.data == nullptr));
-  return !in.is_double && reads_dense && is_plain && stores_one;
+                        task.grad_ref_logprobs.data == nullptr &&
+                        !(stores_gradient && in.options.gradient == Gradient::kK2);
+  if (is_plain && !stores_value && !stores_gradient) {
+    return choose_plain<E, Store::kNothing, T>(task);
+  }
+  if (is_plain && !stores_value) return choose_plain<E, Store::kGradient, T>(task);
+  if (is_plain && !stores_gradient) return choose_plain<E, Store::kValue, T>(task);
+  return task.want_statistics ? run_tiles<Any<E, Depth::kLimited, float>, T>
+                              : run_tiles<Any<E, Depth::kAlways, float>, T>;
 }
 
-// The index of the last kept of n tokens, or -1.
-KLFAST_HOST_DEVICE int64_t last_kept_of(const Bool* mask, int64_t step, int64_t n) {
-  int64_t i = n - 1;
-  while (i >= 0 && mask[i * step].byte == 0) --i;
-  return i;
+// Whether the log-probs and outputs of a task are those of smooth tokens.
+bool are_smooth(const SegmentTask& task) {
+  const KlPenaltyInputs& in = *task.inputs;
+  const DType dtype = in.logprobs.dtype;
+  const auto is_smooth = [&](const View& view) {
+    return view.column_stride == 1 && view.dtype == dtype;
+  };
+  const auto is_own = [&](const Output& output) {
+    return output.data == nullptr || output.dtype == dtype;
+  };
+  return (dtype == DType::kFloat32 || dtype == DType::kBFloat16) && !in.is_double &&
+         (in.mask.data == nullptr || in.mask.column_stride == 1) && is_smooth(in.logprobs) &&
+         in.ref_logprobs.data != nullptr && is_smooth(in.ref_logprobs) &&
+         (in.old_logprobs.data == nullptr || is_smooth(in.old_logprobs)) &&
+         is_own(task.grad_logprobs) && is_own(task.grad_ref_logprobs) &&
+         task.grad_out.data == nullptr && std::isfinite(static_cast<float>(task.grad_scale));
 }
 
+// The last kept of n tokens, or -1.
+int64_t last_kept(SmoothMask& mask, int64_t n) {
+  for (int64_t first = (n - 1) / kTileTokens * kTileTokens; first >= 0; first -= kTileTokens) {
+    const int64_t size = std::min(kTileTokens, n - first);
+    const Bool* const kept = mask.read(first, size);
+    for (int64_t i = size - 1; i >= 0; --i) {
+      if (kept[i].byte != 0) return first + i;
+    }
+  }
+  return -1;
+}
+
+// The number of kept tokens of a tile. Lanes count in bytes.
+int64_t count_kept(const Bool* mask, int64_t n) {
+  alignas(64) uint8_t lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = static_cast<uint8_t>(lanes[lane] + (mask[i + lane].byte != 0));
+    }
+  }
+  int64_t count = 0;
+  for (const uint8_t of_lane : lanes) count += of_lane;
+  for (; i < n; ++i) count += mask[i].byte != 0;
+  return count;
+}
+
+// The number of kept tokens of a segment, or -1 if its mask has weights other than 0 and 1.
+int64_t read_smooth_mask(const KlPenaltyInputs& in, const Segment& segment) {
+  if (in.mask.column_stride != 1) return -1;
+  SmoothMask mask(in, segment);
+  int64_t count = 0;
+  for (int64_t first = 0; first < segment.length; first += kTileTokens) {
+    const int64_t n = std::min(kTileTokens, segment.length - first);
+    const Bool* const kept = mask.read(first, n);
+    if (kept == nullptr) return -1;
+    count += count_kept(kept, n);
+  }
+  return count;
+}
+
+// False if the segment's mask has weights other than 0 and 1: its outputs are then unfinished.
 template <typename T>
-Partial run_smooth(const SegmentTask& task, const Segment& segment) {
-  static const LastGroup<T> whole = [] {
-    LastGroup<T> group = {};
-    std::fill_n(group.mask, kLanes, Bool{1});
-    return group;
-  }();
+bool run_smooth(const SegmentTask& task, const Segment& segment, Partial& partial) {
   const KlPenaltyInputs& in = *task.inputs;
   const int64_t row = in.batch.row(segment.sequence);
   const int64_t column = in.batch.column(segment.sequence, segment.position);
   const int64_t index = in.batch.start(segment.sequence) + segment.position;
-  const auto at = [&](const View& view, auto zero) {
-    return static_cast<const decltype(zero)*>(view.data) + row * view.row_stride + column;
+  const auto input = [&](const View& view) {
+    const T* const data = static_cast<const T*>(view.data);
+    return data == nullptr ? nullptr : data + row * view.row_stride + column;
   };
-  const bool is_masked = in.mask.data != nullptr;
-  const SmoothTokens<T> tokens = {at(in.logprobs, T()), at(in.ref_logprobs, T()),
-                                  is_masked ? at(in.mask, Bool()) : whole.mask,
-                                  is_masked ? 1 : 0};
-  SmoothOutput output = {};
-  if (task.value.data != nullptr) {
-    output = {static_cast<float>(in.coef), static_cast<float*>(task.value.data) + index};
-  } else if (task.grad_logprobs.data != nullptr) {
-    output = {static_cast<float>(task.grad_scale), static_cast<T*>(task.grad_logprobs.data) + index};
-  }
+  const auto output = [&](const Output& output, auto zero) {
+    auto* const data = static_cast<decltype(zero)*>(output.data);
+    return data == nullptr ? nullptr : data + index;
+  };
+  const SmoothTokens<T> tokens = {input(in.logprobs), input(in.ref_logprobs),
+                                  input(in.old_logprobs), nullptr};
+  const Outputs<float, T> outputs = {
+      static_cast<float>(in.coef), static_cast<float>(task.grad_scale), output(task.value, float()),
+      output(task.grad_logprobs, T()), output(task.grad_ref_logprobs, T())};
+  RunTiles<T> run = nullptr;
+  visit_row(estimators::Table(), in.options.estimator,
+            [&](auto estimator) { run = choose_tiles<decltype(estimator), T>(task); });
+  SmoothMask mask(in, segment);
   alignas(64) LaneSums<double> sums;
   clear<Depth::kLimited>(sums);
-  choose_groups<T>(task)(tokens, segment.length, output, sums);
-  Partial partial;
-  if (task.want_statistics) {
-    add_up<Depth::kLimited>(sums, partial);
-  } else {
-    add_up<Depth::kAlways>(sums, partial);
-  }
+  if (!run(tokens, mask, segment.length, outputs, limits_of<float>(in.options), sums)) return false;
+  add_up(task, sums, partial);
   if (task.want_last_kept) {
-    const int64_t last = last_kept_of(tokens.mask, tokens.mask_step, segment.length);
+    const int64_t last = last_kept(mask, segment.length);
     if (last >= 0) partial.last_kept = index + last;
   }
-  return partial;
+  return true;
+}
+
+bool run_smooth(const SegmentTask& task, const Segment& segment, Partial& partial) {
+  if (!are_smooth(task)) return false;
+  return task.inputs->logprobs.dtype == DType::kFloat32
+             ? run_smooth<float>(task, segment, partial)
+             : run_smooth<BFloat16>(task, segment, partial);
 }
 
 }  // namespace

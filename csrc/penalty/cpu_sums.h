@@ -7,6 +7,7 @@
 
 #include "device/cpu/lanes.h"
 #include "formulas/statistics.h"
+#include "penalty/cpu_kernel.h"
 
 namespace klfast::cpu {
 namespace {
@@ -31,8 +32,8 @@ KLFAST_HOST_DEVICE void clear(LaneSums<T>& sums) {
 template <Depth depth, typename E = void, math::Range range, typename Acc>
 KLFAST_HOST_DEVICE void add_token(LaneSums<Acc>& sums, int64_t lane,
                                   const Observation<range, Acc>& token) {
-  klfast::add_token<depth, E>(
-      token, [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
+  klfast::add_token<depth, E>(token,
+                              [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
 }
 
 // Adds the statistics that add_token() leaves out under E to a tile's sums.
@@ -62,6 +63,14 @@ void add_up(LaneSums<double>& segment, Statistics<double>& sums) {
     using Row = decltype(row);
     sums.at[index_of<Row>] = combine_lanes<Row>(segment.at[index_of<Row>]);
   });
+}
+
+inline void add_up(const SegmentTask& task, LaneSums<double>& segment, Partial& partial) {
+  if (task.want_statistics) {
+    add_up<Depth::kLimited>(segment, partial);
+  } else {
+    add_up<Depth::kAlways>(segment, partial);
+  }
 }
 
 }  // namespace

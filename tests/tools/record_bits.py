@@ -62,12 +62,16 @@ class Batch:
         logprobs, ref, old = random_inputs(shape[layout], dtype)
         mask = torch.rand(logprobs.shape, generator=generator)
         mask = torch.where(mask < 0.3, 0.0, mask)
+        kept = mask > 0
         self.cu_seqlens = None
         if layout == "packed":
             self.cu_seqlens = torch.tensor([0, 0, 40, 41, 41, 113])
         if layout == "strided":
-            logprobs, ref, old, mask = (t[::2, ::3] for t in (logprobs, ref, old, mask))
-        self.logprobs, self.ref, self.old, self.mask = logprobs, ref, old, mask
+            logprobs, ref, old, mask, kept = (
+                t[::2, ::3] for t in (logprobs, ref, old, mask, kept)
+            )
+        self.logprobs, self.ref, self.old = logprobs, ref, old
+        self.masks = {"none": None, "bools": kept, "weights": mask}
         self.sequences = 5 if layout == "packed" else logprobs.shape[0]
 
 
@@ -98,8 +102,8 @@ def outputs_of(function, *differentiable, **options):
 
 def penalties(layouts):
     """(name, call) of every case of ``kl_penalty``; a call takes the backend."""
-    for layout, dtype, estimator, (what, options), reduction, masked in itertools.product(
-        layouts, FLOATS, ESTIMATORS, OPTIONS.items(), REDUCTIONS, (False, True)
+    for layout, dtype, estimator, (what, options), reduction, mask in itertools.product(
+        layouts, FLOATS, ESTIMATORS, OPTIONS.items(), REDUCTIONS, ("none", "bools", "weights")
     ):
         batch = batch_of(layout, dtype)
         has_old = "importance" in options or "clip_weighted" in options
@@ -109,7 +113,7 @@ def penalties(layouts):
             klfast.kl_penalty,
             batch.logprobs,
             batch.ref,
-            mask=batch.mask if masked else None,
+            mask=batch.masks[mask],
             estimator=Estimator(estimator, **options),
             old_logprobs=batch.old if has_old else None,
             cu_seqlens=batch.cu_seqlens,
@@ -118,7 +122,7 @@ def penalties(layouts):
             normalizer=7.0 if has_normalizer else None,
             return_stats=True,
         )
-        yield f"kl_penalty {layout} {dtype} {estimator} {what} {reduction} {masked}", call
+        yield f"kl_penalty {layout} {dtype} {estimator} {what} {reduction} {mask}", call
 
 
 def rewards(layouts):
@@ -130,7 +134,7 @@ def rewards(layouts):
             functools.partial(klfast.kl_rewards, torch.linspace(-1, 1, batch.sequences)),
             batch.logprobs,
             batch.ref,
-            mask=batch.mask,
+            mask=batch.masks["weights"],
             kl_coef=0.2,
             estimator=estimator,
             cu_seqlens=batch.cu_seqlens,

@@ -21,24 +21,29 @@ const char* instruction_set();
 
 inline constexpr int64_t kElementsPerTask = 32768;  // below this, threads cost more than they bring
 
-// Runs body(i) for every i < n. A free thread takes the next chunk of indices, as some bodies run
-// longer than others. A chunk holds about kElementsPerTask of the `elements` that all n bodies
-// read.
-inline void for_each(int64_t n, int64_t elements, const Threads& threads,
-                     const std::function<void(int64_t)>& body) {
+// Runs body(part) for every part < parts. A free thread takes the next part, as some take longer
+// than others.
+inline void for_each_part(int64_t parts, const Threads& threads,
+                          const std::function<void(int64_t)>& body) {
   instruction_set();  // throws here: an error inside a parallel region loses its message
-  if (elements <= kElementsPerTask || threads.count <= 1) {
-    for (int64_t i = 0; i < n; ++i) body(i);
+  if (parts <= 1 || threads.count <= 1) {
+    for (int64_t part = 0; part < parts; ++part) body(part);
     return;
   }
-  const int64_t chunk = std::max<int64_t>(1, kElementsPerTask * n / elements);
   std::atomic<int64_t> next{0};
   threads.run(threads.count, [&](int64_t, int64_t) {
-    while (true) {
-      const int64_t begin = next.fetch_add(chunk);
-      if (begin >= n) return;
-      for (int64_t i = begin; i < std::min(n, begin + chunk); ++i) body(i);
-    }
+    for (int64_t part = next++; part < parts; part = next++) body(part);
+  });
+}
+
+// Runs body(i) for every i < n, where all n bodies read `elements` and each as many as another, in
+// parts of about kElementsPerTask.
+inline void for_each(int64_t n, int64_t elements, const Threads& threads,
+                     const std::function<void(int64_t)>& body) {
+  const bool is_small = elements <= kElementsPerTask;
+  const int64_t size = is_small ? n : std::max<int64_t>(1, kElementsPerTask * n / elements);
+  for_each_part(n == 0 ? 0 : (n + size - 1) / size, threads, [&](int64_t part) {
+    for (int64_t i = part * size; i < std::min(n, (part + 1) * size); ++i) body(i);
   });
 }
 
