@@ -205,15 +205,20 @@ KLFAST_HOST_DEVICE Acc near_tail(Acc u) {
   return u * u * math::series<base>(u);
 }
 
-// kNear promises |u'| of at most 1 nat.
+// A word of which |u| is at most 1 nat.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Pair<Acc> near_pair_of(Acc x, Acc u, const Guess<Acc, base>& guess) {
+  const Acc mass = first_term(x, guess);
+  return {mass, mass * near_tail<base>(u), mass * nats<base>(u), 0, 0};
+}
+
+// kNear promises |u| of at most 1 nat.
 template <Range range, typename Acc, Base base>
 KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc, base>& guess) {
   using math::select;
   const Acc u = log_ratio(x, y, guess);
+  if constexpr (range == Range::kNear) return near_pair_of(x, u, guess);
   const Acc mass = first_term(x, guess);
-  if constexpr (range == Range::kNear) {
-    return {mass, mass * near_tail<base>(u), mass * nats<base>(u), 0, 0};
-  }
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const bool near = math::is_near<base>(u);
   const Acc near_u = select(near, u, Acc(0));

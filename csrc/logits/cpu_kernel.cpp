@@ -296,9 +296,14 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
     const Acc* const logits = load(row, tile, buffer);
     Acc* const grad =
         output_tile(call.grad, index * words + first, tile.size, tile.padded, out_buffer);
+    Ahead ahead = ahead_of({&row}, tile);
+    ahead.add(call.grad, index * words + first + kTileWords);
+    for (int64_t i = 0; i < tile.padded; i += kLanes) {
+      ahead.fetch(i / kLanes);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < tile.padded; ++i) {
-      grad[i] = divergences::token_gradient(logits[i], own);
+      for (int64_t lane = i; lane < i + kLanes; ++lane) {
+        grad[lane] = divergences::token_gradient(logits[lane], own);
+      }
     }
     if (const int64_t place = target_in(in, index, tile); place >= 0) {
       grad[place] += static_cast<Acc>(of_logprob);
@@ -318,19 +323,31 @@ struct PairLanes {
   Bits<Acc> excluded[kLanes] = {};
 };
 
-template <Range range, typename Acc>
-KLFAST_HOST_DEVICE void add_group(const Acc* first, const Acc* second, const Guess<Acc>& guess,
-                                  PairLanes<Acc>& sums) {
+// Adds a group of which every log-ratio is near.
+template <typename Acc>
+KLFAST_HOST_DEVICE void add_near_group(const Acc* first, const Acc* log_ratio,
+                                       const Guess<Acc>& guess, PairLanes<Acc>& sums) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const Pair<Acc> pair = divergences::pair_of<range>(first[lane], second[lane], guess);
+    const Pair<Acc> pair = divergences::near_pair_of(first[lane], log_ratio[lane], guess);
     sums.mass[lane] += pair.mass;
     sums.spread[lane] += pair.spread;
     sums.slope[lane] += pair.slope;
-    if constexpr (range != Range::kNear) {
-      sums.other[lane] += pair.other;
-      sums.excluded[lane] |= pair.excluded;
-    }
+  }
+}
+
+// Not inlined: its constants would take the registers of the loop over groups.
+template <typename Acc>
+__attribute__((noinline)) void add_far_group(const Acc* first, const Acc* second,
+                                             const Guess<Acc>& guess, PairLanes<Acc>& sums) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Pair<Acc> pair = divergences::pair_of<Range::kAnywhere>(first[lane], second[lane], guess);
+    sums.mass[lane] += pair.mass;
+    sums.spread[lane] += pair.spread;
+    sums.slope[lane] += pair.slope;
+    sums.other[lane] += pair.other;
+    sums.excluded[lane] |= pair.excluded;
   }
 }
 
@@ -372,15 +389,16 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
     bool any_far = false;
     for (int64_t i = 0; i < tile.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
-      Bits<Acc> far = 0;
+      alignas(64) Acc log_ratio[kLanes];
+#pragma GCC ivdep
       for (int64_t lane = 0; lane < kLanes; ++lane) {
-        far |= !math::is_near(divergences::log_ratio(first[i + lane], second[i + lane], own));
+        log_ratio[lane] = divergences::log_ratio(first[i + lane], second[i + lane], own);
       }
-      if (far) {
-        any_far = true;
-        add_group<Range::kAnywhere>(first + i, second + i, own, anywhere.lanes);
+      if (are_within(log_ratio, Acc(1))) {
+        add_near_group(first + i, log_ratio, own, near.lanes);
       } else {
-        add_group<Range::kNear>(first + i, second + i, own, near.lanes);
+        any_far = true;
+        add_far_group(first + i, second + i, own, anywhere.lanes);
       }
     }
     near.end_tile();
@@ -477,15 +495,21 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
     const Acc* const second = load(second_row, tile, buffers[1]);
     Acc* const to_first = output_tile(grad_first, at, tile.size, tile.padded, buffers[2]);
     Acc* const to_second = output_tile(grad_second, at, tile.size, tile.padded, buffers[3]);
+    Ahead ahead = ahead_of({&first_row, &second_row}, tile);
+    ahead.add(grad_first, at + kTileWords);
+    ahead.add(grad_second, at + kTileWords);
+    for (int64_t group = 0; group < tile.padded; group += kLanes) {
+      ahead.fetch(group / kLanes);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < tile.padded; ++i) {
-      const divergences::WordGradients<Acc> grads =
-          is_kl ? divergences::kl_gradients(first[i], second[i], row)
-                : divergences::jsd_gradients(
-                      divergences::jsd_word_of(first[i], second[i], row.exact, row.mixture),
-                      first[i], second[i], row);
-      if constexpr (kFirst) to_first[i] = grads.first;
-      if constexpr (kSecond) to_second[i] = grads.second;
+      for (int64_t i = group; i < group + kLanes; ++i) {
+        const divergences::WordGradients<Acc> grads =
+            is_kl ? divergences::kl_gradients(first[i], second[i], row)
+                  : divergences::jsd_gradients(
+                        divergences::jsd_word_of(first[i], second[i], row.exact, row.mixture),
+                        first[i], second[i], row);
+        if constexpr (kFirst) to_first[i] = grads.first;
+        if constexpr (kSecond) to_second[i] = grads.second;
+      }
     }
     if (const int64_t place = target_in(in, index, tile); place >= 0) {
       if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);

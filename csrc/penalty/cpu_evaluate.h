@@ -153,13 +153,6 @@ Acc free_range(const Limits<Acc>& limit) {
   return range;
 }
 
-template <typename Acc>
-KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
-  typename math::Constants<Acc>::Bits beyond = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) beyond |= !(math::magnitude(x[lane]) <= range);
-  return beyond == 0;
-}
-
 // The results of a group on which no limit acts, added to its sums: the bits of
 // evaluate_far_group() and add_group() from a third of the work. Derivatives are computed where
 // they are wanted.

@@ -6,12 +6,38 @@
 
 #include <cstdint>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "math/combine.h"
 
 namespace klfast::cpu {
 namespace {
 
 constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
+
+// Whether every |x| of a group is `range` at most.
+template <typename Acc>
+KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
+  typename math::Constants<Acc>::Bits beyond = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) beyond |= !(math::magnitude(x[lane]) <= range);
+  return beyond == 0;
+}
+
+#ifdef __AVX512F__
+// GCC collects the comparisons of the loop above in a vector, of which it then makes a number in
+// ten instructions.
+KLFAST_HOST_DEVICE bool are_within(const float* x, float range) {
+  constexpr int64_t kVector = 16;
+  __mmask16 within = 0xffff;
+  for (int64_t lane = 0; lane < kLanes; lane += kVector) {
+    const __m512 magnitudes = _mm512_abs_ps(_mm512_loadu_ps(x + lane));
+    within &= _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(range), _CMP_LE_OQ);
+  }
+  return within == 0xffff;
+}
+#endif
 
 // Adds a tile's sums to those in double, and empties them. The sums of one tile are short, and so
 // exact enough in the arithmetic's type.
