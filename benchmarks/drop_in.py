@@ -17,7 +17,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ from pairs import Batch, Function, Pair, from_tests, gradient, make_batch, make_
 from torch import Tensor
 
 from klfast import compat
-from klfast.bench import report
+from klfast.bench import allocator, idle, report
 from klfast.bench.cases import DTYPES
-from klfast.bench.measure import Plan
-from klfast.bench.timing import Timing, interleave
+from klfast.bench.command import REMEDY
+from klfast.bench.measure import ATTEMPTS, Plan, time_idle
+from klfast.bench.timing import Timing
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 20
@@ -275,12 +276,15 @@ def _flat(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def measure(pair: Pair, dtype: str, shape: tuple[int, ...], rounds: int) -> list[Row]:
+def measure(
+    pair: Pair, dtype: str, shape: tuple[int, ...], plan: Plan
+) -> tuple[list[Row], idle.Load | None]:
+    """The rows of both, and the load beside their rounds."""
     make = make_batch if len(shape) == 2 else make_vocabulary
     batch = make(shape, DTYPES[dtype])
     check(pair, batch)
     functions = {"framework": pair.theirs, "klfast": pair.ours}
-    timings = interleave(functions, [batch], rounds)
+    timings, load = time_idle(functions, [batch], plan)
 
     def row(impl: str, timing: Timing) -> Row:
         return Row(
@@ -293,18 +297,18 @@ def measure(pair: Pair, dtype: str, shape: tuple[int, ...], rounds: int) -> list
             timing.median * 1e3,
             timing.best * 1e3,
             timing.median / timings["klfast"].median,
-            rounds,
+            plan.rounds,
             timing.calls,
         )
 
-    return [row(impl, timing) for impl, timing in timings.items()]
+    return [row(impl, timing) for impl, timing in timings.items()], load
 
 
-def conditions(rounds: int) -> dict[str, Any]:
+def conditions(plan: Plan) -> dict[str, Any]:
     """Where, when and how, and the versions of the frameworks; estimators are each pair's own."""
     names = ("verl", "openrlhf", "trl")
     peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
-    where = report.conditions(Plan(rounds, reused=True))
+    where = report.conditions(replace(plan, reused=True))
     del where["estimator"]
     return {**where, "versions": {**where["versions"], **peers}}
 
@@ -325,21 +329,35 @@ def main() -> int:
     parser.add_argument("peers", choices=PEERS, help="which set of frameworks is importable")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for its JSON")
     parser.add_argument("--quick", action="store_true", help="toy size: does it run?")
+    parser.add_argument("--keep-memory", action="store_true", help="as of klfast bench")
+    parser.add_argument("--allow-load", action="store_true", help="as of klfast bench")
     arguments = parser.parse_args()
-    rounds = 1 if arguments.quick else ROUNDS
+    if arguments.keep_memory:
+        allocator.keep_memory()
+    plan = Plan(
+        rounds=1 if arguments.quick else ROUNDS,
+        keeps_memory=arguments.keep_memory,
+        attempts=1 if arguments.allow_load else ATTEMPTS,
+    )
     torch.manual_seed(0)
     if arguments.peers == "verl":
         from_tests("stand_ins").install()  # for what OpenRLHF imports and no CPU has
-    rows = []
+    results = report.Results()
     for pair, shape, dtype in cases(arguments.peers, arguments.quick):
-        rows += measure(pair, dtype, shape, rounds)
-        theirs, ours = rows[-2:]
+        (theirs, ours), load = measure(pair, dtype, shape, plan)
+        results.rows += (theirs, ours)
+        results.loads[theirs.case] = load
         print(
             f"{theirs.case}: {theirs.median_ms:.3g} ms, klfast {ours.median_ms:.3g} ms, "
             f"{theirs.ratio:.2g}x",
             flush=True,
         )
-    data = {"conditions": conditions(rounds), "rows": [asdict(row) for row in rows]}
+    loaded = report.loaded_text(results.loads)
+    if loaded is not None and not arguments.allow_load:
+        print(f"nothing was written: {loaded}; {REMEDY}", file=sys.stderr)
+        return 3
+    where = {**conditions(plan), **report.load_conditions(results, arguments.allow_load)}
+    data = {"conditions": where, "rows": [asdict(row) for row in results.rows]}
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"drop-in-{arguments.peers}.json"
     file.write_text(json.dumps(data, indent=2) + "\n")

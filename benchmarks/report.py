@@ -37,6 +37,12 @@ OPS = {
     "stats": "the same with `KLStats`",
     "one-read": "forward + backward, one read",
     "two-pass": "forward + backward, two passes",
+    "limits": "k3 with limits, forward to per-sequence sums",
+    "weights": "k3 with importance weights, forward to per-sequence sums",
+    "limits-one-read": "k3 with limits, sum, forward + backward, one read",
+    "weights-one-read": "k3 with importance weights, sum, forward + backward, one read",
+    "k2-one-read": "k3 with k2's gradient, sum, forward + backward, one read",
+    "sum-one-read": "k3, sum, forward + backward, one read",
     "kl": "KL forward",
     "kl-one-read": "mean KL, forward + backward, one read",
     "kl-two-pass": "KL, forward + backward, two passes",
@@ -47,6 +53,7 @@ OPS = {
 }
 HEADINGS = {
     "tokens": "k3, random boolean mask",
+    "options": "random boolean mask",
     "logits": "tokens x vocabulary, every token kept",
 }
 """Suite -> what its ops are of."""
@@ -66,7 +73,14 @@ RIVALS = {
     "torch.compile": "`torch.compile`",
     "torch.compile max-autotune": "max-autotune",
 }
-SOME_RIVALS = {"selective": "selective", "Liger": "Liger", "TRL": "TRL's Triton"}
+SOME_RIVALS = {
+    "selective": "selective",
+    "Liger": "Liger",
+    "TRL": "TRL's Triton",
+    "plain k3": "klfast's plain k3",
+    "token-mean": "klfast's `token-mean`",
+    "klfast in place": "klfast's `inplace_backward`",
+}
 """Of some ops, or where they are installed."""
 
 
@@ -140,6 +154,7 @@ def cpu_table(data: dict[str, Any]) -> str:
     several = len({tuple(row["shape"]) for row in rows}) > 1
     rivals = rivals_of(cases, always=("eager", "torch.compile"))
     with_memory = any(row.get("peak_bytes") is not None for row in rows)
+    with_floor = any(row.get("floor_ratio") is not None for row in rows)
     lines = [
         [
             label(row, several),
@@ -148,6 +163,7 @@ def cpu_table(data: dict[str, Any]) -> str:
             *ratios(case, rivals),
             "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}",
             share(row["read_share"]),
+            *([number(row.get("floor_ratio"))] * with_floor),
             *([peaks(case, ("klfast", "eager", "torch.compile"))] * with_memory),
         ]
         for case, row in zip(cases, rows, strict=True)
@@ -155,14 +171,25 @@ def cpu_table(data: dict[str, Any]) -> str:
     headings = [HEADINGS[suite_of(data)], "dtype", "klfast, ms"]
     headings += [f"vs {title}" for title in rivals.values()]
     headings += ["GB/s", "of read bandwidth"]
+    headings += ["times a read, and a fill of the gradient"] * with_floor
     headings += ["MB above the inputs: klfast / eager / `torch.compile`"] * with_memory
     return table(headings, lines)
+
+
+def state(where: dict[str, Any]) -> str:
+    """The machine's state, in a sentence: its memory's, and the load; of results that say it."""
+    if "memory" not in where:
+        return ""
+    others = where["others_share"]
+    load = "is not known" if others is None else f"was {100 * others:.1f} % of the cores' time"
+    allowed = " (a load was allowed)" if where["load_allowed"] else ""
+    return f"Freed memory: {where['memory']}. What other processes took {load}{allowed}."
 
 
 def cpu_block(data: dict[str, Any]) -> str:
     """The table of a CPU's results; of logits, where, when and how too."""
     if suite_of(data) != "logits":
-        return cpu_table(data)
+        return "\n\n".join(filter(None, (cpu_table(data), state(data["conditions"]))))
     where = data["conditions"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
@@ -173,8 +200,14 @@ def cpu_block(data: dict[str, Any]) -> str:
         f"rounds, inputs {where['inputs']}, checked against float64 first; logits with a deviation "
         f"of {where['logits_std']} nats, {where['log_ratio_std']} apart. Memory: the peak of what "
         "is resident, each in a process of its own. selective: eager PyTorch without a log_softmax "
-        "of all rows at once, as TRL's `selective_log_softmax`."
+        "of all rows at once, as TRL's `selective_log_softmax`. "
+        f"{state(where)}".rstrip()
     )
+
+
+def memory_of(where: dict[str, Any]) -> str:
+    """The state of the memory as the end of a list of conditions; nothing where none is said."""
+    return f", freed memory {where['memory']}" if "memory" in where else ""
 
 
 def summary(parts: Sequence[dict[str, Any]]) -> str:
@@ -201,7 +234,7 @@ def summary(parts: Sequence[dict[str, Any]]) -> str:
     wheres = [
         f"{suite}: {where['device']}, {where['threads']} threads, torch "
         f"{where['versions']['torch']}, {where['date'][:10]}, medians of {where['rounds']} "
-        f"interleaved rounds, inputs {where['inputs']}"
+        f"interleaved rounds, inputs {where['inputs']}" + memory_of(where)
         for suite, where in zip(
             ("Log-probs", "Logits"), (data["conditions"] for data in parts), strict=True
         )
@@ -244,8 +277,9 @@ def drop_in_conditions(parts: Sequence[dict[str, Any]]) -> str:
     return (
         f"{shape}, {where['device']}, {where['threads']} threads; {', '.join(versions)}; commit "
         f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
-        "rounds, results compared first. `GRPOTrainer._compute_loss` is TRL's whole loss around a "
-        "model that costs nothing; ROLL's and trlx's side is their formula in eager PyTorch."
+        f"rounds, results compared first{memory_of(where)}. "
+        "`GRPOTrainer._compute_loss` is TRL's whole loss around a model that costs nothing; ROLL's "
+        "and trlx's side is their formula in eager PyTorch."
     )
 
 

@@ -1,12 +1,16 @@
-"""The read bandwidth of this machine: the inputs' own bytes, read by torch's plain reductions."""
+"""What the memory of this machine allows: the inputs' own bytes, read by torch's plain reductions,
+and the gradient's, written by a plain fill.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from klfast.bench.allocator import prefer_large_pages
 from klfast.bench.cases import Inputs
 from klfast.bench.timing import interleave
 
@@ -40,7 +44,30 @@ GPU_PROBES: dict[str, Probe] = {
 """To a GPU, denormal numbers are like others."""
 
 
-def fastest_probe(inputs: Sequence[Inputs], warm: bool) -> str:
-    """The name of the probe that reads these inputs fastest."""
-    timings = interleave(PROBES, inputs, TRIAL_ROUNDS, warm=warm)
+def _gradient(inputs: Inputs) -> Tensor:
+    """Memory for it, as the run's state of memory has it."""
+    return torch.empty_like(inputs.arguments[0], requires_grad=False)
+
+
+FILLS: dict[str, Probe] = {
+    "fill": lambda inputs: _gradient(inputs).fill_(1),
+    "fill in large pages": lambda inputs: prefer_large_pages(_gradient(inputs)).fill_(1),
+}
+"""The gradient written, and nothing else. Its memory is fresh or reused as every candidate's is."""
+
+
+def read_and_fill(probe: str, fill: str) -> Callable[[Inputs], Any]:
+    """A plain read of the inputs, then a fill of the gradient: less no backward can do."""
+
+    def call(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return PROBES[probe](inputs), FILLS[fill](inputs)
+
+    return call
+
+
+def fastest(
+    probes: Mapping[str, Probe], inputs: Sequence[Inputs], *, warm: bool, settle: bool = False
+) -> str:
+    """The name of the probe that is fastest on these inputs."""
+    timings = interleave(probes, inputs, TRIAL_ROUNDS, warm=warm, settle=settle)
     return min(timings, key=lambda name: timings[name].median)

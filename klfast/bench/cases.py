@@ -80,6 +80,11 @@ class Op(ABC):
     gpu_working_bytes: ClassVar[int]
     """The same on a GPU, of what must not fail there."""
 
+    @property
+    def can_pack(self) -> bool:
+        """Whether it is timed on packed sequences too. Packed tokens over logits are rows."""
+        return False
+
     @abstractmethod
     def layout(self, case: Case) -> Layout:
         """The tensors that are read."""
@@ -99,6 +104,12 @@ class Op(ABC):
     @abstractmethod
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         """Name -> what is written without klfast; the first is what is compiled, too."""
+
+    def beside(self, inputs: Any) -> dict[str, Callable[[Any], Any]]:
+        """Name -> what is timed with the candidates, and not checked, as it computes something
+        else; it is given ``inputs`` or others like them.
+        """
+        return {}
 
     @abstractmethod
     def named(self, outputs: Any) -> dict[str, Tensor]:
@@ -140,10 +151,13 @@ class Case:
         return sum(_sizes(self))
 
     @property
+    def gradient_bytes(self) -> int:
+        return self.numbers * DTYPES[self.dtype].itemsize if self.op.backward else 0
+
+    @property
     def least_bytes(self) -> int:
         """What must move whoever computes it: the reads, and the gradient if there is one."""
-        written = self.numbers * DTYPES[self.dtype].itemsize if self.op.backward else 0
-        return self.op.reads * self.input_bytes + written
+        return self.op.reads * self.input_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import re
 import sys
 import warnings
@@ -14,20 +12,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klfast.bench import gpu, gpu_report
+from klfast.bench import allocator, gpu, gpu_report, idle
 from klfast.bench.cases import DTYPES, Case, Op, Suite
 from klfast.bench.check import WrongResult
-from klfast.bench.measure import ROUNDS, Plan, Skip, measure, one_line
+from klfast.bench.measure import ATTEMPTS, ROUNDS, Measured, Plan, Skip, measure, one_line
+from klfast.bench.output import Output, cannot_write
 from klfast.bench.progress import Begin, Tick, progress
-from klfast.bench.report import Results, conditions, print_cpu_results, to_json
+from klfast.bench.report import (
+    Results,
+    conditions,
+    load_conditions,
+    loaded_text,
+    print_cpu_results,
+    to_json,
+)
 from klfast.bench.suites import SUITES
-from klfast.bench.tokens import TokensOp
 
 HELP = "time klfast against eager PyTorch and torch.compile on this machine"
 
 DEVICES = ("cpu", "cuda")
 
+CPU_OPTIONS = {
+    "reuse_inputs": "on a GPU the cache is always flushed",
+    "keep_memory": "on a GPU torch always keeps what is freed",
+    "allow_load": "a GPU's time is not that of other processes on the CPU",
+}
+"""Flags, and why a GPU has no use for them."""
+
 QUICK_ROUNDS = 3
+
+REMEDY = "measure when they are done, or pass --allow-load, which the file will say"
 
 T = TypeVar("T")
 
@@ -39,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite",
         choices=tuple(SUITES),
         default="tokens",
-        help="tokens: the k3 penalty of log-probs (default); logits: divergences and log-probs "
-        "over the whole vocabulary",
+        help="tokens: the k3 penalty of log-probs (default); options: its limits, weights and "
+        "gradient rules beside plain k3; logits: divergences and log-probs over the whole "
+        "vocabulary",
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where (default cpu)")
     parser.add_argument(
@@ -86,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time on one set of inputs, kept in cache, instead of rotating several",
     )
     parser.add_argument(
+        "--keep-memory",
+        action="store_true",
+        help="the process keeps the memory that is freed, and takes it again without page faults, "
+        "as a training process comes to do; else malloc gives large blocks back (cpu, glibc)",
+    )
+    parser.add_argument(
         "--no-compile",
         dest="compile",
         action="store_false",
@@ -94,7 +115,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="toy shapes and few rounds: shows that it works"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help=f"also write JSON, unless other processes took more than {idle.LIMIT:.0%} of the "
+        "cores' time (cpu)".replace("%", "%%"),
+    )
+    parser.add_argument(
+        "--allow-load", action="store_true", help="write JSON all the same; it says so (cpu)"
+    )
 
 
 def _defaults() -> str:
@@ -161,8 +191,8 @@ class Bench:
 
     Attributes:
         cases, rounds: what is measured, and how often.
-        measure: (case, called after each round) -> its rows, and the probe behind its ``read``.
-        where: the conditions so far.
+        measure: (case, called after each round) -> what was measured.
+        where: the conditions of the results so far.
         show: prints results and conditions.
         keep_going: whether the cases behind one that fails are measured.
         notes: what a reader must know before there is a result.
@@ -171,8 +201,8 @@ class Bench:
 
     cases: list[Case]
     rounds: int
-    measure: Callable[[Case, Tick], tuple[Sequence[Any], str | None]]
-    where: Callable[[], dict[str, Any]]
+    measure: Callable[[Case, Tick], Measured]
+    where: Callable[[Results], dict[str, Any]]
     show: Callable[[Results, dict[str, Any]], None]
     keep_going: bool = False
     notes: tuple[str, ...] = ()
@@ -180,31 +210,57 @@ class Bench:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: measured. 130: interrupted, what was done is shown. 1: a wrong result. 2: a mistake."""
+    """0: measured. 130: interrupted, what was done is shown. 1: a wrong result. 2: a mistake. 3: a
+    load, under which nothing is written.
+    """
     if (mistake := _mistake(arguments)) is not None:
         return _fail(mistake, 2)
+    if _refuses_load(arguments) and (reason := _load_now()) is not None:
+        return _fail(f"{arguments.out} cannot be written: {reason}; {REMEDY}", 3)
     try:
         bench = (_gpu_bench if arguments.device == "cuda" else _cpu_bench)(arguments)
     except gpu.NoBackend as error:
         return _fail(str(error), 1)
+    except allocator.NotKept as error:
+        return _fail(str(error), 2)
     results = Results(notes=list(bench.notes), failed=bench.failed)
+    output = None if arguments.out is None else Output(arguments.out)
     try:
         with progress(len(bench.cases), bench.rounds) as begin:
             for case in bench.cases:
                 _measure_into(results, case, bench, begin)
-                _write(results, bench, arguments.out)
+                if output is not None:
+                    output.write(to_json(results, bench.where(results)))
         results.finished = True
     except WrongResult as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         results.notes.append("Interrupted: the cases that follow were not measured.")
-    bench.show(results, bench.where())
-    if arguments.out is not None:
-        _write(results, bench, arguments.out)
+    bench.show(results, bench.where(results))
+    if output is not None:
+        if _refuses_load(arguments) and (reason := loaded_text(results.loads)) is not None:
+            output.withdraw()
+            return _fail(f"{arguments.out} was not written: {reason}; {REMEDY}", 3)
+        output.write(to_json(results, bench.where(results)))
         print(f"JSON: {arguments.out}")
     if results.failed:
         return 1
     return 0 if results.finished else 130
+
+
+def _refuses_load(arguments: argparse.Namespace) -> bool:
+    """Whether a load keeps the results from being written. A GPU's times are its own clock's."""
+    return arguments.out is not None and not arguments.allow_load and arguments.device == "cpu"
+
+
+def _load_now() -> str | None:
+    """What is wrong with the load before anything is measured; None if nothing is."""
+    load = idle.sample()
+    if load is None:
+        return "what other processes take is not known here without psutil"
+    if load.is_idle:
+        return None
+    return f"other processes take {load.share:.0%} of the cores' time"
 
 
 def _mistake(arguments: argparse.Namespace) -> str | None:
@@ -213,25 +269,30 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
     for name in arguments.ops or ():
         if (reason := _not_one_of(suite.ops, name)) is not None:
             return f"--ops of --suite {suite.name}: {reason}"
-    if arguments.out is not None and (reason := _cannot_write(arguments.out)) is not None:
+    if arguments.out is not None and (reason := cannot_write(arguments.out)) is not None:
         return f"cannot write to {arguments.out}: {reason}"
     if arguments.device == "cpu":
         given = [name for name in ("packed", "budget") if getattr(arguments, name) is not None]
         return f"--{given[0]} needs --device cuda" if given else None
     if arguments.packed is not None and suite.name != "tokens":
         return "--packed needs --suite tokens"
-    if arguments.reuse_inputs:
-        return "--reuse-inputs needs --device cpu: on a GPU the cache is always flushed"
+    for name, reason in CPU_OPTIONS.items():
+        if getattr(arguments, name):
+            return f"--{name.replace('_', '-')} needs --device cpu: {reason}"
     return None if gpu.find_place() else "--device cuda: torch sees no CUDA device here"
 
 
 def _cpu_bench(arguments: argparse.Namespace) -> Bench:
+    if arguments.keep_memory:
+        allocator.keep_memory()
     suite = SUITES[arguments.suite]
     plan = Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS),
         reused=arguments.reuse_inputs,
         with_compile=arguments.compile,
         with_memory=suite.with_memory,
+        keeps_memory=arguments.keep_memory,
+        attempts=ATTEMPTS if _refuses_load(arguments) else 1,
     )
     shapes = arguments.shapes or (suite.quick_shapes if arguments.quick else suite.shapes)
     where = conditions(plan, suite)
@@ -239,7 +300,7 @@ def _cpu_bench(arguments: argparse.Namespace) -> Bench:
         cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
         rounds=plan.rounds,
         measure=lambda case, after_round: measure(case, plan, after_round),
-        where=lambda: where,
+        where=lambda results: {**where, **load_conditions(results, arguments.allow_load)},
         show=lambda results, where: print_cpu_results(results, where, suite),
     )
 
@@ -258,8 +319,8 @@ def _gpu_bench(arguments: argparse.Namespace) -> Bench:
     return Bench(
         cases=cases,
         rounds=plan.rounds,
-        measure=bench.measure,
-        where=lambda: gpu_report.gpu_conditions(place, plan, bench.ceilings, suite),
+        measure=lambda case, after_round: Measured(*bench.measure(case, after_round)),
+        where=lambda results: gpu_report.gpu_conditions(place, plan, bench.ceilings, suite),
         show=lambda results, where: gpu_report.print_gpu_results(results, where, suite),
         failed=bench.failed,
         keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
@@ -272,8 +333,7 @@ def _gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
     ops = _chosen(arguments.ops or suite.gpu_ops, suite)
     given = arguments.shapes or (suite.quick_shapes if arguments.quick else None)
     default = given if arguments.quick else () if given else suite.gpu_packed_shapes
-    # Eager's statistics are of rows; and to an op over logits packed tokens are rows like others.
-    packable = [op for op in ops if isinstance(op, TokensOp) and not op.stats]
+    packable = [op for op in ops if op.can_pack]
     return [
         *_cases(given or suite.gpu_shapes, ops, arguments.dtypes),
         *_cases(arguments.packed or default or (), packable, arguments.dtypes, packed=True),
@@ -299,7 +359,7 @@ def _measure_into(results: Results, case: Case, bench: Bench, begin: Begin) -> N
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            rows, probe = bench.measure(case, after_round)
+            measured = bench.measure(case, after_round)
         except Skip as reason:
             results.skipped[case.name] = str(reason)
             return
@@ -308,27 +368,11 @@ def _measure_into(results: Results, case: Case, bench: Bench, begin: Begin) -> N
                 raise
             results.failed[case.name] = one_line(error)
             return
-    results.rows += rows
+    results.rows += measured.rows
+    results.loads[case.name] = measured.load
     results.notes += [f"{case.name}: {warning.message}" for warning in caught]
-    if probe is not None:
-        results.probes[case.name] = probe
-
-
-def _write(results: Results, bench: Bench, path: Path | None) -> None:
-    """After every case, as a benchmark that is stopped from outside has no end to write at."""
-    if path is not None:
-        path.write_text(json.dumps(to_json(results, bench.where()), indent=2) + "\n")
-
-
-def _cannot_write(path: Path) -> str | None:
-    """Why a file cannot be written, before there is anything to write; None if it can."""
-    if path.is_dir():
-        return "it is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return "permission denied"
-    return None
+    if measured.probe is not None:
+        results.probes[case.name] = measured.probe
 
 
 def _fail(message: str, code: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 import klfast
+from klfast.bench.candidates import Candidate
 from klfast.bench.cases import (
     DTYPES,
     EAGER,
@@ -35,6 +36,8 @@ LOGIT_STD = 2.5
 """Standard deviation of the logits, in nats."""
 
 JSD_BETA = 0.5
+
+IN_PLACE = "klfast in place"
 
 CHUNK = 128
 """Rows that TRL's ``entropy_from_logits`` takes at once, to save memory."""
@@ -160,10 +163,37 @@ class TokenLogprobsOp(LogitsOp):
             SELECTIVE: partial(selective_logprobs, with_entropy=self.entropy),
         }
 
+    def beside(self, inputs: LogitsInputs) -> dict[str, Candidate]:
+        """The backward into the logits' memory, on a copy of its own that the first call spoils:
+        what follows takes gradients for logits, which costs the same.
+        """
+        if not self.backward or self.entropy:
+            return {}
+        memory, weight = inputs.logits.detach().clone(), torch.zeros((), requires_grad=True)
+
+        def in_place(given: LogitsInputs) -> tuple[Tensor, Tensor]:
+            logits = _Computed.apply(weight, memory)
+            logprobs = klfast.token_logprobs(logits, given.other, inplace_backward=True)
+            return logprobs, torch.autograd.grad(logprobs, logits, given.grad_out)[0]
+
+        return {IN_PLACE: in_place}
+
     def named(self, outputs: Any) -> dict[str, Tensor]:
         if self.entropy:
             return dict(zip(("logprobs", "entropy"), outputs, strict=True))
         return {"logprobs": outputs}
+
+
+class _Computed(torch.autograd.Function):
+    """Logits as a model has computed them, in given memory: no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, memory: Tensor) -> Tensor:
+        return memory.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 OPS: dict[str, LogitsOp] = {

@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from klfast.bench.bandwidth import PROBES, fastest_probe
+from klfast.bench import idle
+from klfast.bench.bandwidth import FILLS, PROBES, fastest, read_and_fill
 from klfast.bench.candidates import COMPILE, KLFAST, Candidate, build_candidates, is_ours
 from klfast.bench.cases import Case, Inputs, Op, make_inputs
 from klfast.bench.check import WrongResult, check_outputs, tolerances, truth
@@ -22,6 +24,12 @@ ROUNDS = 20
 
 READ = "read"
 """The plain read of the inputs, among the candidates."""
+
+FLOOR = "read + fill"
+"""The plain read and a fill of the gradient, among the candidates that have a backward."""
+
+ATTEMPTS = 3
+"""Rounds that met a load are repeated so often where the result is to be published."""
 
 ROTATED_BYTES = 128 << 20
 MAX_COPIES = 8
@@ -42,15 +50,19 @@ class Row:
     Attributes:
         case: name of the case.
         op, dtype, shape: the case.
-        impl: ``klfast``, ``eager``, ``selective``, ``torch.compile`` or ``read``.
+        impl: ``klfast``, ``eager``, ``selective``, ``torch.compile``, ``read``, ``read + fill``, or
+            what the op has beside.
         median_ms, min_ms: of a call, over the rounds.
         ratio: this candidate's median over klfast's: how many times faster klfast is; 1 for klfast
-            itself. None for ``read``.
+            itself. None for ``read`` and ``read + fill``.
         rounds, calls: how many timings, and calls in each.
         bytes: the least that must move.
         gb_per_s: ``bytes`` over the median, in 1e9 bytes per second; None where the inputs are so
             small that the call is measured, not the memory.
         read_share: ``gb_per_s`` as a share of that of ``read`` in the same rounds.
+        floor_ratio: this candidate's median over that of ``read + fill``, or without a backward of
+            ``read``; None for small inputs as well.
+        page_faults: of a call, the median over the rounds: 0 in memory that the process has kept.
         peak_bytes: of resident memory above the inputs, in a process of its own; None where that
             was not measured.
     """
@@ -68,6 +80,8 @@ class Row:
     bytes: int
     gb_per_s: float | None
     read_share: float | None
+    floor_ratio: float | None
+    page_faults: float | None
     peak_bytes: int | None
 
 
@@ -81,41 +95,100 @@ class Plan:
             that rotate.
         with_compile: whether ``torch.compile`` is among the rivals.
         with_memory: whether the peaks of memory are measured.
+        keeps_memory: whether the process keeps what is freed (``allocator.keep_memory``).
+        attempts: how often rounds are repeated that met a load.
     """
 
     rounds: int = ROUNDS
     reused: bool = False
     with_compile: bool = True
     with_memory: bool = False
+    keeps_memory: bool = False
+    attempts: int = 1
 
 
-def measure(
-    case: Case, plan: Plan, after_round: Callable[[], None] = lambda: None
-) -> tuple[list[Row], str | None]:
-    """The rows of a case, klfast first; and the name of the probe behind its ``read``.
+class Measured(NamedTuple):
+    """A case's rows, klfast first; the plain read, and fill, behind its ``read``; and the load of
+    its rounds, None where it is not known.
+    """
+
+    rows: Sequence[Any]
+    probe: str | None
+    load: idle.Load | None = None
+
+
+def measure(case: Case, plan: Plan, after_round: Callable[[], None] = lambda: None) -> Measured:
+    """Checks and times a case.
 
     Raises:
         Skip: the case does not fit into memory.
         WrongResult: a candidate computes something else.
     """
-    timings, probe = _time(case, plan, after_round)
+    timed = _time(case, plan, after_round)
     peaks = {}
     if plan.with_memory:  # now that this process holds no inputs any more
-        peaks = {name: peak_bytes(case, name) for name in timings if name != READ}
-    return rows_of(case, timings, peaks), probe
+        peaks = {name: peak_bytes(case, name) for name in timed.candidates}
+    return Measured(rows_of(case, timed.timings, peaks), timed.probe, timed.load)
 
 
-def _time(
-    case: Case, plan: Plan, after_round: Callable[[], None]
-) -> tuple[dict[str, Timing], str | None]:
+class _Timed(NamedTuple):
+    """``candidates``: the names of those in ``timings`` that were checked."""
+
+    timings: dict[str, Timing]
+    candidates: list[str]
+    probe: str | None
+    load: idle.Load | None
+
+
+def _time(case: Case, plan: Plan, after_round: Callable[[], None]) -> _Timed:
     copies = 1 if plan.reused else rotation(case.input_bytes)
     check_memory(case, copies)
     inputs = make_inputs(case, copies)
     candidates = checked_candidates(case.op, inputs[0], plan.with_compile)
-    probe = fastest_probe(inputs, plan.reused) if case.input_bytes >= SMALLEST_READ else None
-    everyone = candidates if probe is None else {**candidates, READ: PROBES[probe]}
-    timings = interleave(everyone, inputs, plan.rounds, warm=plan.reused, after_round=after_round)
-    return timings, probe
+    plain, probe = _plain(case, inputs, plan)
+    everyone = {**candidates, **case.op.beside(inputs[0]), **plain}
+    timings, load = time_idle(everyone, inputs, plan, after_round)
+    return _Timed(timings, list(candidates), probe, load)
+
+
+def _plain(
+    case: Case, inputs: Sequence[Inputs], plan: Plan
+) -> tuple[dict[str, Candidate], str | None]:
+    """``READ`` and, with a backward, ``FLOOR``, and what is behind them; nothing for small inputs,
+    where a read is a call.
+    """
+    if case.input_bytes < SMALLEST_READ:
+        return {}, None
+    probe = fastest(PROBES, inputs, warm=plan.reused)
+    if not case.op.backward:
+        return {READ: PROBES[probe]}, probe
+    fill = fastest(FILLS, inputs, warm=plan.reused, settle=plan.keeps_memory)
+    return {READ: PROBES[probe], FLOOR: read_and_fill(probe, fill)}, f"{probe}; {fill}"
+
+
+def time_idle(
+    candidates: Mapping[str, Candidate],
+    inputs: Sequence[Any],
+    plan: Plan,
+    after_round: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Timing], idle.Load | None]:
+    """Timings and the load beside them, of the first attempt that the machine was idle in, or of
+    the last.
+    """
+    for attempt in range(1, plan.attempts + 1):
+        begin = idle.reading()
+        timings = interleave(
+            candidates,
+            inputs,
+            plan.rounds,
+            warm=plan.reused,
+            settle=plan.keeps_memory,
+            after_round=after_round,
+        )
+        load = idle.since(begin)
+        if load is None or load.is_idle or attempt == plan.attempts:
+            return timings, load
+    raise ValueError(f"attempts must be at least 1, got {plan.attempts}")
 
 
 def rotation(input_bytes: int) -> int:
@@ -177,21 +250,17 @@ def one_line(error: Exception) -> str:
 def rows_of(
     case: Case, timings: Mapping[str, Timing], peaks: Mapping[str, int | None] | None = None
 ) -> list[Row]:
-    read = timings.get(READ)
-    read_speed = None if read is None else case.input_bytes / read.median
-    return [_row(case, name, timings, read_speed, (peaks or {}).get(name)) for name in timings]
+    return [_row(case, name, timings, (peaks or {}).get(name)) for name in timings]
 
 
-def _row(
-    case: Case,
-    name: str,
-    timings: Mapping[str, Timing],
-    read_speed: float | None,
-    peak: int | None,
-) -> Row:
+def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None) -> Row:
     timing = timings[name]
-    moved = case.input_bytes if name == READ else case.least_bytes
-    speed = None if read_speed is None else moved / timing.median
+    read = timings.get(READ)
+    floor = timings.get(FLOOR, read)
+    plain_bytes = {READ: case.input_bytes, FLOOR: case.input_bytes + case.gradient_bytes}
+    moved = plain_bytes.get(name, case.least_bytes)
+    read_speed = None if read is None else case.input_bytes / read.median
+    speed = None if read is None else moved / timing.median
     return Row(
         case=case.name,
         op=case.op.name,
@@ -200,12 +269,14 @@ def _row(
         impl=name,
         median_ms=timing.median * 1e3,
         min_ms=timing.best * 1e3,
-        ratio=None if name == READ else timing.median / timings[KLFAST].median,
+        ratio=None if name in plain_bytes else timing.median / timings[KLFAST].median,
         rounds=len(timing.seconds),
         calls=timing.calls,
         bytes=moved,
         gb_per_s=None if speed is None else speed / 1e9,
         read_share=None if speed is None or read_speed is None else speed / read_speed,
+        floor_ratio=None if floor is None else timing.median / floor.median,
+        page_faults=timing.median_faults,
         peak_bytes=peak,
     )
 

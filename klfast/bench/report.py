@@ -9,19 +9,19 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from klfast.bench import tokens
+from klfast.bench import allocator, idle, tokens
 from klfast.bench.cases import Suite
 from klfast.bench.measure import Plan, Row
 from klfast.version import __version__
 
-HEADINGS = ("case", "impl", "median ms", "min ms", "ratio", "GB/s", "of read")
+HEADINGS = ("case", "impl", "median ms", "min ms", "ratio", "GB/s", "of read", "of floor")
 MEMORY_HEADINGS = (*HEADINGS, "MB")
 
 
@@ -32,6 +32,7 @@ class Results:
     Attributes:
         rows: one for each case and candidate.
         probes: case -> the reduction behind its ``read``.
+        loads: case -> the load beside its rounds; None where it is not known.
         skipped: case -> why it was left out.
         failed: case -> what went wrong.
         notes: what else a reader must know.
@@ -40,6 +41,7 @@ class Results:
 
     rows: list[Any] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, idle.Load | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -53,7 +55,6 @@ def conditions(plan: Plan, suite: Suite = tokens.SUITE) -> dict[str, Any]:
         "device": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "instruction_set": instruction_set(),
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
         "versions": versions(),
@@ -62,7 +63,33 @@ def conditions(plan: Plan, suite: Suite = tokens.SUITE) -> dict[str, Any]:
         **suite.facts,
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
+        "memory": allocator.KEPT if plan.keeps_memory else allocator.GIVEN_BACK,
     }
+
+
+def load_conditions(results: Results, allowed: bool) -> dict[str, Any]:
+    """What other processes took of the cores' time in all rounds, and whether more would have been
+    allowed; the share is None where it is not known.
+    """
+    known = [load for load in results.loads.values() if load is not None]
+    share = sum(known, idle.NOTHING).share if len(known) == len(results.loads) else None
+    return {"others_share": None if share is None else round(share, 4), "load_allowed": allowed}
+
+
+def loaded_text(loads: Mapping[str, idle.Load | None]) -> str | None:
+    """The load that results were measured under; None if the machine was idle."""
+    if None in loads.values():
+        return "what other processes took is not known here"
+    known = {name: load for name, load in loads.items() if load is not None}
+    busy = [name for name, load in known.items() if not load.is_idle]
+    total = sum(known.values(), idle.NOTHING)
+    if not busy and total.is_idle:
+        return None
+    most = max(busy or known, key=lambda name: known[name].share)
+    return (
+        f"other processes took {total.share:.0%} of the cores' time, {known[most].share:.0%} "
+        f"in {most}, and more than {idle.LIMIT:.0%} in {len(busy)} of {len(known)} cases"
+    )
 
 
 def now() -> str:
@@ -119,7 +146,11 @@ def commit() -> str | None:
 
 
 def to_json(results: Results, where: dict[str, Any]) -> dict[str, Any]:
-    return {"conditions": where, **asdict(results)}
+    """Loads as shares."""
+    shares = {
+        name: None if load is None else round(load.share, 4) for name, load in results.loads.items()
+    }
+    return {"conditions": where, **asdict(results), "loads": shares}
 
 
 def cells(row: Row, first: bool) -> tuple[str, ...]:
@@ -132,6 +163,7 @@ def cells(row: Row, first: bool) -> tuple[str, ...]:
         "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.3g}x",
         "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
         "" if row.read_share is None else f"{row.read_share:.0%}",
+        "" if row.floor_ratio is None else f"{row.floor_ratio:.2f}",
     )
 
 
@@ -152,10 +184,12 @@ def summary(where: dict[str, Any], suite: Suite) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     text = (
         f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; {versions}, "
-        f"commit {where['commit']}; {where['date']}, load {where['load_before']}. {suite.text}; "
-        f"{where['rounds']} interleaved rounds, inputs {where['inputs']}. ratio: that median over "
-        f"klfast's. GB/s: the least bytes of the case over the median. read: torch's fastest plain "
-        f"reduction of the inputs' bytes."
+        f"commit {where['commit']}; {where['date']}. {suite.text}; "
+        f"{where['rounds']} interleaved rounds, inputs {where['inputs']}; memory: "
+        f"{where['memory']}. ratio: that median over klfast's. GB/s: the least bytes of the case "
+        f"over the median. read: torch's fastest plain reduction of the inputs' bytes. read + "
+        f"fill: that and the fastest plain fill of a gradient. of floor: the median over that of "
+        f"read + fill, or without a gradient of read."
     )
     if suite.with_memory:
         text += " MB: peak of resident memory above the inputs, in a process of its own."
@@ -166,6 +200,11 @@ def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> 
     """The table, what was left out and why, and the conditions."""
     table = (MEMORY_HEADINGS, memory_cells) if suite.with_memory else (HEADINGS, cells)
     print_results(results, summary(where, suite), *table)
+    loaded = loaded_text(results.loads)
+    if loaded is not None:
+        print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
+    else:
+        print(f"idle: other processes took {where['others_share']:.1%} of the cores' time.")
 
 
 def print_results(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from klfast.bench import logits, tokens
+from klfast.bench import logits, options, tokens
 from klfast.bench.cases import Op, Suite
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (tokens.SUITE, logits.SUITE)}
+SUITES: dict[str, Suite] = {
+    suite.name: suite for suite in (tokens.SUITE, options.SUITE, logits.SUITE)
+}
 
 OPS: dict[str, Op] = {name: op for suite in SUITES.values() for name, op in suite.ops.items()}

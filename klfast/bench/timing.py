@@ -7,21 +7,35 @@ import math
 import statistics
 import timeit
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from klfast.bench.allocator import page_faults
 
 LEAST_SECONDS = 1e-3
 """A call shorter than this is repeated until a timing lasts that long."""
+
+SETTLING_ROUNDS = 24
+"""At most so many untimed rounds until kept memory serves every candidate."""
+
+CALM_ROUNDS = 3
+"""So many in a row show it: aligned blocks leave remainders, and the heap grows now and then."""
+
+CALM_FAULTS = 64
+"""Page faults that a calm round may make."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call in each round, and how many calls a round's timing holds."""
+    """Seconds per call in each round, how many calls a round's timing holds, and page faults per
+    call in each round.
+    """
 
     seconds: list[float]
     calls: int
+    faults: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -31,6 +45,12 @@ class Timing:
     def best(self) -> float:
         return min(self.seconds)
 
+    @property
+    def median_faults(self) -> float | None:
+        """None where they were not counted."""
+        faults = statistics.median(self.faults or [math.nan])
+        return None if math.isnan(faults) else faults
+
 
 def interleave(
     candidates: Mapping[str, Callable[[T], Any]],
@@ -38,18 +58,21 @@ def interleave(
     rounds: int,
     *,
     warm: bool = False,
+    settle: bool = False,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Times every candidate once a round, in alternating order.
 
     Every call, whoever makes it, takes the next of ``inputs`` in turn: before a set comes back, all
-    the others have gone through the caches. First calls are not timed.
+    the others have gone through the caches. First calls are not timed. What a call returns is freed
+    within its timing, before the next call, whoever made it.
 
     Args:
         candidates: name -> what is called with a set of inputs.
         inputs: sets of inputs.
         rounds: how many.
         warm: call once, untimed, before every timing, for inputs that stay in cache.
+        settle: begin with untimed rounds until they make no page faults, for memory that is kept.
         after_round: called after each, to show progress.
     """
     turns = itertools.cycle(inputs)
@@ -58,16 +81,32 @@ def interleave(
         for name, call in candidates.items()
     }
     calls = {name: _calls_per_timing(timer) for name, timer in timers.items()}
+    if settle:
+        _settle(timers)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    faults: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     for _ in range(rounds):
         for name in order:
             if warm:
                 timers[name].timeit(1)
+            before = page_faults()
             seconds[name].append(timers[name].timeit(calls[name]) / calls[name])
+            faults[name].append((page_faults() - before) / calls[name])
         order.reverse()
         after_round()
-    return {name: Timing(seconds[name], calls[name]) for name in candidates}
+    return {name: Timing(seconds[name], calls[name], faults[name]) for name in candidates}
+
+
+def _settle(timers: Mapping[str, timeit.Timer]) -> None:
+    calm = 0
+    for _ in range(SETTLING_ROUNDS):
+        before = page_faults()
+        for timer in timers.values():
+            timer.timeit(1)
+        calm = calm + 1 if page_faults() - before <= CALM_FAULTS else 0
+        if calm == CALM_ROUNDS:
+            return
 
 
 def _calls_per_timing(timer: timeit.Timer) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import klfast
+from klfast.bench.candidates import Candidate, candidate
 from klfast.bench.cases import (
     DTYPES,
     EAGER,
@@ -31,6 +32,9 @@ from klfast.stats import KLStats
 UNEVEN = 0.75
 """Packed sequences have evenly spread lengths, from 1 - UNEVEN to 1 + UNEVEN times their mean."""
 
+PLAIN = "plain k3"
+"""klfast without what a case adds to it, timed beside."""
+
 
 @dataclass(frozen=True)
 class TokenInputs(Inputs):
@@ -38,18 +42,21 @@ class TokenInputs(Inputs):
 
     Attributes:
         logprobs, ref_logprobs, mask: [B, T], or packed [N].
+        old_logprobs: the same, of an op with weights; else None.
         cu_seqlens: [B+1], int32, of packed inputs; else None.
     """
 
     logprobs: Tensor
     ref_logprobs: Tensor
     mask: Tensor
+    old_logprobs: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        packed = () if self.cu_seqlens is None else (self.cu_seqlens,)
-        return (self.logprobs, self.ref_logprobs, self.mask, *packed)
+        others = (self.old_logprobs, self.cu_seqlens)
+        given = (tensor for tensor in others if tensor is not None)
+        return (self.logprobs, self.ref_logprobs, self.mask, *given)
 
     def in_float64(self, numbers: int) -> Iterator[TokenInputs]:
         """Parts are rows; packed tokens stay together."""
@@ -66,6 +73,7 @@ class TokenInputs(Inputs):
             logprobs=in_float64(self.logprobs, rows),
             ref_logprobs=self.ref_logprobs[rows].double(),
             mask=self.mask[rows],
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[rows].double(),
             grad_out=None if self.grad_out is None else self.grad_out[rows].double(),
             storage=None,
         )
@@ -86,6 +94,11 @@ class TokensOp(Op):
     working_bytes = 48
     gpu_working_bytes = 400  # of all: float64 graphs of the check, and of the candidates
 
+    @property
+    def can_pack(self) -> bool:
+        """Eager's statistics are of rows."""
+        return not self.stats
+
     def layout(self, case: Case) -> Layout:
         """Two log-probs and a boolean mask."""
         shape = (case.numbers,) if case.packed else case.shape
@@ -98,7 +111,7 @@ class TokensOp(Op):
             logprobs.requires_grad_(self.backward),
             ref_logprobs,
             mask,
-            boundaries(*case.shape).to(storage.device) if case.packed else None,
+            cu_seqlens=boundaries(*case.shape).to(storage.device) if case.packed else None,
             grad_out=self.grad_out(case.shape[0], storage.device),
             storage=storage,
         )
@@ -135,6 +148,10 @@ class TokensOp(Op):
             return {EAGER: eager_stats}
         seq_sum = eager_packed_seq_sum if packed else eager_seq_sum
         return {EAGER: {"seq-sum": seq_sum, "token-mean": eager_token_mean}[self.reduction]}
+
+    def beside(self, inputs: TokenInputs) -> dict[str, Candidate]:
+        """The same without statistics."""
+        return {PLAIN: candidate(self, replace(self, stats=False).klfast())} if self.stats else {}
 
     def named(self, outputs: Any) -> dict[str, Tensor]:
         if self.stats:

@@ -18,8 +18,8 @@ from klfast.bench.timing import Timing, interleave
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = ["bench", "--quick", "--no-compile", "--rounds", "2"]
-LARGE_SHAPE = {"tokens": "64x4096", "logits": "9x70000"}
+QUICK = ["bench", "--quick", "--no-compile", "--rounds", "2", "--allow-load"]
+LARGE_SHAPE = {"tokens": "64x4096", "options": "64x4096", "logits": "9x70000"}
 """Whose inputs are read in more than the time of a call."""
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -33,6 +33,12 @@ suites = pytest.mark.parametrize("suite", SUITES)
         ("stats", 9, 5),
         ("one-read", 13, 7),
         ("two-pass", 22, 12),
+        ("limits", 9, 5),
+        ("weights", 13, 7),
+        ("limits-one-read", 13, 7),
+        ("weights-one-read", 17, 9),
+        ("k2-one-read", 13, 7),
+        ("sum-one-read", 13, 7),
         ("kl", 8, 4),
         ("kl-one-read", 12, 6),
         ("kl-two-pass", 20, 10),
@@ -54,7 +60,7 @@ def test_the_storage_that_the_read_reads_is_the_inputs(op, dtype):
     case = Case(op, dtype, (7, 9))
     inputs = make_inputs(case, 2)[1]
     assert inputs.storage.nbytes % 64 == 0
-    assert 0 <= inputs.storage.nbytes - case.input_bytes < 3 * 64
+    assert 0 <= inputs.storage.nbytes - case.input_bytes < 4 * 64
     assert sum(tensor.nbytes for tensor in inputs.arguments) == case.input_bytes
     assert all(tensor.shape[0] == 7 and tensor.any() for tensor in inputs.arguments)
     assert inputs.arguments[0].requires_grad == op.backward
@@ -156,15 +162,69 @@ def test_reused_inputs_are_warmed_before_every_timing():
 
 def test_ratio_speed_and_share_are_of_medians():
     case = Case(OPS["one-read"], "fp32", (1000, 1000))
-    seconds = {"klfast": [2e-3, 1e-3, 9e-3], "eager": [8e-3] * 3, "read": [1e-3] * 3}
-    ours, eager, read = rows_of(case, {name: Timing(s, 1) for name, s in seconds.items()})
+    seconds = {
+        "klfast": [2e-3, 1e-3, 9e-3],
+        "eager": [8e-3] * 3,
+        "read": [1e-3] * 3,
+        "read + fill": [1.6e-3] * 3,
+    }
+    ours, eager, read, floor = rows_of(case, {name: Timing(s, 1) for name, s in seconds.items()})
     assert (ours.median_ms, ours.min_ms, ours.ratio) == pytest.approx((2, 1, 1))
     assert eager.ratio == pytest.approx(4)
-    assert read.ratio is None
-    assert (ours.bytes, read.bytes) == (13_000_000, 9_000_000)
+    assert read.ratio is floor.ratio is None
+    assert (ours.bytes, read.bytes, floor.bytes) == (13_000_000, 9_000_000, 13_000_000)
+    assert (ours.floor_ratio, eager.floor_ratio) == pytest.approx((1.25, 5))
     assert ours.gb_per_s == pytest.approx(6.5)
     assert ours.read_share == pytest.approx(6.5 / 9)
-    assert read.read_share == 1
+    assert read.read_share == floor.floor_ratio == 1
+
+
+def test_without_a_gradient_the_floor_is_the_read_and_without_a_read_there_is_none():
+    case = Case(OPS["forward"], "fp32", (1000, 1000))
+    timings = {"klfast": Timing([3e-3], 1, [7.0]), "read": Timing([2e-3], 1)}
+    ours, read = rows_of(case, timings)
+    assert (ours.floor_ratio, read.floor_ratio) == (1.5, 1)
+    assert (ours.page_faults, read.page_faults) == (7.0, None)
+    (alone,) = rows_of(case, {"klfast": timings["klfast"]})
+    assert alone.floor_ratio is alone.read_share is None
+
+
+BESIDE = {
+    "stats": "plain k3",
+    "limits": "plain k3",
+    "weights": "plain k3",
+    "limits-one-read": "plain k3",
+    "weights-one-read": "plain k3",
+    "k2-one-read": "plain k3",
+    "sum-one-read": "token-mean",
+    "logprob-two-pass": "klfast in place",
+}
+"""Op -> what is timed beside it."""
+
+
+@ops
+@dtypes
+def test_what_is_timed_beside_an_op_computes_what_it_says(op, dtype):
+    inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
+    first = inputs.arguments[0].detach().clone()
+    beside = op.beside(inputs)
+    assert set(beside) == {BESIDE[op.name]} if op.name in BESIDE else not beside
+    plain = {"klfast in place": "logprob-two-pass", "token-mean": "one-read"}
+    for name, call in beside.items():
+        same = OPS[plain.get(name, "forward")]
+        x, ref, *mask = (tensor.detach() for tensor in inputs.arguments[:3])
+        x = x.requires_grad_(op.backward)
+        value = same.klfast()(x, ref, *mask)
+        if name == "plain k3" and op.backward:
+            value = value.sum()
+        result = call(inputs)
+        if op.backward:
+            result, gradient = result
+            expected = torch.autograd.grad(value, x, inputs.grad_out)[0]
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(result, value)
+        call(inputs)
+    assert torch.equal(inputs.arguments[0], first)
 
 
 @suites
@@ -183,8 +243,13 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
         assert name in printed.out
         assert name in printed.err
         rows = {row["impl"]: row for row in data["rows"] if row["case"] == name}
-        assert set(rows) - {"read", "selective"} == {"klfast", "eager"}
-        assert ("read" in rows) == (name in data["probes"]) == name.endswith(shapes[1])
+        op = OPS[rows["klfast"]["op"]]
+        others = {"read", "read + fill", "selective", BESIDE.get(op.name)}
+        assert set(rows) - others == {"klfast", "eager"}
+        assert (BESIDE.get(op.name) in rows) == (op.name in BESIDE)
+        is_large = name.endswith(shapes[1])
+        assert ("read" in rows) == (name in data["probes"]) == is_large
+        assert ("read + fill" in rows) == (op.backward and is_large)
         assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows.values())
         assert (rows["klfast"]["gb_per_s"] is None) == name.endswith("16x256")
     where = data["conditions"]
@@ -192,7 +257,17 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
     assert where["versions"]["torch"] == torch.__version__
     assert where["threads"] == torch.get_num_threads()
     assert (where["suite"], where["rounds"], where["inputs"]) == (suite, 2, "rotated")
-    assert {"device", "date", "commit", "instruction_set", *SUITES[suite].facts} <= set(where)
+    assert where["memory"] == "left to malloc, which gives large blocks back to the system"
+    assert where["load_allowed"] is True
+    assert set(data["loads"]) == set(names)
+    assert {
+        "others_share",
+        "device",
+        "date",
+        "commit",
+        "instruction_set",
+        *SUITES[suite].facts,
+    } <= set(where)
     assert SUITES[suite].text in printed.out
 
 
@@ -303,8 +378,8 @@ def test_a_compiler_that_fails_is_left_out_with_the_reason(monkeypatch, tmp_path
 
     monkeypatch.setattr(candidates, "compiled_forward", broken)
     out = tmp_path / "bench.json"
-    arguments = ["bench", "--quick", "--ops", "forward", "--dtypes", "fp32", "--out", str(out)]
-    assert main(arguments) == 0
+    arguments = ["bench", "--quick", "--ops", "forward", "--dtypes", "fp32", "--allow-load"]
+    assert main([*arguments, "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     assert {row["impl"] for row in data["rows"]} == {"klfast", "eager"}
     assert data["notes"] == [

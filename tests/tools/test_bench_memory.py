@@ -77,7 +77,7 @@ def test_the_command_shows_and_writes_peaks(monkeypatch, tmp_path, capsys):
     out = tmp_path / "bench.json"
     options = ["--suite", "logits", "--ops", "logprob", "--dtypes", "bf16", "--out", str(out)]
     options += ["--shapes", "9x70000"]
-    assert main(["bench", "--quick", "--no-compile", *options]) == 0
+    assert main(["bench", "--quick", "--no-compile", "--allow-load", *options]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[-1] == "MB"
     assert lines[0].endswith(" 1.0")

@@ -325,3 +325,37 @@ def test_results_that_are_not_there_are_named(folder):
 )
 def test_numbers_have_three_digits_and_no_exponent(value, text):
     assert report.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("others", "allowed", "load"),
+    [
+        (0.0123, False, "was 1.2 % of the cores' time."),
+        (0.5, True, "was 50.0 % of the cores' time (a load was allowed)."),
+        (None, True, "is not known (a load was allowed)."),
+    ],
+)
+@pytest.mark.parametrize("suite", ["tokens", "logits"])
+def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
+    made_up_logits, suite, others, allowed, load
+):
+    state = {"memory": "kept by the process", "others_share": others, "load_allowed": allowed}
+    made_up_logits["conditions"].update(state, suite=suite)
+    text = report.cpu_block(made_up_logits)
+    assert text.endswith(f"Freed memory: kept by the process. What other processes took {load}")
+
+
+def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):
+    assert "a fill of the gradient" not in report.cpu_table(made_up_logits)
+    for row in made_up_logits["rows"]:
+        row["floor_ratio"] = 1.234
+    heading, _, line, *_ = report.cpu_table(made_up_logits).splitlines()
+    cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
+    assert cells["times a read, and a fill of the gradient"] == "1.23"
+
+
+def test_what_is_timed_beside_is_a_column(made_up_logits):
+    row = next(row for row in made_up_logits["rows"] if row["impl"] == "eager")
+    made_up_logits["rows"].append({**row, "impl": "klfast in place", "ratio": 0.5})
+    heading, *_ = report.cpu_table(made_up_logits).splitlines()
+    assert "vs klfast's `inplace_backward`" in heading

@@ -127,7 +127,8 @@ OUTPUTS = {
 }
 COMMANDS = {
     "compare": "compare --out out " + " ".join(SHORT),
-    "bench": "bench --quick --no-compile --rounds 1 --dtypes fp32 --ops forward --out bench.json",
+    "bench": "bench --quick --no-compile --rounds 1 --dtypes fp32 --ops forward --out bench.json "
+    "--allow-load",
     "info": "info",
     "help": "--help",
 }

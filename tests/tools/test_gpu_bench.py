@@ -374,6 +374,8 @@ def test_a_rival_may_run_out_of_memory_and_klfast_may_not(left_out):
         ),
         (["--budget", "5"], "--budget needs --device cuda"),
         (["--device", "cuda", "--reuse-inputs"], "--reuse-inputs needs --device cpu"),
+        (["--device", "cuda", "--keep-memory"], "--keep-memory needs --device cpu"),
+        (["--device", "cuda", "--allow-load"], "--allow-load needs --device cpu"),
         (["--device", "cuda"], "torch sees no CUDA device here"),
     ],
 )
