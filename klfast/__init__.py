@@ -8,7 +8,19 @@ from klfast.control.controllers import (
     FixedKLController,
     get_kl_controller,
 )
+from klfast.control.early_stop import KLEarlyStop
+from klfast.control.feedback import (
+    ControlVAEKLController,
+    DoublingKLController,
+    DualKLController,
+    NuPIKLController,
+    PIDLagrangianKLController,
+)
+from klfast.control.grouped import GroupedKLController
+from klfast.control.learning_rate import KLAdaptiveLR
 from klfast.control.monitor import KLMonitor
+from klfast.control.reset import ReferenceReset
+from klfast.control.scheduled import ScheduledKLController
 from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.logits.api import kl_divergence, token_logprobs
@@ -17,11 +29,21 @@ from klfast.version import __version__
 
 __all__ = [
     "AdaptiveKLController",
+    "ControlVAEKLController",
+    "DoublingKLController",
+    "DualKLController",
     "Estimator",
     "ExponentialKLController",
     "FixedKLController",
+    "GroupedKLController",
+    "KLAdaptiveLR",
+    "KLEarlyStop",
     "KLMonitor",
     "KLStats",
+    "NuPIKLController",
+    "PIDLagrangianKLController",
+    "ReferenceReset",
+    "ScheduledKLController",
     "__version__",
     "compat",
     "get_kl_controller",

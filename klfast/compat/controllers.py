@@ -23,14 +23,17 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control import controllers as own
+from klfast.control import rules
+from klfast.control.base import CoefficientController
+from klfast.control.reading import to_scalar, warn_caller
 from klfast.stats import KLStats
 
 
-class _WholeSteps(own.CoefficientController):
+class _WholeSteps(CoefficientController):
     """A controller whose ``n_steps`` may be a whole float, as in the frameworks."""
 
     def _check_n_steps(self, n_steps: object) -> int:
-        number = own.to_scalar(n_steps)
+        number = to_scalar(n_steps)
         whole = isinstance(number, float) and number.is_integer()
         return super()._check_n_steps(int(number) if whole else n_steps)
 
@@ -50,13 +53,14 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
         init_kl_coef: the first coefficient: 0, or within the bounds.
         target: the KL to hold, > 0, in nats per ``unit``.
         horizon: > 0, as of ``klfast.AdaptiveKLController``.
-        **options: ``clip``, ``unit`` (``"sequence"`` by default), ``min_coef``, ``max_coef``.
+        **options: the keywords of ``klfast.AdaptiveKLController``.
 
     Raises:
         TypeError: a setting is of the wrong type.
         ValueError: a setting is NaN, infinite or out of its range.
     """
 
+    _limit = staticmethod(rules.bounded_or_absorbed)
     _warned_of_0 = False
 
     def __init__(
@@ -70,14 +74,11 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
             return 0.0
         return super()._check_value(argument, value)
 
-    def _bounded(self, value: float) -> float:
-        return super()._bounded(value) if self._value else 0.0
-
     def _warn_of_0(self) -> None:
-        if self._value or self._warned_of_0:
+        if self._warned_of_0 or self._state()[0]:
             return
         self._warned_of_0 = True
-        own.warn_caller(
+        warn_caller(
             f"{type(self).__name__} has a coefficient of 0, which is absorbing: the rule "
             "multiplies it, so it stays 0 whatever the KL is"
         )
@@ -107,8 +108,8 @@ class VerlAdaptiveKLController(TokenAdaptiveKLController):
         super().__init__(init_kl_coef, target_kl, horizon, **options)
 
     def update(  # verl's name of the first argument
-        self, current_kl: float | Tensor | KLStats, n_steps: int | None = None
-    ) -> float:
+        self, current_kl: float | Tensor | KLStats, n_steps: int | Tensor | None = None
+    ) -> Any:
         """As ``klfast.AdaptiveKLController.update``; ``n_steps`` may be a whole float."""
         return super().update(current_kl, n_steps)
 
@@ -117,8 +118,8 @@ class VerlFixedKLController(FixedKLController):
     """verl's ``FixedKLController(kl_coef)``."""
 
     def update(  # verl's name of the first argument
-        self, current_kl: float | Tensor | KLStats, n_steps: int | None = None
-    ) -> float:
+        self, current_kl: float | Tensor | KLStats, n_steps: int | Tensor | None = None
+    ) -> Any:
         """As ``klfast.FixedKLController.update``: the coefficient stays."""
         return super().update(current_kl, n_steps)
 
@@ -129,5 +130,5 @@ def get_kl_controller(
     """As ``klfast.get_kl_controller``, of this module's controllers."""
     own.check_options(target, options)
     if target is None:
-        return FixedKLController(init_kl_coef)
+        return FixedKLController(init_kl_coef, **options)
     return AdaptiveKLController(init_kl_coef, target, horizon, **options)

@@ -8,10 +8,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 from klfast.checks.arguments import check_number
-from klfast.control.controllers import KLReader, Unit, check_count
+from klfast.control.reading import KLReader, Unit, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from klfast.stats import KLStats
 
@@ -34,6 +35,8 @@ class KLMonitor(KLReader):
         low: the lower edge of the band, in targets; >= 0.
         unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
             each sequence) or ``"token"`` (over all tokens).
+        process_group: the ranks that measure together, each of which must call ``update``; None for
+            this process alone.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -51,8 +54,9 @@ class KLMonitor(KLReader):
         high: float = 2.0,
         low: float = 0.5,
         unit: Unit = "sequence",
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(unit)
+        super().__init__(unit, process_group)
         self.target = check_number("target", target, above=0)
         self.window = check_count("window", window, least=1)
         self.low = check_number("low", low, least=0)
@@ -65,21 +69,27 @@ class KLMonitor(KLReader):
         """What the last ``update`` returned; ``"ok"`` before the first."""
         return self._status
 
-    def update(self, current: float | Tensor | KLStats) -> Status:
+    def update(self, current: float | Tensor | KLStats, n_steps: int | None = None) -> Status:
         """Take the KL of a batch into the window.
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
                 mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
                 and warned of once. So is a ``KLStats`` that keeps no token, which has no mean.
+            n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
+                ranks; 1 by default, 0 on a rank without data.
 
         Returns:
             The status: ``"ok"``, ``"high"`` or ``"low"``.
 
         Raises:
-            TypeError: ``current`` is not a number.
+            TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
+            ValueError: ``n_steps`` is negative or beyond float64.
+            RuntimeError: the ranks have different windows, or a rank has died.
         """
-        kl = self._read(current)
+        if n_steps is not None:
+            n_steps = check_count("n_steps", n_steps, least=0)
+        kl = self._measure(current, n_steps, sum(self._values))
         if kl is not None:
             self._values.append(kl)
             before, self._status = self._status, self._judge()
@@ -103,7 +113,10 @@ class KLMonitor(KLReader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window's values and the count of skipped ones, as plain JSON; no settings."""
-        return {**self._state_frame(), "values": list(self._values)}
+        return self._framed(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {"values": list(self._values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore exactly what ``state_dict`` returned; the settings stay those of this object.

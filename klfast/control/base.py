@@ -1,0 +1,374 @@
+"""A coefficient inside its bounds, on the host or on a device, of one process or of many ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from klfast.checks.arguments import check_number
+from klfast.control import rules
+from klfast.control.arithmetic import Floats
+from klfast.control.device import DeviceForm
+from klfast.control.ranks import Measured, Ranks
+from klfast.control.reading import (
+    KLReader,
+    Unit,
+    check_count,
+    mean_of,
+    number_of,
+    on_device,
+)
+from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_OF_OPTIONS = ("kl_ema", "measured")
+"""What the option ``ema`` remembers; a checkpoint may be without it, or have it in vain."""
+
+
+class CoefficientController(KLReader):
+    """A coefficient inside its bounds, and the rule that moves it.
+
+    A subclass keeps its settings as attributes, then calls ``_begin`` with the first coefficient.
+    """
+
+    _output = "value"
+    _rule: ClassVar[Any]  # a static rules.Rule
+    _limit: ClassVar[Any] = staticmethod(rules.bounded)
+    _needs_n_steps: bool = False
+    min_coef: float = 0.0
+    max_coef: float | None = None
+    floor: float | None = None
+    ema: float = 0.0
+    dead_band: float = 0.0
+    _value: float
+    _memory: dict[str, float] | None = None
+    _form: DeviceForm | None = None
+
+    def __init__(
+        self,
+        unit: Unit,
+        device: str | torch.device | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(unit, process_group)
+        self.device = None if device is None else check_torch_device(device)
+
+    def _begin(self, argument: str, value: float) -> None:
+        """Check and take the first coefficient, once the settings are there."""
+        value = self._check_value(argument, value)
+        memory = self._first_memory(value)
+        if self.ema:
+            memory.update(kl_ema=0.0, measured=0.0)
+        if self.device is None:
+            self._value, self._memory = value, memory or None
+        else:
+            self._form = DeviceForm(self._plan(), self, {"value": value, **memory}, self.device)
+
+    def _first_memory(self, value: float) -> dict[str, float]:
+        """What the rule remembers beside the coefficient, before the first update."""
+        return {}
+
+    def _plan(self) -> rules.Plan:
+        leaves_zero = self.floor is not None
+        limit = rules.bounded_or_zero if leaves_zero else self._limit
+        return rules.Plan(
+            self._rule_of_settings(), limit, bool(self.ema), bool(self.dead_band), leaves_zero
+        )
+
+    def _rule_of_settings(self) -> rules.Rule:
+        rule: rules.Rule = self._rule
+        return rule
+
+    @property
+    def value(self) -> Any:
+        """The coefficient of the KL penalty.
+
+        A float; with ``device=`` a 0-dim fp64 tensor there, always the same one, updated in place.
+        """
+        return self._value if self._form is None else self._form.value
+
+    @property
+    def skipped(self) -> Any:
+        """How many values were left out because they were NaN or infinite.
+
+        An int; with ``device=`` a 0-dim int64 tensor there.
+        """
+        return self._skipped if self._form is None else self._form.skipped
+
+    @property
+    def highest(self) -> float:
+        """The upper bound of the coefficient, the largest float64 where ``max_coef`` is None."""
+        return sys.float_info.max if self.max_coef is None else self.max_coef
+
+    def _check_value(self, argument: str, value: object) -> float:
+        if self.floor is not None and check_number(argument, value, least=0) == 0:
+            return 0.0
+        least = self.min_coef if self.floor is None else self.floor
+        number = check_number(argument, value, least=least)
+        if self.max_coef is not None and number > self.max_coef:
+            raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
+        return number
+
+    def _check_n_steps(self, n_steps: object) -> int:
+        return check_count("n_steps", n_steps, least=0)
+
+    def update(self, current: float | Tensor | KLStats, n_steps: int | Tensor | None = None) -> Any:
+        """Move the coefficient after a batch.
+
+        With ``device=`` nothing waits for the device, whatever of the arguments is there, and a
+        CUDA graph can capture the call. With ``process_group=`` every rank must call it, in the
+        same order, with its own data: a rank without any passes statistics that keep no token, or
+        ``n_steps=0``. The ranks' sums and counts are added in fp64 by one all-reduce.
+
+        Args:
+            current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
+                mean is taken by ``unit``. NaN, inf or a number beyond float64 changes nothing: it
+                is counted in ``skipped`` and, on the host, warned of once. So is a ``KLStats`` that
+                keeps no token, which has no mean.
+            n_steps: the number of sequences in the batch (over all ranks; with ``process_group=``
+                those of this rank, which weigh its KL, 1 by default); those of the ``KLStats`` by
+                default. Of the rules, ``AdaptiveKLController``'s alone uses it, and needs it with a
+                plain number. With ``device=`` it may be a 0-dim tensor.
+
+        Returns:
+            The new coefficient, ``value``.
+
+        Raises:
+            TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
+            ValueError: ``n_steps`` is negative or beyond float64.
+            RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
+                says so), or a rank has died.
+        """
+        n_steps = self._sequences(current, n_steps)
+        if self._ranks is not None:
+            row = self._measured_here(current, n_steps, self._ranks)
+            return self._take(self._ranks.gather(row))
+        if self._form is not None:
+            return self._update_on_device(self._form, current, n_steps)
+        kl = self._read(current)
+        if kl is not None:
+            self._require(n_steps)
+            self._move(kl, n_steps)
+        return self._value
+
+    def _sequences(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None
+    ) -> int | Tensor | None:
+        """The checked number of sequences, None if it is not known."""
+        if n_steps is None:
+            return current.kl.numel() if isinstance(current, KLStats) else None
+        if isinstance(n_steps, Tensor) and self._form is not None:
+            check_scalar("n_steps", n_steps)
+            return n_steps
+        return self._check_n_steps(n_steps)
+
+    def _require(self, n_steps: object) -> None:
+        if self._needs_n_steps and n_steps is None:
+            raise TypeError("n_steps must be given when current is not a KLStats, got None")
+
+    def _move(self, kl: float, n_steps: Any) -> None:
+        """Apply the rule to a finite KL, on the host."""
+        state = {"value": self._value, **(self._memory or {})}
+        new = rules.advance(Floats(), self._plan(), self, state, kl, n_steps)
+        self._value = new.pop("value")
+        self._memory = new or None
+
+    @torch.no_grad()
+    def _update_on_device(
+        self, form: DeviceForm, current: float | Tensor | KLStats, n_steps: int | Tensor | None
+    ) -> Tensor:
+        self._require(n_steps)
+        device = form.state.device
+        if isinstance(current, KLStats):
+            mean = mean_of(current, self.unit)
+            kl: float | Tensor = torch.where(current.length.any(), mean, math.nan)
+        elif self._stays_on_device(current):
+            kl = current
+        else:
+            kl = number_of(current)
+        form.update(on_device(kl, device), on_device(1 if n_steps is None else n_steps, device))
+        return form.value
+
+    def _measured_here(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
+    ) -> Tensor:
+        """This rank's row of the all-reduce."""
+        self._require(n_steps)
+        if self._form is None:
+            return self._row(current, n_steps, self._value, ranks.device)
+        return self._row(current, n_steps, self._form.value, self._form.state.device)
+
+    def _take(self, table: Tensor) -> Any:
+        """Move by the rows of all ranks."""
+        if self._form is not None:
+            with torch.no_grad():
+                self._form.update_of_ranks(table)
+            return self._form.value
+        measured = Measured(table)
+        measured.check_agreement(f"{type(self).__name__}'s value")
+        kl = self._finite(measured.kl) if measured.is_given else None
+        if kl is not None:
+            self._move(kl, measured.n_steps)
+        return self._value
+
+    def _stays_on_device(self, current: object) -> bool:
+        if self._form is None or not isinstance(current, Tensor):
+            return False
+        check_scalar("current", current, "a number, a 0-dim tensor or a KLStats")
+        return True
+
+    def _state(self) -> tuple[float, dict[str, float]]:
+        """The coefficient and what else is remembered, as floats."""
+        if self._form is None:
+            return self._value, dict(self._memory or {})
+        state = self._form.read()
+        return state.pop("value"), state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient, the count of skipped values and the rule's memory.
+
+        Plain JSON, without settings, and the same on the host and on a device: a state of one loads
+        into the other. With ``device=`` this waits for the device.
+
+        Raises:
+            RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
+                coefficients in an update since the state was loaded.
+        """
+        disagreements = 0 if self._form is None else int(self._form.disagreements)
+        if disagreements:
+            raise RuntimeError(
+                f"{type(self).__name__}'s value must be the same on every rank, got different ones "
+                f"in {disagreements} updates"
+            )
+        return self._framed(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        value, memory = self._state()
+        return {"value": value, "memory": memory} if memory else {"value": value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+
+        A state from before the option ``ema`` was given, or after, loads: the average begins anew.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
+                or its coefficient is outside this object's bounds. The object is then unchanged.
+        """
+        skipped = self._check_state_frame(state, optional=("memory",))
+        value = self._check_value("state['value']", state["value"])
+        memory = self._check_memory(state.get("memory", {}))
+        if self._form is not None:
+            self._form.write({"value": value, **memory}, skipped)
+            self._form.disagreements.zero_()
+            return
+        self._value, self._memory, self._skipped = value, memory or None, skipped
+
+    def _check_memory(self, memory: object) -> dict[str, float]:
+        if not isinstance(memory, dict):
+            raise TypeError(f"state['memory'] must be a dict, got {type(memory).__name__}")
+        own = self._state()[1]
+        averages = memory.keys() & set(_OF_OPTIONS)
+        if memory.keys() - averages != own.keys() - set(_OF_OPTIONS) or len(averages) == 1:
+            raise ValueError(f"state['memory'] must have keys {[*own]}, got {[*memory]}")
+        checked = {
+            name: check_number(f"state['memory'][{name!r}]", value)
+            for name, value in memory.items()
+        }
+        return {name: checked.get(name, 0.0) for name in own}
+
+    def __copy__(self) -> Any:
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        if self._form is not None:
+            other._form = copy.copy(self._form)
+        return other
+
+
+class TargetController(CoefficientController):
+    """A controller with a target, and the options that all of those have.
+
+    Args:
+        target: the KL to hold, > 0, in nats per ``unit``: about 6 per sequence or 0.1 per token.
+        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
+            each sequence) or ``"token"`` (over all tokens).
+        min_coef: the lower bound, > 0.
+        max_coef: the upper bound, >= ``min_coef``; None for none.
+        device: where the coefficient lives, and is updated without a sync; None for the host.
+        process_group: the ranks that measure together; None for this process alone.
+        dead_band: >= 0; while ``abs(kl / target - 1) <= dead_band``, nothing moves. 0 for none.
+        ema: the weight of the past in a moving average of the KL, which the rule then sees:
+            ``average = ema * average + (1 - ema) * kl``, in [0, 1); 0 for the KL itself.
+        floor: > 0; lets the coefficient be 0, at first and later. 0 then acts as ``floor``, which
+            takes the place of ``min_coef``: the coefficient leaves 0 when the rule moves ``floor``
+            upwards, and is 0 when the rule falls below it. None: a rule that multiplies would never
+            leave 0, so the coefficient cannot be 0.
+    """
+
+    def __init__(
+        self,
+        target: float,
+        unit: Unit,
+        min_coef: float,
+        max_coef: float | None,
+        device: str | torch.device | None = None,
+        process_group: ProcessGroup | None = None,
+        dead_band: float = 0.0,
+        ema: float = 0.0,
+        floor: float | None = None,
+    ) -> None:
+        super().__init__(unit, device, process_group)
+        self.target = check_number("target", target, above=0)
+        self.min_coef = check_number("min_coef", min_coef, above=0)
+        if floor is not None:
+            floor = check_number("floor", floor, above=0)
+        self.floor = floor
+        if max_coef is not None:
+            max_coef = check_number("max_coef", max_coef, least=floor or self.min_coef)
+        self.max_coef = max_coef
+        self.dead_band = check_number("dead_band", dead_band, least=0)
+        self.ema = check_part("ema", ema)
+
+    def _set(
+        self, above: float | None = None, least: float | None = None, **numbers: float
+    ) -> None:
+        """Check settings, numbers with a common bound, and keep them as attributes."""
+        for name, number in numbers.items():
+            setattr(self, name, check_number(name, number, above=above, least=least))
+
+
+def check_part(argument: str, value: object) -> float:
+    """Return ``value`` as a float, or raise unless it is in [0, 1)."""
+    number = check_number(argument, value, least=0)
+    if number >= 1:
+        raise ValueError(f"{argument} must be a finite number >= 0 and < 1, got {value!r}")
+    return number
+
+
+def check_torch_device(device: object) -> torch.device:
+    """Return ``device`` as a torch.device, or raise unless it names one."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            f"device must be a torch.device, its name or None, got {type(device).__name__}"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch.device or its name, got {device!r}") from error
+
+
+def check_scalar(argument: str, value: Tensor, wanted: str = "a number or a 0-dim tensor") -> None:
+    """Raise unless a tensor is one real number, by its shape and dtype alone."""
+    if value.dim() != 0 or value.dtype == torch.bool or value.is_complex():
+        raise TypeError(
+            f"{argument} must be {wanted}, got a tensor of shape {[*value.shape]} and dtype "
+            f"{value.dtype}"
+        )

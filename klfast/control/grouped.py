@@ -1,0 +1,171 @@
+"""A coefficient for each group of the data, with its own target."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from klfast.checks.arguments import check_number
+from klfast.control.base import TargetController
+from klfast.control.ranks import Ranks
+from klfast.control.reading import STATE_VERSION, check_state_kind
+from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["GroupedKLController"]
+
+Current: TypeAlias = "float | Tensor | KLStats"
+
+
+class GroupedKLController:
+    """A controller per group of the data (a task, a language, a bucket of lengths).
+
+    Each group has its own coefficient, target and memory, under one rule and one set of options.
+
+    Args:
+        controller: the class that steers, such as ``klfast.NuPIKLController``.
+        init_kl_coef: the first coefficient, of all groups or by group.
+        targets: the KL to hold by group, > 0, in nats per ``unit``; at least one.
+        process_group: the ranks that measure together; None for this process alone. One all-reduce
+            per ``update`` serves all groups.
+        **options: of ``controller``, for all groups.
+
+    Raises:
+        TypeError: a setting is of the wrong type, or an option is unknown to ``controller``.
+        ValueError: a setting is out of its range, or ``init_kl_coef`` has other groups.
+    """
+
+    def __init__(
+        self,
+        controller: type[TargetController],
+        init_kl_coef: float | Mapping[str, float],
+        targets: Mapping[str, float],
+        *,
+        process_group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        if not (isinstance(controller, type) and issubclass(controller, TargetController)):
+            raise TypeError(
+                f"controller must be the class of a controller with a target, got {controller!r}"
+            )
+        if not isinstance(targets, Mapping):
+            raise TypeError(f"targets must be numbers by group, got {type(targets).__name__}")
+        if not targets:
+            raise ValueError("targets must have at least one group, got none")
+        for name, target in targets.items():
+            if not isinstance(name, str):
+                raise TypeError(f"targets must have strings for groups, got {name!r}")
+            check_number(f"targets[{name!r}]", target, above=0)
+        coefs = self._by_group("init_kl_coef", init_kl_coef, targets)
+        make: Any = controller
+        self._parts: dict[str, TargetController] = {
+            name: make(coefs[name], target, **options) for name, target in targets.items()
+        }
+        self._ranks = None if process_group is None else Ranks(process_group)
+
+    @staticmethod
+    def _by_group(argument: str, given: Any, groups: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A value for each group, from one for all or one by group."""
+        if not isinstance(given, Mapping):
+            return dict.fromkeys(groups, given)
+        if given.keys() != groups.keys():
+            raise ValueError(f"{argument} must have the groups {[*groups]}, got {[*given]}")
+        return given
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The coefficient by group: floats, or with ``device=`` 0-dim tensors updated in place."""
+        return {name: part.value for name, part in self._parts.items()}
+
+    @property
+    def skipped(self) -> dict[str, Any]:
+        """How many KLs were not finite, by group."""
+        return {name: part.skipped for name, part in self._parts.items()}
+
+    def update(
+        self,
+        current: Mapping[str, Current],
+        n_steps: Mapping[str, int] | int | None = None,
+    ) -> dict[str, Any]:
+        """Move the coefficients of the groups that a batch has; the others stay.
+
+        Args:
+            current: the mean KL in nats by group, as of the controller's ``update``. With
+                ``process_group=`` every rank calls, with the groups that it has, even none.
+            n_steps: the number of sequences, of each group in ``current`` or by group.
+
+        Returns:
+            The new coefficients, ``value``.
+
+        Raises:
+            TypeError: ``current`` is not a mapping, or as the controller's ``update``.
+            ValueError: a group has no target, or as the controller's ``update``.
+            RuntimeError: the ranks have different coefficients, or a rank has died.
+        """
+        if not isinstance(current, Mapping):
+            raise TypeError(f"current must be KLs by group, got {type(current).__name__}")
+        unknown = [name for name in current if name not in self._parts]
+        if unknown:
+            raise ValueError(f"current must have groups of {[*self._parts]}, got {unknown[0]!r}")
+        sequences = self._by_group("n_steps", n_steps, current)
+        if self._ranks is None:
+            for name, kl in current.items():
+                self._parts[name].update(kl, sequences[name])
+            return self.value
+        rows = [
+            self._row(name, part, current, sequences, self._ranks)
+            for name, part in self._parts.items()
+        ]
+        table = self._ranks.gather(torch.stack(rows))
+        for at, part in enumerate(self._parts.values()):
+            part._take(table[:, at])
+        return self.value
+
+    @staticmethod
+    def _row(
+        name: str,
+        part: TargetController,
+        current: Mapping[str, Current],
+        sequences: Mapping[str, Any],
+        ranks: Ranks,
+    ) -> Tensor:
+        if name in current:
+            n_steps = part._sequences(current[name], sequences[name])
+            return part._measured_here(current[name], n_steps, ranks)
+        row = part._measured_here(0.0, 0, ranks)
+        row[-1] = 0.0  # not given
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every group's state, as plain JSON; no settings."""
+        groups = {name: part.state_dict() for name, part in self._parts.items()}
+        return {"kind": "grouped", "version": STATE_VERSION, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind or version, has other groups, or an entry is
+                out of its range. The object is then unchanged.
+        """
+        check_state_kind(state, "grouped")
+        groups = state.get("groups")
+        if not isinstance(groups, dict):
+            raise TypeError(f"state['groups'] must be a dict, got {type(groups).__name__}")
+        if groups.keys() != self._parts.keys():
+            raise ValueError(f"state must have the groups {[*self._parts]}, got {[*groups]}")
+        for name, part in self._parts.items():
+            copy.copy(part).load_state_dict(groups[name])
+        for name, part in self._parts.items():
+            part.load_state_dict(groups[name])
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name!r}: {part!r}" for name, part in self._parts.items())
+        return f"{type(self).__name__}({{{parts}}})"

@@ -1,0 +1,163 @@
+"""A learning rate that holds the KL of an update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from klfast.checks.arguments import check_number
+from klfast.control.reading import KLReader, Unit, check_count
+from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+__all__ = ["KLAdaptiveLR"]
+
+
+class KLAdaptiveLR(LRScheduler, KLReader):
+    """A learning-rate scheduler that is stepped with the KL of the policy's last update.
+
+    ``lr /= factor`` if ``current > high * target``, ``lr *= factor`` if
+    ``0 < current < low * target``, limited to ``[min_lr, max_lr]``; every parameter group likewise.
+    ``current`` is the KL between the policy before the update and after it. It is stepped like
+    ``torch.optim.lr_scheduler.ReduceLROnPlateau``: ``scheduler.step(stats)``.
+
+    Args:
+        optimizer: whose learning rates, numbers or tensors, are moved in place.
+        target: the KL of an update to hold, > 0, in nats per ``unit``.
+        factor: > 1.
+        high, low: the band's edges, in targets; ``0 <= low < high``.
+        min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``. The first learning rates may be
+            outside; the first change brings them in.
+        unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` or ``"sequence"``.
+        process_group: the ranks that measure together, each of which must call ``step``; None for
+            this process alone.
+
+    Raises:
+        TypeError: a setting is of the wrong type.
+        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
+
+    Source: N. Rudin et al., "Learning to Walk in Minutes Using Massively Parallel Deep
+    Reinforcement Learning" (CoRL 2021, arXiv:2109.11978), and its code, rsl_rl, whose numbers are
+    the defaults; skrl and rl_games have the same rule.
+    """
+
+    _kind = "adaptive-lr"
+    _output = "last_lr"
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        target: float,
+        *,
+        factor: float = 1.5,
+        high: float = 2.0,
+        low: float = 0.5,
+        min_lr: float = 1e-5,
+        max_lr: float = 1e-2,
+        unit: Unit = "token",
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        KLReader.__init__(self, unit, process_group)
+        self.target = check_number("target", target, above=0)
+        self.factor = check_number("factor", factor, above=1)
+        self.low = check_number("low", low, least=0)
+        self.high = check_number("high", high, above=self.low)
+        self.min_lr = check_number("min_lr", min_lr, above=0)
+        self.max_lr = check_number("max_lr", max_lr, least=self.min_lr)
+        LRScheduler.__init__(self, optimizer)
+
+    def step(
+        self, current: float | Tensor | KLStats | None = None, n_steps: int | None = None
+    ) -> None:
+        """Move the learning rates after an update of the policy.
+
+        Args:
+            current: the update's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
+                mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
+                and warned of once. So is a ``KLStats`` that keeps no token. None changes nothing.
+            n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
+                ranks; 1 by default, 0 on a rank without data.
+
+        Raises:
+            TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
+            ValueError: ``n_steps`` is negative or beyond float64.
+            RuntimeError: the ranks have different learning rates, or a rank has died.
+        """
+        if current is not None:
+            if n_steps is not None:
+                n_steps = check_count("n_steps", n_steps, least=0)
+            kl = self._measure(current, n_steps, float(self.optimizer.param_groups[0]["lr"]))
+            if kl is not None:
+                self._move(kl)
+        self.last_epoch += 1
+        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def last_lr(self) -> list[float]:
+        """The learning rates of the parameter groups after the last ``step``."""
+        return [float(rate) for rate in self._last_lr]
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates as they are."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def _move(self, kl: float) -> None:
+        if kl > self.high * self.target:
+            factor = 1 / self.factor
+        elif 0 < kl < self.low * self.target:
+            factor = self.factor
+        else:
+            return
+        for group in self.optimizer.param_groups:
+            lr = min(max(float(group["lr"]) * factor, self.min_lr), self.max_lr)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def __repr__(self) -> str:
+        names = (
+            "last_lr",
+            "target",
+            "factor",
+            "high",
+            "low",
+            "min_lr",
+            "max_lr",
+            "unit",
+            "skipped",
+        )
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({fields})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the learning rates and the counts, as plain JSON; no settings."""
+        return self._framed(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {"steps": self.last_epoch, "lr": self.last_lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned; the optimizer's own state holds its learning rates.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
+                or has another number of parameter groups. The object is then unchanged.
+        """
+        skipped = self._check_state_frame(state)
+        steps = check_count("state['steps']", state["steps"], least=0)
+        rates = state["lr"]
+        if not isinstance(rates, list):
+            raise TypeError(f"state['lr'] must be a list, got {type(rates).__name__}")
+        if len(rates) != len(self._last_lr):
+            raise ValueError(
+                f"state['lr'] must have {len(self._last_lr)} learning rates, got {len(rates)}"
+            )
+        self._last_lr = [check_number("state['lr']", rate, least=0) for rate in rates]
+        self.last_epoch, self._skipped = steps, skipped

@@ -1,0 +1,100 @@
+"""One all-reduce per update, from which every rank gets the same numbers bit for bit.
+
+Each rank writes its row of numbers into a table of zeros with a row per rank; the sum of the tables
+over ranks holds everybody's rows. A number plus zeros is that number, so the rows arrive exactly,
+whatever the order in which the collective adds, and every rank adds them in the same fixed order.
+That what must be equal *is* equal on all ranks is seen in the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+KL, COUNT, N_STEPS, EQUAL, GIVEN = range(5)
+"""The columns of a row, see :class:`Measured`."""
+
+
+class Ranks:
+    """The ranks of a process group, of which this process is one."""
+
+    def __init__(self, group: Any) -> None:
+        if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup that this process is in, "
+                f"got {group!r}"
+            )
+        self.group = group
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's collectives want host numbers: NCCL's on the GPU, others' on CPU."""
+        if distributed.get_backend(self.group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Every rank's row, [ranks, *row.shape], in the order of ranks; one all-reduce.
+
+        Raises:
+            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+        """
+        table = row.new_zeros((self.size, *row.shape))
+        table[self.rank].copy_(row)
+        distributed.all_reduce(table, group=self.group)
+        return table
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "process_group must be None for a controller to be pickled, got a group of this "
+            "process; save its state_dict() instead"
+        )
+
+
+def folded(rows: Tensor) -> Tensor:
+    """The sum over the first dimension, by halves: an order that depends on its length alone."""
+    while len(rows) > 1:
+        half, rest = divmod(len(rows), 2)
+        folded_half = rows[:half] + rows[half + rest :]
+        rows = torch.cat([folded_half, rows[half : half + rest]]) if rest else folded_half
+    return rows[0]
+
+
+class Measured:
+    """What all ranks measured, from a table of rows.
+
+    A row is the sum of KL, what it is divided by, the number of sequences, what must be equal on
+    all ranks, and whether (1 or 0) the rank gave anything to measure.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._equal: list[float] = table[:, EQUAL].tolist()
+        total, count, n_steps, _, given = folded(table).tolist()
+        self.kl = total / count if count > 0 else math.nan
+        """The mean KL of all ranks; NaN where none has anything to average."""
+        self.n_steps = int(n_steps)
+        """The number of sequences on all ranks."""
+        self.is_given = given > 0
+
+    def check_agreement(self, what: str) -> None:
+        """Raise on every rank unless all ranks have the same.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        first, *others = self._equal
+        apart = [rank for rank, value in enumerate(others, 1) if value != first]
+        if apart:
+            raise RuntimeError(
+                f"{what} must be the same on every rank, got {first!r} on rank 0 and "
+                f"{others[apart[0] - 1]!r} on rank {apart[0]}; {len(apart)} of {1 + len(others)} "
+                "ranks differ from rank 0"
+            )

@@ -1,0 +1,132 @@
+"""A schedule of the coefficient, or of the target of another controller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from klfast.checks.arguments import check_choice, check_number
+from klfast.control import rules
+from klfast.control.base import CoefficientController, TargetController
+from klfast.control.feedback import NuPIKLController
+from klfast.control.reading import Unit, check_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ScheduledKLController"]
+
+Shape = Literal["linear", "cosine"]
+_CURVES: dict[str, rules.Curve] = {"linear": rules.linear, "cosine": rules.cosine}
+
+
+class ScheduledKLController(CoefficientController):
+    """A coefficient that follows a schedule, or a target that does.
+
+    The curve c(t), t the number of updates that were not skipped: with ``s = (t - warmup) / steps``
+    limited to [0, 1],
+
+    - ``c = start + (1 - start) * t / warmup`` while ``t < warmup``; then
+    - ``c = 1 + (final - 1) * s`` of the shape ``"linear"``,
+    - ``c = 1 + (final - 1) * (1 - cos(pi * s)) / 2`` of the shape ``"cosine"``.
+
+    Without a target the coefficient is ``init_kl_coef * c(t)``, whatever the KL is. With one,
+    another controller steers it, and holds ``target * c(t)``. By default there is no warm-up, the
+    coefficient of a schedule falls to 0, and a target stays.
+
+    Args:
+        init_kl_coef: the coefficient that c multiplies, >= 0; with a target the first one, within
+            the controller's bounds.
+        target: the KL that c multiplies, > 0, in nats per ``unit``; None for a schedule of the
+            coefficient.
+        shape: ``"linear"`` or ``"cosine"``.
+        warmup: updates, >= 0.
+        steps: updates after those of ``warmup``, >= 1.
+        start: c before the first update, where there is a warm-up: >= 0, of a target > 0.
+        final: c at the end: >= 0, of a target > 0; by default 0, of a target 1.
+        controller: the class that steers, made by ``controller(init_kl_coef, target, **options)``.
+        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` or ``"token"``.
+        device: where the coefficient lives, and is updated without a sync; None for the host.
+        process_group: the ranks that measure together; None for this process alone.
+        **options: of ``controller``.
+
+    Raises:
+        TypeError: a setting is of the wrong type, or options are given without a target.
+        ValueError: a setting is NaN, infinite or out of its range, or a choice is unknown.
+
+    Source of the cosine: I. Loshchilov and F. Hutter, "SGDR" (ICLR 2017, arXiv:1608.03983),
+    equation 5, without restarts.
+    """
+
+    _kind = "scheduled"
+    controller: TargetController | None
+
+    def __init__(
+        self,
+        init_kl_coef: float,
+        target: float | None = None,
+        *,
+        shape: Shape = "linear",
+        warmup: int = 0,
+        steps: int = 1_000,
+        start: float | None = None,
+        final: float | None = None,
+        controller: type[TargetController] = NuPIKLController,
+        unit: Unit = "sequence",
+        device: str | torch.device | None = None,
+        process_group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(unit, device, process_group)
+        check_choice("shape", shape, get_args(Shape))
+        self.shape = shape
+        self.warmup = check_count("warmup", warmup, least=0)
+        self.steps = check_count("steps", steps, least=1)
+        if target is None:
+            self._schedule_coefficient(init_kl_coef, start, final, options)
+        else:
+            self._schedule_target(init_kl_coef, target, start, final, controller, options)
+
+    def _schedule_coefficient(
+        self, init_kl_coef: float, start: float | None, final: float | None, options: dict[str, Any]
+    ) -> None:
+        if options:
+            raise TypeError(f"target must be a number when {', '.join(options)} is given, got None")
+        self.controller = None
+        self.start = check_number("start", 0.0 if start is None else start, least=0)
+        self.final = check_number("final", 0.0 if final is None else final, least=0)
+        self.init_kl_coef = check_number("init_kl_coef", init_kl_coef, least=0)
+        first = self.init_kl_coef * (self.start if self.warmup else 1.0)
+        self._begin("init_kl_coef", first)
+
+    def _schedule_target(
+        self,
+        init_kl_coef: float,
+        target: float,
+        start: float | None,
+        final: float | None,
+        controller: type[TargetController],
+        options: dict[str, Any],
+    ) -> None:
+        if not (isinstance(controller, type) and issubclass(controller, TargetController)):
+            raise TypeError(
+                f"controller must be the class of a controller with a target, got {controller!r}"
+            )
+        self.start = check_number("start", 1.0 if start is None else start, above=0)
+        self.final = check_number("final", 1.0 if final is None else final, above=0)
+        make: Any = controller
+        self.controller = inner = make(init_kl_coef, target, unit=self.unit, **options)
+        self.target = inner.target
+        self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor
+        self._needs_n_steps = inner._needs_n_steps
+        self._begin("init_kl_coef", init_kl_coef)
+
+    def _rule_of_settings(self) -> rules.Rule:
+        curve = _CURVES[self.shape]
+        if self.controller is None:
+            return rules.Scheduled(curve)
+        return rules.ScheduledTarget(curve, self.controller._plan())
+
+    def _first_memory(self, value: float) -> dict[str, float]:
+        of_rule = {} if self.controller is None else self.controller._state()[1]
+        return {**of_rule, "step": 0.0}
