@@ -185,7 +185,7 @@ class CoefficientController(KLReader):
         self, form: DeviceForm, current: float | Tensor | KLStats, n_steps: int | Tensor | None
     ) -> Tensor:
         self._require(n_steps)
-        device = form.state.device
+        device = form.value.device
         if isinstance(current, KLStats):
             mean = mean_of(current, self.unit)
             kl: float | Tensor = torch.where(current.length.any(), mean, math.nan)
@@ -203,7 +203,7 @@ class CoefficientController(KLReader):
         self._require(n_steps)
         if self._form is None:
             return self._row(current, n_steps, self._value, ranks.device)
-        return self._row(current, n_steps, self._form.value, self._form.state.device)
+        return self._row(current, n_steps, self._form.value, self._form.value.device)
 
     def _take(self, table: Tensor) -> Any:
         """Move by the rows of all ranks."""

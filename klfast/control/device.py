@@ -15,10 +15,10 @@ from klfast.control.rules import Plan, advance
 
 
 class DeviceForm:
-    """A rule's state in one fp64 tensor that is updated in place.
+    """A rule's state in fp64 tensors that are updated in place.
 
     ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
-    addresses of ``state``, ``value``, ``skipped`` and ``disagreements`` never change.
+    addresses of its tensors never change.
 
     Args:
         plan: the rule and the options around it.
@@ -27,7 +27,9 @@ class DeviceForm:
         device: where.
 
     Attributes:
-        value: the coefficient, a view of ``state``.
+        coefficient: [1].
+        value: the same memory, 0-dim.
+        memory: [M], what else the rule remembers.
         skipped: int64, how many KLs were not finite.
         disagreements: int64, in how many updates the ranks had different coefficients.
     """
@@ -38,9 +40,13 @@ class DeviceForm:
         self.plan = plan
         self.on = Tensors(device)
         self.its = settings_on(settings, device)
-        self.names = tuple(state)
-        self.state = torch.tensor([*state.values()], dtype=torch.float64, device=device)
-        self.value = self.state[0]
+        value, *memory = state.values()
+        self.names = tuple(state)[1:]
+        # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
+        # no views into a tensor whose size it generalises: so a size of 1, and memory beside it.
+        self.coefficient = torch.tensor([value], dtype=torch.float64, device=device)
+        self.value = self.coefficient[0]
+        self.memory = torch.tensor(memory, dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.disagreements = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -49,11 +55,13 @@ class DeviceForm:
 
         What is not valid is counted, unless ``is_given`` says that nothing was measured.
         """
-        state = dict(zip(self.names, self.state.unbind(), strict=True))
-        new = advance(self.on, self.plan, self.its, state, kl, n_steps)
+        memory = dict(zip(self.names, self.memory.unbind(), strict=True))
+        new = advance(self.on, self.plan, self.its, {"value": self.value, **memory}, kl, n_steps)
         is_valid = kl.isfinite() & n_steps.isfinite() & (n_steps >= 0)
-        moved = torch.stack([new[name] for name in self.names])
-        self.state.copy_(torch.where(is_valid, moved, self.state))
+        if self.names:
+            moved = torch.stack([new[name] for name in self.names])
+            self.memory.copy_(torch.where(is_valid, moved, self.memory))
+        self.coefficient.copy_(torch.where(is_valid, new["value"], self.coefficient))
         self.skipped.add_(~is_valid if is_given is None else ~is_valid & is_given)
 
     def update_of_ranks(self, table: Tensor) -> None:
@@ -65,22 +73,23 @@ class DeviceForm:
 
     def read(self) -> dict[str, float]:
         """The state as floats; waits for the device."""
-        return dict(zip(self.names, self.state.tolist(), strict=True))
+        numbers = torch.cat([self.coefficient, self.memory]).tolist()
+        return dict(zip(("value", *self.names), numbers, strict=True))
 
     def write(self, state: dict[str, float], skipped: int) -> None:
         """Set the state in place, so that a captured graph goes on from it."""
-        values = [state[name] for name in self.names]
-        self.state.copy_(torch.tensor(values, dtype=torch.float64))
+        self.coefficient.fill_(state["value"])
+        self.memory.copy_(torch.tensor([state[name] for name in self.names], dtype=torch.float64))
         self.skipped.fill_(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A shallow copy shares no tensor that is updated in place.
-        own = {name: getattr(self, name).clone() for name in ("state", "skipped", "disagreements")}
-        return {**vars(self), **own}
+        """A copy shares no tensor that is updated in place."""
+        own = ("coefficient", "memory", "skipped", "disagreements")
+        return {**vars(self), **{name: getattr(self, name).clone() for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.value = self.state[0]
+        self.value = self.coefficient[0]
 
 
 def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:

@@ -10,7 +10,8 @@ is that of glibc since 2.28, of musl and of bionic. glibc contracts products and
 where the processor has them; ``_is_fused`` looks which of the two this process has. Beside another
 C library (macOS, Windows) the last bit may differ from ``math.exp``.
 
-Not promised under ``torch.compile`` on a GPU, whose compiler fuses products and sums as it likes.
+Subnormal results (x < -708) may differ in the last bit too, and so may anything that
+``torch.compile`` makes for a GPU, where the compiler fuses products and sums as it likes.
 """
 
 from __future__ import annotations
@@ -116,9 +117,11 @@ class Exponential:
         square = r * r
         rest = fma(square, fma(r, c3, c2), tail + r)
         rest = fma(square * square, fma(r, c5, c4), rest)
+        # glibc uses power * rest twice where a result may be subnormal, and so does not fuse it.
+        near = torch.where(x <= -512, power + power * rest, fma(power, rest, power))
         exponent = whole >> _BITS
         half = exponent >> 1
-        result = fma(power, rest, power) * _two_to(half) * _two_to(exponent - half)
+        result = near * _two_to(half) * _two_to(exponent - half)
         return torch.where(x > _HIGHEST, math.inf, torch.where(x < _LOWEST, 0.0, result))
 
 

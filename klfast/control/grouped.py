@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.base import TargetController
+from klfast.control.base import CoefficientController, TargetController
 from klfast.control.ranks import Ranks
 from klfast.control.reading import STATE_VERSION, check_state_kind
+from klfast.control.scheduled import ScheduledKLController
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -43,14 +44,15 @@ class GroupedKLController:
 
     def __init__(
         self,
-        controller: type[TargetController],
+        controller: type[TargetController] | type[ScheduledKLController],
         init_kl_coef: float | Mapping[str, float],
         targets: Mapping[str, float],
         *,
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        if not (isinstance(controller, type) and issubclass(controller, TargetController)):
+        steering = (TargetController, ScheduledKLController)
+        if not (isinstance(controller, type) and issubclass(controller, steering)):
             raise TypeError(
                 f"controller must be the class of a controller with a target, got {controller!r}"
             )
@@ -64,7 +66,7 @@ class GroupedKLController:
             check_number(f"targets[{name!r}]", target, above=0)
         coefs = self._by_group("init_kl_coef", init_kl_coef, targets)
         make: Any = controller
-        self._parts: dict[str, TargetController] = {
+        self._parts: dict[str, CoefficientController] = {
             name: make(coefs[name], target, **options) for name, target in targets.items()
         }
         self._ranks = None if process_group is None else Ranks(process_group)
@@ -130,7 +132,7 @@ class GroupedKLController:
     @staticmethod
     def _row(
         name: str,
-        part: TargetController,
+        part: CoefficientController,
         current: Mapping[str, Current],
         sequences: Mapping[str, Any],
         ranks: Ranks,

@@ -66,8 +66,8 @@ def advance(
 
 def _smoothed(on: Arithmetic, its: Any, state: State, kl: Number) -> State:
     """``kl_ema = ema * kl_ema + (1 - ema) * kl``, of the first KL that KL."""
-    before = on.where(state["measured"] == 0, kl, state["kl_ema"])
-    average = before + (1 - its.ema) * (kl - before)
+    average = its.ema * state["kl_ema"] + (1 - its.ema) * kl
+    average = on.where(state["measured"] == 0, kl, average)
     return {**state, "kl_ema": average, "measured": state["measured"] + 1}
 
 

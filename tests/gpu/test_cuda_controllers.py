@@ -1,0 +1,91 @@
+"""Controllers on a GPU: the host's bits, no sync, one CUDA graph with the fused loss."""
+
+import random
+
+import gpu
+import pytest
+import torch
+from gpu import capture
+from kinds import STEERING, make
+
+import klfast
+from klfast.control.exponential import Exponential
+
+pytestmark = gpu.marks
+
+every_kind = pytest.mark.parametrize("kind", STEERING)
+OPTIONS = {"dead_band": 0.02, "ema": 0.5, "floor": 0.05, "max_coef": 3.0}
+
+
+@pytest.fixture
+def no_sync():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_exponential_has_the_cpus_bits():
+    x = torch.randn(1_000_000, dtype=torch.float64) * 50
+    on_cpu = Exponential(torch.device("cpu"))(x)
+    on_gpu = Exponential(torch.device("cuda"))(x.cuda())
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+@every_kind
+def test_a_gpu_has_the_hosts_bits(kind, options):
+    rng = random.Random(0)
+    host, device = make(kind, 0.5, 6.0, **options), make(kind, 0.5, 6.0, device="cuda", **options)
+    for _ in range(200):
+        kl, n_steps = 6.0 * rng.lognormvariate(0, 0.7), rng.randrange(1, 512)
+        host.update(kl, n_steps)
+        device.update(torch.tensor(kl, dtype=torch.float64, device="cuda"), n_steps)
+        assert device.value.item() == host.value
+    assert device.state_dict() == host.state_dict()
+
+
+@every_kind
+def test_an_update_waits_for_nothing(kind, no_sync):
+    controller = make(kind, 0.5, 6.0, device="cuda", **OPTIONS)
+    stats = klfast.KLStats(*torch.ones(8, 4, device="cuda"))
+    for current in (stats, stats.kl.sum(), 9.0):
+        controller.update(current, 64)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+@every_kind
+def test_loss_backward_statistics_and_update_replay_as_one_graph(kind, options):
+    host, device = make(kind, 0.5, 6.0, **options), make(kind, 0.5, 6.0, device="cuda", **options)
+    logprobs = -torch.rand(8, 64, device="cuda")
+    logprobs.requires_grad_()
+    ref_logprobs = -torch.rand(8, 64, device="cuda")
+
+    def step():
+        loss, stats = klfast.kl_penalty(
+            logprobs,
+            ref_logprobs,
+            reduction="seq-mean-token-sum",
+            coef=device.value,
+            return_stats=True,
+        )
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        device.update(stats)
+        return loss.detach(), gradient, stats
+
+    fresh = device.state_dict()
+    graph, (loss, gradient, stats) = capture(step)
+    device.load_state_dict(fresh)
+    moved = set()
+    for _ in range(40):
+        with torch.no_grad():
+            logprobs.copy_(-torch.rand(8, 64, device="cuda") * random.uniform(0.5, 2))
+        expected = klfast.kl_penalty(
+            logprobs, ref_logprobs, reduction="seq-mean-token-sum", coef=host.value
+        )
+        graph.replay()
+        assert loss.item() == expected.item()
+        assert gradient.isfinite().all()
+        host.update(stats)
+        assert device.value.item() == host.value
+        moved.add(host.value)
+    assert len(moved) > 2
