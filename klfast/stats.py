@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from klfast.ranks import Ranks, folded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 OF_TOKENS = ("k1", "k2", "k3", "max_log_ratio")
 """The statistics of the log-ratio, which of distributions only the tokens in ``token_ids`` have."""
@@ -61,6 +66,25 @@ class KLStats(NamedTuple):
     def with_tokens(self, taken: KLStats) -> KLStats:
         """These with what ``taken`` says of the tokens that were taken."""
         return self._replace(**{name: getattr(taken, name) for name in OF_TOKENS})
+
+    def all_reduce(self, group: ProcessGroup) -> KLStats:
+        """Those of whole sequences, whose tokens are sharded over the ranks of ``group``.
+
+        For sequence and context parallelism: every rank has the same S sequences, and of each its
+        own tokens, or none. Sums are added in fp64 in the order of ranks' halves, maxima are taken;
+        every rank gets the same bits, from one all-reduce. For different sequences on the ranks
+        (data parallelism), give the controller a ``process_group`` instead.
+
+        Raises:
+            TypeError: ``group`` is not a process group that this process is in.
+            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+        """
+        table = Ranks(group).gather(torch.stack([field.double() for field in self]))
+        sums, largest = folded(table), table.amax(0)
+        at = self._fields.index("max_log_ratio")
+        whole = [*sums[:at], largest[at], *sums[at + 1 :]]
+        fields = zip(whole, self, strict=True)
+        return KLStats(*(new.to(old.dtype) for new, old in fields))
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.

@@ -14,7 +14,7 @@ from klfast.checks.arguments import check_number
 from klfast.control import rules
 from klfast.control.arithmetic import Floats
 from klfast.control.device import DeviceForm
-from klfast.control.ranks import Measured, Ranks
+from klfast.control.measured import Measured
 from klfast.control.reading import (
     KLReader,
     Unit,
@@ -23,6 +23,7 @@ from klfast.control.reading import (
     number_of,
     on_device,
 )
+from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

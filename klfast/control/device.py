@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from klfast.control.arithmetic import Tensors
-from klfast.control.ranks import COUNT, EQUAL, GIVEN, KL, N_STEPS, folded
+from klfast.control.measured import COUNT, EQUAL, GIVEN, KL, N_STEPS
 from klfast.control.reading import on_device
 from klfast.control.rules import Plan, advance
+from klfast.ranks import folded
 
 
 class DeviceForm:
@@ -65,7 +66,7 @@ class DeviceForm:
         self.skipped.add_(~is_valid if is_given is None else ~is_valid & is_given)
 
     def update_of_ranks(self, table: Tensor) -> None:
-        """Move by what all ranks measured, see :class:`klfast.control.ranks.Measured`."""
+        """Move by what all ranks measured, see :class:`klfast.control.measured.Measured`."""
         sums = folded(table)
         equal = table[:, EQUAL]
         self.disagreements.add_((equal != equal[0]).any())

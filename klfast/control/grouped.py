@@ -11,9 +11,9 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
-from klfast.control.ranks import Ranks
 from klfast.control.reading import STATE_VERSION, check_state_kind
 from klfast.control.scheduled import ScheduledKLController
+from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_choice, shown
-from klfast.control.ranks import Measured, Ranks
+from klfast.control.measured import Measured
+from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -119,11 +120,12 @@ class KLReader(ABC):
         equal: Any,
         device: torch.device,
     ) -> Tensor:
-        """What this rank puts into the all-reduce: see :class:`klfast.control.ranks.Measured`."""
+        """What this rank puts into the all-reduce, see ``klfast.control.measured.Measured``."""
         if isinstance(current, KLStats):
             length = current.length.double()
             count: Any = length.sum() if self.unit == "token" else (length > 0).sum()
-            return stacked((current.kl.double().sum(), count, n_steps, equal, 1.0), device)
+            sequences = current.kl.numel() if n_steps is None else n_steps
+            return stacked((current.kl.double().sum(), count, sequences, equal, 1.0), device)
         kl: Any = current if self._stays_on_device(current) else number_of(current)
         count = 1 if n_steps is None else n_steps
         n_steps = 0 if n_steps is None else n_steps

@@ -7,20 +7,23 @@ import torch
 WORLD_SIZE = 2
 
 
-def _run(rank, work, folder):
+def run_rank(rank, work, folder, world_size, timeout):
+    """A process of the group, which saves what ``work(rank)`` returns."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        store=torch.distributed.FileStore(f"{folder}/store", WORLD_SIZE),
+        store=torch.distributed.FileStore(f"{folder}/store", world_size),
         rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=datetime.timedelta(seconds=30),
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
     )
     torch.save(work(rank), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def results_of_ranks(work, folder):
+def results_of_ranks(work, folder, world_size=WORLD_SIZE, timeout=30):
     """The results of ``work(rank)``, a function of a module, on each rank."""
-    torch.multiprocessing.spawn(_run, (work, str(folder)), nprocs=WORLD_SIZE)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD_SIZE)]
+    torch.multiprocessing.spawn(
+        run_rank, (work, str(folder), world_size, timeout), nprocs=world_size
+    )
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]

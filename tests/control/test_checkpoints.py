@@ -1,0 +1,242 @@
+"""States of all that has one: JSON, torch.save, torch.distributed.checkpoint, other rank counts."""
+
+import io
+import json
+import math
+import random
+
+import pytest
+import torch
+from kinds import STEERING, make
+from ranks import results_of_ranks
+from torch.distributed import checkpoint
+
+import klfast
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+        reason="this torch has no gloo",
+    ),
+    pytest.mark.filterwarnings("ignore:mean KL of the last:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+
+def learning_rate(**options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    return klfast.KLAdaptiveLR(optimizer, 6.0, **options)
+
+
+MAKERS = {
+    **{kind: lambda kind=kind, **o: make(kind, 0.5, 6.0, ema=0.5, **o) for kind in STEERING},
+    "fixed": lambda **o: klfast.FixedKLController(0.5, **o),
+    "schedule": lambda **o: klfast.ScheduledKLController(0.5, warmup=3, steps=50, **o),
+    "monitor": lambda **o: klfast.KLMonitor(6.0, window=3, **o),
+    "early-stop": lambda **o: klfast.KLEarlyStop(6.0, **o),
+    "reset": lambda **o: klfast.ReferenceReset(interval=3, budget=9.0, **o),
+    "learning-rate": learning_rate,
+}
+ON_DEVICE = (*STEERING, "fixed", "schedule")
+
+
+def feed(thing, seed=0, steps=7):
+    """Updates with the KLs of a seed; what they return."""
+    rng = random.Random(seed)
+    update = thing.step if isinstance(thing, klfast.KLAdaptiveLR) else thing.update
+    results = []
+    for _ in range(steps):
+        result = update(6.0 * rng.lognormvariate(0, 0.7), n_steps=64)
+        results.append(result.item() if isinstance(result, torch.Tensor) else result)
+    return results
+
+
+every_kind = pytest.mark.parametrize("kind", MAKERS)
+
+
+@every_kind
+def test_a_state_is_strict_json_and_goes_on_bit_for_bit(kind):
+    thing = MAKERS[kind]()
+    feed(thing)
+    state = json.loads(json.dumps(thing.state_dict(), allow_nan=False))
+    resumed = MAKERS[kind]()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == thing.state_dict() == state
+    if kind == "learning-rate":  # the optimizer's own state holds its learning rates
+        resumed.optimizer.load_state_dict(thing.optimizer.state_dict())
+    assert feed(resumed, 1) == feed(thing, 1)
+    assert resumed.state_dict() == thing.state_dict()
+
+
+@every_kind
+def test_a_state_goes_through_torch_save(kind):
+    thing = MAKERS[kind]()
+    feed(thing)
+    buffer = io.BytesIO()
+    torch.save(thing.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True) == thing.state_dict()
+
+
+@pytest.mark.parametrize("given", ["state", "object"])
+@pytest.mark.parametrize(
+    ("kind", "device"), [*((kind, None) for kind in MAKERS), *((kind, "cpu") for kind in ON_DEVICE)]
+)
+def test_a_state_goes_through_a_distributed_checkpoint(kind, device, given, tmp_path):
+    options = {"device": device} if device else {}
+    thing, resumed = MAKERS[kind](**options), MAKERS[kind](**options)
+    feed(thing)
+    if given == "object":
+        checkpoint.save({"thing": thing}, checkpoint_id=tmp_path)
+        checkpoint.load({"thing": resumed}, checkpoint_id=tmp_path)
+    else:
+        checkpoint.save({"thing": thing.state_dict()}, checkpoint_id=tmp_path)
+        state = {"thing": resumed.state_dict()}
+        checkpoint.load(state, checkpoint_id=tmp_path)
+        resumed.load_state_dict(state["thing"])
+    assert resumed.state_dict() == thing.state_dict()
+    assert resumed.state_dict() != MAKERS[kind](**options).state_dict() or kind == "fixed"
+
+
+def test_groups_go_through_a_distributed_checkpoint(tmp_path):
+    def fresh():
+        return klfast.GroupedKLController(klfast.NuPIKLController, 0.5, {"a": 6.0, "b.c": 1.0})
+
+    grouped, resumed = fresh(), fresh()
+    grouped.update({"a": 9.0, "b.c": 9.0})
+    checkpoint.save({"thing": grouped}, checkpoint_id=tmp_path)
+    checkpoint.load({"thing": resumed}, checkpoint_id=tmp_path)
+    assert resumed.state_dict() == grouped.state_dict() != fresh().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "make_it"),
+    [
+        (
+            {"kind": "adaptive", "version": 1, "skipped": 2, "value": 0.25},
+            lambda **o: klfast.AdaptiveKLController(0.5, 6.0, **o),
+        ),
+        (
+            {"kind": "exponential", "version": 1, "skipped": 0, "value": 0.25},
+            lambda **o: klfast.ExponentialKLController(0.5, 6.0, **o),
+        ),
+        (
+            {"kind": "fixed", "version": 1, "skipped": 0, "value": 0.25},
+            lambda **o: klfast.FixedKLController(0.5, **o),
+        ),
+    ],
+    ids=["adaptive", "exponential", "fixed"],
+)
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+def test_states_of_earlier_releases_load(state, make_it, device):
+    controller = make_it(device=device)
+    controller.load_state_dict(state)
+    assert (float(controller.value), int(controller.skipped)) == (0.25, state["skipped"])
+    assert controller.state_dict() == state
+
+
+@pytest.mark.parametrize("kind", STEERING)
+def test_an_average_may_begin_or_end_with_a_checkpoint(kind):
+    with_average, without = make(kind, 0.5, 6.0, ema=0.5), make(kind, 0.5, 6.0)
+    feed(without)
+    with_average.load_state_dict(without.state_dict())
+    assert with_average.value == without.value
+    assert with_average.update(9.0, 64) == without.update(9.0, 64)  # the first of the average
+    feed(with_average)
+    without.load_state_dict(with_average.state_dict())
+    assert without.value == with_average.value
+    assert without.state_dict() == make(kind, 0.5, 6.0).state_dict() | without.state_dict()
+
+
+DAMAGED = [
+    ({"memory": None}, TypeError),
+    ({"memory": {}}, ValueError),
+    ({"memory": {"xi": 0.1}}, ValueError),
+    ({"memory": {"xi": 0.1, "errors": 1.0, "kl_ema": 1.0}}, ValueError),
+    ({"memory": {"xi": math.nan, "errors": 1.0}}, ValueError),
+    ({"memory": {"xi": "0.1", "errors": 1.0}}, TypeError),
+    ({"memory": {"xi": 0.1, "errors": 1.0, "more": 1.0}}, ValueError),
+]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+@pytest.mark.parametrize(("damage", "error"), DAMAGED, ids=lambda value: str(value))
+def test_a_damaged_memory_is_refused_whole(damage, error, device):
+    controller = klfast.NuPIKLController(0.5, 6.0, device=device)
+    before = controller.state_dict()
+    with pytest.raises(error, match="memory") as caught:
+        controller.load_state_dict({**before, "value": 0.2, "skipped": 3, **damage})
+    assert "\n" not in str(caught.value)
+    assert controller.state_dict() == before
+
+
+@pytest.mark.parametrize("kind", ["early-stop", "reset", "learning-rate"])
+@pytest.mark.parametrize(
+    "damage", [{"kind": "adaptive"}, {"version": 2}, {"skipped": -1}, {"more": 1}], ids=str
+)
+def test_a_damaged_state_of_the_others_is_refused(kind, damage):
+    thing = MAKERS[kind]()
+    before = thing.state_dict()
+    with pytest.raises(ValueError, match="state"):
+        thing.load_state_dict({**before, **damage})
+    assert thing.state_dict() == before
+
+
+# On another number of ranks
+
+KINDS = ("adaptive", "nupi", "pid")
+
+
+def controllers(**options):
+    return {
+        f"{kind}-{device}": make(kind, 0.5, 6.0, device=device, **options)
+        for kind in KINDS
+        for device in (None, "cpu")
+    }
+
+
+def steer(rank, folder, load, save):
+    """Resume, take three steps with all ranks, and save."""
+    things = controllers(process_group=torch.distributed.group.WORLD)
+    if load:
+        states = {name: thing.state_dict() for name, thing in things.items()}
+        checkpoint.load(states, checkpoint_id=folder / load)
+        for name, thing in things.items():
+            thing.load_state_dict(states[name])
+    begun = {name: thing.state_dict() for name, thing in things.items()}
+    for step in range(3):
+        for thing in things.values():
+            thing.update(4.0 + 3 * step, 64 // torch.distributed.get_world_size())
+    ended = {name: thing.state_dict() for name, thing in things.items()}
+    checkpoint.save(ended, checkpoint_id=folder / save)
+    return begun, ended
+
+
+class Steer:
+    """``steer`` as a function of the rank that goes to another process."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __call__(self, rank):
+        return steer(rank, *self.arguments)
+
+
+@pytest.mark.long
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
+    """Two ranks, then four, then one: as one process from the beginning to the end."""
+    before = None
+    for size, load, save in ((2, None, "first"), (4, "first", "second"), (1, "second", "third")):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        results = results_of_ranks(Steer(tmp_path, load, save), folder, size)
+        assert all(result == results[0] for result in results)
+        begun, ended = results[0]
+        assert before is None or begun == before
+        before = ended
+    alone = controllers()
+    for _ in range(3):
+        for step in range(3):
+            for thing in alone.values():
+                thing.update(4.0 + 3 * step, 64)
+    assert before == {name: thing.state_dict() for name, thing in alone.items()}
