@@ -170,6 +170,14 @@ class CoefficientController(KLReader):
             return n_steps
         return self._check_n_steps(n_steps)
 
+    def _check_update(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None
+    ) -> None:
+        """Raise what ``update`` would raise for its arguments, and change nothing."""
+        if not isinstance(current, KLStats) and not self._stays_on_device(current):
+            number_of(current)
+        self._require(self._sequences(current, n_steps))
+
     def _require(self, n_steps: object) -> None:
         if self._needs_n_steps and n_steps is None:
             raise TypeError("n_steps must be given when current is not a KLStats, got None")

@@ -107,7 +107,8 @@ class Exponential:
         fma = self._fma
         inside = x.clamp(_LOWEST, _HIGHEST)
         k = torch.round(inside * _N_OVER_LN2)
-        r = fma(k, -_LN2_OVER_N[1], fma(k, -_LN2_OVER_N[0], inside))
+        high, low = _LN2_OVER_N
+        r = fma(k, -low, inside - k * high)  # k * high is exact: high ends in zeros
         whole = k.to(torch.int64)
         # index_select: a 0-dim index would be read on the host.
         at = (whole & (_N - 1)).reshape(-1)

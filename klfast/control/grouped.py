@@ -116,6 +116,8 @@ class GroupedKLController:
         if unknown:
             raise ValueError(f"current must have groups of {[*self._parts]}, got {unknown[0]!r}")
         sequences = self._by_group("n_steps", n_steps, current)
+        for name, kl in current.items():
+            self._parts[name]._check_update(kl, sequences[name])
         if self._ranks is None:
             for name, kl in current.items():
                 self._parts[name].update(kl, sequences[name])

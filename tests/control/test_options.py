@@ -256,6 +256,19 @@ def test_an_unknown_group_is_refused(current, error):
         grouped.update(current, 8)
 
 
+@pytest.mark.parametrize(
+    ("current", "n_steps"),
+    [({"a": 9.0, "b": "9"}, 8), ({"a": 9.0, "b": 9.0}, {"a": 8, "b": -8}), ({"a": 9.0}, None)],
+)
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+def test_a_bad_update_of_one_group_changes_none(current, n_steps, device):
+    grouped = GroupedKLController(AdaptiveKLController, 0.1, {"a": 6.0, "b": 6.0}, device=device)
+    before = grouped.state_dict()
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        grouped.update(current, n_steps)
+    assert grouped.state_dict() == before
+
+
 def test_a_group_without_a_kl_is_not_skipped():
     grouped = GroupedKLController(klfast.DualKLController, 0.1, {"a": 6.0, "b": 6.0})
     with warnings.catch_warnings():

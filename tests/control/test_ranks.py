@@ -4,8 +4,10 @@ All that four and two ranks do happens in one group of processes each; the tests
 left behind. A run with a rank that dies has its own.
 """
 
+import copy
 import json
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -102,7 +104,23 @@ def work(rank):
     done["nothing"] = nothing_anywhere(world)
     done["shards"] = shards_of_sequences(rank, size, world)
     done["subgroup"] = subgroup(rank, size)
+    done["copies"] = copies(world)
     return done
+
+
+def copies(group):
+    """A copy measures with the same group, which cannot go into a file."""
+    found = []
+    for device in DEVICES.values():
+        controller = klfast.DualKLController(0.5, 6.0, device=device, process_group=group)
+        for other in (copy.copy(controller), copy.deepcopy(controller)):
+            found.append(float(other.update(9.0)))
+        found.append(float(controller.value))
+        try:
+            pickle.dumps(controller)
+        except TypeError as error:
+            found.append(str(error))
+    return found
 
 
 def numbers(rank, group):
@@ -327,6 +345,16 @@ def test_a_group_is_not_the_world(ranks, size):
         own = halves[rank >= size - 2] if size > 2 else halves[0]
         mean = sum(9.0 + other for other in own) / 2
         assert done["subgroup"] == klfast.DualKLController(0.5, 6.0).update(mean)
+
+
+@every_size
+def test_copies_share_the_group_and_cannot_be_pickled(ranks, size):
+    moved = klfast.DualKLController(0.5, 6.0).update(9.0)
+    said = "process_group must be None for a controller to be pickled"
+    for done in ranks[size]:
+        for values in (done["copies"][:4], done["copies"][4:]):
+            assert values[:3] == [moved, moved, 0.5]
+            assert values[3].startswith(said)
 
 
 def test_a_group_that_is_none_is_refused():
