@@ -50,6 +50,16 @@ _PER_TOKEN = (
 _PER_SEQUENCE = ("scores",)
 
 
+def gathered(value: Any) -> Any:
+    """Plain tensors in place of a DTensor, or of ``KLStats`` that hold some; all else as it is.
+
+    Nothing is moved where every rank has the whole already, as of statistics.
+    """
+    if isinstance(value, KLStats):
+        return KLStats(*map(gathered, value)) if _is_dtensor(value.kl) else value
+    return value.full_tensor() if _is_dtensor(value) else value
+
+
 def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
     """The public function, over DTensors as well."""
     signature = inspect.signature(function)

@@ -23,6 +23,7 @@ from klfast.control.reading import (
     number_of,
     on_device,
 )
+from klfast.dtensors import gathered
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
@@ -132,7 +133,8 @@ class CoefficientController(KLReader):
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
                 mean is taken by ``unit``. NaN, inf or a number beyond float64 changes nothing: it
                 is counted in ``skipped`` and, on the host, warned of once. So is a ``KLStats`` that
-                keeps no token, which has no mean.
+                keeps no token, which has no mean. Statistics of DTensors are of all sequences on
+                every rank, and need no ``process_group``.
             n_steps: the number of sequences in the batch (over all ranks; with ``process_group=``
                 those of this rank, which weigh its KL, 1 by default); those of the ``KLStats`` by
                 default. Of the rules, ``AdaptiveKLController``'s alone uses it, and needs it with a
@@ -147,6 +149,7 @@ class CoefficientController(KLReader):
             RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
                 says so), or a rank has died.
         """
+        current = gathered(current)
         n_steps = self._sequences(current, n_steps)
         if self._ranks is not None:
             row = self._measured_here(current, n_steps, self._ranks)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_choice, shown
 from klfast.control.measured import Measured
+from klfast.dtensors import gathered
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
@@ -105,6 +106,7 @@ class KLReader(ABC):
             n_steps: the number of this process's sequences, if it is known.
             equal: what must be the same on every rank.
         """
+        current = gathered(current)
         if self._ranks is None:
             return self._read(current)
         measured = Measured(

@@ -15,6 +15,8 @@ import pytest
 import torch
 from kinds import STEERING, make
 from ranks import results_of_ranks, run_rank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import klfast
 from klfast import KLStats
@@ -105,7 +107,25 @@ def work(rank):
     done["shards"] = shards_of_sequences(rank, size, world)
     done["subgroup"] = subgroup(rank, size)
     done["copies"] = copies(world)
+    done["dtensors"] = dtensors(size)
     return done
+
+
+def dtensors(size):
+    """Statistics of sharded batches are of all sequences on every rank."""
+    mesh, found = init_device_mesh("cpu", (size,)), []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        whole = batch(2)
+        parts = [distribute_tensor(tensor, mesh, [placement]) for tensor in whole]
+        _, stats = klfast.kl_penalty(*parts, estimator="k2", return_stats=True)
+        controllers = [klfast.DualKLController(0.5, 6.0, device=d) for d in DEVICES.values()]
+        grouped = klfast.GroupedKLController(klfast.DualKLController, 0.5, {"a": 6.0})
+        found += [float(controller.update(stats)) for controller in controllers]
+        found.append(grouped.update({"a": stats})["a"])
+        monitor = klfast.KLMonitor(6.0)
+        monitor.update(stats)
+        found.append(klfast.DualKLController(0.5, 6.0).update(monitor.state_dict()["values"][0]))
+    return found
 
 
 def copies(group):
@@ -348,6 +368,13 @@ def test_a_group_is_not_the_world(ranks, size):
 
 
 @every_size
+def test_statistics_of_dtensors_are_read_on_every_rank(ranks, size):
+    expected = klfast.DualKLController(0.5, 6.0).update(stats_of(2))
+    for done in ranks[size]:
+        assert done["dtensors"] == [expected] * 12
+
+
+@every_size
 def test_copies_share_the_group_and_cannot_be_pickled(ranks, size):
     moved = klfast.DualKLController(0.5, 6.0).update(9.0)
     said = "process_group must be None for a controller to be pickled"
@@ -378,7 +405,7 @@ def work_with_a_death(rank):
     if rank == 1:
         if os.environ["KLFAST_TEST_END"] == "dies":
             os._exit(0)
-        time.sleep(3 * TIMEOUT)
+        time.sleep(TIMEOUT + 3)
         os._exit(0)
     Path(os.environ["KLFAST_TEST_STATE"]).write_text(json.dumps(state))
     begun = time.monotonic()
