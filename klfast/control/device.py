@@ -35,6 +35,7 @@ class DeviceForm:
         disagreements: int64, in how many updates the ranks had different coefficients.
     """
 
+    @torch.inference_mode(False)  # what is made in that mode cannot be updated outside of it
     def __init__(
         self, plan: Plan, settings: Any, state: dict[str, float], device: torch.device
     ) -> None:
@@ -80,7 +81,8 @@ class DeviceForm:
     def write(self, state: dict[str, float], skipped: int) -> None:
         """Set the state in place, so that a captured graph goes on from it."""
         self.coefficient.fill_(state["value"])
-        self.memory.copy_(torch.tensor([state[name] for name in self.names], dtype=torch.float64))
+        memory = [state[name] for name in self.names]
+        self.memory.copy_(torch.tensor(memory, dtype=torch.float64, device=self.memory.device))
         self.skipped.fill_(skipped)
 
     def __getstate__(self) -> dict[str, Any]:

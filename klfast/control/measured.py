@@ -20,6 +20,7 @@ class Measured:
     """
 
     def __init__(self, table: Tensor) -> None:
+        table = table.cpu()  # one transfer
         self._equal: list[float] = table[:, EQUAL].tolist()
         total, count, n_steps, _, given = folded(table).tolist()
         self.kl = total / count if count > 0 else math.nan

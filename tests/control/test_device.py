@@ -14,6 +14,7 @@ from kinds import STEERING, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
+import klfast.compat.controllers
 from klfast.control.exponential import Exponential, _fused, _separate
 
 every_kind = pytest.mark.parametrize("kind", [*STEERING, "fixed", "schedule"])
@@ -168,12 +169,60 @@ def test_a_bad_current_is_refused_on_a_device(kind, bad):
     assert controller.skipped.item() == 0
 
 
+def test_the_factory_makes_controllers_on_a_device():
+    fixed, adaptive = (
+        klfast.get_kl_controller(0.5, target, device="cpu") for target in (None, 6.0)
+    )
+    assert fixed.update(9.0).item() == fixed.value.item() == 0.5
+    expected = klfast.get_kl_controller(0.5, 6.0).update(9.0, 64)
+    assert adaptive.update(9.0, 64).item() == expected > 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*absorbing:RuntimeWarning")
+def test_the_frameworks_controllers_stay_at_0_on_a_device():
+    controller = klfast.compat.controllers.AdaptiveKLController(0.0, 6.0, device="cpu")
+    for _ in range(3):
+        assert controller.update(60.0, 1e4).item() == 0.0
+    controller = klfast.compat.controllers.AdaptiveKLController(0.5, 6.0, device="cpu")
+    assert controller.update(60.0, 64.0).item() == klfast.AdaptiveKLController(0.5, 6.0).update(
+        60.0, 64
+    )
+
+
 @pytest.mark.parametrize("bad", [torch.ones(1), torch.tensor(True)], ids=repr)
 def test_a_bad_count_is_refused_on_a_device(bad):
     with pytest.raises(TypeError, match="n_steps must be"):
         made("adaptive", device="cpu").update(9.0, bad)
     with pytest.raises(TypeError, match="n_steps must be given"):
         made("adaptive", device="cpu").update(9.0)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ],
+    ids=["inference", "no-grad", "default-device", "autocast"],
+)
+@every_kind
+def test_modes_around_a_controller_change_nothing(kind, mode):
+    """Neither where it is made, nor where it is updated and restored."""
+    expected = made(kind)
+    expected.update(9.0, 64)
+    expected.update(8.0, 64)
+    with mode():
+        first, state = made(kind, device="cpu"), made(kind, device="cpu").state_dict()
+        first.load_state_dict(state)
+        first.update(9.0, 64)
+    first.update(8.0, 64)
+    second = made(kind, device="cpu")
+    second.update(9.0, 64)
+    with mode():
+        second.update(8.0, 64)
+    assert first.state_dict() == second.state_dict() == expected.state_dict()
 
 
 # A step with the loss
