@@ -200,6 +200,8 @@ def stacked(parts: tuple[Any, ...], device: torch.device) -> Tensor:
 
 def on_device(number: float | Tensor, device: torch.device) -> Tensor:
     """A number or 0-dim tensor as a 0-dim fp64 tensor on ``device``, without its graph."""
+    if isinstance(number, Tensor) and number.device.type == "cpu" != device.type:
+        number = number.item()  # a copy to a GPU would wait for it, a fill does not
     if isinstance(number, Tensor):
         return number.detach().to(device=device, dtype=torch.float64)
     return torch.full((), float(number), dtype=torch.float64, device=device)

@@ -48,8 +48,9 @@ def test_a_gpu_has_the_hosts_bits(kind, options):
 def test_an_update_waits_for_nothing(kind, no_sync):
     controller = make(kind, 0.5, 6.0, device="cuda", **OPTIONS)
     stats = klfast.KLStats(*torch.ones(8, 4, device="cuda"))
-    for current in (stats, stats.kl.sum(), 9.0):
-        controller.update(current, 64)
+    for current in (stats, stats.kl.sum(), 9.0, torch.tensor(9.0)):
+        for n_steps in (64, torch.tensor(64), torch.full((), 64, device="cuda")):
+            controller.update(current, n_steps)
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
