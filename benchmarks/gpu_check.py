@@ -72,8 +72,12 @@ ON_CUDA = "cuda and not (triton and (test_fuzz or test_estimator_options))"
 """The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
 two files that ask Triton for thousands of variants, more than there is time to compile: its
 interpreter runs them elsewhere."""
-CUDA_TESTS = ["tests/gpu/test_cuda.py", "tests/gpu/test_cuda_logits.py"]
-"""Streams, graphs, syncs, memory, large sizes; among them those for the sanitizers."""
+CUDA_TESTS = [
+    "tests/gpu/test_cuda.py",
+    "tests/gpu/test_cuda_logits.py",
+    "tests/gpu/test_cuda_controllers.py",
+]
+"""Streams, graphs, syncs, memory, large sizes, controllers; among them those for the sanitizers."""
 NOT_HERE = [
     f"--ignore={path}"
     for path in (

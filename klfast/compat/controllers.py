@@ -23,9 +23,10 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control import controllers as own
-from klfast.control import rules
+from klfast.control import feedback, rules
 from klfast.control.base import CoefficientController
 from klfast.control.reading import to_scalar, warn_caller
+from klfast.control.scheduled import ScheduledKLController
 from klfast.stats import KLStats
 
 
@@ -98,7 +99,17 @@ class TokenAdaptiveKLController(AdaptiveKLController):
         super().__init__(init_kl_coef, target, horizon, **{"unit": "token", **options})
 
 
-class VerlAdaptiveKLController(TokenAdaptiveKLController):
+class _VerlUpdate(_WholeSteps):
+    """A controller whose ``update`` has verl's name for its first argument."""
+
+    def update(
+        self, current_kl: float | Tensor | KLStats, n_steps: int | Tensor | None = None
+    ) -> Any:
+        """As of ``klfast``'s controller; ``n_steps`` may be a whole float."""
+        return super().update(current_kl, n_steps)
+
+
+class VerlAdaptiveKLController(_VerlUpdate, TokenAdaptiveKLController):
     """verl's ``AdaptiveKLController(init_kl_coef, target_kl, horizon)``."""
 
     def __init__(
@@ -107,21 +118,49 @@ class VerlAdaptiveKLController(TokenAdaptiveKLController):
         check_number("target_kl", target_kl, above=0)
         super().__init__(init_kl_coef, target_kl, horizon, **options)
 
-    def update(  # verl's name of the first argument
-        self, current_kl: float | Tensor | KLStats, n_steps: int | Tensor | None = None
-    ) -> Any:
-        """As ``klfast.AdaptiveKLController.update``; ``n_steps`` may be a whole float."""
-        return super().update(current_kl, n_steps)
 
-
-class VerlFixedKLController(FixedKLController):
+class VerlFixedKLController(_VerlUpdate, FixedKLController):
     """verl's ``FixedKLController(kl_coef)``."""
 
-    def update(  # verl's name of the first argument
-        self, current_kl: float | Tensor | KLStats, n_steps: int | Tensor | None = None
-    ) -> Any:
-        """As ``klfast.FixedKLController.update``: the coefficient stays."""
-        return super().update(current_kl, n_steps)
+
+class _VerlExponential(_VerlUpdate, own.ExponentialKLController):
+    pass
+
+
+class _VerlNuPI(_VerlUpdate, feedback.NuPIKLController):
+    pass
+
+
+class _VerlPIDLagrangian(_VerlUpdate, feedback.PIDLagrangianKLController):
+    pass
+
+
+class _VerlDual(_VerlUpdate, feedback.DualKLController):
+    pass
+
+
+class _VerlDoubling(_VerlUpdate, feedback.DoublingKLController):
+    pass
+
+
+class _VerlControlVAE(_VerlUpdate, feedback.ControlVAEKLController):
+    pass
+
+
+class _VerlScheduled(_VerlUpdate, ScheduledKLController):
+    pass
+
+
+VERL_RULES: dict[str, type[CoefficientController]] = {
+    "exponential": _VerlExponential,
+    "nupi": _VerlNuPI,
+    "pid-lagrangian": _VerlPIDLagrangian,
+    "dual": _VerlDual,
+    "doubling": _VerlDoubling,
+    "control-vae": _VerlControlVAE,
+    "scheduled": _VerlScheduled,
+}
+"""The rules that verl itself does not have, by the name of their state's kind."""
 
 
 def get_kl_controller(

@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from klfast.control.base import CoefficientController, TargetController
 from klfast.control.controllers import AdaptiveKLController
+from klfast.control.scheduled import ScheduledKLController
 
 STATE = "klfast.AdaptiveKLCallback"
 """Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""
@@ -16,20 +18,25 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     """Steers the ``beta`` of a ``trl.GRPOTrainer`` or ``trl.RLOOTrainer`` towards a target KL.
 
     ``trainer.add_callback(AdaptiveKLCallback(trainer, target=0.05))``. After each optimizer step
-    ``beta *= 1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon`` (Ziegler et al. 2019,
-    section 2.2), where ``kl`` is the mean of the step's values of TRL's metric ``kl``, which TRL
-    has reduced over all ranks, so that all ranks steer alike, and ``n_steps`` is the number of
-    completions in the step on all ranks. A step without a new value, as in RLOO between two
-    generations, leaves ``beta`` alone. ``kl_coef``, the coefficient that a step used, is logged
-    beside ``kl``. The state is kept in the checkpoint's ``trainer_state.json``, and
-    ``trainer.train(resume_from_checkpoint=...)`` goes on from it.
+    the controller moves ``beta``, by default Ziegler's:
+    ``beta *= 1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon`` (2019, section 2.2).
+    ``kl`` is the mean of the step's values of TRL's metric ``kl``, which TRL has reduced over all
+    ranks, so that all ranks steer alike, and ``n_steps`` is the number of completions in the step
+    on all ranks. A step without a new value, as in RLOO between two generations, leaves ``beta``
+    alone. ``kl_coef``, the coefficient that a step used, is logged beside ``kl``. The state is kept
+    in the checkpoint's ``trainer_state.json``, and ``trainer.train(resume_from_checkpoint=...)``
+    goes on from it.
 
     Args:
         trainer: whose ``beta``, > 0, is the first coefficient; from here on it is the callback's to
             set. With ``beta=0`` TRL loads no reference model, and there is no KL to steer by.
-        target: the KL to hold, > 0, in nats per *token*, as TRL's metric is.
-        horizon: as of ``klfast.AdaptiveKLController``, like the options.
-        **options: ``clip``, ``min_coef``, ``max_coef``.
+        target: the KL to hold, > 0, in nats per *token*, as TRL's metric is. None with
+            ``controller=klfast.ScheduledKLController``, for a schedule of the coefficient.
+        horizon: of ``klfast.AdaptiveKLController``, 10,000 by default; other rules have none.
+        controller: the class that steers, made by ``controller(beta, target, **options)``: any of
+            klfast's with a target, or ``klfast.ScheduledKLController``.
+        **options: of ``controller``. ``floor`` is not among them: where ``beta`` is 0 TRL measures
+            no KL, and it would stay 0.
 
     Raises:
         ValueError: ``trainer.beta`` is 0, or a setting is out of its range.
@@ -38,7 +45,13 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     """
 
     def __init__(
-        self, trainer: Any, target: float, horizon: float = 10_000, **options: Any
+        self,
+        trainer: Any,
+        target: float | None,
+        horizon: float | None = None,
+        *,
+        controller: type[CoefficientController] = AdaptiveKLController,
+        **options: Any,
     ) -> None:
         if not all(hasattr(trainer, name) for name in ("beta", "_metrics", "num_generations")):
             raise TypeError(
@@ -50,9 +63,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 "trainer.beta must be > 0 for a KL to be measured, got 0; set beta in its config"
             )
         self.trainer = trainer
-        self.controller = AdaptiveKLController(
-            trainer.beta, target, horizon, **{"unit": "token", **options}
-        )
+        self.controller = _controller(controller, trainer.beta, target, horizon, options)
         self._seen = 0
 
     @property
@@ -89,3 +100,31 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         # With the layout of transformers' ExportableState, which wants callbacks that can be made
         # without a trainer.
         state.stateful_callbacks[STATE] = {"args": {}, "attributes": self.controller.state_dict()}
+
+
+def _controller(
+    controller: object,
+    beta: float,
+    target: float | None,
+    horizon: float | None,
+    options: dict[str, Any],
+) -> CoefficientController:
+    steering = (TargetController, ScheduledKLController)
+    if not (isinstance(controller, type) and issubclass(controller, steering)):
+        raise TypeError(
+            f"controller must be the class of a controller with a target, got {controller!r}"
+        )
+    if options.get("floor") is not None:
+        raise ValueError(
+            f"floor must be None, got {options['floor']!r}: TRL measures no KL where beta is 0"
+        )
+    if horizon is not None:
+        options = {"horizon": horizon, **options}
+    make: Any = controller
+    made: CoefficientController = make(beta, target, **{"unit": "token", **options})
+    if made.value == 0:
+        raise ValueError(
+            "start must be > 0, got 0: TRL measures no KL where beta is 0, and the schedule would "
+            "not begin"
+        )
+    return made

@@ -16,9 +16,11 @@ from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks.arguments import check_choice, check_number
 from klfast.compat import logits as over_logits
 from klfast.compat.common import choose, per_token, zeros_like
+from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
 from klfast.compat.presets import VERL
+from klfast.control.base import CoefficientController
 from klfast.estimator import Estimator
 
 __all__ = [
@@ -243,13 +245,27 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
     return over_logits.entropy(logits)
 
 
-def get_kl_controller(kl_ctrl: Any) -> AdaptiveKLController | FixedKLController:
+def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
     """The controller of verl's config: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
 
+    ``type`` is one of verl's, ``"fixed"`` and ``"adaptive"``, or klfast's: ``"exponential"``,
+    ``"nupi"``, ``"pid-lagrangian"``, ``"dual"``, ``"doubling"``, ``"control-vae"``,
+    ``"scheduled"``. ``options``, a mapping that the config may have beside them, goes to the
+    controller (``{"kp": 0.1}``). ``horizon`` is of ``"adaptive"`` alone. ``target_kl`` is in nats
+    per token, as verl measures it; None makes ``"scheduled"`` a schedule of the coefficient.
+
     Raises:
-        ValueError: ``type`` is neither ``"fixed"`` nor ``"adaptive"``, or a number is out of range.
+        ValueError: ``type`` is unknown, or a number is out of range.
+        TypeError: the controller has no such option.
     """
-    check_choice("kl_ctrl.type", kl_ctrl.type, ("fixed", "adaptive"))
+    check_choice("kl_ctrl.type", kl_ctrl.type, ("fixed", "adaptive", *VERL_RULES))
+    options = dict(getattr(kl_ctrl, "options", None) or {})
     if kl_ctrl.type == "fixed":
-        return FixedKLController(kl_ctrl.kl_coef)
-    return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+        return FixedKLController(kl_ctrl.kl_coef, **options)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon, **options)
+    make: Any = VERL_RULES[kl_ctrl.type]
+    controller: CoefficientController = make(
+        kl_ctrl.kl_coef, kl_ctrl.target_kl, **{"unit": "token", **options}
+    )
+    return controller

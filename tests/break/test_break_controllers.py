@@ -70,6 +70,15 @@ def test_5000_steps_of_the_published_rules_bit_for_bit(hunt):
             hunt.equal(ours.value, rule.value, target, gain, step)
 
 
+FEEDBACK = (
+    klfast.NuPIKLController,
+    klfast.PIDLagrangianKLController,
+    klfast.DualKLController,
+    klfast.DoublingKLController,
+    klfast.ControlVAEKLController,
+)
+
+
 SEQUENCES = {
     "zeros": [0.0] * 20,
     "at the target": [6.0] * 20,
@@ -95,6 +104,13 @@ def controllers():
         "exponential": lambda: ExponentialKLController(0.05, 6.0),
         "unbounded": lambda: ExponentialKLController(0.05, 6.0, gain=100, max_coef=None),
         "made": lambda: klfast.get_kl_controller(0.05, 6.0, clip=0.5),
+        **{kind.__name__: lambda k=kind: k(0.05, 6.0) for kind in FEEDBACK},
+        "nupi, linear": lambda: klfast.NuPIKLController(0.05, 6.0, scale="linear", nu=0.5),
+        "all options": lambda: klfast.DualKLController(
+            0.05, 6.0, dead_band=0.1, ema=0.5, max_coef=2.0
+        ),
+        "scheduled": lambda: klfast.ScheduledKLController(0.05, shape="cosine", warmup=3, steps=9),
+        "scheduled target": lambda: klfast.ScheduledKLController(0.05, 6.0, steps=9, final=0.5),
     }
 
 
@@ -191,6 +207,31 @@ NOT_POSITIVE = (0, -1, 0.0, -1e-300, Fraction(-1, 3))
 NOT_COUNTS = ("1", None, True, 1.0, 1.5, NAN, [1], -1, -(2**70), 2**5000, torch.tensor(1.5), 1j)
 
 
+OF_FEEDBACK = {
+    klfast.NuPIKLController: {"kp": (), "ki": (0,), "nu": (1, 1.5), "scale": ("ln", "")},
+    klfast.PIDLagrangianKLController: {
+        "kp": (),
+        "ki": (0,),
+        "kd": (),
+        "p_ema": (1, 2.0),
+        "d_ema": (1, 2.0),
+        "d_delay": (0, 1.5),
+    },
+    klfast.DualKLController: {"lr": (0,)},
+    klfast.DoublingKLController: {"factor": (1, 0.5), "threshold": (0.99,), "every": (0, 2.5)},
+    klfast.ControlVAEKLController: {"kp": (0,), "ki": (0,)},
+}
+"""The settings of each rule, and what is bad of them beside what is bad of every number."""
+BAD_OPTIONS = {
+    "dead_band": (*NOT_NUMBERS, *NOT_FINITE, -1, -1e-300),
+    "ema": (*NOT_NUMBERS, *NOT_FINITE, -1, 1, 1.5),
+    "floor": (*(bad for bad in NOT_NUMBERS if bad is not None), *NOT_FINITE, *NOT_POSITIVE),
+    "unit": ("", "Sequence", "tokens", None, 1, True, ["token"]),
+    "device": (1, 1.0, True, [], "abacus", object()),
+    "process_group": (1, "gloo", True, [], object()),
+}
+
+
 def test_bad_settings_are_refused(hunt):
     good = {"init_kl_coef": 0.1, "target": 6.0}
     numbers = {
@@ -210,6 +251,19 @@ def test_bad_settings_are_refused(hunt):
         hunt.refuses(lambda k=kind: k(**good, min_coef=1.0, max_coef=0.5), "max_coef", kind)
         hunt.refuses(lambda k=kind: k(**good, min_coef=0.5, max_coef=1), "init_kl_coef", kind)
         hunt.refuses(lambda k=kind: k(5.0, 6.0, max_coef=1.0), "init_kl_coef", kind)
+    for kind, names in OF_FEEDBACK.items():
+        shared = ("init_kl_coef", "target", "clip", "min_coef", "max_coef")
+        for name in (*(n for n in shared if n != "clip" or kind.__name__[:4] != "Doub"), *names):
+            for bad in (*NOT_NUMBERS, *TENSORS, *NOT_FINITE, -1, -1e-300, *names.get(name, ())):
+                if name == "max_coef" and bad is None:
+                    continue
+                given = {**good, name: bad}
+                hunt.refuses(lambda k=kind, g=given: k(**g), name, kind.__name__, name, bad)
+        for name, bads in BAD_OPTIONS.items():
+            for bad in bads:
+                given = {**good, name: bad}
+                hunt.refuses(lambda k=kind, g=given: k(**g), name, kind.__name__, name, bad)
+        hunt.refuses(lambda k=kind: k(**good, what=1), "what", kind.__name__)
     for bad in (*NOT_NUMBERS, *TENSORS, *NOT_FINITE, -1, -1e-300):
         hunt.refuses(lambda b=bad: FixedKLController(b), "kl_coef", "fixed", bad)
         hunt.refuses(lambda b=bad: klfast.get_kl_controller(b), "kl_coef", "made", bad)
@@ -246,15 +300,28 @@ def test_bad_states_are_refused_and_change_nothing(hunt):
         changes += [("skipped", bad) for bad in (-1, 1.5, "0", None, True, NAN)]
         changes += [("value", bad) for bad in ("0.1", None, True, NAN, INF, -1.0, [0.1], 2**5000)]
         changes += [("value", 0.001), ("value", 99.0)] if kind == "bounded" else []
+        changes += [("memory", bad) for bad in bad_memories(good.get("memory"))]
         for key, bad in changes:
             controller = make()
             state = {**good, key: bad}
             hunt.refuses(lambda c=controller, s=state: c.load_state_dict(s), key, kind, key, bad)
             hunt.equal(controller.state_dict(), good, kind, key, bad)
-        for state in (None, [], "state", 1, *(drop(good, key) for key in good), {**good, "x": 1}):
+        # An average of the KL may begin anew.
+        needed = [key for key in good if key != "memory" or kind != "all options"]
+        for state in (None, [], "state", 1, *(drop(good, key) for key in needed), {**good, "x": 1}):
             controller = make()
             hunt.refuses(lambda c=controller, s=state: c.load_state_dict(s), "state", kind, state)
             hunt.equal(controller.state_dict(), good, kind, state)
+
+
+def bad_memories(memory):
+    """What is no memory of a rule that has one."""
+    if memory is None:
+        return
+    yield from (None, [], 1, "memory", {**memory, "x": 0.0})
+    for name in memory:
+        yield drop(memory, name)
+        yield from ({**memory, name: bad} for bad in ("0", None, True, NAN, INF, [0.0], 2**5000))
 
 
 def drop(state, key):

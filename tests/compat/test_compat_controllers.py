@@ -296,6 +296,42 @@ def test_verls_factory_says_what_is_wrong():
         verl.get_kl_controller(SimpleNamespace(type="adaptive", **{**CONFIG, "horizon": 0}))
 
 
+VERLS_RULES = {
+    "exponential": klfast.ExponentialKLController,
+    "nupi": klfast.NuPIKLController,
+    "pid-lagrangian": klfast.PIDLagrangianKLController,
+    "dual": klfast.DualKLController,
+    "doubling": klfast.DoublingKLController,
+    "control-vae": klfast.ControlVAEKLController,
+    "scheduled": klfast.ScheduledKLController,
+}
+
+
+@pytest.mark.parametrize("rule", VERLS_RULES)
+def test_verls_factory_has_every_rule_of_klfast(rule):
+    controller = verl.get_kl_controller(SimpleNamespace(type=rule, **CONFIG))
+    expected = VERLS_RULES[rule](0.3, 0.2, unit="token")
+    assert isinstance(controller, VERLS_RULES[rule])
+    assert controller.target == 0.2
+    for _ in range(12):
+        controller.update(current_kl=0.9, n_steps=64.0)
+        expected.update(0.9, 64)
+    assert controller.value == expected.value
+    assert controller.state_dict() == expected.state_dict()
+    per_token = stats([3.0, 3.0], [2.0, 3.0])
+    assert controller.update(per_token) == expected.update(per_token)
+
+
+def test_verls_factory_passes_options_on():
+    config = SimpleNamespace(type="nupi", **CONFIG, options={"kp": 0.7, "max_coef": 2.0})
+    controller = verl.get_kl_controller(config)
+    assert (controller.kp, controller.max_coef, controller.unit) == (0.7, 2.0, "token")
+    schedule = SimpleNamespace(type="scheduled", kl_coef=0.3, target_kl=None, options={"steps": 2})
+    assert verl.get_kl_controller(schedule).update(current_kl=0.1, n_steps=8) == 0.15
+    with pytest.raises(TypeError, match="gain"):
+        verl.get_kl_controller(SimpleNamespace(type="dual", **CONFIG, options={"gain": 1.0}))
+
+
 def skyrls_config(kind, **changes):
     kl_ctrl = {"type": kind, "kl_target": 0.2, "horizon": 500, **changes}
     return SimpleNamespace(kl_loss_coef=0.3, kl_ctrl=SimpleNamespace(**kl_ctrl))

@@ -90,3 +90,20 @@ def test_loss_backward_statistics_and_update_replay_as_one_graph(kind, options):
         assert device.value.item() == host.value
         moved.add(host.value)
     assert len(moved) > 2
+
+
+@pytest.mark.sanitizer
+def test_a_coefficient_on_the_gpu_reaches_the_kernels_and_is_moved_by_their_statistics():
+    controller = klfast.NuPIKLController(0.5, 6.0, device="cuda")
+    logprobs, ref_logprobs = -torch.rand(2, 4, 9, device="cuda")
+    for _ in range(2):
+        loss, stats = klfast.kl_penalty(
+            logprobs.requires_grad_(),
+            ref_logprobs,
+            reduction="seq-mean-token-sum",
+            coef=controller.value,
+            return_stats=True,
+        )
+        loss.backward()
+        controller.update(stats)
+    assert 0 < controller.value.item() < 0.5

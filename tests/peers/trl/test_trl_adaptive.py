@@ -189,3 +189,38 @@ def test_another_kind_of_trainer_is_refused():
 def test_bad_settings_are_the_controller_s_errors(tmp_path):
     with pytest.raises(ValueError, match="target must be a finite number > 0"):
         tiny.make(GRPOTrainer, tmp_path, steps=1, callbacks=[adaptive(target=0.0)])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        klfast.NuPIKLController,
+        klfast.PIDLagrangianKLController,
+        klfast.DualKLController,
+        klfast.ScheduledKLController,
+    ],
+    ids=lambda rule: rule.__name__,
+)
+def test_every_rule_steers_from_the_kl_that_is_logged(tmp_path, rule):
+    run = tiny.train(
+        GRPOTrainer,
+        tmp_path,
+        steps=4,
+        callbacks=[lambda trainer: AdaptiveKLCallback(trainer, 0.3, controller=rule)],
+    )
+    expected = rule(0.1, 0.3, unit="token")
+    for kl, used in zip(run.column("kl"), run.column("kl_coef"), strict=True):
+        assert used == pytest.approx(expected.value, rel=1e-12)
+        expected.update(kl)
+    assert run.trainer.beta == pytest.approx(expected.value, rel=1e-12)
+    assert run.trainer.beta != 0.1
+
+
+def test_a_coefficient_of_0_is_refused_because_trl_then_measures_nothing(tmp_path):
+    trainer = tiny.make(GRPOTrainer, tmp_path, steps=1)
+    with pytest.raises(ValueError, match=r"floor must be None, got 0\.01"):
+        AdaptiveKLCallback(trainer, 0.1, controller=klfast.DualKLController, floor=0.01)
+    with pytest.raises(ValueError, match="start must be > 0, got 0"):
+        AdaptiveKLCallback(trainer, None, controller=klfast.ScheduledKLController, warmup=3)
+    with pytest.raises(TypeError, match="controller must be the class of a controller with a"):
+        AdaptiveKLCallback(trainer, 0.1, controller=klfast.FixedKLController)
