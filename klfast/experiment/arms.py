@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from klfast.control.base import CoefficientController, TargetController
 from klfast.control.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
 )
+from klfast.control.feedback import (
+    ControlVAEKLController,
+    DoublingKLController,
+    DualKLController,
+    NuPIKLController,
+    PIDLagrangianKLController,
+)
 from klfast.experiment.settings import Settings
-
-Controller = FixedKLController | AdaptiveKLController | ExponentialKLController
 
 
 @dataclass(frozen=True)
@@ -29,19 +36,25 @@ class Arm:
     name: str
     label: str
     steers: bool
-    controller: Callable[[Settings], Controller]
+    controller: Callable[[Settings], CoefficientController]
 
 
-def _adaptive(settings: Settings) -> Controller:
+def _adaptive(settings: Settings) -> CoefficientController:
     return AdaptiveKLController(
         settings.init_coef, settings.target, settings.horizon, unit="sequence"
     )
 
 
-def _exponential(settings: Settings) -> Controller:
+def _exponential(settings: Settings) -> CoefficientController:
     return ExponentialKLController(
         settings.init_coef, settings.target, gain=settings.gain / settings.target, unit="sequence"
     )
+
+
+def _rule(controller: type[TargetController]) -> Callable[[Settings], CoefficientController]:
+    """The rule with its own defaults, of nats per sequence."""
+    make: Any = controller
+    return lambda s: make(s.init_coef, s.target, unit="sequence")
 
 
 ARMS = {
@@ -52,5 +65,10 @@ ARMS = {
         Arm("fixed-high", "fixed, high", False, lambda s: FixedKLController(s.high_coef)),
         Arm("adaptive", "adaptive (Ziegler)", True, _adaptive),
         Arm("exponential", "exponential", True, _exponential),
+        Arm("nupi", "nuPI", True, _rule(NuPIKLController)),
+        Arm("pid", "PID Lagrangian", True, _rule(PIDLagrangianKLController)),
+        Arm("dual", "dual ascent", True, _rule(DualKLController)),
+        Arm("doubling", "doubling", True, _rule(DoublingKLController)),
+        Arm("control-vae", "ControlVAE", True, _rule(ControlVAEKLController)),
     )
 }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from klfast.experiment import folder
-from klfast.experiment.settings import ARM_NAMES, CompareError, Settings
+from klfast.experiment.settings import ARM_NAMES, DEFAULT_ARMS, CompareError, Settings
 
 HELP = (
     "train a small language model under different KL controls, measure the KL estimators against "
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=argparse.SUPPRESS,
         metavar="A,B,...",
-        help=f"arms to run, of {', '.join(ARM_NAMES)} (default all)",
+        help=f"arms to run, of {', '.join(ARM_NAMES)} (default {','.join(DEFAULT_ARMS)})",
     )
     parser.add_argument(
         "--out",

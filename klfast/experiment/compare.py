@@ -67,6 +67,7 @@ def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
     begin = _check(options)
     folder.check_writable(options.out)
     with locked(options.out, partial(_print_line, console)):
+        folder.remove_temporary(options.out)
         return _run(begin(options, console), options, stop, console)
 
 

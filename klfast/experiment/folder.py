@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -30,7 +31,10 @@ _TEMPORARY = (".writable.", *(f".{name}." for name in _OURS))  # left behind by 
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes the whole file or leaves the old one: no reader and no crash ever sees half of it."""
+    """Writes the whole file or leaves the old one: no reader and no crash ever sees half of it.
+
+    The data are on the disk before the file takes its name, and the name before this returns.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -42,6 +46,27 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder onto the disk, where the system can."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems refuse
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_temporary(out: Path) -> None:
+    """Removes what a killed process has begun to write; for the holder of the folder's lock."""
+    begun = [path for path in out.iterdir() if path.name.startswith(_TEMPORARY)]
+    begun += (out / CHECKPOINTS).glob(".*.pt.*")
+    for path in begun:
+        path.unlink(missing_ok=True)
 
 
 def check_writable(out: Path) -> None:

@@ -25,6 +25,11 @@ _STYLES: Styles = {
     "fixed-high": {"color": "#56B4E9", "linestyle": "--", "marker": "^"},
     "adaptive": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
     "exponential": {"color": "#D55E00", "linestyle": "-", "marker": "s"},
+    "nupi": {"color": "#009E73", "linestyle": "-", "marker": "D"},
+    "pid": {"color": "#CC79A7", "linestyle": "-", "marker": "P"},
+    "dual": {"color": "#000000", "linestyle": "-", "marker": "*"},
+    "doubling": {"color": "#E69F00", "linestyle": "-.", "marker": "<"},
+    "control-vae": {"color": "#56B4E9", "linestyle": "-.", "marker": ">"},
 }
 _MARKERS_PER_LINE = 8
 _PERPLEXITY_CAP = 5  # times the first step's; beyond, arms that keep their fluency look all alike

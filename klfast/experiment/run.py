@@ -29,7 +29,7 @@ from klfast.experiment.settings import (
 from klfast.experiment.text import Corpus
 from klfast.experiment.train import ArmState, Row, World, build_world, new_arm, train_step
 
-VERSION = 2
+VERSION = 3
 """Of what a run records and how it computes it: a run goes on under the version it began with."""
 
 SAVE_EVERY = 10
@@ -171,6 +171,7 @@ def _save_pretraining(run: Run) -> None:
     folder.save_checkpoint(
         _checkpoint(run.out, _PRETRAIN),
         {
+            "version": VERSION,
             "settings": settings_to_json(run.settings),
             "step": state.step,
             "model": state.model.state_dict(),
@@ -191,6 +192,7 @@ def _save_arm(run: Run, arm: ArmState) -> None:
     folder.save_checkpoint(
         _checkpoint(run.out, arm.name),
         {
+            "version": VERSION,
             "settings": settings_to_json(run.settings),
             "rows": arm.rows,
             "policy": arm.policy.state_dict(),
@@ -213,6 +215,8 @@ def _restore(path: Path, settings: Settings, load: Callable[[dict[str, Any]], No
     """Loads one checkpoint; whatever is wrong with it becomes one clear error."""
     try:
         record = folder.load_checkpoint(path)
+        if record["version"] != VERSION:
+            raise ValueError(f"version {record['version']} of a checkpoint, not {VERSION}")
         if record["settings"] != settings_to_json(settings):
             raise ValueError("it belongs to a run with other settings")
         load(record)

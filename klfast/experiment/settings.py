@@ -6,7 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-ARM_NAMES = ("none", "fixed-low", "fixed-high", "adaptive", "exponential")
+DEFAULT_ARMS = ("none", "fixed-low", "fixed-high", "adaptive", "exponential")
+ARM_NAMES = (*DEFAULT_ARMS, "nupi", "pid", "dual", "doubling", "control-vae")
 
 
 class CompareError(Exception):
@@ -36,7 +37,7 @@ class Settings:
 
     seed: int = 0
     steps: int = 100
-    arms: tuple[str, ...] = ARM_NAMES
+    arms: tuple[str, ...] = DEFAULT_ARMS
     target: float = 6.0
     letter: str = "e"
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from klfast import Estimator, KLStats, kl_divergence, kl_penalty
-from klfast.experiment.arms import ARMS, Controller
+from klfast.control.base import CoefficientController
+from klfast.experiment.arms import ARMS
 from klfast.experiment.errors import SAMPLED, token_errors
 from klfast.experiment.model import (
     GPT,
@@ -59,7 +60,7 @@ class ArmState:
     name: str
     policy: GPT
     optimizer: torch.optim.Adam
-    controller: Controller
+    controller: CoefficientController
     generator: torch.Generator
     rows: list[Row] = field(default_factory=list)
 

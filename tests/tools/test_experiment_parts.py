@@ -14,9 +14,10 @@ from klfast.experiment.accuracy import Accuracy, Bin, measure, read_accuracy
 from klfast.experiment.accuracy_plot import _draw_bias, _draw_std, draw_estimators
 from klfast.experiment.errors import EDGES, SAMPLED, token_errors
 from klfast.experiment.model import GPT, continuation_logits, perplexity, sample
-from klfast.experiment.plots import _spread
+from klfast.experiment.plots import _STYLES, _spread
 from klfast.experiment.settings import (
     ARM_NAMES,
+    DEFAULT_ARMS,
     CompareError,
     Settings,
     check_settings,
@@ -368,7 +369,7 @@ def test_summary_is_over_the_last_third():
 
 
 def reading(records, **changes):
-    settings = Settings(**{"steps": 3, "arms": ARM_NAMES, "target": 6.0, **changes})
+    settings = Settings(**{"steps": 3, "arms": DEFAULT_ARMS, "target": 6.0, **changes})
     return " ".join(summary.reading(summary.summarise(records, settings), settings))
 
 
@@ -445,5 +446,15 @@ def test_arms_use_the_controllers_of_klfast():
         *[klfast.FixedKLController] * 3,
         klfast.AdaptiveKLController,
         klfast.ExponentialKLController,
+        klfast.NuPIKLController,
+        klfast.PIDLagrangianKLController,
+        klfast.DualKLController,
+        klfast.DoublingKLController,
+        klfast.ControlVAEKLController,
     ]
-    assert train.ARMS["exponential"].controller(settings).unit == "sequence"
+    steering = [train.ARMS[name] for name in ARM_NAMES if train.ARMS[name].steers]
+    for arm in steering:
+        controller = arm.controller(settings)
+        assert (controller.unit, controller.target) == ("sequence", 3.0)
+        assert controller.value == settings.init_coef
+    assert set(_STYLES) == set(train.ARMS) == set(ARM_NAMES)

@@ -197,6 +197,12 @@ def damage_foreign(out):
     folder.save_checkpoint(path, {**state, "settings": {**state["settings"], "seed": 7}})
 
 
+def damage_checkpoint_version(out):
+    path = out / "checkpoints" / "none.pt"
+    state = torch.load(path, weights_only=True)
+    folder.save_checkpoint(path, {**state, "version": run.VERSION + 1})
+
+
 def damage_missing_part(out):
     path = out / "checkpoints" / "none.pt"
     state = torch.load(path, weights_only=True)
@@ -213,6 +219,7 @@ def damage_missing_part(out):
         (damage_other_file, "adaptive.pt"),
         (damage_missing_pretraining, "pretrain.pt"),
         (damage_foreign, "none.pt"),
+        (damage_checkpoint_version, "none.pt"),
         (damage_missing_part, "none.pt"),
     ],
 )
