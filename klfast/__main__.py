@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": "klfast.bench.command",
     "compare": "klfast.experiment.command",
     "info": "klfast.info",
+    "study": "klfast.study.command",
 }
 
 

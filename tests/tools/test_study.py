@@ -1,0 +1,246 @@
+"""The study of controllers: its plant, the rules on it, its measures, its files."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from klfast.__main__ import main
+from klfast.study import plant as plants
+from klfast.study.candidates import CANDIDATES
+from klfast.study.measure import FACTORS, _octaves, judge, mean_miss
+from klfast.study.plant import Plant, Policy, fit, without_noise
+from klfast.study.records import Records, load_records, read_run, save_records
+from klfast.study.simulate import Course, simulate
+from klfast.study.table import ranked, reading, table
+
+PLANT = Plant(force=0.15, pull=1.5, friction=0.01, momentum=0.6, drift=0.002, noise=0.2, wander=0.1)
+QUIET = Plant(**{**vars(PLANT), "noise": 0.0, "wander": 0.0})
+BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(set_num_threads):
+    set_num_threads(1)
+
+
+def records(kl, coefficient):
+    return Records(("a", "b", "c"), coefficient, kl, kl)
+
+
+# The plant
+
+
+def test_the_plant_is_its_equations():
+    s = speed = 0.0
+    coefficient = [0.1, 0.05, 0.2, 0.1, 0.0]
+    for t, value in enumerate(coefficient):
+        kl = without_noise(PLANT, torch.tensor([coefficient], dtype=torch.float64))[0, t]
+        assert kl.item() == pytest.approx(s * s, rel=1e-12)
+        drive = 0.15 * (1 + 0.002 * t) - 1.5 * value * s - 0.01 * s
+        speed = 0.6 * speed + 0.4 * drive
+        s = max(0.0, s + speed)
+
+
+def test_the_balancing_coefficient_holds_the_target():
+    still = Plant(**{**vars(QUIET), "drift": 0.0})
+    value = torch.full((1, 600), still.balance(6.0), dtype=torch.float64)
+    assert without_noise(still, value)[0, -1].item() == pytest.approx(6.0, rel=1e-6)
+
+
+def test_noise_has_no_bias():
+    policy = Policy(torch.full((200_000,), 2.0, dtype=torch.float64), *torch.zeros(2, 200_000))
+    n = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    measured = plants.measured(policy, PLANT, n)
+    assert measured.mean().item() == pytest.approx(4.0, rel=3e-3)
+    assert measured.log().std().item() == pytest.approx(0.2, rel=1e-2)
+
+
+def test_the_fit_finds_the_plant_that_made_the_records():
+    steps = torch.arange(60, dtype=torch.float64)
+    coefficient = torch.stack(
+        [torch.full_like(steps, 0.03), torch.full_like(steps, 0.15), 0.04 * 1.03**steps]
+    )
+    found = fit(records(without_noise(QUIET, coefficient), coefficient))
+    for name in ("force", "pull", "friction", "momentum", "drift"):
+        assert getattr(found, name) == pytest.approx(getattr(QUIET, name), rel=0.1), name
+    assert found.noise == pytest.approx(0, abs=1e-6)
+    assert found.wander < 0.01
+
+
+# The rules on it
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_simulation_runs_klfasts_controllers(name):
+    """A seed's course is what the controller itself makes of the same plant without noise."""
+    course = Course(updates=60, seeds=3, spread=2.0)
+    kl = simulate(BY_NAME[name], BY_NAME[name].gains, QUIET, course)[0]
+    share = 2 * torch.rand(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
+    for seed in range(3):
+        controller = BY_NAME[name].make(course.target)
+        first = QUIET.balance(course.target) * 2.0 ** share[seed].item()
+        controller = type(controller)(
+            first, 6.0, unit="sequence", min_coef=1e-6, max_coef=100.0, **BY_NAME[name].gains
+        )
+        policy = Policy.at_reference(())
+        for t in range(course.updates):
+            assert kl[seed, t].item() == pytest.approx(policy.kl.item(), rel=1e-9, abs=1e-12)
+            measured = policy.kl.item()
+            push = course.jump if t >= 30 else 1.0
+            value = torch.tensor(controller.value, dtype=torch.float64)
+            policy = plants.advance(policy, QUIET, value, t, push)
+            controller.update(measured, 40)
+
+
+def test_many_gains_at_once_are_each_of_them_alone():
+    course = Course(updates=60, seeds=4)
+    candidate = BY_NAME["nupi"]
+    factors = torch.tensor([0.5, 4.0], dtype=torch.float64)
+    gains = candidate.scaled(candidate.gains, factors, torch.ones(2, dtype=torch.float64))
+    both = simulate(
+        candidate, {name: value[:, None] for name, value in gains.items()}, PLANT, course
+    )
+    for i in range(2):
+        alone = {name: value[i].item() for name, value in gains.items()}
+        assert torch.equal(simulate(candidate, alone, PLANT, course)[0], both[i])
+    assert not torch.equal(both[0], both[1])
+
+
+# The measures
+
+
+def course_of(kl):
+    """One seed per row."""
+    return torch.tensor(kl, dtype=torch.float64)
+
+
+def test_settling_overshoot_error_and_recovery_of_a_made_up_course():
+    course = Course(updates=120)
+    kl = torch.full((1, 120), 6.0, dtype=torch.float64)
+    kl[:, :20] = 0.6  # too low, then in one step on target
+    kl[:, 40] = 7.1
+    kl[:, 60:75] = 12.0  # the change, and 15 updates to recover
+    held = judge(kl, course)
+    assert held.overshoot == pytest.approx(7.1 / 6 - 1)
+    # of ten updates' mean: within 20 % once at most two in ten are at 0.6
+    assert held.settling == pytest.approx(20 + 7)
+    assert held.recovery == pytest.approx(15 + 7)
+    assert held.error == 0
+    assert held.lost == 0
+    miss = 10 * math.log(10) + math.log(7.1 / 6) + 15 * math.log(2)
+    assert held.miss == pytest.approx(miss / 110)
+
+
+def test_a_course_that_never_settles_says_so():
+    course = Course(updates=120)
+    held = judge(torch.full((3, 120), 20.0, dtype=torch.float64), course)
+    assert held.settling is held.recovery is None
+    assert held.lost == 1
+    assert held.overshoot == pytest.approx(20 / 6 - 1)
+    assert mean_miss(torch.full((2, 3, 120), 6e9), course).tolist() == pytest.approx(
+        [math.log(10)] * 2
+    )
+
+
+def test_octaves_are_the_unbroken_range_around_the_tuned_gains():
+    misses = torch.full((len(FACTORS),), 9.0)
+    middle = len(FACTORS) // 2
+    misses[middle - 2 : middle + 4] = torch.tensor([1.4, 1.2, 1.0, 1.1, 1.3, 1.5])
+    misses[0] = 1.0  # good again, far away
+    assert _octaves(misses) == pytest.approx(2.5)
+
+
+# Records and files
+
+
+def test_records_survive_their_file(tmp_path):
+    kl = torch.rand(3, 5, dtype=torch.float64)
+    save_records(records(kl, kl / 10), tmp_path / "records.json")
+    again = load_records(tmp_path / "records.json")
+    assert again.arms == ("a", "b", "c")
+    torch.testing.assert_close(again.kl, kl, rtol=1e-6, atol=0)
+    torch.testing.assert_close(again.coefficient, kl / 10, rtol=1e-6, atol=0)
+
+
+def write_run(folder, arms):
+    rows = [
+        {
+            "arm": name,
+            "coefficient": 0.1,
+            "kl_per_sequence_exact": 1.0 + step,
+            "kl_per_sequence_k3": 1.5 + step,
+        }
+        for name, steps in arms.items()
+        for step in range(steps)
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_of_compare_is_read(tmp_path):
+    write_run(tmp_path, {"none": 3, "nupi": 3})
+    read = read_run(tmp_path)
+    assert read.arms == ("none", "nupi")
+    assert read.kl.tolist() == [[1.0, 2.0, 3.0]] * 2
+    assert read.measured.tolist() == [[1.5, 2.5, 3.5]] * 2
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    out = tmp_path_factory.mktemp("study") / "out"
+    assert main(["study", "--seeds", "4", "--updates", "60", "--out", str(out)]) == 0
+    return out
+
+
+def test_the_command_writes_numbers_a_table_and_a_picture(out):
+    numbers = json.loads((out / "study.json").read_text())
+    assert {rule["name"] for rule in numbers["rules"]} == set(BY_NAME)
+    assert (out / "study.md").read_text() == table(numbers)
+    assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in out.iterdir()} == {"study.json", "study.md", "study.png"}
+    for rule in numbers["rules"]:
+        # the search has the first gains in it
+        assert rule["tuned"]["miss"] <= rule["first"]["miss"] + 1e-12
+        assert len(rule["misses"]) == len(rule["factors"]) == len(FACTORS)
+        middle = rule["misses"][len(FACTORS) // 2]
+        assert middle == pytest.approx(rule["tuned"]["miss"])
+    misses = [rule["tuned"]["miss"] for rule in ranked(numbers)]
+    assert misses == sorted(misses)
+
+
+def test_the_sentences_follow_from_the_numbers(out):
+    numbers = json.loads((out / "study.json").read_text())
+    text = " ".join(reading(numbers))
+    assert f"Tuned, {ranked(numbers)[0]['label']} misses its target least" in text
+    for rule in numbers["rules"]:
+        rule["first"]["lost"] = 0.0
+    numbers["rules"][2]["first"]["lost"] = 0.5
+    text = " ".join(reading(numbers))
+    assert "by a factor of 2 or more: nuPI (50% of the seeds)." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seeds", "0"], "seeds must be a whole number >= 1, got 0"),
+        (["--updates", "10"], "updates must be a whole number >= 60, got 10"),
+        (["--target", "nan"], "target must be a finite number > 0, got nan"),
+        (["--jump", "-1"], "jump must be a finite number > 0, got -1.0"),
+        (["--fit", "nowhere"], "not the folder of a run of klfast compare"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_options_are_one_sentence(tmp_path, capsys, arguments, said):
+    assert main(["study", "--out", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_run_is_not_fitted_to(tmp_path, capsys):
+    write_run(tmp_path, {"none": 3, "nupi": 2})
+    assert main(["study", "--fit", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "is not finished: its arms have different lengths" in capsys.readouterr().err
