@@ -120,7 +120,7 @@ def test_settling_overshoot_error_and_recovery_of_a_made_up_course():
     course = Course(updates=120)
     kl = torch.full((1, 120), 6.0, dtype=torch.float64)
     kl[:, :20] = 0.6  # too low, then in one step on target
-    kl[:, 40] = 7.1
+    kl[:, 35] = 7.1
     kl[:, 60:75] = 12.0  # the change, and 15 updates to recover
     held = judge(kl, course)
     assert held.overshoot == pytest.approx(7.1 / 6 - 1)
