@@ -18,12 +18,14 @@ from klfast.control.feedback import (
 )
 from klfast.control.grouped import GroupedKLController
 from klfast.control.learning_rate import KLAdaptiveLR
-from klfast.control.monitor import KLMonitor
+from klfast.control.monitor import KLDriftAlarm, KLMonitor
 from klfast.control.reset import ReferenceReset
 from klfast.control.scheduled import ScheduledKLController
 from klfast.estimator import Estimator
 from klfast.info import info
+from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs
+from klfast.profile import LogRatioProfile, log_ratio_profile
 from klfast.stats import KLStats
 from klfast.version import __version__
 
@@ -37,9 +39,12 @@ __all__ = [
     "FixedKLController",
     "GroupedKLController",
     "KLAdaptiveLR",
+    "KLDriftAlarm",
     "KLEarlyStop",
+    "KLLog",
     "KLMonitor",
     "KLStats",
+    "LogRatioProfile",
     "NuPIKLController",
     "PIDLagrangianKLController",
     "ReferenceReset",
@@ -51,5 +56,6 @@ __all__ = [
     "kl_divergence",
     "kl_penalty",
     "kl_rewards",
+    "log_ratio_profile",
     "token_logprobs",
 ]

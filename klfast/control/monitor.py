@@ -1,11 +1,14 @@
-"""A monitor: says when the KL has left the neighbourhood of its target."""
+"""Monitors: say when the KL has left its target, or will soon pass a limit."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
+from abc import abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from klfast.checks.arguments import check_number
 from klfast.control.reading import KLReader, Unit, check_count
@@ -16,60 +19,31 @@ if TYPE_CHECKING:
 
     from klfast.stats import KLStats
 
-__all__ = ["KLMonitor"]
+__all__ = ["KLDriftAlarm", "KLMonitor"]
 
 Status = Literal["ok", "high", "low"]
+Drift = Literal["ok", "drifting", "over"]
+S = TypeVar("S", bound=str)
 
 
-class KLMonitor(KLReader):
-    """Watches the mean of the last KLs and warns when it leaves the band around the target.
+class _Window(KLReader, Generic[S]):
+    """The last KLs, and a status that follows from them; each change for the worse warns."""
 
-    With m the mean of the last ``window`` values (of those there are, while there are fewer), the
-    status is ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``.
-    Each change into ``"high"`` or ``"low"`` gives one ``RuntimeWarning``.
-
-    Args:
-        target: the KL to hold, > 0, in nats per ``unit``.
-        window: the number of values in the mean, >= 1.
-        high: the upper edge of the band, in targets; > ``low``.
-        low: the lower edge of the band, in targets; >= 0.
-        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
-            each sequence) or ``"token"`` (over all tokens).
-        process_group: the ranks that measure together, each of which must call ``update``; None for
-            this process alone.
-
-    Raises:
-        TypeError: a setting is of the wrong type.
-        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
-    """
-
-    _kind = "monitor"
     _output = "status"
 
-    def __init__(
-        self,
-        target: float,
-        *,
-        window: int = 100,
-        high: float = 2.0,
-        low: float = 0.5,
-        unit: Unit = "sequence",
-        process_group: ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(unit, process_group)
-        self.target = check_number("target", target, above=0)
+    def _watch(self, window: object) -> None:
+        """Begin with an empty window."""
         self.window = check_count("window", window, least=1)
-        self.low = check_number("low", low, least=0)
-        self.high = check_number("high", high, above=self.low)
         self._values: deque[float] = deque(maxlen=self.window)
-        self._status: Status = "ok"
+        self._status: Any = "ok"
 
     @property
-    def status(self) -> Status:
+    def status(self) -> S:
         """What the last ``update`` returned; ``"ok"`` before the first."""
-        return self._status
+        status: S = self._status
+        return status
 
-    def update(self, current: float | Tensor | KLStats, n_steps: int | None = None) -> Status:
+    def update(self, current: float | Tensor | KLStats, n_steps: int | None = None) -> S:
         """Take the KL of a batch into the window.
 
         Args:
@@ -80,7 +54,7 @@ class KLMonitor(KLReader):
                 ranks; 1 by default, 0 on a rank without data.
 
         Returns:
-            The status: ``"ok"``, ``"high"`` or ``"low"``.
+            The status.
 
         Raises:
             TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
@@ -94,22 +68,16 @@ class KLMonitor(KLReader):
             self._values.append(kl)
             before, self._status = self._status, self._judge()
             if self._status not in ("ok", before):
-                warnings.warn(
-                    f"mean KL of the last {len(self._values)} updates is {self._status}: "
-                    f"{statistics.mean(self._values):.4g} nats per {self.unit}, "
-                    f"target {self.target:.4g}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return self._status
+                warnings.warn(self._warning(), RuntimeWarning, stacklevel=2)
+        return self.status
 
-    def _judge(self) -> Status:
-        if not self._values:
-            return "ok"
-        mean = statistics.mean(self._values)  # rounded once, so exact at the band's edges
-        if mean > self.high * self.target:
-            return "high"
-        return "low" if mean < self.low * self.target else "ok"
+    @abstractmethod
+    def _judge(self) -> S:
+        """The status of the values."""
+
+    @abstractmethod
+    def _warning(self) -> str:
+        """What a change into the present status says."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window's values and the count of skipped ones, as plain JSON; no settings."""
@@ -135,3 +103,143 @@ class KLMonitor(KLReader):
         self._values = deque(values, maxlen=self.window)
         self._skipped = skipped
         self._status = self._judge()
+
+
+class KLMonitor(_Window[Status]):
+    """Watches the mean of the last KLs and warns when it leaves the band around the target.
+
+    With m the mean of the last ``window`` values (of those there are, while there are fewer), the
+    status is ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``.
+    Each change into ``"high"`` or ``"low"`` gives one ``RuntimeWarning``.
+
+    Args:
+        target: the KL to hold, > 0, in nats per ``unit``.
+        window: the number of values in the mean, >= 1.
+        high: the upper edge of the band, in targets; > ``low``.
+        low: the lower edge of the band, in targets; >= 0.
+        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
+            each sequence) or ``"token"`` (over all tokens).
+        process_group: the ranks that measure together, each of which must call ``update``; None for
+            this process alone.
+
+    Raises:
+        TypeError: a setting is of the wrong type.
+        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
+    """
+
+    _kind = "monitor"
+
+    def __init__(
+        self,
+        target: float,
+        *,
+        window: int = 100,
+        high: float = 2.0,
+        low: float = 0.5,
+        unit: Unit = "sequence",
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(unit, process_group)
+        self.target = check_number("target", target, above=0)
+        self._watch(window)
+        self.low = check_number("low", low, least=0)
+        self.high = check_number("high", high, above=self.low)
+
+    def _judge(self) -> Status:
+        if not self._values:
+            return "ok"
+        mean = statistics.mean(self._values)  # rounded once, so exact at the band's edges
+        if mean > self.high * self.target:
+            return "high"
+        return "low" if mean < self.low * self.target else "ok"
+
+    def _warning(self) -> str:
+        return (
+            f"mean KL of the last {len(self._values)} updates is {self._status}: "
+            f"{statistics.mean(self._values):.4g} nats per {self.unit}, target {self.target:.4g}"
+        )
+
+
+class KLDriftAlarm(_Window[Drift]):
+    """Warns that the KL passes a limit, or soon will, whether or not anything holds it.
+
+    Where the coefficient is 0 the KL is still measured (``coef=0.0, return_stats=True``), and how
+    far a policy has gone from its reference tells how much it has forgotten of it. With m the mean
+    of the last ``window`` values:
+
+    - ``"over"`` if ``m > limit``;
+    - ``"drifting"`` if the least-squares line through the values passes ``limit`` within ``ahead``
+      updates, also with a slope smaller by two of its standard errors; this needs a full window of
+      at least 8 values;
+    - else ``"ok"``. Each change into one of the first two gives one ``RuntimeWarning``.
+
+    Args:
+        limit: the KL not to pass, > 0, in nats per ``unit``.
+        window: the number of values that are looked at, >= 1.
+        ahead: updates, >= 0; 0 says ``"over"`` alone.
+        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
+            each sequence) or ``"token"`` (over all tokens).
+        process_group: the ranks that measure together, each of which must call ``update``; None for
+            this process alone.
+
+    Raises:
+        TypeError: a setting is of the wrong type.
+        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
+
+    Source: I. Shenfeld et al., "RL's Razor: Why Online Reinforcement Learning Forgets Less" (2025,
+    arXiv:2509.04259), on KL and forgetting.
+    """
+
+    _kind = "drift"
+
+    def __init__(
+        self,
+        limit: float,
+        *,
+        window: int = 50,
+        ahead: int = 50,
+        unit: Unit = "sequence",
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(unit, process_group)
+        self.limit = check_number("limit", limit, above=0)
+        self._watch(window)
+        self.ahead = check_count("ahead", ahead, least=0)
+
+    def _judge(self) -> Drift:
+        if not self._values:
+            return "ok"
+        if statistics.mean(self._values) > self.limit:
+            return "over"
+        return "drifting" if self._passes_ahead() else "ok"
+
+    def _passes_ahead(self) -> bool:
+        count = len(self._values)
+        if not self.ahead or count < max(self.window, _ENOUGH):
+            return False
+        slope, error, end = _line(self._values)
+        least = slope - 2 * error
+        return least > 0 and end + least * self.ahead > self.limit
+
+    def _warning(self) -> str:
+        mean = statistics.mean(self._values)
+        where = f"{mean:.4g} nats per {self.unit} over the last {len(self._values)} updates"
+        if self._status == "over":
+            return f"KL is over its limit of {self.limit:.4g}: {where}"
+        slope, _, _ = _line(self._values)
+        return (
+            f"KL is drifting towards its limit of {self.limit:.4g}: {where}, and {slope:+.2g} an "
+            "update"
+        )
+
+
+_ENOUGH = 8
+
+
+def _line(values: Collection[float]) -> tuple[float, float, float]:
+    """The least-squares line through values at 0, 1, ...: slope, its standard error, last point."""
+    count = len(values)
+    slope, intercept = statistics.linear_regression(range(count), values)
+    rest = sum((value - intercept - slope * i) ** 2 for i, value in enumerate(values))
+    spread = count * (count * count - 1) / 12
+    return slope, math.sqrt(rest / (count - 2) / spread), intercept + slope * (count - 1)

@@ -1,0 +1,220 @@
+"""One call that writes the KL's numbers to TensorBoard, Weights & Biases or JSON lines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from klfast.checks.arguments import check_choice
+from klfast.control.grouped import GroupedKLController
+from klfast.control.reading import check_count
+from klfast.dtensors import gathered
+from klfast.profile import LogRatioProfile
+from klfast.stats import KLStats
+
+__all__ = ["KLLog"]
+
+Names = Literal["klfast", "nemo_rl", "openrlhf", "roll", "skyrl", "slime", "trl", "trlx", "verl"]
+
+# Framework -> the names that it has for what klfast measures. From their trainers: NeMo-RL's
+# loss_functions.py, OpenRLHF's ppo_actor.py, ROLL's apply_kl_penalty, SkyRL's trainer.py, slime's
+# loss.py, TRL's grpo_trainer.py (kl_coef is that of klfast's callback), trlx's
+# accelerate_ppo_trainer.py, verl's apply_kl_penalty and dp_actor.py.
+_FRAMEWORKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "klfast": {},
+    "nemo_rl": {"token_mean": ("kl_penalty",)},
+    "openrlhf": {"token_mean": ("kl",)},
+    "roll": {"token_mean": ("critic/kl",), "coef": ("critic/kl_coef",)},
+    "skyrl": {"token_mean": ("loss/avg_kl",), "coef": ("loss/kl_loss_coef",)},
+    "slime": {"token_mean": ("train/kl_loss",)},
+    "trl": {"token_mean": ("kl",), "coef": ("kl_coef",)},
+    "trlx": {
+        "sqrt_sequence_mean": ("policy/sqrt_kl",),
+        "sqrt_token_mean": ("policy/kl_per_token",),
+        "coef": ("kl_ctl_value",),
+    },
+    "verl": {
+        "token_mean": ("actor/kl_loss", "actor/reward_kl_penalty"),
+        "coef": ("actor/kl_coef", "actor/reward_kl_penalty_coeff"),
+    },
+}
+
+Writer = Callable[[dict[str, float], int], None]
+
+
+class KLLog:
+    """Writes the KL's numbers of a step, with one transfer from the device.
+
+    ``log = klfast.KLLog("runs/kl.jsonl")``, then in every step
+    ``log(step, stats, controller=controller)``. Beside klfast's own names, ``kl/token_mean`` and so
+    on, a framework's dashboards find theirs.
+
+    Args:
+        to: where to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, ``"wandb"`` or
+            ``"wandb:PROJECT"`` (the run that is there, or a new one), another string or a path for
+            a file of JSON lines, which is added to; or an object with ``add_scalar(name, value,
+            step)`` or ``log(values, step=step)``. TensorBoard and Weights & Biases are imported
+            only when they are asked for.
+        names: ``"klfast"``, or a framework, whose names for the mean KL and the coefficient are
+            written too: ``"nemo_rl"``, ``"openrlhf"``, ``"roll"``, ``"skyrl"``, ``"slime"``,
+            ``"trl"``, ``"trlx"`` (which logs square roots), ``"verl"``.
+        prefix: of klfast's own names.
+
+    Raises:
+        TypeError: ``to`` is none of these.
+        ValueError: ``names`` is unknown.
+        ImportError: what ``to`` names is not installed.
+    """
+
+    def __init__(self, to: Any, *, names: Names = "klfast", prefix: str = "kl/") -> None:
+        check_choice("names", names, get_args(Names))
+        self.names, self.prefix = names, prefix
+        self._write = _writer(to)
+
+    def __call__(
+        self,
+        step: int,
+        stats: KLStats | None = None,
+        *,
+        controller: Any = None,
+        monitor: Any = None,
+        profile: LogRatioProfile | None = None,
+        extra: Mapping[str, float | Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Write one step, and return what was written.
+
+        Args:
+            step: >= 0.
+            stats: of the step's batch.
+            controller: writes ``coef`` and ``skipped``; a ``GroupedKLController``'s of each group.
+            monitor: a ``KLMonitor`` or ``KLDriftAlarm``; writes ``alarm``: 1 while its status is
+                not ``"ok"``.
+            profile: see :func:`klfast.log_ratio_profile`.
+            extra: further numbers by their whole names.
+
+        Raises:
+            ValueError: ``step`` is negative.
+            TypeError: ``step`` is not an integer, or an extra is not one number.
+        """
+        step = check_count("step", step, least=0)
+        own: dict[str, Any] = {}
+        if stats is not None:
+            own |= KLStats(*map(gathered, stats)).as_dict("")
+        if controller is not None:
+            own |= _of_controller(controller)
+        if monitor is not None:
+            own["alarm"] = float(monitor.status != "ok")
+        if profile is not None:
+            own |= profile.as_dict("")
+        extras = {name: gathered(value) for name, value in (extra or {}).items()}
+        numbers = _floats({**own, **{f"={name}": value for name, value in extras.items()}})
+        written = {self.prefix + name: numbers[name] for name in own}
+        written |= self._of_framework({name: numbers[name] for name in own})
+        written |= {name: numbers[f"={name}"] for name in extras}
+        self._write(written, step)
+        return written
+
+    def _of_framework(self, own: dict[str, float]) -> dict[str, float]:
+        roots = {
+            f"sqrt_{name}": math.sqrt(max(0.0, own[name]))
+            for name in ("token_mean", "sequence_mean")
+            if name in own
+        }
+        known = own | roots
+        return {
+            theirs: known[name]
+            for name, all_theirs in _FRAMEWORKS[self.names].items()
+            if name in known
+            for theirs in all_theirs
+        }
+
+
+def _of_controller(controller: Any) -> dict[str, Any]:
+    values, skipped = controller.value, controller.skipped
+    if not isinstance(controller, GroupedKLController):
+        return {"coef": values, "skipped": skipped}
+    groups: dict[str, Any] = {}
+    for name, value in values.items():
+        groups |= {f"{name}/coef": value, f"{name}/skipped": skipped[name]}
+    return groups
+
+
+def _floats(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers and 0-dim tensors as floats; those of a device in one transfer."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 0 or tensor.is_complex():
+            raise TypeError(
+                f"extra must be numbers and 0-dim tensors, got {[*tensor.shape]} for "
+                f"{name.removeprefix('=')!r}"
+            )
+    read: dict[str, float] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = {name: t.detach().double() for name, t in tensors.items() if t.device == device}
+        read |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
+    return {name: read[name] if name in read else float(value) for name, value in values.items()}
+
+
+def _writer(to: Any) -> Writer:
+    if isinstance(to, str):
+        kind, _, rest = to.partition(":")
+        if kind == "tensorboard":
+            return _tensorboard(rest)
+        if kind == "wandb":
+            return _wandb(rest)
+    if isinstance(to, (str, os.PathLike)):
+        return _json_lines(Path(to))
+    if callable(getattr(to, "add_scalar", None)):
+        return _scalars(to)
+    if callable(getattr(to, "log", None)):
+        return lambda values, step: to.log(values, step=step)
+    raise TypeError(
+        "to must be 'tensorboard', 'wandb', a path, or an object with add_scalar or log, got "
+        f"{type(to).__name__}"
+    )
+
+
+def _tensorboard(folder: str) -> Writer:
+    try:
+        module = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise ImportError("to='tensorboard' needs tensorboard: pip install tensorboard") from error
+    return _scalars(module.SummaryWriter(folder or None))
+
+
+def _scalars(writer: Any) -> Writer:
+    def write(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return write
+
+
+def _wandb(project: str) -> Writer:
+    try:
+        wandb: Any = importlib.import_module("wandb")
+    except ImportError as error:
+        raise ImportError("to='wandb' needs wandb: pip install wandb") from error
+    run = wandb.run if wandb.run is not None else wandb.init(project=project or None)
+    return lambda values, step: run.log(values, step=step)
+
+
+def _json_lines(path: Path) -> Writer:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(values: dict[str, float], step: int) -> None:
+        # JSON has no NaN and no infinity
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    return write

@@ -1,0 +1,147 @@
+"""Where in its sequences, and how unevenly, a policy has left its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.api import kl_penalty
+from klfast.checks.arguments import check_number
+from klfast.dtensors import gathered
+
+__all__ = ["LogRatioProfile", "log_ratio_profile"]
+
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+class LogRatioProfile(NamedTuple):
+    """Quantiles of x over all kept tokens, and means by place in the sequence.
+
+    ``x = logprobs - ref_logprobs`` in nats; tokens whose x is NaN or infinite are left out. The
+    places are 0, 1, 2 to 3, 4 to 7, ...: bucket b > 0 holds ``2**(b-1)`` to ``2**b - 1``.
+
+    Attributes:
+        levels: the levels of the quantiles, numbers.
+        quantiles: [Q], of x, unweighted; NaN where nothing is kept.
+        first: the first place in each bucket, numbers.
+        tokens: [P], the sum of the mask in each bucket.
+        k1: [P], mean of x in each bucket, weighted by the mask; 0 where it holds nothing.
+        k3: [P], mean of expm1(-x) + x, likewise.
+    """
+
+    levels: tuple[float, ...]
+    quantiles: Tensor
+    first: tuple[int, ...]
+    tokens: Tensor
+    k1: Tensor
+    k3: Tensor
+
+    def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
+        """A flat dict of 0-dim tensors for a logger: ``x_q50``, ``k3_from_16``, ...."""
+        scalars = {f"x_q{100 * q:g}": self.quantiles[i] for i, q in enumerate(self.levels)}
+        for name in ("k1", "k3"):
+            values = getattr(self, name)
+            scalars |= {f"{name}_from_{place}": values[i] for i, place in enumerate(self.first)}
+        return {prefix + name: value for name, value in scalars.items()}
+
+
+@torch.no_grad()
+def log_ratio_profile(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    quantiles: Sequence[float] = QUANTILES,
+    backend: str = "auto",
+) -> LogRatioProfile:
+    """The quantiles of ``x = logprobs - ref_logprobs``, and its means by place in the sequence.
+
+    It reads the log-probs again, sorts them, and waits for no device: a batch can be looked at in
+    every step, or inside a CUDA graph. A mean KL hides both a few wild tokens, which the outer
+    quantiles show, and sequences that leave the reference only towards their ends.
+
+    Args:
+        logprobs: [B, T], or packed [N] with ``cu_seqlens``; as of :func:`klfast.kl_penalty`.
+        ref_logprobs: the same under the reference.
+        mask: 1 keeps a token; weights are those of the means, and 0 leaves out.
+        cu_seqlens: [S+1], as of :func:`klfast.kl_penalty`.
+        quantiles: levels in [0, 1], interpolated linearly between neighbours.
+        backend: as of :func:`klfast.kl_penalty`.
+
+    Returns:
+        :class:`LogRatioProfile`, in fp32 (fp64 for fp64 inputs), on the inputs' device.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; a level is not in [0, 1].
+    """
+    levels = tuple(check_number("quantiles", q, least=0) for q in quantiles)
+    if any(q > 1 for q in levels):
+        raise ValueError(f"quantiles must be numbers in [0, 1], got {max(levels)!r}")
+    logprobs, ref_logprobs, mask = map(gathered, (logprobs, ref_logprobs, mask))
+    k3 = kl_penalty(
+        logprobs, ref_logprobs, mask, estimator="k3", cu_seqlens=cu_seqlens, backend=backend
+    )
+    x = logprobs.to(k3.dtype) - ref_logprobs.to(k3.dtype)
+    weight = torch.ones_like(x) if mask is None else mask.to(x.dtype)
+    keep = (weight != 0) & x.isfinite()
+    columns = torch.stack([weight, weight * x, k3]).double()
+    columns = torch.where(keep, columns, 0.0)
+    first, sums = _by_place(columns, _places(x, cu_seqlens), x.shape[-1])
+    tokens = sums[:, 0]
+    means = torch.where(tokens[:, None] > 0, sums[:, 1:] / tokens[:, None], 0.0).to(x.dtype)
+    return LogRatioProfile(
+        levels,
+        _quantiles(x, keep, levels),
+        first,
+        tokens.to(x.dtype),
+        means[:, 0],
+        means[:, 1],
+    )
+
+
+def _places(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Each token's place in its sequence, int64, of a shape that expands to that of x."""
+    at = torch.arange(x.shape[-1], device=x.device)
+    if cu_seqlens is None:
+        return at
+    starts = cu_seqlens.long()
+    sequence = torch.searchsorted(starts, at, right=True) - 1
+    return at - starts[sequence]
+
+
+def _by_place(columns: Tensor, places: Tensor, width: int) -> tuple[tuple[int, ...], Tensor]:
+    """The first place of each bucket, and sums [P, columns] over its tokens, in a fixed order."""
+    buckets = list(_buckets(width))
+    sums = [
+        torch.where((places >= low) & (places < high), columns, 0.0).flatten(1).sum(1)
+        for low, high in buckets
+    ]
+    rows = torch.stack(sums) if sums else columns.new_zeros(0, len(columns))
+    return tuple(low for low, _ in buckets), rows
+
+
+def _buckets(width: int) -> Iterator[tuple[int, int]]:
+    low, high = 0, 1
+    while low < width:
+        yield low, high
+        low, high = high, 2 * high
+
+
+def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
+    ordered = torch.where(keep, x, torch.inf).flatten().sort().values
+    ordered = torch.cat([ordered, ordered.new_full((1,), torch.inf)])  # of an empty batch too
+    count = keep.sum()
+    found = []
+    for level in levels:
+        at = (count - 1).clamp(min=0).double() * level
+        below = at.floor().long()
+        above = torch.minimum(below + 1, (count - 1).clamp(min=0))
+        # ordered[below] would read the index
+        low, high = ordered.gather(0, torch.stack([below, above])).unbind()
+        found.append(torch.where(below == above, low, low + (at - below) * (high - low)))
+    values = torch.stack(found) if found else x.new_zeros(0)
+    return torch.where(count > 0, values, torch.nan).to(x.dtype)

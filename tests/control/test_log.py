@@ -1,0 +1,214 @@
+"""KLLog: one call to TensorBoard, Weights & Biases or JSON lines, under frameworks' names."""
+
+import json
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from fresh import run_fresh
+
+import klfast
+from klfast import KLLog
+
+
+def batch():
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -0.2, -9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    ref_logprobs = logprobs - torch.tensor([0.5, -0.25, 0.1])
+    _, stats = klfast.kl_penalty(
+        logprobs, ref_logprobs, mask, reduction="token-mean", return_stats=True
+    )
+    return logprobs, ref_logprobs, mask, stats
+
+
+class Board:
+    """What TensorBoard's SummaryWriter does."""
+
+    def __init__(self, log_dir=None):
+        self.log_dir, self.written = log_dir, []
+
+    def add_scalar(self, name, value, step):
+        self.written.append((name, value, step))
+
+
+class Run:
+    """What a run of Weights & Biases does."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values, step):
+        self.logged.append((values, step))
+
+
+def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):
+    logprobs, ref_logprobs, mask, stats = batch()
+    path = tmp_path / "new" / "kl.jsonl"
+    controller = klfast.NuPIKLController(0.1, 6.0)
+    alarm = klfast.KLDriftAlarm(100.0)
+    log = KLLog(path)
+    profile = klfast.log_ratio_profile(logprobs, ref_logprobs, mask)
+    for step in range(2):
+        alarm.update(stats)
+        log(
+            step,
+            stats,
+            controller=controller,
+            monitor=alarm,
+            profile=profile,
+            extra={"reward": 0.5, "loss": torch.tensor(0.25, dtype=torch.float64)},
+        )
+        controller.update(stats)
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["step"], second["step"]) == (0, 1)
+    expected = stats.as_dict() | profile.as_dict()
+    assert {name: first[name] for name in expected} == {
+        name: value.item() for name, value in expected.items()
+    }
+    assert (first["kl/coef"], first["kl/skipped"], first["kl/alarm"]) == (0.1, 0, 0)
+    assert second["kl/coef"] == controller_after_one(stats)
+    assert (first["reward"], first["loss"]) == (0.5, 0.25)
+    assert first.keys() == second.keys()
+
+
+def controller_after_one(stats):
+    controller = klfast.NuPIKLController(0.1, 6.0)
+    return controller.update(stats)
+
+
+# Framework -> {its name: (klfast's name, what it does with it)}
+THEIRS = {
+    "nemo_rl": {"kl_penalty": ("token_mean", float)},
+    "openrlhf": {"kl": ("token_mean", float)},
+    "roll": {"critic/kl": ("token_mean", float), "critic/kl_coef": ("coef", float)},
+    "skyrl": {"loss/avg_kl": ("token_mean", float), "loss/kl_loss_coef": ("coef", float)},
+    "slime": {"train/kl_loss": ("token_mean", float)},
+    "trl": {"kl": ("token_mean", float), "kl_coef": ("coef", float)},
+    "trlx": {
+        "policy/sqrt_kl": ("sequence_mean", math.sqrt),
+        "policy/kl_per_token": ("token_mean", math.sqrt),
+        "kl_ctl_value": ("coef", float),
+    },
+    "verl": {
+        "actor/kl_loss": ("token_mean", float),
+        "actor/reward_kl_penalty": ("token_mean", float),
+        "actor/kl_coef": ("coef", float),
+        "actor/reward_kl_penalty_coeff": ("coef", float),
+    },
+}
+
+
+@pytest.mark.parametrize("names", THEIRS)
+def test_frameworks_names_stand_beside_klfasts(names):
+    stats = batch()[-1]
+    board = Board()
+    written = KLLog(board, names=names)(7, stats, controller=klfast.FixedKLController(0.3))
+    assert board.written == [(name, value, 7) for name, value in written.items()]
+    own = KLLog(Board())(7, stats, controller=klfast.FixedKLController(0.3))
+    assert {name: value for name, value in written.items() if name in own} == own
+    added = {name: value for name, value in written.items() if name not in own}
+    assert added == {
+        name: change(own[f"kl/{ours}"]) for name, (ours, change) in THEIRS[names].items()
+    }
+
+
+def test_every_framework_is_there():
+    with pytest.raises(ValueError, match=f"expected one of 'klfast', '{sorted(THEIRS)[0]}'"):
+        KLLog(Board(), names="tensorboard")
+
+
+def test_tensorboard_is_imported_when_asked_for(monkeypatch):
+    module = ModuleType("torch.utils.tensorboard")
+    boards = []
+    module.SummaryWriter = lambda folder: boards.append(Board(folder)) or boards[-1]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    KLLog("tensorboard:runs/x")(1, batch()[-1])
+    KLLog("tensorboard")(1, extra={"a": 1})
+    assert [board.log_dir for board in boards] == ["runs/x", None]
+    assert ("kl/nonfinite", 0.0, 1) in boards[0].written
+    assert boards[1].written == [("a", 1.0, 1)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_wandb_is_imported_when_asked_for_and_its_run_is_taken_up(monkeypatch, begun):
+    run, projects = Run(), []
+    wandb = ModuleType("wandb")
+    wandb.run = run if begun else None
+    wandb.init = lambda project: projects.append(project) or run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    KLLog("wandb:steering")(3, extra={"a": 2})
+    assert run.logged == [({"a": 2.0}, 3)]
+    assert projects == ([] if begun else ["steering"])
+
+
+def test_a_run_that_is_given_is_logged_to():
+    run = Run()
+    written = KLLog(run)(4, batch()[-1])
+    assert run.logged == [(written, 4)]
+
+
+@pytest.mark.parametrize(
+    ("to", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
+def test_what_is_not_installed_is_named(monkeypatch, to, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"to='{to}' needs {to}: pip install {to}"):
+        KLLog(to)
+
+
+def test_neither_is_imported_with_klfast():
+    code = (
+        "import sys, klfast; klfast.KLLog('kl.jsonl'); "
+        "print([name for name in sys.modules if 'tensorboard' in name or 'wandb' in name])"
+    )
+    assert eval(run_fresh(code)) == []
+
+
+def test_groups_are_logged_by_their_names():
+    grouped = klfast.GroupedKLController(
+        klfast.DualKLController, {"chat": 0.1, "maths": 0.2}, {"chat": 6.0, "maths": 20.0}
+    )
+    written = KLLog(Board())(0, controller=grouped)
+    assert written == {
+        "kl/chat/coef": 0.1,
+        "kl/chat/skipped": 0,
+        "kl/maths/coef": 0.2,
+        "kl/maths/skipped": 0,
+    }
+
+
+def test_a_coefficient_on_a_device_is_read_with_the_rest():
+    stats = batch()[-1]
+    controller = klfast.DualKLController(0.1, 6.0, device="cpu")
+    reads = []
+
+    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_local_scalar_dense" in str(function) or "_to_copy" in str(function):
+                reads.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Counted():
+        written = KLLog(Board())(0, stats, controller=controller)
+    assert written["kl/coef"] == 0.1
+    assert not [read for read in reads if "scalar_dense" in read]
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path):
+    path = tmp_path / "kl.jsonl"
+    written = KLLog(path)(0, extra={"a": math.nan, "b": math.inf, "c": 1})
+    assert math.isnan(written["a"])
+    assert json.loads(path.read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
+
+
+def test_bad_arguments_are_named(tmp_path):
+    with pytest.raises(TypeError, match="to must be 'tensorboard', 'wandb', a path"):
+        KLLog(SimpleNamespace())
+    log = KLLog(tmp_path / "kl.jsonl")
+    with pytest.raises(ValueError, match="step must be an integer >= 0"):
+        log(-1)
+    with pytest.raises(TypeError, match=r"extra must be numbers and 0-dim tensors, got .*'x'"):
+        log(0, extra={"x": torch.ones(2)})
+    assert not (tmp_path / "kl.jsonl").exists()

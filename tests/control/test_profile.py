@@ -1,0 +1,128 @@
+"""log_ratio_profile: quantiles of x and means by place, against plain Python."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import klfast
+from klfast import log_ratio_profile
+
+
+def draw(shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    logprobs, ref_logprobs = -torch.rand(2, *shape, generator=generator, dtype=dtype) * 3
+    return logprobs, ref_logprobs, torch.rand(shape, generator=generator) < 0.7
+
+
+def bucket(place):
+    return 0 if place == 0 else 1 + int(math.log2(place))
+
+
+def by_place(x, weight, sequences):
+    """{bucket: (tokens, mean x, mean k3)} of flat x, whose sequences are ranges."""
+    sums = {}
+    for sequence in sequences:
+        for place, i in enumerate(sequence):
+            if weight[i] and math.isfinite(x[i]):
+                total = sums.setdefault(bucket(place), [0.0, 0.0, 0.0])
+                terms = (1.0, x[i], math.expm1(-x[i]) + x[i])
+                sums[bucket(place)] = [
+                    t + weight[i] * term for t, term in zip(total, terms, strict=True)
+                ]
+    return {b: (t, k1 / t, k3 / t) for b, (t, k1, k3) in sums.items()}
+
+
+LAYOUTS = {
+    "padded": ((5, 13), None, [range(i * 13, (i + 1) * 13) for i in range(5)]),
+    "packed": ((29,), [0, 3, 3, 20, 29], [range(3), range(3, 3), range(3, 20), range(20, 29)]),
+    "one": ((16,), None, [range(16)]),
+}
+
+
+@pytest.mark.parametrize("weights", ["none", "bool", "floats"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_means_by_place_and_quantiles_are_those_of_plain_python(layout, weights):
+    shape, bounds, sequences = LAYOUTS[layout]
+    logprobs, ref_logprobs, mask = draw(shape, torch.float64)
+    mask = {"none": None, "bool": mask, "floats": mask * torch.rand(shape)}[weights]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    profile = log_ratio_profile(logprobs, ref_logprobs, mask, cu_seqlens=cu_seqlens)
+    x = (logprobs - ref_logprobs).flatten().tolist()
+    weight = [1.0] * len(x) if mask is None else mask.double().flatten().tolist()
+    assert profile.first == (0, 1, 2, 4, 8, 16)[: len(profile.first)]
+    expected = by_place(x, weight, sequences)
+    for b in range(len(profile.first)):
+        tokens, k1, k3 = expected.get(b, (0, 0, 0))
+        assert profile.tokens[b].item() == pytest.approx(tokens)
+        assert profile.k1[b].item() == pytest.approx(k1)
+        assert profile.k3[b].item() == pytest.approx(k3)
+    kept = [value for value, w in zip(x, weight, strict=True) if w]
+    wanted = np.quantile(kept, profile.levels)
+    assert profile.quantiles.tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
+
+
+def test_what_is_masked_or_not_finite_is_left_out():
+    logprobs, ref_logprobs, _ = draw((2, 6))
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    expected_mask = mask.clone()
+    expected_mask[0, 2] = expected_mask[1, 4] = mask[1, 4] = False
+    clean = log_ratio_profile(logprobs, ref_logprobs, expected_mask)
+    logprobs[0, 2], logprobs[1, 4] = -math.inf, math.nan
+    dirty = log_ratio_profile(logprobs, ref_logprobs, mask)
+    for a, b in zip(clean[1:], dirty[1:], strict=True):
+        assert a == b if isinstance(a, tuple) else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 4)], ids=str)
+def test_nothing_kept_has_no_quantiles(shape):
+    profile = log_ratio_profile(
+        torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    )
+    assert profile.quantiles.isnan().all()
+    assert not profile.tokens.any()
+    assert not profile.k3.any()
+
+
+def test_the_means_add_up_to_the_statistics():
+    logprobs, ref_logprobs, mask = draw((7, 33))
+    profile = log_ratio_profile(logprobs, ref_logprobs, mask)
+    _, stats = klfast.kl_penalty(
+        logprobs, ref_logprobs, mask, reduction="token-mean", return_stats=True
+    )
+    assert profile.tokens.sum() == stats.length.sum()
+    for name in ("k1", "k3"):
+        total = (profile.tokens * getattr(profile, name)).sum()
+        torch.testing.assert_close(total, getattr(stats, name).sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_names_for_a_logger():
+    logprobs, ref_logprobs, _ = draw((2, 5))
+    profile = log_ratio_profile(logprobs, ref_logprobs, quantiles=(0.5, 0.995))
+    scalars = profile.as_dict()
+    assert [*scalars] == [
+        *("kl/x_q50", "kl/x_q99.5"),
+        *("kl/k1_from_0", "kl/k1_from_1", "kl/k1_from_2", "kl/k1_from_4"),
+        *("kl/k3_from_0", "kl/k3_from_1", "kl/k3_from_2", "kl/k3_from_4"),
+    ]
+    assert all(value.dim() == 0 for value in scalars.values())
+
+
+def test_it_looks_at_no_value_on_a_device():
+    """Under fake tensors, where reading a number raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logprobs = torch.zeros(8, 100)
+        profile = log_ratio_profile(logprobs, logprobs, torch.ones(8, 100, dtype=torch.bool))
+        assert profile.quantiles.shape == (5,)
+        packed = log_ratio_profile(logprobs[0], logprobs[0], cu_seqlens=torch.zeros(4, dtype=int))
+        assert packed.k3.shape == (8,)
+
+
+@pytest.mark.parametrize("levels", [[1.5], [-0.1], ["x"], [math.nan]], ids=str)
+def test_bad_levels_are_named(levels):
+    logprobs = torch.zeros(2, 3)
+    with pytest.raises((ValueError, TypeError), match="quantiles"):
+        log_ratio_profile(logprobs, logprobs, quantiles=levels)
