@@ -28,6 +28,7 @@ _OPTIONS = (
     ("--init", "init_coef", float, "coefficient that the steering arms begin with"),
     ("--horizon", "horizon", float, "horizon of the adaptive rule, in sequences"),
     ("--gain", "gain", float, "gain of the exponential rule, per target missed and step"),
+    ("--clip", "clip", float, "log-ratio clip of the penalty, in nats; 0 for none"),
     ("--learning-rate", "learning_rate", float, "of the policy"),
     ("--pretrain-steps", "pretrain_steps", int, "language-model steps that make the reference"),
 )

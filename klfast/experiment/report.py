@@ -47,6 +47,7 @@ def render_report(data: ReportData) -> bytes:
         reading=reading(data.summaries, data.settings),
         accuracy=read_accuracy(data.bins),
         sampled=SAMPLED,
+        lengths=sorted({(one.first, one.last) for s in data.summaries for one in s.lengths}),
         enough_tokens=ENOUGH_TOKENS,
         enough_steps=ENOUGH_STEPS,
         settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},

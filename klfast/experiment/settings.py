@@ -32,6 +32,7 @@ class Settings:
         horizon: of the adaptive rule.
         gain: of the exponential rule, as the change of log(coefficient) in a step whose KL is off
             by the whole target.
+        clip: the penalty's ``log_ratio_clip``, in nats; 0 for none.
         prompts, group: a batch is ``prompts`` prompts with ``group`` continuations each.
     """
 
@@ -46,6 +47,7 @@ class Settings:
     init_coef: float = 0.03
     horizon: float = 320.0
     gain: float = 0.15
+    clip: float = 0.0
 
     prompts: int = 10
     group: int = 4
@@ -92,6 +94,8 @@ def check_settings(settings: Settings) -> None:
             isinstance(value, (int, float)) and math.isfinite(value) and value > 0
         ):
             raise CompareError(f"{field.name} must be a finite number > 0, got {value!r}")
+    if not (isinstance(settings.clip, (int, float)) and 0 <= settings.clip < math.inf):
+        raise CompareError(f"clip must be a finite number >= 0, got {settings.clip!r}")
     _check_arms(settings.arms)
     if len(settings.letter) != 1 or not settings.letter.isascii() or not settings.letter.islower():
         raise CompareError(f"letter must be one of 'a' to 'z', got {settings.letter!r}")

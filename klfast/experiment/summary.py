@@ -32,6 +32,22 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """The sequences of ``first`` to ``last`` tokens.
+
+    Attributes:
+        share: of all sequences.
+        exact, k3: nats per token.
+    """
+
+    first: int
+    last: int
+    share: float
+    exact: float
+    k3: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """One arm. Unless said otherwise, means over the last third of its steps.
 
@@ -45,6 +61,9 @@ class Summary:
         first_reward, first_perplexity: of the first step.
         settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
         kl_seconds, step_seconds: medians over all steps.
+        clipped: tokens where the penalty's clip acted, as a share of all.
+        nonfinite: tokens whose log-ratio was NaN or infinite, in all steps.
+        lengths: the KL by the length of the sequence.
     """
 
     name: str
@@ -65,6 +84,9 @@ class Summary:
     settled: int | None
     kl_seconds: float
     step_seconds: float
+    clipped: float
+    nonfinite: int
+    lengths: list[Lengths]
 
     def miss(self, target: float) -> float:
         """How far ``kl`` is off, as a share of the target: -0.1 is 10 % below."""
@@ -113,7 +135,36 @@ def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
         settled=next(near, None),
         kl_seconds=median(row["kl_step_seconds"] for row in rows),
         step_seconds=median(row["step_seconds"] for row in rows),
+        clipped=sum(row["clipped"] for row in last)
+        / sum(sum(_lengths(row, "tokens")) for row in last),
+        nonfinite=sum(row["nonfinite"] for row in rows),
+        lengths=_by_length(last),
     )
+
+
+def _lengths(row: Row, column: str) -> list[float]:
+    found: list[float] = row["by_length"][column]
+    return found
+
+
+def _by_length(rows: list[Row]) -> list[Lengths]:
+    totals: dict[float, dict[str, float]] = {}
+    for row in rows:
+        for i, first in enumerate(_lengths(row, "first")):
+            total = totals.setdefault(first, dict.fromkeys(row["by_length"], 0.0))
+            for name in total:
+                total[name] += _lengths(row, name)[i]
+    sequences = sum(total["sequences"] for total in totals.values())
+    return [
+        Lengths(
+            int(first),
+            2 * int(first) - 1,
+            total["sequences"] / sequences,
+            total["exact"] / total["tokens"],
+            total["k3"] / total["tokens"],
+        )
+        for first, total in sorted(totals.items())
+    ]
 
 
 def _estimate(estimator: str, rows: list[Row]) -> Estimate:
@@ -132,7 +183,8 @@ def reading(summaries: list[Summary], settings: Settings) -> list[str]:
     sentences = [_unfinished(summaries, settings)]
     sentences += [_steering(s, settings) for s in summaries if s.steers]
     sentences += [_not_steering(s, settings) for s in summaries if not s.steers]
-    sentences += [_fluency(summaries), _trade(summaries, settings), _cost(summaries)]
+    sentences += [_fluency(summaries), _trade(summaries, settings)]
+    sentences += [_clips(summaries, settings), _nonfinite(summaries), _cost(summaries)]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -206,6 +258,23 @@ def _trade(summaries: list[Summary], settings: Settings) -> str:
         best = max(holding, key=lambda s: s.reward)
         text += f"; of the arms that held the target, most in {_mid(best)}, to {best.reward:.1%}"
     return text + "."
+
+
+def _clips(summaries: list[Summary], settings: Settings) -> str:
+    if not settings.clip:
+        return ""
+    most = max(summaries, key=lambda s: s.clipped)
+    if not most.clipped:
+        return f"The clip at {number(settings.clip)} nats acted on no token."
+    return (
+        f"The clip at {number(settings.clip)} nats acted most in {_mid(most)}, on "
+        f"{most.clipped:.2%} of the tokens; the gradient of the penalty is 0 there."
+    )
+
+
+def _nonfinite(summaries: list[Summary]) -> str:
+    bad = [f"{s.nonfinite:,} in {_mid(s)}" for s in summaries if s.nonfinite]
+    return f"Tokens with a log-ratio that is NaN or infinite: {', '.join(bad)}." if bad else ""
 
 
 def _cost(summaries: list[Summary]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,11 @@ Row = dict[str, Any]
 ESTIMATOR = Estimator("k3", gradient="k2")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
 (k3's own is not)."""
+
+
+def estimator(settings: Settings) -> Estimator:
+    """The penalty's, with the clip that the settings ask for."""
+    return replace(ESTIMATOR, log_ratio_clip=settings.clip or None)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     both = compare_models(arm.policy, world.reference, batch)
     coefficient = arm.controller.value
     kl_gradient, stats, kl_seconds = kl_step(
-        both.logprobs.detach(), both.ref_logprobs, batch.mask, coefficient
+        both.logprobs.detach(), both.ref_logprobs, batch.mask, coefficient, estimator(settings)
     )
     reward_gradient = -advantage[:, None] * batch.mask / len(advantage)
 
@@ -139,6 +144,9 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
         "reward": float(reward.mean()),
         "coefficient": coefficient,
         **kl_record(both.stats),
+        "clipped": int(stats.clipped.sum()),
+        "nonfinite": int(stats.nonfinite.sum()),
+        "by_length": kl_by_length(both.stats),
         "held_out_perplexity": perplexity(arm.policy, world.held_out),
         "kl_step_seconds": kl_seconds,
         "token_errors": token_errors(
@@ -199,7 +207,11 @@ def compare_models(policy: GPT, reference: GPT, batch: Batch) -> Comparison:
 
 
 def kl_step(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    coefficient: float,
+    estimator: Estimator = ESTIMATOR,
 ) -> tuple[Tensor, KLStats, float]:
     """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds taken.
 
@@ -212,7 +224,7 @@ def kl_step(
         logprobs,
         ref_logprobs,
         mask,
-        estimator=ESTIMATOR,
+        estimator=estimator,
         reduction="seq-mean-token-sum",
         coef=coefficient,
         return_stats=True,
@@ -239,3 +251,24 @@ def kl_record(stats: KLStats) -> Row:
     record["max_log_ratio"] = float(stats.max_log_ratio.max())
     record["mean_length"] = tokens / len(stats.length)
     return record
+
+
+def kl_by_length(stats: KLStats) -> dict[str, list[float]]:
+    """Columns with one entry for each bucket of lengths that holds a sequence.
+
+    ``first``: the least length, a power of 2, below the next of which the lengths are;
+    ``sequences`` and ``tokens``: how many; ``exact`` and ``k3``: sums of the KL in nats.
+    """
+    bucket = stats.length.log2().floor().long()
+    columns = {
+        "sequences": torch.ones_like(stats.length),
+        "tokens": stats.length,
+        "exact": stats.kl,
+        "k3": stats.k3,
+    }
+    present = torch.bincount(bucket).nonzero()[:, 0]
+    sums = {
+        name: torch.bincount(bucket, weights=column.double())[present].tolist()
+        for name, column in columns.items()
+    }
+    return {"first": [2.0**b for b in present.tolist()], **sums}

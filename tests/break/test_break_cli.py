@@ -58,6 +58,7 @@ NUMBERS = {
     "--init": "init",
     "--horizon": "horizon",
     "--gain": "gain",
+    "--clip": "clip",
     "--learning-rate": "learning",
 }
 COUNTS = {"--steps": "steps", "--pretrain-steps": "pretrain", "--seed": "seed"}

@@ -349,6 +349,15 @@ def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):
             **{f"kl_per_sequence_{name}_error_std": value / 2 for name in SAMPLED},
             "kl_per_token_k3": value / 32,
             "held_out_perplexity": perplexity,
+            "clipped": 3,
+            "nonfinite": i,
+            "by_length": {
+                "first": [8.0, 16.0],
+                "sequences": [1.0, 3.0],
+                "tokens": [10.0, 90.0],
+                "exact": [0.1 * value, 0.9 * value],
+                "k3": [0.2 * value, 1.8 * value],
+            },
             "kl_step_seconds": 0.001,
             "step_seconds": 0.1,
         }
@@ -366,6 +375,34 @@ def test_summary_is_over_the_last_third():
     assert k2.error_std == pytest.approx(math.sqrt((3**2 + 3.5**2) / 2))
     assert s.miss(6.0) == pytest.approx(0.5 / 6)
     assert s.held(6.0)
+
+
+def test_clips_bad_tokens_and_lengths_are_summed():
+    settings = Settings(steps=6, arms=("adaptive",), clip=0.5)
+    (s,) = summary.summarise(rows("adaptive", [0, 5, 20, 20, 6, 8]), settings)
+    assert s.clipped == pytest.approx(0.03)
+    assert s.nonfinite == 15
+    short, long = s.lengths
+    assert (short.first, short.last, short.share) == (8, 15, 0.25)
+    assert (short.exact, short.k3) == (pytest.approx(0.07), pytest.approx(0.14))
+    assert (long.first, long.last, long.share) == (16, 31, 0.75)
+    text = " ".join(summary.reading([s], settings))
+    assert "The clip at 0.5 nats acted most in the arm “adaptive (Ziegler)”, on 3.00%" in text
+    assert "NaN or infinite: 15 in the arm" in text
+    assert "The clip" not in " ".join(summary.reading([s], dataclasses.replace(settings, clip=0.0)))
+
+
+def test_the_kl_by_length_is_that_of_each_sequence():
+    length = torch.tensor([1.0, 2.0, 3.0, 9.0, 16.0])
+    kl, k3 = torch.arange(1.0, 6.0), torch.arange(2.0, 7.0)
+    stats = klfast.KLStats(kl, length, *[torch.zeros(5)] * 2, k3, *[torch.zeros(5)] * 3)
+    assert train.kl_by_length(stats) == {
+        "first": [1, 2, 8, 16],
+        "sequences": [1, 2, 1, 1],
+        "tokens": [1, 5, 9, 16],
+        "exact": [1, 5, 4, 5],
+        "k3": [2, 7, 5, 6],
+    }
 
 
 def reading(records, **changes):

@@ -254,6 +254,22 @@ def test_a_diverging_arm_is_named_and_the_rest_reported(tmp_path):
     assert "stopped before any arm made a step" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("_no_picture")
+def test_a_clip_is_recorded_and_reported(tmp_path):
+    assert compare(options(tmp_path, clip=1e-4, arms=("none",)))
+    rows = metrics(tmp_path)
+    assert rows[0]["clipped"] == 0
+    assert all(row["clipped"] > 0 for row in rows[1:])
+    assert all(row["nonfinite"] == 0 for row in rows)
+    for row in rows:
+        assert sum(row["by_length"]["sequences"]) == TINY["prompts"] * TINY["group"]
+        assert sum(row["by_length"]["exact"]) == pytest.approx(4 * row["kl_per_sequence_exact"])
+    html = (tmp_path / "report.html").read_text()
+    assert "Clips, bad tokens and lengths" in html
+    assert "clipped at 1.00e-04 nats" in html
+    assert "The clip at 1.00e-04 nats acted most in" in html
+
+
 def test_missing_extras_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_module, "EXTRAS", ("rich", "no_such_package"))
     with pytest.raises(CompareError, match=r"needs no_such_package: pip install 'klfast\[demo\]'"):
