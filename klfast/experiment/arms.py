@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from klfast.control.base import CoefficientController, TargetController
 from klfast.control.controllers import (
@@ -21,6 +21,11 @@ from klfast.control.feedback import (
 )
 from klfast.experiment.settings import Settings
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Build = Callable[[Settings, "ProcessGroup | None"], CoefficientController]
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -30,39 +35,52 @@ class Arm:
         name: as typed after ``--arms``.
         label: as printed in tables and curves.
         steers: whether the rule aims at the target.
-        controller: builds the klfast controller that gives the coefficient.
+        controller: builds the klfast controller that gives the coefficient, of the ranks in a
+            group.
     """
 
     name: str
     label: str
     steers: bool
-    controller: Callable[[Settings], CoefficientController]
+    controller: Build
 
 
-def _adaptive(settings: Settings) -> CoefficientController:
+def _fixed(coef: Callable[[Settings], float]) -> Build:
+    return lambda s, group: FixedKLController(coef(s), process_group=group)
+
+
+def _adaptive(settings: Settings, group: ProcessGroup | None) -> CoefficientController:
     return AdaptiveKLController(
-        settings.init_coef, settings.target, settings.horizon, unit="sequence"
+        settings.init_coef,
+        settings.target,
+        settings.horizon,
+        unit="sequence",
+        process_group=group,
     )
 
 
-def _exponential(settings: Settings) -> CoefficientController:
+def _exponential(settings: Settings, group: ProcessGroup | None) -> CoefficientController:
     return ExponentialKLController(
-        settings.init_coef, settings.target, gain=settings.gain / settings.target, unit="sequence"
+        settings.init_coef,
+        settings.target,
+        gain=settings.gain / settings.target,
+        unit="sequence",
+        process_group=group,
     )
 
 
-def _rule(controller: type[TargetController]) -> Callable[[Settings], CoefficientController]:
+def _rule(controller: type[TargetController]) -> Build:
     """The rule with its own defaults, of nats per sequence."""
     make: Any = controller
-    return lambda s: make(s.init_coef, s.target, unit="sequence")
+    return lambda s, group: make(s.init_coef, s.target, unit="sequence", process_group=group)
 
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("none", "no penalty", False, lambda s: FixedKLController(0.0)),
-        Arm("fixed-low", "fixed, low", False, lambda s: FixedKLController(s.low_coef)),
-        Arm("fixed-high", "fixed, high", False, lambda s: FixedKLController(s.high_coef)),
+        Arm("none", "no penalty", False, _fixed(lambda s: 0.0)),
+        Arm("fixed-low", "fixed, low", False, _fixed(lambda s: s.low_coef)),
+        Arm("fixed-high", "fixed, high", False, _fixed(lambda s: s.high_coef)),
         Arm("adaptive", "adaptive (Ziegler)", True, _adaptive),
         Arm("exponential", "exponential", True, _exponential),
         Arm("nupi", "nuPI", True, _rule(NuPIKLController)),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from klfast.experiment import folder
 from klfast.experiment.settings import ARM_NAMES, DEFAULT_ARMS, CompareError, Settings
+from klfast.experiment.team import PARALLEL
 
 HELP = (
     "train a small language model under different KL controls, measure the KL estimators against "
@@ -30,6 +32,7 @@ _OPTIONS = (
     ("--gain", "gain", float, "gain of the exponential rule, per target missed and step"),
     ("--clip", "clip", float, "log-ratio clip of the penalty, in nats; 0 for none"),
     ("--learning-rate", "learning_rate", float, "of the policy"),
+    ("--precision", "precision", str, "float32 or float64, of weights and arithmetic"),
     ("--pretrain-steps", "pretrain_steps", int, "language-model steps that make the reference"),
 )
 
@@ -67,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{folder.EARLIER}/<date> in it; without this it is refused",
     )
     parser.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        help="what trains the policy on the processes that torchrun starts (default ddp)",
+    )
+    parser.add_argument(
         "--no-bench", dest="bench", action="store_false", help="leave out the closing speed table"
     )
 
@@ -92,9 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         force=arguments.force,
         bench=arguments.bench,
+        parallel=arguments.parallel,
     )
     try:
         return 0 if compare(options) else 130
     except (CompareError, OSError) as error:
-        print(f"klfast compare: error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # torchrun's ranks have one error
+            print(f"klfast compare: error: {error}", file=sys.stderr)
         return 2

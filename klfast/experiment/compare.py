@@ -6,7 +6,7 @@ import importlib.util
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from klfast.experiment.run import Run
 from klfast.experiment.samples import sample_texts
 from klfast.experiment.settings import CompareError, Settings, check_settings
 from klfast.experiment.summary import reading, summarise
+from klfast.experiment.team import Team, assembled
 from klfast.experiment.text import Corpus, load_corpus, prompt_starts
 from klfast.experiment.train import build_world, compare_models, new_arm, sample_batch
 
@@ -44,6 +45,7 @@ class Options:
     resume: bool = False
     force: bool = False
     bench: bool = True
+    parallel: str | None = None
 
 
 def check_extras() -> None:
@@ -61,24 +63,35 @@ def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
             Nothing has then been computed, and no file of an earlier run has been touched.
     """
     check_extras()
+    with assembled(options.parallel) as team:
+        return _compare(options, stop, team)
+
+
+def _compare(options: Options, stop: Callable[[], bool] | None, team: Team) -> bool:
     from rich.console import Console
 
-    console = Console()
-    begin = _check(options)
-    folder.check_writable(options.out)
-    with locked(options.out, partial(_print_line, console)):
-        folder.remove_temporary(options.out)
-        return _run(begin(options, console), options, stop, console)
+    console = Console(quiet=not team.leads)
+    with ExitStack() as held:
+
+        def take_folder() -> None:
+            _check(options)
+            folder.check_writable(options.out)
+            held.enter_context(locked(options.out, partial(_print_line, console)))
+            folder.remove_temporary(options.out)
+            if not options.resume:
+                _make_room(options, console)
+
+        team.agree(take_folder)
+        return _run(_begin(options, console, team), options, stop, console)
 
 
 def _run(
     experiment: Run, options: Options, stop: Callable[[], bool] | None, console: Console
 ) -> bool:
     with one_thread():
-        try:
-            _compute(experiment, stop, console)
-        finally:
-            report = write_report(experiment, [])
+        report = _compute_and_report(experiment, stop, console)
+    if not experiment.team.leads:
+        return experiment.finished
     _print_result(experiment, console)
     finished = experiment.finished
     if not finished:
@@ -89,32 +102,51 @@ def _run(
     return finished
 
 
+def _compute_and_report(
+    experiment: Run, stop: Callable[[], bool] | None, console: Console
+) -> Path | None:
+    """Alone, whatever happens leaves a report; an error of a rank may have left the others."""
+    if experiment.team.group is None:
+        try:
+            _compute(experiment, stop, console)
+        finally:
+            report: Path | None = write_report(experiment, [])
+        return report
+    _compute(experiment, stop, console)
+    run.unshard(experiment)
+    return write_report(experiment, []) if experiment.team.leads else None
+
+
 def _print_line(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def _check(options: Options) -> Callable[[Options, Console], Run]:
-    """Checks what can be wrong before the folder is touched; returns what begins the run in it."""
+def _check(options: Options) -> None:
+    """Checks what can be wrong before the folder is touched."""
     if options.resume:
         run.stored_settings(options.out)
-        return _resume
+        return
     settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by value below
     check_settings(settings)
-    corpus = load_corpus()
-    check_text(corpus, settings)
+    check_text(load_corpus(), settings)
     folder.check_ours(options.out)
-    return partial(_start, settings, corpus)
 
 
-def _start(settings: Settings, corpus: Corpus, options: Options, console: Console) -> Run:
+def _make_room(options: Options, console: Console) -> None:
     if not options.force:
         folder.check_no_run(options.out)
     elif (earlier := folder.set_aside(options.out)) is not None:
         _print_line(console, f"The earlier run is kept in {earlier}")
-    return run.start(settings, corpus, options.out)
 
 
-def _resume(options: Options, console: Console) -> Run:
+def _begin(options: Options, console: Console, team: Team) -> Run:
+    if options.resume:
+        return _resume(options, console, team)
+    settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by the leading rank
+    return run.start(settings, load_corpus(), options.out, team)
+
+
+def _resume(options: Options, console: Console, team: Team) -> Run:
     settings, environment = run.stored_settings(options.out)
     for name, value in options.chosen.items():
         stored = getattr(settings, name)
@@ -134,7 +166,7 @@ def _resume(options: Options, console: Console) -> Run:
     if changed:
         what = ", ".join(f"{key} was {environment.get(key)} and is {now[key]}" for key in changed)
         console.print(f"Resuming in another environment, so the last digits may differ: {what}.")
-    return run.resume(settings, corpus, options.out)
+    return run.resume(settings, corpus, options.out, team)
 
 
 def check_text(corpus: Corpus, settings: Settings) -> None:
@@ -187,7 +219,7 @@ def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console)
     with interruptible() as interrupted, bars_shown as bars:
 
         def stopped() -> bool:
-            return interrupted() or (stop is not None and stop())
+            return experiment.team.any(interrupted() or (stop is not None and stop()))
 
         bars.show(experiment.pretraining.step, experiment.rows)
         run.pretrain(experiment, stopped, bars.pretrained)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from klfast.experiment.team import Share
+
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -54,7 +56,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.context, self.width = heads, context, width
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -81,9 +83,8 @@ class GPT(nn.Module):
 
     def new_caches(self, batch: int) -> list[Tensor]:
         """Room for a full context: per layer ``[2, B, heads, S + T, D / heads]``."""
-        context, width = self.positions.weight.shape
-        shape = (2, batch, self.heads, context, width // self.heads)
-        return [self.positions.weight.new_empty(shape) for _ in self.blocks]
+        shape = (2, batch, self.heads, self.context, self.width // self.heads)
+        return [torch.empty(shape, dtype=self.positions.weight.dtype) for _ in self.blocks]
 
 
 def frozen_copy(model: GPT) -> GPT:
@@ -95,27 +96,38 @@ def count_parameters(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def sample(model: GPT, prompts: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Continuations ``[B, length]`` of ``prompts`` ``[B, S]``, drawn at temperature 1."""
+def sample(
+    model: GPT,
+    prompts: Tensor,
+    length: int,
+    generator: torch.Generator,
+    share: Share | None = None,
+) -> Tensor:
+    """Continuations ``[B, length]`` of ``prompts`` ``[B, S]``, drawn at temperature 1.
+
+    With a share they are those that its rows of the whole batch would get.
+    """
+    share = share or Share(slice(None), len(prompts))
     caches = model.new_caches(len(prompts))
     drawn: list[Tensor] = []
     new, start = prompts, 0
     for _ in range(length):
         logits = model(new, start, caches)[:, -1]
         start += new.shape[1]
-        new = draw(logits.softmax(-1), generator)
+        uniform = torch.rand(share.total, 1, generator=generator)[share.rows]
+        new = draw(logits.softmax(-1), uniform)
         drawn.append(new)
     return torch.cat(drawn, 1)
 
 
-def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """One index ``[B, 1]`` per row of ``[B, V]``, by the inverse of the cumulative distribution."""
     cumulative = probabilities.cumsum(-1)
-    below = torch.rand(len(probabilities), 1, generator=generator) * cumulative[:, -1:]
+    below = uniform * cumulative[:, -1:]
     return torch.searchsorted(cumulative, below, right=True).clamp_(max=probabilities.shape[1] - 1)
 
 
-def continuation_logits(model: GPT, prompts: Tensor, continuations: Tensor) -> Tensor:
+def continuation_logits(model: nn.Module, prompts: Tensor, continuations: Tensor) -> Tensor:
     """Logits ``[B, T, V]`` at each token of ``continuations``, given all before it."""
     ids = torch.cat([prompts, continuations], 1)
     logits: Tensor = model(ids[:, :-1])[:, prompts.shape[1] - 1 :]

@@ -29,6 +29,7 @@ def new_pretraining(corpus: Corpus, settings: Settings) -> PretrainState:
         len(corpus.tokens), settings.context, settings.layers, settings.width, settings.heads
     )
     model.initialise(generator)
+    model.to(getattr(torch, settings.precision))
     optimizer = torch.optim.AdamW(
         model.parameters(), settings.pretrain_learning_rate, betas=(0.9, 0.99), weight_decay=0.01
     )

@@ -26,6 +26,7 @@ from klfast.experiment.settings import (
     settings_from_json,
     settings_to_json,
 )
+from klfast.experiment.team import ALONE, Team, load_whole_state, whole_state
 from klfast.experiment.text import Corpus
 from klfast.experiment.train import ArmState, Row, World, build_world, new_arm, train_step
 
@@ -47,6 +48,7 @@ class Run:
     corpus: Corpus
     out: Path
     pretraining: PretrainState
+    team: Team = ALONE
     arms: dict[str, ArmState] = field(default_factory=dict)
 
     @property
@@ -75,18 +77,19 @@ def environment(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def start(settings: Settings, corpus: Corpus, out: Path) -> Run:
+def start(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) -> Run:
     """A new run in an empty place of ``out``."""
-    folder.write_json(
-        out / folder.SETTINGS,
-        {
-            "version": VERSION,
-            "settings": settings_to_json(settings),
-            "environment": environment(corpus),
-        },
-    )
-    folder.write_rows(out / folder.METRICS, [])
-    return Run(settings, corpus, out, new_pretraining(corpus, settings))
+    if team.leads:
+        folder.write_json(
+            out / folder.SETTINGS,
+            {
+                "version": VERSION,
+                "settings": settings_to_json(settings),
+                "environment": environment(corpus),
+            },
+        )
+        folder.write_rows(out / folder.METRICS, [])
+    return Run(settings, corpus, out, new_pretraining(corpus, settings), team)
 
 
 def stored_settings(out: Path) -> tuple[Settings, dict[str, Any]]:
@@ -104,9 +107,12 @@ def stored_settings(out: Path) -> tuple[Settings, dict[str, Any]]:
         raise CompareError(_damaged(path, error)) from None
 
 
-def resume(settings: Settings, corpus: Corpus, out: Path) -> Run:
-    """The run in ``out`` as its checkpoints left it; all are read before anything is written."""
-    run = Run(settings, corpus, out, new_pretraining(corpus, settings))
+def resume(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) -> Run:
+    """The run in ``out`` as its checkpoints left it; all are read before anything is written.
+
+    It may go on with another number of ranks than it began with.
+    """
+    run = Run(settings, corpus, out, new_pretraining(corpus, settings), team)
     path = _checkpoint(out, _PRETRAIN)
     if path.is_file():
         _restore(path, settings, partial(_load_pretraining, run.pretraining))
@@ -116,10 +122,20 @@ def resume(settings: Settings, corpus: Corpus, out: Path) -> Run:
         if path.is_file():
             if not run.pretrained:
                 raise CompareError(_damaged(_checkpoint(out, _PRETRAIN), "missing or unfinished"))
-            arm = run.arms[name] = new_arm(name, world, settings)
+            arm = run.arms[name] = new_arm(name, world, settings, team)
             _restore(path, settings, partial(_load_arm, arm))
-    folder.write_rows(out / folder.METRICS, run.rows)
+    if team.leads:
+        folder.write_rows(out / folder.METRICS, run.rows)
     return run
+
+
+def unshard(run: Run) -> None:
+    """Gives every arm its whole policy, on every rank; for reports, after the last step."""
+    for arm in run.arms.values():
+        weights, _ = whole_state(arm.policy, arm.optimizer)
+        arm.policy = frozen_copy(run.pretraining.model)
+        if weights:  # the first rank alone has them
+            arm.policy.load_state_dict(weights)
 
 
 def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) -> None:
@@ -134,6 +150,7 @@ def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) 
             saved = state.step
     if saved != state.step:
         _save_pretraining(run)
+    run.team.equalise(state.model)
 
 
 def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
@@ -142,7 +159,9 @@ def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
     for name in run.settings.arms:
         if stopped():
             return
-        arm = run.arms.setdefault(name, new_arm(name, world, run.settings))
+        if name not in run.arms:
+            run.arms[name] = new_arm(name, world, run.settings, run.team)
+        arm = run.arms[name]
         _train_arm(run, arm, world, stopped, on_step)
 
 
@@ -152,8 +171,9 @@ def _train_arm(
     steps = run.settings.steps
     saved = len(arm.rows)
     while len(arm.rows) < steps and not stopped():
-        row = train_step(arm, world, run.settings)
-        folder.append_row(run.out / folder.METRICS, row)
+        row = train_step(arm, world, run.settings, run.team)
+        if run.team.leads:
+            folder.append_row(run.out / folder.METRICS, row)
         on_step(row)
         if len(arm.rows) % SAVE_EVERY == 0:
             _save_arm(run, arm)
@@ -168,6 +188,8 @@ def _checkpoint(out: Path, name: str) -> Path:
 
 def _save_pretraining(run: Run) -> None:
     state = run.pretraining
+    if not run.team.leads:
+        return
     folder.save_checkpoint(
         _checkpoint(run.out, _PRETRAIN),
         {
@@ -189,14 +211,17 @@ def _load_pretraining(state: PretrainState, record: dict[str, Any]) -> None:
 
 
 def _save_arm(run: Run, arm: ArmState) -> None:
+    weights, moments = whole_state(arm.policy, arm.optimizer)
+    if not run.team.leads:
+        return
     folder.save_checkpoint(
         _checkpoint(run.out, arm.name),
         {
             "version": VERSION,
             "settings": settings_to_json(run.settings),
             "rows": arm.rows,
-            "policy": arm.policy.state_dict(),
-            "optimizer": arm.optimizer.state_dict(),
+            "policy": weights,
+            "optimizer": moments,
             "generator": arm.generator.get_state(),
             "controller": arm.controller.state_dict(),
         },
@@ -204,8 +229,7 @@ def _save_arm(run: Run, arm: ArmState) -> None:
 
 
 def _load_arm(arm: ArmState, record: dict[str, Any]) -> None:
-    arm.policy.load_state_dict(record["policy"])
-    arm.optimizer.load_state_dict(record["optimizer"])
+    load_whole_state(arm.policy, arm.optimizer, record["policy"], record["optimizer"])
     arm.generator.set_state(record["generator"])
     arm.controller.load_state_dict(record["controller"])
     arm.rows.extend(record["rows"])

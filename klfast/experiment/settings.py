@@ -33,6 +33,7 @@ class Settings:
         gain: of the exponential rule, as the change of log(coefficient) in a step whose KL is off
             by the whole target.
         clip: the penalty's ``log_ratio_clip``, in nats; 0 for none.
+        precision: of weights and arithmetic, ``"float32"`` or ``"float64"``.
         prompts, group: a batch is ``prompts`` prompts with ``group`` continuations each.
     """
 
@@ -54,6 +55,7 @@ class Settings:
     prompt_length: int = 16
     continuation_length: int = 24
     learning_rate: float = 1.5e-3
+    precision: str = "float32"
 
     pretrain_steps: int = 600
     pretrain_batch: int = 32
@@ -72,6 +74,7 @@ class Settings:
         return self.prompts * self.group
 
 
+PRECISIONS = ("float32", "float64")
 _LEAST = {"seed": 0, "group": 2}
 _MOST = 2**63 - 1  # the largest int64
 _POSITIVE = (
@@ -96,6 +99,9 @@ def check_settings(settings: Settings) -> None:
             raise CompareError(f"{field.name} must be a finite number > 0, got {value!r}")
     if not (isinstance(settings.clip, (int, float)) and 0 <= settings.clip < math.inf):
         raise CompareError(f"clip must be a finite number >= 0, got {settings.clip!r}")
+    if settings.precision not in PRECISIONS:
+        expected = ", ".join(map(repr, PRECISIONS))
+        raise CompareError(f"unknown precision {settings.precision!r}; expected one of {expected}")
     _check_arms(settings.arms)
     if len(settings.letter) != 1 or not settings.letter.isascii() or not settings.letter.islower():
         raise CompareError(f"letter must be one of 'a' to 'z', got {settings.letter!r}")

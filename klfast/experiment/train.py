@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from klfast import Estimator, KLStats, kl_divergence, kl_penalty
 from klfast.control.base import CoefficientController
@@ -25,6 +25,7 @@ from klfast.experiment.model import (
     sample,
 )
 from klfast.experiment.settings import CompareError, Settings
+from klfast.experiment.team import ALONE, Share, Team
 from klfast.experiment.text import Corpus, even_windows, random_prompts
 
 Row = dict[str, Any]
@@ -60,10 +61,14 @@ class World:
 
 @dataclass
 class ArmState:
-    """What one arm has become: all that a step reads and changes."""
+    """What one arm has become: all that a step reads and changes.
+
+    ``trainee`` has the policy's weights, and passes gradients to the other ranks.
+    """
 
     name: str
     policy: GPT
+    trainee: nn.Module
     optimizer: torch.optim.Adam
     controller: CoefficientController
     generator: torch.Generator
@@ -106,31 +111,41 @@ def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
     )
 
 
-def new_arm(name: str, world: World, settings: Settings) -> ArmState:
+def new_arm(name: str, world: World, settings: Settings, team: Team = ALONE) -> ArmState:
     """The arm before its first step. Every arm draws from a generator with the same seed."""
     policy = frozen_copy(world.reference).requires_grad_(True)
+    trainee = team.wrap(policy)
     return ArmState(
         name=name,
         policy=policy,
+        trainee=trainee,
         optimizer=torch.optim.Adam(policy.parameters(), lr=settings.learning_rate),
-        controller=ARMS[name].controller(settings),
+        controller=ARMS[name].controller(settings, team.group),
         generator=torch.Generator().manual_seed(settings.seed),
     )
 
 
-def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
+def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALONE) -> Row:
     """Samples, rewards, penalises, updates policy and coefficient; returns the step's record."""
     started = time.perf_counter()
-    batch = sample_batch(arm, world, settings)
+    share = team.share(settings.prompts, settings.group)
+    batch = sample_batch(arm, world, settings, share)
     reward = letter_share(batch, world)
     advantage = group_advantage(reward, settings.group)
 
-    both = compare_models(arm.policy, world.reference, batch)
+    both = compare_models(arm.trainee, world.reference, batch)
     coefficient = arm.controller.value
+    sequences = share.total / team.size  # gradients are averaged over the ranks
     kl_gradient, stats, kl_seconds = kl_step(
-        both.logprobs.detach(), both.ref_logprobs, batch.mask, coefficient, estimator(settings)
+        both.logprobs.detach(),
+        both.ref_logprobs,
+        batch.mask,
+        coefficient,
+        estimator(settings),
+        sequences,
     )
-    reward_gradient = -advantage[:, None] * batch.mask / len(advantage)
+    weights = advantage.to(both.logprobs.dtype)
+    reward_gradient = -weights[:, None] * batch.mask / sequences
 
     arm.optimizer.zero_grad()
     torch.autograd.backward(both.logprobs, reward_gradient + kl_gradient)
@@ -138,19 +153,27 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     arm.optimizer.step()
     arm.controller.update(stats)
 
+    def whole(own: Tensor) -> Tensor:
+        return team.gather(own, share)
+
+    stats = team.gather_stats(stats, share)
+    exact = team.gather_stats(both.stats, share)
     row = {
         "arm": arm.name,
         "step": len(arm.rows) + 1,
-        "reward": float(reward.mean()),
+        "reward": float(whole(reward).mean()),
         "coefficient": coefficient,
-        **kl_record(both.stats),
+        **kl_record(exact),
         "clipped": int(stats.clipped.sum()),
         "nonfinite": int(stats.nonfinite.sum()),
-        "by_length": kl_by_length(both.stats),
+        "by_length": kl_by_length(exact),
         "held_out_perplexity": perplexity(arm.policy, world.held_out),
         "kl_step_seconds": kl_seconds,
         "token_errors": token_errors(
-            both.exact, both.logprobs.detach(), both.ref_logprobs, batch.mask
+            whole(both.exact),
+            whole(both.logprobs),
+            whole(both.ref_logprobs),
+            whole(batch.mask),
         ),
         "step_seconds": time.perf_counter() - started,
     }
@@ -163,13 +186,19 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     return row
 
 
-def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
-    """``group`` continuations of each of ``prompts`` prompts; a group's rows are neighbours."""
+def sample_batch(
+    arm: ArmState, world: World, settings: Settings, share: Share | None = None
+) -> Batch:
+    """``group`` continuations of each of ``prompts`` prompts; a group's rows are neighbours.
+
+    Of the whole batch, or of a share's rows.
+    """
     corpus = world.corpus
+    share = share or ALONE.share(settings.prompts, settings.group)
     prompts = random_prompts(
         corpus, corpus.train, settings.prompts, settings.prompt_length, arm.generator
-    ).repeat_interleave(settings.group, 0)
-    continuations = sample(arm.policy, prompts, settings.continuation_length, arm.generator)
+    ).repeat_interleave(settings.group, 0)[share.rows]
+    continuations = sample(arm.policy, prompts, settings.continuation_length, arm.generator, share)
     return Batch(prompts, continuations, kept(continuations, corpus.end))
 
 
@@ -196,7 +225,7 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
     return (grouped - grouped.mean(1, keepdim=True)).flatten()
 
 
-def compare_models(policy: GPT, reference: GPT, batch: Batch) -> Comparison:
+def compare_models(policy: nn.Module, reference: GPT, batch: Batch) -> Comparison:
     logits = continuation_logits(policy, batch.prompts, batch.continuations)
     with torch.no_grad():
         ref_logits = continuation_logits(reference, batch.prompts, batch.continuations)
@@ -212,8 +241,11 @@ def kl_step(
     mask: Tensor,
     coefficient: float,
     estimator: Estimator = ESTIMATOR,
+    sequences: float | None = None,
 ) -> tuple[Tensor, KLStats, float]:
     """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds taken.
+
+    ``sequences`` divides the sum over sequences; those that there are by default.
 
     A training loop would write ``loss = policy_loss + penalty`` and one ``backward``; here the
     gradient is taken apart so that the time is the penalty's alone, forward and backward.
@@ -227,6 +259,7 @@ def kl_step(
         estimator=estimator,
         reduction="seq-mean-token-sum",
         coef=coefficient,
+        normalizer=sequences,
         return_stats=True,
     )
     (gradient,) = torch.autograd.grad(penalty, logprobs)

@@ -63,6 +63,7 @@ NUMBERS = {
 }
 COUNTS = {"--steps": "steps", "--pretrain-steps": "pretrain", "--seed": "seed"}
 WORDS = {
+    "--precision": ("precision", ("", "fp64", "Float32", "64")),
     "--letter": ("letter", ("", "E", "ab", "1", "é", " ")),
     "--arms": ("arm", ("", ",", "fixd", "none,none,x", "NONE")),
 }

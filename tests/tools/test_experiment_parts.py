@@ -478,7 +478,7 @@ def test_a_checkpoint_with_one_flipped_bit_is_refused(tmp_path):
 
 def test_arms_use_the_controllers_of_klfast():
     settings = Settings(target=3.0)
-    kinds = {name: type(train.ARMS[name].controller(settings)) for name in ARM_NAMES}
+    kinds = {name: type(train.ARMS[name].controller(settings, None)) for name in ARM_NAMES}
     assert list(kinds.values()) == [
         *[klfast.FixedKLController] * 3,
         klfast.AdaptiveKLController,
@@ -491,7 +491,7 @@ def test_arms_use_the_controllers_of_klfast():
     ]
     steering = [train.ARMS[name] for name in ARM_NAMES if train.ARMS[name].steers]
     for arm in steering:
-        controller = arm.controller(settings)
+        controller = arm.controller(settings, None)
         assert (controller.unit, controller.target) == ("sequence", 3.0)
         assert controller.value == settings.init_coef
     assert set(_STYLES) == set(train.ARMS) == set(ARM_NAMES)

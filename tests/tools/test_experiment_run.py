@@ -144,10 +144,10 @@ def test_a_run_killed_between_checkpoints_goes_on_from_the_last_one(whole, tmp_p
     monkeypatch.setattr(run, "SAVE_EVERY", 2)
     train_step = run.train_step
 
-    def killed_at_step_4(arm, world, settings):
+    def killed_at_step_4(arm, world, settings, team):
         if len(arm.rows) == 3:
             raise RuntimeError("killed")
-        return train_step(arm, world, settings)
+        return train_step(arm, world, settings, team)
 
     monkeypatch.setattr(run, "train_step", killed_at_step_4)
     with pytest.raises(RuntimeError, match="killed"):
@@ -252,6 +252,28 @@ def test_a_diverging_arm_is_named_and_the_rest_reported(tmp_path):
     with pytest.raises(CompareError, match="arm 'none' diverged at step"):
         compare(options(tmp_path, learning_rate=1e30))
     assert "stopped before any arm made a step" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("_no_picture")
+def test_arms_of_other_lengths_share_the_reports_table(tmp_path):
+    """An arm without a sequence of some length has an empty cell there."""
+    shutil.copytree(folder_of_a_run(tmp_path), tmp_path / "copy")
+    path = tmp_path / "copy" / "checkpoints" / "none.pt"
+    state = torch.load(path, weights_only=True)
+    for row in state["rows"]:
+        row["by_length"] = {"first": [64.0], "sequences": [4.0], "tokens": [9.0]} | {
+            name: [1.0] for name in ("exact", "k3")
+        }
+    folder.save_checkpoint(path, state)
+    assert compare(options(tmp_path / "copy", resume=True))
+    html = (tmp_path / "copy" / "report.html").read_text()
+    assert "64 to 127 tokens</th>" in html
+    assert '<td class="n"></td>' in html
+
+
+def folder_of_a_run(tmp_path):
+    assert compare(options(tmp_path / "run"))
+    return tmp_path / "run"
 
 
 @pytest.mark.usefixtures("_no_picture")

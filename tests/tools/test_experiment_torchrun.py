@@ -1,0 +1,169 @@
+"""The experiment under torchrun: DDP and FSDP2 draw the curves of one process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from klfast.experiment import folder, train
+from klfast.experiment.compare import Options, compare
+from klfast.experiment.settings import CompareError
+from klfast.experiment.team import ALONE, Team, assembled
+from klfast.experiment.text import load_corpus
+from klfast.stats import KLStats
+
+ARMS = ("fixed-high", "nupi")
+# float64: Adam makes a whole step of what the order of a sum leaves of a gradient that cancels.
+SETTINGS = {"precision": "float64", "steps": 5, "pretrain_steps": 4, "arms": ARMS, "prompts": 5}
+SMALL = {"layers": 1, "width": 16, "heads": 2, "held_out_windows": 4, "continuation_length": 8}
+
+LAUNCHED = """
+import json, sys
+from pathlib import Path
+from klfast.experiment import compare as module
+from klfast.experiment.compare import Options, compare
+for draw in ("draw_curves", "draw_estimators"):
+    setattr(module, draw, lambda *of: b"a picture")
+chosen, out, resume, parallel, checks = json.loads(sys.argv[1])
+chosen |= {"arms": tuple(chosen["arms"])} if chosen else {}
+left = iter(range(checks))
+compare(
+    Options(chosen, Path(out), resume=resume, bench=False, parallel=parallel),
+    stop=lambda: next(left, None) is None,
+)
+"""
+
+
+def launch(out, ranks, parallel="ddp", resume=False, checks=1000):
+    """A run of the experiment on so many processes, stopped after ``checks`` steps."""
+    program = out.parent / "launched.py"
+    program.write_text(LAUNCHED)
+    chosen = {} if resume else {**SETTINGS, **SMALL}
+    arguments = json.dumps([chosen, str(out), resume, parallel, checks])
+    command = ["--standalone", "--nproc-per-node", str(ranks), str(program), arguments]
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / folder.METRICS).read_text().splitlines()]
+
+
+def assert_the_same_curves(found, expected):
+    assert [(row["arm"], row["step"]) for row in found] == [
+        (row["arm"], row["step"]) for row in expected
+    ]
+    for mine, theirs in zip(found, expected, strict=True):
+        for key, value in theirs.items():
+            if isinstance(value, (int, float)) and not key.endswith("_seconds"):
+                assert mine[key] == pytest.approx(value, rel=1e-8, abs=1e-10), (key, mine["step"])
+        assert mine["by_length"]["sequences"] == theirs["by_length"]["sequences"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of one process's run."""
+    out = tmp_path_factory.mktemp("torchrun") / "alone"
+    assert compare(Options({**SETTINGS, **SMALL}, out, bench=False))
+    return out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp2", 2), ("ddp", 3)])
+def test_several_processes_draw_one_process_s_curves(alone, tmp_path, parallel, ranks):
+    printed = launch(tmp_path / "out", ranks, parallel)
+    assert_the_same_curves(rows(tmp_path / "out"), rows(alone))
+    assert len({row["coefficient"] for row in rows(alone)}) > 3
+    assert printed.count("Report:") == 1
+    for name in ARMS:
+        whole, found = (
+            torch.load(out / folder.CHECKPOINTS / f"{name}.pt", weights_only=True)
+            for out in (alone, tmp_path / "out")
+        )
+        assert found["controller"]["value"] == pytest.approx(whole["controller"]["value"], rel=1e-9)
+        for key, weight in whole["policy"].items():
+            torch.testing.assert_close(found["policy"][key], weight, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_under_another_number_of_ranks_and_another_strategy(alone, tmp_path):
+    out = tmp_path / "out"
+    launch(out, 2, "fsdp2", checks=9)  # 4 steps of pretraining, the arm's begin, 4 of its steps
+    assert len(rows(out)) == 4
+    launch(out, 1, "ddp", resume=True, checks=4)
+    assert len(rows(out)) == 6
+    assert compare(Options({}, out, resume=True, bench=False))
+    assert_the_same_curves(rows(out), rows(alone))
+
+
+@pytest.mark.long
+def test_an_error_of_the_first_rank_ends_all_with_one_sentence(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    command = ["--standalone", "--nproc-per-node", "2", "-m", "klfast", "compare"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode != 0
+    assert finished.stderr.count("klfast compare: error:") == 1
+    assert "did not write its notes.txt" in finished.stderr
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+def test_without_torchrun_there_is_nothing_to_be_parallel(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(CompareError, match="--parallel fsdp2 needs several processes: torchrun"):
+        compare(Options({}, tmp_path / "out", parallel="fsdp2"))
+    assert not (tmp_path / "out").exists()
+    with assembled(None) as team:
+        assert team is ALONE
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 10), (2, 10), (3, 10), (4, 3)])
+def test_shares_are_all_of_the_batch(size, count):
+    rows = []
+    for rank in range(size):
+        team = Team()
+        team.rank, team.size = rank, size
+        share = team.share(count, each=4)
+        assert share.total == 4 * count
+        rows += range(share.total)[share.rows]
+    assert rows == list(range(4 * count))
+
+
+def test_a_shares_samples_are_those_of_the_whole_batch():
+    corpus = load_corpus()
+    settings = train.Settings(**{**SMALL, "prompts": 4, "group": 2, "pretrain_steps": 1})
+    from klfast.experiment.pretrain import new_pretraining
+
+    world = train.build_world(corpus, new_pretraining(corpus, settings).model, settings)
+    whole = train.sample_batch(train.new_arm("none", world, settings), world, settings)
+    team = Team()
+    team.rank, team.size = 1, 2
+    part = train.sample_batch(
+        train.new_arm("none", world, settings), world, settings, team.share(4, each=2)
+    )
+    assert torch.equal(part.continuations, whole.continuations[4:])
+    assert torch.equal(part.prompts, whole.prompts[4:])
+
+
+def test_one_process_gathers_what_it_has():
+    stats = KLStats(*torch.rand(8, 3))
+    assert ALONE.gather_stats(stats, ALONE.share(3)) == stats
+    assert ALONE.any(True)
+    assert not ALONE.any(False)
