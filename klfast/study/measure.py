@@ -84,7 +84,7 @@ def study(candidate: Candidate, plant: Plant, course: Course) -> Studied:
     pairs = torch.cartesian_prod(factors, balances).view(-1, 2)
     grid = _column(candidate.scaled(candidate.gains, pairs[:, 0], pairs[:, 1]))
     best = int(
-        mean_miss(simulate(candidate, _all(candidate, grid), plant, course), course).argmin()
+        mean_miss(simulate(candidate, {**candidate.gains, **grid}, plant, course), course).argmin()
     )
     tuned = {**candidate.gains, **{name: float(value[best, 0]) for name, value in grid.items()}}
     around = _column(candidate.scaled(tuned, factors, torch.ones_like(factors)))
@@ -102,10 +102,6 @@ def study(candidate: Candidate, plant: Plant, course: Course) -> Studied:
         tuple(misses.tolist()),
         _octaves(misses),
     )
-
-
-def _all(candidate: Candidate, changed: Gains) -> Gains:
-    return {**candidate.gains, **changed}
 
 
 def _column(gains: Gains) -> Gains:

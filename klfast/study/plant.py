@@ -17,7 +17,7 @@ in balance ``s = force / (pull * value + friction)``.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -162,8 +162,3 @@ def fit(records: Records) -> Plant:
         off = residual()
         of_estimate = torch.log(records.measured[steered][seen] / kl[seen])
     return Plant(**numbers, noise=float(of_estimate.std()), wander=float(off.std()) / 2)
-
-
-def with_delay(plant: Plant, updates: float) -> Plant:
-    """The plant with another delay: a momentum whose mean age is so many updates."""
-    return replace(plant, momentum=updates / (1 + updates))

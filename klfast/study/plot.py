@@ -33,7 +33,7 @@ def draw_study(studied: list[Studied], plant: Plant, course: Course) -> bytes:
     """As a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
+    figure = Figure(figsize=(16, 8), dpi=110, layout="constrained")
     axes = figure.subplots(2, 4).flatten()
     by_name = {candidate.name: candidate for candidate in CANDIDATES}
     ordered = sorted(studied, key=lambda rule: rule.tuned.miss)
@@ -69,7 +69,21 @@ def _draw_rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course:
     panel.axhline(1, color="black", linewidth=1.0, zorder=1)
     panel.axhspan(1 - WITHIN, 1 + WITHIN, color="black", alpha=0.06, linewidth=0)
     panel.axvline(course.updates // 2, color="#888888", linewidth=0.9, linestyle=":")
-    dress(panel, f"{rule.label}: miss {rule.first.miss:.2f} ({rule.source}), {rule.tuned.miss:.2f}")
+    dress(panel, rule.label)
+    for height, text, color in (
+        (0.95, f"{rule.source}: miss {rule.first.miss:.2f}", _FIRST),
+        (0.88, f"tuned: miss {rule.tuned.miss:.2f}", _TUNED),
+    ):
+        panel.annotate(
+            text,
+            (0.97, height),
+            xycoords="axes fraction",
+            ha="right",
+            va="center",
+            fontsize=9,
+            color=color,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
+        )
     panel.set_ylim(1 / 8, _CEILING)
     panel.set_yscale("log")
     set_ticks(panel.yaxis)
@@ -84,10 +98,11 @@ def _draw_sensitivity(panel: Axes, ordered: list[Studied]) -> None:
         style = _LINES[rule.name]
         panel.plot(rule.factors, rule.misses, linewidth=1.4, markersize=5, markevery=4, **style)
         ends.append((rule.label, style, rule.misses[-1]))
-    dress(panel, "Mean miss over the tuned gains' multiple")
+    dress(panel, "sensitivity to gains")
+    panel.set_ylabel("mean miss")
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    panel.set_xlabel("all gains times")
+    panel.set_xlabel("tuned gains times")
     ticks = [2.0**i for i in range(-6, 7, 2)]
     panel.set_xticks(ticks, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
     set_ticks(panel.yaxis)

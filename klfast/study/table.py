@@ -24,6 +24,15 @@ def table(study: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plant_table(study: dict[str, Any]) -> str:
+    """The plant's numbers."""
+    numbers = study["plant"]
+    return (
+        f"| {' | '.join(numbers)} |\n|{'---|' * len(numbers)}\n"
+        f"| {' | '.join(f'{value:.3g}' for value in numbers.values())} |\n"
+    )
+
+
 def ranked(study: dict[str, Any]) -> list[Rule]:
     """The rules, from the least mean miss at tuned gains to the largest."""
     return sorted(study["rules"], key=lambda rule: float(rule["tuned"]["miss"]))

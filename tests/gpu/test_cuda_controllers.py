@@ -107,3 +107,28 @@ def test_a_coefficient_on_the_gpu_reaches_the_kernels_and_is_moved_by_their_stat
         loss.backward()
         controller.update(stats)
     assert 0 < controller.value.item() < 0.5
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_profile_waits_for_nothing_and_replays_as_a_graph(packed, no_sync):
+    shape = (96,) if packed else (4, 24)
+    logprobs, ref_logprobs = -torch.rand(2, *shape, device="cuda")
+    mask = torch.rand(shape, device="cuda") < 0.8
+    cu_seqlens = torch.arange(0, 97, 24, device="cuda") if packed else None
+
+    def look():
+        return klfast.log_ratio_profile(logprobs, ref_logprobs, mask, cu_seqlens=cu_seqlens)
+
+    look()
+    torch.cuda.set_sync_debug_mode("default")
+    graph, profile = capture(look)
+    logprobs.uniform_(-3, 0)
+    graph.replay()
+    expected = klfast.log_ratio_profile(
+        logprobs.cpu(),
+        ref_logprobs.cpu(),
+        mask.cpu(),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.cpu(),
+    )
+    for name in ("quantiles", "tokens", "k1", "k3"):
+        torch.testing.assert_close(getattr(profile, name).cpu(), getattr(expected, name))

@@ -3,6 +3,7 @@
 Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``.
 """
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_every_link_and_path_of_a_page_is_there(page):
 
 def test_every_example_has_a_test():
     assert set(readme.examples()) == {
+        "at-scale",
         "before",
         "data-parallel",
         "instead",
@@ -66,6 +68,35 @@ def test_what_klfast_replaces_and_what_replaces_it():
     assert instead["controller"].value != 0.05
     instead["loss_kl"].backward()
     assert logprobs.grad.isfinite().all()
+
+
+def test_a_loop_across_ranks(tmp_path):
+    batches = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        logprobs = -torch.rand(4, 9, generator=generator)
+        mask = torch.rand(4, 9, generator=generator) < 0.8
+        batches.append((logprobs.requires_grad_(), logprobs.detach() - 1.0, mask))
+    distributed = torch.distributed
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        left = readme.run("at-scale", torch=torch, klfast=klfast, folder=tmp_path, batches=batches)
+    finally:
+        distributed.destroy_process_group()
+    rows = [json.loads(line) for line in (tmp_path / "kl.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert left["checkpoint"]["controller"]["value"] == left["controller"].value
+    assert left["controller"].value == rows[-1]["kl/coef"] != 0.1
+    expected = klfast.NuPIKLController(0.1, 6.0)
+    for logprobs, ref_logprobs, mask in batches:
+        expected.update(
+            klfast.kl_penalty(
+                logprobs, ref_logprobs, mask, reduction="token-sum", return_stats=True
+            )[1]
+        )
+        assert logprobs.grad.isfinite().all()
+    assert left["controller"].value == pytest.approx(expected.value, rel=1e-6)
 
 
 def test_everything_from_logits():
