@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jump",
         type=float,
         default=_COURSE.jump,
-        help="what the reward's force is multiplied with half-way (default %(default)s)",
+        help="what the KL is pushed to a multiple of, half-way (default %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=_COURSE.seed, help="of the noise (default %(default)s)"

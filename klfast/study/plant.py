@@ -1,23 +1,21 @@
 """The plant: how the KL of a policy answers to the coefficient of its penalty.
 
-The policy is a distance s from its reference, KL = s**2. In every update the reward pushes it away
-and the penalty pulls it back, through an optimiser with momentum::
+In every update the logarithm of the KL moves towards a goal that falls with the coefficient::
 
-    push    = force * (1 + drift * t) * exp(w)
-    drive   = push - pull * value * s - friction * s
-    speed   = momentum * speed + (1 - momentum) * drive        (the plant's delay)
-    s       = max(0, s + speed)
-    current = s**2 * exp(noise * n - noise**2 / 2)             (what the controller measures)
+    goal    = level - gain * log(value + least) + drift * t + w      value: of ``delay`` updates ago
+    log KL += (rise if goal > log KL else fall) * (goal - log KL)
+    current = KL * exp(noise * n - noise**2 / 2)                     what the controller measures
 
 with standard normal n, and w a slow random walk back to 0:
-``w = 0.95 * w + sqrt(1 - 0.95**2) * wander * n``. The gain of the plant falls with the coefficient:
-in balance ``s = force / (pull * value + friction)``.
+``w = 0.95 * w + sqrt(1 - 0.95**2) * wander * n``. The KL is 0 before the first update and ``first``
+after it, in which Adam moves every weight by a whole step.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +23,9 @@ from torch import Tensor
 from klfast.study.records import Records
 
 _SLOW = 0.95
-_LEAST = 0.05
-"""Nats below which a KL is noise: the first steps, whose logarithm says nothing."""
+_DELAYS = range(4)
+_FAR = 0.3
+"""Where a residual counts no longer by its square: single wild updates do not decide the fit."""
 
 
 @dataclass(frozen=True)
@@ -34,131 +33,151 @@ class Plant:
     """The numbers of the plant; see the module.
 
     Attributes:
-        force: of the reward, nats**0.5 an update.
-        pull: of the penalty, per unit of the coefficient and update.
-        friction: what pulls back without a penalty, per update.
-        momentum: of the optimiser, in [0, 1).
-        drift: the relative change of the force in an update.
+        level: the goal at a coefficient of 1, log nats.
+        gain: what the goal falls by when the coefficient is multiplied by e.
+        least: a coefficient that no penalty is like.
+        rise, fall: the parts of the way to the goal that an update makes, up and down.
+        delay: updates until a coefficient acts.
+        drift: of the goal in an update.
+        first: the KL after the first update, in nats.
         noise: standard deviation of the logarithm of a measured KL.
-        wander: standard deviation of the logarithm of the force.
+        wander: standard deviation of w.
     """
 
-    force: float
-    pull: float
-    friction: float
-    momentum: float
+    level: float
+    gain: float
+    least: float
+    rise: float
+    fall: float
+    delay: int
     drift: float
+    first: float
     noise: float
     wander: float
 
     def balance(self, target: float) -> float:
         """The coefficient that holds the target at first."""
-        return max(0.0, (self.force / math.sqrt(target) - self.friction) / self.pull)
+        return max(1e-6, math.exp((self.level - math.log(target)) / self.gain) - self.least)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Fitted:
+    """The numbers that are fitted, as tensors."""
+
+    level: Tensor
+    gain: Tensor
+    least: Tensor
+    rise: Tensor
+    fall: Tensor
+    drift: Tensor
+
+
+def goal_of(plant: Plant | Fitted, value: Tensor, t: int) -> Tensor:
+    """What the logarithm of the KL moves towards in update t."""
+    return plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
+
+
+def moved(plant: Plant | Fitted, log_kl: Tensor, goal: Tensor) -> Tensor:
+    """The logarithm of the KL after an update."""
+    gap = goal - log_kl
+    return log_kl + torch.where(gap > 0, plant.rise * gap, plant.fall * gap)
+
+
 class Policy:
-    """Policies on the plant, of any shape; ``s`` and ``speed`` begin at 0."""
+    """Policies on the plant, of any shape, from their reference on."""
 
-    s: Tensor
-    speed: Tensor
-    w: Tensor
+    def __init__(self, plant: Plant, shape: tuple[int, ...]) -> None:
+        self.plant = plant
+        self.kl = torch.zeros(shape, dtype=torch.float64)
+        self._w = torch.zeros(shape, dtype=torch.float64)
+        self._values: list[Tensor] = []
 
-    @classmethod
-    def at_reference(cls, shape: tuple[int, ...]) -> Policy:
-        return cls(*torch.zeros(3, *shape, dtype=torch.float64).unbind())
+    def measured(self, n: Tensor) -> Tensor:
+        """What a batch says the KL is, of standard normal n."""
+        noise = self.plant.noise
+        return self.kl * torch.exp(noise * n - noise**2 / 2)
 
-    @property
-    def kl(self) -> Tensor:
-        return self.s**2
+    def update(self, value: Tensor, n: Tensor | float = 0.0, push: float = 1.0) -> None:
+        """Move under a coefficient.
 
-
-def advance(
-    policy: Policy, plant: Plant | Leaves, value: Tensor, t: int, push: float = 1.0
-) -> Policy:
-    """The policies after update t under the coefficients ``value``; ``push`` multiplies the force.
-
-    Args:
-        policy: its ``w`` is this update's, see :func:`wandered`.
-        plant: the numbers, or tensors of them.
-        value: of the shape of the policies.
-        t: how many updates there were before.
-        push: a change of the task.
-    """
-    pushed = plant.force * (1 + plant.drift * t) * push * torch.exp(policy.w)
-    drive = pushed - (plant.pull * value + plant.friction) * policy.s
-    speed = plant.momentum * policy.speed + (1 - plant.momentum) * drive
-    return Policy((policy.s + speed).clamp(min=0.0), speed, policy.w)
-
-
-def wandered(policy: Policy, plant: Plant, n: Tensor) -> Policy:
-    """The policies with the next w, of standard normal n."""
-    w = _SLOW * policy.w + math.sqrt(1 - _SLOW**2) * plant.wander * n
-    return Policy(policy.s, policy.speed, w)
+        Args:
+            value: of the shape of the policies.
+            n: standard normal, moves w.
+            push: multiplies the KL that the policies go to, a change of the task.
+        """
+        plant, t = self.plant, len(self._values)
+        self._values.append(value)
+        self._w = _SLOW * self._w + math.sqrt(1 - _SLOW**2) * plant.wander * n
+        if t == 0:
+            self.kl = torch.full_like(self.kl, plant.first)
+            return
+        acting = self._values[max(0, t - plant.delay)]
+        goal = goal_of(plant, acting, t) + self._w + math.log(push)
+        self.kl = torch.exp(moved(plant, torch.log(self.kl), goal))
 
 
-def measured(policy: Policy, plant: Plant, n: Tensor) -> Tensor:
-    """What a batch says the KL is, of standard normal n."""
-    return policy.kl * torch.exp(plant.noise * n - plant.noise**2 / 2)
+def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
+    """The KL [A, T] before each update under coefficients [A, T], where nothing is random."""
+    policy = Policy(plant, (len(coefficient),))
+    kl = []
+    for value in coefficient.unbind(1):
+        kl.append(policy.kl)
+        policy.update(value)
+    return torch.stack(kl, 1)
 
 
 # The fit
 
 
-@dataclass
-class Leaves:
-    """The numbers that are fitted, as tensors."""
-
-    force: Tensor
-    pull: Tensor
-    friction: Tensor
-    momentum: Tensor
-    drift: Tensor
-
-
-def without_noise(plant: Plant | Leaves, coefficient: Tensor) -> Tensor:
-    """The KL [A, T] under recorded coefficients [A, T], where nothing is random."""
-    policy = Policy.at_reference((len(coefficient),))
-    kl = []
-    for t, value in enumerate(coefficient.unbind(1)):
-        kl.append(policy.kl)
-        policy = advance(policy, plant, value, t)
-    return torch.stack(kl, 1)
-
-
 def fit(records: Records) -> Plant:
-    """The plant whose KL is nearest to the recorded ones, in least squares of the logarithm.
+    """The plant whose KL is nearest to the recorded ones, by the Huber loss of the logarithm.
 
     Arms without a penalty are left out: they leave the region that controllers work in. The noise
     of measuring is that of the recorded estimates around the exact KL; what the recorded exact KL
-    does beside the fitted one is the force's wandering, twice of which is in the KL.
+    does beside the fitted one is taken for the goal's wandering.
     """
     steered = (records.coefficient > 0).all(1)
     coefficient, kl = records.coefficient[steered], records.kl[steered]
-    seen = kl > _LEAST
-    raw = torch.tensor([-1.5, 0.0, -4.0, 1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    first = float(kl[:, 1].mean())
+    found = [_fit(coefficient, kl, first, delay) for delay in _DELAYS]
+    _, numbers, wander, delay = min(found, key=lambda one: one[0])
+    of_estimate = torch.log(records.measured[steered][:, 1:] / kl[:, 1:])
+    return Plant(**numbers, delay=delay, first=first, noise=float(of_estimate.std()), wander=wander)
 
-    def leaves() -> Leaves:
-        force, pull, friction = raw[:3].exp()
-        return Leaves(force, pull, friction, torch.sigmoid(raw[3]), 0.01 * raw[4])
+
+def _fit(
+    coefficient: Tensor, kl: Tensor, first: float, delay: int
+) -> tuple[float, dict[str, Any], float, int]:
+    """(loss, fitted numbers, standard deviation of what is left, delay)."""
+    raw = torch.tensor([-2.5, 0.3, -5.0, -2.0, -2.5, 0.0], dtype=torch.float64, requires_grad=True)
+
+    def fitted() -> Fitted:
+        level, drift = raw[0], 0.01 * raw[5]
+        return Fitted(level, raw[1].exp(), raw[2].exp(), raw[3].sigmoid(), raw[4].sigmoid(), drift)
 
     def residual() -> Tensor:
-        fitted = without_noise(leaves(), coefficient)
-        return torch.log((fitted[seen] + 1e-9) / kl[seen])
+        numbers = fitted()
+        log_kl, rows = torch.full_like(kl[:, 0], math.log(first)), []
+        for t in range(1, kl.shape[1]):
+            rows.append(log_kl)
+            goal = goal_of(numbers, coefficient[:, max(0, t - delay)], t)
+            log_kl = moved(numbers, log_kl, goal)
+        return torch.stack(rows, 1) - torch.log(kl[:, 1:])
 
     optimizer = torch.optim.LBFGS(
-        [raw], max_iter=150, history_size=20, line_search_fn="strong_wolfe"
+        [raw], max_iter=100, history_size=20, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        error = residual().square().mean()
+        off = residual()
+        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
         torch.autograd.backward(error)
         return error
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        numbers = {name: float(value) for name, value in asdict(leaves()).items()}
         off = residual()
-        of_estimate = torch.log(records.measured[steered][seen] / kl[seen])
-    return Plant(**numbers, noise=float(of_estimate.std()), wander=float(off.std()) / 2)
+        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+        numbers = {name: float(value) for name, value in asdict(fitted()).items()}
+    return float(error), numbers, float(off.std()), delay

@@ -12,7 +12,7 @@ from klfast.control import rules
 from klfast.control.arithmetic import Tensors
 from klfast.control.device import settings_on
 from klfast.study.candidates import BATCH, Candidate, Gains
-from klfast.study.plant import Plant, Policy, advance, measured, wandered
+from klfast.study.plant import Plant, Policy
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Course:
         updates: the length of a run.
         seeds: runs for each choice of gains.
         seed: of the first; runs of the same number see the same noise, whatever their rule is.
-        jump: what the force is multiplied with, as if the task changed, from half the run on.
+        jump: what the KL that a coefficient leads to is multiplied by, as if the task changed, from
+            half the run on.
         spread: the first coefficient is off the balancing one by up to this factor, either way.
     """
 
@@ -32,7 +33,7 @@ class Course:
     updates: int = 300
     seeds: int = 64
     seed: int = 0
-    jump: float = 1.5
+    jump: float = 2.0
     spread: float = 10.0
 
 
@@ -51,7 +52,7 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
 
     first = _first(plant, course, generator).expand(shape)
     state = {"value": first, **_memory(controller, first, its)}
-    policy = Policy.at_reference(shape)
+    policy = Policy(plant, shape)
     n_steps = torch.tensor(float(BATCH), dtype=torch.float64)
     kls = []
     for t in range(course.updates):
@@ -59,9 +60,9 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         to_measure, to_wander = torch.randn(
             2, course.seeds, generator=generator, dtype=torch.float64
         )
-        current = measured(policy, plant, to_measure)
+        current = policy.measured(to_measure)
         push = course.jump if t >= course.updates // 2 else 1.0
-        policy = advance(wandered(policy, plant, to_wander), plant, state["value"], t, push)
+        policy.update(state["value"], to_wander, push)
         state = rules.advance(on, plan, its, state, current, n_steps)
     return torch.stack(kls, -1)
 

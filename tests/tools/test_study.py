@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from klfast.__main__ import main
-from klfast.study import plant as plants
 from klfast.study.candidates import CANDIDATES
 from klfast.study.measure import FACTORS, _octaves, judge, mean_miss
 from klfast.study.plant import Plant, Policy, fit, without_noise
@@ -15,7 +14,18 @@ from klfast.study.records import Records, load_records, read_run, save_records
 from klfast.study.simulate import Course, simulate
 from klfast.study.table import ranked, reading, table
 
-PLANT = Plant(force=0.15, pull=1.5, friction=0.01, momentum=0.6, drift=0.002, noise=0.2, wander=0.1)
+PLANT = Plant(
+    level=-2.5,
+    gain=1.3,
+    least=0.003,
+    rise=0.12,
+    fall=0.04,
+    delay=2,
+    drift=0.002,
+    first=2.5,
+    noise=0.2,
+    wander=0.1,
+)
 QUIET = Plant(**{**vars(PLANT), "noise": 0.0, "wander": 0.0})
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 
@@ -33,38 +43,53 @@ def records(kl, coefficient):
 
 
 def test_the_plant_is_its_equations():
-    s = speed = 0.0
-    coefficient = [0.1, 0.05, 0.2, 0.1, 0.0]
-    for t, value in enumerate(coefficient):
-        kl = without_noise(PLANT, torch.tensor([coefficient], dtype=torch.float64))[0, t]
-        assert kl.item() == pytest.approx(s * s, rel=1e-12)
-        drive = 0.15 * (1 + 0.002 * t) - 1.5 * value * s - 0.01 * s
-        speed = 0.6 * speed + 0.4 * drive
-        s = max(0.0, s + speed)
+    coefficient = [0.1, 0.05, 0.2, 0.001, 0.01, 0.4, 0.4]
+    found = without_noise(PLANT, torch.tensor([coefficient], dtype=torch.float64))[0].tolist()
+    assert found[:2] == [0, 2.5]
+    log_kl = math.log(2.5)
+    for t in range(1, 6):
+        value = coefficient[max(0, t - 2)]
+        goal = -2.5 - 1.3 * math.log(value + 0.003) + 0.002 * t
+        log_kl += (0.12 if goal > log_kl else 0.04) * (goal - log_kl)
+        assert found[t + 1] == pytest.approx(math.exp(log_kl), rel=1e-12)
 
 
 def test_the_balancing_coefficient_holds_the_target():
     still = Plant(**{**vars(QUIET), "drift": 0.0})
-    value = torch.full((1, 600), still.balance(6.0), dtype=torch.float64)
+    value = torch.full((1, 900), still.balance(6.0), dtype=torch.float64)
     assert without_noise(still, value)[0, -1].item() == pytest.approx(6.0, rel=1e-6)
 
 
-def test_noise_has_no_bias():
-    policy = Policy(torch.full((200_000,), 2.0, dtype=torch.float64), *torch.zeros(2, 200_000))
+def test_noise_of_measuring_has_no_bias():
+    policy = Policy(PLANT, (200_000,))
+    policy.kl += 4.0
     n = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    measured = plants.measured(policy, PLANT, n)
+    measured = policy.measured(n)
     assert measured.mean().item() == pytest.approx(4.0, rel=3e-3)
     assert measured.log().std().item() == pytest.approx(0.2, rel=1e-2)
+
+
+def test_the_task_may_change():
+    still = Plant(**{**vars(QUIET), "drift": 0.0})
+    policy = Policy(still, ())
+    for _ in range(900):
+        policy.update(torch.tensor(still.balance(6.0), dtype=torch.float64), push=2.0)
+    assert policy.kl.item() == pytest.approx(12.0, rel=1e-6)
 
 
 def test_the_fit_finds_the_plant_that_made_the_records():
     steps = torch.arange(60, dtype=torch.float64)
     coefficient = torch.stack(
-        [torch.full_like(steps, 0.03), torch.full_like(steps, 0.15), 0.04 * 1.03**steps]
+        [
+            torch.full_like(steps, 0.03),
+            0.05 * torch.exp(torch.sin(steps / 5)),
+            0.004 * 1.06**steps,
+        ]
     )
     found = fit(records(without_noise(QUIET, coefficient), coefficient))
-    for name in ("force", "pull", "friction", "momentum", "drift"):
-        assert getattr(found, name) == pytest.approx(getattr(QUIET, name), rel=0.1), name
+    for name in ("level", "gain", "least", "rise", "fall", "drift", "first"):
+        assert getattr(found, name) == pytest.approx(getattr(QUIET, name), rel=0.05), name
+    assert found.delay == 2
     assert found.noise == pytest.approx(0, abs=1e-6)
     assert found.wander < 0.01
 
@@ -84,13 +109,13 @@ def test_the_simulation_runs_klfasts_controllers(name):
         controller = type(controller)(
             first, 6.0, unit="sequence", min_coef=1e-6, max_coef=100.0, **BY_NAME[name].gains
         )
-        policy = Policy.at_reference(())
+        policy = Policy(QUIET, ())
         for t in range(course.updates):
             assert kl[seed, t].item() == pytest.approx(policy.kl.item(), rel=1e-9, abs=1e-12)
             measured = policy.kl.item()
             push = course.jump if t >= 30 else 1.0
             value = torch.tensor(controller.value, dtype=torch.float64)
-            policy = plants.advance(policy, QUIET, value, t, push)
+            policy.update(value, 0.0, push)
             controller.update(measured, 40)
 
 
