@@ -88,9 +88,8 @@ def log_ratio_profile(
     x = logprobs.to(k3.dtype) - ref_logprobs.to(k3.dtype)
     weight = torch.ones_like(x) if mask is None else mask.to(x.dtype)
     keep = (weight != 0) & x.isfinite()
-    columns = torch.stack([weight, weight * x, k3]).double()
-    columns = torch.where(keep, columns, 0.0)
-    first, sums = _by_place(columns, _places(x, cu_seqlens), x.shape[-1])
+    columns = torch.where(keep, torch.stack([weight, weight * x, k3]), 0.0)
+    first, sums = _by_place(columns, cu_seqlens)
     tokens = sums[:, 0]
     means = torch.where(tokens[:, None] > 0, sums[:, 1:] / tokens[:, None], 0.0).to(x.dtype)
     return LogRatioProfile(
@@ -103,25 +102,30 @@ def log_ratio_profile(
     )
 
 
-def _places(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Each token's place in its sequence, int64, of a shape that expands to that of x."""
-    at = torch.arange(x.shape[-1], device=x.device)
+def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
+    """The first place of each bucket, and fp64 sums [P, columns] over its tokens, in fixed order.
+
+    A bucket of padded sequences is a slice; packed ones are looked through for each bucket.
+    """
+    buckets = list(_buckets(columns.shape[-1]))
     if cu_seqlens is None:
-        return at
-    starts = cu_seqlens.long()
-    sequence = torch.searchsorted(starts, at, right=True) - 1
-    return at - starts[sequence]
-
-
-def _by_place(columns: Tensor, places: Tensor, width: int) -> tuple[tuple[int, ...], Tensor]:
-    """The first place of each bucket, and sums [P, columns] over its tokens, in a fixed order."""
-    buckets = list(_buckets(width))
-    sums = [
-        torch.where((places >= low) & (places < high), columns, 0.0).flatten(1).sum(1)
-        for low, high in buckets
-    ]
-    rows = torch.stack(sums) if sums else columns.new_zeros(0, len(columns))
+        parts = (columns[..., low:high] for low, high in buckets)
+    else:
+        places = _places(columns.shape[-1], cu_seqlens)
+        parts = (
+            torch.where((places >= low) & (places < high), columns, 0.0) for low, high in buckets
+        )
+    over = tuple(range(1, columns.dim()))
+    sums = [part.sum(over, dtype=torch.float64) for part in parts]
+    rows = torch.stack(sums) if sums else columns.new_zeros(0, len(columns), dtype=torch.float64)
     return tuple(low for low, _ in buckets), rows
+
+
+def _places(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """Each token's place in its sequence, int64 [N]."""
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    starts = cu_seqlens.long()
+    return at - starts[torch.searchsorted(starts, at, right=True) - 1]
 
 
 def _buckets(width: int) -> Iterator[tuple[int, int]]:

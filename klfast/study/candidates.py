@@ -99,7 +99,7 @@ CANDIDATES = (
         "nuPI",
         NuPIKLController,
         "default",
-        {"kp": 0.3, "ki": 0.03},
+        {"kp": 1.0, "ki": 0.1},
         _scale("kp", integral="ki"),
         balanced=True,
     ),

@@ -30,7 +30,7 @@ class Exponential:
 class NuPI:
     """Sohrabi et al., algorithm 1, on theta: the multiplier, or its logarithm."""
 
-    def __init__(self, value, target, kp=0.3, ki=0.03, nu=0.0, log=True):
+    def __init__(self, value, target, kp=1.0, ki=0.1, nu=0.0, log=True):
         self.theta, self.log = (math.log(value) if log else value), log
         self.target, self.kp, self.ki, self.nu = target, kp, ki, nu
         self.xi = None
