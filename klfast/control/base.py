@@ -16,6 +16,7 @@ from klfast.control.arithmetic import Floats
 from klfast.control.device import DeviceForm
 from klfast.control.measured import Measured
 from klfast.control.reading import (
+    KL_INPUT,
     KLReader,
     Unit,
     check_count,
@@ -109,11 +110,15 @@ class CoefficientController(KLReader):
         """The upper bound of the coefficient, the largest float64 where ``max_coef`` is None."""
         return sys.float_info.max if self.max_coef is None else self.max_coef
 
+    @property
+    def lowest(self) -> float:
+        """The lower bound of a coefficient that acts: ``floor``, else ``min_coef``."""
+        return self.min_coef if self.floor is None else self.floor
+
     def _check_value(self, argument: str, value: object) -> float:
         if self.floor is not None and check_number(argument, value, least=0) == 0:
             return 0.0
-        least = self.min_coef if self.floor is None else self.floor
-        number = check_number(argument, value, least=least)
+        number = check_number(argument, value, least=self.lowest)
         if self.max_coef is not None and number > self.max_coef:
             raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
         return number
@@ -233,7 +238,7 @@ class CoefficientController(KLReader):
     def _stays_on_device(self, current: object) -> bool:
         if self._form is None or not isinstance(current, Tensor):
             return False
-        check_scalar("current", current, "a number, a 0-dim tensor or a KLStats")
+        check_scalar("current", current, KL_INPUT)
         return True
 
     def _state(self) -> tuple[float, dict[str, float]]:

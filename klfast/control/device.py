@@ -98,7 +98,7 @@ class DeviceForm:
 def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:
     """The numbers among an object's attributes as tensors; an attribute's own likewise."""
     converted: dict[str, Any] = {}
-    bounds = {"min_coef": settings.min_coef, "highest": settings.highest}
+    bounds = {"lowest": settings.lowest, "highest": settings.highest}
     for name, value in {**vars(settings), **bounds}.items():
         if isinstance(value, (int, float)):
             converted[name] = on_device(value, device)

@@ -75,11 +75,11 @@ class KLEarlyStop(KLReader):
         Raises:
             TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
             ValueError: ``n_steps`` is negative or beyond float64.
-            RuntimeError: the ranks have stopped at different counts, or a rank has died.
+            RuntimeError: the ranks have stopped different numbers of times, or a rank has died.
         """
         if n_steps is not None:
             n_steps = check_count("n_steps", n_steps, least=0)
-        kl = self._measure(current, n_steps, self._stops)
+        kl = self._measure(current, n_steps)
         stops = kl is not None and kl > self.factor * self.target
         self._stops += stops
         return stops

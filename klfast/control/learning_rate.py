@@ -23,6 +23,7 @@ class KLAdaptiveLR(LRScheduler, KLReader):
 
     ``lr /= factor`` if ``current > high * target``, ``lr *= factor`` if
     ``0 < current < low * target``, limited to ``[min_lr, max_lr]``; every parameter group likewise.
+    A KL that is too high never raises a rate, and one that is too low never lowers it.
     ``current`` is the KL between the policy before the update and after it. It is stepped like
     ``torch.optim.lr_scheduler.ReduceLROnPlateau``: ``scheduler.step(stats)``.
 
@@ -31,15 +32,17 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         target: the KL of an update to hold, > 0, in nats per ``unit``.
         factor: > 1.
         high, low: the band's edges, in targets; ``0 <= low < high``.
-        min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``. The first learning rates may be
-            outside; the first change brings them in.
+        min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``, between which the first learning rates
+            must be. None: a hundredth and ten times each group's first learning rate, which are the
+            source's bounds for its 1e-3.
         unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` or ``"sequence"``.
         process_group: the ranks that measure together, each of which must call ``step``; None for
             this process alone.
 
     Raises:
         TypeError: a setting is of the wrong type.
-        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
+        ValueError: a setting is NaN, infinite or out of its range, ``unit`` is unknown, or a first
+            learning rate is outside the bounds.
 
     Source: N. Rudin et al., "Learning to Walk in Minutes Using Massively Parallel Deep
     Reinforcement Learning" (CoRL 2021, arXiv:2109.11978), and its code, rsl_rl, whose numbers are
@@ -57,8 +60,8 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         factor: float = 1.5,
         high: float = 2.0,
         low: float = 0.5,
-        min_lr: float = 1e-5,
-        max_lr: float = 1e-2,
+        min_lr: float | None = None,
+        max_lr: float | None = None,
         unit: Unit = "token",
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -67,9 +70,25 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         self.factor = check_number("factor", factor, above=1)
         self.low = check_number("low", low, least=0)
         self.high = check_number("high", high, above=self.low)
-        self.min_lr = check_number("min_lr", min_lr, above=0)
-        self.max_lr = check_number("max_lr", max_lr, least=self.min_lr)
+        self.min_lr = None if min_lr is None else check_number("min_lr", min_lr, above=0)
+        self.max_lr = (
+            None if max_lr is None else check_number("max_lr", max_lr, least=self.min_lr or 0)
+        )
         LRScheduler.__init__(self, optimizer)
+        for group in optimizer.param_groups:
+            self._bounds_of(group)
+
+    def _bounds_of(self, group: dict[str, Any]) -> tuple[float, float]:
+        """The bounds of a parameter group, by its first learning rate."""
+        first = float(group.setdefault("initial_lr", float(group["lr"])))
+        low = first / 100 if self.min_lr is None else self.min_lr
+        high = first * 10 if self.max_lr is None else self.max_lr
+        if not low <= first <= high:
+            raise ValueError(
+                f"min_lr and max_lr must be around the optimizer's learning rate {first}, got "
+                f"{low} and {high}"
+            )
+        return low, high
 
     def step(
         self, current: float | Tensor | KLStats | None = None, n_steps: int | None = None
@@ -91,7 +110,8 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         if current is not None:
             if n_steps is not None:
                 n_steps = check_count("n_steps", n_steps, least=0)
-            kl = self._measure(current, n_steps, float(self.optimizer.param_groups[0]["lr"]))
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            kl = self._measure(current, n_steps, rates)
             if kl is not None:
                 self._move(kl)
         self.last_epoch += 1
@@ -107,14 +127,16 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def _move(self, kl: float) -> None:
-        if kl > self.high * self.target:
-            factor = 1 / self.factor
-        elif 0 < kl < self.low * self.target:
-            factor = self.factor
-        else:
+        is_high = kl > self.high * self.target
+        if not is_high and not 0 < kl < self.low * self.target:
             return
         for group in self.optimizer.param_groups:
-            lr = min(max(float(group["lr"]) * factor, self.min_lr), self.max_lr)
+            low, high = self._bounds_of(group)
+            before = float(group["lr"])
+            if is_high:
+                lr = min(before, max(before / self.factor, low))
+            else:
+                lr = max(before, min(before * self.factor, high))
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:

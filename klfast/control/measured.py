@@ -23,14 +23,15 @@ class Measured:
         table = table.cpu()  # one transfer
         self._equal: list[float] = table[:, EQUAL].tolist()
         total, count, n_steps, _, given = folded(table).tolist()
-        self.kl = total / count if count > 0 else math.nan
-        """The mean KL of all ranks; NaN where none has anything to average."""
-        self.n_steps = int(n_steps)
+        is_valid = count > 0 and math.isfinite(n_steps)
+        self.kl = total / count if is_valid else math.nan
+        """The mean KL of all ranks; NaN where there is none, or sequences beyond float64."""
+        self.n_steps = int(n_steps) if is_valid else 0
         """The number of sequences on all ranks."""
         self.is_given = given > 0
 
-    def check_agreement(self, what: str) -> None:
-        """Raise on every rank unless all ranks have the same.
+    def check_agreement(self, what: str, is_number: bool = True) -> None:
+        """Raise on every rank unless all ranks have the same; a digest is no number to show.
 
         Raises:
             RuntimeError: they do not.
@@ -38,8 +39,9 @@ class Measured:
         first, *others = self._equal
         apart = [rank for rank, value in enumerate(others, 1) if value != first]
         if apart:
+            other = others[apart[0] - 1]
+            got = f"{first!r} on rank 0 and {other!r}" if is_number else "another"
             raise RuntimeError(
-                f"{what} must be the same on every rank, got {first!r} on rank 0 and "
-                f"{others[apart[0] - 1]!r} on rank {apart[0]}; {len(apart)} of {1 + len(others)} "
-                "ranks differ from rank 0"
+                f"{what} must be the same on every rank, got {got} on rank {apart[0]}; "
+                f"{len(apart)} of {1 + len(others)} ranks differ from rank 0"
             )

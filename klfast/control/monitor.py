@@ -63,7 +63,7 @@ class _Window(KLReader, Generic[S]):
         """
         if n_steps is not None:
             n_steps = check_count("n_steps", n_steps, least=0)
-        kl = self._measure(current, n_steps, sum(self._values))
+        kl = self._measure(current, n_steps)
         if kl is not None:
             self._values.append(kl)
             before, self._status = self._status, self._judge()
@@ -237,9 +237,14 @@ _ENOUGH = 8
 
 
 def _line(values: Collection[float]) -> tuple[float, float, float]:
-    """The least-squares line through values at 0, 1, ...: slope, its standard error, last point."""
+    """The least-squares line through values at 0, 1, ...: slope, its standard error, last point.
+
+    Values are scaled by a power of 2, lest their squares be beyond float64.
+    """
     count = len(values)
-    slope, intercept = statistics.linear_regression(range(count), values)
-    rest = sum((value - intercept - slope * i) ** 2 for i, value in enumerate(values))
-    spread = count * (count * count - 1) / 12
-    return slope, math.sqrt(rest / (count - 2) / spread), intercept + slope * (count - 1)
+    scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)
+    scaled = [value / scale for value in values]
+    slope, intercept = statistics.linear_regression(range(count), scaled)
+    rest = sum((value - intercept - slope * i) ** 2 for i, value in enumerate(scaled))
+    error = math.sqrt(rest / (count - 2) / (count * (count * count - 1) / 12))
+    return scale * slope, scale * error, scale * (intercept + slope * (count - 1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import math
 import sys
 import textwrap
@@ -53,17 +55,26 @@ def check_count(argument: str, value: object, least: int) -> int:
     return count
 
 
-def number_of(current: object) -> float:
+KL_INPUT = "a number, a 0-dim tensor or a KLStats"
+
+
+def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT) -> float:
     """``current`` as a float, inf beyond float64; TypeError unless it is one number."""
     kl = to_scalar(current)
     if isinstance(kl, bool) or not isinstance(kl, Real):
         got = textwrap.shorten(repr(current), 60, placeholder="...")
-        raise TypeError(f"current must be a number, a 0-dim tensor or a KLStats, got {got}")
+        raise TypeError(f"{argument} must be {wanted}, got {got}")
     number: Any = kl
     try:
         return float(number)
     except OverflowError:  # an integer or a fraction beyond float64
         return math.inf if number > 0 else -math.inf
+
+
+def _digest(content: Any) -> float:
+    """48 bits of a hash of plain JSON, as a number that fp64 holds exactly."""
+    text = json.dumps(content).encode()
+    return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
 
 
 def mean_of(stats: KLStats, unit: Unit) -> Tensor:
@@ -97,22 +108,26 @@ class KLReader(ABC):
         return skipped
 
     def _measure(
-        self, current: float | Tensor | KLStats, n_steps: int | None = None, equal: float = 0.0
+        self, current: float | Tensor | KLStats, n_steps: int | None = None, also: Any = None
     ) -> float | None:
         """The KL as a float, of all ranks where there is a group; None if it is not finite.
 
         Args:
             current: as of ``update``.
             n_steps: the number of this process's sequences, if it is known.
-            equal: what must be the same on every rank.
+            also: what must be the same on every rank beside the state, as plain JSON.
+
+        Raises:
+            RuntimeError: on every rank, unless all have the same state and ``also``.
         """
         current = gathered(current)
         if self._ranks is None:
             return self._read(current)
+        equal = _digest([self._content(), also])
         measured = Measured(
             self._ranks.gather(self._row(current, n_steps, equal, self._ranks.device))
         )
-        measured.check_agreement(f"{type(self).__name__}'s {self._output}")
+        measured.check_agreement(f"what {type(self).__name__} goes by", is_number=False)
         return self._finite(measured.kl)
 
     def _row(
@@ -123,6 +138,8 @@ class KLReader(ABC):
         device: torch.device,
     ) -> Tensor:
         """What this rank puts into the all-reduce, see ``klfast.control.measured.Measured``."""
+        if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
+            n_steps = torch.where(n_steps < 0, math.nan, n_steps.double())
         if isinstance(current, KLStats):
             length = current.length.double()
             count: Any = length.sum() if self.unit == "token" else (length > 0).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReferenceReset"]
 
+NUMBER = "a number or a 0-dim tensor"
 Reason = Literal["interval", "budget", "plateau"]
 
 
@@ -105,20 +107,20 @@ class ReferenceReset(KLReader):
                 mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
                 and warned of once. So is a ``KLStats`` that keeps no token.
             metric: what should rise, such as a validation reward, and the same on every rank. None
-                says nothing of the plateau.
+                says nothing of the plateau, and neither does NaN or inf.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
 
         Raises:
             TypeError: ``current`` or ``metric`` is not a number, or ``n_steps`` not an integer.
-            ValueError: ``n_steps`` is negative or beyond float64, or ``metric`` is not finite.
-            RuntimeError: the ranks have different metrics or counts, or a rank has died.
+            ValueError: ``n_steps`` is negative or beyond float64.
+            RuntimeError: the ranks have different metrics or counts, before any resets; or a rank
+                has died.
         """
         if n_steps is not None:
             n_steps = check_count("n_steps", n_steps, least=0)
-        score = None if metric is None else check_number("metric", number_of(metric))
-        equal = self._resets if score is None else score
-        kl = self._measure(current, n_steps, equal)
+        score = None if metric is None else number_of(metric, "metric", NUMBER)
+        kl = self._measure(current, n_steps, score)
         if kl is None:
             return None
         self._count(kl, score)
@@ -134,7 +136,7 @@ class ReferenceReset(KLReader):
         self._updates += 1
         is_above = self.budget is not None and kl > self.budget
         self._above = self._above + 1 if is_above else 0
-        if score is None:
+        if score is None or not math.isfinite(score):
             return
         if self._best is None or score > self._best + self.min_delta:
             self._best, self._stalled = score, 0

@@ -75,9 +75,9 @@ def _smoothed(on: Arithmetic, its: Any, state: State, kl: Number) -> State:
 
 
 def bounded(on: Arithmetic, its: Any, old: Number, new: Number) -> Number:
-    """``new`` within ``[min_coef, max_coef]``; ``old`` for NaN, which inf - inf gives."""
+    """``new`` within ``[lowest, highest]``; ``old`` for NaN, which inf - inf gives."""
     number = on.where(new == new, new, old)  # only NaN differs from itself
-    return on.minimum(on.maximum(number, its.min_coef), its.highest)
+    return on.minimum(on.maximum(number, its.lowest), its.highest)
 
 
 def bounded_or_zero(on: Arithmetic, its: Any, old: Number, new: Number) -> Number:
@@ -178,7 +178,7 @@ def _age(name: str) -> int:
 def control_vae(on: Arithmetic, its: Any, state: State, kl: Number, n_steps: Number) -> State:
     """``value = kp / (1 + exp(-e)) + I``; I rests while it would drive a bound further."""
     error, value = _error(on, its, kl), state["value"]
-    is_stuck = ((value >= its.highest) & (error > 0)) | ((value <= its.min_coef) & (error < 0))
+    is_stuck = ((value >= its.highest) & (error > 0)) | ((value <= its.lowest) & (error < 0))
     moved = state["integral"] + its.ki * error
     integral = on.where(is_stuck, state["integral"], moved)
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from klfast.experiment import folder
 from klfast.experiment.settings import ARM_NAMES, DEFAULT_ARMS, CompareError, Settings
-from klfast.experiment.team import PARALLEL
+from klfast.experiment.team import PARALLEL, TIMEOUT
 
 HELP = (
     "train a small language model under different KL controls, measure the KL estimators against "
@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what trains the policy on the processes that torchrun starts (default ddp)",
     )
     parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        help="seconds that those processes wait for one that does not answer (default %(default)g)",
+    )
+    parser.add_argument(
         "--no-bench", dest="bench", action="store_false", help="leave out the closing speed table"
     )
 
@@ -101,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         force=arguments.force,
         bench=arguments.bench,
         parallel=arguments.parallel,
+        timeout=arguments.timeout,
     )
     try:
         return 0 if compare(options) else 130

@@ -26,7 +26,7 @@ from klfast.experiment.run import Run
 from klfast.experiment.samples import sample_texts
 from klfast.experiment.settings import CompareError, Settings, check_settings
 from klfast.experiment.summary import reading, summarise
-from klfast.experiment.team import Team, assembled
+from klfast.experiment.team import TIMEOUT, Team, assembled
 from klfast.experiment.text import Corpus, load_corpus, prompt_starts
 from klfast.experiment.train import build_world, compare_models, new_arm, sample_batch
 
@@ -46,6 +46,7 @@ class Options:
     force: bool = False
     bench: bool = True
     parallel: str | None = None
+    timeout: float = TIMEOUT
 
 
 def check_extras() -> None:
@@ -63,7 +64,7 @@ def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
             Nothing has then been computed, and no file of an earlier run has been touched.
     """
     check_extras()
-    with assembled(options.parallel) as team:
+    with assembled(options.parallel, options.timeout) as team:
         return _compare(options, stop, team)
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 PARALLEL = ("ddp", "fsdp2")
 """How several processes train one policy."""
+
+TIMEOUT = 600.0
+"""Seconds that ranks wait for one that does not answer."""
+
+_LONGEST = 1e9
 
 
 @dataclass(frozen=True)
@@ -144,12 +150,20 @@ def load_whole_state(
 
 
 @contextmanager
-def assembled(parallel: str | None) -> Iterator[Team]:
+def assembled(parallel: str | None, timeout: float = TIMEOUT) -> Iterator[Team]:
     """The team that ``torchrun`` started, by default under DDP; this process alone without it.
 
+    A rank that waits for another longer than ``timeout`` seconds, or for one that has died, gets
+    the RuntimeError of ``torch.distributed``.
+
     Raises:
-        CompareError: ``parallel`` is given, and there is no ``torchrun``.
+        CompareError: ``parallel`` is given, and there is no ``torchrun``; ``timeout`` is not a
+            number of seconds > 0 and <= 1e9.
     """
+    if not 0 < timeout <= _LONGEST:
+        raise CompareError(
+            f"timeout must be a number of seconds > 0 and <= {_LONGEST:g}, got {timeout!r}"
+        )
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         if parallel is not None:
             raise CompareError(
@@ -158,7 +172,7 @@ def assembled(parallel: str | None) -> Iterator[Team]:
             )
         yield ALONE
         return
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         yield Team(parallel or "ddp")
     finally:

@@ -96,6 +96,13 @@ def test_it_watches_where_the_coefficient_is_0():
     assert statuses == ["ok", "ok", "over"]
 
 
+@pytest.mark.parametrize("wild", [-1e160, -1.7e308, 5e-324])
+def test_any_finite_kl_can_be_in_the_window(wild):
+    alarm = KLDriftAlarm(20.0, window=8)
+    for _ in range(10):
+        assert alarm.update(wild) == alarm.update(-wild / 2 if wild < 0 else wild) == "ok"
+
+
 def test_it_goes_on_from_its_state():
     values = [t / 10 for t in range(50)]
     whole, half = KLDriftAlarm(6.0, window=10, ahead=20), KLDriftAlarm(6.0, window=10, ahead=20)

@@ -78,6 +78,20 @@ def test_a_floor_lets_the_coefficient_leave_0(kind):
     assert controller.value > 0.01
 
 
+@every_kind
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+def test_0_is_left_soon_however_long_the_kl_was_low(kind, device):
+    controller = make(kind, 0.1, 6.0, floor=0.01, device=device)
+    for _ in range(1000):
+        controller.update(0.5, 640)
+    assert controller.value == 0.0
+    updates = 0
+    while controller.value == 0.0:
+        controller.update(18.0, 640)
+        updates += 1
+        assert updates <= 15
+
+
 @pytest.mark.parametrize("kind", MULTIPLYING)
 def test_the_first_step_from_0_is_that_from_the_floor(kind):
     from_zero, from_floor = make(kind, 0.0, 6.0, floor=0.01), make(kind, 0.01, 6.0, min_coef=0.01)

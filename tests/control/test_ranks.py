@@ -102,6 +102,9 @@ def work(rank):
     done["monitor"] = monitor(rank, size, world)
     done["others"] = others(rank, world)
     done["apart"] = apart(rank, world)
+    done["states apart"] = states_apart(rank, world)
+    done["metrics apart"] = metrics_apart(rank, world)
+    done["bad counts"] = bad_counts(rank, world)
     done["nan"] = nan_on_one_rank(rank, world)
     done["nothing"] = nothing_anywhere(world)
     done["shards"] = shards_of_sequences(rank, size, world)
@@ -210,6 +213,71 @@ def apart(rank, group):
     except RuntimeError as error:
         said.append(str(error))
     return said
+
+
+def said_by(function):
+    """The error of a call, or None."""
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def states_apart(rank, group):
+    """Rank 1 goes on from another state than the others, which differs in one number."""
+    parameters = [[torch.nn.Parameter(torch.zeros(1))] for _ in range(2)]
+    rates = [1e-3, 2e-3 if rank == 1 else 1e-3]
+    optimizer = torch.optim.SGD(
+        [{"params": own, "lr": lr} for own, lr in zip(parameters, rates, strict=True)]
+    )
+    resets = []
+    reset = klfast.ReferenceReset(resets.append, interval=3, plateau=3, process_group=group)
+    monitor = klfast.KLMonitor(6.0, process_group=group)
+    stop = klfast.KLEarlyStop(0.1, process_group=group)
+    if rank == 1:
+        reset.load_state_dict({**reset.state_dict(), "updates": 2})
+        monitor.load_state_dict({**monitor.state_dict(), "values": [1.0, -1.0]})
+        stop.load_state_dict({**stop.state_dict(), "stops": 1})
+    rate = klfast.KLAdaptiveLR(optimizer, 0.1, process_group=group)
+    calls = (
+        lambda: reset.update(1.0),
+        lambda: reset.update(1.0, 0.5),
+        lambda: monitor.update(1.0),
+        lambda: stop.update(1.0),
+        lambda: rate.step(1.0),
+    )
+    said = [said_by(call) for call in calls]
+    return said, resets, [group["lr"] for group in optimizer.param_groups] == rates
+
+
+def metrics_apart(rank, group):
+    """Rank 1 has another metric than the others, or none."""
+    said = []
+    for metric in (1.0, None, float("nan"), 0.0):
+        reset = klfast.ReferenceReset(plateau=1, process_group=group)
+        given = metric if rank == 1 else 0.5
+        said.append(said_by(lambda reset=reset, given=given: reset.update(1.0, given)))
+    reset = klfast.ReferenceReset(plateau=1, process_group=group)
+    reset.update(1.0, float("nan"))  # on every rank
+    return said, reset.state_dict()["updates"]
+
+
+def bad_counts(rank, group):
+    """Rank 1 says that it has -4 or NaN sequences; then all together more than float64 holds."""
+    found = []
+    for count in (-4.0, float("nan")):
+        for current in (6.0 if rank == 0 else 100.0, stats_of(1)):
+            controller = klfast.AdaptiveKLController(
+                0.5, 6.0, horizon=100, device="cpu", process_group=group
+            )
+            controller.update(current, torch.tensor(count if rank == 1 else 8.0))
+            found.append((float(controller.value), int(controller.skipped)))
+    controller = klfast.AdaptiveKLController(0.5, 6.0, process_group=group)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        controller.update(6.0, 10**308)
+    found.append((controller.value, controller.skipped))
+    return found
 
 
 def nan_on_one_rank(rank, group):
@@ -337,6 +405,33 @@ def test_ranks_that_differ_in_the_last_bit_are_reported_on_every_rank(ranks, siz
         assert f"on rank 1; 1 of {size} ranks differ from rank 0" in on_host
         assert unchanged
         assert "got different ones in 2 updates" in on_device
+
+
+@every_size
+def test_ranks_whose_states_differ_are_told_before_anything_is_done(ranks, size):
+    for done in ranks[size]:
+        said, resets, rates_are_kept = done["states apart"]
+        kinds = ("ReferenceReset",) * 2 + ("KLMonitor", "KLEarlyStop", "KLAdaptiveLR")
+        for name, text in zip(kinds, said, strict=True):
+            assert text is not None, name
+            assert f"{name} goes by must be the same on every rank, got another on rank 1" in text
+            assert f"1 of {size} ranks differ from rank 0" in text
+        assert resets == []
+        assert rates_are_kept
+
+
+@every_size
+def test_ranks_whose_metrics_differ_are_told(ranks, size):
+    for done in ranks[size]:
+        said, updates = done["metrics apart"]
+        assert all("must be the same on every rank" in text for text in said)
+        assert updates == 1
+
+
+@every_size
+def test_a_bad_count_on_one_rank_skips_the_update_on_all(ranks, size):
+    for done in ranks[size]:
+        assert done["bad counts"] == [(0.5, 1)] * 5
 
 
 @every_size

@@ -56,29 +56,63 @@ def test_a_bad_kl_does_not_stop(bad):
 # Learning rate
 
 
-def rsl_rl(rate, kl, target):
+def rsl_rl(rate, kl, target, bounds=(1e-5, 1e-2)):
     """The rule of rsl_rl."""
     if kl > target * 2.0:
-        return max(1e-5, rate / 1.5)
+        return max(bounds[0], rate / 1.5)
     if 0.0 < kl < target / 2.0:
-        return min(1e-2, rate * 1.5)
+        return min(bounds[1], rate * 1.5)
     return rate
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_the_learning_rate_follows_rsl_rls_rule(as_tensor):
     rng, optimizer = random.Random(0), optimizer_of(1e-3, 5e-3, as_tensor=as_tensor)
-    scheduler, expected = KLAdaptiveLR(optimizer, 0.01), [1e-3, 5e-3]
+    scheduler = KLAdaptiveLR(optimizer, 0.01, min_lr=1e-5, max_lr=1e-2)
+    expected = [1e-3, 5e-3]
     places = [group["lr"] for group in optimizer.param_groups]
     for _ in range(200):
         kl = rng.choice([0.0, -0.01, 0.01 * rng.lognormvariate(0, 1.5)])
         scheduler.step(kl)
         expected = [rsl_rl(rate, kl, 0.01) for rate in expected]
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        assert rates == pytest.approx(expected, rel=1e-12)
+        assert rates == expected
         assert scheduler.get_last_lr() == scheduler.last_lr == rates
     if as_tensor:
         assert all(g["lr"] is p for g, p in zip(optimizer.param_groups, places, strict=True))
+
+
+def test_the_bounds_are_by_default_rsl_rls_in_units_of_its_first_rate():
+    rng, optimizer = random.Random(0), optimizer_of(1e-3, 2e-6)
+    scheduler, expected = KLAdaptiveLR(optimizer, 0.01), [1e-3, 2e-6]
+    bounds = [(1e-5, 1e-2), (2e-6 / 100, 2e-6 * 10)]
+    reached = set()
+    for kl in [1.0] * 15 + [1e-3] * 30 + [0.01 * rng.lognormvariate(0, 1.5) for _ in range(100)]:
+        scheduler.step(kl)
+        expected = [rsl_rl(rate, kl, 0.01, own) for rate, own in zip(expected, bounds, strict=True)]
+        assert scheduler.last_lr == expected
+        reached |= {*expected}
+    assert reached >= {*bounds[0], *bounds[1]}
+
+
+def test_a_rate_that_was_moved_out_of_its_bounds_is_not_moved_the_wrong_way():
+    optimizer = optimizer_of(1e-3)
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    optimizer.param_groups[0]["lr"] = 1e-6
+    scheduler.step(10.0)
+    assert scheduler.last_lr == [1e-6]
+    optimizer.param_groups[0]["lr"] = 1.0
+    scheduler.step(1e-3)
+    assert scheduler.last_lr == [1.0]
+
+
+def test_groups_that_are_added_later_have_bounds_of_their_own():
+    optimizer = optimizer_of(1e-3)
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1e-5})
+    for _ in range(20):
+        scheduler.step(10.0)
+    assert scheduler.last_lr == [1e-3 / 100, 1e-5 / 100]
 
 
 def test_it_is_a_scheduler_of_torch():
@@ -132,6 +166,13 @@ def test_a_plateau_is_of_the_metric_since_the_last_reset():
     assert reasons(reset, [1.0] * 10, metrics) == expected
 
 
+@pytest.mark.parametrize("bad", BAD_KLS)
+def test_a_metric_that_is_no_number_says_nothing_of_the_plateau(bad):
+    reset = ReferenceReset(plateau=2, interval=6)
+    metrics = [1.0, bad, 1.0, bad, 1.0, bad]
+    assert reasons(reset, [1.0] * 6, metrics) == [None] * 4 + ["plateau", None]
+
+
 def test_the_first_reason_of_several_is_given_and_all_counts_begin_anew():
     reset = ReferenceReset(interval=4, budget=5.0)
     kls = [1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 6.0]
@@ -159,14 +200,15 @@ def test_a_bad_kl_counts_for_nothing(bad):
         (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0, factor=1.0), "factor"),
         (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0, high=0.4), "high"),
         (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0, min_lr=0.0), "min_lr"),
-        (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0, max_lr=1e-6), "max_lr"),
+        (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0, max_lr=0.01), "max_lr"),
+        (lambda: KLAdaptiveLR(optimizer_of(0.1, 1e-6), 1.0, min_lr=1e-5), "1e-06, got 1e-05"),
+        (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0, min_lr=0.01, max_lr=1e-6), "max_lr"),
         (lambda: ReferenceReset(), "interval, budget, plateau"),
         (lambda: ReferenceReset(interval=0), "interval"),
         (lambda: ReferenceReset(budget=0.0), "budget"),
         (lambda: ReferenceReset(plateau=0), "plateau"),
         (lambda: ReferenceReset(budget=1.0, patience=0), "patience"),
         (lambda: ReferenceReset(plateau=1, min_delta=-1.0), "min_delta"),
-        (lambda: ReferenceReset(plateau=1).update(1.0, math.nan), "metric"),
     ],
 )
 def test_bad_settings_are_refused(make, named):
@@ -181,6 +223,7 @@ def test_bad_settings_are_refused(make, named):
         (lambda: ReferenceReset("policy", interval=1), "callback must be callable"),
         (lambda: ReferenceReset(interval=1.5), "interval must be an integer"),
         (lambda: ReferenceReset(interval=1).update("1"), "current must be a number"),
+        (lambda: ReferenceReset(interval=1).update(1.0, "1"), "metric must be a number"),
         (lambda: KLEarlyStop(1.0).update(None), "current must be a number"),
         (lambda: KLEarlyStop(1.0).update(1.0, 1.5), "n_steps must be an integer"),
         (lambda: KLAdaptiveLR(optimizer_of(0.1), 1.0).step("1"), "current must be a number"),

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -21,38 +23,89 @@ SETTINGS = {"precision": "float64", "steps": 5, "pretrain_steps": 4, "arms": ARM
 SMALL = {"layers": 1, "width": 16, "heads": 2, "held_out_windows": 4, "continuation_length": 8}
 
 LAUNCHED = """
-import json, sys
+import json, os, signal, sys, time
 from pathlib import Path
-from klfast.experiment import compare as module
+from klfast.experiment import compare as module, run
 from klfast.experiment.compare import Options, compare
 for draw in ("draw_curves", "draw_estimators"):
     setattr(module, draw, lambda *of: b"a picture")
-chosen, out, resume, parallel, checks = json.loads(sys.argv[1])
+chosen, out, resume, parallel, timeout, checks, end = json.loads(sys.argv[1])
 chosen |= {"arms": tuple(chosen["arms"])} if chosen else {}
+run.SAVE_EVERY = 2
 left = iter(range(checks))
-compare(
-    Options(chosen, Path(out), resume=resume, bench=False, parallel=parallel),
-    stop=lambda: next(left, None) is None,
+
+def stop():
+    if next(left, None) is not None:
+        return False
+    if end is None:
+        return True
+    if os.environ["RANK"] != "1":
+        return False
+    if end == "hangs":
+        time.sleep(timeout + 10)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+options = Options(
+    chosen, Path(out), resume=resume, bench=False, parallel=parallel, timeout=timeout
 )
+compare(options, stop=stop)
 """
 
 
-def launch(out, ranks, parallel="ddp", resume=False, checks=1000):
-    """A run of the experiment on so many processes, stopped after ``checks`` steps."""
-    program = out.parent / "launched.py"
-    program.write_text(LAUNCHED)
+def program(out, parallel="ddp", resume=False, timeout=120, checks=1000, end=None):
+    """The command of a rank, which stops after ``checks`` steps, or of which rank 1 then ends."""
+    path = out.parent / "launched.py"
+    path.write_text(LAUNCHED)
     chosen = {} if resume else {**SETTINGS, **SMALL}
-    arguments = json.dumps([chosen, str(out), resume, parallel, checks])
-    command = ["--standalone", "--nproc-per-node", str(ranks), str(program), arguments]
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command],
+    return [str(path), json.dumps([chosen, str(out), resume, parallel, timeout, checks, end])]
+
+
+def torchrun(ranks, command):
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks)),
+            *command,
+        ],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def launch(out, ranks, *of, **options):
+    """A run of the experiment on so many processes."""
+    finished = torchrun(ranks, program(out, *of, **options))
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+def without_an_agent(ranks, command):
+    """The ranks that torchrun would start, which nothing ends: (exit code, stderr) of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
 def rows(out):
@@ -111,18 +164,55 @@ def test_an_error_of_the_first_rank_ends_all_with_one_sentence(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    command = ["--standalone", "--nproc-per-node", "2", "-m", "klfast", "compare"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    finished = torchrun(2, ["-m", "klfast", "compare", "--out", str(out)])
     assert finished.returncode != 0
     assert finished.stderr.count("klfast compare: error:") == 1
     assert "did not write its notes.txt" in finished.stderr
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+TIMEOUT = 15
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("parallel", "end"), [("ddp", "dies"), ("fsdp2", "dies"), ("ddp", "hangs")]
+)
+def test_without_a_rank_the_other_raises_and_the_run_goes_on_from_its_checkpoint(
+    alone, tmp_path, parallel, end
+):
+    """In the arm's fourth step: its records are of the third, its checkpoint of the second."""
+    out = tmp_path / "out"
+    (code, said), (of_the_end, _) = without_an_agent(
+        2, program(out, parallel, timeout=TIMEOUT, checks=8, end=end)
+    )
+    assert of_the_end == -signal.SIGKILL
+    assert code == 1
+    assert "RuntimeError" in said
+    assert ("Timed out" if end == "hangs" else "Connection") in said
+    assert len(rows(out)) == 3
+    checkpoint = torch.load(out / folder.CHECKPOINTS / f"{ARMS[0]}.pt", weights_only=True)
+    assert len(checkpoint["rows"]) == 2
+    assert compare(Options({}, out, resume=True, bench=False))
+    assert_the_same_curves(rows(out), rows(alone))
+    assert not list(out.rglob(".*"))  # nothing half written, and no lock
+
+
+@pytest.mark.long
+def test_torchrun_ends_with_its_dead_rank_and_goes_on_with_three(alone, tmp_path):
+    out = tmp_path / "out"
+    finished = torchrun(2, program(out, checks=8, end="dies"))
+    assert finished.returncode != 0
+    assert "Signal 9 (SIGKILL)" in finished.stderr
+    launch(out, 3, resume=True)
+    assert_the_same_curves(rows(out), rows(alone))
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_is_a_number_of_seconds(tmp_path, timeout):
+    with pytest.raises(CompareError, match="timeout must be a number of seconds > 0 and <= 1e"):
+        compare(Options({}, tmp_path / "out", timeout=timeout))
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_torchrun_there_is_nothing_to_be_parallel(tmp_path, monkeypatch):
