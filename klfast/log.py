@@ -15,7 +15,7 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_choice
 from klfast.control.grouped import GroupedKLController
-from klfast.control.reading import check_count
+from klfast.control.reading import NUMBER, check_count, number_of
 from klfast.dtensors import gathered
 from klfast.profile import LogRatioProfile
 from klfast.stats import KLStats
@@ -101,8 +101,9 @@ class KLLog:
             extra: further numbers by their whole names.
 
         Raises:
-            ValueError: ``step`` is negative.
-            TypeError: ``step`` is not an integer, or an extra is not one number.
+            ValueError: ``step`` is negative, or an extra has a name that is taken.
+            TypeError: ``step`` is not an integer, an extra is not one number, or ``controller`` or
+                ``monitor`` is not one.
         """
         step = check_count("step", step, least=0)
         own: dict[str, Any] = {}
@@ -111,6 +112,7 @@ class KLLog:
         if controller is not None:
             own |= _of_controller(controller)
         if monitor is not None:
+            _check_has("monitor", monitor, "a KLMonitor or a KLDriftAlarm", "status")
             own["alarm"] = float(monitor.status != "ok")
         if profile is not None:
             own |= profile.as_dict("")
@@ -118,6 +120,9 @@ class KLLog:
         numbers = _floats({**own, **{f"={name}": value for name, value in extras.items()}})
         written = {self.prefix + name: numbers[name] for name in own}
         written |= self._of_framework({name: numbers[name] for name in own})
+        for name in extras:
+            if name == "step" or name in written:
+                raise ValueError(f"extra must have names that are not taken, got {name!r}")
         written |= {name: numbers[f"={name}"] for name in extras}
         self._write(written, step)
         return written
@@ -138,6 +143,7 @@ class KLLog:
 
 
 def _of_controller(controller: Any) -> dict[str, Any]:
+    _check_has("controller", controller, "a controller of klfast", "value", "skipped")
     values, skipped = controller.value, controller.skipped
     if not isinstance(controller, GroupedKLController):
         return {"coef": values, "skipped": skipped}
@@ -145,6 +151,11 @@ def _of_controller(controller: Any) -> dict[str, Any]:
     for name, value in values.items():
         groups |= {f"{name}/coef": value, f"{name}/skipped": skipped[name]}
     return groups
+
+
+def _check_has(argument: str, given: object, wanted: str, *names: str) -> None:
+    if not all(hasattr(given, name) for name in names):
+        raise TypeError(f"{argument} must be {wanted}, got {type(given).__name__}")
 
 
 def _floats(values: dict[str, Any]) -> dict[str, float]:
@@ -160,7 +171,10 @@ def _floats(values: dict[str, Any]) -> dict[str, float]:
     for device in {tensor.device for tensor in tensors.values()}:
         here = {name: t.detach().double() for name, t in tensors.items() if t.device == device}
         read |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
-    return {name: read[name] if name in read else float(value) for name, value in values.items()}
+    return {
+        name: read[name] if name in read else number_of(value, f"extra[{name[1:]!r}]", NUMBER)
+        for name, value in values.items()
+    }
 
 
 def _writer(to: Any) -> Writer:

@@ -145,7 +145,7 @@ def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
         below = at.floor().long()
         above = torch.minimum(below + 1, (count - 1).clamp(min=0))
         # ordered[below] would read the index
-        low, high = ordered.gather(0, torch.stack([below, above])).unbind()
+        low, high = ordered.gather(0, torch.stack([below, above])).double().unbind()
         found.append(torch.where(below == above, low, low + (at - below) * (high - low)))
     values = torch.stack(found) if found else x.new_zeros(0)
     return torch.where(count > 0, values, torch.nan).to(x.dtype)

@@ -7,6 +7,7 @@ Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of ver
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -256,10 +257,13 @@ def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
 
     Raises:
         ValueError: ``type`` is unknown, or a number is out of range.
-        TypeError: the controller has no such option.
+        TypeError: the controller has no such option, or ``options`` is no mapping.
     """
     check_choice("kl_ctrl.type", kl_ctrl.type, ("fixed", "adaptive", *VERL_RULES))
-    options = dict(getattr(kl_ctrl, "options", None) or {})
+    given = getattr(kl_ctrl, "options", None) or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"kl_ctrl.options must be a mapping, got {type(given).__name__}")
+    options = dict(given)
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef, **options)
     if kl_ctrl.type == "adaptive":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control import rules
-from klfast.control.arithmetic import Floats
+from klfast.control.arithmetic import Floats, Number
 from klfast.control.device import DeviceForm
 from klfast.control.measured import Measured
 from klfast.control.reading import (
@@ -63,10 +63,18 @@ class CoefficientController(KLReader):
         super().__init__(unit, process_group)
         self.device = None if device is None else check_torch_device(device)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._form is not None and not name.startswith("_"):
+            raise AttributeError(
+                f"{name} cannot be changed on a device; make another {type(self).__name__} and "
+                "load this one's state_dict() into it"
+            )
+        super().__setattr__(name, value)
+
     def _begin(self, argument: str, value: float) -> None:
         """Check and take the first coefficient, once the settings are there."""
         value = self._check_value(argument, value)
-        memory = self._first_memory(value)
+        memory = self._first_memory(self, value)
         if self.ema:
             memory.update(kl_ema=0.0, measured=0.0)
         if self.device is None:
@@ -74,8 +82,11 @@ class CoefficientController(KLReader):
         else:
             self._form = DeviceForm(self._plan(), self, {"value": value, **memory}, self.device)
 
-    def _first_memory(self, value: float) -> dict[str, float]:
-        """What the rule remembers beside the coefficient, before the first update."""
+    def _first_memory(self, its: Any, value: Number) -> rules.State:
+        """What the rule remembers beside the coefficient, before the first update.
+
+        Numbers and settings are floats, or tensors on which the rule runs.
+        """
         return {}
 
     def _plan(self) -> rules.Plan:

@@ -7,10 +7,11 @@ per sequence or per token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from klfast.checks.arguments import check_choice
 from klfast.control import rules
+from klfast.control.arithmetic import Number
 from klfast.control.base import TargetController, check_part
 from klfast.control.reading import Unit, check_count
 
@@ -57,7 +58,8 @@ class NuPIKLController(TargetController):
 
     Source: M. Sohrabi et al., "On PI Controllers for Updating Lagrange Multipliers in Constrained
     Optimization" (ICML 2024, arXiv:2406.04558), algorithm 1, with the error in units of the target;
-    the first step is that of cooper's ``nuPI`` with ``InitType.SGD``.
+    the first step is that of cooper's ``nuPI`` with ``InitType.SGD``. The rule is the paper's, the
+    default gains are klfast's, from ``klfast study``.
     """
 
     _kind = "nupi"
@@ -97,7 +99,7 @@ class NuPIKLController(TargetController):
     def _rule_of_settings(self) -> rules.Rule:
         return rules.nupi_of_log if self.scale == "log" else rules.nupi
 
-    def _first_memory(self, value: float) -> dict[str, float]:
+    def _first_memory(self, its: Any, value: Number) -> rules.State:
         return {"xi": 0.0, "errors": 0.0}
 
 
@@ -125,8 +127,9 @@ class PIDLagrangianKLController(TargetController):
         ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
 
     Source: A. Stooke et al., "Responsive Safety in Reinforcement Learning by PID Lagrangian
-    Methods" (ICML 2020, arXiv:2007.03964), algorithm 2; the averages, the delay and the default
-    gains are those of omnisafe's ``PIDLagrangian``, with the cost in units of its limit.
+    Methods" (ICML 2020, arXiv:2007.03964), algorithm 2; averages, delay, kp and kd are by default
+    those of omnisafe's ``PIDLagrangian``, with the cost in units of its limit. Its ki is 0.01, at
+    which ``klfast study`` does not hold a KL.
     """
 
     _kind = "pid-lagrangian"
@@ -142,7 +145,7 @@ class PIDLagrangianKLController(TargetController):
         target: float,
         *,
         kp: float = 0.1,
-        ki: float = 0.01,
+        ki: float = 0.0025,
         kd: float = 0.01,
         p_ema: float = 0.95,
         d_ema: float = 0.95,
@@ -167,7 +170,7 @@ class PIDLagrangianKLController(TargetController):
         self.d_delay = check_count("d_delay", d_delay, least=1)
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _first_memory(self, value: float) -> dict[str, float]:
+    def _first_memory(self, its: Any, value: Number) -> rules.State:
         delayed = {f"cost_ago_{age}": 0.0 for age in range(1, self.d_delay + 1)}
         return {"integral": value, "error_ema": 0.0, "cost_ema": 0.0, **delayed}
 
@@ -281,7 +284,7 @@ class DoublingKLController(TargetController):
         self.every = check_count("every", every, least=1)
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _first_memory(self, value: float) -> dict[str, float]:
+    def _first_memory(self, its: Any, value: Number) -> rules.State:
         return {"waited": 0.0}
 
 
@@ -338,5 +341,5 @@ class ControlVAEKLController(TargetController):
         self._set(above=0, kp=kp, ki=ki, clip=clip)
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _first_memory(self, value: float) -> dict[str, float]:
-        return {"integral": value - self.kp / 2}
+    def _first_memory(self, its: Any, value: Number) -> rules.State:
+        return {"integral": value - its.kp / 2}

@@ -162,7 +162,9 @@ class GroupedKLController:
                 out of its range. The object is then unchanged.
         """
         check_state_kind(state, "grouped")
-        groups = state.get("groups")
+        if state.keys() != {"kind", "version", "groups"}:
+            raise ValueError(f"state must have keys ['kind', 'version', 'groups'], got {[*state]}")
+        groups = state["groups"]
         if not isinstance(groups, dict):
             raise TypeError(f"state['groups'] must be a dict, got {type(groups).__name__}")
         if groups.keys() != self._parts.keys():

@@ -130,17 +130,20 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         is_high = kl > self.high * self.target
         if not is_high and not 0 < kl < self.low * self.target:
             return
-        for group in self.optimizer.param_groups:
-            low, high = self._bounds_of(group)
-            before = float(group["lr"])
-            if is_high:
-                lr = min(before, max(before / self.factor, low))
-            else:
-                lr = max(before, min(before * self.factor, high))
+        groups = self.optimizer.param_groups
+        rates = [self._moved(group, is_high) for group in groups]  # groups may share one tensor
+        for group, lr in zip(groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+
+    def _moved(self, group: dict[str, Any], is_high: bool) -> float:
+        low, high = self._bounds_of(group)
+        before = float(group["lr"])
+        if is_high:
+            return min(before, max(before / self.factor, low))
+        return max(before, min(before * self.factor, high))
 
     def __repr__(self) -> str:
         names = (

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Unit = Literal["sequence", "token"]
 STATE_VERSION = 1
+_LARGEST = torch.iinfo(torch.int64).max
 
 
 def to_scalar(value: Any) -> Any:
@@ -55,6 +56,7 @@ def check_count(argument: str, value: object, least: int) -> int:
     return count
 
 
+NUMBER = "a number or a 0-dim tensor"
 KL_INPUT = "a number, a 0-dim tensor or a KLStats"
 
 
@@ -189,7 +191,10 @@ class KLReader(ABC):
         expected = self._framed(self._content()).keys()
         if not expected - set(optional) <= state.keys() <= expected | set(optional):
             raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
-        return check_count("state['skipped']", state["skipped"], least=0)
+        skipped = check_count("state['skipped']", state["skipped"], least=0)
+        if skipped > _LARGEST:
+            raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
+        return skipped
 
     def __repr__(self) -> str:
         settings = (name for name in vars(self) if not name.startswith("_"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import KLReader, Unit, check_count, number_of
+from klfast.control.reading import NUMBER, KLReader, Unit, check_count, number_of
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReferenceReset"]
 
-NUMBER = "a number or a 0-dim tensor"
 Reason = Literal["interval", "budget", "plateau"]
 
 

@@ -239,7 +239,7 @@ class ScheduledTarget:
         self, on: Arithmetic, its: Any, state: State, kl: Number, n_steps: Number
     ) -> State:
         target = its.target * self.curve(on, its, state["step"])
-        retargeted = _Retargeted(its.controller, target)
+        retargeted = _Retargeted(its._inner, target)
         new = advance(on, self.plan, retargeted, state, kl, n_steps)
         return {**new, "step": state["step"] + 1}
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from klfast.checks.arguments import check_choice, check_number
 from klfast.control import rules
+from klfast.control.arithmetic import Number
 from klfast.control.base import CoefficientController, TargetController
 from klfast.control.feedback import NuPIKLController
 from klfast.control.reading import Unit, check_count
@@ -59,7 +60,7 @@ class ScheduledKLController(CoefficientController):
     """
 
     _kind = "scheduled"
-    controller: TargetController | None
+    _inner: TargetController | None = None
 
     def __init__(
         self,
@@ -92,7 +93,6 @@ class ScheduledKLController(CoefficientController):
     ) -> None:
         if options:
             raise TypeError(f"target must be a number when {', '.join(options)} is given, got None")
-        self.controller = None
         self.start = check_number("start", 0.0 if start is None else start, least=0)
         self.final = check_number("final", 0.0 if final is None else final, least=0)
         self.init_kl_coef = check_number("init_kl_coef", init_kl_coef, least=0)
@@ -115,18 +115,18 @@ class ScheduledKLController(CoefficientController):
         self.start = check_number("start", 1.0 if start is None else start, above=0)
         self.final = check_number("final", 1.0 if final is None else final, above=0)
         make: Any = controller
-        self.controller = inner = make(init_kl_coef, target, unit=self.unit, **options)
-        self.target = inner.target
+        self._inner = inner = make(init_kl_coef, target, unit=self.unit, **options)
+        self.rule, self.target = inner._kind, inner.target
         self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor
         self._needs_n_steps = inner._needs_n_steps
         self._begin("init_kl_coef", init_kl_coef)
 
     def _rule_of_settings(self) -> rules.Rule:
         curve = _CURVES[self.shape]
-        if self.controller is None:
+        if self._inner is None:
             return rules.Scheduled(curve)
-        return rules.ScheduledTarget(curve, self.controller._plan())
+        return rules.ScheduledTarget(curve, self._inner._plan())
 
-    def _first_memory(self, value: float) -> dict[str, float]:
-        of_rule = {} if self.controller is None else self.controller._state()[1]
+    def _first_memory(self, its: Any, value: Number) -> rules.State:
+        of_rule = {} if self._inner is None else self._inner._state()[1]
         return {**of_rule, "step": 0.0}

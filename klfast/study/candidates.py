@@ -22,6 +22,9 @@ from klfast.control.feedback import (
 BATCH = 40
 """Sequences in an update, as in ``klfast compare``."""
 
+MIN_COEF, MAX_COEF = 1e-6, 100.0
+"""The bounds of every rule."""
+
 Gains = dict[str, Any]
 """Settings of a rule: numbers, or tensors [G, 1] of many at once."""
 
@@ -51,10 +54,9 @@ class Candidate:
 
     def make(self, target: float) -> TargetController:
         """A controller with the first gains; the coefficient that it begins with is set later."""
+        bounds = {"min_coef": MIN_COEF, "max_coef": MAX_COEF}
         make: Any = self.controller
-        made: TargetController = make(
-            1.0, target, **{"unit": "sequence", "min_coef": 1e-6, "max_coef": 100.0, **self.gains}
-        )
+        made: TargetController = make(1.0, target, **{"unit": "sequence", **bounds, **self.gains})
         return made
 
 
@@ -103,7 +105,7 @@ CANDIDATES = (
         _scale("kp", integral="ki"),
         balanced=True,
     ),
-    # omnisafe's PIDLagrangian
+    # omnisafe's PIDLagrangian, for costs whose limit is 25; klfast's ki is a quarter of it
     Candidate(
         "pid",
         "PID Lagrangian",
@@ -123,13 +125,13 @@ CANDIDATES = (
         {"factor": 2.0, "every": 1},
         _larger_factor,
     ),
-    # Shao et al. 2020, the language model
+    # Shao et al. 2020, the language model: ki is 1e-4 a nat, and the target here 6 nats
     Candidate(
         "control-vae",
         "ControlVAE",
         ControlVAEKLController,
         "published",
-        {"kp": 0.01, "ki": 1e-4},
+        {"kp": 0.01, "ki": 6e-4},
         _scale("kp", integral="ki"),
         balanced=True,
     ),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from klfast.experiment.folder import write_atomic, write_json
-from klfast.study.candidates import CANDIDATES
+from klfast.study.candidates import CANDIDATES, MAX_COEF, MIN_COEF
 from klfast.study.measure import study, study_json
 from klfast.study.plant import fit
 from klfast.study.records import load_records, read_run
@@ -97,6 +97,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _study(arguments: argparse.Namespace) -> None:
     plant = fit(load_records() if arguments.fit is None else read_run(arguments.fit))
+    low, high = (plant.held_by(value) for value in (MAX_COEF, MIN_COEF))
+    if not low < arguments.target < high:
+        raise ValueError(
+            f"target must be a KL that the plant can be held at, between {low:.3g} and {high:.3g} "
+            f"nats, got {arguments.target}"
+        )
     course = Course(
         target=arguments.target,
         updates=arguments.updates,

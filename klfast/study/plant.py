@@ -24,6 +24,7 @@ from klfast.study.records import Records
 
 _SLOW = 0.95
 _DELAYS = range(4)
+_LEAST_STEPS = 10
 _FAR = 0.3
 """Where a residual counts no longer by its square: single wild updates do not decide the fit."""
 
@@ -54,6 +55,10 @@ class Plant:
     first: float
     noise: float
     wander: float
+
+    def held_by(self, value: float) -> float:
+        """The KL that a coefficient holds at first."""
+        return math.exp(self.level - self.gain * math.log(value + self.least))
 
     def balance(self, target: float) -> float:
         """The coefficient that holds the target at first."""
@@ -135,8 +140,17 @@ def fit(records: Records) -> Plant:
     Arms without a penalty are left out: they leave the region that controllers work in. The noise
     of measuring is that of the recorded estimates around the exact KL; what the recorded exact KL
     does beside the fitted one is taken for the goal's wandering.
+
+    Raises:
+        ValueError: no arm has a penalty in all of its steps, or the arms are shorter than 10 steps.
     """
     steered = (records.coefficient > 0).all(1)
+    if not steered.any():
+        raise ValueError("the run must have an arm with a coefficient > 0 in every step, got none")
+    if records.kl.shape[1] < _LEAST_STEPS:
+        raise ValueError(
+            f"the run's arms must have at least {_LEAST_STEPS} steps, got {records.kl.shape[1]}"
+        )
     coefficient, kl = records.coefficient[steered], records.kl[steered]
     first = float(kl[:, 1].mean())
     found = [_fit(coefficient, kl, first, delay) for delay in _DELAYS]

@@ -15,6 +15,7 @@ RECORDED = Path(__file__).with_name("recorded.json")
 
 _METRICS = "metrics.jsonl"
 _KL = "kl_per_sequence_exact"
+_MEASURED = "kl_per_sequence_k3"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def read_run(folder: Path) -> Records:
     """Those of a finished run's folder.
 
     Raises:
-        ValueError: there is no run, or its arms have different lengths.
+        ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
     """
     path = folder / _METRICS
     if not path.is_file():
@@ -46,6 +47,9 @@ def read_run(folder: Path) -> Records:
     rows: dict[str, list[dict[str, Any]]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
+        missing = [name for name in ("arm", "coefficient", _KL, _MEASURED) if name not in row]
+        if missing:
+            raise ValueError(f"{path} must have {missing[0]} in every line, got {line[:60]!r}")
         rows.setdefault(row["arm"], []).append(row)
     if not rows or len({len(own) for own in rows.values()}) > 1:
         raise ValueError(f"the run in {folder} is not finished: its arms have different lengths")
@@ -54,7 +58,7 @@ def read_run(folder: Path) -> Records:
             name: {
                 "coefficient": [row["coefficient"] for row in own],
                 "kl": [row[_KL] for row in own],
-                "measured": [row["kl_per_sequence_k3"] for row in own],
+                "measured": [row[_MEASURED] for row in own],
             }
             for name, own in rows.items()
         }

@@ -75,9 +75,6 @@ def _first(plant: Plant, course: Course, generator: torch.Generator) -> Tensor:
 
 def _memory(controller: Any, first: Tensor, its: Any) -> dict[str, Tensor]:
     """The rule's first memory, for each first coefficient."""
-    memory = controller._first_memory(1.0)
-    tensors = {name: torch.full_like(first, number) for name, number in memory.items()}
-    if "integral" in tensors:  # begins with the coefficient, less half of ControlVAE's kp
-        half = its.kp / 2 if type(controller).__name__.startswith("ControlVAE") else 0.0
-        tensors["integral"] = first - half
-    return tensors
+    memory = controller._first_memory(its, first)
+    zeros = torch.zeros_like(first)
+    return {name: zeros + number for name, number in memory.items()}

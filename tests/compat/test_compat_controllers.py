@@ -330,6 +330,8 @@ def test_verls_factory_passes_options_on():
     assert verl.get_kl_controller(schedule).update(current_kl=0.1, n_steps=8) == 0.15
     with pytest.raises(TypeError, match="gain"):
         verl.get_kl_controller(SimpleNamespace(type="dual", **CONFIG, options={"gain": 1.0}))
+    with pytest.raises(TypeError, match=r"kl_ctrl\.options must be a mapping, got int"):
+        verl.get_kl_controller(SimpleNamespace(type="dual", **CONFIG, options=5))
 
 
 def skyrls_config(kind, **changes):

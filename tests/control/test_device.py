@@ -325,5 +325,24 @@ def saved(controller):
     return torch.load(buffer, weights_only=False)
 
 
+@every_kind
+def test_a_setting_is_not_changed_on_a_device(kind):
+    controller = made(kind, device="cpu")
+    for name in ("device", "min_coef", "unit"):
+        before = getattr(controller, name)
+        with pytest.raises(AttributeError, match=f"{name} cannot be changed on a device"):
+            setattr(controller, name, 1.0)
+        assert getattr(controller, name) == before
+
+
+def test_a_count_that_a_device_cannot_hold_changes_nothing():
+    for device in (None, "cpu"):
+        controller = klfast.DualKLController(0.5, 6.0, device=device)
+        before = controller.state_dict()
+        with pytest.raises(ValueError, match=r"state\['skipped'\] must be within int64"):
+            controller.load_state_dict({**before, "value": 0.7, "skipped": 2**63})
+        assert controller.state_dict() == before
+
+
 def test_repr_shows_device_and_value():
     assert "device=device(type='cpu')" in repr(made("dual", device="cpu"))

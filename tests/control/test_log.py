@@ -211,4 +211,17 @@ def test_bad_arguments_are_named(tmp_path):
         log(-1)
     with pytest.raises(TypeError, match=r"extra must be numbers and 0-dim tensors, got .*'x'"):
         log(0, extra={"x": torch.ones(2)})
+    with pytest.raises(
+        TypeError, match=r"extra\['x'\] must be a number or a 0-dim tensor, got 'y'"
+    ):
+        log(0, extra={"x": "y"})
+    with pytest.raises(TypeError, match=r"controller must be a controller of .*, got KLEarlyStop"):
+        log(0, controller=klfast.KLEarlyStop(1.0))
+    with pytest.raises(TypeError, match="monitor must be a KLMonitor or a KLDriftAlarm, got int"):
+        log(0, monitor=1)
+    for taken in ("step", "kl/coef", "kl_coef"):
+        with pytest.raises(ValueError, match=f"names that are not taken, got '{taken}'"):
+            KLLog(tmp_path / "kl.jsonl", names="trl")(
+                0, controller=klfast.DualKLController(0.1, 6.0), extra={taken: 1.0}
+            )
     assert not (tmp_path / "kl.jsonl").exists()

@@ -248,6 +248,7 @@ def test_groups_resume_and_a_damaged_state_changes_nothing():
         {"groups": {"a": state["groups"]["a"]}},
         {"groups": {**state["groups"], "b": {**state["groups"]["b"], "value": math.nan}}},
         {"groups": None},
+        {"junk": 1},
     ):
         resumed = fresh()
         with pytest.raises((ValueError, TypeError), match="state"):

@@ -75,6 +75,12 @@ def test_what_is_masked_or_not_finite_is_left_out():
         assert a == b if isinstance(a, tuple) else torch.equal(a, b)
 
 
+def test_quantiles_between_far_numbers_are_finite():
+    logprobs = torch.tensor([[3e38, -3e38, 0.0]])
+    profile = log_ratio_profile(logprobs, torch.zeros(1, 3), quantiles=(0.0, 0.25, 0.75, 1.0))
+    assert profile.quantiles.tolist() == pytest.approx([-3e38, -1.5e38, 1.5e38, 3e38])
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 4)], ids=str)
 def test_nothing_kept_has_no_quantiles(shape):
     profile = log_ratio_profile(

@@ -106,6 +106,14 @@ def test_a_rate_that_was_moved_out_of_its_bounds_is_not_moved_the_wrong_way():
     assert scheduler.last_lr == [1.0]
 
 
+def test_a_rate_that_groups_share_is_moved_once():
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(3)]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(1e-3, dtype=torch.float64))
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    scheduler.step(10.0)
+    assert scheduler.last_lr == [1e-3 / 1.5] * 3
+
+
 def test_groups_that_are_added_later_have_bounds_of_their_own():
     optimizer = optimizer_of(1e-3)
     scheduler = KLAdaptiveLR(optimizer, 0.01)

@@ -49,7 +49,7 @@ class NuPI:
 class PIDLagrangian:
     """Stooke et al. as omnisafe has it: a cost and its limit, averages, a deque of old costs."""
 
-    def __init__(self, value, target, kp=0.1, ki=0.01, kd=0.01, ema=0.95, delay=10):
+    def __init__(self, value, target, kp=0.1, ki=0.0025, kd=0.01, ema=0.95, delay=10):
         self.target, self.gains, self.ema = target, (kp, ki, kd), ema
         self.integral, self.error, self.cost, self.value = value, 0.0, 0.0, value
         self.costs = deque([0.0], maxlen=delay)

@@ -6,8 +6,14 @@ import math
 import pytest
 import torch
 
+from klfast import (
+    ControlVAEKLController,
+    DualKLController,
+    NuPIKLController,
+    PIDLagrangianKLController,
+)
 from klfast.__main__ import main
-from klfast.study.candidates import CANDIDATES
+from klfast.study.candidates import CANDIDATES, Candidate
 from klfast.study.measure import FACTORS, _octaves, judge, mean_miss
 from klfast.study.plant import Plant, Policy, fit, without_noise
 from klfast.study.records import Records, load_records, read_run, save_records
@@ -133,6 +139,31 @@ def test_many_gains_at_once_are_each_of_them_alone():
     assert not torch.equal(both[0], both[1])
 
 
+@pytest.mark.parametrize(
+    ("cls", "error"),
+    [
+        (NuPIKLController, 0.15),
+        (PIDLagrangianKLController, 0.2),
+        (ControlVAEKLController, 0.15),
+        (DualKLController, 0.35),
+    ],
+)
+def test_default_gains_hold_the_plant_of_the_recorded_runs(cls, error):
+    defaults = Candidate("", "", cls, "default", {}, scaled=None)
+    course = Course(updates=400, seeds=32, seed=5)
+    held = judge(simulate(defaults, {}, fit(load_records()), course)[0], course)
+    assert held.lost <= 0.05
+    assert held.error < error
+
+
+def test_first_gains_that_are_klfasts_are_its_defaults():
+    for candidate in CANDIDATES:
+        plain = candidate.controller(1.0, 6.0)
+        if candidate.source == "default":
+            for name, gain in candidate.gains.items():
+                assert getattr(plain, name) == gain
+
+
 # The measures
 
 
@@ -189,11 +220,11 @@ def test_records_survive_their_file(tmp_path):
     torch.testing.assert_close(again.coefficient, kl / 10, rtol=1e-6, atol=0)
 
 
-def write_run(folder, arms):
+def write_run(folder, arms, coefficient=0.1):
     rows = [
         {
             "arm": name,
-            "coefficient": 0.1,
+            "coefficient": coefficient,
             "kl_per_sequence_exact": 1.0 + step,
             "kl_per_sequence_k3": 1.5 + step,
         }
@@ -210,6 +241,32 @@ def test_a_run_of_compare_is_read(tmp_path):
     assert read.arms == ("none", "nupi")
     assert read.kl.tolist() == [[1.0, 2.0, 3.0]] * 2
     assert read.measured.tolist() == [[1.5, 2.5, 3.5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "coefficient", "said"),
+    [
+        (20, 0.0, "must have an arm with a coefficient > 0 in every step, got none"),
+        (1, 0.1, "arms must have at least 10 steps, got 1"),
+    ],
+)
+def test_a_run_that_nothing_can_be_fitted_to_is_named(tmp_path, capsys, steps, coefficient, said):
+    write_run(tmp_path, {"none": steps}, coefficient)
+    assert main(["study", "--fit", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["arm", "coefficient", "kl_per_sequence_k3"])
+def test_a_line_without_a_number_is_named(tmp_path, missing):
+    write_run(tmp_path, {"none": 3})
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[1][missing]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=f"must have {missing} in every line"):
+        read_run(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +309,8 @@ def test_the_sentences_follow_from_the_numbers(out):
         (["--seeds", "0"], "seeds must be a whole number >= 1, got 0"),
         (["--updates", "10"], "updates must be a whole number >= 60, got 10"),
         (["--target", "nan"], "target must be a finite number > 0, got nan"),
+        (["--target", "1e300"], "target must be a KL that the plant can be held at, between"),
+        (["--target", "1e-300"], "target must be a KL that the plant can be held at, between"),
         (["--jump", "-1"], "jump must be a finite number > 0, got -1.0"),
         (["--fit", "nowhere"], "not the folder of a run of klfast compare"),
     ],
