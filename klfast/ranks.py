@@ -28,10 +28,12 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where the group's collectives want host numbers: NCCL's on the GPU, others' on CPU."""
-        if distributed.get_backend(self.group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """Where the group's collectives want host numbers: on the CPU, if they can be there."""
+        pairs = distributed.get_backend_config(self.group).split(",")
+        kinds = [pair.partition(":")[0] for pair in pairs]
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
     def gather(self, row: Tensor) -> Tensor:
         """Every rank's row, [ranks, *row.shape], in the order of ranks; one all-reduce.

@@ -35,8 +35,8 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         horizon: of ``klfast.AdaptiveKLController``, 10,000 by default; other rules have none.
         controller: the class that steers, made by ``controller(beta, target, **options)``: any of
             klfast's with a target, or ``klfast.ScheduledKLController``.
-        **options: of ``controller``. ``floor`` is not among them: where ``beta`` is 0 TRL measures
-            no KL, and it would stay 0.
+        **options: of ``controller``, but ``floor`` (where ``beta`` is 0 TRL measures no KL, and it
+            would stay 0) and ``device`` (TRL's KL and ``beta`` are numbers of the host).
 
     Raises:
         ValueError: ``trainer.beta`` is 0, or a setting is out of its range.
@@ -117,6 +117,10 @@ def _controller(
     if options.get("floor") is not None:
         raise ValueError(
             f"floor must be None, got {options['floor']!r}: TRL measures no KL where beta is 0"
+        )
+    if options.get("device") is not None:
+        raise ValueError(
+            f"device must be None, got {options['device']!r}: TRL's KL and beta are numbers"
         )
     if horizon is not None:
         options = {"horizon": horizon, **options}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _OF_OPTIONS = ("kl_ema", "measured")
-"""What the option ``ema`` remembers; a checkpoint may be without it, or have it in vain."""
+"""What the option ``ema`` remembers; a checkpoint may lack it, or have it without the option."""
 
 
 class CoefficientController(KLReader):

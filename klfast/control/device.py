@@ -35,7 +35,7 @@ class DeviceForm:
         disagreements: int64, in how many updates the ranks had different coefficients.
     """
 
-    @torch.inference_mode(False)  # what is made in that mode cannot be updated outside of it
+    @torch.inference_mode(False)  # tensors of inference mode cannot be updated outside of it
     def __init__(
         self, plan: Plan, settings: Any, state: dict[str, float], device: torch.device
     ) -> None:

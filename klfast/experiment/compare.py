@@ -75,7 +75,7 @@ def _compare(options: Options, stop: Callable[[], bool] | None, team: Team) -> b
     with ExitStack() as held:
 
         def take_folder() -> None:
-            _check(options)
+            team.check(_check(options))
             folder.check_writable(options.out)
             held.enter_context(locked(options.out, partial(_print_line, console)))
             folder.remove_temporary(options.out)
@@ -122,15 +122,15 @@ def _print_line(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def _check(options: Options) -> None:
-    """Checks what can be wrong before the folder is touched."""
+def _check(options: Options) -> Settings:
+    """The run's settings; checks what can be wrong before the folder is touched."""
     if options.resume:
-        run.stored_settings(options.out)
-        return
+        return run.stored_settings(options.out)[0]
     settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by value below
     check_settings(settings)
     check_text(load_corpus(), settings)
     folder.check_ours(options.out)
+    return settings
 
 
 def _make_room(options: Options, console: Console) -> None:

@@ -153,7 +153,9 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    path.parent.mkdir(exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir()
+        _sync(path.parent.parent)
     write_atomic(path, buffer.getvalue())
 
 

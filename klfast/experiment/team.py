@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 
-from klfast.experiment.settings import CompareError
+from klfast.experiment.settings import CompareError, Settings
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -55,6 +55,18 @@ class Team:
     def leads(self) -> bool:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
+
+    def check(self, settings: Settings) -> None:
+        """Raise unless every rank has a prompt.
+
+        Raises:
+            CompareError: there are more ranks than prompts.
+        """
+        if self.size > settings.prompts:
+            raise CompareError(
+                f"a run with {settings.prompts} prompts needs at most as many processes, got "
+                f"{self.size}"
+            )
 
     def share(self, count: int, each: int = 1) -> Share:
         """This rank's part of ``count`` things with ``each`` rows apiece; parts differ by one."""

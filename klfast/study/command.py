@@ -22,6 +22,7 @@ HELP = (
 DEFAULT_OUT = Path("runs/study")
 PLOT, TABLE, NUMBERS = "study.png", "study.md", "study.json"
 _COURSE = Course()
+_COMPARE = "klfast compare --arms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,5 +126,5 @@ def _study(arguments: argparse.Namespace) -> None:
 
         write_atomic(out / PLOT, draw_study(studied, plant, course))
     best = ",".join(rule["name"] for rule in ranked(numbers)[:3])
-    print(f"\nThe best three on the real experiment: klfast compare --arms {best}")
+    print(f"\nThe best three with klfast's default gains on the real experiment: {_COMPARE} {best}")
     print(f"Written to {out}: {', '.join([NUMBERS, TABLE, *([PLOT] if arguments.plot else [])])}")

@@ -58,8 +58,8 @@ class Studied:
         name, label, source: of the candidate.
         first: its published or default gains, and how they did.
         tuned: the gains with the least miss, and how they did.
-        factors: what all of the tuned gains were multiplied by, and
-        misses: the mean miss with each.
+        factors: multiples of all tuned gains.
+        misses: the mean miss at each of these multiples.
         octaves: how wide the range of factors around 1 is whose miss is good enough, in powers
             of 2.
     """

@@ -36,7 +36,7 @@ class Plant:
     Attributes:
         level: the goal at a coefficient of 1, log nats.
         gain: what the goal falls by when the coefficient is multiplied by e.
-        least: a coefficient that no penalty is like.
+        least: the coefficient far below which the goal rises no further.
         rise, fall: the parts of the way to the goal that an update makes, up and down.
         delay: updates until a coefficient acts.
         drift: of the goal in an update.

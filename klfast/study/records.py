@@ -36,7 +36,7 @@ class Records:
 
 
 def read_run(folder: Path) -> Records:
-    """Those of a finished run's folder.
+    """The records of a finished run's folder.
 
     Raises:
         ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
@@ -66,12 +66,12 @@ def read_run(folder: Path) -> Records:
 
 
 def load_records(path: Path = RECORDED) -> Records:
-    """Those that :func:`save_records` wrote."""
+    """The records that :func:`save_records` wrote."""
     return _records(json.loads(path.read_text()))
 
 
 def save_records(records: Records, path: Path = RECORDED) -> None:
-    """Writes them, rounded to seven digits."""
+    """Writes records, rounded to seven digits."""
     columns = {
         name: {
             key: [float(f"{value:.7g}") for value in getattr(records, key)[i].tolist()]

@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import klfast
 from klfast import KLStats
+from klfast.ranks import Ranks
 
 pytestmark = [
     pytest.mark.skipif(
@@ -477,6 +479,24 @@ def test_copies_share_the_group_and_cannot_be_pickled(ranks, size):
         for values in (done["copies"][:4], done["copies"][4:]):
             assert values[:3] == [moved, moved, 0.5]
             assert values[3].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda:nccl", "cuda:3"),
+        ("cuda:nccl,cpu:gloo", "cpu"),
+        ("xpu:xccl", "xpu:3"),
+    ],
+)
+def test_host_numbers_go_where_the_backend_takes_them(monkeypatch, backends, expected):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    module = SimpleNamespace(current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    ranks = Ranks.__new__(Ranks)
+    ranks.group = None
+    assert ranks.device == torch.device(expected)
 
 
 def test_a_group_that_is_none_is_refused():

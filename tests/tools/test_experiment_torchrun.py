@@ -1,5 +1,6 @@
 """The experiment under torchrun: DDP and FSDP2 draw the curves of one process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from klfast.experiment import compare as compare_module
 from klfast.experiment import folder, train
 from klfast.experiment.compare import Options, compare
 from klfast.experiment.settings import CompareError
@@ -222,6 +224,15 @@ def test_without_torchrun_there_is_nothing_to_be_parallel(tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
     with assembled(None) as team:
         assert team is ALONE
+
+
+def test_more_processes_than_prompts_are_refused(tmp_path, monkeypatch):
+    team = Team()
+    team.size = 6
+    monkeypatch.setattr(compare_module, "assembled", lambda *of: contextlib.nullcontext(team))
+    with pytest.raises(CompareError, match="with 5 prompts needs at most as many processes, got 6"):
+        compare(Options({"prompts": 5}, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 10), (2, 10), (3, 10), (4, 3)])

@@ -220,6 +220,8 @@ def test_a_coefficient_of_0_is_refused_because_trl_then_measures_nothing(tmp_pat
     trainer = tiny.make(GRPOTrainer, tmp_path, steps=1)
     with pytest.raises(ValueError, match=r"floor must be None, got 0\.01"):
         AdaptiveKLCallback(trainer, 0.1, controller=klfast.DualKLController, floor=0.01)
+    with pytest.raises(ValueError, match="device must be None, got 'cpu'"):
+        AdaptiveKLCallback(trainer, 0.1, controller=klfast.DualKLController, device="cpu")
     with pytest.raises(ValueError, match="start must be > 0, got 0"):
         AdaptiveKLCallback(trainer, None, controller=klfast.ScheduledKLController, warmup=3)
     with pytest.raises(TypeError, match="controller must be the class of a controller with a"):
