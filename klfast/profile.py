@@ -60,9 +60,11 @@ def log_ratio_profile(
 ) -> LogRatioProfile:
     """The quantiles of ``x = logprobs - ref_logprobs``, and its means by place in the sequence.
 
-    It reads the log-probs again, sorts them, and waits for no device: a batch can be looked at in
-    every step, or inside a CUDA graph. A mean KL hides both a few wild tokens, which the outer
-    quantiles show, and sequences that leave the reference only towards their ends.
+    It waits for no device, and can be in a CUDA graph. It reads the log-probs once more than the
+    penalty does, and sorts x: on one CPU core 0.14 s for 2**20 padded tokens, 0.4 s for packed
+    ones, where ``kl_penalty`` with its statistics takes a millisecond. So it is for the steps that
+    are logged. A mean KL hides both a few wild tokens, which the outer quantiles show, and
+    sequences that leave the reference only towards their ends.
 
     Args:
         logprobs: [B, T], or packed [N] with ``cu_seqlens``; as of :func:`klfast.kl_penalty`.
