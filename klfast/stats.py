@@ -68,12 +68,13 @@ class KLStats(NamedTuple):
         return self._replace(**{name: getattr(taken, name) for name in OF_TOKENS})
 
     def all_reduce(self, group: ProcessGroup) -> KLStats:
-        """Those of whole sequences, whose tokens are sharded over the ranks of ``group``.
+        """The statistics of whole sequences, whose tokens are sharded over the ranks of ``group``.
 
         For sequence and context parallelism: every rank has the same S sequences, and of each its
         own tokens, or none. Sums are added in fp64 in the order of ranks' halves, maxima are taken;
         every rank gets the same bits, from one all-reduce. For different sequences on the ranks
-        (data parallelism), give the controller a ``process_group`` instead.
+        (data parallelism), give the controller a ``process_group`` instead; for both, the group of
+        the ranks with different sequences alone.
 
         Raises:
             TypeError: ``group`` is not a process group that this process is in.

@@ -23,8 +23,8 @@ from klfast.control.reading import (
     mean_of,
     number_of,
     on_device,
+    plain,
 )
-from klfast.dtensors import gathered
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
@@ -150,7 +150,7 @@ class CoefficientController(KLReader):
                 mean is taken by ``unit``. NaN, inf or a number beyond float64 changes nothing: it
                 is counted in ``skipped`` and, on the host, warned of once. So is a ``KLStats`` that
                 keeps no token, which has no mean. Statistics of DTensors are of all sequences on
-                every rank, and need no ``process_group``.
+                every rank, and there must be no ``process_group``.
             n_steps: the number of sequences in the batch (over all ranks; with ``process_group=``
                 those of this rank, which weigh its KL, 1 by default); those of the ``KLStats`` by
                 default. Of the rules, ``AdaptiveKLController``'s alone uses it, and needs it with a
@@ -161,11 +161,11 @@ class CoefficientController(KLReader):
 
         Raises:
             TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
-            ValueError: ``n_steps`` is negative or beyond float64.
+            ValueError: ``n_steps`` is negative or beyond float64; DTensors with ``process_group=``.
             RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
                 says so), or a rank has died.
         """
-        current = gathered(current)
+        current = plain(current, self._ranks)
         n_steps = self._sequences(current, n_steps)
         if self._ranks is not None:
             row = self._measured_here(current, n_steps, self._ranks)

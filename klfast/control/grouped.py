@@ -11,9 +11,8 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
-from klfast.control.reading import STATE_VERSION, check_state_kind
+from klfast.control.reading import STATE_VERSION, check_state_kind, plain
 from klfast.control.scheduled import ScheduledKLController
-from klfast.dtensors import gathered
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
@@ -116,7 +115,7 @@ class GroupedKLController:
         unknown = [name for name in current if name not in self._parts]
         if unknown:
             raise ValueError(f"current must have groups of {[*self._parts]}, got {unknown[0]!r}")
-        current = {name: gathered(kl) for name, kl in current.items()}
+        current = {name: plain(kl, self._ranks) for name, kl in current.items()}
         sequences = self._by_group("n_steps", n_steps, current)
         for name, kl in current.items():
             self._parts[name]._check_update(kl, sequences[name])

@@ -79,6 +79,17 @@ def _digest(content: Any) -> float:
     return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
 
 
+def plain(current: Any, ranks: Ranks | None) -> Any:
+    """``current`` as plain tensors, which every rank has whole where it was a DTensor."""
+    whole = gathered(current)
+    if ranks is not None and whole is not current:
+        raise ValueError(
+            "process_group must be None for statistics of DTensors, which are of all sequences on "
+            "every rank, got a group"
+        )
+    return whole
+
+
 def mean_of(stats: KLStats, unit: Unit) -> Tensor:
     """The mean that ``unit`` names, 0-dim; for a batch that keeps tokens."""
     return stats.token_mean() if unit == "token" else stats.sequence_mean()
@@ -122,7 +133,7 @@ class KLReader(ABC):
         Raises:
             RuntimeError: on every rank, unless all have the same state and ``also``.
         """
-        current = gathered(current)
+        current = plain(current, self._ranks)
         if self._ranks is None:
             return self._read(current)
         equal = _digest([self._content(), also])

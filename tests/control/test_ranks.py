@@ -127,10 +127,29 @@ def dtensors(size):
         grouped = klfast.GroupedKLController(klfast.DualKLController, 0.5, {"a": 6.0})
         found += [float(controller.update(stats)) for controller in controllers]
         found.append(grouped.update({"a": stats})["a"])
+        dtensors_with_a_group(stats)
         monitor = klfast.KLMonitor(6.0)
         monitor.update(stats)
         found.append(klfast.DualKLController(0.5, 6.0).update(monitor.state_dict()["values"][0]))
     return found
+
+
+def dtensors_with_a_group(stats):
+    """What every rank has whole is not added over the ranks."""
+    world = torch.distributed.group.WORLD
+    grouped = klfast.GroupedKLController(
+        klfast.DualKLController, 0.5, {"a": 6.0}, process_group=world
+    )
+    controllers = [
+        klfast.DualKLController(0.5, 6.0, device=d, process_group=world) for d in DEVICES.values()
+    ]
+    monitor = klfast.KLMonitor(6.0, process_group=world)
+    for reader, current in (
+        (grouped, {"a": stats}),
+        *((c, stats) for c in (*controllers, monitor)),
+    ):
+        with pytest.raises(ValueError, match="process_group must be None for statistics of DT"):
+            reader.update(current)
 
 
 def copies(group):
