@@ -90,14 +90,20 @@ def test_pids_derivative_only_adds():
 
 
 @pytest.mark.parametrize("cls", [PIDLagrangianKLController, ControlVAEKLController])
-def test_integrals_do_not_wind_up(cls):
-    controller = cls(0.5, 6.0, max_coef=1.0)
+@pytest.mark.parametrize(
+    ("bound", "drives", "leaves"),
+    [({"max_coef": 1.0}, 60.0, 0.0), ({"min_coef": 0.2}, 0.0, 60.0)],
+    ids=["upper", "lower"],
+)
+def test_integrals_do_not_wind_up(cls, bound, drives, leaves):
+    controller = cls(0.5, 6.0, **bound)
+    (edge,) = bound.values()
     for _ in range(10_000):
-        controller.update(60.0)
-    assert controller.value == 1.0
+        controller.update(drives)
+    assert controller.value == edge
     for _ in range(60):
-        controller.update(0.0)
-    assert controller.value < 0.9
+        controller.update(leaves)
+    assert abs(controller.value - edge) > 0.1
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
