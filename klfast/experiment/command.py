@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 
 from klfast.experiment import folder
-from klfast.experiment.settings import ARM_NAMES, DEFAULT_ARMS, CompareError, Settings
+from klfast.experiment.settings import (
+    ARM_NAMES,
+    DEFAULT_ARMS,
+    CompareError,
+    LeadersError,
+    Settings,
+)
 from klfast.experiment.team import PARALLEL, TIMEOUT
 
 HELP = (
@@ -112,6 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return 0 if compare(options) else 130
     except (CompareError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":  # torchrun's ranks have one error
-            print(f"klfast compare: error: {error}", file=sys.stderr)
+        if not isinstance(error, LeadersError):
+            rank = os.environ.get("RANK", "0")
+            where = "" if rank == "0" else f" on rank {rank}"
+            print(f"klfast compare: error{where}: {error}", file=sys.stderr)
         return 2

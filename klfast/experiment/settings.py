@@ -14,6 +14,10 @@ class CompareError(Exception):
     """A mistake that the user can mend; its text is the whole message."""
 
 
+class LeadersError(CompareError):
+    """The leading rank's mistake on another rank, which need not say it again."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run: equal settings, text, versions and processors give equal

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 
-from klfast.experiment.settings import CompareError, Settings
+from klfast.experiment.settings import CompareError, LeadersError, Settings
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Team:
             said = [None if error is None else str(error)]
             distributed.broadcast_object_list(said, src=0)
             if said[0] is not None and error is None:
-                error = CompareError(said[0])
+                error = LeadersError(said[0])
         if error is not None:
             raise error
 

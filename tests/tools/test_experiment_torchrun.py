@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from klfast.__main__ import main
 from klfast.experiment import compare as compare_module
 from klfast.experiment import folder, train
 from klfast.experiment.compare import Options, compare
@@ -224,6 +225,14 @@ def test_without_torchrun_there_is_nothing_to_be_parallel(tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
     with assembled(None) as team:
         assert team is ALONE
+
+
+def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(tmp_path, monkeypatch, capsys):
+    """A folder that is not shared, say: only the first rank has the run."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["compare", "--resume", "--out", str(tmp_path)]) == 2
+    assert "klfast compare: error on rank 1: nothing to resume" in capsys.readouterr().err
 
 
 def test_more_processes_than_prompts_are_refused(tmp_path, monkeypatch):
