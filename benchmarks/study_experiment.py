@@ -2,7 +2,8 @@
 
 ``python benchmarks/study_experiment.py`` takes minutes on one core, and writes
 ``benchmarks/results/study-experiment.json``; ``benchmarks/study_report.py`` then writes the page.
-The best three rules of the recorded study run with the gains that were tuned on its plant too.
+The best three rules of the recorded study run with the gains that were tuned on its plant too, if
+they are others than the defaults.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def cases(study: dict[str, Any]) -> Iterator[Case]:
         if arm.steers:
             yield Case(arm.name, "the demo's" if arm.name in DEMOS else "default")
     for rule in ranked(study)[:BEST]:
-        yield Case(rule["name"], "tuned on the plant", rule["tuned_gains"])
+        tuned = Case(rule["name"], "tuned on the plant", rule["tuned_gains"])
+        if gains_of(tuned, Settings()) != gains_of(Case(rule["name"], ""), Settings()):
+            yield tuned
     yield Case("nupi", "default, but ki", FASTER)
 
 
