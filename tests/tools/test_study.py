@@ -156,6 +156,18 @@ def test_default_gains_hold_the_plant_of_the_recorded_runs(cls, error):
     assert held.error < error
 
 
+def test_nupis_default_is_the_calmer_one_where_a_coefficient_acts_late():
+    """What docs/controllers.md says of ki=0.2 and of the default, at a delay of 5 updates."""
+    late = Plant(**{**vars(fit(load_records())), "delay": 5})
+    nupi = BY_NAME["nupi"]
+    fast, calm = (
+        judge(simulate(nupi, {**nupi.gains, **gains}, late, Course(seed=7))[0], Course())
+        for gains in ({"ki": 0.2}, {})
+    )
+    assert fast.overshoot == pytest.approx(0.6, abs=0.05)
+    assert calm.overshoot == pytest.approx(0.2, abs=0.05)
+
+
 def test_first_gains_that_are_klfasts_are_its_defaults():
     for candidate in CANDIDATES:
         plain = candidate.controller(1.0, 6.0)
