@@ -67,9 +67,7 @@ class Batch:
         if layout == "packed":
             self.cu_seqlens = torch.tensor([0, 0, 40, 41, 41, 113])
         if layout == "strided":
-            logprobs, ref, old, mask, kept = (
-                t[::2, ::3] for t in (logprobs, ref, old, mask, kept)
-            )
+            logprobs, ref, old, mask, kept = (t[::2, ::3] for t in (logprobs, ref, old, mask, kept))
         self.logprobs, self.ref, self.old = logprobs, ref, old
         self.masks = {"none": None, "bools": kept, "weights": mask}
         self.sequences = 5 if layout == "packed" else logprobs.shape[0]
