@@ -94,7 +94,8 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
   const estimators::Formula<Acc> formula = E::at(near_x);
   const Acc slope = formula.derivative;
-  const Acc f = formula.value + select(in_tail, (clipped_x - near_x) * slope, Acc(0));
+  // -0, which is added to no effect: 0 would turn a value of -0 into 0.
+  const Acc f = formula.value + select(in_tail, (clipped_x - near_x) * slope, Acc(-0.0));
   // The value on which kl_clip acts, and the factors that come after it.
   const Acc unclipped = select(limit.clip_weighted, importance.weight, Acc(1)) * f;
   const Acc scale = weight * importance.weight;

@@ -122,7 +122,7 @@ class SmoothMask {
 
   template <typename From>
   bool copy(const From* from, int64_t n) {
-    using Number = std::conditional_t<std::is_integral_v<From>, From, float>;
+    using Number = std::conditional_t<std::is_arithmetic_v<From>, From, float>;
     uint8_t others = 0;
     for (int64_t first = 0; first < n; first += kLanes) {
       fetch_group(from + first + kTileTokens);
