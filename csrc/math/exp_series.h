@@ -142,7 +142,9 @@ template <typename T>
 KLFAST_HOST_DEVICE T power_of_two(typename Constants<T>::Bits n) {
   using C = Constants<T>;
   // Unsigned, as n may have any value if the argument was NaN.
-  return bit_cast<T>(static_cast<typename C::Unsigned>(n + C::kExponentBias) << C::kMantissaBits);
+  using Unsigned = typename C::Unsigned;
+  const Unsigned biased = static_cast<Unsigned>(n) + static_cast<Unsigned>(C::kExponentBias);
+  return bit_cast<T>(static_cast<Unsigned>(biased << C::kMantissaBits));
 }
 
 // The base of exponentials and logarithms. In base 2 arguments are bits, and the exponential of a
@@ -281,7 +283,9 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
     constexpr float highest = base == Base::kTwo ? 126.0f : 88.0f;
     const float held = at_most(x, highest);  // below `lowest` nothing is kept
     const float shifted = base == Base::kTwo ? held + C::kRound : fma(held, C::kLog2E, C::kRound);
-    const int32_t n = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(C::kRound);
+    // Unsigned, as n may have any value below `lowest`.
+    const auto n =
+        static_cast<int32_t>(bit_cast<uint32_t>(shifted) - bit_cast<uint32_t>(C::kRound));
     const float n_float = shifted - C::kRound;
     const float r = base == Base::kTwo
                         ? (held - n_float) * static_cast<float>(kNats<base>)
