@@ -84,7 +84,8 @@ asan: $(VENV)/built
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
-	  $(addprefix tests/penalty/test_,layouts.py masking.py reductions.py errors.py fuzz.py)
+	  $(addprefix tests/penalty/test_,layouts.py masking.py reductions.py errors.py fuzz.py) \
+	  tests/logits/test_logits_extreme.py
 
 test-break: $(VENV)/built
 	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)
