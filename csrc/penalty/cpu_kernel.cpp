@@ -162,7 +162,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   alignas(64) Acc
       buffers[kBuffers][kTileTokens + kLanes];  // not a page apart, which would alias in the cache
   alignas(64) LaneSums<double> sums;
-  clear<Depth::kLimited>(sums);
+  clear(task, sums);
   Partial partial;
 
   for (int64_t done = 0; done < segment.length; done += kTileTokens) {

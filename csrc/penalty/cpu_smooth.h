@@ -88,20 +88,28 @@ KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask
 
 #endif
 
+// A tile of which every token is kept.
+struct Ones {
+  Bool mask[kTileTokens] = {};
+
+  constexpr Ones() {
+    for (Bool& kept : mask) kept.byte = 1;
+  }
+};
+
 // The mask of a segment in bools.
 class SmoothMask {
  public:
   SmoothMask(const KlPenaltyInputs& in, const Segment& segment)
       : mask_(in.mask),
         first_(in.batch.row(segment.sequence) * in.mask.row_stride +
-               in.batch.column(segment.sequence, segment.position)) {
-    if (mask_.data == nullptr) std::fill_n(buffer_, kTileTokens, Bool{1});
-  }
+               in.batch.column(segment.sequence, segment.position)) {}
 
   // The bools of tokens [first, first + n), which lie in a tile. Null if their weights are others
   // than 0 and 1.
   __attribute__((noinline)) const Bool* read(int64_t first, int64_t n) {
-    if (mask_.data == nullptr) return buffer_;
+    static constexpr Ones kOnes;
+    if (mask_.data == nullptr) return kOnes.mask;
     const Bool* bools = nullptr;
     visit_dtype(mask_.dtype, [&](auto zero) {
       using From = decltype(zero);
@@ -340,7 +348,7 @@ bool run_smooth(const SegmentTask& task, const Segment& segment, Partial& partia
             [&](auto estimator) { run = choose_tiles<decltype(estimator), T>(task); });
   SmoothMask mask(in, segment);
   alignas(64) LaneSums<double> sums;
-  clear<Depth::kLimited>(sums);
+  clear(task, sums);
   if (!run(tokens, mask, segment.length, outputs, limits_of<float>(in.options), sums)) return false;
   add_up(task, sums, partial);
   if (task.want_last_kept) {

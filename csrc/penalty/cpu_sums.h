@@ -65,6 +65,15 @@ void add_up(LaneSums<double>& segment, Statistics<double>& sums) {
   });
 }
 
+// clear() and add_up() of a segment, for the statistics that a task wants.
+inline void clear(const SegmentTask& task, LaneSums<double>& segment) {
+  if (task.want_statistics) {
+    clear<Depth::kLimited>(segment);
+  } else {
+    clear<Depth::kAlways>(segment);
+  }
+}
+
 inline void add_up(const SegmentTask& task, LaneSums<double>& segment, Partial& partial) {
   if (task.want_statistics) {
     add_up<Depth::kLimited>(segment, partial);
