@@ -281,7 +281,7 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
 #else
     constexpr float lowest = base == Base::kTwo ? -125.0f : -87.0f;
     constexpr float highest = base == Base::kTwo ? 126.0f : 88.0f;
-    const float held = at_most(x, highest);  // below `lowest` nothing is kept
+    const float held = at_most(x, highest);  // below `lowest` the result is 0
     const float shifted = base == Base::kTwo ? held + C::kRound : fma(held, C::kLog2E, C::kRound);
     // Unsigned, as n may have any value below `lowest`.
     const auto n =

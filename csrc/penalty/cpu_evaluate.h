@@ -52,12 +52,20 @@ struct Outputs {
 // The output that a plain pass stores.
 enum class Store { kNothing, kValue, kGradient };
 
-// 1, which a compiler does not know. A product with it is rounded before it is added, as it is
-// where a weight multiplies: without it a compiler contracts products of the value into the sum,
-// which gives other bits.
+// The number 1, which a compiler does not know. A product with it is rounded before it is added, as
+// it is where a weight multiplies: without it a compiler contracts products of the value into the
+// sum, which gives other bits.
 inline float unknown_one() {
   volatile float one = 1;
   return one;
+}
+
+// Adds a group's kept tokens to those of a tile's lanes, of which a byte holds the number.
+KLFAST_HOST_DEVICE void count_group(const Bool* mask, uint8_t* lanes) {
+  static_assert(kTileTokens % kLanes == 0 && kTileTokens / kLanes <= 255);
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] = static_cast<uint8_t>(lanes[lane] + (mask[lane].byte != 0));
+  }
 }
 
 // The evaluation of fp32 groups without limits and importance weights, whose weights are 0 and 1,
@@ -78,9 +86,7 @@ class Plain {
     } else {
       evaluate_far(one_, log_ratio, mask, outputs, sums_);
     }
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      kept_[lane] = static_cast<uint8_t>(kept_[lane] + (mask[lane].byte != 0));
-    }
+    count_group(mask, kept_);
   }
 
   // To be called at the end of a tile.
@@ -154,7 +160,7 @@ Acc free_range(const Limits<Acc>& limit) {
 }
 
 // The results of a group on which no limit acts, added to its sums: the bits of
-// evaluate_far_group() and add_group() from a third of the work. Derivatives are computed where
+// evaluate_far_group() and add_results() from a third of the work. Derivatives are computed where
 // they are wanted.
 template <typename E, Depth depth, bool weighs, bool differentiates, typename Acc>
 KLFAST_HOST_DEVICE void add_near_group(const Limits<Acc>& limit, const Group<Acc>& group, Acc one,
@@ -235,8 +241,8 @@ __attribute__((noinline)) void evaluate_far_group(const Limits<Acc>& limit, cons
 
 // Adds a group's results to its sums.
 template <Depth depth, typename Acc>
-KLFAST_HOST_DEVICE void add_group(const Group<Acc>& group, const GroupResults<Acc>& results,
-                                  LaneSums<Acc>& sums) {
+KLFAST_HOST_DEVICE void add_results(const Group<Acc>& group, const GroupResults<Acc>& results,
+                                    LaneSums<Acc>& sums) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     add_token<depth>(
@@ -277,7 +283,7 @@ class Any {
       add_near(group, weighs, outputs.differentiates());
     } else {
       evaluate_far_group<E>(limits_, group, results_);
-      add_group<depth>(group, results_, sums_);
+      add_results<depth>(group, results_, sums_);
     }
     store_group(outputs.coef, results_.values, outputs.value);
     store_group(outputs.grad_scale, results_.derivatives, outputs.grad);

@@ -6,7 +6,7 @@
 
 namespace klfast::cpu {
 
-// The order of a long sequence's sum depends on it.
+// Tokens of a segment at most. The order of a long sequence's sum depends on it.
 inline constexpr int64_t kSegmentTokens = 16384;
 
 // Tokens [position, position + length) of a sequence, kSegmentTokens at most.

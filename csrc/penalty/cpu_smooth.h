@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-#ifdef __AVX512BW__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -21,18 +21,20 @@
 namespace klfast::cpu {
 namespace {
 
-// Tokens: an element of each array belongs to one.
+// Tokens, one per element of each array.
 template <typename T>
 struct SmoothTokens {
   const T* logprobs;
   const T* ref_logprobs;
   const T* old_logprobs;  // null without
-  const Bool* mask;       // of a tile's tokens, from its first on
+  const Bool* mask;       // null before a tile's is read
 
-  KLFAST_HOST_DEVICE SmoothTokens from(int64_t first) const {
+  // Tokens from `first` on, under a mask that is given from there on.
+  KLFAST_HOST_DEVICE SmoothTokens from(int64_t first, const Bool* mask_from_first) const {
     return {logprobs + first, ref_logprobs + first,
-            old_logprobs == nullptr ? nullptr : old_logprobs + first, mask + first};
+            old_logprobs == nullptr ? nullptr : old_logprobs + first, mask_from_first};
   }
+  KLFAST_HOST_DEVICE SmoothTokens from(int64_t first) const { return from(first, mask + first); }
 
   KLFAST_HOST_DEVICE void fetch() const {
     fetch_group(logprobs);
@@ -42,35 +44,34 @@ struct SmoothTokens {
   }
 };
 
-#ifdef __AVX512BW__
-
+// x = a - b in a group, 0 where masked. Returns whether every |x| is 1 at most.
+#ifdef __AVX512F__
 KLFAST_HOST_DEVICE __m512 load_vector(const float* from) { return _mm512_loadu_ps(from); }
 
 KLFAST_HOST_DEVICE __m512 load_vector(const BFloat16* from) {
+  constexpr __mmask16 kAll =
+      0xffff;  // without one, GCC 12 warns of what the header leaves undefined
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+  const __m512i wide = _mm512_maskz_cvtepu16_epi32(kAll, words);
+  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, wide, 16));
 }
 
-// x = a - b in a group, 0 where masked. Returns whether every |x| is 1 at most. GCC makes half as
-// many instructions again of the loops below, which do the same: a bf16 pass takes 1.2 times as
-// long.
+// GCC makes half as many instructions again of the loops below, which do the same: a bf16 pass
+// takes 1.2 times as long.
 template <typename T>
 KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
   const __m512i bytes = _mm512_loadu_si512(mask);
   const __mmask64 kept = _mm512_test_epi8_mask(bytes, bytes);
-  constexpr int kVector = 16;
   __mmask16 near = 0xffff;
-  for (int lane = 0; lane < kLanes; lane += kVector) {
+  for (int64_t lane = 0; lane < kLanes; lane += kVector) {
     const __m512 difference = _mm512_maskz_sub_ps(static_cast<__mmask16>(kept >> lane),
                                                   load_vector(a + lane), load_vector(b + lane));
     _mm512_store_ps(x + lane, difference);
-    near &= _mm512_cmp_ps_mask(_mm512_abs_ps(difference), _mm512_set1_ps(1), _CMP_LE_OQ);
+    near &= are_within(difference, 1);
   }
   return near == 0xffff;
 }
-
 #else
-
 template <typename T>
 KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
   alignas(64) int32_t kept[kLanes];
@@ -81,11 +82,8 @@ KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask
     const float difference = convert<float>(a[lane]) - convert<float>(b[lane]);
     x[lane] = math::bit_cast<float>(math::bit_cast<int32_t>(difference) & kept[lane]);
   }
-  int32_t far = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) far |= !math::is_near(x[lane]);
-  return far == 0;
+  return are_within(x, 1.0f);
 }
-
 #endif
 
 // A tile of which every token is kept.
@@ -105,8 +103,8 @@ class SmoothMask {
         first_(in.batch.row(segment.sequence) * in.mask.row_stride +
                in.batch.column(segment.sequence, segment.position)) {}
 
-  // The bools of tokens [first, first + n), which lie in a tile. Null if their weights are others
-  // than 0 and 1.
+  // The bools of tokens [first, first + n), which lie in a tile; good until the next call. Null if
+  // weights are others than 0 and 1.
   __attribute__((noinline)) const Bool* read(int64_t first, int64_t n) {
     static constexpr Ones kOnes;
     if (mask_.data == nullptr) return kOnes.mask;
@@ -203,6 +201,8 @@ KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<fl
   evaluation.add({log_ratio, weighs ? log_importance : nullptr, weights}, outputs);
 }
 
+static_assert(kSegmentTokens % kTileTokens == 0);
+
 // Adds the tokens of a segment to its sums. False if its mask has weights other than 0 and 1: the
 // sums and outputs are then unfinished.
 template <typename Evaluation, typename T>
@@ -215,9 +215,9 @@ bool run_tiles(const SmoothTokens<T>& segment, SmoothMask& mask, int64_t size,
   LastGroup<T> last;
   for (int64_t first = 0; first < size; first += kTileTokens) {
     const int64_t n = std::min(kTileTokens, size - first);
-    SmoothTokens<T> tile = segment.from(first);
-    tile.mask = mask.read(first, n);
-    if (tile.mask == nullptr) return false;
+    const Bool* const bools = mask.read(first, n);
+    if (bools == nullptr) return false;
+    const SmoothTokens<T> tile = segment.from(first, bools);
     for (int64_t i = 0; i < n; i += kLanes) {
       SmoothTokens<T> group = tile.from(i);
       Outputs<float, T> to = outputs.from(first + i);
@@ -298,11 +298,7 @@ int64_t last_kept(SmoothMask& mask, int64_t n) {
 int64_t count_kept(const Bool* mask, int64_t n) {
   alignas(64) uint8_t lanes[kLanes] = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] = static_cast<uint8_t>(lanes[lane] + (mask[i + lane].byte != 0));
-    }
-  }
+  for (; i + kLanes <= n; i += kLanes) count_group(mask + i, lanes);
   int64_t count = 0;
   for (const uint8_t of_lane : lanes) count += of_lane;
   for (; i < n; ++i) count += mask[i].byte != 0;

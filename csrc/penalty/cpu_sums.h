@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
 #include "device/cpu/lanes.h"
 #include "formulas/statistics.h"
@@ -36,7 +37,7 @@ KLFAST_HOST_DEVICE void add_token(LaneSums<Acc>& sums, int64_t lane,
                               [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
 }
 
-// Adds the statistics that add_token() leaves out under E to a tile's sums.
+// Writes the sums of a tile that add_token() leaves out under E; `kept` counts the tokens of lanes.
 template <Depth depth, typename E, typename Acc>
 KLFAST_HOST_DEVICE void add_derived(const uint8_t* kept, LaneSums<Acc>& sums) {
   std::copy_n(kept, kLanes, sums.at[kLength]);

@@ -26,14 +26,18 @@ KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
 }
 
 #ifdef __AVX512F__
+constexpr int64_t kVector = 16;  // floats
+
+KLFAST_HOST_DEVICE __mmask16 are_within(__m512 x, float range) {
+  return _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(range), _CMP_LE_OQ);
+}
+
 // GCC collects the comparisons of the loop above in a vector, of which it then makes a number in
 // ten instructions.
 KLFAST_HOST_DEVICE bool are_within(const float* x, float range) {
-  constexpr int64_t kVector = 16;
   __mmask16 within = 0xffff;
   for (int64_t lane = 0; lane < kLanes; lane += kVector) {
-    const __m512 magnitudes = _mm512_abs_ps(_mm512_loadu_ps(x + lane));
-    within &= _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(range), _CMP_LE_OQ);
+    within &= are_within(_mm512_loadu_ps(x + lane), range);
   }
   return within == 0xffff;
 }

@@ -36,8 +36,8 @@ inline void for_each_part(int64_t parts, const Threads& threads,
   });
 }
 
-// Runs body(i) for every i < n, where all n bodies read `elements` and each as many as another, in
-// parts of about kElementsPerTask.
+// Runs body(i) for every i < n. The n bodies read `elements` together and about as many each; a
+// part reads about kElementsPerTask.
 inline void for_each(int64_t n, int64_t elements, const Threads& threads,
                      const std::function<void(int64_t)>& body) {
   const bool is_small = elements <= kElementsPerTask;
