@@ -10,10 +10,6 @@
 #include <algorithm>
 #include <cmath>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include "device/cpu/ahead.h"
 #include "penalty/cpu_evaluate.h"
 #include "penalty/cpu_kernel.h"
@@ -49,11 +45,8 @@ struct SmoothTokens {
 KLFAST_HOST_DEVICE __m512 load_vector(const float* from) { return _mm512_loadu_ps(from); }
 
 KLFAST_HOST_DEVICE __m512 load_vector(const BFloat16* from) {
-  constexpr __mmask16 kAll =
-      0xffff;  // without one, GCC 12 warns of what the header leaves undefined
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  const __m512i wide = _mm512_maskz_cvtepu16_epi32(kAll, words);
-  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, wide, 16));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }
 
 // GCC makes half as many instructions again of the loops below, which do the same: a bf16 pass

@@ -67,10 +67,11 @@ def test_every_candidate_of_the_command_meets_the_same_memory(tmp_path, keep):
     assert f"memory: {state}." in done.stdout
     faults = {row["impl"]: row["page_faults"] for row in data["rows"]}
     assert set(faults) == {"klfast", "eager", "read", "read + fill"}
-    whole_pages = (40 << 20) // LARGE_PAGE - 1  # of the gradient
-    for name in ("klfast", "eager", "read + fill"):
-        assert faults[name] < 8 if keep else faults[name] >= whole_pages, name
     assert faults["read"] < 8
+    if keep:
+        assert all(count < 8 for count in faults.values()), faults
+    else:  # one gradient may find room at the heap's end, but not all of eager's tensors
+        assert faults["eager"] >= (40 << 20) // LARGE_PAGE - 1
 
 
 @pytest.mark.parametrize(

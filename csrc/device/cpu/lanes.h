@@ -7,7 +7,11 @@
 #include <cstdint>
 
 #ifdef __AVX512F__
+#pragma GCC diagnostic push  // GCC 12 warns of what its own header leaves undefined on purpose
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #include "math/combine.h"
