@@ -29,11 +29,16 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
 OLDEST_TORCH = "0x020a000000000000"  # TORCH_TARGET_VERSION: one binary runs on torch 2.10 and later
-KERNELS = ("csrc/penalty/cpu_kernel.cpp", "csrc/logits/cpu_kernel.cpp")
+KERNELS = (
+    "csrc/penalty/cpu_kernel.cpp",
+    "csrc/logits/cpu_kernel.cpp",
+    "csrc/rollout/cpu_kernel.cpp",
+)
 SOURCES = (
     "csrc/device/cpu/instruction_sets.cpp",
     "csrc/penalty/cpu.cpp",
     "csrc/logits/cpu.cpp",
+    "csrc/rollout/cpu.cpp",
     "csrc/binding/cpu.cpp",
     "csrc/binding/direct.cpp",
     "csrc/binding/py_tensor.cpp",
@@ -48,6 +53,7 @@ CUDA_SOURCES = (
     "csrc/binding/cuda.cpp",
     "csrc/device/cuda/problem.cu",
     "csrc/logits/cuda_token_logprobs.cu",
+    "csrc/rollout/cuda.cu",
 )
 # PTX of 10.0 is for 11.0, which runs no code of 12.0.
 CUDA_ARCHS = "8.0 9.0 10.0+PTX 12.0+PTX"

@@ -4,7 +4,8 @@
 and writes ``benchmarks/results/drop-in-<peers>.json``; ``benchmarks/report.py`` makes
 the table of them in docs/measured.md. The framework's real function is timed; for ROLL and trlx,
 which have no releases to install, their formula as ``tests/support/frameworks.py`` has it. The
-pairs over log-probs are here, those over logits in ``drop_in_logits.py``.
+pairs over log-probs are here, those between sampler and trainer in ``drop_in_rollout.py``, those
+over logits in ``drop_in_logits.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import drop_in_logits
+import drop_in_rollout
 import torch
 from pairs import Batch, Function, Pair, from_tests, gradient, make_batch, make_vocabulary
 from torch import Tensor
@@ -249,7 +251,14 @@ def grpo_pairs() -> Iterator[Pair]:
 
 PEERS = {
     "verl": {
-        OVER_LOGPROBS: (verl_pairs, openrlhf_pairs, trl011_pairs, roll_pairs, trlx_pairs),
+        OVER_LOGPROBS: (
+            verl_pairs,
+            drop_in_rollout.verl_pairs,
+            openrlhf_pairs,
+            trl011_pairs,
+            roll_pairs,
+            trlx_pairs,
+        ),
         OVER_LOGITS: (
             drop_in_logits.verl_pairs,
             drop_in_logits.openrlhf_pairs,

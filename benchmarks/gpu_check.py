@@ -68,10 +68,16 @@ SANITIZED = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # every tensor has bounds of its own
 }
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider"]
-ON_CUDA = "cuda and not (triton and (test_fuzz or test_estimator_options))"
+MANY_VARIANTS = (
+    "test_fuzz",
+    "test_estimator_options",
+    "test_rollout_masking",
+    "test_rollout_oracle",
+)
+ON_CUDA = f"cuda and not (triton and ({' or '.join(MANY_VARIANTS)}))"
 """The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
-two files that ask Triton for thousands of variants, more than there is time to compile: its
-interpreter runs them elsewhere."""
+files that ask Triton for many variants, more than there is time to compile: its interpreter runs
+them elsewhere."""
 CUDA_TESTS = [
     "tests/gpu/test_cuda.py",
     "tests/gpu/test_cuda_logits.py",
@@ -84,6 +90,7 @@ NOT_HERE = [
         *CUDA_TESTS,
         "tests/gpu/test_cuda_build.py",
         "tests/gpu/test_triton_compiles.py",
+        "tests/gpu/test_triton_rollout_compiles.py",
         "tests/gpu/test_triton_interpreted.py",
     )
 ]

@@ -26,6 +26,10 @@ from klfast.info import info
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs
 from klfast.profile import LogRatioProfile, log_ratio_profile
+from klfast.rollout.api import rollout_correction
+from klfast.rollout.outputs import RolloutCorrection
+from klfast.rollout.rejection import Rejection
+from klfast.rollout.stats import RolloutStats
 from klfast.stats import KLStats
 from klfast.version import __version__
 
@@ -48,6 +52,9 @@ __all__ = [
     "NuPIKLController",
     "PIDLagrangianKLController",
     "ReferenceReset",
+    "Rejection",
+    "RolloutCorrection",
+    "RolloutStats",
     "ScheduledKLController",
     "__version__",
     "compat",
@@ -57,5 +64,6 @@ __all__ = [
     "kl_penalty",
     "kl_rewards",
     "log_ratio_profile",
+    "rollout_correction",
     "token_logprobs",
 ]

@@ -177,12 +177,12 @@ def penalty_call(
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
     check_reduction(reduction, normalizer)
-    _check_layout(logprobs, cu_seqlens)
-    _check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
+    check_layout(logprobs, cu_seqlens)
+    check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
     if old_logprobs is not None:
-        _check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
+        check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
     if mask is not None:
-        _check_like("mask", mask, logprobs, MASKS)
+        check_like("mask", mask, logprobs, MASKS)
     spec = Spec(
         as_estimator(estimator),
         REDUCTIONS[reduction],
@@ -233,7 +233,8 @@ def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
     return Layout(without_graph(mask), None if cu_seqlens is None else cu_seqlens.contiguous())
 
 
-def _check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
+    """The shapes of padded or packed log-probs, and what needs no data of cu_seqlens."""
     check_tensor("logprobs", logprobs, FLOATS)
     if cu_seqlens is None:
         if logprobs.dim() not in (1, 2):
@@ -246,9 +247,10 @@ def _check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
     check_cu_seqlens(cu_seqlens, logprobs)
 
 
-def _check_like(
+def check_like(
     argument: str, value: object, logprobs: Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
+    """A tensor of one of the dtypes, with the shape and on the device of ``logprobs``."""
     tensor = check_tensor(argument, value, dtypes)
     if tensor.shape != logprobs.shape:
         raise ValueError(

@@ -78,6 +78,16 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
     return served
 
 
+def refuse_dtensors(**tensors: object) -> None:
+    """Raise TypeError for a DTensor, of a function that has no rule for shards."""
+    for name, value in tensors.items():
+        if type(value) not in _PLAIN and _is_dtensor(value):
+            raise TypeError(
+                f"{name} must be a plain tensor, got DTensor; give each rank its own sequences, "
+                f"{name}.to_local()"
+            )
+
+
 _PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
 """Types that say at once what a value is not."""
 

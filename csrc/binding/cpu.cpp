@@ -8,6 +8,7 @@ namespace {
 STABLE_TORCH_LIBRARY_IMPL(klfast, CPU, library) {
   implement<Cpu>(library);
   implement_logits<CpuLogits>(library);
+  implement_rollout<CpuRollout>(library);
 }
 
 }  // namespace

@@ -4,8 +4,10 @@
 
 #include "binding/logits_ops.h"
 #include "binding/penalty_ops.h"
+#include "binding/rollout_ops.h"
 #include "logits/cpu.h"
 #include "penalty/cpu.h"
+#include "rollout/cpu.h"
 
 namespace klfast::binding {
 
@@ -57,6 +59,12 @@ struct CpuLogits {
   }
   static void run(const DivergenceBackward& call, const Device&) {
     cpu::divergence_backward(call, threads());
+  }
+};
+
+struct CpuRollout {
+  static void run(const rollout::Call& call, const Device&) {
+    cpu::rollout_correction(call, threads());
   }
 };
 

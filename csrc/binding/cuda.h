@@ -7,8 +7,10 @@
 
 #include "binding/logits_ops.h"
 #include "binding/penalty_ops.h"
+#include "binding/rollout_ops.h"
 #include "logits/cuda.h"
 #include "penalty/cuda.h"
+#include "rollout/cuda.h"
 
 // Part of torch with CUDA; null in a torch without, where no op here is ever called.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
@@ -103,6 +105,15 @@ struct CudaLogits {
   }
   static void run(const DivergenceBackward& call, const Device& device) {
     run(cuda::divergence_backward, call, device);
+  }
+};
+
+// rollout_correction on a GPU.
+struct CudaRollout {
+  static void run(const rollout::Call& call, const Device& device) {
+    const DeviceGuard guard(device.index);
+    const Workspace workspace(cuda::rollout_doubles_needed(call.in), device);
+    cuda::rollout_correction(call, workspace.launch);
   }
 };
 

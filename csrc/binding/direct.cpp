@@ -202,16 +202,20 @@ PyMethodDef method(const char* name,
 #ifdef KLFAST_EMULATE_CUDA
 using OnCpu = WithoutGilOn<Cuda>;
 using LogitsOnCpu = WithoutGilOn<CudaLogits>;
+using RolloutOnCpu = WithoutGilOn<CudaRollout>;
 #else
 using OnCpu = WithoutGilOn<Cpu>;
 using LogitsOnCpu = WithoutGilOn<CpuLogits>;
+using RolloutOnCpu = WithoutGilOn<CpuRollout>;
 #endif
 #ifdef KLFAST_CUDA
 using OnGpu = WithoutGilOn<Cuda>;
 using LogitsOnGpu = WithoutGilOn<CudaLogits>;
+using RolloutOnGpu = WithoutGilOn<CudaRollout>;
 #else  // never called
 using OnGpu = OnCpu;
 using LogitsOnGpu = LogitsOnCpu;
+using RolloutOnGpu = RolloutOnCpu;
 #endif
 
 #define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>)
@@ -226,6 +230,7 @@ PyMethodDef methods[] = {
     KLFAST_METHOD(token_logprobs_bwd_, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(kl_divergence_fwd, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(kl_divergence_bwd, LogitsOnCpu, LogitsOnGpu),
+    KLFAST_METHOD(rollout_correction, RolloutOnCpu, RolloutOnGpu),
     {},
 };
 

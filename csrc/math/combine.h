@@ -25,4 +25,21 @@ struct Greatest {
   }
 };
 
+// The least and the greatest of finite numbers.
+struct Minimum {
+  static constexpr double kEmpty = INFINITY;
+  template <typename T>
+  static KLFAST_HOST_DEVICE T combine(T a, T b) {
+    return b < a ? b : a;
+  }
+};
+
+struct Maximum {
+  static constexpr double kEmpty = -INFINITY;
+  template <typename T>
+  static KLFAST_HOST_DEVICE T combine(T a, T b) {
+    return b > a ? b : a;
+  }
+};
+
 }  // namespace klfast::math

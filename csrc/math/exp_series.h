@@ -231,6 +231,28 @@ KLFAST_HOST_DEVICE T series(T r) {
   return horner<base, last - 1>(T(kCoefficient<base, last, T>), r);
 }
 
+// The series' terms of r^k, r^(k + 2), ..., as a polynomial of z = r^2.
+template <int k, typename T>
+KLFAST_HOST_DEVICE T every_second_term(T z) {
+  if constexpr (k + 2 >= Constants<T>::kTerms)
+    return kCoefficient<Base::kE, k, T>;
+  else
+    return fma(every_second_term<k + 2>(z), z, kCoefficient<Base::kE, k, T>);
+}
+
+// The even and the odd terms of series(r): both signs of r for little more than one.
+template <typename T>
+struct SeriesParts {
+  T even, odd;
+
+  KLFAST_HOST_DEVICE T at(T r) const { return fma(odd, r, even); }
+};
+
+template <typename T>
+KLFAST_HOST_DEVICE SeriesParts<T> series_parts(T r) {
+  return {every_second_term<0>(r * r), every_second_term<1>(r * r)};
+}
+
 template <Range range, typename T>
 KLFAST_HOST_DEVICE Reduced<T> reduce(T x, T lowest) {
   using C = Constants<T>;

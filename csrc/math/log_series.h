@@ -67,4 +67,16 @@ KLFAST_HOST_DEVICE Log1p<T> log1p(T a) {
   return log;
 }
 
+// log(v) of a normal v > 0.
+template <typename T>
+KLFAST_HOST_DEVICE T log(T v) {
+  using C = Constants<T>;
+  using Bits = typename C::Bits;
+  // v = 2^n (1 + a), 1 + a in [0.75, 1.5).
+  const Bits quarter = Bits(1) << (C::kMantissaBits - 1);
+  const Bits n = ((bit_cast<Bits>(v) + quarter) >> C::kMantissaBits) - C::kExponentBias;
+  const T a = v * power_of_two<T>(-n) - T(1);
+  return fma(static_cast<T>(n), T(0.6931471805599453), log1p(a).rest);
+}
+
 }  // namespace klfast::math

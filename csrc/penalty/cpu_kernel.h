@@ -2,19 +2,10 @@
 
 #pragma once
 
+#include "device/cpu/segment.h"
 #include "penalty/call.h"
 
 namespace klfast::cpu {
-
-// Tokens of a segment at most. The order of a long sequence's sum depends on it.
-inline constexpr int64_t kSegmentTokens = 16384;
-
-// Tokens [position, position + length) of a sequence, kSegmentTokens at most.
-struct Segment {
-  int64_t sequence;
-  int64_t position;
-  int64_t length;
-};
 
 // The sums of a segment: of fp32 (fp64) terms, in an order that depends on positions alone.
 struct Partial : Statistics<double> {

@@ -42,13 +42,6 @@ struct SmoothTokens {
 
 // x = a - b in a group, 0 where masked. Returns whether every |x| is 1 at most.
 #ifdef __AVX512F__
-KLFAST_HOST_DEVICE __m512 load_vector(const float* from) { return _mm512_loadu_ps(from); }
-
-KLFAST_HOST_DEVICE __m512 load_vector(const BFloat16* from) {
-  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-}
-
 // GCC makes half as many instructions again of the loops below, which do the same: a bf16 pass
 // takes 1.2 times as long.
 template <typename T>

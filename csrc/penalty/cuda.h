@@ -9,13 +9,6 @@
 
 namespace klfast::cuda {
 
-// The stream and the memory of a launch.
-struct Launch {
-  void* stream = nullptr;        // cudaStream_t
-  double* partials = nullptr;    // as many as partials_needed says
-  unsigned* arrivals = nullptr;  // one counter at 0, that no launch which may overlap this one uses
-};
-
 // The number of doubles that a forward needs for the sums of its blocks; 0 if no block reads them.
 int64_t partials_needed(const KlPenaltyInputs&, const KlPenaltyForward&);
 

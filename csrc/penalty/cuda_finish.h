@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "device/cuda/lanes.h"
+#include "device/cuda/last_block.h"
 #include "penalty/cuda_sums.h"
 #include "penalty/cuda_task.h"
 #include "tensors/convert.h"
@@ -90,19 +92,6 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   return term;
 }
 
-// The sum over the threads of a block, in every thread.
-__device__ __forceinline__ double add_block(double value) {
-  __shared__ double of_warp[kWarps];
-  value = add_lanes(value);
-  __syncthreads();  // the last use is over
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  double sum = of_warp[0];
-#pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) sum += of_warp[warp];
-  return sum;
-}
-
 // Calls visit(sequence, sums) for the sequences of a thread, in their order. Of several the first
 // segments are loaded together, so that one wait serves them all.
 template <Depth depth, typename Visitor>
@@ -175,23 +164,6 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   if (!scalar) return;
   result = add_block(result);
   if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
-}
-
-// Whether this block is the last of the launch to arrive. Everything that the others wrote before
-// they arrived is then visible. The counter ends at 0, for the next launch on this stream, or the
-// next replay of a graph.
-__device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    // One thread's fences serve its block: they order what the barriers show it, too.
-    __threadfence();
-    is_last = atomicAdd(arrivals, 1u) == gridDim.x - 1;
-    __threadfence();
-    if (is_last) *arrivals = 0;
-  }
-  __syncthreads();
-  return is_last;
 }
 
 }  // namespace klfast::cuda

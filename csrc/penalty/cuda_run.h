@@ -85,7 +85,7 @@ __device__ __forceinline__ void run_lengths(const Task& task, const Span& segmen
       visit_chunks<W>(segment, first, end,
                       [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
                         Chunk<Acc, W> weights;
-                        load_weights(mask, span, at, weights);
+                        load_weights(mask, span.mask, span.size, at, weights);
 #pragma unroll
                         for (int i = 0; i < W; ++i) length += weights.element[i];
                       });

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "device/cuda/device.h"
+#include "device/cuda/lanes.h"
+#include "device/cuda/segments.h"
 #include "formulas/statistics.h"
-#include "penalty/cuda_segments.h"
 
 namespace klfast::cuda {
 
@@ -32,20 +32,6 @@ template <Depth depth>
 __device__ __forceinline__ void add(Sums& sum, const Sums& part) {
   combine<depth>(sum, part);
   sum.last_kept = greater(sum.last_kept, part.last_kept);
-}
-
-// The values of all lanes of a warp as one, in every lane.
-template <typename Combination>
-__device__ __forceinline__ double combine_lanes(double value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    value = Combination::combine(value, __shfl_xor_sync(0xffffffffu, value, step));
-  }
-  return value;
-}
-
-__device__ __forceinline__ double add_lanes(double value) {
-  return combine_lanes<math::Sum>(value);
 }
 
 __device__ __forceinline__ int64_t greatest_of_lanes(int64_t value) {

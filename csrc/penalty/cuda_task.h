@@ -2,9 +2,9 @@
 
 #pragma once
 
+#include "device/cuda/segments.h"
 #include "formulas/token.h"
 #include "penalty/call.h"
-#include "penalty/cuda_segments.h"
 
 namespace klfast::cuda {
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "device/cuda/load.h"
+#include "device/cuda/tokens.h"
 #include "penalty/cuda_finish.h"
 
 namespace klfast::cuda {
@@ -12,21 +12,10 @@ template <typename T, Pass pass>
 inline constexpr bool kHasSmooth =
     is_plain<pass> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
 
-// The tokens of a lane's chunk in a smooth segment: 16 bytes.
-template <typename T>
-inline constexpr int kSmoothWidth = 16 / static_cast<int>(sizeof(typename Source<T>::Element));
-
 // The tokens of a lane's chunk in any segment of a pass. It is the same for all of its segments:
 // which lane has a token depends on its position alone.
 template <typename T, Pass pass>
 inline constexpr int kWidth = !kHasSmooth<T, pass> && kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
-
-// How a segment lies in memory: kAligned and kShifted are smooth (cuda_smooth.h).
-enum class Layout {
-  kAny,
-  kShifted,  // every input is dense, and the mask of bools
-  kAligned   // and vectors of every input are aligned
-};
 
 // The tokens of a segment.
 struct Span {
@@ -40,24 +29,6 @@ struct Span {
   int64_t mask;
   int64_t grad_out;
 };
-
-__device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
-                                             const Segment& segment) {
-  return batch.packed()
-             ? (segment.start + segment.position) * view.column_stride
-             : segment.sequence * view.row_stride + segment.position * view.column_stride;
-}
-
-// The layout of an input that has chunks of W elements.
-template <typename T, int W>
-__device__ __forceinline__ Layout layout_of(const View& view, int64_t offset) {
-  if (view.column_stride != 1) return Layout::kAny;
-  const T* const first = static_cast<const T*>(view.data) + offset;
-  return reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0 ? Layout::kAligned
-                                                                         : Layout::kShifted;
-}
-
-__device__ __forceinline__ Layout lesser(Layout a, Layout b) { return b < a ? b : a; }
 
 template <typename T, Pass pass>
 __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
@@ -88,56 +59,6 @@ __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment
     }
   }
   return span;
-}
-
-// The place of a lane in a segment.
-struct Place {
-  int position;  // of the lane's first token
-  int end;       // of the warp's tokens
-};
-
-// A chunk of any dtype, converted.
-template <bool kAnyDtype, typename Acc, int W>
-__device__ __forceinline__ void load_converted(const View& view, int64_t offset, int size,
-                                               const Place& at, Chunk<Acc, W>& values) {
-  offset = opaque(offset);
-  visit_dtype(view.dtype, [&](auto zero) {
-    using From = decltype(zero);
-    if constexpr (kAnyDtype || is_floating<From>) {
-      const Row<From> row = {static_cast<const From*>(view.data) + offset, view.column_stride,
-                             size};
-      const Chunk<From, W> chunk = load_chunk<From, W, false>(row, at.position, at.end);
-#pragma unroll
-      for (int i = 0; i < W; ++i) values.element[i] = convert<Acc>(chunk.element[i]);
-    }
-  });
-}
-
-// A chunk as loaded: it is converted later, so that all inputs are requested before the first is
-// used. Under AnyDtype it is converted at once.
-template <typename T, int W>
-__device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const View& view,
-                                                                       int64_t offset, int size,
-                                                                       const Place& at) {
-  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
-    const Row<T> row = {static_cast<const T*>(view.data) + offset, view.column_stride, size};
-    return load_chunk<T, W>(row, at.position, at.end);
-  } else {
-    Chunk<typename Source<T>::Element, W> chunk;
-    load_converted<false>(view, offset, size, at, chunk);
-    return chunk;
-  }
-}
-
-// The weights of a chunk: the mask, or ones; zeros beyond the sequence's end.
-template <typename Acc, int W>
-__device__ __forceinline__ void load_weights(const View& mask, const Span& span, const Place& at,
-                                             Chunk<Acc, W>& weights) {
-  if (mask.data != nullptr) {
-    return load_converted<true>(mask, span.mask, span.size, at, weights);
-  }
-#pragma unroll
-  for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < span.size ? Acc(1) : Acc(0);
 }
 
 // A lane's chunk of every input, as loaded.
@@ -206,7 +127,7 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
   if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = fetch<T, W>(in.old_logprobs, span.old_logprobs, span.size, at);
   }
-  load_weights(in.mask, span, at, fetched.weight);
+  load_weights(in.mask, span.mask, span.size, at, fetched.weight);
   return fetched;
 }
 
@@ -227,21 +148,6 @@ __device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched,
       tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
     }
   }
-}
-
-// Element i of a chunk, without indexing registers at run time.
-template <typename Acc, int W>
-__device__ __forceinline__ Acc pick(const Chunk<Acc, W>& chunk, int i) {
-  Acc picked = chunk.element[0];
-#pragma unroll
-  for (int j = 1; j < W; ++j) picked = i == j ? chunk.element[j] : picked;
-  return picked;
-}
-
-template <typename Acc, int W>
-__device__ __forceinline__ void replace(Chunk<Acc, W>& chunk, int i, Acc value) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) chunk.element[j] = i == j ? value : chunk.element[j];
 }
 
 // Computes tokens again in fp64 whose factors may leave fp32's range where their product does not.
@@ -408,34 +314,6 @@ __device__ __forceinline__ void store_zeros(const Task& task, const Segment& seg
     store_zero(task.value, index);
     store_zero(task.grad_logprobs, index);
     store_zero(task.grad_ref_logprobs, index);
-  }
-}
-
-// The tiles of a segment that a warp reads, in turns with the segment's other warps, and how much
-// of the next it has read.
-struct Turns {
-  int tile;
-  int warps;
-  int done = 0;  // tokens of the tile
-
-  __device__ __forceinline__ int first() const { return tile * static_cast<int>(kTileTokens); }
-  __device__ __forceinline__ int position() const { return first() + done; }
-  __device__ __forceinline__ int end(int size) const {
-    const int end = first() + static_cast<int>(kTileTokens);
-    return size < end ? size : end;
-  }
-  __device__ __forceinline__ Turns after() const { return {tile + warps, warps}; }
-};
-
-// Calls visit(span, place) for every chunk of a lane in [first, end). The span is read from shared
-// memory again for each chunk: that saves a dozen registers, and so leaves room for more warps.
-template <int W, typename Visitor>
-__device__ __forceinline__ void visit_chunks(const Span& span, int first, int end,
-                                             const Visitor& visit) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll 1
-  for (int done = first; done < end; done += kWarp * W) {
-    visit(opaque(&span), Place{done + lane * W, done + kWarp * W});
   }
 }
 

@@ -19,6 +19,7 @@ from klfast.call import PenaltyCall
 from klfast.checks.arguments import check_choice
 from klfast.checks.values import are_checked
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.rollout.call import RolloutCall
 
 BACKENDS = {backend.name: backend for backend in (NATIVE, TRITON, REFERENCE)}
 """In the order that ``auto`` tries them. The last serves every device."""
@@ -55,7 +56,9 @@ def resolve(name: str, device: torch.device) -> Backend:
     return backend
 
 
-def choose(name: str, call: PenaltyCall | TokenLogprobsCall | KLDivergenceCall) -> Backend:
+def choose(
+    name: str, call: PenaltyCall | TokenLogprobsCall | KLDivergenceCall | RolloutCall
+) -> Backend:
     """The backend to use, after the check of the values that it does not check itself."""
     backend = resolve(name, call.first().device)
     in_kernel = call.first().device.type in backend.checks_in_kernel

@@ -12,6 +12,8 @@ from klfast.call import PenaltyCall
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import KLOutputs
 from klfast.ops.direct import Direct
+from klfast.rollout.call import RolloutCall
+from klfast.rollout.outputs import RolloutCorrection
 from klfast.stats import KLStats
 
 
@@ -24,6 +26,7 @@ class Backend(NamedTuple):
     kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
     token_logprobs: Callable[[TokenLogprobsCall], tuple[Tensor, Tensor | None]]
     kl_divergence: Callable[[KLDivergenceCall], KLOutputs]
+    rollout_correction: Callable[[RolloutCall], RolloutCorrection]
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""
     direct: Direct | None = None

@@ -10,6 +10,7 @@ import torch
 from klfast.backends.backend import Backend
 from klfast.logits import autograd as over_logits
 from klfast.ops import autograd as over_logprobs
+from klfast.ops import rollout
 from klfast.ops.direct import Direct
 from klfast.ops.table import Ops
 
@@ -39,6 +40,7 @@ def compiled(
         partial(over_logprobs.kl_penalty, ops=ops),
         partial(over_logits.token_logprobs, ops=ops),
         partial(over_logits.kl_divergence, ops=ops),
+        partial(rollout.rollout_correction, ops=ops),
         checks_in_kernel,
         direct,
     )

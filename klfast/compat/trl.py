@@ -4,7 +4,8 @@ distillation losses of GKD, SDFT and SDPO, of 1.10 to 1.16; ``PPOTrainer`` of 0.
 TRL 1.x writes its KL inline. Either make a trainer whose KL is klfast's,
 ``class Trainer(klfast.compat.trl.GRPOMixin, trl.GRPOTrainer): pass``, or call
 ``klfast.compat.patch("trl")``, which serves GRPO and RLOO, the trainers that take log-probs from
-logits (those two never have logits), and GKD, SDFT and SDPO. ``AdaptiveKLCallback`` steers the
+logits (those two never have logits), GKD, SDFT and SDPO, and GRPO's correction for vLLM's
+log-probs, of which ``RLOOSamplingMixin`` gives one to RLOO. ``AdaptiveKLCallback`` steers the
 ``beta`` of GRPO and RLOO, patched or not. The functions here are what they are made of.
 """
 
@@ -31,9 +32,11 @@ from klfast.compat.trl_losses import (
     per_token_kl,
     sequence_kl,
 )
+from klfast.compat.trl_sampling import importance_sampling_ratio
 
 if TYPE_CHECKING:
     from klfast.compat.trl_callback import AdaptiveKLCallback
+    from klfast.compat.trl_sampling_trainers import RLOOSamplingMixin
     from klfast.compat.trl_trainers import GRPOMixin
 
 __all__ = [
@@ -43,10 +46,12 @@ __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "GRPOMixin",
+    "RLOOSamplingMixin",
     "compute_divergence",
     "compute_full_logit_self_distillation_loss",
     "entropy_from_logits",
     "generalized_jsd_loss",
+    "importance_sampling_ratio",
     "kl_loss",
     "kl_penalty",
     "per_token_kl",
@@ -62,6 +67,10 @@ def __getattr__(name: str) -> Any:
         from klfast.compat.trl_trainers import GRPOMixin
 
         return GRPOMixin
+    if name == "RLOOSamplingMixin":
+        from klfast.compat.trl_sampling_trainers import RLOOSamplingMixin
+
+        return RLOOSamplingMixin
     if name == "AdaptiveKLCallback":
         from klfast.compat.trl_callback import AdaptiveKLCallback
 

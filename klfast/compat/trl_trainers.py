@@ -14,6 +14,7 @@ from klfast.compat import trl_losses
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.presets import TRL_RLOO
+from klfast.compat.trl_recording import recorded
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 """Fingerprint of the one ``GRPOTrainer._compute_loss`` of these releases."""
@@ -71,7 +72,7 @@ def _loss(
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
     term, stats = trl_losses.kl_loss(
-        forwards[0],
+        forwards[0][0],
         inputs["ref_per_token_logps"],
         mask,
         beta=beta,
@@ -86,28 +87,15 @@ def _loss(
 
 
 @contextmanager
-def _without_kl(trainer: Any) -> Iterator[list[Tensor]]:
-    """A trainer that penalises nothing; the log-probs of its forwards go into the list."""
-    beta, name = trainer.beta, "_get_per_token_logps_and_entropies"
-    forward, own = getattr(trainer, name), name in vars(trainer)
-    seen: list[Tensor] = []
-
-    @functools.wraps(forward)
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        seen.append(outputs[0])
-        return outputs
-
+def _without_kl(trainer: Any) -> Iterator[list[Any]]:
+    """A trainer that penalises nothing; what its forwards return goes into the list."""
+    beta = trainer.beta
     trainer.beta = 0.0
-    setattr(trainer, name, recording)
     try:
-        yield seen
+        with recorded(trainer, "_get_per_token_logps_and_entropies") as forwards:
+            yield forwards
     finally:
         trainer.beta = beta
-        if own:
-            setattr(trainer, name, forward)
-        else:  # the class's shows again
-            delattr(trainer, name)
 
 
 def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:

@@ -1,5 +1,5 @@
-"""verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, and from
-logits ``verl.utils.torch_functional``.
+"""verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, from logits
+``verl.utils.torch_functional``, and the rollout correction (see ``verl_rollout``).
 
 Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
 ``klfast.compat.patch("verl")``.
@@ -21,14 +21,30 @@ from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
 from klfast.compat.presets import VERL
+from klfast.compat.verl_rollout import (
+    compute_offpolicy_metrics,
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+from klfast.compat.verl_rollout_options import RULES as ROLLOUT_RULES
 from klfast.control.base import CoefficientController
 from klfast.estimator import Estimator
 
 __all__ = [
+    "ROLLOUT_RULES",
     "AdaptiveKLController",
     "FixedKLController",
     "agg_loss",
     "apply_kl_penalty",
+    "compute_offpolicy_metrics",
+    "compute_rollout_corr_metrics_from_logprobs",
+    "compute_rollout_correction_and_add_to_batch",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_rollout_correction_weights",
+    "compute_rollout_rejection_mask",
     "entropy_from_logits",
     "entropy_from_logits_with_chunking",
     "get_kl_controller",

@@ -62,6 +62,8 @@ def measure(rows: Iterable[Row]) -> list[Bin]:
     """The bins that hold enough tokens, over all steps of all arms, from low to high."""
     by_bin: dict[float, dict[int, Sums]] = {}
     for row in rows:
+        if "token_errors" not in row:  # its tokens are not the policy's
+            continue
         errors: Errors = row["token_errors"]
         for i, low in enumerate(errors["low"]):
             by_step = by_bin.setdefault(low, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from klfast.experiment.accuracy import Bin
-from klfast.experiment.arms import ARMS
+from klfast.experiment.arms import ARMS, on_policy
 from klfast.experiment.errors import SAMPLED
 from klfast.experiment.plots import (
     Styles,
@@ -39,7 +39,7 @@ def draw_estimators(
 ) -> bytes:
     """As a PNG: steps of the arms with the lowest and the highest KL; below, all tokens' errors."""
     figure = new_figure()
-    arms = _extremes(summaries) or list(settings.arms[:1])
+    arms = _extremes(summaries) or on_policy(settings.arms)[:1]
     panels = figure.subplot_mosaic([[arms[0], arms[-1]], ["/bias", "/std"]])
     for name in arms:
         _draw_steps(panels[name], [row for row in rows if row["arm"] == name], name, settings)

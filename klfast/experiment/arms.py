@@ -1,8 +1,10 @@
-"""The arms of the experiment: one policy gradient under different rules for the coefficient."""
+"""The arms of the experiment: one policy gradient under different rules for the coefficient, and
+under two samplers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +39,16 @@ class Arm:
         steers: whether the rule aims at the target.
         controller: builds the klfast controller that gives the coefficient, of the ranks in a
             group.
+        is_off_policy: whether its tokens come from a sampler that is not the policy.
+        is_corrected: whether its loss is corrected for that.
     """
 
     name: str
     label: str
     steers: bool
     controller: Build
+    is_off_policy: bool = False
+    is_corrected: bool = False
 
 
 def _fixed(coef: Callable[[Settings], float]) -> Build:
@@ -88,5 +94,20 @@ ARMS = {
         Arm("dual", "dual ascent", True, _rule(DualKLController)),
         Arm("doubling", "doubling", True, _rule(DoublingKLController)),
         Arm("control-vae", "ControlVAE", True, _rule(ControlVAEKLController)),
+        Arm("stale", "stale sampler", False, _fixed(lambda s: s.low_coef), True),
+        Arm("corrected", "stale, corrected", False, _fixed(lambda s: s.low_coef), True, True),
     )
 }
+
+PARTNER = "fixed-low"
+"""The arm that the arms off the policy are, but for their sampler."""
+
+
+def on_policy(names: Iterable[str]) -> list[str]:
+    """The arms whose tokens are the policy's own."""
+    return [name for name in names if not ARMS[name].is_off_policy]
+
+
+def off_policy(names: Iterable[str]) -> list[str]:
+    """The others."""
+    return [name for name in names if ARMS[name].is_off_policy]

@@ -23,7 +23,7 @@ HELP = (
 )
 DEFAULT_OUT = Path("runs/compare")
 
-_FILES = (folder.REPORT, folder.CURVES, folder.ESTIMATORS, folder.METRICS)
+_FILES = (folder.REPORT, folder.CURVES, folder.ESTIMATORS, folder.SAMPLER, folder.METRICS)
 _DEFAULTS = Settings()
 # option, setting, type, what it is
 _OPTIONS = (
@@ -37,6 +37,8 @@ _OPTIONS = (
     ("--horizon", "horizon", float, "horizon of the adaptive rule, in sequences"),
     ("--gain", "gain", float, "gain of the exponential rule, per target missed and step"),
     ("--clip", "clip", float, "log-ratio clip of the penalty, in nats; 0 for none"),
+    ("--staleness", "staleness", int, "steps between two updates of a stale sampler's weights"),
+    ("--correction", "correction", str, "preset of klfast.rollout_correction, arm corrected"),
     ("--learning-rate", "learning_rate", float, "of the policy"),
     ("--precision", "precision", str, "float32 or float64, of weights and arithmetic"),
     ("--pretrain-steps", "pretrain_steps", int, "language-model steps that make the reference"),

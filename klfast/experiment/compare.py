@@ -18,11 +18,14 @@ import torch
 from klfast.experiment import folder, run
 from klfast.experiment.accuracy import measure, read_accuracy
 from klfast.experiment.accuracy_plot import draw_estimators
+from klfast.experiment.arms import off_policy, on_policy
 from klfast.experiment.lock import locked
 from klfast.experiment.model import count_parameters
 from klfast.experiment.plots import draw_curves
 from klfast.experiment.report import ReportData, SpeedRow, render_report
 from klfast.experiment.run import Run
+from klfast.experiment.sampler_plot import draw_sampler
+from klfast.experiment.sampler_summary import read_drift, summarise_drift
 from klfast.experiment.samples import sample_texts
 from klfast.experiment.settings import CompareError, Settings, check_settings
 from klfast.experiment.summary import reading, summarise
@@ -236,6 +239,9 @@ def write_report(experiment: Run, speed: list[SpeedRow]) -> Path:
     folder.write_atomic(experiment.out / folder.CURVES, curves)
     estimators = draw_estimators(rows, summaries, bins, settings)
     folder.write_atomic(experiment.out / folder.ESTIMATORS, estimators)
+    sampler = draw_sampler(rows, settings) if off_policy(settings.arms) else None
+    if sampler is not None:
+        folder.write_atomic(experiment.out / folder.SAMPLER, sampler)
     data = ReportData(
         settings=settings,
         environment=run.environment(experiment.corpus),
@@ -244,6 +250,8 @@ def write_report(experiment: Run, speed: list[SpeedRow]) -> Path:
         bins=bins,
         curves=curves,
         estimators=estimators,
+        sampler=sampler,
+        drifts=summarise_drift(rows, settings),
         samples=sample_texts(experiment),
         speed=speed,
     )
@@ -262,6 +270,10 @@ def _print_result(experiment: Run, console: Console) -> None:
         console.print(f"- {sentence}", highlight=False)
     console.print(f"The estimators against the exact KL ({folder.ESTIMATORS}):", highlight=False)
     for sentence in read_accuracy(measure(experiment.rows)):
+        console.print(f"- {sentence}", highlight=False)
+    if drifts := summarise_drift(experiment.rows, experiment.settings):
+        console.print(f"A sampler that is not the policy ({folder.SAMPLER}):", highlight=False)
+    for sentence in read_drift(drifts, experiment.settings):
         console.print(f"- {sentence}", highlight=False)
 
 
@@ -284,10 +296,10 @@ def _add_speed(experiment: Run, console: Console) -> bool:
 
 @torch.no_grad()
 def own_tensors(experiment: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``logprobs``, ``ref_logprobs``, ``mask`` ``[B, T]`` of one more batch of the last arm."""
+    """``logprobs``, ``ref_logprobs``, ``mask`` ``[B, T]``, one more batch of the last such arm."""
     settings = experiment.settings
     world = build_world(experiment.corpus, experiment.reference, settings)
-    arm = new_arm(settings.arms[-1], world, settings)
+    arm = new_arm(on_policy(settings.arms)[-1], world, settings)
     arm.policy.load_state_dict(experiment.arms[arm.name].policy.state_dict())
     batch = sample_batch(arm, world, settings)
     both = compare_models(arm.policy, world.reference, batch)

@@ -21,12 +21,13 @@ SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 ESTIMATORS = "estimators.png"
+SAMPLER = "sampler.png"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 EARLIER = "earlier"
 _RECORD = {"version", "settings", "environment"}  # the keys of the file of settings
 
-_OURS = (METRICS, CURVES, ESTIMATORS, REPORT, CHECKPOINTS, SETTINGS)
+_OURS = (METRICS, CURVES, ESTIMATORS, SAMPLER, REPORT, CHECKPOINTS, SETTINGS)
 _TEMPORARY = (".writable.", *(f".{name}." for name in _OURS))  # left behind by kill -9
 
 

@@ -1,4 +1,6 @@
-"""The curves: four panels that read in colour, in grey and for a colour-blind eye."""
+"""The curves of the arms on the policy: four panels that read in colour, in grey and for a
+colour-blind eye.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from klfast.experiment.arms import ARMS
+from klfast.experiment.arms import ARMS, on_policy
 from klfast.experiment.settings import Settings
 from klfast.experiment.summary import number
 from klfast.experiment.train import Row
@@ -30,6 +32,8 @@ _STYLES: Styles = {
     "dual": {"color": "#000000", "linestyle": "-", "marker": "*"},
     "doubling": {"color": "#E69F00", "linestyle": "-.", "marker": "<"},
     "control-vae": {"color": "#56B4E9", "linestyle": "-.", "marker": ">"},
+    "stale": {"color": "#D55E00", "linestyle": "-", "marker": "X"},
+    "corrected": {"color": "#009E73", "linestyle": "-", "marker": "d"},
 }
 _MARKERS_PER_LINE = 8
 _PERPLEXITY_CAP = 5  # times the first step's; beyond, arms that keep their fluency look all alike
@@ -48,7 +52,7 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
         (axes[1][1], "held_out_perplexity", "Perplexity of held-out text (per token)"),
     )
     for panel, key, title in panels:
-        ends = _draw_lines(panel, key, rows, settings)
+        ends = draw_lines(panel, key, rows, on_policy(settings.arms), settings)
         dress(panel, title)
         show_steps(panel, settings, empty=not ends)
         if key == "kl_per_sequence_k3":
@@ -56,7 +60,7 @@ def draw_curves(rows: list[Row], settings: Settings) -> bytes:
         if key == "held_out_perplexity" and rows:
             ends = _cap(panel, ends, _PERPLEXITY_CAP * rows[0][key])
         set_ticks(panel.yaxis)
-        label_ends(panel, [(ARMS[name].label, _STYLES[name], value) for name, value in ends])
+        label_arms(panel, ends)
     add_legend(figure, axes[0][0])
     return to_png(figure)
 
@@ -86,25 +90,39 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_lines(
-    panel: Axes, key: str, rows: list[Row], settings: Settings
+def draw_lines(
+    panel: Axes,
+    key: str,
+    rows: list[Row],
+    names: list[str],
+    settings: Settings,
+    signed: bool = False,
 ) -> list[tuple[str, float]]:
-    """One line per arm; returns each arm's last value that a logarithmic axis can show."""
+    """One line per arm; returns each arm's last value.
+
+    Values that a logarithmic axis cannot show are left out, unless they are ``signed``.
+    """
     ends = []
-    for i, name in enumerate(settings.arms):
-        shown = [row for row in rows if row["arm"] == name and row[key] > 0]
+    for i, name in enumerate(names):
+        own = [row for row in rows if row["arm"] == name]
+        shown = [row for row in own if signed or row[key] > 0]
         panel.plot(
             [row["step"] for row in shown],
             [row[key] for row in shown],
             label=ARMS[name].label,
             linewidth=1.6,
             markersize=5.5,
-            markevery=mark_every(i, len(settings.arms), settings),
+            markevery=mark_every(i, len(names), settings),
             **_STYLES[name],
         )
         if shown:
             ends.append((name, float(shown[-1][key])))
     return ends
+
+
+def label_arms(panel: Axes, ends: list[tuple[str, float]]) -> None:
+    """Writes each arm's name at its line's end."""
+    label_ends(panel, [(ARMS[name].label, _STYLES[name], value) for name, value in ends])
 
 
 def mark_every(line: int, lines: int, settings: Settings) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from klfast.experiment.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, read_accuracy
 from klfast.experiment.errors import SAMPLED
+from klfast.experiment.sampler_summary import Drift, read_drift
 from klfast.experiment.samples import Sample
 from klfast.experiment.settings import Settings, settings_to_json
 from klfast.experiment.summary import Summary, number, reading
@@ -27,6 +28,8 @@ class ReportData:
     bins: list[Bin]
     curves: bytes
     estimators: bytes
+    sampler: bytes | None
+    drifts: list[Drift]
     samples: list[Sample]
     speed: list[SpeedRow]
 
@@ -53,5 +56,7 @@ def render_report(data: ReportData) -> bytes:
         settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},
         curves=base64.b64encode(data.curves).decode(),
         estimators=base64.b64encode(data.estimators).decode(),
+        sampler=base64.b64encode(data.sampler or b"").decode(),
+        drift=read_drift(data.drifts, data.settings),
     )
     return text.encode()

@@ -30,7 +30,7 @@ from klfast.experiment.team import ALONE, Team, load_whole_state, whole_state
 from klfast.experiment.text import Corpus
 from klfast.experiment.train import ArmState, Row, World, build_world, new_arm, train_step
 
-VERSION = 3
+VERSION = 4
 """Of what a run records and how it computes it: a run goes on under the version it began with."""
 
 SAVE_EVERY = 10
@@ -224,6 +224,7 @@ def _save_arm(run: Run, arm: ArmState) -> None:
             "optimizer": moments,
             "generator": arm.generator.get_state(),
             "controller": arm.controller.state_dict(),
+            "sampler": None if arm.sampler is None else arm.sampler.state_dict(),
         },
     )
 
@@ -232,6 +233,8 @@ def _load_arm(arm: ArmState, record: dict[str, Any]) -> None:
     load_whole_state(arm.policy, arm.optimizer, record["policy"], record["optimizer"])
     arm.generator.set_state(record["generator"])
     arm.controller.load_state_dict(record["controller"])
+    if arm.sampler is not None:
+        arm.sampler.load_state_dict(record["sampler"])
     arm.rows.extend(record["rows"])
 
 

@@ -6,7 +6,13 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-DEFAULT_ARMS = ("none", "fixed-low", "fixed-high", "adaptive", "exponential")
+from klfast.rollout.presets import PRESETS
+
+OFF_POLICY_ARMS = ("stale", "corrected")
+DEFAULT_ARMS = (
+    *("none", "fixed-low", "fixed-high", "adaptive", "exponential"),
+    *OFF_POLICY_ARMS,
+)
 ARM_NAMES = (*DEFAULT_ARMS, "nupi", "pid", "dual", "doubling", "control-vae")
 
 
@@ -38,6 +44,9 @@ class Settings:
             by the whole target.
         clip: the penalty's ``log_ratio_clip``, in nats; 0 for none.
         precision: of weights and arithmetic, ``"float32"`` or ``"float64"``.
+        staleness: steps after which the sampler of the arms ``stale`` and ``corrected`` gets the
+            policy's weights.
+        correction: the preset of ``klfast.rollout_correction`` in the arm ``corrected``.
         prompts, group: a batch is ``prompts`` prompts with ``group`` continuations each.
     """
 
@@ -53,6 +62,8 @@ class Settings:
     horizon: float = 320.0
     gain: float = 0.15
     clip: float = 0.0
+    staleness: int = 8
+    correction: str = "tis"
 
     prompts: int = 10
     group: int = 4
@@ -106,6 +117,11 @@ def check_settings(settings: Settings) -> None:
     if settings.precision not in PRECISIONS:
         expected = ", ".join(map(repr, PRECISIONS))
         raise CompareError(f"unknown precision {settings.precision!r}; expected one of {expected}")
+    if settings.correction not in PRESETS:
+        expected = ", ".join(map(repr, PRESETS))
+        raise CompareError(
+            f"unknown correction {settings.correction!r}; expected one of {expected}"
+        )
     _check_arms(settings.arms)
     if len(settings.letter) != 1 or not settings.letter.isascii() or not settings.letter.islower():
         raise CompareError(f"letter must be one of 'a' to 'z', got {settings.letter!r}")
@@ -124,6 +140,8 @@ def _check_arms(arms: tuple[str, ...]) -> None:
             raise CompareError(f"unknown arm {name!r}; expected one of {expected}")
         if arms.count(name) > 1:
             raise CompareError(f"arm {name!r} is given more than once")
+    if set(arms) <= set(OFF_POLICY_ARMS):
+        raise CompareError(f"arms must have one that samples by the policy itself, got {arms!r}")
 
 
 def settings_to_json(settings: Settings) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median, stdev
 
-from klfast.experiment.arms import ARMS
+from klfast.experiment.arms import ARMS, on_policy
 from klfast.experiment.errors import SAMPLED
 from klfast.experiment.settings import Settings
 from klfast.experiment.train import Row
@@ -97,15 +97,27 @@ class Summary:
 
 
 def summarise(rows: Iterable[Row], settings: Settings) -> list[Summary]:
-    """One summary for each arm that has made a step, in the order of the settings."""
-    by_arm: dict[str, list[Row]] = {name: [] for name in settings.arms}
-    for row in rows:
-        by_arm[row["arm"]].append(row)
+    """One summary for each arm on the policy that has made a step, in the order of the settings."""
+    by_arm = rows_by_arm(rows, on_policy(settings.arms))
     return [_summarise_arm(name, own, settings) for name, own in by_arm.items() if own]
 
 
+def rows_by_arm(rows: Iterable[Row], names: Iterable[str]) -> dict[str, list[Row]]:
+    """The rows of these arms."""
+    by_arm: dict[str, list[Row]] = {name: [] for name in names}
+    for row in rows:
+        if row["arm"] in by_arm:
+            by_arm[row["arm"]].append(row)
+    return by_arm
+
+
+def last_third(rows: list[Row]) -> list[Row]:
+    """The rows that an arm's means are over."""
+    return rows[-max(1, len(rows) // 3) :]
+
+
 def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
-    last = rows[-max(1, len(rows) // 3) :]
+    last = last_third(rows)
 
     def mean(key: str) -> float:
         return fmean(row[key] for row in last)
@@ -192,7 +204,7 @@ def _unfinished(summaries: list[Summary], settings: Settings) -> str:
     done = {s.name: s.steps for s in summaries}
     missing = [
         f"{ARMS[name].label} made {done.get(name, 0)} of {settings.steps} steps"
-        for name in settings.arms
+        for name in on_policy(settings.arms)
         if done.get(name, 0) < settings.steps
     ]
     return f"The run is not finished: {'; '.join(missing)}." if missing else ""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from klfast.experiment.settings import CompareError, LeadersError, Settings
+from klfast.rollout.stats import RolloutStats
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -86,6 +87,10 @@ class Team:
         """The statistics of all ranks' sequences."""
         return KLStats(*(self.gather(field, share) for field in stats))
 
+    def gather_rollout(self, stats: RolloutStats, share: Share) -> RolloutStats:
+        """The same of sampler and policy."""
+        return RolloutStats.of_table(self.gather(stats.table().mT, share).mT)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on any rank."""
         if self.group is None:
@@ -136,6 +141,13 @@ class Team:
 
 
 ALONE = Team()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """The weights, whole on every rank, whatever trains them; with several ranks all must call."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

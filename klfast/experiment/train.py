@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from klfast import Estimator, KLStats, kl_divergence, kl_penalty
+from klfast import Estimator, KLStats, RolloutCorrection, kl_divergence, kl_penalty
 from klfast.control.base import CoefficientController
 from klfast.experiment.arms import ARMS
+from klfast.experiment.batch import Batch
 from klfast.experiment.errors import SAMPLED, token_errors
 from klfast.experiment.model import (
     GPT,
@@ -23,6 +24,13 @@ from klfast.experiment.model import (
     frozen_copy,
     perplexity,
     sample,
+)
+from klfast.experiment.off_policy import (
+    correct,
+    drift_record,
+    synchronize,
+    token_weights,
+    weighted_kl,
 )
 from klfast.experiment.settings import CompareError, Settings
 from klfast.experiment.team import ALONE, Share, Team
@@ -63,7 +71,8 @@ class World:
 class ArmState:
     """What one arm has become: all that a step reads and changes.
 
-    ``trainee`` has the policy's weights, and passes gradients to the other ranks.
+    ``trainee`` has the policy's weights, and passes gradients to the other ranks. ``sampler`` draws
+    the tokens; the policy itself where there is none.
     """
 
     name: str
@@ -72,16 +81,8 @@ class ArmState:
     optimizer: torch.optim.Adam
     controller: CoefficientController
     generator: torch.Generator
+    sampler: GPT | None = None
     rows: list[Row] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sampled continuations. ``mask`` ``[B, T]`` ends with the token that ends the paragraph."""
-
-    prompts: Tensor
-    continuations: Tensor
-    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def new_arm(name: str, world: World, settings: Settings, team: Team = ALONE) -> 
         optimizer=torch.optim.Adam(policy.parameters(), lr=settings.learning_rate),
         controller=ARMS[name].controller(settings, team.group),
         generator=torch.Generator().manual_seed(settings.seed),
+        sampler=frozen_copy(world.reference) if ARMS[name].is_off_policy else None,
     )
 
 
@@ -129,29 +131,37 @@ def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALO
     """Samples, rewards, penalises, updates policy and coefficient; returns the step's record."""
     started = time.perf_counter()
     share = team.share(settings.prompts, settings.group)
+    if arm.sampler is not None and len(arm.rows) % settings.staleness == 0:
+        synchronize(arm.sampler, arm.policy)
     batch = sample_batch(arm, world, settings, share)
     reward = letter_share(batch, world)
     advantage = group_advantage(reward, settings.group)
 
     both = compare_models(arm.trainee, world.reference, batch)
+    own_logprobs = both.logprobs.detach()
+    corrected = correction_of(arm, own_logprobs, batch, advantage, settings)
+    weights = batch.mask
+    if corrected is not None and ARMS[arm.name].is_corrected:
+        weights = token_weights(corrected)
     coefficient = arm.controller.value
     sequences = share.total / team.size  # gradients are averaged over the ranks
     kl_gradient, stats, kl_seconds = kl_step(
-        both.logprobs.detach(),
+        own_logprobs,
         both.ref_logprobs,
-        batch.mask,
+        weights,
         coefficient,
         estimator(settings),
         sequences,
     )
-    weights = advantage.to(both.logprobs.dtype)
-    reward_gradient = -weights[:, None] * batch.mask / sequences
+    reward_gradient = -advantage.to(both.logprobs.dtype)[:, None] * weights / sequences
 
     arm.optimizer.zero_grad()
     torch.autograd.backward(both.logprobs, reward_gradient + kl_gradient)
     torch.nn.utils.clip_grad_norm_(arm.policy.parameters(), 1.0)
     arm.optimizer.step()
-    arm.controller.update(stats)
+    arm.controller.update(
+        stats if corrected is None else both.stats
+    )  # weighted, they may be of none
 
     def whole(own: Tensor) -> Tensor:
         return team.gather(own, share)
@@ -169,14 +179,21 @@ def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALO
         "by_length": kl_by_length(exact),
         "held_out_perplexity": perplexity(arm.policy, world.held_out),
         "kl_step_seconds": kl_seconds,
-        "token_errors": token_errors(
+    }
+    if corrected is None:
+        row["token_errors"] = token_errors(
             whole(both.exact),
             whole(both.logprobs),
             whole(both.ref_logprobs),
             whole(batch.mask),
-        ),
-        "step_seconds": time.perf_counter() - started,
-    }
+        )
+    else:
+        weighted = weighted_kl(corrected, own_logprobs, both.ref_logprobs)
+        row["rollout"] = {
+            **drift_record(team.gather_rollout(corrected.stats, share)),
+            "weighted_k1": float(whole(weighted).mean()),
+        }
+    row["step_seconds"] = time.perf_counter() - started
     if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
         raise CompareError(
             f"arm {arm.name!r} diverged at step {row['step']}: there is a NaN or an infinity among "
@@ -198,7 +215,8 @@ def sample_batch(
     prompts = random_prompts(
         corpus, corpus.train, settings.prompts, settings.prompt_length, arm.generator
     ).repeat_interleave(settings.group, 0)[share.rows]
-    continuations = sample(arm.policy, prompts, settings.continuation_length, arm.generator, share)
+    model = arm.policy if arm.sampler is None else arm.sampler
+    continuations = sample(model, prompts, settings.continuation_length, arm.generator, share)
     return Batch(prompts, continuations, kept(continuations, corpus.end))
 
 
@@ -225,6 +243,15 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
     return (grouped - grouped.mean(1, keepdim=True)).flatten()
 
 
+def correction_of(
+    arm: ArmState, logprobs: Tensor, batch: Batch, advantage: Tensor, settings: Settings
+) -> RolloutCorrection | None:
+    """What corrects for the arm's sampler; None where that is the policy."""
+    if arm.sampler is None:
+        return None
+    return correct(arm.sampler, logprobs, batch, advantage, settings.correction)
+
+
 def compare_models(policy: nn.Module, reference: GPT, batch: Batch) -> Comparison:
     logits = continuation_logits(policy, batch.prompts, batch.continuations)
     with torch.no_grad():
@@ -245,7 +272,8 @@ def kl_step(
 ) -> tuple[Tensor, KLStats, float]:
     """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds taken.
 
-    ``sequences`` divides the sum over sequences; those that there are by default.
+    ``mask`` may hold weights. ``sequences`` divides the sum over sequences; those that there are by
+    default.
 
     A training loop would write ``loss = policy_loss + penalty`` and one ``backward``; here the
     gradient is taken apart so that the time is the penalty's alone, forward and backward.

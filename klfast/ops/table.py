@@ -17,6 +17,8 @@ from klfast.call import Choices
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
 from klfast.reduction import RESULTS
+from klfast.rollout.call import WEIGHTS, RolloutChoices, RuleBounds
+from klfast.rollout.stats import rows_of_table
 from klfast.stats import KLStats
 
 _CALL = (
@@ -54,6 +56,9 @@ SCHEMAS = {
     "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
     "Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
+    "rollout_correction": "(Tensor logprobs, Tensor rollout_logprobs, Tensor? mask, "
+    "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
+    "float[] bounds) -> (Tensor, Tensor, Tensor)",
 }
 """Name -> signature. What is not wanted has the shape [0].
 
@@ -65,7 +70,9 @@ log-ratio. ``token_weights`` returns by how much a scalar reduction of values, i
 entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), and the
 gradients of sum(row_weights * rows). A gradient that comes in as None stands for zeros.
 ``inverse_temperature``, a 0-dim float64 tensor, takes the place of the temperature where
-torch.compile must not take that for a constant.
+torch.compile must not take that for a constant. ``rollout_correction`` returns weights, the mask
+and the table of ``RolloutStats``; ``rules`` and ``bounds`` hold three integers and two numbers a
+rule (``klfast.rollout.call``).
 """
 
 
@@ -81,6 +88,7 @@ class Ops(NamedTuple):
     kl_divergence_bwd: Callable[..., tuple[Tensor, Tensor]]
     token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
+    rollout_correction: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     @classmethod
     def of(cls, namespace: str) -> Ops:
@@ -208,6 +216,27 @@ def _kl_divergence_bwd(
     )
 
 
+def _rollout_correction(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    advantages: Tensor | None,
+    choices: list[int],
+    numbers: list[float],
+    rules: list[int],
+    bounds: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = arithmetic_dtype(logprobs, rollout_logprobs)
+    weighs = WEIGHTS[RolloutChoices(*choices).weight] != "none"
+    rows = rows_of_table(len(bounds) // len(RuleBounds._fields))
+    return (
+        logprobs.new_empty(logprobs.shape if weighs else (0,), dtype=dtype),
+        logprobs.new_empty(logprobs.shape, dtype=torch.bool if mask is None else mask.dtype),
+        logprobs.new_empty((rows, number_of_sequences(logprobs, cu_seqlens)), dtype=dtype),
+    )
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "kl_penalty_fwd": _kl_penalty_fwd,
     "kl_penalty_bwd": _kl_penalty_bwd,
@@ -218,6 +247,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "kl_divergence_bwd": _kl_divergence_bwd,
     "token_weights": _token_weights,
     "scale_": _nothing,
+    "rollout_correction": _rollout_correction,
 }
 
 

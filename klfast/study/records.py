@@ -16,6 +16,7 @@ RECORDED = Path(__file__).with_name("recorded.json")
 _METRICS = "metrics.jsonl"
 _KL = "kl_per_sequence_exact"
 _MEASURED = "kl_per_sequence_k3"
+_DRIFT = "rollout"  # of the arms whose sampler is not the policy
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Records:
 
 
 def read_run(folder: Path) -> Records:
-    """The records of a finished run's folder.
+    """The records of a finished run's folder, of the arms whose samples are the policy's own.
 
     Raises:
         ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
@@ -50,7 +51,8 @@ def read_run(folder: Path) -> Records:
         missing = [name for name in ("arm", "coefficient", _KL, _MEASURED) if name not in row]
         if missing:
             raise ValueError(f"{path} must have {missing[0]} in every line, got {line[:60]!r}")
-        rows.setdefault(row["arm"], []).append(row)
+        if _DRIFT not in row:
+            rows.setdefault(row["arm"], []).append(row)
     if not rows or len({len(own) for own in rows.values()}) > 1:
         raise ValueError(f"the run in {folder} is not finished: its arms have different lengths")
     return _records(

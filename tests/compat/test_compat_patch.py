@@ -3,6 +3,7 @@
 The frameworks here are made up, as small packages in a folder; tests/peers has the real ones.
 """
 
+import ast
 import functools
 import importlib
 import pickle
@@ -18,7 +19,7 @@ from fresh import run_fresh
 
 import klfast
 from klfast.compat import Left, PatchError, Replaced, patch, patching, trlx, unpatch
-from klfast.compat.patching.fingerprints import fingerprint
+from klfast.compat.patching.fingerprints import fingerprint, fingerprint_of_tree
 from klfast.compat.patching.replacements import replacement, replacement_of_compiled, rewriting
 from klfast.compat.patching.sites import Form, Site, Target, known, stays
 from klfast.compat.targets import TARGETS
@@ -334,6 +335,59 @@ def test_a_default_is_code(framework):
     core = framework()
     other = framework("other", CORE.replace("scale=1.0", "scale=2.0"))
     assert fingerprint(core.penalty) != fingerprint(other.penalty)
+
+
+IF = """
+if self.correct:
+    log_ratio = x - 1  # a comment
+    kl = log_ratio * 2
+else:
+    kl = None
+"""
+
+
+def branching(framework, blocks=IF):
+    """A framework whose step has these ``if`` statements."""
+    body = blocks.replace("\n", "\n        ")
+    core = (
+        CORE
+        + f"""
+
+class Branching:
+    correct = True
+
+    def step(self, x):
+        kl = "none"
+        if x:{body.replace("        ", "            ")}
+        return kl
+"""
+    )
+    return framework(core=core)
+
+
+@pytest.fixture
+def by_block():
+    """A rewriting of that ``if`` statement, known by two codes."""
+    code = fingerprint_of_tree(ast.parse(IF))
+    new = "if self.correct:\n    kl = klfast.triple(x)\n    kl = ('new', kl)"
+    return rewriting({}, Inline, blocks={("0" * 16, code): new})
+
+
+def test_an_if_statement_is_replaced_as_a_whole_wherever_it_stands(framework, by_block):
+    core = branching(framework)
+    assert core.Branching().step(4) == 6
+    step = by_block(core.Branching.step, False)
+    assert step(core.Branching(), 4) == ("new", 12)
+    assert step(core.Branching(), 0) == "none"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "count"), [(IF.replace("* 2", "* 3"), 0), (IF + IF, 2)], ids=["other", "twice"]
+)
+def test_an_if_statement_of_other_code_or_twice_is_left_alone(framework, by_block, blocks, count):
+    core = branching(framework, blocks)
+    with pytest.raises(PatchError, match=f"'0000000000000000 or [0-9a-f]*' once, got {count}"):
+        by_block(core.Branching.step, False)
 
 
 @pytest.mark.parametrize("times", [0, 2])

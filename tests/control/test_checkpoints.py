@@ -223,6 +223,7 @@ class Steer:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     """Two ranks, then four, then one: as one process from the beginning to the end."""
     before = None

@@ -16,9 +16,13 @@ HERE = Path(__file__).parent
 SUITES = {
     "logits": ["triton_interpreted_logits_suite.py"],
     "penalty": ["triton_interpreted_suite.py"],
+    "rollout": ["triton_interpreted_rollout_suite.py"],
     "every-backend": [
         "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
         "../penalty/test_rewards.py::test_scores_of_any_dtype",
+        "../rollout/test_rollout_oracle.py::test_every_weight",
+        "../rollout/test_rollout_oracle.py::test_every_rule",
+        "../rollout/test_rollout_compile.py::test_every_option_compiles",
     ],
 }
 """Of the last, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
@@ -50,3 +54,11 @@ def test_kernels_pass_in_the_interpreter(suite, part):
     summary = process.stdout.strip().splitlines()[-1]
     assert re.search(r"\b[1-9]\d* passed", summary), process.stdout
     assert "skipped" not in summary
+
+
+@pytest.mark.long
+@exhaustive
+def test_every_test_of_rollout_correction_passes_in_the_interpreter():
+    process = run_interpreted("-m", "not exhaustive", "../rollout")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"\b[1-9]\d* passed", process.stdout.strip().splitlines()[-1])

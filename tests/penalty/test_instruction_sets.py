@@ -14,10 +14,16 @@ import torch
 
 from klfast import backends
 
-TESTS = ("test_accuracy.py", "test_determinism.py")
+TESTS = (
+    "test_accuracy.py",
+    "test_determinism.py",
+    "../rollout/test_rollout_bits.py",
+    "../rollout/test_rollout_oracle.py",
+)
 NAMES = (
     "native and not emulated and not cuda and "
-    "(sweep or every_pass or realistic or alone or padding or memory)"
+    "(sweep or every_pass or realistic or alone or padding or memory or neighbours or rule or "
+    "weight)"
 )
 RUN = """
 import sys, pytest

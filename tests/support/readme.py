@@ -1,4 +1,4 @@
-"""Examples of the README and docs/drop_in.md: code blocks after ``<!-- example: NAME -->``."""
+"""Examples of the README and of pages in docs/: code blocks after ``<!-- example: NAME -->``."""
 
 import re
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DROP_IN = ROOT / "docs" / "drop_in.md"
+ROLLOUT = ROOT / "docs" / "rollout.md"
 BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def examples():
     """Name -> code."""
-    return dict(BLOCK.findall(README.read_text() + DROP_IN.read_text()))
+    return dict(BLOCK.findall("".join(page.read_text() for page in (README, DROP_IN, ROLLOUT))))
 
 
 def run(name, **given):

@@ -1,5 +1,6 @@
 """Kernels compiled without a GPU, and what the machine code says of them."""
 
+import contextlib
 import functools
 import inspect
 import re
@@ -8,12 +9,24 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.bool: "*i1",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 class Resources(NamedTuple):
@@ -59,6 +72,12 @@ def resources(compiled):
     return Resources(found["REG"], found["STACK"], found["LOCAL"])
 
 
+def assert_no_spills(compiled):
+    used = resources(compiled)
+    assert used.stack == used.local == 0, used
+    assert used.registers < 255, used
+
+
 @functools.cache
 def _instruction():
     return re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)")
@@ -71,3 +90,44 @@ def disassembled(compiled):
 def instructions(compiled):
     """The machine instructions in their order, as ``LDG.E.128``."""
     return _instruction().findall(disassembled(compiled))
+
+
+class Launch(NamedTuple):
+    """A launch that was not made: what it would compile and run."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, object]
+    options: dict[str, object]
+
+    def variant(self):
+        """What is compiled for: the same for all launches that share machine code."""
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        _, specialization, rest = bind(**self.arguments, **self.options)
+        return self.kernel.fn.__name__, str(specialization), str(sorted(rest.items()))
+
+    def build(self, target):
+        pointers = {
+            name: TYPES[value.dtype]
+            for name, value in self.arguments.items()
+            if isinstance(value, torch.Tensor)
+        }
+        others = {name: v for name, v in self.arguments.items() if name not in pointers}
+        return build(self.kernel, pointers, others, target, **self.options)
+
+
+@contextlib.contextmanager
+def recorded():
+    """The list of the launches that calls would make."""
+    launches = []
+
+    def record(kernel, *args, grid, warmup, **options):
+        names = inspect.signature(kernel.fn).parameters
+        arguments = dict(zip(names, args, strict=False))
+        arguments |= {name: options.pop(name) for name in names if name in options}
+        launches.append(Launch(kernel, grid, arguments, options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", record)
+        yield launches

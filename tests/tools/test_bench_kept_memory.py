@@ -54,6 +54,7 @@ def test_by_default_a_large_gradient_is_new_memory_every_time():
 
 @on_glibc
 @pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "given-back"])
 def test_every_candidate_of_the_command_meets_the_same_memory(tmp_path, keep):
     out = tmp_path / "bench.json"

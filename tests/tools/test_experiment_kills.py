@@ -91,6 +91,7 @@ def saved(out):
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_runs_killed_at_twenty_random_moments_end_with_an_undisturbed_runs_metrics(tmp_path):
     rng = random.Random(0)
     assert compare(Options(SETTINGS, tmp_path / "whole", bench=False))  # here, for its imports

@@ -483,6 +483,7 @@ def test_arms_use_the_controllers_of_klfast():
         *[klfast.FixedKLController] * 3,
         klfast.AdaptiveKLController,
         klfast.ExponentialKLController,
+        *[klfast.FixedKLController] * 2,
         klfast.NuPIKLController,
         klfast.PIDLagrangianKLController,
         klfast.DualKLController,

@@ -40,7 +40,7 @@ def _one_corpus(monkeypatch):
 @pytest.fixture
 def _no_picture(monkeypatch):
     """Saves a second in tests that are about something else."""
-    for draw in ("draw_curves", "draw_estimators"):
+    for draw in ("draw_curves", "draw_estimators", "draw_sampler"):
         monkeypatch.setattr(compare_module, draw, lambda *of: b"a picture")
 
 

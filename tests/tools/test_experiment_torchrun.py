@@ -20,9 +20,12 @@ from klfast.experiment.team import ALONE, Team, assembled
 from klfast.experiment.text import load_corpus
 from klfast.stats import KLStats
 
-ARMS = ("fixed-high", "nupi")
+exhaustive = pytest.mark.exhaustive
+
+ARMS = ("fixed-high", "nupi", "corrected")
 # float64: Adam makes a whole step of what the order of a sum leaves of a gradient that cancels.
 SETTINGS = {"precision": "float64", "steps": 5, "pretrain_steps": 4, "arms": ARMS, "prompts": 5}
+SETTINGS |= {"staleness": 2}
 SMALL = {"layers": 1, "width": 16, "heads": 2, "held_out_windows": 4, "continuation_length": 8}
 
 LAUNCHED = """
@@ -30,7 +33,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from klfast.experiment import compare as module, run
 from klfast.experiment.compare import Options, compare
-for draw in ("draw_curves", "draw_estimators"):
+for draw in ("draw_curves", "draw_estimators", "draw_sampler"):
     setattr(module, draw, lambda *of: b"a picture")
 chosen, out, resume, parallel, timeout, checks, end = json.loads(sys.argv[1])
 chosen |= {"arms": tuple(chosen["arms"])} if chosen else {}
@@ -124,6 +127,8 @@ def assert_the_same_curves(found, expected):
             if isinstance(value, (int, float)) and not key.endswith("_seconds"):
                 assert mine[key] == pytest.approx(value, rel=1e-8, abs=1e-10), (key, mine["step"])
         assert mine["by_length"]["sequences"] == theirs["by_length"]["sequences"]
+        drift = theirs.get("rollout", {})
+        assert mine.get("rollout", {}) == pytest.approx(drift, rel=1e-8, abs=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +140,10 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp2", 2), ("ddp", 3)])
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [("ddp", 2), *(pytest.param(*other, marks=exhaustive) for other in [("fsdp2", 2), ("ddp", 3)])],
+)
 def test_several_processes_draw_one_process_s_curves(alone, tmp_path, parallel, ranks):
     printed = launch(tmp_path / "out", ranks, parallel)
     assert_the_same_curves(rows(tmp_path / "out"), rows(alone))
@@ -152,6 +160,7 @@ def test_several_processes_draw_one_process_s_curves(alone, tmp_path, parallel, 
 
 
 @pytest.mark.long
+@exhaustive
 def test_a_run_goes_on_under_another_number_of_ranks_and_another_strategy(alone, tmp_path):
     out = tmp_path / "out"
     launch(out, 2, "fsdp2", checks=9)  # 4 steps of pretraining, the arm's begin, 4 of its steps
@@ -178,6 +187,7 @@ TIMEOUT = 15
 
 
 @pytest.mark.long
+@exhaustive
 @pytest.mark.parametrize(
     ("parallel", "end"), [("ddp", "dies"), ("fsdp2", "dies"), ("ddp", "hangs")]
 )
@@ -202,6 +212,7 @@ def test_without_a_rank_the_other_raises_and_the_run_goes_on_from_its_checkpoint
 
 
 @pytest.mark.long
+@exhaustive
 def test_torchrun_ends_with_its_dead_rank_and_goes_on_with_three(alone, tmp_path):
     out = tmp_path / "out"
     finished = torchrun(2, program(out, checks=8, end="dies"))

@@ -49,6 +49,8 @@ def test_every_example_has_a_test():
         "instead",
         "logits",
         "patch",
+        "rloo",
+        "rollout",
         "trl",
         "verl",
     }

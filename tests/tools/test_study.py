@@ -139,6 +139,7 @@ def test_many_gains_at_once_are_each_of_them_alone():
     assert not torch.equal(both[0], both[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cls", "error"),
     [
@@ -253,6 +254,16 @@ def test_a_run_of_compare_is_read(tmp_path):
     assert read.arms == ("none", "nupi")
     assert read.kl.tolist() == [[1.0, 2.0, 3.0]] * 2
     assert read.measured.tolist() == [[1.5, 2.5, 3.5]] * 2
+
+
+def test_arms_whose_sampler_is_not_the_policy_are_left_out(tmp_path):
+    write_run(tmp_path, {"none": 3, "stale": 2})
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row |= {"rollout": {}} if row["arm"] == "stale" else {}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(tmp_path).arms == ("none",)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,20 @@
 #include "device/cpu/parallel.h"
 #include "logits/cpu_kernel.h"
 #include "penalty/cpu_kernel.h"
+#include "rollout/cpu_kernel.h"
 
 namespace klfast::cpu {
 
 extern const Kernels kernels_baseline;
 extern const LogitsKernels logits_kernels_baseline;
+extern const RolloutKernels rollout_kernels_baseline;
 #ifdef KLFAST_X86
 extern const Kernels kernels_avx2;
 extern const LogitsKernels logits_kernels_avx2;
+extern const RolloutKernels rollout_kernels_avx2;
 extern const Kernels kernels_avx512;
 extern const LogitsKernels logits_kernels_avx512;
+extern const RolloutKernels rollout_kernels_avx512;
 #endif
 
 namespace {
@@ -25,6 +29,7 @@ struct Choice {
   const char* instruction_set;
   const Kernels& kernels;
   const LogitsKernels& logits_kernels;
+  const RolloutKernels& rollout_kernels;
 };
 
 Choice best() {
@@ -50,13 +55,13 @@ Choice best() {
   }
 #ifdef KLFAST_X86
   if (avx512 && (limit == "" || limit == "avx512")) {
-    return {"avx512", kernels_avx512, logits_kernels_avx512};
+    return {"avx512", kernels_avx512, logits_kernels_avx512, rollout_kernels_avx512};
   }
   if (avx2 && limit != "baseline") {
-    return {"avx2", kernels_avx2, logits_kernels_avx2};
+    return {"avx2", kernels_avx2, logits_kernels_avx2, rollout_kernels_avx2};
   }
 #endif
-  return {"baseline", kernels_baseline, logits_kernels_baseline};
+  return {"baseline", kernels_baseline, logits_kernels_baseline, rollout_kernels_baseline};
 }
 
 const Choice& chosen() {
@@ -68,6 +73,7 @@ const Choice& chosen() {
 
 const Kernels& kernels() { return chosen().kernels; }
 const LogitsKernels& logits_kernels() { return chosen().logits_kernels; }
+const RolloutKernels& rollout_kernels() { return chosen().rollout_kernels; }
 const char* instruction_set() { return chosen().instruction_set; }
 
 }  // namespace klfast::cpu

@@ -15,6 +15,7 @@
 #endif
 
 #include "math/combine.h"
+#include "tensors/convert.h"
 
 namespace klfast::cpu {
 namespace {
@@ -31,6 +32,13 @@ KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
 
 #ifdef __AVX512F__
 constexpr int64_t kVector = 16;  // floats
+
+KLFAST_HOST_DEVICE __m512 load_vector(const float* from) { return _mm512_loadu_ps(from); }
+
+KLFAST_HOST_DEVICE __m512 load_vector(const BFloat16* from) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
 
 KLFAST_HOST_DEVICE __mmask16 are_within(__m512 x, float range) {
   return _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(range), _CMP_LE_OQ);

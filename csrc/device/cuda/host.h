@@ -20,4 +20,11 @@ unsigned* arrivals_of_stream(int device, void* stream);
 // Zeroes one counter in the order of the stream.
 void zero(unsigned* arrivals, void* stream);
 
+// The stream and the memory of a launch.
+struct Launch {
+  void* stream = nullptr;        // cudaStream_t
+  double* partials = nullptr;    // as many as the call's *_needed() says
+  unsigned* arrivals = nullptr;  // one counter at 0, that no launch which may overlap this one uses
+};
+
 }  // namespace klfast::cuda

@@ -5,5 +5,13 @@ from __future__ import annotations
 from klfast.backends.backend import Backend
 from klfast.backends.reference.logits import kl_divergence, token_logprobs
 from klfast.backends.reference.penalty import kl_penalty
+from klfast.backends.reference.rollout import rollout_correction
 
-REFERENCE = Backend("reference", lambda device: None, kl_penalty, token_logprobs, kl_divergence)
+REFERENCE = Backend(
+    "reference",
+    lambda device: None,
+    kl_penalty,
+    token_logprobs,
+    kl_divergence,
+    rollout_correction,
+)

@@ -48,7 +48,7 @@ class _Tokens:
         self.log_weight = None  # log of the importance weight w
         if old_logprobs is not None:
             self.log_weight = self._difference(logprobs, old_logprobs)
-        self.sequence, self.sequences = _sequence_of_token(logprobs, cu_seqlens)
+        self.sequence, self.sequences = sequence_of_token(logprobs, cu_seqlens)
 
     def _difference(self, a: Tensor, b: Tensor | None) -> Tensor:
         difference = a if b is None else a - b.to(a.dtype)
@@ -63,7 +63,7 @@ class _Tokens:
         return value.new_zeros(self.sequences).scatter_reduce(0, self.sequence, value, "amax")
 
 
-def _sequence_of_token(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+def sequence_of_token(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
     """The sequence that each token belongs to, and how many sequences there are."""
     sequences = number_of_sequences(logprobs, cu_seqlens)
     index = torch.arange(sequences, device=logprobs.device)

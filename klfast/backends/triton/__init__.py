@@ -44,10 +44,10 @@ def _run(name: str) -> Any:
     """The implementation of an op, imported when it is first called."""
 
     def run(*args: Any) -> Any:
-        from klfast.backends.triton import logits_launch, penalty_launch
+        from klfast.backends.triton import logits_launch, penalty_launch, rollout_launch
 
-        module = penalty_launch if hasattr(penalty_launch, name) else logits_launch
-        return getattr(module, name)(*args)
+        modules = (penalty_launch, logits_launch, rollout_launch)
+        return next(getattr(module, name) for module in modules if hasattr(module, name))(*args)
 
     return run
 

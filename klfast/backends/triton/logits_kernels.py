@@ -12,7 +12,7 @@ A forward kernel is compiled for a ``STAGE``:
 - "combine": a program adds up a row's partial sums and finishes it.
 
 To finish a row is to look at it again where the sums say too little, to write what is per row, and
-in stage "row" its gradients. What ``penalty_kernels`` says of fusion, divisibility and doubles
+in stage "row" its gradients. What ``segments`` says of fusion, divisibility and doubles
 holds here too.
 """
 
@@ -41,7 +41,7 @@ from klfast.backends.triton.divergences import (
     scales_of,
     word_of,
 )
-from klfast.backends.triton.penalty_kernels import kernel, number, place, store
+from klfast.backends.triton.segments import kernel, number, place, store
 from klfast.backends.triton.statistics import tree_sum
 
 

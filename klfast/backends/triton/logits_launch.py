@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.backends.triton import logits_kernels as kernels
-from klfast.backends.triton.penalty_launch import ACC, DEFINED, bits, device_of
+from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES
 

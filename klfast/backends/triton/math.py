@@ -100,8 +100,14 @@ def series(r):
 
 @triton.jit
 def reduce(x, lowest):
+    """``reduce_within`` of x, limited to where powers of two are normal."""
+    n, r, tail = reduce_within(clamp(x, lowest, constant(x, 89.0, 710.0)))
+    return n, r, tail
+
+
+@triton.jit
+def reduce_within(x):
     """(n, r, e^r - 1 - r) with x = n ln2 + r: n is 0 where |x| <= 1, and |r| <= ln2 / 2 beyond."""
-    x = clamp(x, lowest, constant(x, 89.0, 710.0))
     log2e = constant(x, 1.44269504, 1.4426950408889634)
     rounder = constant(x, 12582912.0, 6755399441055744.0)  # adding it rounds to an integer
     shifted = tl.where(tl.abs(x) <= 1, 0.0, x * log2e) + rounder
@@ -147,6 +153,15 @@ def expm1_minus_argument(x):
 
 
 @triton.jit
+def exponentials(x):
+    """(e^x, e^x - 1, e^x - 1 - x) by one series, for abs(x) <= 86 in fp32 and 700 in fp64."""
+    n, r, tail = reduce_within(x)
+    power = power_of_two(n)
+    minus_1 = tl.fma(power, r + tail, power - 1)
+    return (1 + (r + tail)) * power, minus_1, tl.where(tl.abs(x) <= 1, tail, minus_1 - x)
+
+
+@triton.jit
 def atanh_series(z):
     """(atanh(s) - s) / s^3 at z = s^2 in [0, 0.04]; in fp64 by Taylor's terms."""
     if z.dtype == tl.float64:
@@ -161,19 +176,26 @@ def atanh_series(z):
 
 
 @triton.jit
-def log1p(a):
-    """(log(1 + a), log(1 + a) - a) for a > -1."""
+def log_near(v, a):
+    """(log v, log v - a) for v > 0; a is v - 1, and better known than that where v is near 1."""
     half_binade: tl.constexpr = 1 << (51 if a.dtype == tl.float64 else 22)
     mantissa: tl.constexpr = 52 if a.dtype == tl.float64 else 23
     bias: tl.constexpr = 1023 if a.dtype == tl.float64 else 127
-    n = ((bits_of(1 + a) + half_binade) >> mantissa) - bias
+    n = ((bits_of(v) + half_binade) >> mantissa) - bias
     minus_one = constant(a, -1.0, -1.0)
-    reduced = tl.where(n == 0, a, tl.fma(1 + a, power_of_two(-n), minus_one))
+    reduced = tl.where(n == 0, a, tl.fma(v, power_of_two(-n), minus_one))
     s = reduced / (2 + reduced)
     cubic = 2 * s * (s * s) * atanh_series(s * s)
     of_power = n.to(a.dtype) * constant(a, 0.6931471805599453, 0.6931471805599453)
     value = of_power + tl.fma(constant(a, 2.0, 2.0), s, cubic)
     return value, tl.where(n == 0, tl.fma(-reduced, s, cubic), value - a)
+
+
+@triton.jit
+def log1p(a):
+    """(log(1 + a), log(1 + a) - a) for a > -1."""
+    value, minus_argument = log_near(1 + a, a)
+    return value, minus_argument
 
 
 @triton.jit

@@ -1,126 +1,30 @@
-"""The kernels of the Triton backend; ``penalty_launch`` is their host side.
+"""The kernels of the penalty; ``penalty_launch`` is their host side.
 
-A sequence is cut into segments of ``SEGMENT`` tokens, and a program runs over one segment, tile by
-tile. Shapes: S sequences, P slots for segments, one program each.
-
-- padded [S, T]: slot s * ceil(T / SEGMENT) + i is segment i of row s;
-- packed [N]: slot cu_seqlens[s] // SEGMENT + s + i is. This rises strictly and stays below
-  N // SEGMENT + S, so that the grid is known without reading cu_seqlens; slots between the last
-  segment of a sequence and the first of the next stay unused.
-
-Numbers depend on nothing but a sequence's own tokens. Floating sums are pairwise trees over
-positions: ``tl.sum`` of more than two elements adds in an order that the compiler chooses with the
-layout. Kernels are launched without fusion of multiplications and additions, so that every compiled
-variant computes the same bits. What cu_seqlens holds is not trusted: whatever it is, no access
-leaves the tensors.
-
-Doubles arrive as the int64 of their bits, as Triton rounds a float argument to fp32.
+``segments`` says how a batch is cut and what sums depend on.
 """
-
-import inspect
 
 import triton
 import triton.language as tl
 
 from klfast.backends.triton import statistics as stats
+from klfast.backends.triton.segments import (
+    SEGMENT,
+    TILE,
+    kernel,
+    load_weights,
+    locate,
+    number,
+    place,
+    segments_of,
+    store,
+    store_partial,
+    store_zeros,
+)
 from klfast.backends.triton.statistics import ALL, ALWAYS, KL, LENGTH, tree_sum
 from klfast.backends.triton.tokens import evaluate_tile
 
-TILE = tl.constexpr(1024)
-SEGMENT = tl.constexpr(4096)
-"""Tokens; both shape the sums."""
-
 LAST_KEPT = tl.constexpr(ALL.value)
 """The row after the statistics in the partial results [rows, P], which are in fp64."""
-
-
-@triton.jit
-def number(pointer, bits):
-    """A double: what a 0-dim tensor holds, or the number of these bits where there is none."""
-    if pointer is None:
-        value = bits.to(tl.int64).to(tl.float64, bitcast=True)
-    else:
-        value = tl.load(pointer).to(tl.float64)
-    return value
-
-
-@triton.jit
-def edge(cu_seqlens, index, tokens, valid):
-    """Where sequence ``index`` starts, inside [0, tokens]."""
-    at = tl.load(cu_seqlens + index, mask=valid, other=0).to(tl.int64)
-    return tl.minimum(tl.maximum(at, 0), tokens)
-
-
-@triton.jit
-def find_sequence(cu_seqlens, slot, sequences, tokens):
-    """The last sequence whose first slot is not behind ``slot``, by a search in 128 ways."""
-    first = sequences * 0
-    span = sequences
-    while span > 1:
-        step = tl.cdiv(span, 128)
-        probe = first + tl.arange(0, 128) * step
-        valid = probe < first + span
-        slots = edge(cu_seqlens, probe, tokens, valid) // SEGMENT + probe
-        before = tl.sum((valid & (slots <= slot)).to(tl.int32), axis=0)
-        first += tl.maximum(before - 1, 0) * step
-        span = tl.minimum(step, sequences - first)
-    return first
-
-
-@triton.jit
-def locate(cu_seqlens, sequences, width):
-    """(sequence, its first token, its length, the segment's position in it) of this program.
-
-    ``width`` is T of a padded batch, N of a packed one.
-    """
-    slot = tl.program_id(0).to(tl.int64)
-    if cu_seqlens is None:
-        per_sequence = tl.maximum(tl.cdiv(width, SEGMENT), 1)
-        sequence = slot // per_sequence
-        start = sequence * width
-        length = width
-        position = (slot - sequence * per_sequence) * SEGMENT
-    else:
-        sequence = find_sequence(cu_seqlens, slot, sequences, width)
-        start = edge(cu_seqlens, sequence, width, True)
-        length = edge(cu_seqlens, sequence + 1, width, True) - start
-        position = (slot - start // SEGMENT - sequence) * SEGMENT
-    return sequence, start, length, position
-
-
-@triton.jit
-def place(pointer, row, row_stride, first, stride, offset, LAYOUT: tl.constexpr):
-    """Pointers to tokens first + offset of a row.
-
-    ``LAYOUT`` says what is known of memory: "aligned" that a tile starts at a multiple of 8
-    elements and of 16 bytes, "unit" that tokens lie side by side, "strided" nothing.
-    """
-    if LAYOUT == "strided":
-        pointers = pointer + row * row_stride + (first + offset) * stride
-    else:
-        pointers = pointer + row * row_stride + first + offset
-    if LAYOUT == "aligned":
-        bytes_of_8: tl.constexpr = max(8, pointer.dtype.element_ty.primitive_bitwidth)
-        pointers = tl.multiple_of(pointers, [min(16, bytes_of_8)])
-    return pointers
-
-
-@triton.jit
-def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYOUT: tl.constexpr):
-    """(weights, where they are not 0): the mask's, ones without a mask, and zeros outside."""
-    if mask is None:
-        keep = inside
-        weight = tl.where(keep, 1.0, 0.0).to(ACC)
-    else:
-        pointers = place(mask, row, row_stride, first, stride, offset, LAYOUT)
-        weight = tl.load(pointers, mask=inside, other=0)
-        if mask.dtype.element_ty == tl.int1:
-            keep = weight
-            weight = tl.where(keep, 1.0, 0.0).to(ACC)
-        else:
-            weight = weight.to(ACC)
-            keep = weight != 0
-    return weight, keep
 
 
 @triton.jit
@@ -195,41 +99,6 @@ def gradient_scale(
         upstream = tl.load(grad_out).to(tl.float64)
         scale *= tl.load(weights + sequence).to(tl.float64) * upstream
     return scale.to(ACC)
-
-
-@triton.jit
-def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
-    """To a contiguous output, by way of fp32 where it is narrower."""
-    at = place(pointer, 0, 0, token, 1, offset, LAYOUT)
-    if pointer.dtype.element_ty != tl.float64:
-        value = value.to(tl.float32)
-    tl.store(at, value, mask=inside)
-
-
-@triton.jit
-def store_zeros(pointer, first, count):
-    """To ``count`` places of an output, if it is wanted."""
-    if pointer is not None:
-        zeros = tl.zeros((TILE,), pointer.dtype.element_ty)
-        for tile in range(tl.cdiv(count, TILE)):
-            offset = tile * TILE + tl.arange(0, TILE)
-            tl.store(pointer + first + offset, zeros, mask=offset < count)
-
-
-@triton.jit
-def store_partial(partials, row: tl.constexpr, slots, value):
-    tl.store(partials + row * slots + tl.program_id(0), value.to(tl.float64))
-
-
-def kernel(function):
-    """``triton.jit`` without variants for what numbers and addresses are divisible by.
-
-    So a new length or coefficient never compiles anything; ``LAYOUT`` says what is worth saying.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    numbers = [p.name for p in parameters if p.annotation is tl.int64]
-    pointers = [p.name for p in parameters if p.annotation is inspect.Parameter.empty]
-    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
 
 
 @kernel
@@ -434,21 +303,6 @@ def lengths_kernel(
         )
         lengths += weight
     store_partial(partials, LENGTH, slots, tree_sum(lengths, TILE))
-
-
-@triton.jit
-def segments_of(cu_seqlens, sequence, valid, sequences, width):
-    """(first slot, number of segments, number of tokens) of sequences [n]."""
-    if cu_seqlens is None:
-        per_sequence = tl.maximum(tl.cdiv(width, SEGMENT), 1)
-        first = sequence * per_sequence
-        tokens = tl.where(valid, width, 0)
-    else:
-        start = edge(cu_seqlens, sequence, width, valid)
-        end = edge(cu_seqlens, sequence + 1, width, valid)
-        first = start // SEGMENT + sequence
-        tokens = tl.where(valid, tl.maximum(end - start, 0), 0)
-    return first, tl.cdiv(tokens, SEGMENT), tokens
 
 
 @triton.jit

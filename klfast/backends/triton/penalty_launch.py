@@ -6,44 +6,42 @@ hold; shapes are taken at their word.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import struct
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from klfast.backends.triton import penalty_kernels as kernels
+from klfast.backends.triton.launch import (
+    ACC,
+    DEFINED,
+    batch_of,
+    bits,
+    device_of,
+    layout,
+    limit,
+    strides,
+)
 from klfast.backends.triton.math import ESTIMATORS as FORMULAS
 from klfast.backends.triton.math import LOG_LARGEST
+from klfast.backends.triton.segments import TILE
 from klfast.backends.triton.statistics import ALWAYS
 from klfast.backends.triton.tokens import Form
 from klfast.call import Choices, Numbers
 from klfast.dtypes import arithmetic_dtype
 from klfast.estimator import ESTIMATORS as NAMES
-from klfast.estimator import GRADIENTS, IMPORTANCE, NO_LIMIT
-from klfast.layout import number_of_sequences
+from klfast.estimator import GRADIENTS, IMPORTANCE
 from klfast.reduction import DENOMINATORS, RESULTS
 from klfast.stats import KLStats
 
-_SEGMENT = kernels.SEGMENT.value
-_TILE = kernels.TILE.value
-ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
+_TILE = TILE.value
 _FEW_FIELDS = ALWAYS.value
 _ALL_FIELDS = kernels.LAST_KEPT.value + 1
 """Rows of the partial results: the statistics of every call, and all."""
 _FEW, _MANY = 128, 1024  # sequences of a program that combines
 _SCALE_PROGRAMS = 1024  # enough for any device, and few to start for nothing
-DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
-
-
-def bits(number: float) -> int:
-    """A double as the integer of the same bits: Triton rounds float arguments to fp32."""
-    bits: int = struct.unpack("q", struct.pack("d", number))[0]
-    return bits
 
 
 class _Formulas(NamedTuple):
@@ -54,14 +52,9 @@ class _Formulas(NamedTuple):
     limits: tuple[int, ...]
 
 
-def _limit(limit: float) -> float:
-    """A limit of the ops as the kernels take it, infinite where absent."""
-    return math.copysign(math.inf, limit) if abs(limit) >= NO_LIMIT else limit
-
-
 @functools.cache
 def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: str) -> _Formulas:
-    cap, low, high, tail, clip = map(_limit, limits)
+    cap, low, high, tail, clip = map(limit, limits)
     form = Form(
         weighs=weighs,
         detached=IMPORTANCE[choices.importance] == "detached",
@@ -82,52 +75,6 @@ def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: st
     }
     numbers = (cap, math.log(cap), low, high, tail, clip)
     return _Formulas(functions, weighs, tuple(map(bits, numbers)))
-
-
-class _Batch(NamedTuple):
-    """A batch's shape: S sequences of T tokens, or of N in all; P slots for segments."""
-
-    sequences: int
-    width: int
-    slots: int
-    cu_seqlens: Tensor | None
-
-
-def _batch(logprobs: Tensor, cu_seqlens: Tensor | None) -> _Batch:
-    sequences, width = number_of_sequences(logprobs, cu_seqlens), logprobs.shape[-1]
-    if cu_seqlens is None:
-        return _Batch(sequences, width, sequences * max(1, -(-width // _SEGMENT)), None)
-    return _Batch(sequences, width, width // _SEGMENT + sequences, cu_seqlens)
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, int]:
-    """From a row to the next and from a token to the next, in elements."""
-    if tensor is None or tensor.dim() == 0:
-        return 0, 0
-    if tensor.dim() == 1:
-        return 0, tensor.stride(0)
-    row, column = tensor.stride()
-    return row, column
-
-
-def _layout(batch: _Batch, *tensors: Tensor | None) -> str:
-    """The ``LAYOUT`` of kernels that read these tensors."""
-    aligned = batch.cu_seqlens is None and batch.width % 8 == 0
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        row, column = _strides(tensor)
-        if column != 1:
-            return "strided"
-        aligned = aligned and row % 8 == 0 and tensor.data_ptr() % 16 == 0
-    return "aligned" if aligned else "unit"
-
-
-def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensor's GPU the current one, where kernels are launched."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def _gradient(tensor: Tensor | None, wanted: bool) -> Tensor | None:
@@ -152,7 +99,7 @@ class _Call:
         numbers: list[float],
     ) -> None:
         self.inputs = (logprobs, ref_logprobs, old_logprobs, mask)
-        self.batch = _batch(logprobs, cu_seqlens)
+        self.batch = batch_of(logprobs, cu_seqlens)
         self.scalars = (coef, normalizer)
         decoded, of_spec = Choices(*choices), Numbers(*numbers)
         self.numbers = (bits(of_spec.coef), bits(of_spec.normalizer))
@@ -212,11 +159,11 @@ class _Call:
             batch.sequences,
             batch.width,
             batch.slots,
-            *(stride for tensor in self.inputs for stride in _strides(tensor)),
-            *_strides(grad_out),
+            *(stride for tensor in self.inputs for stride in strides(tensor)),
+            *strides(grad_out),
             **self.formulas.functions,
             **self.options,
-            LAYOUT=_layout(batch, *self.inputs, per_token),
+            LAYOUT=layout(batch, *self.inputs, per_token),
             GRADIENT=gradient,
             STATISTICS=statistics,
             REWARDS=rewards,
@@ -296,9 +243,9 @@ class _Call:
                 batch.sequences,
                 batch.width,
                 batch.slots,
-                *_strides(mask),
+                *strides(mask),
                 ACC=self.options["ACC"],
-                LAYOUT=_layout(batch, mask),
+                LAYOUT=layout(batch, mask),
                 num_warps=4,
                 **DEFINED,
             )

@@ -4,13 +4,19 @@ from __future__ import annotations
 import __future__
 
 import ast
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from klfast.compat.patching.fingerprints import PatchError, fingerprint, parse
+from klfast.compat.patching.fingerprints import (
+    PatchError,
+    fingerprint,
+    fingerprint_of_tree,
+    parse,
+)
 
 Make = Callable[[Any, bool], Any]
 """(what the framework has, exact) -> what takes its place."""
@@ -78,10 +84,17 @@ def _revive(cls: type, attributes: dict[str, Any]) -> Any:
     return revived
 
 
-def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
+Blocks = Mapping[tuple[str, ...], str]
+"""Fingerprints of the known codes of an ``if`` statement, its blocks included -> the new one."""
+
+
+def rewriting(
+    statements: Mapping[str, str], namespace: Any, *, blocks: Blocks | None = None
+) -> Make:
     """The framework's function with some of its statements replaced, each found exactly once.
 
-    For code that is written inline. The new statements see the functions of ``namespace`` under the
+    For code that is written inline. Assignments are named by their text, whole ``if`` statements by
+    their fingerprints. The new statements see the functions of ``namespace`` under the
     name ``klfast``, with ``exact=True`` if that is asked for and they have an ``exact``. Line
     numbers stay, so tracebacks still point into the framework's file.
     """
@@ -90,7 +103,7 @@ def rewriting(statements: Mapping[str, str], namespace: Any) -> Make:
         tree = parse(old)
         if set(old.__code__.co_freevars) - {"__class__"}:
             raise PatchError("it must be a plain method, got a closure")
-        rewrite = _Rewrite(statements)
+        rewrite = _Rewrite(statements, blocks or {})
         function = rewrite.visit(tree).body[0]
         for statement, count in rewrite.found.items():
             if count != 1:
@@ -123,18 +136,29 @@ def _class_of(function: Any) -> type | None:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Replaces statements that read the same, and counts them."""
+    """Replaces assignments that read the same and ``if`` statements of known code; counts both."""
 
-    def __init__(self, statements: Mapping[str, str]) -> None:
+    def __init__(self, statements: Mapping[str, str], blocks: Blocks) -> None:
         self.new = {ast.unparse(ast.parse(old)): new for old, new in statements.items()}
+        self.blocks = {code: codes for codes in blocks for code in codes}
+        self.names = {codes: " or ".join(codes) for codes in blocks}
+        self.new |= {self.names[codes]: new for codes, new in blocks.items()}
         self.found = dict.fromkeys(self.new, 0)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         text = ast.unparse(node)
-        if text not in self.new:
-            return node
-        self.found[text] += 1
-        new = ast.parse(self.new[text]).body[0]
+        return self._replace(node, text) if text in self.new else node
+
+    def visit_If(self, node: ast.If) -> Any:
+        if self.blocks:
+            code = fingerprint_of_tree(ast.Module([copy.deepcopy(node)], []))
+            if code in self.blocks:
+                return self._replace(node, self.names[self.blocks[code]])
+        return self.generic_visit(node)
+
+    def _replace(self, node: ast.stmt, name: str) -> ast.stmt:
+        self.found[name] += 1
+        new = ast.parse(self.new[name]).body[0]
         for part in ast.walk(new):
             ast.copy_location(part, node)
         return new

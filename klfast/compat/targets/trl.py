@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from klfast.compat import trl, trl_trainers
-from klfast.compat.patching.replacements import replacement, replacement_of_static, rewriting
+from klfast.compat import trl, trl_sampling_trainers, trl_trainers
+from klfast.compat.patching.replacements import (
+    Blocks,
+    replacement,
+    replacement_of_static,
+    rewriting,
+)
 from klfast.compat.patching.sites import Form, Group, Site, Target, known, left_on_gpu
 
 _UTILS = "trl.trainer.utils"
@@ -19,6 +24,20 @@ _RLOO = {
         "kl = klfast.sequence_kl(old_per_token_logps, ref_per_token_logps, completion_mask)"
     ),
 }
+
+_IF_SAMPLED = "if self.use_vllm and self.vllm_importance_sampling_correction:"
+
+_SAMPLING: Blocks = {
+    ("f505af25a426686a", "4d28fa6daab326f1"): (
+        f"{_IF_SAMPLED}\n"
+        "    vllm_importance_sampling_ratio, sampling_metrics = klfast.ratio_of("
+        "self, old_per_token_logps, sampling_per_token_logps, completion_mask, tool_mask)"
+    ),
+    ("0d0e997930a1fee1", "465a565ba128e268"): (
+        f"{_IF_SAMPLED}\n    klfast.log_metrics(self, mode, sampling_metrics)"
+    ),
+}
+"""The ratio and its metrics, of TRL 1.10, and of 1.11 to 1.16."""
 
 
 _TRITON = left_on_gpu("calls TRL's Triton kernel")
@@ -68,6 +87,18 @@ _TRAINERS = Target(
                         trl_trainers.COMPUTE_LOSS,
                         trl_trainers.RELEASES,
                         trl_trainers.with_fused_kl,
+                    ),
+                ),
+            ),
+        ),
+        (
+            Site(
+                "trl.trainer.grpo_trainer:GRPOTrainer._generate_and_score_completions",
+                (
+                    Form(
+                        None,
+                        trl_trainers.RELEASES,
+                        rewriting({}, trl_sampling_trainers.GRPO, blocks=_SAMPLING),
                     ),
                 ),
             ),

@@ -11,7 +11,9 @@ from klfast.compat.patching.sites import Form, Site, Target, flash_attn, known, 
 
 _CORE = "verl.trainer.ppo.core_algos"
 _FROM_LOGITS = "verl.utils.torch_functional"
+_ROLLOUT = "verl.trainer.ppo.rollout_corr_helper"
 _ALL = "0.6 to 0.9, main"
+_NO_HELPER = "0.6.0"
 
 _MASKED_SUM = stays(f"{_FROM_LOGITS}:masked_sum", "1f6f1c6daac8a62a", _ALL)
 _MASKED_MEAN = stays(f"{_FROM_LOGITS}:masked_mean", "a833f480d14c6d78", _ALL)
@@ -41,6 +43,120 @@ def _compiled(module: ModuleType) -> str:
 
 
 _LOGPROBS = replacement(verl.logprobs_from_logits)
+
+# Up to 0.7.1 weights know no lower bound, and their metrics are of untruncated ones.
+_HAS_WEIGHTS = Site(
+    f"{_ROLLOUT}:_parse_rollout_is_threshold",
+    (Form("bd20388ad5ba265d", "0.8, 0.9, main"),),
+    absent="0.6 to 0.7.1",
+)
+_WEIGHTS = Site(
+    f"{_ROLLOUT}:compute_rollout_correction_weights",
+    (
+        Form("105f532f1cb459dd", "0.6.1"),
+        Form("34f80a64e8caf3c0", "0.7"),
+        Form(
+            "d90fee4a54301489",
+            "0.8, 0.9, main",
+            replacement(verl.compute_rollout_correction_weights),
+        ),
+    ),
+    absent=_NO_HELPER,
+)
+_WEIGHT_METRICS = Site(  # two of 0.8's are of truncated weights: klfast's are those of 0.9
+    f"{_ROLLOUT}:compute_is_metrics",
+    (
+        Form("aa5364c9360b5961", "0.6.1, 0.7"),
+        Form("f7e377483f68cd9d", "0.8"),
+        Form("19e7c8271c839bce", "0.9, main"),
+    ),
+    absent=_NO_HELPER,
+)
+_REJECTION = Site(
+    f"{_ROLLOUT}:compute_rollout_rejection_mask",
+    (
+        Form("28320bc2775fb696", "0.6.1, 0.7.0"),  # of one threshold
+        Form(
+            "55b5f1fb738aa3d8",
+            "0.7.1, 0.8, 0.9, main",
+            replacement(verl.compute_rollout_rejection_mask),
+        ),
+    ),
+    absent=_NO_HELPER,
+)
+_REJECTION_METRICS = Site(
+    f"{_ROLLOUT}:compute_rs_metrics",
+    (
+        Form("2b584d4255a770ff", "0.6.1, 0.7.0"),
+        Form("e00a87851d2d2e89", "0.7.1, 0.8, 0.9, main"),
+    ),
+    absent=_NO_HELPER,
+)
+_THRESHOLDS = Site(  # 0.9 refuses crossed ones, as klfast does
+    f"{_ROLLOUT}:_parse_rollout_rs_thresholds",
+    (
+        Form("e08a35efca422061", "0.7.1, 0.8"),
+        Form("005720822f18442b", "0.9, main"),
+    ),
+    absent="0.6, 0.7.0",
+)
+_DRIFT = Site(
+    f"{_ROLLOUT}:compute_offpolicy_metrics",
+    (
+        Form(
+            "ff8606b1800b94fe",
+            "0.6.1 to 0.9, main",
+            replacement(verl.compute_offpolicy_metrics),
+        ),
+    ),
+    absent=_NO_HELPER,
+)
+_ROLLOUT_GROUPS = (
+    (
+        _DRIFT,
+        Site(
+            f"{_ROLLOUT}:compute_rollout_corr_metrics_from_logprobs",
+            (
+                Form(
+                    "34755b63718cb82d",
+                    "0.6.1 to 0.9, main",
+                    replacement(verl.compute_rollout_corr_metrics_from_logprobs),
+                ),
+            ),
+            absent=_NO_HELPER,
+        ),
+    ),
+    (_REJECTION, _REJECTION_METRICS, _THRESHOLDS),
+    (
+        _WEIGHTS,
+        _WEIGHT_METRICS,
+        _HAS_WEIGHTS,
+        Site(
+            f"{_ROLLOUT}:compute_rollout_correction_and_rejection_mask",
+            (
+                Form("68fa5947c72e8296", "0.6.1, 0.7.0"),
+                Form(
+                    "d6452bce66806dc6",
+                    "0.8, 0.9, main",
+                    replacement(verl.compute_rollout_correction_and_rejection_mask),
+                ),
+            ),
+            absent=_NO_HELPER,
+        ),
+        Site(
+            f"{_ROLLOUT}:compute_rollout_correction_and_add_to_batch",
+            (
+                Form("ae58e11fe64a8290", "0.6.1, 0.7.0"),
+                Form(
+                    "20f386ac8c2f679f",
+                    "0.8, 0.9, main",
+                    replacement(verl.compute_rollout_correction_and_add_to_batch),
+                ),
+            ),
+            absent=_NO_HELPER,
+        ),
+    ),
+)
 
 TARGETS = (
     Target(
@@ -119,6 +235,7 @@ TARGETS = (
                     _ALL,
                 ),
             ),
+            *_ROLLOUT_GROUPS,
         ),
         exact=True,
     ),

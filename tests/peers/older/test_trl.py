@@ -12,6 +12,7 @@ from comparison import (
     every_dtype,
     logits_and_index,
 )
+from sampler import sampling_off_policy
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer import utils
 
@@ -27,7 +28,7 @@ def test_all_that_there_is_is_known(release, whole_patch):
     left = [(each.where.rpartition(":")[2], each.reason) for each in whole_patch.left]
     missing = "selective_log_softmax_and_entropy", "the installed trl has none (as TRL until 1.13)"
     assert left == ([missing] if release[2] == "1.12.0" else [])
-    assert len(whole_patch.replaced) == 10 - len(left)
+    assert len(whole_patch.replaced) == 11 - len(left)
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
@@ -41,6 +42,20 @@ def test_training_is_the_same(tmp_path, trainer):
     without = tiny.train(trainer, tmp_path / "without", steps=3, **{**options, "beta": 1e-9})
     with pytest.raises(AssertionError):  # the penalty matters for what is compared
         assert_same_training(without, theirs)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_training_on_tokens_of_another_policy_is_the_same(tmp_path, mode):
+    options = {
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_max": 1.2,
+        "configure": sampling_off_policy(),
+    }
+    theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=3, **options)
+    with klfast.compat.patch("trl"):
+        ours = tiny.train(GRPOTrainer, tmp_path / "ours", steps=3, **options)
+    assert "sampling/importance_sampling_ratio/mean" in theirs.logs[0]
+    assert_same_training(ours, theirs)
 
 
 def test_the_mixin_takes_the_release_s_trainer(tmp_path):

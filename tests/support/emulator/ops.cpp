@@ -35,6 +35,7 @@ STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
   library.impl("launches", TORCH_BOX(&launches));
   implement<Cuda>(library);
   implement_logits<CudaLogits>(library);
+  implement_rollout<CudaRollout>(library);
 }
 
 }  // namespace

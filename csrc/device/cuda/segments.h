@@ -136,4 +136,20 @@ __device__ __forceinline__ int64_t segments_of(int64_t length) {
   return length <= kSegmentTokens ? 1 : (length + kSegmentTokens - 1) / kSegmentTokens;
 }
 
+// The tiles of a segment that a warp reads, in turns with the segment's other warps, and how much
+// of the next it has read.
+struct Turns {
+  int tile;
+  int warps;
+  int done = 0;  // tokens of the tile
+
+  __device__ __forceinline__ int first() const { return tile * static_cast<int>(kTileTokens); }
+  __device__ __forceinline__ int position() const { return first() + done; }
+  __device__ __forceinline__ int end(int size) const {
+    const int end = first() + static_cast<int>(kTileTokens);
+    return size < end ? size : end;
+  }
+  __device__ __forceinline__ Turns after() const { return {tile + warps, warps}; }
+};
+
 }  // namespace klfast::cuda

@@ -1,0 +1,176 @@
+"""Draws docs/rollout.png: what presets make of a ratio, and what that costs with growing drift.
+
+``python benchmarks/rollout_picture.py``
+
+Below, a sampler draws sequences in which each word depends on the one before, and the policy is the
+sampler with growing noise on its logits. Each transition has a reward, and what is estimated is the
+policy's expected reward per token, which is known exactly; a policy gradient is such an estimate of
+each parameter's. A weight per token does not correct which words came before it, hence its bias.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast import rollout_correction, token_logprobs
+from klfast.rollout.presets import PRESETS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE = Path(__file__).parents[1] / "docs" / "rollout.png"
+
+SHOWN = ("tis", "mis", "icepop", "prime-rl", "kpop")
+"""Presets that decide on each token."""
+
+NONE, EXACT = "no correction", "sequence weight, no bounds"
+WAYS: dict[str, dict[str, Any]] = {
+    NONE: {"weight": None},
+    EXACT: {"weight": "sequence", "cap": None},
+    **{name: PRESETS[name] for name in ("tis", "icepop", "seq-tis", "prime-rl")},
+}
+
+STYLES: dict[str, dict[str, Any]] = {
+    NONE: {"color": "black", "linestyle": ":"},
+    EXACT: {"color": "#999999", "linestyle": "--"},
+    "tis": {"color": "#0072B2", "linestyle": "-"},
+    "mis": {"color": "#CC79A7", "linestyle": "--"},
+    "icepop": {"color": "#D55E00", "linestyle": "-"},
+    "prime-rl": {"color": "#009E73", "linestyle": "-."},
+    "kpop": {"color": "#56B4E9", "linestyle": "-."},
+    "seq-tis": {"color": "#E69F00", "linestyle": "--"},
+}
+
+LIKELY, RARE = 0.5, 0.01
+"""Probabilities that the sampler gave a token; a binary divergence depends on them."""
+
+SEQUENCES, LENGTH, WORDS = 50_000, 32, 12
+SCALES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+"""Standard deviations of the noise on the logits."""
+
+
+def weights_of(preset: str, x: Tensor, probability: float) -> Tensor:
+    """What a token counts whose log-ratio is x; one that cannot be (p > 1) is NaN."""
+    rollout = torch.full_like(x, math.log(probability))
+    tokens = (rollout + x)[:, None]
+    weights, mask, _ = rollout_correction(tokens, rollout[:, None], **PRESETS[preset])
+    return torch.where(tokens <= 0, weights * mask, torch.nan)[:, 0]
+
+
+def draw_weights(panel: Axes, probability: float) -> None:
+    """The weight of a token under the presets that decide on it."""
+    x = torch.linspace(-3, 3, 1201, dtype=torch.float64)
+    for i, preset in enumerate(SHOWN):
+        # Lines on top of each other show if they are a little apart.
+        shown = weights_of(preset, x, probability) + 0.02 * (i - 2)
+        panel.plot(x, shown, label=preset, linewidth=1.8, **STYLES[preset])
+    panel.plot(x, torch.exp(x), color="#bbbbbb", linewidth=1, zorder=1, label="exp(x)")
+    panel.set_ylim(-0.15, 6)
+    panel.set_xlabel("x = logprobs - rollout_logprobs, nats")
+    panel.set_title(
+        f"Weight of a token that the sampler gave {probability:g}", loc="left", fontsize=11
+    )
+    panel.grid(color="#e4e4e4", linewidth=0.8)
+    panel.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+class Draw(NamedTuple):
+    """Sequences of the sampler, [S, T] each, and the means that are known."""
+
+    logprobs: Tensor
+    rollout_logprobs: Tensor
+    reward: Tensor
+    of_policy: float
+    of_sampler: float
+
+
+def sample(scale: float) -> Draw:
+    generator = torch.Generator().manual_seed(0)
+
+    def table() -> Tensor:
+        return torch.randn(WORDS, WORDS, dtype=torch.float64, generator=generator)
+
+    rollout, noise, reward = 1.5 * table(), table(), table()
+    policy = rollout + scale * noise
+    words = [torch.zeros(SEQUENCES, dtype=torch.int64)]
+    for _ in range(LENGTH):
+        drawn = torch.multinomial(rollout[words[-1]].softmax(-1), 1, generator=generator)
+        words.append(drawn[:, 0])
+    before, after = torch.stack(words[:-1], 1), torch.stack(words[1:], 1)
+    return Draw(
+        token_logprobs(policy[before], after),
+        token_logprobs(rollout[before], after),
+        reward[before, after],
+        expected(policy, reward),
+        expected(rollout, reward),
+    )
+
+
+def expected(logits: Tensor, reward: Tensor) -> float:
+    """The mean reward per token of a policy, from the distribution of each word in turn."""
+    transition = logits.softmax(-1)
+    of_word = (transition * reward).sum(-1)
+    distribution = torch.zeros(WORDS, dtype=torch.float64)
+    distribution[0] = 1
+    total = 0.0
+    for _ in range(LENGTH):
+        total += float(distribution @ of_word)
+        distribution = distribution @ transition
+    return total / LENGTH
+
+
+def estimates(scale: float) -> tuple[float, dict[str, tuple[float, float]]]:
+    """The drift (k3 per token), and (abs(bias), standard deviation of a sequence) of each way."""
+    drawn = sample(scale)
+    found, drift = {}, 0.0
+    for name, options in WAYS.items():
+        weights, mask, stats = rollout_correction(drawn.logprobs, drawn.rollout_logprobs, **options)
+        drift = float(stats.as_dict("")["k3"])
+        weighted = drawn.reward * (mask if weights is None else weights * mask)
+        # The noise that the unweighted mean has too, which is known, is not in the error.
+        mean = float((weighted - drawn.reward).mean()) + drawn.of_sampler
+        # Over all tokens, also the rejected.
+        found[name] = (abs(mean - drawn.of_policy), float(weighted.mean(1).std()))
+    return drift, found
+
+
+def draw_estimates(bias: Axes, noise: Axes) -> None:
+    """Bias and noise of each way over the drift."""
+    points = [estimates(scale) for scale in SCALES]
+    drifts = [drift for drift, _ in points]
+    for name in points[0][1]:
+        for panel, which in ((bias, 0), (noise, 1)):
+            values = [found[name][which] for _, found in points]
+            panel.plot(drifts, values, label=name, linewidth=1.8, marker="o", **STYLES[name])
+    for panel, title in (
+        (bias, "Bias of the mean reward: what more data does not mend"),
+        (noise, "Standard deviation of one sequence's estimate"),
+    ):
+        panel.set_title(title, loc="left", fontsize=11)
+        panel.set_xlabel("drift: KL(rollout || policy) by k3, nats per token")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.grid(color="#e4e4e4", linewidth=0.8)
+        panel.legend(frameon=False, fontsize=9)
+
+
+def draw() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 9.5), dpi=110, layout="constrained")
+    axes = figure.subplots(2, 2)
+    draw_weights(axes[0][0], LIKELY)
+    draw_weights(axes[0][1], RARE)
+    draw_estimates(*axes[1])
+    for panel in axes.flat:
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PICTURE)
+
+
+if __name__ == "__main__":
+    draw()

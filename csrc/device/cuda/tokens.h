@@ -1,0 +1,118 @@
+// A warp's tokens of a segment in inputs of any dtype, stride and alignment: which lane has which,
+// and loads of its chunks.
+
+#pragma once
+
+#include "device/cuda/load.h"
+#include "device/cuda/segments.h"
+
+namespace klfast::cuda {
+
+// The tokens of a lane's chunk in a smooth segment: 16 bytes.
+template <typename T>
+inline constexpr int kSmoothWidth = 16 / static_cast<int>(sizeof(typename Source<T>::Element));
+
+// How a segment lies in memory: kAligned and kShifted are smooth (smooth.h).
+enum class Layout {
+  kAny,
+  kShifted,  // every input is dense, and the mask of bools
+  kAligned   // and vectors of every input are aligned
+};
+
+__device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
+                                             const Segment& segment) {
+  return batch.packed()
+             ? (segment.start + segment.position) * view.column_stride
+             : segment.sequence * view.row_stride + segment.position * view.column_stride;
+}
+
+// The layout of an input that has chunks of W elements.
+template <typename T, int W>
+__device__ __forceinline__ Layout layout_of(const View& view, int64_t offset) {
+  if (view.column_stride != 1) return Layout::kAny;
+  const T* const first = static_cast<const T*>(view.data) + offset;
+  return reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0 ? Layout::kAligned
+                                                                         : Layout::kShifted;
+}
+
+__device__ __forceinline__ Layout lesser(Layout a, Layout b) { return b < a ? b : a; }
+
+// The place of a lane in a segment.
+struct Place {
+  int position;  // of the lane's first token
+  int end;       // of the warp's tokens
+};
+
+// A chunk of any dtype, converted.
+template <bool kAnyDtype, typename Acc, int W>
+__device__ __forceinline__ void load_converted(const View& view, int64_t offset, int size,
+                                               const Place& at, Chunk<Acc, W>& values) {
+  offset = opaque(offset);
+  visit_dtype(view.dtype, [&](auto zero) {
+    using From = decltype(zero);
+    if constexpr (kAnyDtype || is_floating<From>) {
+      const Row<From> row = {static_cast<const From*>(view.data) + offset, view.column_stride,
+                             size};
+      const Chunk<From, W> chunk = load_chunk<From, W, false>(row, at.position, at.end);
+#pragma unroll
+      for (int i = 0; i < W; ++i) values.element[i] = convert<Acc>(chunk.element[i]);
+    }
+  });
+}
+
+// A chunk as loaded: it is converted later, so that all inputs are requested before the first is
+// used. Under AnyDtype it is converted at once.
+template <typename T, int W>
+__device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const View& view,
+                                                                       int64_t offset, int size,
+                                                                       const Place& at) {
+  if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
+    const Row<T> row = {static_cast<const T*>(view.data) + offset, view.column_stride, size};
+    return load_chunk<T, W>(row, at.position, at.end);
+  } else {
+    Chunk<typename Source<T>::Element, W> chunk;
+    load_converted<false>(view, offset, size, at, chunk);
+    return chunk;
+  }
+}
+
+// The weights of a chunk: the mask, or ones; zeros beyond the sequence's end.
+template <typename Acc, int W>
+__device__ __forceinline__ void load_weights(const View& mask, const int64_t& offset,
+                                             const int& size, const Place& at,
+                                             Chunk<Acc, W>& weights) {
+  if (mask.data != nullptr) {
+    return load_converted<true>(mask, offset, size, at, weights);
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < size ? Acc(1) : Acc(0);
+}
+
+// Element i of a chunk, without indexing registers at run time.
+template <typename Acc, int W>
+__device__ __forceinline__ Acc pick(const Chunk<Acc, W>& chunk, int i) {
+  Acc picked = chunk.element[0];
+#pragma unroll
+  for (int j = 1; j < W; ++j) picked = i == j ? chunk.element[j] : picked;
+  return picked;
+}
+
+template <typename Acc, int W>
+__device__ __forceinline__ void replace(Chunk<Acc, W>& chunk, int i, Acc value) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) chunk.element[j] = i == j ? value : chunk.element[j];
+}
+
+// Calls visit(span, place) for every chunk of a lane in [first, end). The span is read from shared
+// memory again for each chunk: that saves a dozen registers, and so leaves room for more warps.
+template <int W, typename Span, typename Visitor>
+__device__ __forceinline__ void visit_chunks(const Span& span, int first, int end,
+                                             const Visitor& visit) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll 1
+  for (int done = first; done < end; done += kWarp * W) {
+    visit(opaque(&span), Place{done + lane * W, done + kWarp * W});
+  }
+}
+
+}  // namespace klfast::cuda

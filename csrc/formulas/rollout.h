@@ -1,0 +1,189 @@
+// What is computed of a token between sampler and trainer, in forms that cancel nothing near
+// x = logprobs - rollout_logprobs = 0. klfast/rollout/formulas.py has the textbook's.
+//
+// Host and device, for float and double, no torch. To add a statistic of a rule, write its struct
+// and add it to the table at the end.
+
+#pragma once
+
+#include "formulas/list.h"
+#include "math/log_series.h"
+
+namespace klfast::rollout {
+
+using namespace klfast::math;
+
+inline constexpr double kExponentLimit = 20;      // nats: exponentials saturate there
+inline constexpr double kLeastComplement = 1e-8;  // the least 1 - p of a binary divergence
+
+// A token of which both log-probs are finite. All are 0 of any other token.
+template <typename T>
+struct Pair {
+  T logprob;
+  T rollout_logprob;
+  T x;
+};
+
+// The absolute value, on a device as a part of the instruction that uses it.
+template <typename T>
+KLFAST_HOST_DEVICE T absolute(T x) {
+#ifdef __CUDA_ARCH__
+  return fabs(x);
+#else
+  return magnitude(x);
+#endif
+}
+
+// The exponentials of an x with |x| <= 1.
+template <typename T>
+struct NearExponentials {
+  T growth;               // e^x - 1
+  T k3;                   // e^x - 1 - x
+  SeriesParts<T> series;  // (e^x - 1 - x) / x^2
+
+  // e^|x| - 1 - |x|, over x^2.
+  KLFAST_HOST_DEVICE T rest_of_error(T x) const { return series.at(absolute(x)); }
+};
+
+template <typename T>
+KLFAST_HOST_DEVICE NearExponentials<T> near_exponentials_of(T x) {
+  const SeriesParts<T> series = series_parts(x);
+  const T squared = x * x, of_x = series.at(x);
+#ifdef __CUDA_ARCH__
+  const T k3 = squared * of_x;
+  return {x + k3, k3, series};
+#else
+  // Not one product for both: a host compiler would contract it into a sum that follows in one
+  // kernel and not in another.
+  return {fma(squared, of_x, x), x * (x * of_x), series};
+#endif
+}
+
+// The exponentials of a token's x, limited to 20 nats.
+template <typename T>
+struct Exponentials {
+  T ratio;   // e^x
+  T growth;  // e^x - 1
+  T k3;      // e^x - 1 - x, where x is limited above alone
+  T error;   // e^|x| - 1
+};
+
+// One reduction and one series serve e^x and e^-x.
+template <Range range, typename T>
+KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
+  if constexpr (range == Range::kNear) {
+    const NearExponentials<T> e = near_exponentials_of(x);
+    return {T(1) + e.growth, e.growth, e.k3, absolute(x) + x * x * e.rest_of_error(x)};
+  }
+  using C = Constants<T>;
+  const T limit = T(kExponentLimit);
+  const T y = clamp(x, -limit, limit);
+  // y = n ln2 + r, with n = 0 where |y| is 1 at most.
+  const bool near = is_near(y);
+  const T shifted = select(near, T(0), y * C::kLog2E) + C::kRound;
+  const auto n = bit_cast<typename C::Bits>(shifted) - bit_cast<typename C::Bits>(T(C::kRound));
+  const T n_float = shifted - C::kRound;
+  const T r = fma(-n_float, T(C::kLn2Low), y - n_float * C::kLn2High);
+  const NearExponentials<T> e = near_exponentials_of(r);
+  const T power = power_of_two<T>(n), inverse = power_of_two<T>(-n);
+  const T growth = fma(power, e.growth, power - T(1));
+  const T shrinkage = r * r * e.series.at(-r) - r;  // e^-r - 1
+  const T error = select(y < T(0), fma(inverse, shrinkage, inverse - T(1)), growth);
+  return {power * (T(1) + e.growth), growth, select(near, e.k3, growth - at_most(x, limit)), error};
+}
+
+// e^x - 1 - x, where x is limited above alone.
+template <typename T>
+KLFAST_HOST_DEVICE T k3_of(T x) {
+  return expm1_minus_argument<Range::kAnywhere>(at_most(x, T(kExponentLimit)));
+}
+
+// e^2x - 1.
+template <typename T>
+KLFAST_HOST_DEVICE T chi2_of(T growth) {
+  return growth * (growth + T(2));
+}
+
+// 1 - e^log_p, the probability of any other token, as far as a divergence takes it.
+template <typename T>
+KLFAST_HOST_DEVICE T complement(T log_p) {
+  const T rest = -expm1<Range::kAnywhere>(log_p);
+  return select(rest < T(kLeastComplement), T(kLeastComplement), rest);
+}
+
+// |e^log_p - e^log_q| of log-probs up to 0.
+template <typename T>
+KLFAST_HOST_DEVICE T binary_tv(T log_p, T log_q) {
+  const T larger = select(log_p > log_q, log_p, log_q);
+  return exp<Range::kAnywhere>(larger) * -expm1<Range::kAnywhere>(-magnitude(log_p - log_q));
+}
+
+// p log(p / q) + (1 - p) log((1 - p) / (1 - q)) of log-probs up to 0, never negative. With
+// u = (q - p) / (1 - q) it is p (e^-x - 1 + x) + (q - p) u + (1 - p) (log(1 + u) - u), of which no
+// term is larger than the sum by more than a small factor.
+template <typename T>
+KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
+  const T x = log_p - log_q, p = exp<Range::kAnywhere>(log_p);
+  const T rest_p = complement(log_p), rest_q = complement(log_q);
+  const T least = select(rest_p < rest_q, rest_p, rest_q);
+  const bool limited = least <= T(kLeastComplement);  // not p and q's own
+  const T tv = binary_tv(log_p, log_q);
+  const T gap = select(limited, rest_p - rest_q, select(x > T(0), -tv, tv));  // q - p
+  const T u = gap / rest_q;
+  const bool is_close = magnitude(u) <= T(0.5);
+  const T near_u = select(is_close, u, T(0)), near_x = select(x < T(-1), T(0), x);
+  // Its sum with q - p where a complement is limited, or e^-x is large; nothing cancels there.
+  const T apart = p * x + gap;
+  const T near_first = p * expm1_minus_argument<Range::kAnywhere>(-near_x);
+  const T first = select(x < T(-1), apart, select(limited, apart, near_first));
+  const T close = first + gap * near_u + rest_p * log1p(near_u).minus_argument;
+  const T far = p * x + rest_p * log(rest_p / rest_q);
+  const T kl = select(is_close, close, far);
+  return select(kl > T(0), kl, T(0));
+}
+
+// Statistics of rules.
+#define KLFAST_STATISTIC \
+  template <typename T>  \
+  static KLFAST_HOST_DEVICE T at([[maybe_unused]] const Pair<T>& token, [[maybe_unused]] T k3)
+
+struct of_k1 {
+  KLFAST_STATISTIC { return token.x; }
+};
+
+struct of_abs {
+  KLFAST_STATISTIC { return magnitude(token.x); }
+};
+
+struct of_k2 {
+  KLFAST_STATISTIC { return T(0.5) * token.x * token.x; }
+};
+
+struct of_k3 {
+  KLFAST_STATISTIC { return k3; }
+};
+
+struct of_binary_kl {
+  KLFAST_STATISTIC {
+    return binary_kl(at_most(token.rollout_logprob, T(0)), at_most(token.logprob, T(0)));
+  }
+};
+
+struct of_binary_kl_reverse {
+  KLFAST_STATISTIC {
+    return binary_kl(at_most(token.logprob, T(0)), at_most(token.rollout_logprob, T(0)));
+  }
+};
+
+struct of_binary_tv {
+  KLFAST_STATISTIC {
+    return binary_tv(at_most(token.logprob, T(0)), at_most(token.rollout_logprob, T(0)));
+  }
+};
+
+#undef KLFAST_STATISTIC
+
+// In the order of klfast.rollout.formulas.TOKEN_STATISTICS.
+using Table = List<of_k1, of_abs, of_k2, of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv>;
+
+}  // namespace klfast::rollout

@@ -1,0 +1,70 @@
+// The call of the kernels between sampler and trainer. No torch.
+
+#pragma once
+
+#include "tensors/view.h"
+
+namespace klfast::rollout {
+
+// In the order of klfast.rollout.call.WEIGHTS and OUTSIDE, klfast.rollout.rejection.OVER.
+enum class Weight { kNone, kToken, kSequence, kGeometric };
+enum class Outside { kTruncate, kMask };
+enum class Over { kToken, kSum, kMean, kGreatest, kLeast };
+
+// A rule that rejects. Absent bounds are infinite.
+struct Rule {
+  int formula = 0;  // index into Table
+  Over over = Over::kToken;
+  bool outward_only = false;
+  double low = 0;
+  double high = 0;
+};
+
+inline constexpr int kMostRules = 40;  // eight statistics, each over five things
+
+// A token's weight is e^u, u by `weight`. Absent bounds on u are infinite.
+struct Options {
+  Weight weight = Weight::kToken;
+  Outside outside = Outside::kTruncate;
+  double log_floor = 0;
+  double log_cap = 0;
+  double log_least = 0;  // below it a weight is counted
+  double floor = 0;
+  double cap = 0;
+  int rules_count = 0;
+  Rule rules[kMostRules];
+
+  KLFAST_HOST_DEVICE bool weighs_sequences() const {
+    return weight == Weight::kSequence || weight == Weight::kGeometric;
+  }
+  KLFAST_HOST_DEVICE bool judges_sequences() const {
+    for (int i = 0; i < rules_count; ++i) {
+      if (rules[i].over != Over::kToken) return true;
+    }
+    return false;
+  }
+};
+
+struct Inputs {
+  Batch batch;
+  View logprobs;
+  View rollout_logprobs;
+  View mask;
+  View advantages;  // per token, or [1, S]
+  bool has_advantage_per_token = false;
+  bool is_double = false;
+  Options options;
+};
+
+struct Outputs {
+  Output weights;         // arithmetic's type; absent for Weight::kNone
+  Output mask;            // the mask's dtype; bools without a mask
+  void* table = nullptr;  // [rows_of(rules), S] in arithmetic's type
+};
+
+struct Call {
+  Inputs in;
+  Outputs out;
+};
+
+}  // namespace klfast::rollout

@@ -1,0 +1,778 @@
+// The fused pass over the tokens of a segment between sampler and trainer. setup.py compiles this
+// file once per instruction set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at
+// the end is internal to each copy.
+//
+// Tokens are evaluated in groups of kLanes. A group is *near* if every |x| is 1 at most, no bound
+// on a weight can act on any, and its mask holds zeros and ones: few sums then say everything, as
+// e^x, its square and their sums follow from those of e^x - 1. Other groups take every formula. The
+// tokens of a group alone decide which it is, so that no layout changes a bit.
+//
+// Near groups are added several at a time: a sum that is loaded and stored for every group costs as
+// much as the arithmetic.
+
+#include "rollout/cpu_kernel.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "device/cpu/ahead.h"
+#include "device/cpu/instruction_set_table.h"
+#include "device/cpu/lanes.h"
+#include "device/cpu/tiles.h"
+#include "rollout/token_bounds.h"
+#include "rollout/totals.h"
+
+namespace klfast::cpu {
+namespace {
+
+using math::magnitude;
+using math::Range;
+using math::select;
+using rollout::Call;
+using rollout::How;
+using rollout::Inputs;
+using rollout::Options;
+using rollout::Outside;
+using rollout::Rule;
+using rollout::TokenBounds;
+
+// Tokens that are added in the arithmetic's type before their sums are added in double.
+constexpr int64_t kTileTokens = 1024;
+
+// The sums of lanes. Of near groups, weights are e^x.
+enum LaneRow {
+  kLogprobs,
+  kK1,
+  kAbs,
+  kSquares,  // of x
+  kK3,
+  kError,
+  kNearLength,
+  kNearGrowth,  // e^x - 1
+  kNearGrowthSquares,
+  kNearLeast,
+  kNearGreatest,
+  kNearRows,
+  // Of groups that are not near.
+  kFarLength = kNearRows,
+  kFarTokens,
+  kFarNonfinite,
+  kFarCounted,
+  kFarRatio,
+  kFarChi2,
+  kFarWeight,
+  kFarWeightSquares,
+  kFarWeightDeviation,
+  kFarBelow,
+  kFarAbove,
+  kFarOutside,
+  kFarLeast,
+  kFarLeastWeight,
+  kFarGreatest,
+  kFarGreatestWeight,
+  kFarRows,
+  // Of rules.
+  kLost = kFarRows,
+  kLostTokens,
+  kLaneRows
+};
+
+How how_of_lanes(int row) {
+  if (row == kNearLeast || row == kFarLeast || row == kFarLeastWeight) return How::kLeast;
+  if (row == kNearGreatest || row == kFarGreatest || row == kFarGreatestWeight) {
+    return How::kGreatest;
+  }
+  if (row < kLaneRows) return How::kSum;
+  return rollout::how_of(row - kLaneRows + rollout::kTotals);
+}
+
+template <typename T>
+struct alignas(64) Lanes {
+  T at[kLanes];
+};
+
+// The sums of a segment by lane, and those of the tile that is being read.
+template <typename Acc>
+class Sums {
+ public:
+  // In the scratch memory of a kernel. A container that may throw would bring symbols that copies
+  // of this file for other processors share.
+  Sums(int rules, CacheLine* scratch)
+      : rows_(kLaneRows + rules * rollout::kRuleTotals),
+        segment_(reinterpret_cast<Lanes<double>*>(scratch)),
+        tile_(reinterpret_cast<Lanes<Acc>*>(segment_ + rows_)) {
+    static_assert(2 * sizeof(Lanes<double>) * kLaneRows <=
+                  kScratchLines * sizeof(CacheLine) * rollout::kTotals);
+    static_assert(2 * sizeof(Lanes<double>) <= kScratchLines * sizeof(CacheLine));
+    for (int row = 0; row < rows_; ++row) {
+      const double empty = rollout::empty_of(how_of_lanes(row));
+      std::fill_n(tile_[row].at, kLanes, static_cast<Acc>(empty));
+      std::fill_n(segment_[row].at, kLanes, empty);
+    }
+  }
+
+  Lanes<Acc>* tile() { return tile_; }
+
+  // Adds rows [first, last) of the tile to the segment's, and empties them.
+  void flush(int first, int last) {
+    for (int row = first; row < last; ++row) {
+      Acc* const lanes = tile_[row].at;
+      double* const wide = segment_[row].at;
+      switch (how_of_lanes(row)) {
+        case How::kSum:
+          cpu::flush<math::Sum>(lanes, wide);
+          break;
+        case How::kLeast:
+          cpu::flush<math::Minimum>(lanes, wide);
+          break;
+        case How::kGreatest:
+          cpu::flush<math::Maximum>(lanes, wide);
+          break;
+      }
+    }
+  }
+  int rows() const { return rows_; }
+
+  double total(int row) {
+    switch (how_of_lanes(row)) {
+      case How::kLeast:
+        return combine_lanes<math::Minimum>(segment_[row].at);
+      case How::kGreatest:
+        return combine_lanes<math::Maximum>(segment_[row].at);
+      default:
+        return combine_lanes<math::Sum>(segment_[row].at);
+    }
+  }
+
+ private:
+  const int rows_;
+  Lanes<double>* const segment_;
+  Lanes<Acc>* const tile_;
+};
+
+constexpr int64_t kTogether = 4;  // near groups
+
+// Groups in the arithmetic's type; log-probs and x are 0 where a token is masked, in groups that
+// are not near also where it is not counted.
+template <typename Acc>
+struct Groups {
+  alignas(64) Acc logprobs[kTogether * kLanes];
+  alignas(64) Acc x[kTogether * kLanes];
+  alignas(64) Acc weights[kTogether * kLanes];  // of the mask
+};
+
+// What rules need of a group beside that.
+template <typename Acc>
+struct Judged {
+  using Bits = typename math::Constants<Acc>::Bits;
+  alignas(64) Acc rollout_logprobs[kLanes];
+  alignas(64) Acc counted[kLanes];  // the mask's weight where counted, else 0
+  alignas(64) Bits lost[kLanes];    // 1 where a kept token is not counted, or a rule rejects it
+};
+
+// Whether weights are zeros and ones.
+template <typename Acc>
+KLFAST_HOST_DEVICE bool are_zeros_and_ones(const Acc* weights) {
+  typename math::Constants<Acc>::Bits others = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    others |= (weights[lane] != Acc(0)) & (weights[lane] != Acc(1));
+  }
+  return others == 0;
+}
+
+// Adds `n` near groups, and writes their weights e^x, 0 where masked. The order of a lane's sum is
+// that of the groups, whatever n is.
+template <int n, typename Acc>
+KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, const Acc* weights,
+                                 Lanes<Acc>* sums, Acc* to) {
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    Acc of_logprobs = sums[kLogprobs].at[lane], of_x = sums[kK1].at[lane],
+        of_abs = sums[kAbs].at[lane], squares = sums[kSquares].at[lane], of_k3 = sums[kK3].at[lane],
+        error = sums[kError].at[lane], length = sums[kNearLength].at[lane],
+        growth = sums[kNearGrowth].at[lane], growth_squares = sums[kNearGrowthSquares].at[lane],
+        least = sums[kNearLeast].at[lane], greatest = sums[kNearGreatest].at[lane];
+    const auto add = [&](int64_t i) KLFAST_INLINE_LAMBDA {
+      const Acc x = log_ratios[i], weight = weights[i];
+      const bool kept = weight != Acc(0);
+      const auto e = rollout::exponentials_of<Range::kNear>(x);
+      to[i] = select(kept, e.ratio, Acc(0));
+      of_logprobs += logprobs[i];
+      of_x += x;
+      of_abs += magnitude(x);
+      squares += x * x;
+      of_k3 += e.k3;
+      error += e.error;
+      length += weight;
+      growth += e.growth;
+      growth_squares += e.growth * e.growth;
+      least = math::Minimum::combine(least, select(kept, x, Acc(INFINITY)));
+      greatest = math::Maximum::combine(greatest, select(kept, x, Acc(-INFINITY)));
+    };
+    add(lane);
+    if constexpr (n > 1) add(lane + kLanes);
+    if constexpr (n > 2) add(lane + 2 * kLanes);
+    if constexpr (n > 3) add(lane + 3 * kLanes);
+    static_assert(n <= 4);
+    sums[kLogprobs].at[lane] = of_logprobs;
+    sums[kK1].at[lane] = of_x;
+    sums[kAbs].at[lane] = of_abs;
+    sums[kSquares].at[lane] = squares;
+    sums[kK3].at[lane] = of_k3;
+    sums[kError].at[lane] = error;
+    sums[kNearLength].at[lane] = length;
+    sums[kNearGrowth].at[lane] = growth;
+    sums[kNearGrowthSquares].at[lane] = growth_squares;
+    sums[kNearLeast].at[lane] = least;
+    sums[kNearGreatest].at[lane] = greatest;
+  }
+}
+
+// Adds any group, of which it writes log-probs and x of counted tokens. Returns whether a kept
+// token is not counted. Not inlined: its constants would take the registers of the loop over
+// groups.
+template <typename Acc>
+__attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc* a, const Acc* b,
+                                       const Acc* weights, Acc* logprobs, Acc* log_ratios,
+                                       Judged<Acc>& group, Lanes<Acc>* sums, Acc* to) {
+  using Bits = typename math::Constants<Acc>::Bits;
+  Bits any_lost = 0;
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Acc weight = weights[lane], difference = a[lane] - b[lane];
+    const bool kept = weight != Acc(0);
+    const bool counted = kept & (magnitude(difference) < Acc(INFINITY));
+    const Bits lost = kept & !counted;
+    const Acc x = select(counted, difference, Acc(0));
+    const Acc logprob = select(counted, a[lane], Acc(0));
+    const Acc m = select(counted, weight, Acc(0));
+    const auto e = rollout::exponentials_of<Range::kAnywhere>(x);
+    log_ratios[lane] = x;
+    logprobs[lane] = logprob;
+    group.counted[lane] = m;
+    group.lost[lane] = lost;
+    any_lost |= lost;
+
+    const rollout::TokenWeight<Acc> of_token = rollout::token_weight(bounds, x, e);
+    const Acc value = of_token.value, deviation = of_token.deviation;
+    to[lane] = select(counted, value, Acc(0));
+
+    const auto add = [&](int row, Acc term) KLFAST_INLINE_LAMBDA { sums[row].at[lane] += term; };
+    const auto count = [&](int row, bool condition) KLFAST_INLINE_LAMBDA {
+      sums[row].at[lane] += select(condition, Acc(1), Acc(0));
+    };
+    const auto extremes = [&](int least, int greatest, Acc number) KLFAST_INLINE_LAMBDA {
+      sums[least].at[lane] =
+          math::Minimum::combine(sums[least].at[lane], select(counted, number, Acc(INFINITY)));
+      sums[greatest].at[lane] =
+          math::Maximum::combine(sums[greatest].at[lane], select(counted, number, Acc(-INFINITY)));
+    };
+    add(kLogprobs, m * logprob);
+    add(kK1, m * x);
+    add(kAbs, m * magnitude(x));
+    add(kSquares, m * (x * x));
+    add(kK3, m * e.k3);
+    add(kError, m * e.error);
+    add(kFarLength, weight);
+    count(kFarTokens, kept);
+    count(kFarNonfinite, kept & !counted);
+    add(kFarCounted, m);
+    add(kFarRatio, m * e.ratio);
+    add(kFarChi2, m * rollout::chi2_of(e.growth));
+    add(kFarWeight, m * value);
+    add(kFarWeightSquares, m * (value * value));
+    add(kFarWeightDeviation, m * (deviation * deviation));
+    count(kFarBelow, counted & (of_token.below != 0));
+    count(kFarAbove, counted & (of_token.above != 0));
+    count(kFarOutside, counted & (of_token.outside != 0));
+    extremes(kFarLeast, kFarGreatest, x);
+    extremes(kFarLeastWeight, kFarGreatestWeight, value);
+  }
+  return any_lost != 0;
+}
+
+// Adds a rule's numbers of a group, and marks what a rule over tokens rejects. `rises` says where
+// an advantage is positive, of a rule that is outward_only.
+template <typename F, typename Acc>
+__attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, const Acc* logprobs,
+                                        const Acc* log_ratios, Judged<Acc>& group,
+                                        Lanes<Acc>* sums) {
+  using namespace rollout;
+  using Bits = typename math::Constants<Acc>::Bits;
+  const Acc low = static_cast<Acc>(rule.low), high = static_cast<Acc>(rule.high);
+  alignas(64) Acc numbers[kLanes];
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Pair<Acc> pair = {logprobs[lane], group.rollout_logprobs[lane], log_ratios[lane]};
+    const Acc number = F::at(pair, k3_of(pair.x));
+    const Acc m = group.counted[lane];
+    const bool counted = m != Acc(0);
+    numbers[lane] = number;
+    sums[kRuleTotal].at[lane] += m * number;
+    sums[kRuleLeast].at[lane] =
+        math::Minimum::combine(sums[kRuleLeast].at[lane], select(counted, number, Acc(INFINITY)));
+    sums[kRuleGreatest].at[lane] = math::Maximum::combine(sums[kRuleGreatest].at[lane],
+                                                          select(counted, number, Acc(-INFINITY)));
+  }
+  if (rule.over != Over::kToken) return;
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const Acc number = numbers[lane], m = group.counted[lane], x = log_ratios[lane];
+    const bool counted = m != Acc(0);
+    const bool below = counted & (number < low), above = counted & (number > high);
+    const bool rising = rises[lane] != Acc(0);
+    const bool outward = (!rule.outward_only) | (rising & (x > Acc(0))) | (!rising & (x < Acc(0)));
+    const Acc bounded = math::clamp(number, low, high);
+    group.lost[lane] |= static_cast<Bits>((below | above) & outward);
+    sums[kRuleBelow].at[lane] += select(below, Acc(1), Acc(0));
+    sums[kRuleAbove].at[lane] += select(above, Acc(1), Acc(0));
+    sums[kRuleBounded].at[lane] += m * bounded;
+    sums[kRuleBoundedSquares].at[lane] += m * (bounded * bounded);
+  }
+}
+
+// Applies all rules to a group, of which log-probs under the rollout policy are still to be loaded.
+// Returns whether a kept token is lost.
+template <typename Acc>
+bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc* logprobs,
+               const Acc* log_ratios, Judged<Acc>& group, Lanes<Acc>* sums) {
+  using Bits = typename math::Constants<Acc>::Bits;
+  alignas(64) Bits nonfinite[kLanes];
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    nonfinite[lane] = group.lost[lane];
+    group.rollout_logprobs[lane] = select(group.counted[lane] != Acc(0), b[lane], Acc(0));
+  }
+  for (int i = 0; i < options.rules_count; ++i) {
+    const Rule& rule = options.rules[i];
+    Lanes<Acc>* const of_rule = sums + kLaneRows + i * rollout::kRuleTotals;
+    visit_row(rollout::Table(), rule.formula, [&](auto formula) {
+      add_rule<decltype(formula)>(rule, rises, logprobs, log_ratios, group, of_rule);
+    });
+  }
+  Bits any = 0;
+#pragma GCC ivdep
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    any |= group.lost[lane];
+    const bool lost = (group.lost[lane] & ~nonfinite[lane]) != 0;
+    sums[kLost].at[lane] += select(lost, group.counted[lane], Acc(0));
+    sums[kLostTokens].at[lane] += select(lost, Acc(1), Acc(0));
+  }
+  return any != 0;
+}
+
+// The place of a tile in the inputs.
+struct Tile {
+  int64_t row;
+  int64_t column;
+  int64_t index;  // among all tokens
+  int64_t size;
+  int64_t padded;  // size rounded up to whole groups
+};
+
+Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
+  const int64_t size = std::min(kTileTokens, segment.length - done);
+  const int64_t position = segment.position + done;
+  return {batch.row(segment.sequence), batch.column(segment.sequence, position),
+          batch.start(segment.sequence) + position, size, (size + kLanes - 1) / kLanes * kLanes};
+}
+
+template <typename Acc>
+const Acc* load(const View& view, const Tile& tile, Acc* buffer) {
+  return load_tile(view, tile.row, tile.column, tile.size, tile.padded, buffer);
+}
+
+// The weights of a tile: the mask, or ones; zeros beyond its size.
+template <typename Acc>
+const Acc* load_weights(const View& mask, const Tile& tile, Acc* buffer) {
+  if (mask.data != nullptr) return load(mask, tile, buffer);
+  std::fill(buffer, buffer + tile.size, Acc(1));
+  std::fill(buffer + tile.size, buffer + tile.padded, Acc(0));
+  return buffer;
+}
+
+// 1 where a token's advantage is positive, else 0.
+template <typename Acc>
+void load_rises(const Inputs& in, const Segment& segment, const Tile& tile, Acc* rises) {
+  const View& view = in.advantages;
+  if (view.data == nullptr) return;
+  const bool per_token = in.has_advantage_per_token;
+  visit_dtype(view.dtype, [&](auto zero) {
+    using From = decltype(zero);
+    using Number = std::conditional_t<std::is_same_v<From, double>, double, float>;
+    const From* const data = static_cast<const From*>(view.data);
+    for (int64_t i = 0; i < tile.size; ++i) {
+      const int64_t at = per_token
+                             ? tile.row * view.row_stride + (tile.column + i) * view.column_stride
+                             : segment.sequence * view.column_stride;
+      rises[i] = convert<Number>(data[at]) > Number(0) ? Acc(1) : Acc(0);
+    }
+  });
+}
+
+// Writes the mask of a tile: the given one, 0 where a token is lost. `lost` is null if none is.
+void store_mask(const View& mask, const Tile& tile, const uint8_t* lost, const Output& to) {
+  if (mask.data == nullptr) {
+    uint8_t* const bools = static_cast<uint8_t*>(to.data) + tile.index;
+    for (int64_t i = 0; i < tile.size; ++i) bools[i] = lost == nullptr || lost[i] == 0;
+    return;
+  }
+  visit_dtype(mask.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const T* const from = static_cast<const T*>(mask.data) + tile.row * mask.row_stride +
+                          tile.column * mask.column_stride;
+    T* const kept = static_cast<T*>(to.data) + tile.index;
+    if (lost == nullptr && mask.column_stride == 1) {
+      std::copy_n(from, tile.size, kept);
+      return;
+    }
+    for (int64_t i = 0; i < tile.size; ++i) {
+      kept[i] = lost != nullptr && lost[i] != 0 ? T{} : from[i * mask.column_stride];
+    }
+  });
+}
+
+bool are_bools(const View& mask) { return mask.data == nullptr || mask.dtype == DType::kBool; }
+
+bool can_be_bad(const View& mask) { return !are_bools(mask) && mask.dtype != DType::kUInt8; }
+
+template <typename Acc>
+bool any_bad(const Acc* weights, int64_t n) {
+  int bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= !(weights[i] >= Acc(0) && weights[i] < Acc(INFINITY));
+  return bad != 0;
+}
+
+template <typename Acc>
+void write_totals(Sums<Acc>& sums, int rules, double* totals) {
+  double lanes[kLaneRows];
+  for (int row = 0; row < kLaneRows; ++row) lanes[row] = sums.total(row);
+  const double length = lanes[kNearLength], growth = lanes[kNearGrowth];
+  const double growth_squares = lanes[kNearGrowthSquares];
+  const auto near_weight = [&](int row, double none) {
+    return length > 0 ? math::exp<Range::kNear>(lanes[row]) : none;
+  };
+  totals[rollout::kLength] = length + lanes[kFarLength];
+  totals[rollout::kTokens] = length + lanes[kFarTokens];
+  totals[rollout::kNonfinite] = lanes[kFarNonfinite];
+  totals[rollout::kCounted] = length + lanes[kFarCounted];
+  totals[rollout::kLost] = lanes[kLost];
+  totals[rollout::kLostTokens] = lanes[kLostTokens];
+  totals[rollout::kLogprobs] = lanes[kLogprobs];
+  totals[rollout::kK1] = lanes[kK1];
+  totals[rollout::kAbs] = lanes[kAbs];
+  totals[rollout::kK2] = 0.5 * lanes[kSquares];
+  totals[rollout::kK3] = lanes[kK3];
+  totals[rollout::kRatio] = lanes[kFarRatio] + (length + growth);
+  totals[rollout::kChi2] = lanes[kFarChi2] + (growth_squares + 2 * growth);
+  totals[rollout::kError] = lanes[kError];
+  totals[rollout::kWeight] = lanes[kFarWeight] + (length + growth);
+  totals[rollout::kWeightSquares] =
+      lanes[kFarWeightSquares] + (length + (growth_squares + 2 * growth));
+  totals[rollout::kWeightDeviation] = lanes[kFarWeightDeviation] + growth_squares;
+  totals[rollout::kBelow] = lanes[kFarBelow];
+  totals[rollout::kAbove] = lanes[kFarAbove];
+  totals[rollout::kOutside] = lanes[kFarOutside];
+  totals[rollout::kLeast] = std::min(lanes[kNearLeast], lanes[kFarLeast]);
+  totals[rollout::kLeastWeight] =
+      std::min(near_weight(kNearLeast, INFINITY), lanes[kFarLeastWeight]);
+  totals[rollout::kGreatest] = std::max(lanes[kNearGreatest], lanes[kFarGreatest]);
+  totals[rollout::kGreatestWeight] =
+      std::max(near_weight(kNearGreatest, -INFINITY), lanes[kFarGreatestWeight]);
+  for (int i = 0; i < rules * rollout::kRuleTotals; ++i) {
+    totals[rollout::kTotals + i] = sums.total(kLaneRows + i);
+  }
+}
+
+// The tokens of a tile of any inputs, converted.
+template <typename Acc>
+class AnyTokens {
+ public:
+  AnyTokens(const Inputs& in, const Tile& tile, Acc (*buffers)[kTileTokens + kLanes])
+      : weights_(load_weights(in.mask, tile, buffers[0])),
+        a_(load(in.logprobs, tile, buffers[1])),
+        b_(load(in.rollout_logprobs, tile, buffers[2])),
+        is_bool_(are_bools(in.mask)) {}
+
+  // Loads the group at `first` as kept tokens; whether it is near, of bounds that act beyond
+  // `near`.
+  bool load_group(int64_t first, Acc near, Acc* logprobs, Acc* log_ratios, Acc* weights) const {
+    const Acc *a = a_ + first, *b = b_ + first, *given = weights_ + first;
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const bool kept = given[lane] != Acc(0);
+      weights[lane] = given[lane];
+      logprobs[lane] = select(kept, a[lane], Acc(0));
+      log_ratios[lane] = select(kept, a[lane] - b[lane], Acc(0));
+    }
+    return are_within(log_ratios, near) && (is_bool_ || are_zeros_and_ones(weights));
+  }
+  const Acc* logprobs(int64_t first, Acc*) const { return a_ + first; }
+  const Acc* rollout_logprobs(int64_t first, Acc*) const { return b_ + first; }
+  bool has_bad_weights(int64_t n) const { return any_bad(weights_, n); }
+
+ private:
+  const Acc* weights_;
+  const Acc* a_;
+  const Acc* b_;
+  const bool is_bool_;
+};
+
+// The tokens of a tile of whole groups: log-probs of one dtype, fp32 or bf16, and a mask of bools,
+// or none, all without gaps. They are converted beside the arithmetic.
+template <typename T>
+class DenseTokens {
+ public:
+  DenseTokens(const Inputs& in, const Tile& tile)
+      : a_(at<T>(in.logprobs, tile)), b_(at<T>(in.rollout_logprobs, tile)), mask_(nullptr) {
+    if (in.mask.data != nullptr) mask_ = at<Bool>(in.mask, tile);
+  }
+
+  static bool serve(const Inputs& in, const Tile& tile) {
+    const auto is_dense = [](const View& view, DType dtype) {
+      return view.column_stride == 1 && view.dtype == dtype;
+    };
+    const DType dtype = sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32;
+    return tile.size == tile.padded && is_dense(in.logprobs, dtype) &&
+           is_dense(in.rollout_logprobs, dtype) &&
+           (in.mask.data == nullptr || is_dense(in.mask, DType::kBool));
+  }
+
+  KLFAST_HOST_DEVICE bool load_group(int64_t first, float near, float* logprobs, float* log_ratios,
+                                     float* weights) const {
+    fetch_group(a_ + first + kTileTokens);
+    fetch_group(b_ + first + kTileTokens);
+    if (mask_ != nullptr) fetch_group(mask_ + first + kTileTokens);
+#ifdef __AVX512F__
+    __mmask64 kept = ~__mmask64{0};
+    if (mask_ != nullptr) {
+      const __m512i bytes = _mm512_loadu_si512(mask_ + first);
+      kept = _mm512_test_epi8_mask(bytes, bytes);
+    }
+    const __m512 one = _mm512_set1_ps(1);
+    __mmask16 within = 0xffff;
+    for (int64_t lane = 0; lane < kLanes; lane += kVector) {
+      const auto of_vector = static_cast<__mmask16>(kept >> lane);
+      const __m512 a = load_vector(a_ + first + lane), b = load_vector(b_ + first + lane);
+      const __m512 x = _mm512_maskz_sub_ps(of_vector, a, b);
+      _mm512_store_ps(log_ratios + lane, x);
+      _mm512_store_ps(logprobs + lane, _mm512_maskz_mov_ps(of_vector, a));
+      _mm512_store_ps(weights + lane, _mm512_maskz_mov_ps(of_vector, one));
+      within &= are_within(x, near);
+    }
+    return within == 0xffff;
+#else
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const bool kept = mask_ == nullptr || mask_[first + lane].byte != 0;
+      const float a = convert<float>(a_[first + lane]), b = convert<float>(b_[first + lane]);
+      weights[lane] = select(kept, 1.0f, 0.0f);
+      logprobs[lane] = select(kept, a, 0.0f);
+      log_ratios[lane] = select(kept, a - b, 0.0f);
+    }
+    return are_within(log_ratios, near);
+#endif
+  }
+  const float* logprobs(int64_t first, float* buffer) const { return as_float(a_ + first, buffer); }
+  const float* rollout_logprobs(int64_t first, float* buffer) const {
+    return as_float(b_ + first, buffer);
+  }
+  bool has_bad_weights(int64_t) const { return false; }
+
+ private:
+  const T* a_;
+  const T* b_;
+  const Bool* mask_;
+
+  template <typename Element>
+  static const Element* at(const View& view, const Tile& tile) {
+    return static_cast<const Element*>(view.data) + tile.row * view.row_stride + tile.column;
+  }
+  static const float* as_float(const float* from, float*) { return from; }
+  static const float* as_float(const BFloat16* from, float* buffer) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) buffer[lane] = convert<float>(from[lane]);
+    return buffer;
+  }
+};
+
+// The pass over a segment.
+template <typename Acc>
+class Pass {
+ public:
+  Pass(const Call& call, const Segment& segment, CacheLine* scratch)
+      : call_(call),
+        options_(call.in.options),
+        segment_(segment),
+        bounds_(options_),
+        weighs_(options_.weight == rollout::Weight::kToken),
+        sums_(options_.rules_count, scratch) {}
+
+  // See RolloutKernels::run_segment.
+  bool run(double* totals) {
+    const Inputs& in = call_.in;
+    bool good = true;
+    for (int64_t done = 0; done < segment_.length; done += kTileTokens) {
+      const Tile tile = tile_of(in.batch, segment_, done);
+      load_rises(in, segment_, tile, rises_);
+      if constexpr (sizeof(Acc) == 4) {
+        if (DenseTokens<float>::serve(in, tile)) {
+          run_tile(tile, DenseTokens<float>(in, tile));
+          continue;
+        }
+        if (DenseTokens<BFloat16>::serve(in, tile)) {
+          run_tile(tile, DenseTokens<BFloat16>(in, tile));
+          continue;
+        }
+      }
+      const AnyTokens<Acc> tokens(in, tile, buffers_);
+      run_tile(tile, tokens);
+      if (can_be_bad(in.mask)) good &= !tokens.has_bad_weights(tile.size);
+    }
+    write_totals(sums_, options_.rules_count, totals);
+    return good;
+  }
+
+ private:
+  const Call& call_;
+  const Options& options_;
+  const Segment& segment_;
+  const TokenBounds<Acc> bounds_;
+  const bool weighs_;
+  Sums<Acc> sums_;
+  Groups<Acc> groups_;
+  Judged<Acc> judged_;
+  // Not a page apart, which would alias in the cache.
+  alignas(64) Acc buffers_[4][kTileTokens + kLanes];
+  alignas(64) Acc rises_[kTileTokens];
+  alignas(64) uint8_t lost_[kTileTokens];
+  bool any_far_ = false, any_lost_ = false;
+
+  template <typename Tokens>
+  void run_tile(const Tile& tile, const Tokens& tokens) {
+    const rollout::Outputs& out = call_.out;
+    Acc* const to = weighs_
+                        ? output_tile(out.weights, tile.index, tile.size, tile.padded, buffers_[3])
+                        : buffers_[3];
+    any_far_ = any_lost_ = false;
+    for (int64_t first = 0; first < tile.padded; first += kTogether * kLanes) {
+      run_groups(tokens, first, std::min(kTogether, (tile.padded - first) / kLanes), to + first);
+    }
+    sums_.flush(0, kNearRows);
+    if (any_far_) sums_.flush(kFarLength, kFarRows);
+    if (options_.rules_count > 0) sums_.flush(kLost, sums_.rows());
+    if (weighs_) store_tile(out.weights, tile.index, tile.size, to);
+    store_mask(call_.in.mask, tile, any_lost_ ? lost_ : nullptr, out.mask);
+  }
+
+  // Runs `n` groups from `first` on.
+  template <typename Tokens>
+  KLFAST_HOST_DEVICE void run_groups(const Tokens& tokens, int64_t first, int64_t n, Acc* to) {
+    bool is_near[kTogether];
+    bool all_near = n == kTogether;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = i * kLanes;
+      if (weighs_) fetch_group(to + at + kTileTokens);
+      is_near[i] = tokens.load_group(first + at, bounds_.near, groups_.logprobs + at,
+                                     groups_.x + at, groups_.weights + at);
+      all_near &= is_near[i];
+    }
+    if (all_near) {
+      add_near<kTogether>(groups_.logprobs, groups_.x, groups_.weights, sums_.tile(), to);
+      if (options_.rules_count == 0) return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      run_group(tokens, first, i * kLanes, is_near[i], all_near, to + i * kLanes);
+    }
+  }
+
+  // Runs the group at `at` of those from `first` on, which may have been added.
+  template <typename Tokens>
+  __attribute__((noinline)) void run_group(const Tokens& tokens, int64_t first, int64_t at,
+                                           bool is_near, bool is_added, Acc* to) {
+    Acc *const logprobs = groups_.logprobs + at, *const x = groups_.x + at,
+               *const weights = groups_.weights + at;
+    alignas(64) Acc b_buffer[kLanes];
+    bool loses = false;
+    const bool judges = options_.rules_count > 0;
+    const Acc* b = nullptr;
+    if (!is_near || judges) b = tokens.rollout_logprobs(first + at, b_buffer);
+    if (is_near) {
+      if (!is_added) add_near<1>(logprobs, x, weights, sums_.tile(), to);
+      if (!judges) return;
+      std::copy_n(weights, kLanes, judged_.counted);
+      std::fill_n(judged_.lost, kLanes, 0);
+    } else {
+      alignas(64) Acc a_buffer[kLanes];
+      const Acc* const a = tokens.logprobs(first + at, a_buffer);
+      loses = add_far(bounds_, a, b, weights, logprobs, x, judged_, sums_.tile(), to);
+      any_far_ = true;
+    }
+    if (judges) {
+      loses = add_rules(options_, b, rises_ + first + at, logprobs, x, judged_, sums_.tile());
+    }
+    if (loses) note_lost(first + at);
+  }
+
+  void note_lost(int64_t first) {
+    if (!any_lost_) std::fill_n(lost_, kTileTokens, 0);
+    any_lost_ = true;
+    for (int64_t lane = 0; lane < kLanes; ++lane) lost_[first + lane] = judged_.lost[lane] != 0;
+  }
+};
+
+bool run_segment(const Call& call, const Segment& segment, double* totals, CacheLine* scratch) {
+  return call.in.is_double ? Pass<double>(call, segment, scratch).run(totals)
+                           : Pass<float>(call, segment, scratch).run(totals);
+}
+
+// Writes a sequence's weight to the counted tokens of a tile, else 0.
+template <typename Acc>
+void fill_weights(const Inputs& in, const Tile& tile, const rollout::Fill& fill, Acc* buffer,
+                  Acc* to) {
+  const Acc value = static_cast<Acc>(fill.weight);
+  if (in.mask.data == nullptr && fill.all_finite) {
+    std::fill_n(to, tile.size, value);
+    return;
+  }
+  const Acc* const weights = load_weights(in.mask, tile, buffer);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < tile.size; ++i) to[i] = select(weights[i] != Acc(0), value, Acc(0));
+  if (fill.all_finite) return;
+  const Acc* const a = load(in.logprobs, tile, buffer + (kTileTokens + kLanes));
+  const Acc* const b = load(in.rollout_logprobs, tile, buffer + 2 * (kTileTokens + kLanes));
+#pragma GCC ivdep
+  for (int64_t i = 0; i < tile.size; ++i) {
+    to[i] = select(magnitude(a[i] - b[i]) < Acc(INFINITY), to[i], Acc(0));
+  }
+}
+
+template <typename Acc>
+void fill_segment(const Call& call, const Segment& segment, const rollout::Fill& fill) {
+  const Inputs& in = call.in;
+  alignas(64) Acc buffer[3 * (kTileTokens + kLanes)];
+  for (int64_t done = 0; done < segment.length; done += kTileTokens) {
+    const Tile tile = tile_of(in.batch, segment, done);
+    if (in.options.weighs_sequences()) {
+      fill_weights(in, tile, fill, buffer, static_cast<Acc*>(call.out.weights.data) + tile.index);
+    }
+    if (!fill.rejected) continue;
+    const Output& mask = call.out.mask;
+    const int64_t size = element_size(mask.dtype);
+    std::fill_n(static_cast<char*>(mask.data) + tile.index * size, tile.size * size, 0);
+  }
+}
+
+void fill_segment(const Call& call, const Segment& segment, const rollout::Fill& fill) {
+  if (call.in.is_double) {
+    fill_segment<double>(call, segment, fill);
+  } else {
+    fill_segment<float>(call, segment, fill);
+  }
+}
+
+}  // namespace
+
+KLFAST_TABLE(RolloutKernels, rollout_kernels) = {run_segment, fill_segment};
+
+}  // namespace klfast::cpu

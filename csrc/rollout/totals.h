@@ -1,0 +1,211 @@
+// What a sequence's tokens add up to, and what follows: whether the sequence is rejected, its
+// weight, its statistics. In double on every device. Host and device, no torch.
+
+#pragma once
+
+#include "formulas/rollout.h"
+#include "math/combine.h"
+#include "rollout/call.h"
+
+namespace klfast::rollout {
+
+// Rows of the totals, before those of rules. Sums are weighted by the mask where a comment does not
+// say "number". Those of weights are of weights per token alone.
+enum Total {
+  kLength,      // of kept tokens
+  kTokens,      // number
+  kNonfinite,   // number of kept tokens that are not counted
+  kCounted,     // sum of the mask of counted tokens
+  kLost,        // sum of the mask of counted tokens that a rule over tokens rejects
+  kLostTokens,  // number of them
+  kLogprobs,
+  kK1,
+  kAbs,
+  kK2,
+  kK3,
+  kRatio,
+  kChi2,
+  kError,
+  kWeight,
+  kWeightSquares,
+  kWeightDeviation,  // sum of (weight - 1)^2 of counted tokens
+  kBelow,            // number
+  kAbove,            // number
+  kOutside,          // number
+  kSums,
+  // Extremes over counted tokens.
+  kLeast = kSums,
+  kLeastWeight,
+  kGreatest,
+  kGreatestWeight,
+  kTotals
+};
+
+// Rows of a rule, in the order of klfast.rollout.stats.RuleStats. A rule over sequences needs the
+// first three.
+enum RuleTotal {
+  kRuleTotal,
+  kRuleLeast,
+  kRuleGreatest,
+  kRuleBelow,  // number
+  kRuleAbove,  // number
+  kRuleBounded,
+  kRuleBoundedSquares,
+  kRuleTotals
+};
+
+KLFAST_HOST_DEVICE constexpr int rows_of_totals(int rules) { return kTotals + rules * kRuleTotals; }
+
+// How a row combines.
+enum class How { kSum, kLeast, kGreatest };
+
+KLFAST_HOST_DEVICE constexpr How how_of(int row) {
+  if (row < kSums) return How::kSum;
+  if (row < kTotals) return row < kGreatest ? How::kLeast : How::kGreatest;
+  const int of_rule = (row - kTotals) % kRuleTotals;
+  if (of_rule == kRuleLeast) return How::kLeast;
+  return of_rule == kRuleGreatest ? How::kGreatest : How::kSum;
+}
+
+KLFAST_HOST_DEVICE double empty_of(How how) {
+  if (how == How::kSum) return Sum::kEmpty;
+  return how == How::kLeast ? Minimum::kEmpty : Maximum::kEmpty;
+}
+
+KLFAST_HOST_DEVICE double combine(How how, double a, double b) {
+  if (how == How::kSum) return Sum::combine(a, b);
+  return how == How::kLeast ? Minimum::combine(a, b) : Maximum::combine(a, b);
+}
+
+// A weight e^u under the options' bounds, which are compared with u.
+struct BoundedWeight {
+  double value;
+  bool below, above, outside;
+};
+
+KLFAST_HOST_DEVICE BoundedWeight bounded_weight(const Options& options, double u) {
+  const double y = clamp(u, -kExponentLimit, kExponentLimit);
+  BoundedWeight weight = {exp<Range::kAnywhere>(y), u<options.log_least, u> options.log_cap,
+                          u < options.log_floor || u > options.log_cap};
+  if (options.outside == Outside::kTruncate) {
+    weight.value = clamp(weight.value, options.floor, options.cap);
+  } else if (weight.outside) {
+    weight.value = 0;
+  }
+  return weight;
+}
+
+// What a sequence's totals decide for its tokens.
+struct Verdict {
+  bool rejected;
+  BoundedWeight weight;  // of every counted token, where weights are not per token
+};
+
+// The number that a rule over sequences compares.
+KLFAST_HOST_DEVICE double number_of(const Rule& rule, const double* of_rule, double length) {
+  switch (rule.over) {
+    case Over::kMean:
+      return of_rule[kRuleTotal] / length;
+    case Over::kGreatest:
+      return of_rule[kRuleGreatest];
+    case Over::kLeast:
+      return of_rule[kRuleLeast];
+    default:
+      return of_rule[kRuleTotal];
+  }
+}
+
+KLFAST_HOST_DEVICE Verdict judge(const Options& options, const double* totals) {
+  const bool has_number = totals[kTokens] > totals[kNonfinite];
+  Verdict verdict = {false, {1, false, false, false}};
+  for (int i = 0; has_number && i < options.rules_count; ++i) {
+    const Rule& rule = options.rules[i];
+    if (rule.over == Over::kToken) continue;
+    const double number = number_of(rule, totals + rows_of_totals(i), totals[kLength]);
+    verdict.rejected |= !(number >= rule.low && number <= rule.high);
+  }
+  if (has_number && options.weighs_sequences()) {
+    const double length = options.weight == Weight::kSequence ? 1 : totals[kLength];
+    verdict.weight = bounded_weight(options, totals[kK1] / length);
+  }
+  return verdict;
+}
+
+// What is written to a sequence's tokens where totals decide.
+struct Fill {
+  double weight;  // of every counted token, where weights are not per token
+  bool rejected;
+  bool all_finite;  // every kept token is counted
+};
+
+KLFAST_HOST_DEVICE Fill fill_of(const double* totals, const Verdict& verdict) {
+  return {verdict.weight.value, verdict.rejected, totals[kNonfinite] == 0};
+}
+
+inline constexpr int kStatistics = 23;  // rows of klfast.rollout.stats.RolloutStats
+
+KLFAST_HOST_DEVICE constexpr int rows_of_table(int rules) {
+  return kStatistics + rules * kRuleTotals;
+}
+
+// The statistics of a sequence in the order of RolloutStats.table(): store(row, value).
+template <typename Store>
+KLFAST_HOST_DEVICE void store_statistics(const Options& options, const double* totals,
+                                         const Verdict& verdict, const Store& store) {
+  const double length = totals[kLength], tokens = totals[kTokens], counted = totals[kCounted];
+  const double finite_tokens = tokens - totals[kNonfinite];
+  const bool has_number = finite_tokens > 0;
+  const bool per_token = options.weight == Weight::kToken;
+  const double w = verdict.weight.value;
+  const auto extreme = [&](double value) { return has_number ? value : 0.0; };
+  const auto number_if = [&](bool condition) { return condition ? finite_tokens : 0.0; };
+  int row = 0;
+  store(row++, length);
+  store(row++, tokens);
+  store(row++, totals[kNonfinite]);
+  // The two sums may have been added in another order: numbers decide what is none.
+  const bool keeps = !verdict.rejected && totals[kLostTokens] < finite_tokens;
+  const double kept = counted - totals[kLost];
+  store(row++, keeps && kept > 0 ? kept : 0.0);
+  store(row++, verdict.rejected ? tokens : totals[kNonfinite] + totals[kLostTokens]);
+  store(row++, totals[kLogprobs]);
+  store(row++, totals[kK1]);
+  store(row++, totals[kAbs]);
+  store(row++, totals[kK2]);
+  store(row++, totals[kK3]);
+  store(row++, totals[kRatio]);
+  store(row++, totals[kChi2]);
+  store(row++, totals[kError]);
+  store(row++, extreme(totals[kLeast]));
+  store(row++, extreme(totals[kGreatest]));
+  store(row++, per_token ? totals[kWeight] : counted * w);
+  store(row++, per_token ? totals[kWeightSquares] : counted * (w * w));
+  // A token that is not counted has the weight 0.
+  store(row++, (length - counted) +
+                   (per_token ? totals[kWeightDeviation] : counted * ((w - 1) * (w - 1))));
+  store(row++, extreme(per_token ? totals[kLeastWeight] : w));
+  store(row++, extreme(per_token ? totals[kGreatestWeight] : w));
+  store(row++, per_token ? totals[kBelow] : number_if(verdict.weight.below));
+  store(row++, per_token ? totals[kAbove] : number_if(verdict.weight.above));
+  store(row++, per_token ? totals[kOutside] : number_if(verdict.weight.outside));
+  for (int i = 0; i < options.rules_count; ++i) {
+    const Rule& rule = options.rules[i];
+    const double* const of_rule = totals + rows_of_totals(i);
+    if (rule.over == Over::kToken) {
+      for (int j = 0; j < kRuleTotals; ++j) {
+        const bool is_extreme = j == kRuleLeast || j == kRuleGreatest;
+        store(row++, is_extreme ? extreme(of_rule[j]) : of_rule[j]);
+      }
+      continue;
+    }
+    const double number = extreme(number_of(rule, of_rule, length));
+    const double bounded = has_number ? clamp(number, rule.low, rule.high) : 0.0;
+    for (int j = 0; j < 3; ++j) store(row++, number);
+    store(row++, has_number && number < rule.low ? 1.0 : 0.0);
+    store(row++, has_number && number > rule.high ? 1.0 : 0.0);
+    store(row++, bounded);
+    store(row++, bounded * bounded);
+  }
+}
+
+}  // namespace klfast::rollout

@@ -1,0 +1,204 @@
+"""The readable specification between sampler and trainer: eager float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from klfast.backends.reference.penalty import sequence_of_token
+from klfast.rollout import formulas
+from klfast.rollout.call import RolloutCall
+from klfast.rollout.outputs import RolloutCorrection
+from klfast.rollout.rejection import Rejection
+from klfast.rollout.stats import RolloutStats, RuleStats
+
+
+@torch.no_grad()
+def rollout_correction(call: RolloutCall) -> RolloutCorrection:
+    """Weights, mask and statistics. See ``klfast.rollout_correction``."""
+    tokens = _Tokens(call)
+    weight = _Weight(tokens, call)
+    passed = tokens.counted
+    rules = []
+    for rule in call.spec.rules:
+        passes, stats = _judge(rule, tokens, call)
+        passed = passed & passes
+        rules.append(stats)
+    result = None
+    if call.spec.weight != "none":
+        result = weight.value.to(tokens.dtype).reshape(tokens.shape)
+    given = call.layout.mask
+    passed = passed.reshape(tokens.shape)
+    mask = passed if given is None else torch.where(passed, given, torch.zeros_like(given))
+    return RolloutCorrection(result, mask, _stats(tokens, weight, passed.flatten(), tuple(rules)))
+
+
+class _Tokens:
+    """The inputs as flat float64 vectors over tokens.
+
+    ``keep``: the mask is not 0. ``counted``: x is finite too; elsewhere log-probs are 0.
+    """
+
+    def __init__(self, call: RolloutCall) -> None:
+        wide = torch.float64 if call.logprobs.device.type != "mps" else torch.float32
+        self.dtype = call.arithmetic()
+        self.shape = call.logprobs.shape
+        mask, cu_seqlens = call.layout
+        weight = torch.ones_like(call.logprobs) if mask is None else mask
+        self.weight = weight.to(self.dtype).to(wide).flatten()
+        self.keep = self.weight != 0
+        a, b = (t.to(wide).flatten() for t in (call.logprobs, call.rollout_logprobs))
+        self.counted = self.keep & (a - b).isfinite()
+        self.logprobs, self.rollout_logprobs = (torch.where(self.counted, t, 0.0) for t in (a, b))
+        self.x = self.logprobs - self.rollout_logprobs
+        self.sequence, self.sequences = sequence_of_token(call.logprobs, cu_seqlens)
+        self.length = self.sum(self.keep)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """[tokens] -> [S], weighted by the mask."""
+        return self._add(torch.where(self.keep, self.weight * value, 0.0))
+
+    def count(self, condition: Tensor) -> Tensor:
+        """[tokens] -> [S], unweighted."""
+        return self._add(condition.to(self.weight.dtype))
+
+    def _add(self, value: Tensor) -> Tensor:
+        return value.new_zeros(self.sequences).index_add(0, self.sequence, value)
+
+    def greatest(self, value: Tensor) -> Tensor:
+        """[tokens] -> [S] over counted tokens; 0 for a sequence without one."""
+        value = torch.where(self.counted, value, -torch.inf)
+        start = value.new_full((self.sequences,), -torch.inf)
+        top = start.scatter_reduce(0, self.sequence, value, "amax")
+        return torch.where(top == -torch.inf, 0.0, top)
+
+    def least(self, value: Tensor) -> Tensor:
+        """[tokens] -> [S] over counted tokens; 0 for a sequence without one."""
+        return 0.0 - self.greatest(-value)  # -0 of nothing otherwise
+
+    def mean(self, value: Tensor) -> Tensor:
+        """[tokens] -> [S], weighted by the mask; 0 for an empty sequence."""
+        return self.sum(value) / torch.where(self.length > 0, self.length, 1.0)
+
+    def spread(self, of_sequence: Tensor) -> Tensor:
+        """[S] -> [tokens]."""
+        return of_sequence[self.sequence]
+
+
+class _Weight:
+    """A token's weight, and on which side of which bound it was."""
+
+    def __init__(self, tokens: _Tokens, call: RolloutCall) -> None:
+        spec = call.spec
+        log = {
+            "none": lambda: torch.zeros_like(tokens.x),
+            "token": lambda: tokens.x,
+            "sequence": lambda: tokens.spread(tokens.sum(tokens.x)),
+            "geometric": lambda: tokens.spread(tokens.mean(tokens.x)),
+        }[spec.weight]()
+        low, high = spec.log_bounds()
+        self.below = tokens.counted & (log < spec.log_least())
+        self.above = tokens.counted & (log > high)
+        self.outside = tokens.counted & ((log < low) | (log > high))
+        value = formulas.ratio(log)
+        if spec.outside == "mask":
+            value = torch.where(self.outside, 0.0, value)
+        elif spec.floor is not None or spec.cap is not None:
+            value = value.clamp(spec.floor, spec.cap)
+        self.value = torch.where(tokens.counted, value, 0.0)
+
+
+def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor, RuleStats]:
+    """Which tokens pass a rule, and what it saw."""
+    formula = formulas.TOKEN_STATISTICS[rule.formula]
+    value = formula(tokens.logprobs, tokens.rollout_logprobs)
+    low, high = rule.bounds
+    if rule.is_of_sequence:
+        number = {
+            "seq-sum": tokens.sum,
+            "seq-mean": tokens.mean,
+            "seq-max": tokens.greatest,
+            "seq-min": tokens.least,
+        }[rule.over](value)
+        return _judge_sequences(number, low, high, tokens)
+    below, above = (value < low) & tokens.counted, (value > high) & tokens.counted
+    fails = below | above
+    if rule.outward_only:
+        fails = fails & _is_pushed_outward(tokens, call)
+    bounded = torch.where(tokens.counted, value.clamp(low, high), 0.0)
+    stats = RuleStats(
+        total=tokens.sum(value),
+        least=tokens.least(value),
+        greatest=tokens.greatest(value),
+        below=tokens.count(below),
+        above=tokens.count(above),
+        bounded=tokens.sum(bounded),
+        bounded_squares=tokens.sum(bounded.square()),
+    )
+    return ~fails, _in_dtype(stats, tokens)
+
+
+def _judge_sequences(
+    number: Tensor, low: float, high: float, tokens: _Tokens
+) -> tuple[Tensor, RuleStats]:
+    """A sequence without a counted token has no number, and passes."""
+    has_number = tokens.count(tokens.counted) > 0
+    below, above = (number < low) & has_number, (number > high) & has_number
+    bounded = torch.where(has_number, number.clamp(low, high), 0.0)
+    stats = RuleStats(
+        total=number,
+        least=number,
+        greatest=number,
+        below=below,
+        above=above,
+        bounded=bounded,
+        bounded_squares=bounded.square(),
+    )
+    return tokens.spread(~(below | above)), _in_dtype(stats, tokens)
+
+
+def _is_pushed_outward(tokens: _Tokens, call: RolloutCall) -> Tensor:
+    assert call.advantages is not None
+    advantages = call.advantages.to(tokens.x.dtype)
+    if advantages.shape != tokens.shape:
+        advantages = tokens.spread(advantages)
+    rises = advantages.flatten() > 0
+    return torch.where(rises, tokens.x > 0, tokens.x < 0)
+
+
+def _in_dtype(stats: RuleStats, tokens: _Tokens) -> RuleStats:
+    return RuleStats(*(field.to(tokens.dtype) for field in stats))
+
+
+def _stats(
+    tokens: _Tokens, weight: _Weight, passed: Tensor, rules: tuple[RuleStats, ...]
+) -> RolloutStats:
+    x = tokens.x
+    fields = {
+        "length": tokens.length,
+        "tokens": tokens.count(tokens.keep),
+        "nonfinite": tokens.count(tokens.keep & ~tokens.counted),
+        "kept": tokens.sum(passed),
+        "rejected": tokens.count(tokens.keep & ~passed),
+        "logprobs": tokens.sum(tokens.logprobs),
+        "k1": tokens.sum(x),
+        "abs": tokens.sum(x.abs()),
+        "k2": tokens.sum(x.square() / 2),
+        "k3": tokens.sum(formulas.k3(x)),
+        "ratio": tokens.sum(torch.where(tokens.counted, formulas.ratio(x), 0.0)),
+        "chi2": tokens.sum(formulas.chi2(x)),
+        "error": tokens.sum(formulas.multiplicative_error(x)),
+        "min_log_ratio": tokens.least(x),
+        "max_log_ratio": tokens.greatest(x),
+        "weight": tokens.sum(weight.value),
+        "weight_squares": tokens.sum(weight.value.square()),
+        "weight_deviation": tokens.sum((weight.value - 1).square()),
+        "min_weight": tokens.least(weight.value),
+        "max_weight": tokens.greatest(weight.value),
+        "below": tokens.count(weight.below),
+        "above": tokens.count(weight.above),
+        "outside": tokens.count(weight.outside),
+    }
+    return RolloutStats(
+        **{name: field.to(tokens.dtype) for name, field in fields.items()}, rules=rules
+    )

@@ -1,0 +1,64 @@
+"""The statistics of a token between sampler and trainer, the textbook way.
+
+The kernels state the stable forms. ``x = logprobs - rollout_logprobs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EXPONENT_LIMIT = 20.0
+"""No exponential is taken of more nats than this, nor a ratio's of less than minus this: a ratio
+lies in [2.1e-9, 4.9e8], and its square fits fp32. verl, SkyRL and slime have the same bound."""
+
+LEAST_COMPLEMENT = 1e-8
+"""The least 1 - p of a binary divergence: log-probs near 0 are rounded to 0."""
+
+
+def ratio(x: Tensor) -> Tensor:
+    """exp(x), saturated."""
+    return torch.exp(x.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
+
+
+def k3(x: Tensor) -> Tensor:
+    """expm1(x) - x, which saturates at x = EXPONENT_LIMIT."""
+    x = x.clamp(max=EXPONENT_LIMIT)
+    return torch.expm1(x) - x
+
+
+def chi2(x: Tensor) -> Tensor:
+    """exp(2x) - 1, saturated: its mean over rollout samples is chi-square(policy || rollout)."""
+    return torch.expm1(2 * x.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
+
+
+def multiplicative_error(x: Tensor) -> Tensor:
+    """exp(abs(x)) - 1, saturated: by what factor the two probabilities differ."""
+    return torch.expm1(x.abs().clamp(max=EXPONENT_LIMIT))
+
+
+def binary_kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL of two events, this token and any other, of probabilities exp(a) and exp(b)."""
+    a, b = a.clamp(max=0), b.clamp(max=0)
+    rest_a, rest_b = ((-torch.expm1(t)).clamp(min=LEAST_COMPLEMENT) for t in (a, b))
+    kl = torch.exp(a) * (a - b) + rest_a * torch.log(rest_a / rest_b)
+    return kl.clamp(min=0)
+
+
+def binary_tv(a: Tensor, b: Tensor) -> Tensor:
+    """Total variation of the two events: abs(exp(a) - exp(b))."""
+    return (torch.exp(a.clamp(max=0)) - torch.exp(b.clamp(max=0))).abs()
+
+
+TOKEN_STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": lambda a, b: a - b,
+    "abs": lambda a, b: (a - b).abs(),
+    "k2": lambda a, b: (a - b).square() / 2,
+    "k3": lambda a, b: k3(a - b),
+    "binary_kl": lambda a, b: binary_kl(b, a),
+    "binary_kl_reverse": binary_kl,
+    "binary_tv": binary_tv,
+}
+"""f(logprobs, rollout_logprobs) by name, in the order of the ops."""

@@ -1,0 +1,95 @@
+"""``rollout_correction`` on a GPU: graphs, syncs, and results beside the reference's."""
+
+import gpu
+import pytest
+import torch
+from agreement_rollout import sampled
+from gpu import assert_same_bits, capture, different_bits, overwrite
+from torch.utils._pytree import tree_leaves
+
+import klfast
+from klfast import Rejection
+
+pytestmark = gpu.marks
+
+RULES = (Rejection("ratio", low=0.6, high=1.6), Rejection("k3", "seq-mean", high=0.05))
+SHAPES = {"short": (33, 1000), "long": (3, 30_000)}
+
+
+@pytest.fixture(params=gpu.BACKENDS)
+def backend(request):
+    """The name of every backend that is to serve a GPU."""
+    name = gpu.needed_backend(request.param)
+    if klfast.backends.BACKENDS[name].rollout_correction is None:
+        pytest.skip(f"{name} has no rollout_correction")
+    return name
+
+
+def inputs_of(shape, dtype, packed):
+    tensors = [*sampled(shape, dtype), torch.rand(shape) < 0.8]
+    tensors[0].view(-1)[::97] -= 3  # far from the others
+    cu_seqlens = None
+    if packed:
+        tensors = [t.flatten() for t in tensors]
+        n = tensors[0].numel()
+        cu_seqlens = torch.tensor([0, 0, 9, n // 3 + 1, n], dtype=torch.int32, device="cuda")
+    return *(t.cuda() for t in tensors), cu_seqlens
+
+
+def call_of(backend, inputs, weight, rules):
+    *tensors, cu_seqlens = inputs
+
+    def call():
+        result = klfast.rollout_correction(
+            *tensors, weight=weight, reject=rules, cu_seqlens=cu_seqlens, backend=backend
+        )
+        return [leaf for leaf in tree_leaves(result) if leaf is not None]
+
+    return call
+
+
+def over_calls(test):
+    for name, values in {
+        "shape": SHAPES,
+        "packed": {"padded": False, "packed": True},
+        "weight": {str(w): w for w in (None, "token", "sequence")},
+        "rules": {"no-rules": (), "rules": RULES},
+        "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16},
+    }.items():
+        test = pytest.mark.parametrize(name, list(values.values()), ids=list(values))(test)
+    return test
+
+
+@over_calls
+def test_replays_give_the_bits_of_eager_calls(backend, shape, packed, weight, rules, dtype):
+    inputs = inputs_of(shape, dtype, packed)
+    call = call_of(backend, inputs, weight, rules)
+    graph, outputs = capture(call)
+    for _ in range(3):
+        overwrite(inputs, inputs_of(shape, dtype, packed))
+        graph.replay()
+        assert_same_bits([output.clone() for output in outputs], call())
+
+
+# That it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@over_calls
+def test_no_call_waits_for_the_device(backend, shape, packed, weight, rules, dtype):
+    call = call_of(backend, inputs_of(shape, dtype, packed), weight, rules)
+    expected = call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        different = different_bits(call(), expected)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert different.item() == 0
+
+
+@over_calls
+def test_results_are_the_reference_s(backend, shape, packed, weight, rules, dtype):
+    inputs = inputs_of(shape, dtype, packed)
+    found = call_of(backend, inputs, weight, rules)()
+    on_cpu = [None if t is None else t.cpu() for t in inputs]
+    expected = call_of("reference", on_cpu, weight, rules)()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-2)

@@ -1,0 +1,284 @@
+"""What the documentation says, in numbers small enough to check by hand."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import klfast
+from klfast import Rejection, RolloutStats
+
+LOG2, LOG3 = math.log(2), math.log(3)
+
+
+def of_ratios(*rows, **options):
+    """The correction for tokens of these ratios p / q, of rollout log-prob -2."""
+    x = torch.tensor(rows, dtype=torch.float64).log()
+    return klfast.rollout_correction(x - 2, torch.full_like(x, -2), **options)
+
+
+def close(tensor, expected):
+    torch.testing.assert_close(
+        tensor, torch.tensor(expected, dtype=tensor.dtype), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [[2, 0.25], [1, 0.5]]),
+        ({"cap": None}, [[8, 0.25], [1, 0.5]]),
+        ({"floor": 0.4}, [[2, 0.4], [1, 0.5]]),
+        ({"floor": 0.4, "cap": 5.0, "outside": "mask"}, [[0, 0], [1, 0.5]]),
+        ({"cap": 5.0, "outside": "mask"}, [[0, 0.25], [1, 0.5]]),
+        ({"weight": "sequence", "cap": None}, [[2, 2], [0.5, 0.5]]),
+        ({"weight": "sequence", "cap": 1.5}, [[1.5, 1.5], [0.5, 0.5]]),
+        ({"weight": "sequence", "cap": 1.5, "outside": "mask"}, [[0, 0], [0.5, 0.5]]),
+        ({"weight": "geometric", "cap": None}, [[2**0.5] * 2, [2**-0.5] * 2]),
+        (
+            {"normalize": "token", "cap": None},
+            [[8 / 2.4375, 0.25 / 2.4375], [1 / 2.4375, 0.5 / 2.4375]],
+        ),
+        ({"weight": "sequence", "normalize": "sequence", "cap": None}, [[1.6, 1.6], [0.4, 0.4]]),
+    ],
+    ids=str,
+)
+def test_weights(options, expected):
+    """Ratios 8 and 1/4, of product 2; and 1 and 1/2."""
+    close(of_ratios([8, 0.25], [1, 0.5], **options).weights, expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Rejection("ratio", high=5), [[0, 1], [1, 1]]),
+        (Rejection("ratio", low=0.4), [[1, 0], [1, 1]]),
+        (Rejection("ratio", low=0.4, high=5), [[0, 0], [1, 1]]),
+        (Rejection("ratio", "seq-sum", high=1.9), [[0, 0], [1, 1]]),
+        (Rejection("ratio", "seq-sum", high=2.1), [[1, 1], [1, 1]]),
+        (Rejection("ratio", "seq-mean", low=0.8, high=1.5), [[1, 1], [0, 0]]),
+        (Rejection("ratio", "seq-max", high=7), [[0, 0], [1, 1]]),
+        (Rejection("ratio", "seq-min", low=0.3), [[0, 0], [1, 1]]),
+        (Rejection("k1", low=-1), [[1, 0], [1, 1]]),
+        (Rejection("k1", "seq-sum", low=-0.5, high=1), [[1, 1], [0, 0]]),
+        (Rejection("abs", high=1), [[0, 0], [1, 1]]),
+        (Rejection("abs", "seq-max", high=1), [[0, 0], [1, 1]]),
+        (Rejection("k2", high=1.5), [[0, 1], [1, 1]]),
+        (Rejection("k3", high=1), [[0, 1], [1, 1]]),
+        (Rejection("k3", "seq-sum", high=0.2), [[0, 0], [1, 1]]),
+        (Rejection("binary_tv", high=0.5), [[0, 1], [1, 1]]),
+        (Rejection("binary_tv", high=0.08), [[0, 0], [1, 1]]),
+    ],
+    ids=str,
+)
+def test_masks(rule, expected):
+    """P - q is 0.86 (of 1.08, limited to 1), -0.10, 0, -0.07."""
+    kept = of_ratios([8, 0.25], [1, 0.5], reject=rule).mask
+    assert kept.tolist() == [[bool(k) for k in row] for row in expected]
+
+
+def test_a_bound_that_is_reached_keeps(backend):
+    x = torch.tensor([0.5, -0.5, 0.75])
+    for rule, expected in [
+        (Rejection("k1", high=0.5), [True, True, False]),
+        (Rejection("abs", high=0.5), [True, True, False]),
+        (Rejection("k2", high=0.125), [True, True, False]),
+        (Rejection("k1", low=-0.5), [True, True, True]),
+        (Rejection("k1", "seq-sum", high=0.75), [True, True, True]),
+        (Rejection("k1", "seq-mean", low=0.25, high=0.25), [True, True, True]),
+        (Rejection("k1", "seq-max", high=0.5), [False, False, False]),
+    ]:
+        kept = klfast.rollout_correction(
+            x - 1, torch.full((3,), -1.0), reject=rule, backend=backend
+        )
+        assert kept.mask.tolist() == expected, rule
+
+
+def test_on_policy_is_within_any_bounds_around_1(backend):
+    same = torch.full((2, 3), -1.25)
+    weights, mask, stats = klfast.rollout_correction(
+        same,
+        same,
+        floor=1.0,
+        cap=1.0,
+        outside="mask",
+        reject=[Rejection("ratio", low=1.0, high=1.0), Rejection("k3", "seq-sum", high=1e-30)],
+        backend=backend,
+    )
+    assert torch.equal(weights, torch.ones(2, 3))
+    assert mask.all()
+    logged = stats.as_dict("")
+    assert all(logged[name] == 0 for name in ("kl", "k2", "k3", "chi2_token", "chi2_sequence"))
+    assert all(logged[name] == 1 for name in ("ess", "weight_mean", "weight_min", "weight_max"))
+
+
+def test_k3_and_chi_square_keep_their_digits_near_on_policy(backend):
+    x = torch.tensor([1e-4, -1e-4], dtype=torch.float32)
+    stats = klfast.rollout_correction(x, torch.zeros(2), backend=backend).stats
+    x = x.double()
+    assert stats.k3.item() == pytest.approx((torch.expm1(x) - x).sum().item(), rel=1e-6)
+    assert stats.chi2.item() == pytest.approx(torch.expm1(2 * x).sum().item(), rel=1e-3)
+
+
+def test_all_rules_must_hold_each_by_itself():
+    rules = [Rejection("ratio", high=5), Rejection("ratio", "seq-min", low=0.6)]
+    corrected = of_ratios([8, 1, 1], [1, 0.5, 1], reject=rules)
+    assert corrected.mask.tolist() == [[False, True, True], [False] * 3]
+    assert corrected.stats.kept.tolist() == [2, 0]
+    assert corrected.stats.rejected.tolist() == [1, 3]
+    assert [seen.above.tolist() for seen in corrected.stats.rules] == [[1, 0], [0, 0]]
+    assert [seen.below.tolist() for seen in corrected.stats.rules] == [[0, 0], [0, 1]]
+
+
+def test_a_rejected_token_keeps_its_weight():
+    corrected = of_ratios([8, 1], reject=Rejection("ratio", high=5))
+    assert corrected.weights.tolist() == [[2, 1]]
+    assert corrected.mask.tolist() == [[False, True]]
+
+
+def test_the_mask_keeps_its_dtype_and_its_weights():
+    given = torch.tensor([[0.5, 2.0, 0.0]], dtype=torch.bfloat16)
+    kept = of_ratios([8, 1, 1], mask=given, reject=Rejection("ratio", high=5)).mask
+    assert kept.dtype == torch.bfloat16
+    assert kept.tolist() == [[0, 2, 0]]
+    assert given.tolist() == [[0.5, 2, 0]]
+
+
+def test_sums_are_weighted_by_the_mask():
+    corrected = of_ratios([2, 3], mask=torch.tensor([[2, 1]]), weight="sequence", cap=None)
+    close(corrected.weights, [[12, 12]])
+    assert corrected.stats.length.item() == 3
+    close(corrected.stats.k1, [2 * LOG2 + LOG3])
+    close(
+        of_ratios([2, 3], mask=torch.tensor([[2, 1]]), weight="geometric", cap=None).weights,
+        [[12 ** (1 / 3)] * 2],
+    )
+
+
+def test_weight_none_makes_none(backend):
+    pair = torch.zeros(2, 3), torch.ones(2, 3)
+    weights, mask, stats = klfast.rollout_correction(*pair, weight=None, backend=backend)
+    assert weights is None
+    assert mask.all()
+    assert stats.weight.tolist() == [3, 3]
+
+
+def test_dppo_rejects_where_the_advantage_pushes_outward():
+    """Ratios 2, 2, 1/2, 1/2 with advantages of both signs; of 0 as of a negative one."""
+    rule = Rejection("binary_tv", high=0.01, outward_only=True)
+    ratios = [2, 2, 0.5, 0.5, 0.5]
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 0.0]])
+    kept = of_ratios(ratios, reject=rule, advantages=advantages).mask
+    assert kept.tolist() == [[False, True, True, False, False]]
+    of_sequence = of_ratios(ratios, reject=rule, advantages=torch.tensor([1.0])).mask
+    assert of_sequence.tolist() == [[False, False, True, True, True]]
+
+
+def test_every_number_of_as_dict():
+    """Two sequences, of ratios 8 and 1/4, and of 0.8; one that keeps nothing."""
+    corrected = of_ratios(
+        [8, 0.25],
+        [0.8, 7],
+        [9, 9],
+        mask=torch.tensor([[1, 1], [1, 0], [0, 0]]),
+        reject=Rejection("ratio", high=5),
+    )
+    x = [3 * LOG2, -2 * LOG2, math.log(0.8)]
+    mean = [0.5 * LOG2, math.log(0.8)]
+    k3 = [8 - 1 - x[0], 0.25 - 1 - x[1], 0.8 - 1 - x[2]]
+    expected = {
+        "kl": -sum(x) / 3,
+        "k2": sum(each**2 for each in x) / 6,
+        "k3": sum(k3) / 3,
+        "abs_log_ratio": (5 * LOG2 - math.log(0.8)) / 3,
+        "min_log_ratio": -2 * LOG2,
+        "max_log_ratio": 3 * LOG2,
+        "error": (7 + 3 + 0.25) / 3,
+        "policy_ppl": (math.exp(2 - mean[0]) + math.exp(2 - mean[1])) / 2,
+        "rollout_ppl": math.exp(2),
+        "log_ppl_diff": -(mean[0] + mean[1]) / 2,
+        "chi2_token": (63 + 1 / 16 - 1 + 0.64 - 1) / 3,
+        "chi2_sequence": (2**2 - 1 + 0.64 - 1) / 2,
+        "ess": 3.05**2 / (3 * (4 + 1 / 16 + 0.64)),
+        "weight_mean": 3.05 / 3,
+        "weight_min": 0.25,
+        "weight_max": 2,
+        "outside": 1 / 3,
+        "above": 1 / 3,
+        "below": 1 / 3,
+        "rejected_tokens": 1 / 3,
+        "rejected_sequences": 0,
+        "touched_sequences": 1 / 2,
+        "tokens": 3,
+        "kept_tokens": 2,
+        "nonfinite": 0,
+    }
+    logged = corrected.stats.as_dict()
+    assert {name: value.item() for name, value in logged.items()} == {
+        f"rollout/{name}": pytest.approx(value, abs=1e-12) for name, value in expected.items()
+    }
+    assert all(value.dim() == 0 for value in logged.values())
+    assert set(corrected.stats.as_dict("a/")) == {f"a/{name}" for name in expected}
+
+
+def test_as_dict_of_no_sequences():
+    corrected = klfast.rollout_correction(
+        torch.zeros(0, 3), torch.zeros(0, 3), normalize="token", reject=Rejection("k3", high=1)
+    )
+    assert corrected.weights.shape == corrected.mask.shape == (0, 3)
+    assert all(value == 0 for value in corrected.stats.as_dict().values())
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0)], ids=str)
+def test_no_tokens(backend, shape):
+    weights, mask, stats = klfast.rollout_correction(
+        torch.zeros(shape),
+        torch.zeros(shape),
+        weight="geometric",
+        reject=[Rejection("k3", "seq-max", high=1), Rejection("k1", high=1)],
+        backend=backend,
+    )
+    assert weights.shape == mask.shape == shape
+    assert all((leaf == 0).all() for leaf in tree_leaves(stats))
+
+
+def test_statistics_carry_no_gradient(backend):
+    pair = [torch.zeros(2, 3, requires_grad=True) for _ in range(2)]
+    result = klfast.rollout_correction(*pair, normalize="token", backend=backend)
+    assert not any(leaf.requires_grad for leaf in tree_leaves(result))
+
+
+def test_the_table_holds_all_fields():
+    stats = of_ratios(
+        [8, 1], [1, 2], reject=[Rejection("k1", high=1), Rejection("k2", high=1)]
+    ).stats
+    again = RolloutStats.of_table(stats.table())
+    leaves = zip(tree_leaves(stats), tree_leaves(again), strict=True)
+    assert all(torch.equal(a, b) for a, b in leaves)
+    assert len(again.rules) == 2
+
+
+def test_results_are_saved_and_loaded_as_weights_alone(tmp_path):
+    result = of_ratios([8, 1], reject=Rejection("k1", high=1))
+    torch.save(result, tmp_path / "result.pt")
+    loaded = torch.load(tmp_path / "result.pt", weights_only=True)
+    assert type(loaded) is klfast.RolloutCorrection
+    assert type(loaded.stats) is RolloutStats
+    leaves = zip(tree_leaves(result), tree_leaves(loaded), strict=True)
+    assert all(torch.equal(a, b) for a, b in leaves)
+
+
+@pytest.mark.parametrize("over", ["seq-sum", "seq-mean", "seq-max", "seq-min"])
+def test_a_sequence_without_tokens_fails_no_lower_bound(backend, over):
+    """Its sum would be 0, which is below."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -3.0]])
+    seen = klfast.rollout_correction(
+        logprobs,
+        torch.full((2, 2), -1.5),
+        torch.tensor([[1, 1], [0, 0]]),
+        reject=Rejection("abs", over, low=5.0),
+        backend=backend,
+    ).stats.rules[0]
+    assert seen.below.tolist() == [1, 0]
+    assert seen.bounded.tolist() == [5, 0]

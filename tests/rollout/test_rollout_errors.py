@@ -1,0 +1,219 @@
+"""Bad input: one clear error that names the argument, what it must be, and what it got."""
+
+import math
+import re
+
+import pytest
+import torch
+from refusals import FLOATS, assert_refused, cases, weights
+
+import klfast
+from klfast import Rejection
+from klfast.rollout.rejection import OVER, STATISTICS
+
+NAN, INF = math.nan, math.inf
+OUTWARD = Rejection("binary_tv", high=0.1, outward_only=True)
+
+
+def zeros(*shape, **options):
+    return torch.zeros(*shape, **options)
+
+
+def packed(cu_seqlens, tokens=6):
+    return {
+        "logprobs": zeros(tokens),
+        "rollout_logprobs": zeros(tokens),
+        "cu_seqlens": torch.tensor(cu_seqlens),
+    }
+
+
+TYPES = {
+    "list-logprobs": ({"logprobs": [[0.0]]}, "logprobs must be a torch.Tensor, got list"),
+    "none-rollout": (
+        {"rollout_logprobs": None},
+        "rollout_logprobs must be a torch.Tensor, got NoneType",
+    ),
+    "int-rollout": (
+        {"rollout_logprobs": zeros(2, 3, dtype=torch.int64)},
+        f"rollout_logprobs must have one of the dtypes {FLOATS}, got torch.int64",
+    ),
+    "complex-mask": (
+        {"mask": zeros(2, 3, dtype=torch.complex64)},
+        "mask must have one of the dtypes .*, got torch.complex64",
+    ),
+    "weight": ({"weight": 2}, "unknown weight 2; expected one of 'token', 'sequence', 'geometric'"),
+    "outside": ({"outside": None}, "unknown outside None; expected one of 'truncate', 'mask'"),
+    "normalize": ({"normalize": True}, "unknown normalize True; expected one of 'token'"),
+    "cap": ({"cap": "2"}, "cap must be a finite number > 0, got '2' of type str"),
+    "floor": ({"floor": True}, "floor must be a finite number > 0, got True of type bool"),
+    "reject-text": ({"reject": "k3"}, "reject must be a Rejection or a sequence of them, got str"),
+    "reject-tuple": (
+        {"reject": [("k3", "token")]},
+        "reject must be a Rejection or a sequence of them, got tuple",
+    ),
+    "reject-none": ({"reject": None}, "reject must be .*, got NoneType"),
+    "advantages": (
+        {"advantages": [1.0], "reject": OUTWARD},
+        "advantages must be a torch.Tensor, got list",
+    ),
+    "backend": ({"backend": None}, "unknown backend None; expected one of 'auto'"),
+}
+VALUES = {
+    "0-dim": (
+        {"logprobs": zeros(()), "rollout_logprobs": zeros(())},
+        r"logprobs must have shape \[B, T\] or \[N\], got \[\]",
+    ),
+    **{
+        f"{argument}-{shape}": (
+            {argument: torch.ones(shape)},
+            rf"{argument} must have the shape of logprobs, \[2, 3\], "
+            rf"got {re.escape(str(list(shape)))}",
+        )
+        for shape in ((3,), (1, 3), (2, 4), (3, 2))
+        for argument in ("rollout_logprobs", "mask")
+    },
+    "meta-rollout": (
+        {"rollout_logprobs": zeros(2, 3, device="meta")},
+        "rollout_logprobs must be on the device of logprobs, cpu, got meta",
+    ),
+    "2-dim-packed": (
+        {"cu_seqlens": torch.tensor([0, 6])},
+        r"logprobs must be packed, of shape \[N\], with cu_seqlens, got \[2, 3\]",
+    ),
+    "late": (packed([1, 6]), "cu_seqlens must start at 0, got 1"),
+    "short": (packed([0, 5]), "cu_seqlens must end at the number of tokens in logprobs, 6, got 5"),
+    "falling": (packed([0, 4, 3, 6]), r"cu_seqlens must not decrease, got 3 after 4 at \[2\]"),
+    "negative-mask": (
+        {"mask": weights(-1.0)},
+        r"mask must hold finite weights >= 0, got -1.0 at \[1, 1\]",
+    ),
+    "nan-mask": (
+        {"mask": weights(NAN)},
+        r"mask must hold finite weights >= 0, got nan at \[1, 1\]",
+    ),
+    "unknown-weight": (
+        {"weight": "tokens"},
+        "unknown weight 'tokens'; expected one of 'token', 'sequence', 'geometric'$",
+    ),
+    "unknown-outside": ({"outside": "clip"}, "unknown outside 'clip'; expected one of"),
+    "unknown-normalize": (
+        {"normalize": "batch"},
+        "unknown normalize 'batch'; expected one of 'token', 'sequence'$",
+    ),
+    "unknown-backend": ({"backend": "cuda"}, "unknown backend 'cuda'; expected one of 'auto'"),
+    **{
+        f"{argument}-{value}": (
+            {argument: value},
+            f"{argument} must be a finite number > 0, got {value}",
+        )
+        for argument in ("floor", "cap")
+        for value in (0, -1.5, NAN, INF)
+    },
+    "crossed": ({"floor": 3.0}, r"cap must be at least floor, 3.0, got 2.0"),
+    "floor-without-weights": (
+        {"weight": None, "floor": 0.5},
+        "floor must be None without weights, got 0.5",
+    ),
+    "normalize-without-weights": (
+        {"weight": None, "normalize": "token"},
+        "normalize must be None without weights, got 'token'",
+    ),
+    "twice": (
+        {"reject": [Rejection("k3", high=1), Rejection("k3", high=2)]},
+        "reject must name a rule once, got 'k3' over 'token' twice",
+    ),
+    "no-advantages": (
+        {"reject": OUTWARD},
+        "advantages must be given for a rule that is outward_only, got None",
+    ),
+    "advantages-for-nothing": (
+        {"advantages": zeros(2, 3)},
+        "advantages must go with a rule that is outward_only, got none",
+    ),
+    "advantages-shape": (
+        {"advantages": zeros(3), "reject": OUTWARD},
+        r"advantages must have the shape of logprobs, \[2, 3\], or \[2\], one per sequence, "
+        r"got \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), cases(TYPES, VALUES))
+def test_rollout_correction_refuses(backend, arguments, error, message):
+    arguments = {
+        "logprobs": zeros(2, 3),
+        "rollout_logprobs": torch.ones(2, 3),
+        "backend": backend,
+        **arguments,
+    }
+    assert_refused(klfast.rollout_correction, arguments, error, message)
+
+
+RULE_TYPES = {
+    "statistic": (
+        {"statistic": None},
+        f"unknown statistic None; expected one of {', '.join(map(repr, STATISTICS))}",
+    ),
+    "over": ({"over": 1}, "unknown over 1; expected one of"),
+    "low": ({"low": "1"}, "low must be a finite number > 0, got '1' of type str"),
+    "high": ({"high": None, "low": [1]}, r"low must be a finite number > 0, got \[1\] of type"),
+    "outward_only": ({"outward_only": 1}, "outward_only must be True or False, got 1"),
+}
+RULE_VALUES = {
+    "unknown-statistic": (
+        {"statistic": "kl"},
+        f"unknown statistic 'kl'; expected one of {', '.join(map(repr, STATISTICS))}$",
+    ),
+    "unknown-over": (
+        {"over": "sequence"},
+        f"unknown over 'sequence'; expected one of {', '.join(map(repr, OVER))}$",
+    ),
+    "no-bound": ({"high": None}, "low or high must be given, got neither for 'ratio'"),
+    "crossed": ({"low": 2.0, "high": 0.5}, "low must be at most high, got 2.0 > 0.5"),
+    "zero": ({"high": 0.0}, "high must be a finite number > 0, got 0.0"),
+    "negative": ({"low": -0.1}, "low must be a finite number > 0, got -0.1"),
+    "nan": ({"high": NAN}, "high must be a finite number > 0, got nan"),
+    "infinite": ({"high": INF}, "high must be a finite number > 0, got inf"),
+    "infinite-k1": ({"statistic": "k1", "low": -INF}, "low must be a finite number, got -inf"),
+    "crossed-k1": (
+        {"statistic": "k1", "low": 1.0, "high": -1.0},
+        "low must be at most high, got 1.0 > -1.0",
+    ),
+    "outward-sequence": (
+        {"over": "seq-max", "outward_only": True},
+        "outward_only must go with over='token', got over='seq-max'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), cases(RULE_TYPES, RULE_VALUES))
+def test_rejection_refuses(arguments, error, message):
+    assert_refused(Rejection, {"statistic": "ratio", "high": 2.0, **arguments}, error, message)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_bounds_below_0_are_of_k1_alone(statistic):
+    if statistic == "k1":
+        assert Rejection("k1", low=-2, high=-1).bounds == (-2, -1)
+        return
+    with pytest.raises(ValueError, match="low must be a finite number > 0, got -2"):
+        Rejection(statistic, low=-2)
+
+
+def test_a_rule_is_a_frozen_value():
+    rule = Rejection("ratio", "seq-min", low=1e-4)
+    assert rule == Rejection("ratio", over="seq-min", low=1e-4)
+    assert hash(rule) == hash(Rejection("ratio", "seq-min", low=1e-4))
+    assert rule != Rejection("ratio", "seq-max", low=1e-4)
+    with pytest.raises(AttributeError):
+        rule.low = 1.0
+    with pytest.raises(TypeError):
+        Rejection("ratio", "token", 0.5)
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_a_backend_by_name_works_or_says_why(name):
+    pair = zeros(2, 3), zeros(2, 3)
+    if klfast.backends.BACKENDS[name].rollout_correction is None:
+        with pytest.raises(RuntimeError, match=f"backend '{name}' cannot run"):
+            klfast.rollout_correction(*pair, backend=name)

@@ -1,0 +1,204 @@
+"""A masked token does not exist; a kept one that is not finite is counted and rejected."""
+
+import math
+
+import pytest
+import torch
+from agreement import same_bits
+from agreement_rollout import sampled
+from torch.utils._pytree import tree_leaves
+
+import klfast
+from klfast import Rejection
+from klfast.rollout.rejection import OVER, STATISTICS
+
+POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+MASK_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+SHAPE = (4, 30)
+RULES = tuple(Rejection(statistic, over, high=1.5) for statistic in STATISTICS for over in OVER)
+WEIGHTS = [None, "token", "sequence", "geometric"]
+
+every_poison = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+every_weight = pytest.mark.parametrize("weight", WEIGHTS)
+
+
+def inputs():
+    """(logprobs, rollout_logprobs, keep) with a fully masked second sequence."""
+    keep = torch.rand(SHAPE) < 0.6
+    keep[1] = False
+    return *sampled(SHAPE), keep
+
+
+def tensors_of(result):
+    return [leaf for leaf in tree_leaves(result) if leaf is not None]
+
+
+def everything(backend, *tensors, weight="token", **options):
+    """All tensors of a result."""
+    result = klfast.rollout_correction(
+        *tensors, weight=weight, reject=RULES, backend=backend, **options
+    )
+    return tensors_of(result)
+
+
+def assert_same(results, others):
+    assert all(same_bits(a, b) for a, b in zip(results, others, strict=True))
+
+
+@pytest.mark.parametrize("side", [0, 1, None], ids=["logprobs", "rollout_logprobs", "both"])
+@every_poison
+@every_weight
+def test_poison_under_the_mask_changes_no_bit(backend, weight, poison, side):
+    *pair, keep = inputs()
+    dirty = [torch.where(keep, t, poison) if side in (i, None) else t for i, t in enumerate(pair)]
+    assert_same(
+        everything(backend, *pair, keep, weight=weight),
+        everything(backend, *dirty, keep, weight=weight),
+    )
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES, ids=str)
+def test_a_zero_of_any_dtype_masks(backend, dtype):
+    logprobs, rollout_logprobs, keep = inputs()
+    poisoned = torch.where(keep, logprobs, math.nan)
+    given = keep.to(dtype)
+    weights, mask, stats = klfast.rollout_correction(
+        poisoned, rollout_logprobs, given, reject=RULES, backend=backend
+    )
+    expected = klfast.rollout_correction(
+        logprobs, rollout_logprobs, keep, reject=RULES, backend=backend
+    )
+    assert mask.dtype == dtype
+    assert torch.equal(mask.bool(), expected.mask)
+    assert same_bits(weights, expected.weights)
+    assert_same(tree_leaves(stats), tree_leaves(expected.stats))
+
+
+def test_a_mask_that_keeps_nothing(backend):
+    logprobs, rollout_logprobs, keep = inputs()
+    for weight in WEIGHTS[1:]:
+        for normalize in (None, "token", "sequence"):
+            weights, mask, stats = klfast.rollout_correction(
+                logprobs * math.nan,
+                rollout_logprobs,
+                torch.zeros_like(keep),
+                weight=weight,
+                normalize=normalize,
+                reject=RULES,
+                backend=backend,
+            )
+            assert torch.equal(weights, torch.zeros(SHAPE))
+            assert not mask.any()
+            assert all((leaf == 0).all() for leaf in tree_leaves(stats))
+            assert all(value == 0 for value in stats.as_dict().values())
+
+
+@every_poison
+@pytest.mark.parametrize("side", [0, 1], ids=["logprobs", "rollout_logprobs"])
+@every_weight
+def test_a_kept_token_that_is_not_finite_is_counted_and_rejected(backend, weight, side, poison):
+    """And is in no sum: all else is as if its x were 0, in a longer sequence."""
+    *pair, keep = inputs()
+    keep[2, 5] = True
+    pair[side][2, 5] = poison
+    weights, mask, stats = klfast.rollout_correction(
+        *pair, keep, weight=weight, reject=RULES[0], backend=backend
+    )
+    assert stats.nonfinite.tolist() == [0, 0, 1, 0]
+    assert stats.tokens.tolist() == keep.sum(1).tolist()
+    assert not mask[2, 5]
+    assert weights is None or weights[2, 5] == 0
+    assert all(leaf.isfinite().all() for leaf in tensors_of((weights, stats)))
+    assert all(value.isfinite() for value in stats.as_dict().values())
+
+    zeroed = [t.clone() for t in pair]
+    for t in zeroed:
+        t[2, 5] = 0
+    clean = klfast.rollout_correction(
+        *zeroed, keep, weight=weight, reject=RULES[0], backend=backend
+    )
+    others = keep.clone()
+    others[2, 5] = False
+    assert torch.equal(mask[others], clean.mask[others])
+    if weights is not None:
+        assert same_bits(weights[others], clean.weights[others])
+    for name in ("length", "tokens", "logprobs", "k1", "k2", "k3", "abs", "chi2", "error"):
+        # A kernel may add its neighbours by another formula.
+        torch.testing.assert_close(
+            getattr(stats, name), getattr(clean.stats, name), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_both_minus_infinity_is_not_finite(backend):
+    """-inf - -inf is NaN: a token that a filter removed from both."""
+    both = torch.tensor([-1.0, -math.inf, -2.0])
+    weights, mask, stats = klfast.rollout_correction(both, both, backend=backend)
+    assert weights.tolist() == [1, 0, 1]
+    assert mask.tolist() == [True, False, True]
+    assert stats.nonfinite.item() == 1
+
+
+def test_a_sequence_of_nothing_but_nan(backend):
+    nan = torch.full((2, 3), math.nan)
+    nan[1] = -1
+    weights, mask, stats = klfast.rollout_correction(
+        nan, torch.full((2, 3), -1.0), weight="sequence", reject=RULES, backend=backend
+    )
+    assert weights.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert mask.tolist() == [[False] * 3, [True] * 3]
+    assert stats.as_dict()["rollout/rejected_sequences"] == 0.5
+    assert stats.as_dict()["rollout/weight_min"] == 1
+
+
+@pytest.mark.parametrize("weight", WEIGHTS[1:])
+@pytest.mark.parametrize("difference", [15.0, 25.0, 100.0, 1e4, 3e38])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_huge_difference_overflows_nothing_but_its_own_square(backend, sign, difference, weight):
+    logprobs = torch.tensor([[-1.0, -1 - sign * difference], [-1.0, -2.0]])
+    rollout_logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -2.0]])
+    if sign < 0:
+        logprobs, rollout_logprobs = torch.full((2, 2), -1.0), logprobs.clone()
+        rollout_logprobs[:, 1] = torch.tensor([-1 + sign * difference, -1.0])
+    weights, mask, stats = klfast.rollout_correction(
+        logprobs, rollout_logprobs, weight=weight, cap=None, reject=RULES, backend=backend
+    )
+    assert weights.isfinite().all()
+    assert (weights <= math.exp(20) * 1.0001).all()
+    assert (weights >= math.exp(-20) * 0.9999).all()
+    assert not mask[0, 1]
+    assert mask[1].all()
+    quadratic = {"k2"}
+    fields = {name: t for name, t in stats._asdict().items() if name not in {"rules", *quadratic}}
+    assert all(t.isfinite().all() for t in fields.values())
+    assert not any(leaf.isnan().any() for leaf in tree_leaves(stats))
+
+
+@every_weight
+def test_what_is_in_other_sequences_changes_no_bit(backend, weight):
+    logprobs, rollout_logprobs, keep = inputs()
+    alone = everything(backend, logprobs[2:3], rollout_logprobs[2:3], keep[2:3], weight=weight)
+    for t in (logprobs, rollout_logprobs):
+        t[[0, 3]] = math.nan
+    together = everything(backend, logprobs, rollout_logprobs, keep, weight=weight)
+    assert_same(alone, [t[2:3].clone() for t in together])
+
+
+def test_nothing_is_kept_where_all_is_rejected_under_any_mask(backend):
+    """Sums of ones and of fractions may be added in another order; none stays none."""
+    mask = torch.cat([torch.ones(64), torch.rand(128)]).view(1, -1)
+    logprobs = torch.full_like(mask, 0.5)
+    rule = klfast.Rejection("k1", high=0.1)
+    stats = klfast.rollout_correction(
+        logprobs, torch.zeros_like(mask), mask, reject=rule, backend=backend
+    ).stats
+    assert stats.kept.tolist() == [0]
+
+
+def test_a_floor_beyond_the_greatest_exponential(backend):
+    stats = klfast.rollout_correction(
+        torch.full((1, 3), 25.0), torch.zeros(1, 3), floor=1e10, cap=None, backend=backend
+    ).stats
+    torch.testing.assert_close(stats.weight_deviation, torch.tensor([3e20]), rtol=1e-6, atol=0)

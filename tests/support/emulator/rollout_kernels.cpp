@@ -1,0 +1,3 @@
+// The CUDA kernels between sampler and trainer, compiled for the host.
+
+#include "rollout/cuda.cu"
