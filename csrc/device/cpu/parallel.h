@@ -19,7 +19,17 @@ struct Threads {
 // asks for one that this processor does not have.
 const char* instruction_set();
 
-inline constexpr int64_t kElementsPerTask = 32768;  // below this, threads cost more than they bring
+// The elements of a part, at most. A batch of as many is one part, and stays on the calling thread:
+// there eager torch does too, and beyond it a process that forked after a threaded call hangs, as
+// OpenMP's threads are lost. Two threads would take as long for 8192 log-probs, and 20 % less for
+// 20480 and for 32768; smaller parts of large batches cost, those of 8192 15 % over 131072
+// log-probs (k3 to a mean, fp32 and bf16, two cores with AVX-512, interleaved).
+inline constexpr int64_t kElementsOfPart = 32768;
+
+// Equal parts: two of 20480 log-probs, say, where one of 32768 would leave a thread 8192.
+inline int64_t parts_of(int64_t elements) {
+  return std::max<int64_t>(1, (elements + kElementsOfPart - 1) / kElementsOfPart);
+}
 
 // Runs body(part) for every part < parts. A free thread takes the next part, as some take longer
 // than others.
@@ -36,14 +46,12 @@ inline void for_each_part(int64_t parts, const Threads& threads,
   });
 }
 
-// Runs body(i) for every i < n. The n bodies read `elements` together and about as many each; a
-// part reads about kElementsPerTask.
+// Runs body(i) for every i < n. The n bodies read `elements` together, and about as many each.
 inline void for_each(int64_t n, int64_t elements, const Threads& threads,
                      const std::function<void(int64_t)>& body) {
-  const bool is_small = elements <= kElementsPerTask;
-  const int64_t size = is_small ? n : std::max<int64_t>(1, kElementsPerTask * n / elements);
-  for_each_part(n == 0 ? 0 : (n + size - 1) / size, threads, [&](int64_t part) {
-    for (int64_t i = part * size; i < std::min(n, (part + 1) * size); ++i) body(i);
+  const int64_t parts = std::min(n, parts_of(elements));
+  for_each_part(parts, threads, [&](int64_t part) {
+    for (int64_t i = n * part / parts; i < n * (part + 1) / parts; ++i) body(i);
   });
 }
 

@@ -25,13 +25,14 @@ class Segments {
   explicit Segments(const Batch& batch) : batch_(batch), parts_{0} {
     if (batch.packed()) first_.resize(batch.sequences + 1, 0);
     per_sequence_ = segments_of(batch.width);
+    const int64_t parts = parts_of(batch.tokens), of_part = (batch.tokens + parts - 1) / parts;
     int64_t tokens = 0;  // of the part that is being filled
     for (int64_t s = 0; s < batch.sequences; ++s) {
       const int64_t length = batch.length(s), segments = segments_of(length);
       if (batch.packed()) first_[s + 1] = first_[s] + segments;
       for (int64_t i = 0; i < segments; ++i) {
         tokens += length_of(length, i);
-        if (tokens < kElementsPerTask) continue;
+        if (tokens < of_part) continue;
         parts_.push_back(first(s) + i + 1);
         tokens = 0;
       }
