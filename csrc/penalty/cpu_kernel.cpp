@@ -12,7 +12,7 @@
 
 #include "device/cpu/ahead.h"
 #include "device/cpu/instruction_set_table.h"
-#include "device/cpu/tiles.h"
+#include "device/cpu/segment_tiles.h"
 #include "penalty/cpu_evaluate.h"
 #include "penalty/cpu_smooth.h"
 
@@ -56,25 +56,6 @@ RunTile<Acc> choose_tile(const SegmentTask& task) {
   return run;
 }
 
-// The place of a tile in the inputs.
-struct Tile {
-  int64_t row;
-  int64_t column;
-  int64_t size;
-  int64_t padded;  // size rounded up to whole groups
-};
-
-// The weights of a tile: the mask, or ones; zeros beyond its size.
-template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Tile& tile, Acc* buffer) {
-  if (mask.data != nullptr) {
-    return load_tile(mask, tile.row, tile.column, tile.size, tile.padded, buffer);
-  }
-  std::fill(buffer, buffer + tile.size, Acc(1));
-  std::fill(buffer + tile.size, buffer + tile.padded, Acc(0));
-  return buffer;
-}
-
 template <typename Acc, typename From>
 KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weights, int64_t n,
                                  Acc* difference) {
@@ -102,10 +83,10 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Tile
     });
     return;
   }
-  const Acc* loaded = load_tile(a, tile.row, tile.column, tile.size, tile.padded, difference);
+  const Acc* loaded = load(a, tile, difference);
   const Acc* other = buffer;
   if (b.data != nullptr) {
-    other = load_tile(b, tile.row, tile.column, tile.size, tile.padded, buffer);
+    other = load(b, tile, buffer);
   } else {
     std::fill(buffer, buffer + tile.padded, Acc(0));
   }
@@ -122,33 +103,16 @@ KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* w
   }
 }
 
-bool can_be_bad(const View& mask) {
-  return mask.data != nullptr && mask.dtype != DType::kBool && mask.dtype != DType::kUInt8;
-}
-
-template <typename Acc>
-KLFAST_HOST_DEVICE bool any_bad(const Acc* weights, int64_t n) {
-  int bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= !(weights[i] >= Acc(0) && weights[i] < Acc(INFINITY));
-  return bad != 0;
-}
-
-Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
-  const int64_t size = std::min(kTileTokens, segment.length - done);
-  return {batch.row(segment.sequence), batch.column(segment.sequence, segment.position + done),
-          size, (size + kLanes - 1) / kLanes * kLanes};
-}
-
-// The memory of the next tile, where this one begins at `index` in the outputs.
-Ahead ahead_of(const SegmentTask& task, const Tile& tile, int64_t index) {
+// The memory of the next tile.
+Ahead ahead_of(const SegmentTask& task, const Tile& tile) {
   Ahead ahead;
   const KlPenaltyInputs& in = *task.inputs;
   for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.mask, &in.old_logprobs}) {
     ahead.add(*view, tile.row, tile.column + kTileTokens);
   }
-  ahead.add(task.value, index + kTileTokens);
-  ahead.add(task.grad_logprobs, index + kTileTokens);
-  ahead.add(task.grad_ref_logprobs, index + kTileTokens);
+  ahead.add(task.value, tile.index + kTileTokens);
+  ahead.add(task.grad_logprobs, tile.index + kTileTokens);
+  ahead.add(task.grad_ref_logprobs, tile.index + kTileTokens);
   return ahead;
 }
 
@@ -158,7 +122,6 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const Limits<Acc> limits = limits_of<Acc>(in.options);
   const RunTile<Acc> run = choose_tile<Acc>(task);
   const bool check_mask = can_be_bad(in.mask);
-  const int64_t first_index = in.batch.start(segment.sequence) + segment.position;
   alignas(64) Acc
       buffers[kBuffers][kTileTokens + kLanes];  // not a page apart, which would alias in the cache
   alignas(64) LaneSums<double> sums;
@@ -167,8 +130,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
 
   for (int64_t done = 0; done < segment.length; done += kTileTokens) {
     const Tile tile = tile_of(in.batch, segment, done);
-    const int64_t n = tile.size;
-    const int64_t index = first_index + done;
+    const int64_t n = tile.size, index = tile.index;
     const Acc* const weights = load_weights(in.mask, tile, buffers[0]);
     load_difference(in.logprobs, in.ref_logprobs, tile, weights, buffers[1], buffers[7]);
     const bool weighs = in.old_logprobs.data != nullptr;
@@ -185,12 +147,11 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     run({tile.padded,
          {buffers[1], weighs ? buffers[2] : nullptr, weights},
          outputs,
-         ahead_of(task, tile, index)},
+         ahead_of(task, tile)},
         limits, sums);
 
     if (task.grad_out.data != nullptr) {
-      const Acc* grad_out =
-          load_tile(task.grad_out, tile.row, tile.column, n, tile.padded, buffers[6]);
+      const Acc* grad_out = load(task.grad_out, tile, buffers[6]);
       multiply_kept(outputs.grad, grad_out, weights, tile.padded);
       multiply_kept(outputs.grad_ref, grad_out, weights, tile.padded);
     } else if (!std::isfinite(outputs.grad_scale)) {  // 0 * infinity where masked

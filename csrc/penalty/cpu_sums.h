@@ -7,14 +7,12 @@
 #include <cstdint>
 
 #include "device/cpu/lanes.h"
+#include "device/cpu/segment_tiles.h"
 #include "formulas/statistics.h"
 #include "penalty/cpu_kernel.h"
 
 namespace klfast::cpu {
 namespace {
-
-// Tokens that are added in the arithmetic's type before their sums are added in double.
-constexpr int64_t kTileTokens = 1024;
 
 // [statistics, lanes]: LaneSums<Acc> of a tile, LaneSums<double> of a segment.
 template <typename T>

@@ -18,7 +18,7 @@
 #include "device/cpu/ahead.h"
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/lanes.h"
-#include "device/cpu/tiles.h"
+#include "device/cpu/segment_tiles.h"
 #include "rollout/token_bounds.h"
 #include "rollout/totals.h"
 
@@ -32,12 +32,8 @@ using rollout::Call;
 using rollout::How;
 using rollout::Inputs;
 using rollout::Options;
-using rollout::Outside;
 using rollout::Rule;
 using rollout::TokenBounds;
-
-// Tokens that are added in the arithmetic's type before their sums are added in double.
-constexpr int64_t kTileTokens = 1024;
 
 // The sums of lanes. Of near groups, weights are e^x.
 enum LaneRow {
@@ -86,6 +82,19 @@ How how_of_lanes(int row) {
   return rollout::how_of(row - kLaneRows + rollout::kTotals);
 }
 
+// Runs body(how), `how` being what combines two numbers.
+template <typename Body>
+void visit_how(How how, const Body& body) {
+  switch (how) {
+    case How::kSum:
+      return body(math::Sum());
+    case How::kLeast:
+      return body(math::Minimum());
+    case How::kGreatest:
+      return body(math::Maximum());
+  }
+}
+
 template <typename T>
 struct alignas(64) Lanes {
   T at[kLanes];
@@ -116,32 +125,17 @@ class Sums {
   // Adds rows [first, last) of the tile to the segment's, and empties them.
   void flush(int first, int last) {
     for (int row = first; row < last; ++row) {
-      Acc* const lanes = tile_[row].at;
-      double* const wide = segment_[row].at;
-      switch (how_of_lanes(row)) {
-        case How::kSum:
-          cpu::flush<math::Sum>(lanes, wide);
-          break;
-        case How::kLeast:
-          cpu::flush<math::Minimum>(lanes, wide);
-          break;
-        case How::kGreatest:
-          cpu::flush<math::Maximum>(lanes, wide);
-          break;
-      }
+      visit_how(how_of_lanes(row),
+                [&](auto how) { cpu::flush<decltype(how)>(tile_[row].at, segment_[row].at); });
     }
   }
   int rows() const { return rows_; }
 
   double total(int row) {
-    switch (how_of_lanes(row)) {
-      case How::kLeast:
-        return combine_lanes<math::Minimum>(segment_[row].at);
-      case How::kGreatest:
-        return combine_lanes<math::Maximum>(segment_[row].at);
-      default:
-        return combine_lanes<math::Sum>(segment_[row].at);
-    }
+    double total = 0;
+    visit_how(how_of_lanes(row),
+              [&](auto how) { total = combine_lanes<decltype(how)>(segment_[row].at); });
+    return total;
   }
 
  private:
@@ -361,36 +355,6 @@ bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc
   return any != 0;
 }
 
-// The place of a tile in the inputs.
-struct Tile {
-  int64_t row;
-  int64_t column;
-  int64_t index;  // among all tokens
-  int64_t size;
-  int64_t padded;  // size rounded up to whole groups
-};
-
-Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
-  const int64_t size = std::min(kTileTokens, segment.length - done);
-  const int64_t position = segment.position + done;
-  return {batch.row(segment.sequence), batch.column(segment.sequence, position),
-          batch.start(segment.sequence) + position, size, (size + kLanes - 1) / kLanes * kLanes};
-}
-
-template <typename Acc>
-const Acc* load(const View& view, const Tile& tile, Acc* buffer) {
-  return load_tile(view, tile.row, tile.column, tile.size, tile.padded, buffer);
-}
-
-// The weights of a tile: the mask, or ones; zeros beyond its size.
-template <typename Acc>
-const Acc* load_weights(const View& mask, const Tile& tile, Acc* buffer) {
-  if (mask.data != nullptr) return load(mask, tile, buffer);
-  std::fill(buffer, buffer + tile.size, Acc(1));
-  std::fill(buffer + tile.size, buffer + tile.padded, Acc(0));
-  return buffer;
-}
-
 // 1 where a token's advantage is positive, else 0.
 template <typename Acc>
 void load_rises(const Inputs& in, const Segment& segment, const Tile& tile, Acc* rises) {
@@ -433,15 +397,6 @@ void store_mask(const View& mask, const Tile& tile, const uint8_t* lost, const O
 }
 
 bool are_bools(const View& mask) { return mask.data == nullptr || mask.dtype == DType::kBool; }
-
-bool can_be_bad(const View& mask) { return !are_bools(mask) && mask.dtype != DType::kUInt8; }
-
-template <typename Acc>
-bool any_bad(const Acc* weights, int64_t n) {
-  int bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= !(weights[i] >= Acc(0) && weights[i] < Acc(INFINITY));
-  return bad != 0;
-}
 
 template <typename Acc>
 void write_totals(Sums<Acc>& sums, int rules, double* totals) {

@@ -23,7 +23,7 @@ from agreement import INTEGERS, random_inputs
 from targets import TARGETS, serving
 
 import klfast
-from klfast import Estimator
+from klfast import Estimator, Rejection
 from klfast.estimator import ESTIMATORS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
@@ -44,6 +44,17 @@ OPTIONS = {
     "clips": {"log_ratio_clip": (-0.8, 1.1), "kl_clip": 0.6},
     "weighted-clips": {"log_ratio_clip": 1.0, "kl_clip": 0.5, "clip_weighted": True},
     "tail": {"linear_tail": 0.7},
+}
+RULES = {
+    "no-rule": (),
+    "token": Rejection("ratio", low=0.6, high=1.5),
+    "many": [
+        Rejection("k1", low=-0.9, high=0.8),
+        Rejection("k3", high=0.3),
+        Rejection("ratio", "seq-mean", low=0.8, high=1.2),
+        Rejection("ratio", "seq-min", low=1e-4),
+        Rejection("binary_tv", "seq-max", high=0.5),
+    ],
 }
 
 
@@ -141,6 +152,34 @@ def rewards(layouts):
         yield f"kl_rewards {layout} {dtype} {estimator}", call
 
 
+def hash_of_correction(*args, **options):
+    weights, mask, stats = klfast.rollout_correction(*args, **options)
+    return hash_of([t for t in (weights, mask, stats.table()) if t is not None])
+
+
+def corrections(layouts):
+    """(name, call) of every case of ``rollout_correction``, near on-policy and far from it."""
+    choices = [(None, "truncate")]
+    choices += itertools.product(("token", "sequence", "geometric"), ("truncate", "mask"))
+    for layout, dtype, mask, (weight, outside), (rules, reject), scale in itertools.product(
+        layouts, FLOATS, ("none", "bools", "weights"), choices, RULES.items(), (0.01, 1, 30)
+    ):
+        batch = batch_of(layout, dtype)
+        call = functools.partial(
+            hash_of_correction,
+            batch.ref + scale * (batch.logprobs - batch.ref),
+            batch.ref,
+            batch.masks[mask],
+            weight=weight,
+            outside=outside,
+            floor=0.5 if weight else None,
+            cap=1.6,
+            reject=reject,
+            cu_seqlens=batch.cu_seqlens,
+        )
+        yield f"rollout {layout} {dtype} {mask} {weight} {outside} {rules} {scale}", call
+
+
 def over_logits(vocabularies):
     """(name, call) of every case over logits."""
     for vocabulary, dtype in itertools.product(vocabularies, FLOATS):
@@ -188,6 +227,7 @@ def record(run):
     cases = [
         *penalties(layouts),
         *rewards(layouts),
+        *corrections(layouts),
         *over_logits((37,) if is_slow else (1, 37, 4_099)),
     ]
     with serving(target):
