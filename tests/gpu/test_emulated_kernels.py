@@ -3,21 +3,11 @@
 import emulated
 import pytest
 import torch
+from garbage import GARBAGE, N
 
 from klfast import Estimator
 from klfast.call import Layout, LogProbs, PenaltyCall, Spec
 from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
-
-N = 40_000
-GARBAGE = {
-    "overlapping": [0, N, 8192, 8192],
-    "decreasing": [0, 20_000, 10_000, N],
-    "beyond": [0, 3 * N, 5 * N],
-    "negative": [-N, -1, N],
-    "all-the-same": [N, N, N],
-    "no-sequence": [0],
-    "not-from-zero": [9000, 9001, N],
-}
 
 
 def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None, grads=False):

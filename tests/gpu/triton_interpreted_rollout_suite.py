@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from agreement import same_bits
 from agreement_rollout import sampled
+from garbage import BAD_EDGES
 from mpmath import mpf
 from torch.utils._pytree import tree_leaves
 
@@ -151,16 +152,6 @@ def test_torch_sees_the_op_as_it_is(packed, weight):
         advantages,
     )
     torch.library.opcheck(torch.ops.klfast_triton.rollout_correction.default, arguments(call))
-
-
-BAD_EDGES = {
-    "negative": [-(2**40), 3, 9],
-    "beyond": [0, 2**40, 2**62],
-    "falling": [0, 9, 2],
-    "all-beyond": [2**33, 2**33, 2**33],
-    "swapped": [9, 0, 9],
-    "no-sequence": [0],
-}
 
 
 @pytest.mark.grid(meet=1)

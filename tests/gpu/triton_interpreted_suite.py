@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from agreement import assert_agrees, random_inputs, same_bits
+from garbage import BAD_EDGES
 
 import klfast
 from klfast import Estimator
@@ -180,16 +181,6 @@ def test_what_is_masked_is_not_looked_at(reduction, poison):
     result = klfast.kl_penalty(logprobs, ref_logprobs, keep, reduction=reduction, backend=BACKEND)
     (grad,) = torch.autograd.grad(result, logprobs, torch.full_like(result, poison))
     assert (grad[~keep] == 0).all()
-
-
-BAD_EDGES = {
-    "negative": [-(2**40), 3, 9],
-    "beyond": [0, 2**40, 2**62],
-    "falling": [0, 9, 2],
-    "all-beyond": [2**33, 2**33, 2**33],
-    "swapped": [9, 0, 9],
-    "no-sequence": [0],
-}
 
 
 @pytest.mark.grid(meet=1)
