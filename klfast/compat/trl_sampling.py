@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_choice
+from klfast.checks.arguments import check_choice, check_number
 from klfast.rollout.api import rollout_correction
 from klfast.rollout.stats import RolloutStats, divide, greatest, least
 
@@ -78,13 +78,18 @@ def importance_sampling_ratio(
     weight, outside = MODES[mode]
     if outside == "truncate" and clip_min is None and clip_max is None:
         raise ValueError(f"clip_min or clip_max must be given with mode={mode!r}, got neither")
+    floor = clip_min if clip_min is not None and clip_min > 0 else None
+    if clip_max is not None:
+        check_number("clip_max", clip_max, above=0)
+        if floor is not None and floor > clip_max:
+            raise ValueError(f"clip_min must be <= clip_max={clip_max}, got {clip_min!r}")
     mask = completion_mask if tool_mask is None else completion_mask * tool_mask
     weights, kept, stats = rollout_correction(
         old_per_token_logps,
         sampling_per_token_logps,
         mask.bool(),
         weight=weight,
-        floor=clip_min if clip_min is not None and clip_min > 0 else None,
+        floor=floor,
         cap=clip_max,
         outside=outside,
     )

@@ -88,6 +88,11 @@ def _option(name: str, threshold: object) -> Option:
     low, high = _pair("rollout_rs_threshold", threshold)
     if statistic == "k1":
         low = 1 / high if low is None else low
+        if low > high:
+            raise ValueError(
+                f"rollout_rs_threshold must be >= 1 for {name!r}, whose lower bound is 1 / "
+                f"threshold, got {threshold!r}"
+            )
         rule = Rejection("k1", over, low=-math.log(high), high=-math.log(low))
         return Option(name, rule, -1)
     if low is not None:

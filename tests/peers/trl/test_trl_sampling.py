@@ -173,8 +173,8 @@ def test_metrics_of_several_ranks_are_gathered_as_trl_does(monkeypatch):
             {"mode": "token_truncate", "clip_max": None},
             "clip_min or clip_max must be given with mode='token_truncate', got neither",
         ),
-        ({"clip_max": 0.0}, "cap must be"),
-        ({"clip_min": 4.0}, "cap must be at least floor"),
+        ({"clip_max": 0.0}, "clip_max must be a finite number > 0, got 0.0"),
+        ({"clip_min": 4.0}, "clip_min must be <= clip_max=3.0, got 4.0"),
     ],
     ids=["mode", "no-bound", "clip_max", "crossed"],
 )
