@@ -133,24 +133,44 @@ KINDS = {
 }
 
 
-@pytest.mark.grid(meet=1)
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def compilations():
+    """(kind, dtype, capability): every kind in three dtypes, each on one of the chips in turn.
+
+    A case compiles two kernels or more, some ten seconds each, so `make test` takes two of them.
+    """
+    for i, kind in enumerate(KINDS):
+        for j, dtype in enumerate(("fp32", "bf16", "fp64")):
+            yield kind, dtype, ARCHITECTURES[(i + j) % len(ARCHITECTURES)]
+    yield "token", "fp16", 90
+
+
+SHORT = (("token", "bf16", 90), ("four-over-sequences", "fp32", 90))
+assert {*SHORT} <= {*compilations()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "capability"),
+    [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.exhaustive)
+        for case in compilations()
+    ],
+)
 def test_no_kernel_spills(kind, dtype, capability):
-    for launch in launches(dtype, **kind):
+    for launch in launches(FLOATS[dtype], **KINDS[kind]):
         compiled = launch.build(GPUTarget("cuda", capability, 32))
         # ptxas reserves 8 bytes of stack for some kernels, and uses none.
         assert not any(name.startswith(("STL", "LDL")) for name in instructions(compiled))
         assert resources(compiled).registers < 255
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["token", "kpop", "four-over-sequences"])
 def test_kernels_compile_for_amd(kind):
     for launch in launches(**KINDS[kind]):
         assert launch.build(GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
 
 
+@pytest.mark.exhaustive
 def test_no_sum_is_atomic():
     for launch in launches(reject=OVER_SEQUENCES, weight="geometric"):
         code = instructions(launch.build(GPUTarget("cuda", 90, 32)))
