@@ -35,6 +35,7 @@ from torch import Tensor
 
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.stats import KLStats
+from klfast.transfer import is_dtensor, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,8 +57,8 @@ def gathered(value: Any) -> Any:
     Nothing is moved where every rank has the whole already, as of statistics.
     """
     if isinstance(value, KLStats):
-        return KLStats(*map(gathered, value)) if _is_dtensor(value.kl) else value
-    return value.full_tensor() if _is_dtensor(value) else value
+        return KLStats(*map(whole, value)) if is_dtensor(value.kl) else value
+    return whole(value)
 
 
 def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
@@ -67,7 +68,7 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def served(*args: P.args, **kwargs: P.kwargs) -> R:
         for value in (*args, *kwargs.values()):
-            if type(value) not in _PLAIN and _is_dtensor(value):
+            if type(value) not in _PLAIN and is_dtensor(value):
                 break
         else:
             return function(*args, **kwargs)
@@ -81,7 +82,7 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
 def refuse_dtensors(**tensors: object) -> None:
     """Raise TypeError for a DTensor, of a function that has no rule for shards."""
     for name, value in tensors.items():
-        if type(value) not in _PLAIN and _is_dtensor(value):
+        if type(value) not in _PLAIN and is_dtensor(value):
             raise TypeError(
                 f"{name} must be a plain tensor, got DTensor; give each rank its own sequences, "
                 f"{name}.to_local()"
@@ -90,11 +91,6 @@ def refuse_dtensors(**tensors: object) -> None:
 
 _PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
 """Types that say at once what a value is not."""
-
-
-def _is_dtensor(value: object) -> bool:
-    module = getattr(torch.distributed, "tensor", None)  # a program that has one has imported them
-    return module is not None and isinstance(value, module.DTensor)
 
 
 class _Shards(NamedTuple):

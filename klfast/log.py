@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_choice
@@ -19,6 +18,7 @@ from klfast.control.reading import NUMBER, check_count, number_of
 from klfast.dtensors import gathered
 from klfast.profile import LogRatioProfile
 from klfast.stats import KLStats
+from klfast.transfer import floats
 
 __all__ = ["KLLog"]
 
@@ -167,10 +167,7 @@ def _floats(values: dict[str, Any]) -> dict[str, float]:
                 f"extra must be numbers and 0-dim tensors, got {[*tensor.shape]} for "
                 f"{name.removeprefix('=')!r}"
             )
-    read: dict[str, float] = {}
-    for device in {tensor.device for tensor in tensors.values()}:
-        here = {name: t.detach().double() for name, t in tensors.items() if t.device == device}
-        read |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
+    read = floats(tensors)
     return {
         name: read[name] if name in read else number_of(value, f"extra[{name[1:]!r}]", NUMBER)
         for name, value in values.items()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from klfast.checks.values import holds_values
 from klfast.ranks import Ranks, folded
+from klfast.transfer import are_readable, fields_of, finite_floats, line_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Divide: TypeAlias = "Callable[[Any, Any], Any]"
 
 OF_TOKENS = ("k1", "k2", "k3", "max_log_ratio")
 """The statistics of the log-ratio, which of distributions only the tokens in ``token_ids`` have."""
@@ -53,39 +59,60 @@ class KLStats(NamedTuple):
 
     def token_mean(self) -> Tensor:
         """Sum of ``kl`` over sum of ``length``: nats per token, 0-dim; 0 when nothing is kept."""
-        return per_token(self.kl, self.length)
+        return _ratio(self.kl.sum(), self.length.sum())
 
     def sequence_mean(self) -> Tensor:
         """Mean of ``kl`` over the sequences that keep a token: nats per sequence, 0-dim."""
         return _ratio(self.kl.sum(), (self.length > 0).sum())
 
-    def of_distributions(self) -> KLStats:
-        """Those of exact divergences, where no token was taken: NaN for what is said of tokens."""
-        return self._replace(**dict.fromkeys(OF_TOKENS, torch.full_like(self.kl, torch.nan)))
+    @staticmethod
+    def cat(stats: Sequence[KLStats]) -> KLStats:
+        """The statistics of the sequences of all, one after the other; ``a + b`` is that of two.
 
-    def with_tokens(self, taken: KLStats) -> KLStats:
-        """These with what ``taken`` says of the tokens that were taken."""
-        return self._replace(**{name: getattr(taken, name) for name in OF_TOKENS})
+        Of micro-batches, these are bit for bit the statistics of the whole batch. They must be on
+        one device.
 
-    def all_reduce(self, group: ProcessGroup) -> KLStats:
-        """The statistics of whole sequences, whose tokens are sharded over the ranks of ``group``.
+        Raises:
+            ValueError: ``stats`` is empty.
+            TypeError: it holds something else.
+        """
+        parts = [*stats]
+        if not parts:
+            raise ValueError("stats must hold at least one KLStats, got none")
+        for part in parts:
+            if not isinstance(part, KLStats):
+                raise TypeError(f"stats must hold KLStats alone, got {type(part).__name__}")
+        return _of_table(torch.cat([torch.stack(part) for part in parts], 1))
 
-        For sequence and context parallelism: every rank has the same S sequences, and of each its
-        own tokens, or none. Sums are added in fp64 in the order of ranks' halves, maxima are taken;
-        every rank gets the same bits, from one all-reduce. For different sequences on the ranks
-        (data parallelism), give the controller a ``process_group`` instead; for both, the group of
-        the ranks with different sequences alone.
+    def __add__(self, other: object) -> KLStats:
+        return KLStats.cat([self, other]) if isinstance(other, KLStats) else NotImplemented
+
+    def all_reduce(self, group: ProcessGroup, *, sharded: bool = True) -> KLStats:
+        """The statistics of all ranks of ``group``; every rank gets the same bits.
+
+        ``sharded=True``: every rank has the same S sequences, and of each its own tokens, or none
+        (sequence and context parallelism). Of each sequence, sums and counts are added in fp64 in
+        the order of ranks' halves, and the greatest maximum is taken: [S], from one all-reduce.
+
+        ``sharded=False``: every rank has sequences of its own, any number of them (data
+        parallelism). They follow each other in the order of ranks, as :meth:`cat` has them, bit for
+        bit the statistics of one process with all of them: two all-reduces, the first of which is
+        waited for, as the result's shape depends on it.
+
+        For both, reduce over the shards first, and then over the ranks with different sequences.
 
         Raises:
             TypeError: ``group`` is not a process group that this process is in.
             RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
         """
-        table = Ranks(group).gather(torch.stack([field.double() for field in self]))
+        ranks = Ranks(group)
+        if not sharded:
+            return _of_table(ranks.side_by_side(torch.stack(self)))
+        table = ranks.gather(torch.stack([field.double() for field in self]))
         sums, largest = folded(table), table.amax(0)
         at = self._fields.index("max_log_ratio")
-        whole = [*sums[:at], largest[at], *sums[at + 1 :]]
-        fields = zip(whole, self, strict=True)
-        return KLStats(*(new.to(old.dtype) for new, old in fields))
+        fields = [*sums[:at], largest[at], *sums[at + 1 :]]
+        return KLStats(*(new.to(old.dtype) for new, old in zip(fields, self, strict=True)))
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
@@ -93,28 +120,77 @@ class KLStats(NamedTuple):
         ``k1``, ``k2`` and ``k3`` are means per token, ``length`` the mean over sequences,
         ``max_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the totals.
         """
-        empty = self.kl.numel() == 0
-        largest = self.max_log_ratio.new_zeros(()) if empty else self.max_log_ratio.max()
-        scalars = {
-            "token_mean": self.token_mean(),
-            "sequence_mean": self.sequence_mean(),
-            "k1": per_token(self.k1, self.length),
-            "k2": per_token(self.k2, self.length),
-            "k3": per_token(self.k3, self.length),
-            "length": _ratio(self.length.sum(), torch.full_like(self.length, 1).sum()),
-            "max_log_ratio": largest,
-            "clipped": self.clipped.sum(),
-            "nonfinite": self.nonfinite.sum(),
-        }
-        return {prefix + name: value for name, value in scalars.items()}
+        sums = torch.stack((*self, self.length.sign())).sum(1)
+        sequences = self.kl.numel()
+        largest = self.max_log_ratio.max() if sequences else sums.new_zeros(())
+        if sums.dtype in _CODES and holds_values(self.kl):  # a quarter of the time of torch's
+            numbers = _scalars(sums.tolist(), largest.item(), sequences, _quotient)
+            memory = array(_CODES[sums.dtype], numbers)
+            scalars = torch.frombuffer(memory, dtype=sums.dtype).unbind()
+        else:
+            scalars = _scalars(sums.unbind(), largest, sequences, _ratio)
+        return {prefix + name: value for name, value in zip(_NUMBERS, scalars, strict=True)}
+
+    def to_floats(self, prefix: str = "kl/") -> dict[str, float]:
+        """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
+
+        What is not known is left out: ``k1``, ``k2``, ``k3`` and ``max_log_ratio`` of exact
+        divergences without ``token_ids``, and what is NaN or infinite, which ``nonfinite`` counts.
+        """
+        return finite_floats(self.as_dict(prefix))
+
+    def __repr__(self) -> str:
+        if not are_readable(self):
+            return fields_of(self)
+        return line_of("KLStats", {"sequences": self.kl.numel(), **self.as_dict("")})
 
 
 torch.serialization.add_safe_globals([KLStats])
 
 
-def per_token(total: Tensor, length: Tensor) -> Tensor:
-    """Sum of per-sequence totals over the sum of lengths, 0-dim; 0 when nothing is kept."""
-    return _ratio(total.sum(), length.sum())
+def without_tokens(stats: KLStats) -> KLStats:
+    """Statistics of exact divergences where no token was taken: NaN for what is said of tokens."""
+    return stats._replace(**dict.fromkeys(OF_TOKENS, torch.full_like(stats.kl, torch.nan)))
+
+
+def with_tokens_of(stats: KLStats, taken: KLStats) -> KLStats:
+    """Statistics of exact divergences, with what ``taken`` says of the tokens that were taken."""
+    return stats._replace(**{name: getattr(taken, name) for name in OF_TOKENS})
+
+
+def _of_table(table: Tensor) -> KLStats:
+    return KLStats(*table.unbind(0))
+
+
+_NUMBERS = (
+    *("token_mean", "sequence_mean", "k1", "k2", "k3"),
+    *("length", "max_log_ratio", "clipped", "nonfinite"),
+)
+"""The names of ``as_dict``."""
+
+_CODES = {torch.float32: "f", torch.float64: "d"}
+"""The dtypes of arithmetic, as Python's arrays have them."""
+
+
+def _scalars(sums: Sequence[Any], largest: Any, sequences: int, divide: Divide) -> tuple[Any, ...]:
+    """The numbers of ``as_dict``, as floats or as tensors.
+
+    Args:
+        sums: over the sequences, of each field and, last, 1 for each that keeps a token. Quotients
+            of fp32 numbers have the same bits rounded from fp64.
+        largest: the greatest ``max_log_ratio``.
+        sequences: how many.
+        divide: the quotient, 0 where the denominator is 0.
+    """
+    kl, length, k1, k2, k3, _, clipped, nonfinite, present = sums
+    per_token = (divide(total, length) for total in (k1, k2, k3))
+    mean_length = length / max(sequences, 1)
+    means = (divide(kl, length), divide(kl, present), *per_token, mean_length)
+    return (*means, largest, clipped, nonfinite)
+
+
+def _quotient(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

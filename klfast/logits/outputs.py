@@ -8,7 +8,7 @@ from torch import Tensor
 
 from klfast.call import PenaltyCall
 from klfast.logits.call import KLDivergenceCall
-from klfast.stats import KLStats
+from klfast.stats import KLStats, with_tokens_of, without_tokens
 
 Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
 KLOutputs = tuple[Tensor, Tensor | None, Tensor | None, KLStats | None]
@@ -27,9 +27,9 @@ def outputs_of(
     """
     result, stats = reduced
     if call.token_ids is None or logprobs is None or ref_logprobs is None:
-        return result, None, None, stats and stats.of_distributions()
+        return result, None, None, stats and without_tokens(stats)
     logprobs, ref_logprobs = logprobs.view(call.shape), ref_logprobs.view(call.shape)
     if stats is not None:
         _, taken = kl_penalty(call.compare_tokens(logprobs, ref_logprobs))
-        stats = taken and stats.with_tokens(taken)
+        stats = taken and with_tokens_of(stats, taken)
     return result, logprobs, ref_logprobs, stats

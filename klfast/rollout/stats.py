@@ -9,6 +9,7 @@ from torch import Tensor
 
 from klfast.ranks import Ranks, folded
 from klfast.rollout.formulas import chi2
+from klfast.transfer import are_readable, fields_of, finite_floats, line_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -124,21 +125,15 @@ class RolloutStats(NamedTuple):
 
         For data parallelism: each rank has its own sequences, any number of them. Every rank gets
         the same bits, from two all-reduces, of the counts and of the statistics; it waits for the
-        first, as the result's shape depends on it. (``KLStats.all_reduce`` is for sequences whose
-        tokens are on several ranks; here a total of a sequence decides before statistics are made,
-        so a sequence must be whole.)
+        first, as the result's shape depends on it. (``KLStats.all_reduce`` also takes sequences
+        whose tokens are on several ranks; here a total of a sequence decides before statistics are
+        made, so a sequence must be whole.)
 
         Raises:
             TypeError: ``group`` is not a process group that this process is in.
             RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
         """
-        ranks = Ranks(group)
-        table = self.table()
-        counts = ranks.gather(table.new_tensor([table.shape[1]], dtype=torch.float64))
-        sizes = [int(count) for count in counts.flatten().tolist()]
-        padded = torch.nn.functional.pad(table, (0, max(sizes) - table.shape[1]))
-        of_ranks = zip(ranks.gather(padded), sizes, strict=True)
-        return RolloutStats.of_table(torch.cat([t[:, :size] for t, size in of_ranks], 1))
+        return RolloutStats.of_table(Ranks(group).side_by_side(self.table()))
 
     def weight_mean(self, over: str, group: ProcessGroup | None = None) -> Tensor:
         """The mean of the weights, 0-dim fp64: per token, or per sequence with a kept token.
@@ -227,6 +222,24 @@ class RolloutStats(NamedTuple):
             "nonfinite": self.nonfinite.sum(),
         }
         return {prefix + name: value for name, value in scalars.items()}
+
+    def to_floats(self, prefix: str = "rollout/") -> dict[str, float]:
+        """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
+
+        What is NaN or infinite is left out.
+        """
+        return finite_floats(self.as_dict(prefix))
+
+    def __repr__(self) -> str:
+        if not are_readable(self[:-1]):
+            return fields_of(self)
+        logged = self.as_dict("")
+        main = {name: logged[name] for name in _MAIN_NUMBERS}
+        return line_of("RolloutStats", {"sequences": self.length.numel(), **main})
+
+
+_MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")
+"""Those of ``as_dict`` that ``repr`` shows."""
 
 
 torch.serialization.add_safe_globals([RolloutStats, RuleStats])

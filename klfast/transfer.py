@@ -1,0 +1,62 @@
+"""Numbers on their way from a device to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor, without importing what makes them."""
+    module = getattr(torch.distributed, "tensor", None)  # a program that has one has imported them
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def whole(value: Any) -> Any:
+    """The plain tensor of a DTensor, which a replicated one has already; all else as it is."""
+    return value.full_tensor() if is_dtensor(value) else value
+
+
+def floats(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers and 0-dim tensors as floats; the tensors of a device in one transfer."""
+    tensors = {name: whole(value) for name, value in numbers.items() if isinstance(value, Tensor)}
+    read: dict[str, float] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = {name: t.detach().double() for name, t in tensors.items() if t.device == device}
+        read |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
+    return {name: read[name] if name in read else float(numbers[name]) for name in numbers}
+
+
+def finite_floats(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """``floats`` without NaN and infinity, which JSON has not."""
+    return {name: value for name, value in floats(numbers).items() if math.isfinite(value)}
+
+
+def line_of(name: str, numbers: Mapping[str, Any]) -> str:
+    """The ``repr`` of an object in one line: four digits of each number, whole ones in full."""
+    shown = floats(numbers).items()
+    texts = (f"{key}={v:.0f}" if v.is_integer() else f"{key}={v:.4g}" for key, v in shown)
+    return f"{name}({', '.join(texts)})"
+
+
+def fields_of(stats: Any) -> str:
+    """The ``repr`` of a named tuple field by field, whatever the fields are."""
+    fields = zip(stats._fields, stats, strict=True)
+    return f"{type(stats).__name__}({', '.join(f'{name}={value!r}' for name, value in fields)})"
+
+
+def are_readable(fields: Iterable[Any]) -> bool:
+    """Whether these are plain vectors with values, not those of tracing, nor what a tree of tensors
+    may hold in their place.
+    """
+    is_plain = (
+        not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+    return is_plain and all(
+        type(field) is Tensor and field.dim() == 1 and not field.is_meta for field in fields
+    )

@@ -1,0 +1,268 @@
+"""KLStats of several batches as one, its numbers as floats, and its repr."""
+
+import json
+import math
+
+import pytest
+import torch
+from agreement import random_inputs, same_bits
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import klfast
+from klfast import KLStats
+
+COUNTS = ("clipped", "nonfinite")
+
+
+class AsOnADevice(TorchDispatchMode):
+    """Where a CPU's tensors are not read on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def stats_of(tensors, mask=None, **options):
+    return klfast.kl_penalty(*tensors, mask, return_stats=True, **options)[1]
+
+
+def batch(dtype=torch.float32):
+    """(logprobs, ref_logprobs), mask: 7 sequences, one of which keeps nothing, one with a NaN."""
+    logprobs, ref_logprobs, _ = random_inputs((7, 33), dtype)
+    mask = torch.arange(33) < torch.tensor([33, 1, 0, 20, 32, 7, 15])[:, None]
+    logprobs[4, 3] = math.nan
+    logprobs[5, 8] = math.nan  # masked
+    return (logprobs, ref_logprobs), mask
+
+
+def assert_same(a, b):
+    assert type(a) is type(b) is KLStats
+    for name, one, other in zip(KLStats._fields, a, b, strict=True):
+        assert same_bits(one, other), name
+
+
+def by_hand(fields):
+    """The numbers of ``as_dict`` from lists of numbers by field."""
+    present = sum(length > 0 for length in fields["length"])
+    tokens = math.fsum(fields["length"])
+    means = {name: math.fsum(fields[name]) / tokens for name in ("k1", "k2", "k3")}
+    return {
+        "kl/token_mean": math.fsum(fields["kl"]) / tokens,
+        "kl/sequence_mean": math.fsum(fields["kl"]) / present,
+        **{f"kl/{name}": mean for name, mean in means.items()},
+        "kl/length": tokens / len(fields["length"]),
+        "kl/max_log_ratio": max(fields["max_log_ratio"]),
+        **{f"kl/{name}": sum(fields[name]) for name in COUNTS},
+    }
+
+
+def drawn(sequences, seed):
+    """Fields by name as lists of numbers; every third sequence keeps nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.rand(len(KLStats._fields), sequences, generator=generator, dtype=torch.float64)
+    table[:, 2::3] = 0
+    fields = dict(zip(KLStats._fields, table.tolist(), strict=True))
+    return fields | {name: [float(round(9 * x)) for x in fields[name]] for name in COUNTS}
+
+
+def as_stats(fields):
+    tensors = {name: torch.tensor(row, dtype=torch.float64) for name, row in fields.items()}
+    return KLStats(**tensors)
+
+
+def test_merged_numbers_are_those_of_all_sequences():
+    drafts = [drawn(sequences, seed) for seed, sequences in enumerate((4, 1, 0, 9))]
+    together = {name: [x for d in drafts for x in d[name]] for name in KLStats._fields}
+    merged = KLStats.cat([as_stats(draft) for draft in drafts])
+    expected = by_hand(together)
+    assert merged.to_floats() == pytest.approx(expected, rel=1e-14)
+    assert merged.token_mean().item() == pytest.approx(expected["kl/token_mean"], rel=1e-14)
+    assert merged.sequence_mean().item() == pytest.approx(expected["kl/sequence_mean"], rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pieces", [[7], [3, 4], [1, 0, 2, 3, 1]], ids=str)
+def test_micro_batches_have_the_bits_of_the_batch(backend, dtype, pieces):
+    tensors, mask = batch(dtype)
+    whole = stats_of(tensors, mask, backend=backend)
+    split = (tensor.split(pieces) for tensor in (*tensors, mask))
+    parts = [stats_of(pair, kept, backend=backend) for *pair, kept in zip(*split, strict=True)]
+    assert_same(KLStats.cat(parts), whole)
+
+
+def test_packed_micro_batches_too(backend):
+    (logprobs, ref_logprobs), mask = batch()
+    whole = stats_of((logprobs, ref_logprobs), mask, backend=backend)
+    parts = []
+    for rows in (slice(0, 3), slice(3, 7)):
+        kept = mask[rows]
+        cu_seqlens = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+        packed = [tensor[rows][kept] for tensor in (logprobs, ref_logprobs)]
+        parts.append(stats_of(packed, cu_seqlens=cu_seqlens, backend=backend))
+    assert_same(parts[0] + parts[1], whole)
+
+
+def test_a_sum_is_of_two_and_leaves_both():
+    a, b = as_stats(drawn(3, 1)), as_stats(drawn(2, 2))
+    before = [field.clone() for field in (*a, *b)]
+    assert_same(a + b, KLStats.cat([a, b]))
+    assert (a + b).kl.tolist() == [*a.kl.tolist(), *b.kl.tolist()]
+    assert all(same_bits(x, y) for x, y in zip((*a, *b), before, strict=True))
+    with pytest.raises(TypeError):
+        a + tuple(b)
+    with pytest.raises(TypeError):
+        a + 1
+
+
+def test_dtypes_meet_in_the_wider():
+    a, b = as_stats(drawn(3, 1)), stats_of(random_inputs((2, 5))[:2])
+    for merged in (a + b, b + a):
+        assert {field.dtype for field in merged} == {torch.float64}
+
+
+def test_nothing_and_others_are_refused():
+    with pytest.raises(ValueError, match="stats must hold at least one KLStats, got none"):
+        KLStats.cat([])
+    with pytest.raises(TypeError, match="stats must hold KLStats alone, got Tensor"):
+        KLStats.cat([as_stats(drawn(3, 1)), torch.zeros(3)])
+
+
+def test_users_are_offered_what_is_theirs():
+    own = {name for name in dir(KLStats) if not name.startswith("_")} - set(dir(tuple))
+    methods = {"token_mean", "sequence_mean", "cat", "all_reduce", "as_dict", "to_floats"}
+    assert own == methods | set(KLStats._fields)
+
+
+# As floats
+
+
+def exact(ids=None):
+    logits = torch.randn(2, 3, 11), torch.randn(2, 3, 11)
+    return klfast.kl_divergence(*logits, token_ids=ids, return_stats=True)[-1]
+
+
+@pytest.mark.parametrize("stats", [as_stats(drawn(5, 3)), exact(torch.ones(2, 3).long())])
+def test_floats_are_those_of_the_dict(stats):
+    numbers = stats.to_floats("a/")
+    assert numbers == {name: value.item() for name, value in stats.as_dict("a/").items()}
+    assert all(type(value) is float for value in numbers.values())
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+def test_what_exact_divergences_do_not_know_is_left_out():
+    known = {"token_mean", "sequence_mean", "length", "clipped", "nonfinite"}
+    assert set(exact().to_floats("")) == known
+    assert set(exact(torch.zeros(2, 3).long()).to_floats("")) == {
+        *known,
+        *("k1", "k2", "k3", "max_log_ratio"),
+    }
+
+
+def test_what_is_not_a_number_is_left_out_and_counted():
+    tensors, mask = batch()
+    numbers = stats_of(tensors, mask).to_floats()
+    assert numbers["kl/nonfinite"] == 1
+    assert "kl/token_mean" not in numbers
+    assert json.dumps(numbers, allow_nan=False)
+
+
+def test_floats_take_one_transfer(monkeypatch):
+    read = []
+    for name in ("tolist", "item", "cpu", "numpy", "__float__", "__bool__"):
+        original = getattr(torch.Tensor, name)
+
+        def counting(self, *args, name=name, original=original):
+            read.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    stats = stats_of(*batch())
+    corrected = klfast.rollout_correction(*batch()[0])
+    read.clear()
+    with AsOnADevice():
+        stats.to_floats()
+        assert read == ["tolist"]
+        corrected.stats.to_floats()
+        assert read == ["tolist"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_device_has_the_numbers_of_a_cpu(dtype):
+    (logprobs, ref_logprobs), mask = batch(dtype)
+    finite = logprobs.nan_to_num()
+    for given in (
+        ((logprobs, ref_logprobs), mask),
+        ((finite, ref_logprobs), mask),
+        ((finite, ref_logprobs), mask * torch.rand(7, 33)),
+        ((1e30 * finite, -1e30 * ref_logprobs), mask),
+        ((finite, ref_logprobs), torch.zeros_like(mask)),
+        ((finite[:0], ref_logprobs[:0]), mask[:0]),
+    ):
+        stats = stats_of(*given)
+        with AsOnADevice():
+            expected = stats.as_dict()
+        for name, value in stats.as_dict().items():
+            same = value.isnan() if expected[name].isnan() else same_bits(value, expected[name])
+            assert same, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64], ids=str)
+def test_statistics_that_a_user_has_cast(dtype):
+    fields = {name: [2.0, 4.0] for name in KLStats._fields}
+    cast = KLStats(*(field.to(dtype) for field in as_stats(fields)))
+    assert cast.to_floats() == pytest.approx(by_hand(fields), rel=0.01)
+    mixed = as_stats(fields)._replace(clipped=torch.tensor([2, 4]))
+    assert mixed.to_floats() == by_hand(fields)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_dict_has_the_same_numbers():
+    torch._dynamo.reset()
+    compiled = torch.compile(KLStats.as_dict, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sequences in (3, 8, 17):
+        stats = as_stats(drawn(sequences, 4))
+        for name, value in compiled(stats).items():
+            torch.testing.assert_close(value, stats.as_dict()[name], rtol=1e-15, atol=0)
+
+
+def test_rollout_statistics_as_floats():
+    (logprobs, rollout), mask = batch()
+    stats = klfast.rollout_correction(logprobs, rollout, mask).stats
+    numbers = stats.to_floats("r/")
+    assert numbers == {name: value.item() for name, value in stats.as_dict("r/").items()}
+    assert json.dumps(numbers, allow_nan=False)
+
+
+# In one line
+
+
+def test_a_line_shows_the_main_numbers():
+    fields = {name: [0.0, 0.0] for name in KLStats._fields}
+    fields |= {"kl": [6.0, 3.0], "length": [4.0, 1.0], "k1": [5.0, -1.0], "nonfinite": [0.0, 3.0]}
+    assert repr(as_stats(fields)) == (
+        "KLStats(sequences=2, token_mean=1.8, sequence_mean=4.5, k1=0.8, k2=0, k3=0, length=2.5, "
+        "max_log_ratio=0, clipped=0, nonfinite=3)"
+    )
+
+
+def test_a_line_of_anything():
+    stats = stats_of(*batch())
+    with FakeTensorMode() as mode:
+        fake = tree_map(mode.from_tensor, stats)
+        assert "\n" not in repr(stats)
+    others = [
+        KLStats.cat([stats, stats]),
+        stats_of(random_inputs((0, 3))[:2]),
+        exact(),
+        KLStats(*(torch.zeros(2, device="meta") for _ in range(8))),
+        fake,
+        KLStats(*range(8)),
+        tree_map(lambda field: field.shape, stats),
+    ]
+    for other in others:
+        assert repr(other).startswith("KLStats(")
+        assert "\n" not in repr(other)
+    line = repr(klfast.rollout_correction(*batch()[0]).stats)
+    assert line.startswith("RolloutStats(sequences=7, tokens=231, k3=")
+    assert "\n" not in line
