@@ -11,6 +11,7 @@ from torch import Tensor
 
 from klfast import backends, shortcut
 from klfast.call import penalty_call, rewards_call
+from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
 from klfast.shortcut import tries_first
@@ -28,7 +29,7 @@ def kl_penalty(
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     return_stats: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -45,7 +46,7 @@ def kl_penalty(
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     return_stats: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, KLStats]: ...
@@ -63,7 +64,7 @@ def kl_penalty(
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     return_stats: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, KLStats]:
@@ -95,9 +96,10 @@ def kl_penalty(
         old_logprobs: log-probs under the policy that sampled the tokens; a constant.
         normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
             (of ``token-mean`` the token count, of the others the sequence count). Under DDP and
-            FSDP, which average gradients: the count of all ranks divided by the world size. With
-            the undivided count the gradient comes out too small by the world size.
-        coef: a number or 0-dim tensor; a constant.
+            FSDP, which average gradients: the count of all ranks divided by the world size,
+            :func:`klfast.data_parallel_normalizer`. With the undivided count the gradient comes out
+            too small by the world size.
+        coef: a number or 0-dim tensor; a constant. Of a controller, its ``value``.
         return_stats: also return :class:`klfast.KLStats` from the same read.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
@@ -136,7 +138,7 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: float | Tensor,
+    kl_coef: Coefficient,
     estimator: str | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: Literal[False] = False,
@@ -151,7 +153,7 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: float | Tensor,
+    kl_coef: Coefficient,
     estimator: str | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: Literal[True],
@@ -167,7 +169,7 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: float | Tensor,
+    kl_coef: Coefficient,
     estimator: str | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: bool = False,
@@ -184,7 +186,7 @@ def kl_rewards(
         logprobs: as in :func:`kl_penalty`, like all that follow.
         ref_logprobs: see there.
         mask: see there.
-        kl_coef: a number or 0-dim tensor, in reward units per nat.
+        kl_coef: a number, a 0-dim tensor or a controller, in reward units per nat.
         estimator: see there.
         cu_seqlens: see there.
         return_stats: see there.

@@ -18,7 +18,6 @@ from klfast.checks.arguments import (
     check_number,
     check_reduction,
     check_tensor,
-    scalar_argument,
     shape_text,
     without_graph,
 )
@@ -28,6 +27,7 @@ from klfast.checks.values import (
     check_cu_seqlens_values,
     check_mask_values,
 )
+from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, MASKS, arithmetic_dtype
 from klfast.estimator import Estimator, as_estimator
 from klfast.layout import number_of_sequences
@@ -172,7 +172,7 @@ def penalty_call(
     cu_seqlens: Tensor | None,
     old_logprobs: Tensor | None,
     normalizer: float | Tensor | None,
-    coef: float | Tensor,
+    coef: Coefficient,
     return_stats: bool,
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
@@ -186,7 +186,7 @@ def penalty_call(
     spec = Spec(
         as_estimator(estimator),
         REDUCTIONS[reduction],
-        scalar_argument("coef", coef, logprobs),
+        coef_argument("coef", coef, logprobs),
         check_normalizer(normalizer, logprobs),
     )
     if spec.estimator.gradient == "none":
@@ -204,7 +204,7 @@ def rewards_call(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor | None,
-    kl_coef: float | Tensor,
+    kl_coef: Coefficient,
     estimator: str | Estimator,
     cu_seqlens: Tensor | None,
     return_stats: bool,
@@ -213,7 +213,7 @@ def rewards_call(
     call = penalty_call(
         logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
     )
-    coef = scalar_argument("kl_coef", kl_coef, logprobs)
+    coef = coef_argument("kl_coef", kl_coef, logprobs)
     check_tensor("scores", scores, MASKS)
     sequences = number_of_sequences(logprobs, cu_seqlens)
     if tuple(scores.shape) != (sequences,):

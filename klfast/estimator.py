@@ -157,8 +157,11 @@ def _check_log_ratio_clip(clip: object) -> None:
         raise ValueError(f"log_ratio_clip must have lo < hi, got {clip!r}")
 
 
-SHORTHAND = {name: Estimator(name) for name in (*ESTIMATORS, *ALIASES)}
-"""Name or alias -> the estimator without options."""
+SHORTHAND = {
+    **{name: Estimator(name) for name in (*ESTIMATORS, *ALIASES)},
+    **{f"{name}+": Estimator(name, gradient="k2") for name in ("k1", "k2", "k3")},
+}
+"""Name or alias -> the estimator without options; ``k3+`` is k3 with the gradient of k2."""
 
 
 def as_estimator(estimator: str | Estimator) -> Estimator:

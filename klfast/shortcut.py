@@ -15,6 +15,7 @@ from torch import Tensor
 
 from klfast.backends import BACKENDS
 from klfast.checks.arguments import without_graph
+from klfast.coefficient import Coefficient, value_of
 from klfast.estimator import GRADIENTS, SHORTHAND, Estimator
 from klfast.ops import autograd
 from klfast.ops.direct import Direct, NotPlainError
@@ -55,7 +56,7 @@ def kl_penalty(
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     return_stats: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
@@ -64,6 +65,8 @@ def kl_penalty(
         return None
     if type(estimator) is str:
         estimator = SHORTHAND.get(estimator, estimator)
+    if type(coef) not in _NUMBERS:
+        coef = value_of(coef)
     if normalizer is None:
         normalizer = 0.0
     elif type(normalizer) not in _NUMBERS or not normalizer > 0:
@@ -119,7 +122,7 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: float | Tensor,
+    kl_coef: Coefficient,
     estimator: str | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: bool = False,
@@ -130,6 +133,8 @@ def kl_rewards(
         return None
     if type(estimator) is str:
         estimator = SHORTHAND.get(estimator, estimator)
+    if type(kl_coef) not in _NUMBERS:
+        kl_coef = value_of(kl_coef)
     if not (
         type(scores) in _TENSORS
         and type(logprobs) in _TENSORS

@@ -11,6 +11,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from klfast import backends
+from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
 from klfast.stats import KLStats
@@ -116,7 +117,7 @@ def kl_divergence(
     reduction: str = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: Literal[False] = False,
     backend: str = "auto",
@@ -135,7 +136,7 @@ def kl_divergence(
     reduction: str = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: Literal[True],
     backend: str = "auto",
@@ -154,7 +155,7 @@ def kl_divergence(
     reduction: str = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: Literal[False] = False,
     backend: str = "auto",
@@ -173,7 +174,7 @@ def kl_divergence(
     reduction: str = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: Literal[True],
     backend: str = "auto",
@@ -192,7 +193,7 @@ def kl_divergence(
     reduction: str = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    coef: float | Tensor = 1.0,
+    coef: Coefficient = 1.0,
     token_ids: Tensor | None = None,
     return_stats: bool = False,
     backend: str = "auto",
@@ -238,7 +239,7 @@ def kl_divergence(
         temperature: of both, a number > 0.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
-        normalizer: see there; under DDP and FSDP the count of all ranks over the world size.
+        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
         token_ids: [B, T] or [N], any integer dtype: also return the log-probs of these tokens under
             both models, from the same read, each with its gradient; 0 where masked.

@@ -19,11 +19,11 @@ from klfast.checks.arguments import (
     check_number,
     check_reduction,
     check_tensor,
-    scalar_argument,
     shape_text,
     shown,
 )
 from klfast.checks.values import are_tracing, check_keeping_mask, check_token_ids
+from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
 from klfast.estimator import Estimator
 from klfast.logits.inplace import check_inplace
@@ -173,7 +173,7 @@ def kl_divergence_call(
     reduction: str,
     cu_seqlens: Tensor | None,
     normalizer: float | Tensor | None,
-    coef: float | Tensor,
+    coef: Coefficient,
     token_ids: Tensor | None,
     return_stats: bool,
 ) -> KLDivergenceCall:
@@ -203,7 +203,7 @@ def kl_divergence_call(
     spec = Spec(
         _VALUES,
         REDUCTIONS[reduction],
-        scalar_argument("coef", coef, logits, of="logits"),
+        coef_argument("coef", coef, logits, of="logits"),
         check_normalizer(normalizer, logits, of="logits"),
     )
     temperature, inverse_temperature = _temperature(temperature, logits)
