@@ -21,10 +21,12 @@ from klfast.control.learning_rate import KLAdaptiveLR
 from klfast.control.monitor import KLDriftAlarm, KLMonitor
 from klfast.control.reset import ReferenceReset
 from klfast.control.scheduled import ScheduledKLController
+from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs
+from klfast.penalty import KLPenalty
 from klfast.profile import LogRatioProfile, log_ratio_profile
 from klfast.rollout.api import rollout_correction
 from klfast.rollout.outputs import RolloutCorrection
@@ -47,6 +49,7 @@ __all__ = [
     "KLEarlyStop",
     "KLLog",
     "KLMonitor",
+    "KLPenalty",
     "KLStats",
     "LogRatioProfile",
     "NuPIKLController",
@@ -58,6 +61,7 @@ __all__ = [
     "ScheduledKLController",
     "__version__",
     "compat",
+    "data_parallel_normalizer",
     "get_kl_controller",
     "info",
     "kl_divergence",

@@ -55,7 +55,7 @@ def rollout_correction(
 
     A loss keeps the count from before the rejection: ``torch.where(mask != 0, loss * weights,
     0).sum() / stats.length.sum()``; with klfast, ``normalizer=stats.length.sum()`` beside the new
-    mask.
+    mask, or ``data_parallel_normalizer`` of the old one.
 
     Args:
         logprobs: log-probs of the taken tokens under the policy that is trained, or that starts

@@ -1,6 +1,7 @@
 """Controllers on a GPU: the host's bits, no sync, one CUDA graph with the fused loss."""
 
 import random
+import warnings
 
 import gpu
 import pytest
@@ -132,3 +133,28 @@ def test_a_profile_waits_for_nothing_and_replays_as_a_graph(packed, no_sync):
     )
     for name in ("quantiles", "tokens", "k1", "k3"):
         torch.testing.assert_close(getattr(profile, name).cpu(), getattr(expected, name))
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_an_object_for_a_run_waits_once_a_step(device):
+    penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.5, 6.0, device=device))
+    on_cpu = klfast.KLPenalty(controller=klfast.NuPIKLController(0.5, 6.0))
+    logprobs = -torch.rand(8, 64, device="cuda")
+    logprobs.requires_grad_()
+    for _ in range(3):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for part in logprobs.split(3):
+                penalty(part, part.detach() - 1.0).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        on_cpu(logprobs.detach().cpu(), logprobs.detach().cpu() - 1.0)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                numbers = penalty.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(waits) == 1
+        assert numbers == pytest.approx(on_cpu.step(), rel=1e-5)

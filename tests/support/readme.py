@@ -7,12 +7,14 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DROP_IN = ROOT / "docs" / "drop_in.md"
 ROLLOUT = ROOT / "docs" / "rollout.md"
+DATA_PARALLEL = ROOT / "docs" / "data_parallel.md"
 BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def examples():
     """Name -> code."""
-    return dict(BLOCK.findall("".join(page.read_text() for page in (README, DROP_IN, ROLLOUT))))
+    pages = (README, DROP_IN, ROLLOUT, DATA_PARALLEL)
+    return dict(BLOCK.findall("".join(page.read_text() for page in pages)))
 
 
 def run(name, **given):

@@ -21,7 +21,7 @@ PAGES = [
     *readme.ROOT.glob("docs/**/*.md"),
 ]
 LINK = re.compile(r"\]\((?!http)([^)#]*)#?([^)]*)\)")
-PATH = re.compile(r"`((?:benchmarks|csrc|docs|klfast|tests)/[\w./*-]+)`")
+PATH = re.compile(r"`((?:benchmarks|csrc|docs|examples|klfast|tests)/[\w./*-]+)`")
 
 
 def anchors(page):
@@ -43,11 +43,13 @@ def test_every_link_and_path_of_a_page_is_there(page):
 
 def test_every_example_has_a_test():
     assert set(readme.examples()) == {
+        "accumulation",
         "at-scale",
         "before",
         "data-parallel",
         "instead",
         "logits",
+        "one-object",
         "patch",
         "rloo",
         "rollout",
@@ -70,6 +72,58 @@ def test_what_klfast_replaces_and_what_replaces_it():
     assert instead["controller"].value != 0.05
     instead["loss_kl"].backward()
     assert logprobs.grad.isfinite().all()
+
+
+def test_one_object_for_a_run():
+    policy = torch.nn.Linear(3, 1)
+    features = torch.randn(2, 4, 5, 3)
+    batches = []
+
+    def micro_batches():
+        for part in features.unbind(0):
+            logprobs = -policy(part).squeeze(-1).abs()
+            yield logprobs, logprobs.detach() - 1.0, torch.rand(4, 5) < 0.8
+
+    batches += [[*micro_batches()] for _ in range(3)]
+    before = policy.weight.detach().clone()
+    left = readme.run(
+        "one-object",
+        klfast=klfast,
+        batches=batches,
+        policy_loss=lambda logprobs, mask: -(logprobs * mask).sum(),
+        optimizer=torch.optim.SGD(policy.parameters(), lr=0.1),
+    )
+    assert not torch.equal(policy.weight, before)
+    assert left["numbers"]["kl/k1"] == pytest.approx(1.0)
+    assert left["numbers"]["kl/coef"] == left["controller"].value != 0.05
+
+
+def test_accumulated_gradients_are_those_of_the_batch():
+    policy = torch.nn.Linear(3, 1, dtype=torch.float64)
+    features = torch.randn(6, 5, 3, dtype=torch.float64)
+    ref_logprobs = torch.randn(6, 5, dtype=torch.float64)
+    mask = torch.arange(5) < torch.tensor([5, 1, 0, 3, 2, 4])[:, None]
+
+    def logprobs_of(part):
+        return policy(part).squeeze(-1)
+
+    klfast.kl_penalty(
+        logprobs_of(features), ref_logprobs, mask, estimator="k3+", reduction="token-mean", coef=0.3
+    ).backward()
+    expected = policy.weight.grad.clone()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    before = policy.weight.detach().clone()
+    pieces = zip(*(t.split([1, 3, 2]) for t in (features, ref_logprobs, mask)), strict=True)
+    readme.run(
+        "accumulation",
+        klfast=klfast,
+        controller=0.3,
+        policy=logprobs_of,
+        batches=[[*pieces]],
+        optimizer=optimizer,
+    )
+    torch.testing.assert_close(before - policy.weight, expected, rtol=1e-13, atol=1e-15)
 
 
 def test_a_loop_across_ranks(tmp_path):

@@ -16,7 +16,7 @@ from klfast.call import PenaltyCall
 from klfast.dtypes import arithmetic_dtype
 from klfast.estimator import Estimator
 from klfast.formulas import FORMULAS
-from klfast.layout import number_of_sequences
+from klfast.layout import sequence_of_token
 from klfast.stats import KLStats
 
 
@@ -61,16 +61,6 @@ class _Tokens:
     def max_by_sequence(self, value: Tensor) -> Tensor:
         """[tokens], none negative -> [S]; 0 for an empty sequence."""
         return value.new_zeros(self.sequences).scatter_reduce(0, self.sequence, value, "amax")
-
-
-def sequence_of_token(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
-    """The sequence that each token belongs to, and how many sequences there are."""
-    sequences = number_of_sequences(logprobs, cu_seqlens)
-    index = torch.arange(sequences, device=logprobs.device)
-    if cu_seqlens is None:
-        return index.repeat_interleave(logprobs.shape[-1]), sequences
-    lengths = cu_seqlens.diff()
-    return index.repeat_interleave(lengths, output_size=logprobs.shape[0]), sequences
 
 
 def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:

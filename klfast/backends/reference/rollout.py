@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from klfast.backends.reference.penalty import sequence_of_token
+from klfast.layout import sequence_of_token
 from klfast.rollout import formulas
 from klfast.rollout.call import RolloutCall
 from klfast.rollout.outputs import RolloutCorrection

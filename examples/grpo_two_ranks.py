@@ -1,0 +1,52 @@
+"""``grpo.py`` on two ranks: each has half of the prompts, and all have one coefficient.
+
+Run it with ``torchrun --nproc-per-node 2 examples/grpo_two_ranks.py``; any number of ranks that
+divides eight will do.
+"""
+
+import copy
+
+import torch
+from torch import distributed
+
+import klfast
+
+distributed.init_process_group("gloo")
+rank, ranks = distributed.get_rank(), distributed.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Embedding(16, 16)
+reference = copy.deepcopy(model).requires_grad_(False)
+policy = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
+penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.05, target=3.0))
+torch.manual_seed(rank)  # from here on, each rank draws its own prompts and answers
+prompts = 8 // ranks
+
+for step in range(1, 101):
+    tokens = torch.randint(1, 16, (prompts, 1)).repeat_interleave(8, 0)
+    for _ in range(12):
+        probabilities = model(tokens[:, -1]).detach().softmax(-1)
+        tokens = torch.cat([tokens, probabilities.multinomial(1)], 1)
+    before, answer = tokens[:, :-1], tokens[:, 1:]
+    mask = (answer == 0).cumsum(1) - (answer == 0).long() == 0
+
+    reward = ((answer == 7) & mask).sum(1) / 12
+    grouped = reward.view(prompts, 8)
+    advantage = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std() + 1e-6)).view(-1, 1)
+
+    # DDP averages gradients: the tokens of all ranks, divided by the number of ranks.
+    normalizer = klfast.data_parallel_normalizer(mask, "token-mean")
+    optimizer.zero_grad()
+    logprobs = klfast.token_logprobs(policy(before), answer)
+    ref_logprobs = klfast.token_logprobs(reference(before), answer)
+    gain = advantage * (logprobs - logprobs.detach()).exp() * mask
+    loss_kl = penalty(logprobs, ref_logprobs, mask, normalizer=normalizer)
+    (loss_kl - gain.sum() / normalizer).backward()
+    optimizer.step()
+
+    numbers = penalty.step()  # every rank calls; the KL is that of the sequences of all ranks
+    if step % 20 == 0 and rank == 0:
+        kl, coef = numbers["kl/sequence_mean"], numbers["kl/coef"]
+        print(f"step {step}: KL {kl:.2f}, coefficient {coef:.4f}", flush=True)
+
+distributed.destroy_process_group()

@@ -1,0 +1,131 @@
+"""What a scalar mean divides by where gradients are averaged over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from klfast.checks.arguments import (
+    check_choice,
+    check_cu_seqlens,
+    check_tensor,
+    shape_text,
+)
+from klfast.checks.values import are_checked, check_cu_seqlens_values, check_mask_values
+from klfast.dtensors import refuse_dtensors
+from klfast.dtypes import MASKS
+from klfast.layout import sequence_of_token
+from klfast.ranks import folded, ranks_of
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, Reduction
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def data_parallel_normalizer(
+    mask: Tensor | Sequence[Tensor],
+    reduction: str,
+    group: ProcessGroup | None = None,
+    *,
+    cu_seqlens: Tensor | Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The denominator of all ranks over their number: the ``normalizer`` under DDP and FSDP.
+
+    Both *average* gradients over the ranks: with D the denominator of the mean over the sequences
+    of all W ranks, each rank's gradient must be that of its sum over D / W for the average to be
+    that of the whole batch's mean. With D itself it comes out W times too small; with each rank's
+    own denominator, a rank with few tokens has as much weight as one with many.
+
+    D counts what ``reduction`` divides by: for ``"token-mean"`` the sum of the mask, for
+    ``"seq-mean-token-sum"`` and ``"seq-mean-token-mean"`` the sequences that keep a token.
+
+    Args:
+        mask: of this rank's sequences, [B, T], or packed [N] with ``cu_seqlens``; [N] without it is
+            one sequence. Boolean, integer or floating weights. With gradient accumulation, the
+            masks of all micro-batches of the optimizer's step, in a list: every micro-batch takes
+            the same normalizer. A rank without data gives an empty list.
+        reduction: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``, as of
+            :func:`klfast.kl_penalty`.
+        group: the ranks over which gradients are averaged, all of which must call; None: all ranks,
+            if torch.distributed is initialised, else this process alone.
+        cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1]; a
+            list of them where ``mask`` is a list.
+
+    Returns:
+        A number > 0: 0-dim, fp64, on the mask's device, the same bits on every rank; of nothing 1 /
+        W, so that a mean of nothing is 0. It takes one all-reduce, and waits for no device.
+
+    Raises:
+        ValueError: a reduction without a denominator, a wrong shape, device or layout, or a value
+            that a mask must not hold (checked on a CPU, elsewhere under ``KLFAST_CHECK=1``).
+        TypeError: an argument of the wrong type or dtype.
+        RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+    """
+    check_choice("reduction", reduction, NORMALIZED_REDUCTIONS)
+    ranks = ranks_of(group)
+    counts = [
+        _denominator(of_batch, offsets, REDUCTIONS[reduction])
+        for of_batch, offsets in _batches(mask, cu_seqlens)
+    ]
+    where = counts[0].device if counts else None if ranks is None else ranks.device
+    nothing = torch.zeros((), dtype=torch.float64, device=where)
+    total = torch.stack([nothing, *counts]).sum()
+    if ranks is None:
+        return torch.where(total > 0, total, 1.0)
+    total = folded(ranks.gather(total))
+    return torch.where(total > 0, total, 1.0) / ranks.size
+
+
+def _batches(
+    mask: Tensor | Sequence[Tensor], cu_seqlens: Tensor | Sequence[Tensor] | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Checked pairs of a mask and its ``cu_seqlens``, one for each micro-batch."""
+    masks, offsets = _listed(mask), _listed(cu_seqlens)
+    if cu_seqlens is None:
+        offsets = [None] * len(masks)
+    elif len(offsets) != len(masks) or isinstance(cu_seqlens, Tensor) != isinstance(mask, Tensor):
+        raise ValueError(
+            "cu_seqlens must be one for each mask, a list where mask is one, got "
+            f"{len(offsets)} for {len(masks)}"
+        )
+    pairs = [*zip(masks, offsets, strict=True)]
+    for of_batch, of_sequences in pairs:
+        _check_batch(of_batch, of_sequences)
+    return pairs
+
+
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    refuse_dtensors(mask=mask)
+    check_tensor("mask", mask, MASKS)
+    if cu_seqlens is None:
+        if mask.dim() not in (1, 2):
+            raise ValueError(f"mask must have shape [B, T] or [N], got {shape_text(mask)}")
+    elif mask.dim() != 1:
+        raise ValueError(
+            f"mask must be packed, of shape [N], with cu_seqlens, got {shape_text(mask)}"
+        )
+    else:
+        check_cu_seqlens(cu_seqlens, mask, of="mask")
+    if are_checked(mask, in_kernel=False):
+        check_mask_values(mask, torch.float64)
+        if cu_seqlens is not None:
+            check_cu_seqlens_values(cu_seqlens, mask.shape[0])
+
+
+def _denominator(mask: Tensor, cu_seqlens: Tensor | None, reduction: Reduction) -> Tensor:
+    """What the mean over the sequences of one micro-batch divides by, 0-dim fp64."""
+    if cu_seqlens is None:
+        length = mask.sum(-1, dtype=torch.float64)
+    else:
+        sequence, number = sequence_of_token(mask, cu_seqlens)
+        length = torch.zeros(number, dtype=torch.float64, device=mask.device)
+        length.index_add_(0, sequence, mask.double())
+    return reduction.denominator_terms(length).sum(dtype=torch.float64)

@@ -1,0 +1,241 @@
+"""One object for a run: a call for each micro-batch, a step for each batch."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from klfast.api import kl_penalty
+from klfast.backends import BACKENDS
+from klfast.checks.arguments import check_choice, check_number
+from klfast.control.base import CoefficientController
+from klfast.control.controllers import FixedKLController
+from klfast.control.reading import STATE_VERSION, Unit, check_state_kind
+from klfast.estimator import Estimator, as_estimator
+from klfast.gathered import Gathered
+from klfast.ranks import Ranks, ranks_of
+from klfast.reduction import REDUCTIONS
+from klfast.transfer import finite_floats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["KLPenalty"]
+
+
+class KLPenalty:
+    """The KL penalty of a training run: its loss, its statistics and its coefficient.
+
+    ::
+
+        penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.1, target=6.0))
+        for batch in batches:
+            for logprobs, ref_logprobs, mask in micro_batches(batch):
+                loss = policy_loss(...) + penalty(logprobs, ref_logprobs, mask, normalizer=...)
+                loss.backward()
+            optimizer.step()
+            numbers = penalty.step()  # "kl/token_mean", "kl/coef", ...
+
+    A call is :func:`klfast.kl_penalty` with the controller's coefficient, and keeps the statistics
+    of its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and
+    works with or without gradients, under autocast and inside of ``torch.compile``. What runs twice
+    is counted twice: call it outside of activation checkpointing.
+
+    Args:
+        estimator: a name or an :class:`klfast.Estimator`. The default ``"k3+"`` has the value of k3
+            and the gradient of k2, the reverse KL's on-policy.
+        reduction: as of :func:`klfast.kl_penalty`.
+        controller: a controller of klfast with one coefficient, or a number >= 0 for a coefficient
+            that stays; None for 1, where the coefficient is applied elsewhere.
+        unit: ``"sequence"`` or ``"token"``, the unit in which the controller's target is meant. It
+            is an error if the controller reads another one; None asks for nothing.
+        cu_seqlens: of every call that gives none itself.
+        backend: as of :func:`klfast.kl_penalty`.
+
+    Attributes:
+        controller: the controller, a ``FixedKLController`` for a number or None.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: a choice is unknown, a number negative or not finite, or ``unit`` is not that of
+            the controller.
+    """
+
+    def __init__(
+        self,
+        estimator: str | Estimator = "k3+",
+        reduction: str = "token-mean",
+        *,
+        controller: CoefficientController | float | None = None,
+        unit: Unit | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_choice("backend", backend, ("auto", *BACKENDS))
+        self.estimator = as_estimator(estimator)
+        self.reduction = reduction
+        self.controller = _controller(controller)
+        if unit is not None:
+            _check_unit(unit, self.controller)
+        self.cu_seqlens = cu_seqlens
+        self.backend = backend
+        self._gathered = Gathered()
+
+    @property
+    def coef(self) -> Any:
+        """The coefficient of the next call: the controller's ``value``."""
+        return self.controller.value
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        mask: Tensor | None = None,
+        *,
+        old_logprobs: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """``coef`` times the reduced penalty of a micro-batch, as of :func:`klfast.kl_penalty`.
+
+        With gradient accumulation or several ranks, ``normalizer`` makes the sum of the
+        micro-batches' losses the mean of the whole batch: :func:`klfast.data_parallel_normalizer`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is gathered.
+            RuntimeError: inside of torch.func transforms, which statistics cannot leave.
+        """
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
+                "klfast.kl_penalty there"
+            )
+        loss, stats = kl_penalty(
+            logprobs,
+            ref_logprobs,
+            mask,
+            estimator=self.estimator,
+            reduction=self.reduction,
+            cu_seqlens=self.cu_seqlens if cu_seqlens is None else cu_seqlens,
+            old_logprobs=old_logprobs,
+            normalizer=normalizer,
+            coef=self._coef_of_call(),
+            return_stats=True,
+            backend=self.backend,
+        )
+        self._gathered = Gathered(self._gathered, stats)
+        return loss
+
+    def _coef_of_call(self) -> Any:
+        """The coefficient as it is now: ``step`` may move a device's before the backward."""
+        value = self.controller.value
+        return value.clone() if isinstance(value, Tensor) else value
+
+    @torch.no_grad()
+    def step(self, group: ProcessGroup | None = None) -> dict[str, float]:
+        """Update the controller once, by all sequences since the last step, and forget them.
+
+        However they were cut into micro-batches and dealt out to ranks, the update is that of one
+        batch of them, in the order of ranks and calls. Where the controller has a ``process_group``
+        the update is that of its own all-reduce, in fp64.
+
+        Args:
+            group: the ranks with different sequences, all of which must call, also those without
+                any; None: the controller's ``process_group``, or all ranks, if torch.distributed is
+                initialised, or this process alone.
+
+        Returns:
+            The numbers of ``KLStats.to_floats()`` over these sequences, with ``"kl/coef"``, the
+            coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left out.
+            Of one process, they come with one transfer from the device.
+
+        Raises:
+            RuntimeError: nothing was called since the last step, in a run of one process; of
+                torch.distributed, where a rank has died or does not answer in time.
+            ValueError: ``group`` is not the controller's, or is given for DTensors, whose
+                statistics every rank has whole.
+            TypeError: ``group`` is not a process group that this process is in.
+        """
+        own, ranks = self.controller.process_group, self._ranks(group)
+        if ranks is None and self._gathered.newest is None:
+            raise RuntimeError("step() must come after a call; none was made since the last")
+        stats = self._gathered.merged(self.controller.device or torch.device("cpu"))
+        whole = stats if ranks is None else stats.all_reduce(ranks.group, sharded=False)
+        self.controller.update(whole if own is None else stats)
+        self._gathered = Gathered()
+        coefficient = {"kl/coef": self.controller.value, "kl/skipped": self.controller.skipped}
+        return finite_floats({**whole.as_dict(), **coefficient})
+
+    def _ranks(self, group: ProcessGroup | None) -> Ranks | None:
+        """The ranks of a step, None for this process alone."""
+        own = self.controller.process_group
+        if group is not None and own is not None and group != own:
+            raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
+        group = own if group is None else group
+        if not self._gathered.are_whole():
+            return ranks_of(group)
+        if group is not None:
+            raise ValueError(
+                "group and the controller's process_group must be None for statistics of "
+                "DTensors, which are of all sequences on every rank, got a group"
+            )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the controller's state, and what was gathered since the last step.
+
+        Plain JSON, without settings. What was gathered is this rank's own; after ``step`` there is
+        none, and the states of all ranks are the same. This waits for the device.
+        """
+        frame = {"kind": "penalty", "version": STATE_VERSION}
+        controller, gathered = self.controller.state_dict(), self._gathered.state()
+        return {**frame, "controller": controller, "gathered": gathered}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
+                or an entry is out of its range. The object is then unchanged.
+        """
+        check_state_kind(state, "penalty")
+        keys = {"kind", "version", "controller", "gathered"}
+        if state.keys() != keys:
+            raise ValueError(f"state must have keys {sorted(keys)}, got {[*state]}")
+        restored = Gathered.of_state("state['gathered']", state["gathered"])
+        self.controller.load_state_dict(state["controller"])
+        self._gathered = restored
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_gathered": self._gathered.parts()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _gathered=Gathered.of(state["_gathered"]))
+
+    def __repr__(self) -> str:
+        settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"
+        return f"KLPenalty({settings}, calls={len(self._gathered.parts())})"
+
+
+def _check_unit(unit: str, controller: CoefficientController) -> None:
+    check_choice("unit", unit, get_args(Unit))
+    if unit != controller.unit and not isinstance(controller, FixedKLController):
+        raise ValueError(f"unit must be that of the controller, {controller.unit!r}, got {unit!r}")
+
+
+def _controller(given: object) -> CoefficientController:
+    if isinstance(given, CoefficientController):
+        return given
+    if given is None:
+        return FixedKLController(1.0)
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(
+            "controller must be a controller of klfast with one coefficient, a number or None, got "
+            f"{type(given).__name__}"
+        )
+    return FixedKLController(check_number("controller", given, least=0))

@@ -1,0 +1,481 @@
+"""KLPenalty: a call is ``kl_penalty``, a step is one update, however the batch was cut."""
+
+import copy
+import json
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from agreement import random_inputs, same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import klfast
+from klfast import KLPenalty
+from klfast.reduction import REDUCTIONS
+
+PIECES = {1: [10], 2: [4, 6], 5: [1, 3, 0, 2, 4]}
+
+
+def batch(dtype=torch.float32):
+    """(logprobs, ref_logprobs, mask) of ten sequences; one keeps nothing, a masked NaN."""
+    torch.manual_seed(1)
+    logprobs, ref_logprobs, _ = random_inputs((10, 21), dtype)
+    lengths = torch.tensor([21, 1, 0, 20, 12, 7, 15, 3, 21, 2])
+    logprobs[5, 8] = math.nan
+    return logprobs, ref_logprobs, torch.arange(21) < lengths[:, None]
+
+
+def controllers():
+    return {
+        "adaptive": klfast.AdaptiveKLController(0.2, target=6.0, horizon=100),
+        "token": klfast.ExponentialKLController(0.2, target=0.1),
+        "nupi": klfast.NuPIKLController(0.2, target=6.0),
+        "device": klfast.AdaptiveKLController(0.2, target=6.0, horizon=100, device="cpu"),
+        "scheduled": klfast.ScheduledKLController(0.2, 6.0, warmup=2, steps=5),
+    }
+
+
+every_controller = pytest.mark.parametrize("kind", controllers())
+
+
+def float_of(value):
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# The call
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_call_is_kl_penalty_with_the_coefficient(backend, reduction):
+    logprobs, ref_logprobs, mask = batch()
+    old_logprobs = logprobs + 0.1
+    penalty = KLPenalty("k3", reduction, controller=0.3, backend=backend)
+    normalizer = 7.0 if "mean" in reduction and reduction != "seq-mean" else None
+    ways = [{}, {"old_logprobs": old_logprobs}, {"normalizer": normalizer}]
+    for options in ways:
+        expected = klfast.kl_penalty(
+            logprobs,
+            ref_logprobs,
+            mask,
+            estimator="k3",
+            reduction=reduction,
+            coef=0.3,
+            backend=backend,
+            **options,
+        )
+        assert same_bits(penalty(logprobs, ref_logprobs, mask, **options), expected)
+
+
+def test_the_defaults_have_the_gradient_of_k2_and_the_coefficient_1():
+    logprobs, ref_logprobs, mask = batch()
+    gradients = []
+    for make in (KLPenalty(), KLPenalty("k2"), KLPenalty("k3")):
+        leaf = logprobs.clone().requires_grad_()
+        make(leaf, ref_logprobs, mask).backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[0], gradients[2])
+    k3 = klfast.kl_penalty(logprobs, ref_logprobs, mask, estimator="k3", reduction="token-mean")
+    assert same_bits(KLPenalty()(logprobs, ref_logprobs, mask), k3)
+    assert KLPenalty().coef == 1.0
+    assert KLPenalty(controller=0.25).coef == 0.25
+
+
+def test_packed_sequences_by_call_or_by_object():
+    padded = batch()
+    logprobs, ref_logprobs, mask = (tensor.flatten() for tensor in padded)
+    cu_seqlens = torch.arange(11) * 21
+    expected = KLPenalty(reduction="seq-mean-token-sum")(*padded)
+    by_object = KLPenalty(reduction="seq-mean-token-sum", cu_seqlens=cu_seqlens)
+    by_call = KLPenalty(reduction="seq-mean-token-sum", cu_seqlens=torch.tensor([0, 3]))
+    assert same_bits(by_object(logprobs, ref_logprobs, mask), expected)
+    packed = by_call(logprobs, ref_logprobs, mask, cu_seqlens=cu_seqlens)
+    assert same_bits(packed, expected)
+    assert by_object.step() == by_call.step()
+
+
+# The step
+
+
+@every_controller
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=str)
+def test_micro_batches_move_the_coefficient_as_the_batch_does(kind, dtype, pieces):
+    whole, plain = batch(dtype), controllers()[kind]
+    penalty = KLPenalty("k3", controller=controllers()[kind])
+    for step in range(3):
+        scaled = (whole[0], whole[1] - 0.5 * step, whole[2])
+        for micro in zip(*(tensor.split(pieces) for tensor in scaled), strict=True):
+            penalty(*micro)
+        stats = klfast.kl_penalty(*scaled, estimator="k3", return_stats=True)[1]
+        plain.update(stats)
+        numbers = penalty.step()
+        expected = {**stats.to_floats(), "kl/coef": float_of(plain.value), "kl/skipped": 0.0}
+        assert numbers == expected
+        assert float_of(penalty.coef) == float_of(plain.value) != 0.2
+    assert penalty.controller.state_dict() == plain.state_dict()
+
+
+def test_a_step_forgets():
+    penalty = KLPenalty(controller=controllers()["nupi"])
+    first = batch()
+    penalty(*first)
+    penalty.step()
+    second = [tensor[:3] for tensor in first]
+    penalty(*second)
+    stats = klfast.kl_penalty(*second, return_stats=True)[1]
+    numbers = penalty.step()
+    assert numbers["kl/token_mean"] == stats.token_mean().item()
+    with pytest.raises(RuntimeError, match=r"step\(\) must come after a call"):
+        penalty.step()
+
+
+def test_nothing_gathered_changes_nothing():
+    penalty = KLPenalty(controller=controllers()["nupi"])
+    before = penalty.state_dict()
+    with pytest.raises(RuntimeError, match=r"step\(\) must come after a call"):
+        penalty.step()
+    assert penalty.state_dict() == before
+
+
+def test_numbers_are_floats_that_json_and_a_log_hold(tmp_path):
+    penalty = KLPenalty(controller=controllers()["device"])
+    penalty(*batch())
+    numbers = penalty.step()
+    assert klfast.KLLog(tmp_path / "kl.jsonl")(3, extra=numbers) == numbers
+    assert {type(value) for value in numbers.values()} == {float}
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "device"])
+@pytest.mark.parametrize("case", ["masked", "empty", "nan"])
+def test_a_batch_without_a_mean_is_skipped(kind, case):
+    logprobs, ref_logprobs, mask = batch()
+    given = {
+        "masked": (logprobs, ref_logprobs, torch.zeros_like(mask)),
+        "empty": (logprobs[:0], ref_logprobs[:0], mask[:0]),
+        "nan": (torch.full_like(logprobs, math.nan), ref_logprobs, mask),
+    }[case]
+    penalty = KLPenalty(controller=controllers()[kind])
+    assert not penalty(*given).isinf()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        numbers = penalty.step()
+    assert (numbers["kl/coef"], numbers["kl/skipped"]) == (0.2, 1.0)
+    assert ("kl/token_mean" in numbers) == (case != "nan")
+    assert numbers["kl/nonfinite"] == (mask.sum() if case == "nan" else 0)
+    penalty(logprobs, ref_logprobs, mask)
+    assert penalty.step()["kl/coef"] != 0.2
+
+
+def test_an_empty_or_masked_micro_batch_is_a_part_of_the_batch():
+    logprobs, ref_logprobs, mask = batch()
+    penalty = KLPenalty(controller=controllers()["token"])
+    penalty(logprobs[:0], ref_logprobs[:0], mask[:0])
+    penalty(logprobs, ref_logprobs, mask)
+    penalty(logprobs[:2], ref_logprobs[:2], torch.zeros_like(mask[:2]))
+    alone = KLPenalty(controller=controllers()["token"])
+    alone(logprobs, ref_logprobs, mask)
+    numbers, expected = penalty.step(), alone.step()
+    assert numbers["kl/coef"] == expected["kl/coef"]
+    assert numbers["kl/token_mean"] == pytest.approx(expected["kl/token_mean"], rel=1e-6)
+
+
+def test_a_fixed_coefficient_stays():
+    for given in (0.3, klfast.FixedKLController(0.3), 0, None):
+        penalty = KLPenalty(controller=given)
+        penalty(*batch())
+        expected = {0: 0.0, None: 1.0}.get(given, 0.3)
+        assert penalty.step()["kl/coef"] == penalty.coef == expected
+
+
+# Errors
+
+
+def test_a_call_that_raises_gathers_nothing():
+    logprobs, ref_logprobs, mask = batch()
+    penalty, plain = (KLPenalty(controller=controllers()["adaptive"]) for _ in range(2))
+    penalty(logprobs, ref_logprobs, mask)
+    plain(logprobs, ref_logprobs, mask)
+    for bad in [(logprobs, ref_logprobs[:3]), (logprobs, ref_logprobs, -mask.float()), (None, 1)]:
+        with pytest.raises((TypeError, ValueError)):
+            penalty(*bad)
+    assert penalty.step() == plain.step()
+
+
+def test_an_update_that_raises_can_be_repeated():
+    class Broken(klfast.AdaptiveKLController):
+        works = False
+
+        def update(self, current, n_steps=None):
+            if not self.works:
+                raise RuntimeError("no")
+            return super().update(current, n_steps)
+
+    broken = Broken(0.2, target=6.0, horizon=100)
+    penalty, plain = KLPenalty(controller=broken), KLPenalty(controller=controllers()["adaptive"])
+    for one in (penalty, plain):
+        one(*batch())
+    with pytest.raises(RuntimeError, match="no"):
+        penalty.step()
+    broken.works = True
+    assert penalty.step() == plain.step()
+
+
+GROUPED = klfast.GroupedKLController(klfast.NuPIKLController, 0.1, {"a": 6.0})
+WRONG = {
+    "estimator": ({"estimator": "k9"}, ValueError, "unknown estimator 'k9'"),
+    "reduction": ({"reduction": "mean"}, ValueError, "unknown reduction 'mean'"),
+    "backend": ({"backend": "cpu"}, ValueError, "unknown backend 'cpu'"),
+    "grouped": ({"controller": GROUPED}, TypeError, "controller must be a controller of klfast"),
+    "bool": ({"controller": True}, TypeError, "controller must be a controller of klfast"),
+    "negative": ({"controller": -0.1}, ValueError, "controller must be a finite number >= 0"),
+    "nan": ({"controller": math.nan}, ValueError, "controller must be a finite number >= 0"),
+    "unit": (
+        {"controller": klfast.NuPIKLController(0.1, 0.1), "unit": "token"},
+        ValueError,
+        "unit must be that of the controller, 'sequence', got 'token'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_refused_at_once(options, error, text):
+    with pytest.raises(error, match=text):
+        KLPenalty(**options)
+
+
+def test_the_unit_may_be_asked_for():
+    controller = klfast.ExponentialKLController(0.1, 0.1)
+    assert KLPenalty(controller=controller, unit="token").controller is controller
+    for unit in ("token", "sequence"):
+        assert KLPenalty(controller=0.1, unit=unit).coef == 0.1  # which has no target
+    with pytest.raises(ValueError, match="unknown unit 'batch'"):
+        KLPenalty(unit="batch")
+
+
+def test_a_group_must_be_one():
+    penalty = KLPenalty()
+    penalty(*batch())
+    with pytest.raises(TypeError, match=r"group must be a torch\.distributed\.ProcessGroup"):
+        penalty.step("world")
+
+
+def test_statistics_cannot_leave_a_transform():
+    logprobs, ref_logprobs, mask = batch()
+    penalty = KLPenalty()
+    with pytest.raises(RuntimeError, match=r"cannot leave a torch\.func transform"):
+        torch.func.grad(lambda given: penalty(given, ref_logprobs, mask))(logprobs)
+    with pytest.raises(RuntimeError, match="must come after a call"):
+        penalty.step()
+
+
+# Coefficients
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "device"])
+def test_a_controller_is_a_coefficient(backend, kind):
+    controller = controllers()[kind]
+    logprobs, ref_logprobs, mask = batch()
+    for coef in (controller, klfast.FixedKLController(0.2)):
+        of_logprobs = klfast.kl_penalty(
+            logprobs, ref_logprobs, mask, reduction="token-mean", coef=coef, backend=backend
+        )
+        expected = klfast.kl_penalty(
+            logprobs, ref_logprobs, mask, reduction="token-mean", coef=0.2, backend=backend
+        )
+        torch.testing.assert_close(of_logprobs, expected, rtol=2e-7, atol=0)
+        rewards = klfast.kl_rewards(
+            torch.zeros(10), logprobs, ref_logprobs, mask, kl_coef=coef, backend=backend
+        )
+        expected = klfast.kl_rewards(
+            torch.zeros(10), logprobs, ref_logprobs, mask, kl_coef=0.2, backend=backend
+        )
+        torch.testing.assert_close(rewards, expected, rtol=2e-7, atol=0)
+        logits = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+        divergence = klfast.kl_divergence(*logits, coef=coef, backend=backend)
+        expected = klfast.kl_divergence(*logits, coef=0.2, backend=backend)
+        torch.testing.assert_close(divergence, expected, rtol=2e-7, atol=0)
+
+
+def test_a_coefficient_of_groups_is_refused():
+    with pytest.raises(TypeError, match=r"coef must be a finite number, got .* of type dict"):
+        klfast.kl_penalty(*batch(), coef=GROUPED)
+
+
+@pytest.mark.parametrize("reduction", ["token-mean", "none"])
+def test_a_device_controller_may_move_before_the_backward(reduction):
+    """Its tensor changes in place; the gradient has the coefficient of the call."""
+    logprobs, ref_logprobs, mask = batch()
+    gradients = []
+    for controller in (controllers()["device"], 0.2):
+        leaf = logprobs.clone().requires_grad_()
+        penalty = KLPenalty(reduction=reduction, controller=controller)
+        loss = penalty(leaf, ref_logprobs, mask).sum()
+        penalty.step()
+        loss.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=2e-7, atol=0)
+
+
+# Where it is called
+
+
+class NoRead(TorchDispatchMode):
+    """Fails where a tensor is read on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in func.name()
+        assert "nonzero" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "device"])
+def test_a_call_reads_nothing_back(kind):
+    penalty = KLPenalty(controller=controllers()[kind])
+    with NoRead():
+        penalty(*batch())
+
+
+def test_with_autocast_inference_and_no_grad():
+    whole = batch()
+    expected = KLPenalty()(*whole)
+    for context in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        penalty = KLPenalty(controller=controllers()["nupi"])
+        with context:
+            loss = penalty(*whole)
+        torch.testing.assert_close(loss, 0.2 * expected)
+        penalty(*whole)
+        with context:
+            penalty(*whole)
+        numbers = penalty.step()
+        assert numbers["kl/token_mean"] == pytest.approx(expected.item(), rel=1e-6)
+        assert numbers["kl/coef"] != 0.2
+
+
+def test_memory_is_that_of_the_statistics():
+    penalty = KLPenalty()
+    logprobs, ref_logprobs, _ = random_inputs((4, 5000))
+    leaf = logprobs.requires_grad_()
+    for _ in range(50):
+        penalty(leaf, ref_logprobs).backward()
+    storages = set()
+    for part in penalty._gathered.parts():
+        for field in part:
+            assert field.grad_fn is None
+            storages.add((field.untyped_storage().data_ptr(), field.untyped_storage().nbytes()))
+    assert sum(size for _, size in storages) <= 50 * 8 * 4 * 4
+
+
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["adaptive", "device"])
+def test_one_compilation_serves_every_micro_batch_and_step(kind):
+    torch._dynamo.reset()
+    whole = batch()
+    eager, traced = (KLPenalty(controller=controllers()[kind]) for _ in range(2))
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def loss_of(logprobs, ref_logprobs, mask):
+        return 2 * traced(logprobs, ref_logprobs, mask) + logprobs.nansum() * 0
+
+    for _ in range(4):
+        for _ in range(12):
+            leaf = whole[0].clone().requires_grad_()
+            loss = loss_of(leaf, *whole[1:])
+            expected = 2 * eager(*whole)
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+        assert traced.step() == pytest.approx(eager.step(), rel=1e-6)
+    assert len(compilations) <= 2  # a coefficient that has changed becomes a symbol
+
+
+# State
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "device", "nupi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_state_amid_a_batch_goes_on_bit_for_bit(kind, dtype):
+    logprobs, ref_logprobs, mask = batch(dtype)
+    ref_logprobs[0, 0] = -math.inf
+    penalty = KLPenalty("k1", controller=controllers()[kind])
+    penalty(logprobs[1:4], ref_logprobs[1:4], mask[1:4])
+    penalty.step()
+    penalty(logprobs[1:6], ref_logprobs[1:6], mask[1:6])
+    penalty(logprobs[6:7], ref_logprobs[6:7], mask[6:7])
+    state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
+    resumed = KLPenalty("k1", controller=controllers()[kind])
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for one in (penalty, resumed):
+        one(logprobs[7:], ref_logprobs[7:], mask[7:])
+    assert penalty.step() == resumed.step()
+    assert penalty.state_dict() == resumed.state_dict()
+
+
+def test_a_state_holds_what_is_not_a_number():
+    logprobs, ref_logprobs, mask = batch()
+    logprobs[0, 0], ref_logprobs[1, 0] = math.nan, -math.inf
+    penalty = KLPenalty()
+    penalty(logprobs, ref_logprobs, mask)
+    state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
+    resumed = KLPenalty()
+    resumed.load_state_dict(state)
+    (before,), (after,) = penalty._gathered.parts(), resumed._gathered.parts()
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"kind": "adaptive"}, ValueError, "state\\['kind'\\] must be 'penalty'"),
+        ({"version": 2}, ValueError, "state\\['version'\\] must be 1, got 2"),
+        ({"more": 1}, ValueError, "state must have keys"),
+        ({"gathered": 3}, TypeError, "state\\['gathered'\\] must be a dict or None, got int"),
+        ({"gathered": {}}, ValueError, "state\\['gathered'\\] must have keys"),
+        ({"gathered": {"dtype": "int8", "rows": []}}, ValueError, "unknown state"),
+        ({"gathered": {"dtype": "float32", "rows": [[1.0]] * 7}}, ValueError, "8 rows"),
+        ({"gathered": {"dtype": "float32", "rows": [[1.0]] * 7 + [[]]}}, ValueError, "8 rows"),
+        ({"gathered": {"dtype": "float32", "rows": [["x"]] * 8}}, TypeError, "rows of numbers"),
+        ({"controller": {"kind": "nupi"}}, ValueError, "state\\['kind'\\] must be 'adaptive'"),
+    ],
+)
+def test_a_wrong_state_changes_nothing(change, error, text):
+    penalty = KLPenalty(controller=controllers()["adaptive"])
+    penalty(*batch())
+    before = penalty.state_dict()
+    with pytest.raises(error, match=text):
+        penalty.load_state_dict({**before, **change})
+    assert penalty.state_dict() == before
+
+
+def test_copies_go_their_own_ways():
+    penalty = KLPenalty(controller=controllers()["adaptive"])
+    penalty(*batch())
+    other = copy.deepcopy(penalty)
+    other(*batch())
+    other.step()
+    assert penalty.coef == 0.2 != other.coef
+    assert penalty.step()["kl/coef"] != 0.2
+    assert "calls=0" in repr(penalty)
+
+
+def test_thousands_of_calls_can_be_copied_and_forgotten():
+    penalty = KLPenalty(controller=0.5)
+    pair = random_inputs((1, 2))[:2]
+    for _ in range(5000):
+        penalty(*pair)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(penalty)))
+    assert other.step() == penalty.step()
