@@ -36,3 +36,13 @@ def test_an_option_costs_a_few_times_the_plain_pass(name):
         for extra in ({}, options)
     )
     assert with_option < 12 * plain
+
+
+@pytest.mark.skipif(klfast.info()["extension"] is not None, reason="the extension is not built")
+def test_the_numbers_for_a_log_cost_little_beside_their_call():
+    """About a tenth; as much as the call itself when each number was a sum of its own."""
+    logprobs = -4 * torch.rand(64, 8192)
+    inputs = (logprobs, logprobs - 0.1 * torch.randn(64, 8192))
+    options = {"reduction": "token-mean", "return_stats": True, "backend": "native"}
+    stats = klfast.kl_penalty(*inputs, **options)[1]
+    assert min(timeit.repeat(stats.as_dict, number=1, repeat=50)) < seconds(inputs, options) / 4
