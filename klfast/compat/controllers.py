@@ -25,7 +25,7 @@ from klfast.checks.arguments import check_number
 from klfast.control import controllers as own
 from klfast.control import feedback, rules
 from klfast.control.base import CoefficientController
-from klfast.control.reading import to_scalar, warn_caller
+from klfast.control.reading import KLName, to_scalar, warn_caller
 from klfast.control.scheduled import ScheduledKLController
 from klfast.stats import KLStats
 
@@ -103,10 +103,14 @@ class _VerlUpdate(_WholeSteps):
     """A controller whose ``update`` has verl's name for its first argument."""
 
     def update(
-        self, current_kl: float | Tensor | KLStats, n_steps: int | Tensor | None = None
+        self,
+        current_kl: float | Tensor | KLStats,
+        n_steps: int | Tensor | None = None,
+        *,
+        kl: KLName = "kl",
     ) -> Any:
         """As of ``klfast``'s controller; ``n_steps`` may be a whole float."""
-        return super().update(current_kl, n_steps)
+        return super().update(current_kl, n_steps, kl=kl)
 
 
 class VerlAdaptiveKLController(_VerlUpdate, TokenAdaptiveKLController):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
+from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
 from klfast.control.controllers import AdaptiveKLController
 from klfast.control.scheduled import ScheduledKLController
@@ -17,8 +19,9 @@ STATE = "klfast.AdaptiveKLCallback"
 class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be there
     """Steers the ``beta`` of a ``trl.GRPOTrainer`` or ``trl.RLOOTrainer`` towards a target KL.
 
-    ``trainer.add_callback(AdaptiveKLCallback(trainer, target=0.05))``. After each optimizer step
-    the controller moves ``beta``, by default Ziegler's:
+    ``GRPOTrainer(..., callbacks=[AdaptiveKLCallback(target=0.05)])``, or later
+    ``trainer.add_callback(AdaptiveKLCallback(target=0.05))``. After each optimizer step the
+    controller moves ``beta``, by default Ziegler's:
     ``beta *= 1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon`` (2019, section 2.2).
     ``kl`` is the mean of the step's values of TRL's metric ``kl``, which TRL has reduced over all
     ranks, so that all ranks steer alike, and ``n_steps`` is the number of completions in the step
@@ -29,14 +32,21 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     Args:
         trainer: whose ``beta``, > 0, is the first coefficient; from here on it is the callback's to
-            set. With ``beta=0`` TRL loads no reference model, and there is no KL to steer by.
+            set. With ``beta=0`` TRL loads no reference model, and there is no KL to steer by. None:
+            the trainer that the callback is given to, once it begins to train. An error about the
+            trainer or about the settings with its ``beta`` then comes at that time.
         target: the KL to hold, > 0, in nats per *token*, as TRL's metric is. None with
-            ``controller=klfast.ScheduledKLController``, for a schedule of the coefficient.
+            ``controller=klfast.ScheduledKLController``, for a schedule of the coefficient, and with
+            an object for the controller.
         horizon: of ``klfast.AdaptiveKLController``, 10,000 by default; other rules have none.
         controller: the class that steers, made by ``controller(beta, target, **options)``: any of
-            klfast's with a target, or ``klfast.ScheduledKLController``.
+            klfast's with a target, or ``klfast.ScheduledKLController``. Or an object with a number
+            ``value`` > 0, which takes the place of the trainer's ``beta``, and ``update(kl,
+            n_steps)``, which moves it: one of klfast's or another. Its state is kept if it has
+            ``state_dict()`` and ``load_state_dict(state)``.
         **options: of ``controller``, but ``floor`` (where ``beta`` is 0 TRL measures no KL, and it
-            would stay 0) and ``device`` (TRL's KL and ``beta`` are numbers of the host).
+            would stay 0), ``device`` (TRL's KL and ``beta`` are numbers of the host), ``unit`` (its
+            KL is per token) and ``process_group`` (its KL is that of all ranks).
 
     Raises:
         ValueError: ``trainer.beta`` is 0, or a setting is out of its range.
@@ -46,13 +56,30 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def __init__(
         self,
-        trainer: Any,
-        target: float | None,
+        trainer: Any = None,
+        target: float | None = None,
         horizon: float | None = None,
         *,
-        controller: type[CoefficientController] = AdaptiveKLController,
+        controller: Any = AdaptiveKLController,
         **options: Any,
     ) -> None:
+        self.trainer: Any = None
+        self.controller: Any = None
+        self._seen = 0
+        if horizon is not None:
+            options = {"horizon": horizon, **options}
+        if isinstance(controller, type):
+            _check_rule(controller, target, options)
+        else:
+            _check_alone(target, options)
+            _check_controller(controller)
+            self.controller = controller
+        self._recipe = (controller, target, options)
+        if trainer is not None:
+            self._bind(trainer)
+
+    def _bind(self, trainer: Any) -> None:
+        """Take a trainer, and make the controller from its ``beta``."""
         if not all(hasattr(trainer, name) for name in ("beta", "_metrics", "num_generations")):
             raise TypeError(
                 "trainer must be a trl.GRPOTrainer or trl.RLOOTrainer, "
@@ -62,9 +89,16 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             raise ValueError(
                 "trainer.beta must be > 0 for a KL to be measured, got 0; set beta in its config"
             )
+        if self.controller is None:
+            rule, target, options = self._recipe
+            made = rule(trainer.beta, target, **{"unit": "token", **options})
+            if made.value == 0:
+                raise ValueError(
+                    "start must be > 0, got 0: TRL measures no KL where beta is 0, and the "
+                    "schedule would not begin"
+                )
+            self.controller = made
         self.trainer = trainer
-        self.controller = _controller(controller, trainer.beta, target, horizon, options)
-        self._seen = 0
 
     @property
     def _kls(self) -> list[float]:
@@ -72,17 +106,26 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return kls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take up the state of the checkpoint that is resumed from, if there is one.
+        """Take the trainer that begins, and the state of the checkpoint that it resumes from.
 
         Raises:
-            ValueError: another trainer than this callback's begins to train.
+            ValueError: another trainer than this callback's begins to train, or the checkpoint has
+                a state of another controller.
+            TypeError: the checkpoint has a state, and the controller cannot load one.
         """
+        if self.trainer is None:
+            self._bind(_caller(state))
         if state is not self.trainer.state:
             raise ValueError("trainer must be the one that the callback is added to, got another")
         saved = (state.stateful_callbacks or {}).get(STATE)
         if saved is not None:
+            if not hasattr(self.controller, "load_state_dict"):
+                raise TypeError(
+                    "controller must have load_state_dict to go on from the checkpoint's state, "
+                    f"got {type(self.controller).__name__}"
+                )
             self.controller.load_state_dict(saved["attributes"])
-        self.trainer.beta = self.controller.value
+        self.trainer.beta = float(self.controller.value)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remember what had been measured before this step."""
@@ -96,39 +139,84 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             # Not args.gradient_accumulation_steps: an epoch's last step may have fewer of them.
             micro_batches = self.trainer.current_gradient_accumulation_steps
             completions = args.train_batch_size * micro_batches * args.world_size
-            self.trainer.beta = self.controller.update(sum(new) / len(new), completions)
-        # With the layout of transformers' ExportableState, which wants callbacks that can be made
-        # without a trainer.
-        state.stateful_callbacks[STATE] = {"args": {}, "attributes": self.controller.state_dict()}
+            self.controller.update(sum(new) / len(new), completions)
+            self.trainer.beta = float(self.controller.value)
+        if hasattr(self.controller, "state_dict"):
+            # With the layout of transformers' ExportableState, which wants callbacks that can be
+            # made without arguments.
+            attributes = self.controller.state_dict()
+            state.stateful_callbacks[STATE] = {"args": {}, "attributes": attributes}
 
 
-def _controller(
-    controller: object,
-    beta: float,
-    target: float | None,
-    horizon: float | None,
-    options: dict[str, Any],
-) -> CoefficientController:
-    steering = (TargetController, ScheduledKLController)
-    if not (isinstance(controller, type) and issubclass(controller, steering)):
+def _caller(state: Any) -> Any:
+    """The trainer of ``state`` among the callers: transformers gives callbacks all but the trainer.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and caller.state is state:
+            return caller
+        frame = frame.f_back
+    raise RuntimeError(
+        "trainer must be given to AdaptiveKLCallback where no method of the trainer calls it, "
+        "got None"
+    )
+
+
+def _check_rule(rule: type, target: object, options: dict[str, Any]) -> None:
+    """A class that can steer TRL's ``beta``, and options with which it can."""
+    if not issubclass(rule, (TargetController, ScheduledKLController)):
         raise TypeError(
-            f"controller must be the class of a controller with a target, got {controller!r}"
+            "controller must be the class of a controller with a target, or an object with value "
+            f"and update, got {rule!r}"
         )
-    if options.get("floor") is not None:
-        raise ValueError(
-            f"floor must be None, got {options['floor']!r}: TRL measures no KL where beta is 0"
+    if target is not None or not issubclass(rule, ScheduledKLController):
+        check_number("target", target, above=0)
+    for name, why in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name} must be None, got {options[name]!r}: {why}")
+    _check_unit(options.get("unit", "token"))
+
+
+_REFUSED = {
+    "floor": "TRL measures no KL where beta is 0",
+    "device": "TRL's KL and beta are numbers",
+    "process_group": "TRL's KL is that of all ranks",
+}
+
+
+def _check_unit(unit: object) -> None:
+    if unit != "token":
+        raise ValueError(f"unit must be 'token', in which TRL measures its KL, got {unit!r}")
+
+
+def _check_alone(target: object, options: dict[str, Any]) -> None:
+    """An object has its settings already."""
+    given = [*(["target"] if target is not None else []), *options]
+    if given:
+        raise TypeError(
+            f"{given[0]} must not be given with an object for the controller, which has its own "
+            "settings"
         )
-    if options.get("device") is not None:
-        raise ValueError(
-            f"device must be None, got {options['device']!r}: TRL's KL and beta are numbers"
+
+
+def _check_controller(controller: Any) -> None:
+    """An object that can steer TRL's ``beta``."""
+    if isinstance(controller, CoefficientController):
+        for name, why in _REFUSED.items():
+            own = getattr(controller, name)
+            if own is not None:
+                raise ValueError(f"controller must have {name}=None, got {own!r}: {why}")
+        if controller.target is not None:
+            _check_unit(controller.unit)
+    value = getattr(controller, "value", None)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and callable(getattr(controller, "update", None))):
+        raise TypeError(
+            "controller must be the class of a controller with a target, or an object with a "
+            f"number value and update(kl, n_steps), got {type(controller).__name__}"
         )
-    if horizon is not None:
-        options = {"horizon": horizon, **options}
-    make: Any = controller
-    made: CoefficientController = make(beta, target, **{"unit": "token", **options})
-    if made.value == 0:
-        raise ValueError(
-            "start must be > 0, got 0: TRL measures no KL where beta is 0, and the schedule would "
-            "not begin"
-        )
-    return made
+    check_number("controller.value", value, above=0)

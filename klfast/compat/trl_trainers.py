@@ -13,8 +13,10 @@ from torch import Tensor
 from klfast.compat import trl_losses
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
+from klfast.compat.patching.sites import versioned
 from klfast.compat.presets import TRL_RLOO
 from klfast.compat.trl_recording import recorded
+from klfast.stats import KLStats
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 """Fingerprint of the one ``GRPOTrainer._compute_loss`` of these releases."""
@@ -32,10 +34,17 @@ class GRPOMixin:
     number differs: where the longest completion has one token, TRL's metric also counts the masked
     ones. NaN and inf in the reference's log-probs stay under the mask.
 
+    ``log_kl_stats = True`` in the class logs all of the KL's statistics too, as ``kl/k1``,
+    ``kl/max_log_ratio`` and so on (``KLStats.as_dict``), of the completions of all ranks; like
+    TRL's own metrics they are means over the batches since the last log. It costs one more gather
+    and one more transfer a batch.
+
     Raises:
         PatchError: when the class is made, if the ``_compute_loss`` after the mixin is not the one
             that klfast knows, of TRL 1.10 to 1.16.
     """
+
+    log_kl_stats = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -49,8 +58,9 @@ class GRPOMixin:
         function = vars(owner)["_compute_loss"]
         if fingerprint(getattr(function, ORIGINAL, function)) != COMPUTE_LOSS:
             raise PatchError(
-                f"{cls.__name__} must derive from GRPOMixin and the GRPOTrainer of TRL {RELEASES}, "
-                f"got {owner.__name__}'s _compute_loss; derive from a class of those two instead"
+                f"{cls.__name__} must derive from GRPOMixin and the GRPOTrainer that klfast knows, "
+                f"got {owner.__name__}'s _compute_loss; with {versioned('trl', 'trl')} this code "
+                f"is not known to klfast, which knows trl {RELEASES}"
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -83,6 +93,8 @@ def _loss(
         importance_sampling_level=trainer.importance_sampling_level,
     )
     _log(trainer, mode, term.detach(), stats.kl.sum(), stats.length.sum())
+    if getattr(trainer, "log_kl_stats", False):
+        _log_stats(trainer, mode, stats)
     return loss + term / _accumulation(trainer, mode)
 
 
@@ -125,6 +137,17 @@ def _log(trainer: Any, mode: str, term: Tensor, kl: Tensor, tokens: Tensor) -> N
     metrics["kl"].append((totals[0] / totals[1].clamp(min=1.0)).item())
     if trainer._entropy_bonus_enabled:  # TRL logs it then alone, KL included
         metrics["policy_loss"][-1] += trainer.accelerator.gather(term).nanmean().item()
+
+
+def _log_stats(trainer: Any, mode: str, stats: KLStats) -> None:
+    """The statistics of all ranks' sequences under ``kl/...``; one gather, one transfer."""
+    accelerator, metrics = trainer.accelerator, trainer._metrics[mode]
+    rows = torch.stack([*stats, torch.ones_like(stats.kl)], 1)  # [B, 9], the last: it is a sequence
+    rows = accelerator.gather(accelerator.pad_across_processes(rows, dim=0))
+    *fields, is_sequence = rows.unbind(1)
+    numbers = KLStats(*(field[is_sequence > 0] for field in fields)).as_dict("kl/")
+    for name, number in zip(numbers, torch.stack([*numbers.values()]).tolist(), strict=True):
+        metrics[name].append(number)
 
 
 def with_fused_kl(original: Any, exact: bool) -> Any:

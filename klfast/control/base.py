@@ -14,12 +14,15 @@ from klfast.checks.arguments import check_number
 from klfast.control import rules
 from klfast.control.arithmetic import Floats, Number
 from klfast.control.device import DeviceForm
+from klfast.control.diagnosis import Means, Stall, bound_warning, is_of_other_unit, stall_warning
 from klfast.control.measured import Measured
 from klfast.control.reading import (
     KL_INPUT,
+    KLName,
     KLReader,
     Unit,
     check_count,
+    chosen,
     mean_of,
     number_of,
     on_device,
@@ -45,6 +48,9 @@ class CoefficientController(KLReader):
     _rule: ClassVar[Any]  # a static rules.Rule
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _needs_n_steps: bool = False
+    _paced_by: ClassVar[str]  # the setting that says how fast the coefficient moves
+    _stall: Stall | None = None
+    _told_of_stall: bool = False
     min_coef: float = 0.0
     max_coef: float | None = None
     floor: float | None = None
@@ -137,13 +143,25 @@ class CoefficientController(KLReader):
     def _check_n_steps(self, n_steps: object) -> int:
         return check_count("n_steps", n_steps, least=0)
 
-    def update(self, current: float | Tensor | KLStats, n_steps: int | Tensor | None = None) -> Any:
+    def update(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None = None,
+        *,
+        kl: KLName = "kl",
+    ) -> Any:
         """Move the coefficient after a batch.
 
         With ``device=`` nothing waits for the device, whatever of the arguments is there, and a
         CUDA graph can capture the call. With ``process_group=`` every rank must call it, in the
         same order, with its own data: a rank without any passes statistics that keep no token, or
         ``n_steps=0``. The ranks' sums and counts are added in fp64 by one all-reduce.
+
+        On the host a ``RuntimeWarning`` says once what keeps the KL off its target: that the KL of
+        a ``KLStats`` is over 20 times off it, and within 5 times in the other unit; and that for
+        100 updates in a row it was off by over a fifth on one side and came no nearer, with the
+        likely cause (a bound, the rule's pace, the unit). With ``process_group=`` the group's rank
+        0 says it. Nothing is said with ``device=``, whose numbers are not read.
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
@@ -155,27 +173,35 @@ class CoefficientController(KLReader):
                 those of this rank, which weigh its KL, 1 by default); those of the ``KLStats`` by
                 default. Of the rules, ``AdaptiveKLController``'s alone uses it, and needs it with a
                 plain number. With ``device=`` it may be a 0-dim tensor.
+            kl: which sums of a ``KLStats`` steer. ``"kl"``: those of the estimator that the penalty
+                was taken with, weights and limits included, so that what is held is what the
+                coefficient multiplies. ``"k1"``, ``"k2"``, ``"k3"``: the plain estimator's, which
+                is the same number whatever the penalty's estimator is, as for an estimator with
+                importance weights or clips. ``k1`` is unbiased and may be negative.
 
         Returns:
             The new coefficient, ``value``.
 
         Raises:
             TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
-            ValueError: ``n_steps`` is negative or beyond float64; DTensors with ``process_group=``.
+            ValueError: ``n_steps`` is negative or beyond float64; DTensors with ``process_group=``;
+                ``kl`` is unknown, or not ``"kl"`` for a number or for statistics of
+                :func:`klfast.kl_divergence` without ``token_ids``, which have no other (with
+                ``device=`` these are skipped).
             RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
                 says so), or a rank has died.
         """
-        current = plain(current, self._ranks)
+        current = chosen(plain(current, self._ranks), kl, reads=self._form is None)
         n_steps = self._sequences(current, n_steps)
         if self._ranks is not None:
             row = self._measured_here(current, n_steps, self._ranks)
             return self._take(self._ranks.gather(row))
         if self._form is not None:
             return self._update_on_device(self._form, current, n_steps)
-        kl = self._read(current)
-        if kl is not None:
+        means = self._read(current)
+        if means is not None:
             self._require(n_steps)
-            self._move(kl, n_steps)
+            self._steer(means, n_steps)
         return self._value
 
     def _sequences(
@@ -200,6 +226,50 @@ class CoefficientController(KLReader):
     def _require(self, n_steps: object) -> None:
         if self._needs_n_steps and n_steps is None:
             raise TypeError("n_steps must be given when current is not a KLStats, got None")
+
+    def _steer(self, means: Means, n_steps: Any) -> None:
+        """Move by a finite KL, on the host, then say what keeps it off its target."""
+        target, before = self._target_now(), self._value
+        self._move(means.kl, n_steps)
+        if target is None:
+            return
+        self._ask_unit(means, target)
+        if not self._told_of_stall:
+            self._look_for_stall(means, target, before, n_steps)
+
+    def _look_for_stall(self, means: Means, target: float, before: float, n_steps: Any) -> None:
+        """Count what brings the KL no nearer to its target, and warn, once, of too much of it."""
+        if self._value == 0 or (self.floor is not None and means.kl < target):
+            self._stall = None  # a floor makes an upper limit of the target: the rule may rest
+            return
+        steering, self._stall = self._steering(), self._stall or Stall()
+        if not self._stall.add(means.kl, target, steering.dead_band, before, self._value):
+            return
+        self._told_of_stall = True
+        if is_of_other_unit(means, target):
+            self._ask_unit(means, target, is_stalled=True)
+        else:
+            self._warn(self._stall_warning(self._stall, means, target, steering._pace(n_steps)))
+
+    def _stall_warning(self, stall: Stall, means: Means, target: float, pace: str) -> str:
+        bound, at = ("max_coef", self.max_coef) if stall.side > 0 else ("min_coef", self.min_coef)
+        if self._value == at:
+            return bound_warning(
+                self._name, stall.side, means, self.unit, target, f"{bound}={at:.4g}"
+            )
+        return stall_warning(self._name, stall, self._value, means, self.unit, target, pace)
+
+    def _target_now(self) -> float | None:
+        """The KL to hold in the next update; None where there is none."""
+        return self.target
+
+    def _steering(self) -> CoefficientController:
+        """The controller whose settings say how the coefficient moves."""
+        return self
+
+    def _pace(self, n_steps: Any) -> str:
+        """What sets how fast the coefficient moves, and what to do about it."""
+        return f"its pace is set by {self._paced_by}={getattr(self, self._paced_by)!r}: raise it"
 
     def _move(self, kl: float, n_steps: Any) -> None:
         """Apply the rule to a finite KL, on the host."""
@@ -241,9 +311,9 @@ class CoefficientController(KLReader):
             return self._form.value
         measured = Measured(table)
         measured.check_agreement(f"{type(self).__name__}'s value")
-        kl = self._finite(measured.kl) if measured.is_given else None
-        if kl is not None:
-            self._move(kl, measured.n_steps)
+        means = self._finite(measured.means) if measured.is_given else None
+        if means is not None:
+            self._steer(means, measured.n_steps)
         return self._value
 
     def _stays_on_device(self, current: object) -> bool:
@@ -262,8 +332,9 @@ class CoefficientController(KLReader):
     def state_dict(self) -> dict[str, Any]:
         """Return the coefficient, the count of skipped values and the rule's memory.
 
-        Plain JSON, without settings, and the same on the host and on a device: a state of one loads
-        into the other. With ``device=`` this waits for the device.
+        Plain JSON, and the same on the host and on a device: a state of one loads into the other.
+        Of the settings it has ``unit`` and ``target``, where there is a target. With ``device=``
+        this waits for the device.
 
         Raises:
             RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
@@ -277,6 +348,9 @@ class CoefficientController(KLReader):
             )
         return self._framed(self._content())
 
+    def _measured_in(self) -> dict[str, Any]:
+        return {} if self.target is None else super()._measured_in()
+
     def _content(self) -> dict[str, Any]:
         value, memory = self._state()
         return {"value": value, "memory": memory} if memory else {"value": value}
@@ -284,12 +358,16 @@ class CoefficientController(KLReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
 
-        A state from before the option ``ema`` was given, or after, loads: the average begins anew.
+        The target is this object's, whatever that of the state: a run goes on from its coefficient
+        to the new target. A state from before the option ``ema`` was given, or after, loads: the
+        average begins anew. So does the count of updates that a warning of ``update`` needs, and a
+        warning may be given again.
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
-                or its coefficient is outside this object's bounds. The object is then unchanged.
+            ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
+                one, or its coefficient is outside this object's bounds. The object is then
+                unchanged. States of earlier versions, without a unit, load.
         """
         skipped = self._check_state_frame(state, optional=("memory",))
         value = self._check_value("state['value']", state["value"])
@@ -299,6 +377,7 @@ class CoefficientController(KLReader):
             self._form.disagreements.zero_()
             return
         self._value, self._memory, self._skipped = value, memory or None, skipped
+        self._stall = None
 
     def _check_memory(self, memory: object) -> dict[str, float]:
         if not isinstance(memory, dict):
@@ -316,8 +395,7 @@ class CoefficientController(KLReader):
     def __copy__(self) -> Any:
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
-        if self._form is not None:
-            other._form = copy.copy(self._form)
+        other._form, other._stall = copy.copy(self._form), copy.copy(self._stall)
         return other
 
 
@@ -340,6 +418,8 @@ class TargetController(CoefficientController):
             upwards, and is 0 when the rule falls below it. None: a rule that multiplies would never
             leave 0, so the coefficient cannot be 0.
     """
+
+    target: float
 
     def __init__(
         self,

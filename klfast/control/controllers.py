@@ -15,9 +15,10 @@ for it. With ``device=`` the coefficient is a tensor there, and nothing waits; i
 the host's. In data-parallel training ``process_group=`` makes every rank measure with the others.
 
 A checkpoint (``state_dict``) holds what a run has changed: the coefficient, the count of skipped
-values and what the rule remembers. The settings (target, horizon, bounds, ...) are the
-constructor's: a run resumed with the same ones continues bit for bit, on any number of ranks, and
-one resumed with a new target steers to the new target from the coefficient it had reached.
+values and what the rule remembers. The settings (horizon, bounds, ...) are the constructor's: a run
+resumed with the same ones continues bit for bit, on any number of ranks. Of the settings a
+checkpoint names two. A controller of another unit refuses it; one with another target takes it, and
+steers to its own target from the coefficient that the run had reached.
 
 The rules themselves are in ``klfast.control.rules``.
 """
@@ -93,8 +94,9 @@ class AdaptiveKLController(TargetController):
     Args:
         init_kl_coef: the first coefficient, within the bounds.
         target: the KL to hold, > 0, in nats per ``unit``: about 6 per sequence or 0.1 per token.
-        horizon: > 0; a batch of n sequences moves the coefficient by at most ``clip * n / horizon``
-            of itself.
+        horizon: > 0; how far a batch of n sequences moves the coefficient, as a part of itself:
+            at most clip * n / horizon a step; choose horizon of about n times the number of steps
+            you want.
         clip: > 0; the largest relative error that counts.
         unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
             each sequence) or ``"token"`` (over all tokens).
@@ -114,6 +116,7 @@ class AdaptiveKLController(TargetController):
     _kind = "adaptive"
     _rule = staticmethod(rules.adaptive)
     _needs_n_steps = True
+    _paced_by = "horizon"
     horizon: float
     clip: float
 
@@ -138,6 +141,13 @@ class AdaptiveKLController(TargetController):
         )
         self._set(above=0, horizon=horizon, clip=clip)
         self._begin("init_kl_coef", init_kl_coef)
+
+    def _pace(self, n_steps: Any) -> str:
+        return (
+            f"it moves by at most clip * n_steps / horizon = {self.clip:.3g} * {n_steps:.4g} / "
+            f"{self.horizon:.4g} of itself a step: choose a horizon of about n_steps times the "
+            "number of steps you want"
+        )
 
 
 class ExponentialKLController(TargetController):
@@ -164,6 +174,7 @@ class ExponentialKLController(TargetController):
 
     _kind = "exponential"
     _rule = staticmethod(rules.exponential)
+    _paced_by = "gain"
     gain: float
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import KLReader, Unit, check_count
+from klfast.control.reading import KLName, KLReader, Unit, check_count
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class KLEarlyStop(KLReader):
         target: the KL to stay near, > 0, in nats per ``unit``.
         factor: > 0.
         unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` (over all tokens) or
-            ``"sequence"`` (of the sums over each sequence).
+            ``"sequence"`` (of the sums over each sequence). A target that seems to be in the other
+            one is warned of once, as by a controller's ``update``.
         process_group: the ranks that measure together, and so stop together; each must call
             ``update``. None for this process alone.
 
@@ -43,6 +44,7 @@ class KLEarlyStop(KLReader):
 
     _kind = "early-stop"
     _output = "stops"
+    target: float
 
     def __init__(
         self,
@@ -62,7 +64,13 @@ class KLEarlyStop(KLReader):
         """How often ``update`` has said to stop."""
         return self._stops
 
-    def update(self, current: float | Tensor | KLStats, n_steps: int | None = None) -> bool:
+    def update(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | None = None,
+        *,
+        kl: KLName = "kl",
+    ) -> bool:
         """Whether to end the epochs over this batch.
 
         Args:
@@ -71,21 +79,26 @@ class KLEarlyStop(KLReader):
                 of once. So is a ``KLStats`` that keeps no token.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
+            kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.
 
         Raises:
             TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
-            ValueError: ``n_steps`` is negative or beyond float64.
+            ValueError: ``n_steps`` is negative or beyond float64, or ``kl`` is unknown or not in
+                ``current``.
             RuntimeError: the ranks have stopped different numbers of times, or a rank has died.
         """
         if n_steps is not None:
             n_steps = check_count("n_steps", n_steps, least=0)
-        kl = self._measure(current, n_steps)
-        stops = kl is not None and kl > self.factor * self.target
+        means = self._measure(current, n_steps, kl=kl)
+        if means is None:
+            return False
+        stops = means.kl > self.factor * self.target
         self._stops += stops
+        self._ask_unit(means, self.target)
         return stops
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as plain JSON; no settings."""
+        """Return the counts, as plain JSON; of the settings ``unit`` and ``target``."""
         return self._framed(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -96,8 +109,8 @@ class KLEarlyStop(KLReader):
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, or lacks a key or has an unknown
-                one. The object is then unchanged.
+            ValueError: ``state`` is of another kind, version or unit, or lacks a key or has an
+                unknown one. The object is then unchanged.
         """
         skipped = self._check_state_frame(state)
         self._stops = check_count("state['stops']", state["stops"], least=0)

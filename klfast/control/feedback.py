@@ -63,6 +63,7 @@ class NuPIKLController(TargetController):
     """
 
     _kind = "nupi"
+    _paced_by = "ki"
     kp: float
     ki: float
     clip: float
@@ -134,6 +135,7 @@ class PIDLagrangianKLController(TargetController):
 
     _kind = "pid-lagrangian"
     _rule = staticmethod(rules.pid)
+    _paced_by = "ki"
     kp: float
     ki: float
     kd: float
@@ -202,6 +204,7 @@ class DualKLController(TargetController):
 
     _kind = "dual"
     _rule = staticmethod(rules.dual)
+    _paced_by = "lr"
     lr: float
     clip: float
 
@@ -256,6 +259,7 @@ class DoublingKLController(TargetController):
 
     _kind = "doubling"
     _rule = staticmethod(rules.doubling)
+    _paced_by = "factor"
     factor: float
     threshold: float
 
@@ -314,6 +318,7 @@ class ControlVAEKLController(TargetController):
 
     _kind = "control-vae"
     _rule = staticmethod(rules.control_vae)
+    _paced_by = "ki"
     kp: float
     ki: float
     clip: float

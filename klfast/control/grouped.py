@@ -11,7 +11,7 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
-from klfast.control.reading import STATE_VERSION, check_state_kind, plain
+from klfast.control.reading import STATE_VERSION, KLName, check_state_kind, chosen, plain
 from klfast.control.scheduled import ScheduledKLController
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
@@ -70,6 +70,9 @@ class GroupedKLController:
             name: make(coefs[name], target, **options) for name, target in targets.items()
         }
         self._ranks = None if process_group is None else Ranks(process_group)
+        for name, part in self._parts.items():
+            part._group_of_data = name
+            part._is_mute = self._ranks is not None and self._ranks.rank != 0
 
     @staticmethod
     def _by_group(argument: str, given: Any, groups: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,6 +97,8 @@ class GroupedKLController:
         self,
         current: Mapping[str, Current],
         n_steps: Mapping[str, int] | int | None = None,
+        *,
+        kl: KLName = "kl",
     ) -> dict[str, Any]:
         """Move the coefficients of the groups that a batch has; the others stay.
 
@@ -101,6 +106,8 @@ class GroupedKLController:
             current: the mean KL in nats by group, as of the controller's ``update``. With
                 ``process_group=`` every rank calls, with the groups that it has, even none.
             n_steps: the number of sequences, of each group in ``current`` or by group.
+            kl: which sums of the ``KLStats`` steer, as of the controller's ``update``, whose
+                warnings name the group.
 
         Returns:
             The new coefficients, ``value``.
@@ -115,13 +122,16 @@ class GroupedKLController:
         unknown = [name for name in current if name not in self._parts]
         if unknown:
             raise ValueError(f"current must have groups of {[*self._parts]}, got {unknown[0]!r}")
-        current = {name: plain(kl, self._ranks) for name, kl in current.items()}
+        current = {
+            name: chosen(plain(given, self._ranks), kl, reads=self._parts[name]._form is None)
+            for name, given in current.items()
+        }
         sequences = self._by_group("n_steps", n_steps, current)
-        for name, kl in current.items():
-            self._parts[name]._check_update(kl, sequences[name])
+        for name, given in current.items():
+            self._parts[name]._check_update(given, sequences[name])
         if self._ranks is None:
-            for name, kl in current.items():
-                self._parts[name].update(kl, sequences[name])
+            for name, given in current.items():
+                self._parts[name].update(given, sequences[name])
             return self.value
         rows = [
             self._row(name, part, current, sequences, self._ranks)

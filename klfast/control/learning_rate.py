@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import KLReader, Unit, check_count
+from klfast.control.reading import KLName, KLReader, Unit, check_count
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``, between which the first learning rates
             must be. None: a hundredth and ten times each group's first learning rate, which are the
             source's bounds for its 1e-3.
-        unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` or ``"sequence"``.
+        unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` or ``"sequence"``. A
+            target that seems to be in the other one is warned of once, as by a controller's
+            ``update``.
         process_group: the ranks that measure together, each of which must call ``step``; None for
             this process alone.
 
@@ -51,6 +53,7 @@ class KLAdaptiveLR(LRScheduler, KLReader):
 
     _kind = "adaptive-lr"
     _output = "last_lr"
+    target: float
 
     def __init__(
         self,
@@ -91,7 +94,11 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         return low, high
 
     def step(
-        self, current: float | Tensor | KLStats | None = None, n_steps: int | None = None
+        self,
+        current: float | Tensor | KLStats | None = None,
+        n_steps: int | None = None,
+        *,
+        kl: KLName = "kl",
     ) -> None:
         """Move the learning rates after an update of the policy.
 
@@ -101,21 +108,26 @@ class KLAdaptiveLR(LRScheduler, KLReader):
                 and warned of once. So is a ``KLStats`` that keeps no token. None changes nothing.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
+            kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.
 
         Raises:
             TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
-            ValueError: ``n_steps`` is negative or beyond float64.
+            ValueError: ``n_steps`` is negative or beyond float64, or ``kl`` is unknown or not in
+                ``current``.
             RuntimeError: the ranks have different learning rates, or a rank has died.
         """
+        means = None
         if current is not None:
             if n_steps is not None:
                 n_steps = check_count("n_steps", n_steps, least=0)
             rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            kl = self._measure(current, n_steps, rates)
-            if kl is not None:
-                self._move(kl)
+            means = self._measure(current, n_steps, rates, kl)
+            if means is not None:
+                self._move(means.kl)
         self.last_epoch += 1
         self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if means is not None:
+            self._ask_unit(means, self.target)
 
     @property
     def last_lr(self) -> list[float]:
@@ -161,7 +173,7 @@ class KLAdaptiveLR(LRScheduler, KLReader):
         return f"{type(self).__name__}({fields})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learning rates and the counts, as plain JSON; no settings."""
+        """Return the learning rates and the counts, as plain JSON; ``unit`` and ``target`` too."""
         return self._framed(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -172,8 +184,8 @@ class KLAdaptiveLR(LRScheduler, KLReader):
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
-                or has another number of parameter groups. The object is then unchanged.
+            ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
+                one, or has another number of parameter groups. The object is then unchanged.
         """
         skipped = self._check_state_frame(state)
         steps = check_count("state['steps']", state["steps"], least=0)

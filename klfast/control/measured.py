@@ -6,25 +6,29 @@ import math
 
 from torch import Tensor
 
+from klfast.control.diagnosis import Means
 from klfast.ranks import folded
 
-KL, COUNT, N_STEPS, EQUAL, GIVEN = range(5)
+KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)
 """The columns of a row, see :class:`Measured`."""
 
 
 class Measured:
     """What all ranks measured, from a table of rows.
 
-    A row is the sum of KL, what it is divided by, the number of sequences, what must be equal on
-    all ranks, and whether (1 or 0) the rank gave anything to measure.
+    A row is the sum of KL, what it is divided by, what it would be divided by in the other unit
+    (NaN if the rank does not know), the number of sequences, what must be equal on all ranks, and
+    whether (1 or 0) the rank gave anything to measure.
     """
 
     def __init__(self, table: Tensor) -> None:
         table = table.cpu()  # one transfer
         self._equal: list[float] = table[:, EQUAL].tolist()
-        total, count, n_steps, _, given = folded(table).tolist()
+        total, count, other, n_steps, _, given = folded(table).tolist()
         is_valid = count > 0 and math.isfinite(n_steps)
-        self.kl = total / count if is_valid else math.nan
+        self.means = Means(
+            total / count if is_valid else math.nan, total / other if other > 0 else math.nan
+        )
         """The mean KL of all ranks; NaN where there is none, or sequences beyond float64."""
         self.n_steps = int(n_steps) if is_valid else 0
         """The number of sequences on all ranks."""

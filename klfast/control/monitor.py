@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import KLReader, Unit, check_count
+from klfast.control.reading import KLName, KLReader, Unit, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +24,25 @@ Status = Literal["ok", "high", "low"]
 Drift = Literal["ok", "drifting", "over"]
 S = TypeVar("S", bound=str)
 
+_FIRST = 20
+"""The most values that a ``KLMonitor`` waits for by default."""
+
+_REMEDIES = {
+    "high": "raise the coefficient or lower the learning rate, and check that the tokens were "
+    "sampled from the policy that trains",
+    "low": "lower the coefficient, or the target if the reward is good; check that the policy "
+    "trains at all, and that the target is in this unit",
+}
+
 
 class _Window(KLReader, Generic[S]):
-    """The last KLs, and a status that follows from them; each change for the worse warns."""
+    """The last KLs, and a status that follows from them; each change for the worse warns.
+
+    With ``process_group=`` the group's rank 0 warns.
+    """
 
     _output = "status"
+    min_updates: int = 1
 
     def _watch(self, window: object) -> None:
         """Begin with an empty window."""
@@ -43,7 +56,13 @@ class _Window(KLReader, Generic[S]):
         status: S = self._status
         return status
 
-    def update(self, current: float | Tensor | KLStats, n_steps: int | None = None) -> S:
+    def update(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | None = None,
+        *,
+        kl: KLName = "kl",
+    ) -> S:
         """Take the KL of a batch into the window.
 
         Args:
@@ -52,24 +71,32 @@ class _Window(KLReader, Generic[S]):
                 and warned of once. So is a ``KLStats`` that keeps no token, which has no mean.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
+            kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.
 
         Returns:
             The status.
 
         Raises:
             TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
-            ValueError: ``n_steps`` is negative or beyond float64.
+            ValueError: ``n_steps`` is negative or beyond float64, or ``kl`` is unknown or not in
+                ``current``.
             RuntimeError: the ranks have different windows, or a rank has died.
         """
         if n_steps is not None:
             n_steps = check_count("n_steps", n_steps, least=0)
-        kl = self._measure(current, n_steps)
-        if kl is not None:
-            self._values.append(kl)
-            before, self._status = self._status, self._judge()
+        means = self._measure(current, n_steps, kl=kl)
+        if means is not None:
+            self._values.append(means.kl)
+            before, self._status = self._status, self._judged()
             if self._status not in ("ok", before):
-                warnings.warn(self._warning(), RuntimeWarning, stacklevel=2)
+                self._warn(self._warning())
+            if len(self._values) >= self.min_updates:
+                self._ask_unit(means, self.target)
         return self.status
+
+    def _judged(self) -> Any:
+        """The status, ``"ok"`` while there are too few values."""
+        return self._judge() if len(self._values) >= self.min_updates else "ok"
 
     @abstractmethod
     def _judge(self) -> S:
@@ -80,7 +107,10 @@ class _Window(KLReader, Generic[S]):
         """What a change into the present status says."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window's values and the count of skipped ones, as plain JSON; no settings."""
+        """Return the window's values and the count of skipped ones, as plain JSON.
+
+        Of the settings it has ``unit``, and a ``KLMonitor``'s ``target``.
+        """
         return self._framed(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -93,8 +123,8 @@ class _Window(KLReader, Generic[S]):
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
-                or a value is not finite. The object is then unchanged.
+            ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
+                one, or a value is not finite. The object is then unchanged.
         """
         skipped = self._check_state_frame(state)
         if not isinstance(state["values"], list):
@@ -102,15 +132,16 @@ class _Window(KLReader, Generic[S]):
         values = [check_number("state['values']", value) for value in state["values"]]
         self._values = deque(values, maxlen=self.window)
         self._skipped = skipped
-        self._status = self._judge()
+        self._status = self._judged()
 
 
 class KLMonitor(_Window[Status]):
     """Watches the mean of the last KLs and warns when it leaves the band around the target.
 
     With m the mean of the last ``window`` values (of those there are, while there are fewer), the
-    status is ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``.
-    Each change into ``"high"`` or ``"low"`` gives one ``RuntimeWarning``.
+    status is ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``;
+    ``"ok"`` too before there are ``min_updates`` values, as every run begins with a low KL. Each
+    change into ``"high"`` or ``"low"`` gives one ``RuntimeWarning``, which says what to do.
 
     Args:
         target: the KL to hold, > 0, in nats per ``unit``.
@@ -118,9 +149,12 @@ class KLMonitor(_Window[Status]):
         high: the upper edge of the band, in targets; > ``low``.
         low: the lower edge of the band, in targets; >= 0.
         unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
-            each sequence) or ``"token"`` (over all tokens).
+            each sequence) or ``"token"`` (over all tokens). A target that seems to be in the other
+            one is warned of once, as by a controller's ``update``.
         process_group: the ranks that measure together, each of which must call ``update``; None for
             this process alone.
+        min_updates: the number of values before which the status is ``"ok"``, >= 1 and <=
+            ``window``. None: the smaller of 20 and ``window``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -128,6 +162,7 @@ class KLMonitor(_Window[Status]):
     """
 
     _kind = "monitor"
+    target: float
 
     def __init__(
         self,
@@ -138,16 +173,20 @@ class KLMonitor(_Window[Status]):
         low: float = 0.5,
         unit: Unit = "sequence",
         process_group: ProcessGroup | None = None,
+        min_updates: int | None = None,
     ) -> None:
         super().__init__(unit, process_group)
         self.target = check_number("target", target, above=0)
         self._watch(window)
         self.low = check_number("low", low, least=0)
         self.high = check_number("high", high, above=self.low)
+        if min_updates is None:
+            min_updates = min(_FIRST, self.window)
+        self.min_updates = check_count("min_updates", min_updates, least=1)
+        if self.min_updates > self.window:
+            raise ValueError(f"min_updates must be <= window={self.window}, got {min_updates!r}")
 
     def _judge(self) -> Status:
-        if not self._values:
-            return "ok"
         mean = statistics.mean(self._values)  # rounded once, so exact at the band's edges
         if mean > self.high * self.target:
             return "high"
@@ -156,7 +195,8 @@ class KLMonitor(_Window[Status]):
     def _warning(self) -> str:
         return (
             f"mean KL of the last {len(self._values)} updates is {self._status}: "
-            f"{statistics.mean(self._values):.4g} nats per {self.unit}, target {self.target:.4g}"
+            f"{statistics.mean(self._values):.4g} nats per {self.unit}, target {self.target:.4g}; "
+            f"{_REMEDIES[self._status]}"
         )
 
 
@@ -207,8 +247,6 @@ class KLDriftAlarm(_Window[Drift]):
         self.ahead = check_count("ahead", ahead, least=0)
 
     def _judge(self) -> Drift:
-        if not self._values:
-            return "ok"
         if statistics.mean(self._values) > self.limit:
             return "over"
         return "drifting" if self._passes_ahead() else "ok"

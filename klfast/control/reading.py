@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_choice, shown
+from klfast.checks.arguments import check_choice, check_number, shown
+from klfast.control.diagnosis import Means, is_of_other_unit, is_young, unit_question
 from klfast.control.measured import Measured
 from klfast.dtensors import gathered
 from klfast.ranks import Ranks
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Unit = Literal["sequence", "token"]
+KLName = Literal["kl", "k1", "k2", "k3"]
+"""Whose sums among a ``KLStats`` are measured."""
 STATE_VERSION = 1
 _LARGEST = torch.iinfo(torch.int64).max
 
@@ -90,9 +93,46 @@ def plain(current: Any, ranks: Ranks | None) -> Any:
     return whole
 
 
+def chosen(current: Any, kl: KLName, reads: bool) -> Any:
+    """``current``, of statistics with the sums of ``kl`` in the place of the estimator's.
+
+    Args:
+        current: plain, as of ``update``.
+        kl: as of ``update``.
+        reads: whether the statistics may be looked at, which waits for their device.
+
+    Raises:
+        TypeError: ``kl`` is not a string.
+        ValueError: it is no statistic, or one that ``current`` does not have.
+    """
+    if kl == "kl":
+        return current
+    check_choice("kl", kl, get_args(KLName))
+    if not isinstance(current, KLStats):
+        raise ValueError(f"kl must be 'kl' when current is not a KLStats, got {kl!r}")
+    sums: Tensor = getattr(current, kl)
+    if reads and sums.numel() and (sums.isnan().all() & ~current.nonfinite.any()):
+        raise ValueError(
+            f"kl must be 'kl' for statistics of divergences without token_ids, got {kl!r}, which "
+            "they do not have"
+        )
+    return current._replace(kl=sums)
+
+
 def mean_of(stats: KLStats, unit: Unit) -> Tensor:
     """The mean that ``unit`` names, 0-dim; for a batch that keeps tokens."""
     return stats.token_mean() if unit == "token" else stats.sequence_mean()
+
+
+def means_of(stats: KLStats, unit: Unit, both: bool) -> Means:
+    """The mean that ``unit`` names, and the other one if ``both``, from one transfer.
+
+    A batch that keeps no token has no mean, not one of 0.
+    """
+    other = (stats.sequence_mean() if unit == "token" else stats.token_mean()) if both else math.nan
+    numbers = (stats.length.any(), mean_of(stats, unit), other)
+    keeps, *means = stacked(numbers, stats.kl.device).tolist()
+    return Means(*means) if keeps else Means(math.nan)
 
 
 class KLReader(ABC):
@@ -100,7 +140,11 @@ class KLReader(ABC):
 
     _kind: ClassVar[str]
     _output: ClassVar[str]  # the name of what ``update`` returns
+    target: float | None = None
     _ranks: Ranks | None = None
+    _group_of_data: str | None = None
+    _is_mute: bool = False  # another rank says it
+    _asked_unit: bool = False
 
     def __init__(self, unit: Unit, process_group: ProcessGroup | None = None) -> None:
         check_choice("unit", unit, get_args(Unit))
@@ -108,6 +152,13 @@ class KLReader(ABC):
         self._skipped: Any = 0
         if process_group is not None:
             self._ranks = Ranks(process_group)
+            self._is_mute = self._ranks.rank != 0
+
+    @property
+    def _name(self) -> str:
+        """What warnings call it."""
+        name = type(self).__name__
+        return name if self._group_of_data is None else f"{name} of {self._group_of_data!r}"
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -121,19 +172,24 @@ class KLReader(ABC):
         return skipped
 
     def _measure(
-        self, current: float | Tensor | KLStats, n_steps: int | None = None, also: Any = None
-    ) -> float | None:
-        """The KL as a float, of all ranks where there is a group; None if it is not finite.
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | None = None,
+        also: Any = None,
+        kl: KLName = "kl",
+    ) -> Means | None:
+        """The means of the KL, of all ranks where there is a group; None if it is not finite.
 
         Args:
             current: as of ``update``.
             n_steps: the number of this process's sequences, if it is known.
+            kl: as of ``update``.
             also: what must be the same on every rank beside the state, as plain JSON.
 
         Raises:
             RuntimeError: on every rank, unless all have the same state and ``also``.
         """
-        current = plain(current, self._ranks)
+        current = chosen(plain(current, self._ranks), kl, reads=True)
         if self._ranks is None:
             return self._read(current)
         equal = _digest([self._content(), also])
@@ -141,7 +197,7 @@ class KLReader(ABC):
             self._ranks.gather(self._row(current, n_steps, equal, self._ranks.device))
         )
         measured.check_agreement(f"what {type(self).__name__} goes by", is_number=False)
-        return self._finite(measured.kl)
+        return self._finite(measured.means)
 
     def _row(
         self,
@@ -155,53 +211,87 @@ class KLReader(ABC):
             n_steps = torch.where(n_steps < 0, math.nan, n_steps.double())
         if isinstance(current, KLStats):
             length = current.length.double()
-            count: Any = length.sum() if self.unit == "token" else (length > 0).sum()
+            counts: tuple[Any, Any] = length.sum(), (length > 0).sum()
+            own, other = counts if self.unit == "token" else counts[::-1]
             sequences = current.kl.numel() if n_steps is None else n_steps
-            return stacked((current.kl.double().sum(), count, sequences, equal, 1.0), device)
+            return stacked((current.kl.double().sum(), own, other, sequences, equal, 1.0), device)
         kl: Any = current if self._stays_on_device(current) else number_of(current)
-        count = 1 if n_steps is None else n_steps
+        count: Any = 1 if n_steps is None else n_steps
         n_steps = 0 if n_steps is None else n_steps
         # A rank without sequences says nothing, whatever it calls its KL.
         if isinstance(count, Tensor):
             total: Any = torch.where(count > 0, kl * count, 0.0)
         else:
             total = kl * count if count else 0.0
-        return stacked((total, count, n_steps, equal, 1.0), device)
+        unknown = 0.0 if isinstance(count, int) and count == 0 else math.nan
+        return stacked((total, count, unknown, n_steps, equal, 1.0), device)
 
     def _stays_on_device(self, current: object) -> bool:
         return False
 
-    def _read(self, current: float | Tensor | KLStats) -> float | None:
-        """Return ``current`` as a float; None, counted and warned of once, if it is not finite."""
+    def _read(self, current: float | Tensor | KLStats) -> Means | None:
+        """The means as floats; None, counted and warned of once, if the KL is not finite."""
         if isinstance(current, KLStats):
-            # A batch that keeps no token has no mean, not one of 0.
-            current = mean_of(current, self.unit) if current.length.any() else math.nan
-        return self._finite(number_of(current))
+            asks = self.target is not None and not self._asked_unit
+            return self._finite(means_of(current, self.unit, both=asks))
+        return self._finite(Means(number_of(current)))
 
-    def _finite(self, kl: float) -> float | None:
-        if math.isfinite(kl):
-            return kl
+    def _finite(self, means: Means) -> Means | None:
+        if math.isfinite(means.kl):
+            return means
         self._skipped += 1
         if self._skipped == 1:
             warn_caller(
-                f"{type(self).__name__} skipped a KL of {kl}; .skipped counts any further ones"
+                f"{self._name} skipped a KL of {means.kl}; .skipped counts any further ones"
             )
         return None
+
+    def _ask_unit(self, means: Means, target: float | None, is_stalled: bool = False) -> None:
+        """Warn, once, of a target that seems to be in the other unit.
+
+        A low KL per token is asked about only when it ``is_stalled``: every run begins with one.
+        """
+        if target is None or self._asked_unit or not is_of_other_unit(means, target):
+            return
+        if is_young(means, target) and not is_stalled:
+            return
+        self._asked_unit = True
+        self._warn(unit_question(self._name, means, self.unit, target))
+
+    def _warn(self, message: str) -> None:
+        """Warn on one rank alone of what all ranks know."""
+        if not self._is_mute:
+            warn_caller(message)
 
     @abstractmethod
     def _content(self) -> dict[str, Any]:
         """What a run has changed beside the count of skipped values, as plain JSON."""
 
+    def _measured_in(self) -> dict[str, Any]:
+        """The unit and the target, which a state tells of."""
+        return {"unit": self.unit} | ({} if self.target is None else {"target": self.target})
+
     def _framed(self, content: dict[str, Any]) -> dict[str, Any]:
-        frame = {"kind": self._kind, "version": STATE_VERSION, "skipped": int(self.skipped)}
-        return {**frame, **content}
+        frame = {"kind": self._kind, "version": STATE_VERSION, **self._measured_in()}
+        return {**frame, "skipped": int(self.skipped), **content}
 
     def _check_state_frame(self, state: dict[str, Any], optional: tuple[str, ...] = ()) -> int:
-        """Return ``skipped``, or raise unless kind, version and keys are this object's."""
+        """Return ``skipped``, or raise unless kind, version, keys and unit are this object's.
+
+        States of earlier versions have neither unit nor target.
+        """
         check_state_kind(state, self._kind)
         expected = self._framed(self._content()).keys()
+        optional = (*optional, *self._measured_in())
         if not expected - set(optional) <= state.keys() <= expected | set(optional):
             raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
+        if state.get("unit", self.unit) != self.unit:
+            raise ValueError(
+                f"state['unit'] must be {self.unit!r}, in which this {type(self).__name__} "
+                f"measures, got {state['unit']!r}; make one with the unit of the state"
+            )
+        if "target" in state:
+            check_number("state['target']", state["target"], above=0)
         skipped = check_count("state['skipped']", state["skipped"], least=0)
         if skipped > _LARGEST:
             raise ValueError(f"state['skipped'] must be within int64, got {skipped}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import NUMBER, KLReader, Unit, check_count, number_of
+from klfast.control.reading import NUMBER, KLName, KLReader, Unit, check_count, number_of
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class ReferenceReset(KLReader):
         current: float | Tensor | KLStats,
         metric: float | Tensor | None = None,
         n_steps: int | None = None,
+        *,
+        kl: KLName = "kl",
     ) -> Reason | None:
         """Take a batch's KL and metric; the reason of a reset, None while none is due.
 
@@ -109,20 +111,22 @@ class ReferenceReset(KLReader):
                 says nothing of the plateau, and neither does NaN or inf.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
+            kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.
 
         Raises:
             TypeError: ``current`` or ``metric`` is not a number, or ``n_steps`` not an integer.
-            ValueError: ``n_steps`` is negative or beyond float64.
+            ValueError: ``n_steps`` is negative or beyond float64, or ``kl`` is unknown or not in
+                ``current``.
             RuntimeError: the ranks have different metrics or counts, before any resets; or a rank
                 has died.
         """
         if n_steps is not None:
             n_steps = check_count("n_steps", n_steps, least=0)
         score = None if metric is None else number_of(metric, "metric", NUMBER)
-        kl = self._measure(current, n_steps, score)
-        if kl is None:
+        means = self._measure(current, n_steps, score, kl)
+        if means is None:
             return None
-        self._count(kl, score)
+        self._count(means.kl, score)
         reason = self._reason()
         if reason is not None:
             self._resets += 1
@@ -152,7 +156,7 @@ class ReferenceReset(KLReader):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the best metric, as plain JSON; no settings."""
+        """Return the counts and the best metric, as plain JSON; of the settings ``unit``."""
         return self._framed(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -169,8 +173,8 @@ class ReferenceReset(KLReader):
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, or lacks a key or has an unknown
-                one, or a value is out of its range. The object is then unchanged.
+            ValueError: ``state`` is of another kind, version or unit, or lacks a key or has an
+                unknown one, or a value is out of its range. The object is then unchanged.
         """
         skipped = self._check_state_frame(state)
         counts = {

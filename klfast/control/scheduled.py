@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from klfast.checks.arguments import check_choice, check_number
 from klfast.control import rules
-from klfast.control.arithmetic import Number
+from klfast.control.arithmetic import Floats, Number
 from klfast.control.base import CoefficientController, TargetController
 from klfast.control.feedback import NuPIKLController
 from klfast.control.reading import Unit, check_count
@@ -126,6 +126,15 @@ class ScheduledKLController(CoefficientController):
         if self._inner is None:
             return rules.Scheduled(curve)
         return rules.ScheduledTarget(curve, self._inner._plan())
+
+    def _target_now(self) -> float | None:
+        if self.target is None or self._memory is None:
+            return None
+        curve = _CURVES[self.shape]
+        return self.target * float(curve(Floats(), self, self._memory["step"]))
+
+    def _steering(self) -> CoefficientController:
+        return self if self._inner is None else self._inner
 
     def _first_memory(self, its: Any, value: Number) -> rules.State:
         of_rule = {} if self._inner is None else self._inner._state()[1]

@@ -19,6 +19,7 @@ from klfast import AdaptiveKLController, ExponentialKLController, FixedKLControl
 CATEGORY = "controllers"
 NAN, INF = math.nan, math.inf
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped a KL:RuntimeWarning")
+UNITS = pytest.mark.filterwarnings("ignore:.*did you mean unit=:RuntimeWarning")
 
 
 class Ziegler:
@@ -174,6 +175,7 @@ def stats(kl, length):
     return klfast.KLStats(kl, length, *rest)
 
 
+@UNITS
 def test_statistics_are_read_by_their_unit(hunt):
     for unit, make in itertools.product(
         ("sequence", "token"),
@@ -300,14 +302,18 @@ def test_bad_states_are_refused_and_change_nothing(hunt):
         changes += [("skipped", bad) for bad in (-1, 1.5, "0", None, True, NAN)]
         changes += [("value", bad) for bad in ("0.1", None, True, NAN, INF, -1.0, [0.1], 2**5000)]
         changes += [("value", 0.001), ("value", 99.0)] if kind == "bounded" else []
+        if "target" in good:
+            changes += [("unit", bad) for bad in ("tokens", "", None, 1, ["token"])]
+            changes += [("target", bad) for bad in ("6", None, True, NAN, INF, 0, -1.0, 2**5000)]
         changes += [("memory", bad) for bad in bad_memories(good.get("memory"))]
         for key, bad in changes:
             controller = make()
             state = {**good, key: bad}
             hunt.refuses(lambda c=controller, s=state: c.load_state_dict(s), key, kind, key, bad)
             hunt.equal(controller.state_dict(), good, kind, key, bad)
-        # An average of the KL may begin anew.
-        needed = [key for key in good if key != "memory" or kind != "all options"]
+        # An average of the KL may begin anew; older states have no unit and no target.
+        spare = {"unit", "target", *(["memory"] if kind == "all options" else [])}
+        needed = [key for key in good if key not in spare]
         for state in (None, [], "state", 1, *(drop(good, key) for key in needed), {**good, "x": 1}):
             controller = make()
             hunt.refuses(lambda c=controller, s=state: c.load_state_dict(s), "state", kind, state)

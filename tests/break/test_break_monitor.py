@@ -51,7 +51,7 @@ def test_statuses_are_those_of_the_exact_mean(hunt):
     for (what, draw), window, target, (low, high) in itertools.product(
         draws(hunt.random).items(), windows, targets, bands
     ):
-        monitor = KLMonitor(target, window=window, low=low, high=high)
+        monitor = KLMonitor(target, window=window, low=low, high=high, min_updates=1)
         values, before, warned = [], "ok", 0
         for step in range(60 if hunt.whole else 12):
             values.append(draw(target))
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_skipped(hunt):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for bad in (NAN, INF, -INF, 2**5000, -(2**5000), torch.tensor(NAN)):
-            monitor = KLMonitor(6.0, window=2)
+            monitor = KLMonitor(6.0, window=2, min_updates=1)
             for count in range(1, 5):
                 monitor.update(20.0)
                 before = monitor.state_dict()["values"]
@@ -109,6 +109,8 @@ def test_bad_arguments_are_refused(hunt):
     hunt.refuses(lambda: KLMonitor(0.0), "target")
     for bad in (0, -1, 1.5, 2.0, "3", None, True, NAN, [1], 2**5000):
         hunt.refuses(lambda b=bad: KLMonitor(6.0, window=b), "window", bad)
+    for bad in (0, -1, 101, 1.5, 2.0, "3", True, NAN, [1], 2**5000):
+        hunt.refuses(lambda b=bad: KLMonitor(6.0, min_updates=b), "min_updates", bad)
     for low, high in ((0.5, 0.5), (2.0, 1.0), (0.5, 0.0)):
         hunt.refuses(lambda x=low, y=high: KLMonitor(6.0, low=x, high=y), "high", low, high)
     for bad in ("", "tokens", None, 1):
@@ -117,6 +119,8 @@ def test_bad_arguments_are_refused(hunt):
         hunt.refuses(lambda b=bad: KLMonitor(6.0).update(b), "current", bad)
     good = KLMonitor(6.0).state_dict()
     changes = [("kind", "fixed"), ("version", 2), ("version", True), ("skipped", -1)]
+    changes += [("unit", bad) for bad in ("token", "", None, 1)]
+    changes += [("target", bad) for bad in ("6", None, True, NAN, 0, -1.0)]
     changes += [
         ("values", bad) for bad in (None, "1", (1.0,), {}, [NAN], [INF], ["1"], [True], [None])
     ]

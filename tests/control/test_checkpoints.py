@@ -132,7 +132,9 @@ def test_states_of_earlier_releases_load(state, make_it, device):
     controller = make_it(device=device)
     controller.load_state_dict(state)
     assert (float(controller.value), int(controller.skipped)) == (0.25, state["skipped"])
-    assert controller.state_dict() == state
+    now = controller.state_dict()
+    assert now.keys() - state.keys() == (set() if state["kind"] == "fixed" else {"unit", "target"})
+    assert {key: now[key] for key in state} == state
 
 
 @pytest.mark.parametrize("kind", STEERING)
@@ -146,6 +148,49 @@ def test_an_average_may_begin_or_end_with_a_checkpoint(kind):
     without.load_state_dict(with_average.state_dict())
     assert without.value == with_average.value
     assert without.state_dict() == make(kind, 0.5, 6.0).state_dict() | without.state_dict()
+
+
+UNITS = {"sequence": "token", "token": "sequence"}
+GOES_BY_A_UNIT = [kind for kind in MAKERS if kind not in ("fixed", "schedule")]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+@pytest.mark.parametrize("kind", GOES_BY_A_UNIT)
+def test_a_state_of_another_unit_is_refused_whole(kind, device):
+    options = {"device": device} if device and kind in ON_DEVICE else {}
+    thing, source = MAKERS[kind](unit="token", **options), MAKERS[kind](unit="sequence", **options)
+    feed(source)
+    before = thing.state_dict()
+    with pytest.raises(ValueError, match=r"state\['unit'\] must be 'token', .* got 'sequence'"):
+        thing.load_state_dict(source.state_dict())
+    assert thing.state_dict() == before
+
+
+@pytest.mark.parametrize("kind", GOES_BY_A_UNIT)
+def test_a_state_without_unit_and_target_loads_as_before(kind):
+    thing, resumed = MAKERS[kind](), MAKERS[kind]()
+    feed(thing)
+    state = thing.state_dict()
+    resumed.load_state_dict({k: v for k, v in state.items() if k not in ("unit", "target")})
+    assert resumed.state_dict() == state
+
+
+def test_a_group_of_another_unit_changes_none():
+    def grouped(**options):
+        return klfast.GroupedKLController(klfast.DualKLController, 0.5, {"a": 6.0}, **options)
+
+    thing = grouped(unit="token")
+    before = thing.state_dict()
+    assert before["groups"]["a"]["unit"] == "token"
+    with pytest.raises(ValueError, match=r"state\['unit'\] must be 'token'"):
+        thing.load_state_dict(grouped().state_dict())
+    assert thing.state_dict() == before
+
+
+def test_a_schedule_of_the_coefficient_goes_by_no_unit():
+    thing = klfast.ScheduledKLController(0.5, unit="token")
+    thing.load_state_dict(klfast.ScheduledKLController(0.5, unit="sequence").state_dict())
+    assert thing.state_dict().keys().isdisjoint({"unit", "target"})
 
 
 DAMAGED = [

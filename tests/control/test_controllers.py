@@ -112,6 +112,7 @@ def test_coefficient_rises_above_target_and_falls_below(kind):
     assert MAKERS[kind]().update(-target, 64) < start  # a mean of k1 may be negative
 
 
+@pytest.mark.filterwarnings("ignore:.*in 100 updates the coefficient went:RuntimeWarning")
 @pytest.mark.parametrize("start", [1e-3, 0.1, 5.0])
 @pytest.mark.parametrize(
     ("make", "target"),
@@ -492,8 +493,11 @@ def test_a_resumed_run_continues_bit_for_bit(kind, carry_over):
 
 @every_kind
 def test_state_is_plain_json(kind):
-    state = MAKERS[kind]().state_dict()
-    assert state == {"kind": kind, "version": 1, "skipped": 0, "value": 0.1}
+    controller = MAKERS[kind]()
+    settings = {} if kind == "fixed" else {"unit": controller.unit, "target": controller.target}
+    expected = {"kind": kind, "version": 1, **settings, "skipped": 0, "value": 0.1}
+    assert controller.state_dict() == expected
+    assert json.loads(json.dumps(expected, allow_nan=False)) == expected
 
 
 @settings(deadline=None)
@@ -508,6 +512,40 @@ def test_settings_stay_those_of_the_resuming_object():
     controller = AdaptiveKLController(0.1, 6.0)
     controller.load_state_dict(AdaptiveKLController(0.5, 12.0, 500).state_dict())
     assert controller.update(9.0, 64) == published_rule(0.5, 9.0, 64, 6.0, 10_000)
+    assert controller.state_dict()["target"] == 6.0
+
+
+@steering_kind
+def test_a_state_of_another_unit_is_refused(kind):
+    units = {"token": "sequence", "sequence": "token"}
+    for unit, other in units.items():
+        controller = MAKERS[kind](unit=unit)
+        before = controller.state_dict()
+        with pytest.raises(ValueError, match=r"state\['unit'\] must be") as error:
+            controller.load_state_dict({**MAKERS[kind](unit=other).state_dict(), "value": 0.2})
+        assert_one_line(error, repr(unit), repr(other))
+        assert controller.state_dict() == before
+
+
+@steering_kind
+@pytest.mark.parametrize(
+    ("change", "error_type"),
+    [
+        ({"unit": "tokens"}, ValueError),
+        ({"unit": None}, ValueError),
+        ({"target": 0.0}, ValueError),
+        ({"target": math.nan}, ValueError),
+        ({"target": "6"}, TypeError),
+        ({"target": None}, TypeError),
+    ],
+    ids=str,
+)
+def test_a_damaged_unit_or_target_is_refused(kind, change, error_type):
+    controller = MAKERS[kind]()
+    with pytest.raises(error_type) as error:
+        controller.load_state_dict({**controller.state_dict(), "value": 0.2, **change})
+    assert_one_line(error, f"state['{next(iter(change))}'] must be")
+    assert controller.value == 0.1
 
 
 @every_kind
@@ -537,7 +575,7 @@ def test_state_of_another_kind_is_refused(kind):
         ({"value": 0.2, "skipped": -1}, ValueError, "skipped"),
         ({"value": 0.2, "skipped": 1.0}, TypeError, "skipped"),
         ({"value": 0.2, "skipped": None}, TypeError, "skipped"),
-        ({"value": 0.2, "target": 6.0}, ValueError, "keys"),
+        ({"value": 0.2, "horizon": 6.0}, ValueError, "keys"),
     ],
     ids=str,
 )
@@ -552,7 +590,7 @@ def test_a_damaged_state_is_refused_whole(kind, change, error_type, named):
 @every_kind
 def test_a_state_with_a_missing_key_is_refused(kind):
     controller = MAKERS[kind]()
-    for key in controller.state_dict():
+    for key in controller.state_dict().keys() - {"unit", "target"}:  # which older states lack
         state = {**controller.state_dict(), "value": 0.2}
         del state[key]
         with pytest.raises(ValueError, match=key):

@@ -1,6 +1,7 @@
 """KLMonitor: status of the window's mean, one warning per crossing, bad input, checkpoints."""
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -49,14 +50,14 @@ def kl_stats(kl: list[float], length: list[float]) -> KLStats:
     ],
 )
 def test_status_compares_the_mean_with_the_band(value, status):
-    assert feed(KLMonitor(6.0), [value]) == ([status], int(status != "ok"))
+    assert feed(KLMonitor(6.0, min_updates=1), [value]) == ([status], int(status != "ok"))
 
 
 @settings(deadline=None)
 @given(value=st.floats(1e-300, 1e300), window=st.integers(1, 60), n=st.integers(1, 60))
 def test_a_constant_kl_at_the_edge_of_the_band_is_ok(value, window, n):
     """The mean of equal values is that value, not a rounding error above it."""
-    monitor = KLMonitor(value, window=window, high=1.0, low=0.5)
+    monitor = KLMonitor(value, window=window, high=1.0, low=0.5, min_updates=1)
     assert feed(monitor, [value] * n) == (["ok"] * n, 0)
 
 
@@ -67,7 +68,7 @@ def test_a_constant_kl_at_the_edge_of_the_band_is_ok(value, window, n):
     target=st.floats(1e-3, 1e3),
 )
 def test_status_is_that_of_the_exact_mean_of_the_last_window_values(values, window, target):
-    statuses, n_warnings = feed(KLMonitor(target, window=window), values)
+    statuses, n_warnings = feed(KLMonitor(target, window=window, min_updates=1), values)
     expected = []
     for end in range(1, len(values) + 1):
         last = values[max(0, end - window) : end]
@@ -87,13 +88,50 @@ def test_one_warning_per_crossing():
 
 
 def test_the_warning_says_what_is_wrong_and_where():
-    with pytest.warns(RuntimeWarning, match=r"high: 20 nats per token, target 6") as caught:
-        KLMonitor(6.0, unit="token").update(20.0)
+    said = r"high: 20 nats per token, target 6; raise the coefficient or lower the learning rate"
+    with pytest.warns(RuntimeWarning, match=said) as caught:
+        KLMonitor(6.0, unit="token", window=1).update(20.0)
     assert caught[0].filename == __file__
+    said = r"low: 1 nats per sequence, target 6; lower the coefficient"
+    with pytest.warns(RuntimeWarning, match=said):
+        KLMonitor(6.0, window=1).update(1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [({}, 20), ({"window": 7}, 7), ({"min_updates": 1}, 1), ({"min_updates": 100}, 100)],
+    ids=str,
+)
+def test_it_says_nothing_before_min_updates_values(options, first):
+    """The policy begins as its reference, at a KL of 0."""
+    monitor = KLMonitor(6.0, **options)
+    statuses, n_warnings = feed(monitor, [0.0] * (first - 1))
+    assert (statuses, n_warnings, monitor.status) == (["ok"] * (first - 1), 0, "ok")
+    assert feed(monitor, [math.nan]) == (["ok"], 1)  # which is no value
+    assert feed(monitor, [0.0, 0.0]) == (["low", "low"], 1)
+
+
+def test_a_state_with_enough_values_is_judged_at_once():
+    source = KLMonitor(6.0)
+    feed(source, [30.0] * 25)
+    resumed = KLMonitor(6.0)
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.status == "high"
+    patient = KLMonitor(6.0, min_updates=50)
+    patient.load_state_dict(source.state_dict())
+    assert patient.status == "ok"
+
+
+@pytest.mark.parametrize("bad", [0, -1, 101])
+def test_min_updates_out_of_range(bad):
+    with pytest.raises(ValueError, match="min_updates must be"):
+        KLMonitor(6.0, min_updates=bad)
+    with pytest.raises(ValueError, match="min_updates must be <= window=10, got 20"):
+        KLMonitor(6.0, window=10, min_updates=20)
 
 
 def test_state_is_consistent_when_the_warning_is_an_error():
-    monitor = KLMonitor(6.0)
+    monitor = KLMonitor(6.0, min_updates=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning):
@@ -103,7 +141,7 @@ def test_state_is_consistent_when_the_warning_is_an_error():
 
 
 def test_an_early_window_uses_what_it_has():
-    monitor = KLMonitor(6.0, window=4)
+    monitor = KLMonitor(6.0, window=4, min_updates=1)
     assert monitor.status == KLMonitor(6.0, high=0.6).status == "ok"
     assert feed(monitor, [30, 2, 2, 2])[0] == ["high", "high", "ok", "ok"]
     assert feed(monitor, [2]) == (["low"], 1)  # the 30 has left the window
@@ -117,14 +155,14 @@ def test_an_early_window_uses_what_it_has():
     [13, 13.0, np.float32(13), torch.tensor(13.0), torch.tensor(13.0, dtype=torch.float16)],
 )
 def test_any_scalar_means_the_same(current):
-    monitor = KLMonitor(6.0)
+    monitor = KLMonitor(6.0, min_updates=1)
     assert feed(monitor, [current]) == (["high"], 1)
     assert [repr(value) for value in monitor.state_dict()["values"]] == ["13.0"]
 
 
 @pytest.mark.parametrize(("unit", "mean"), [("sequence", 4.5), ("token", 0.9)])
 def test_unit_picks_the_mean_of_stats(unit, mean):
-    monitor = KLMonitor(mean, unit=unit)
+    monitor = KLMonitor(mean, unit=unit, min_updates=1)
     assert monitor.update(kl_stats([3.0, 6.0, 0.0], [4.0, 6.0, 0.0])) == "ok"
     assert monitor.state_dict()["values"] == [pytest.approx(mean, rel=1e-6)]
     assert KLMonitor(6.0).unit == "sequence"
@@ -136,7 +174,7 @@ def test_unit_picks_the_mean_of_stats(unit, mean):
     ids=["nan", "inf", "-inf", "nan-tensor", "empty-stats"],
 )
 def test_a_non_finite_kl_changes_nothing_and_warns_once(bad):
-    monitor = KLMonitor(6.0)
+    monitor = KLMonitor(6.0, min_updates=1)
     feed(monitor, [20.0])
     assert feed(monitor, [bad, bad, bad]) == (["high"] * 3, 1)
     assert monitor.skipped == 3
@@ -168,8 +206,16 @@ def test_settings_out_of_range(setting, bad):
         KLMonitor(**{"target": 6.0, setting: bad})
 
 
-@pytest.mark.parametrize("setting", ["target", "window", "high", "low"])
-@pytest.mark.parametrize("bad", [True, "6", None, [6.0]], ids=repr)
+WRONG_TYPES = (True, "6", None, [6.0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "bad"),
+    [
+        *itertools.product(("target", "window", "high", "low"), WRONG_TYPES),
+        *(("min_updates", bad) for bad in WRONG_TYPES if bad is not None),
+    ],
+)
 def test_settings_of_wrong_type(setting, bad):
     with pytest.raises(TypeError, match=f"{setting} must be"):
         KLMonitor(**{"target": 6.0, setting: bad})
@@ -214,7 +260,7 @@ def test_a_resumed_run_continues_exactly(carry_over, n):
 
 
 def test_loading_follows_the_settings_of_the_object_without_a_warning():
-    source = KLMonitor(6.0)
+    source = KLMonitor(6.0, min_updates=1)
     feed(source, [6.0, 6.0, 30.0, 30.0])
     narrow = KLMonitor(10.0, window=2)
     narrow.load_state_dict(source.state_dict())
@@ -248,7 +294,7 @@ def test_a_damaged_state_is_refused_whole(change, error_type, named):
 def test_states_of_controllers_and_missing_keys_are_refused():
     with pytest.raises(ValueError, match=r"'monitor'.*'fixed'"):
         KLMonitor(6.0).load_state_dict(FixedKLController(0.1).state_dict())
-    for key in KLMonitor(6.0).state_dict():
+    for key in KLMonitor(6.0).state_dict().keys() - {"unit", "target"}:  # which older states lack
         state = KLMonitor(6.0).state_dict()
         del state[key]
         with pytest.raises(ValueError, match=key):
@@ -256,5 +302,5 @@ def test_states_of_controllers_and_missing_keys_are_refused():
 
 
 def test_repr_shows_status_and_settings():
-    fields = "status='ok', unit='sequence', target=6.0, window=100, low=0.5, high=2.0, skipped=0"
-    assert repr(KLMonitor(6.0)) == f"KLMonitor({fields})"
+    fields = "status='ok', unit='sequence', target=6.0, window=100, low=0.5, high=2.0"
+    assert repr(KLMonitor(6.0)) == f"KLMonitor({fields}, min_updates=20, skipped=0)"

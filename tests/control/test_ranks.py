@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,7 +89,7 @@ def steer(kind, where, rank, size, group):
     for step in range(STEPS):
         stats = stats_of(step, shard(rank, size))
         _, calls = counted_all_reduces(lambda stats=stats: controller.update(stats))
-        assert calls == [(torch.float64, 5 * size)]
+        assert calls == [(torch.float64, 6 * size)]
         values.append(float(controller.value))
     return values, controller.state_dict()
 
@@ -113,7 +114,47 @@ def work(rank):
     done["subgroup"] = subgroup(rank, size)
     done["copies"] = copies(world)
     done["dtensors"] = dtensors(size)
+    done["diagnosis"] = diagnosis(rank, size, world)
+    done["chosen"] = chosen(rank, size, world)
     return done
+
+
+def texts_of(update, *currents):
+    """The warnings of a series of updates."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for current in currents:
+            update(current)
+    return [str(each.message) for each in caught]
+
+
+def diagnosis(rank, size, group):
+    """The target is in the other unit; then the KL stays off it; one rank's batch shows neither."""
+    stats = stats_of(1, shard(rank, size))
+    if rank == 0:
+        stats = stats._replace(kl=stats.kl * 0)
+    mean = (stats_of(1).kl[SEQUENCES // size :].sum() / SEQUENCES).item()
+    controller = klfast.DualKLController(0.5, mean / 30, process_group=group, max_coef=0.51)
+    longer = stats._replace(length=stats.length * 20)
+    said = [texts_of(controller.update, *[longer] * 3)]
+    said.append(texts_of(controller.update, *[1000.0] * 150))
+    grouped = klfast.GroupedKLController(
+        klfast.DualKLController, 0.5, {"a": mean / 30, "b": 1.0}, process_group=group
+    )
+    said.append(texts_of(grouped.update, *[{"a": longer}] * 3))
+    monitor = klfast.KLMonitor(6.0, window=1, process_group=group)
+    said.append(texts_of(monitor.update, 60.0, 60.0))
+    return said, controller.state_dict(), monitor.status
+
+
+def chosen(rank, size, group):
+    """The sums of k1 of all ranks."""
+    found = []
+    for device in DEVICES.values():
+        controller = klfast.DualKLController(0.5, 0.1, device=device, process_group=group)
+        controller.update(stats_of(1, shard(rank, size)), kl="k3")
+        found.append(float(controller.value))
+    return found
 
 
 def dtensors(size):
@@ -191,7 +232,7 @@ def grouped(rank, size, group):
     if rank == size - 1:
         given["maths"] = 30.0
     _, calls = counted_all_reduces(lambda: controller.update(given, 8))
-    assert calls == [(torch.float64, 3 * 5 * size)]
+    assert calls == [(torch.float64, 3 * 6 * size)]
     return controller.value, controller.skipped
 
 
@@ -498,6 +539,28 @@ def test_copies_share_the_group_and_cannot_be_pickled(ranks, size):
         for values in (done["copies"][:4], done["copies"][4:]):
             assert values[:3] == [moved, moved, 0.5]
             assert values[3].startswith(said)
+
+
+@every_size
+def test_rank_0_says_what_all_ranks_know(ranks, size):
+    first, *others = (done["diagnosis"] for done in ranks[size])
+    (unit, bound, group, high), state, status = first
+    assert [text.endswith("did you mean unit='token'?") for text in (*unit, *group)] == [True] * 2
+    assert group[0].startswith("DualKLController of 'a': ")
+    assert len(bound) == 1
+    assert "at its bound max_coef=0.51" in bound[0]
+    assert len(high) == 1
+    assert status == "high"
+    for other in others:
+        assert other == ([[]] * 4, state, status)
+
+
+@every_size
+def test_the_sums_that_are_chosen_are_those_of_all_ranks(ranks, size):
+    expected = klfast.DualKLController(0.5, 0.1).update(stats_of(1), kl="k3")
+    for done in ranks[size]:
+        assert done["chosen"] == [pytest.approx(expected, rel=1e-12)] * 2
+        assert done["chosen"] == ranks[size][0]["chosen"]
 
 
 @pytest.mark.parametrize(

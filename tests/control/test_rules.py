@@ -89,6 +89,7 @@ def test_pids_derivative_only_adds():
     assert controller.update(6.0) == pytest.approx(1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*the coefficient is at its bound:RuntimeWarning")
 @pytest.mark.parametrize("cls", [PIDLagrangianKLController, ControlVAEKLController])
 @pytest.mark.parametrize(
     ("bound", "drives", "leaves"),

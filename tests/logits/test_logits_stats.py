@@ -148,7 +148,8 @@ def test_controllers_and_the_monitor_take_them(backend):
             exponential = ExponentialKLController(0.1, target=0.1)
             exponential.update(stats)
             assert (exponential.value < 0.1) == is_near
-            monitor, status = KLMonitor(0.1, unit="token", low=0.5), "low" if is_near else "high"
+            status = "low" if is_near else "high"
+            monitor = KLMonitor(0.1, unit="token", low=0.5, min_updates=1)
             with pytest.warns(RuntimeWarning, match=f"is {status}"):
                 assert monitor.update(stats) == status
             assert adaptive.skipped == exponential.skipped == monitor.skipped == 0

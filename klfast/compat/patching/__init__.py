@@ -11,14 +11,13 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
-from klfast.compat.patching.sites import Form, Group, Site, Target, is_there
+from klfast.compat.patching.sites import Form, Group, Site, Target, is_there, versioned
 from klfast.compat.reports import Left, Replaced, report
 
 Modules = tuple[str, ...] | str
@@ -323,11 +322,7 @@ def _import(framework: str, module: str) -> Any:
 
 
 def _versioned(framework: str, target: Target) -> str:
-    """The framework's name, with its version if it was installed as a distribution."""
-    try:
-        return f"{framework} {metadata.version(target.distribution or target.packages[0])}"
-    except metadata.PackageNotFoundError:
-        return framework
+    return versioned(framework, target.distribution or target.packages[0])
 
 
 def _check_modules(modules: Modules) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from types import ModuleType
 from typing import NamedTuple
 
@@ -105,6 +106,14 @@ def is_there(package: str) -> bool:
     if sys.modules.get(package) is not None:
         return True
     return importlib.util.find_spec(package) is not None
+
+
+def versioned(framework: str, distribution: str) -> str:
+    """The framework's name, with its version if it was installed as a distribution."""
+    try:
+        return f"{framework} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return framework
 
 
 def stays(where: str, code: str, releases: str) -> Site:

@@ -141,7 +141,7 @@ def test_the_state_is_in_the_checkpoint_as_plain_json(tmp_path):
     run = tiny.train(GRPOTrainer, tmp_path, steps=2, **config)
     saved = json.loads((Path(run.checkpoint(2)) / "trainer_state.json").read_text())
     state = saved["stateful_callbacks"]["klfast.AdaptiveKLCallback"]["attributes"]
-    controller = klfast.AdaptiveKLController(0.5, 1.0)
+    controller = klfast.AdaptiveKLController(0.5, 1.0, unit="token")
     controller.load_state_dict(state)
     assert controller.value == run.trainer.beta
 
@@ -179,6 +179,234 @@ def test_it_does_not_steer_another_trainer_than_its_own(tmp_path):
     other.add_callback(AdaptiveKLCallback(trainer, 0.1))
     with pytest.raises(ValueError, match="trainer must be the one that the callback is added to"):
         tiny.finish(other)
+
+
+# Without a trainer
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_given_before_there_is_a_trainer_it_steers_the_one_it_is_given_to(tmp_path, trainer_class):
+    """In ``callbacks=[...]``, and added later: as with the trainer named."""
+    named = tiny.train(trainer_class, tmp_path / "named", steps=4, callbacks=[adaptive(0.3)])
+    given = tiny.train(
+        trainer_class, tmp_path / "given", steps=4, at_init=[AdaptiveKLCallback(None, 0.3, 40)]
+    )
+    added = tiny.train(
+        trainer_class,
+        tmp_path / "added",
+        steps=4,
+        callbacks=[AdaptiveKLCallback(target=0.3, horizon=40)],
+    )
+    assert given.logs == added.logs == named.logs
+    assert given.trainer.beta == added.trainer.beta == named.trainer.beta != 0.1
+
+
+def test_several_trainers_each_have_their_own(tmp_path):
+    """Each finds the trainer that calls it, whatever others there are."""
+    callbacks = [AdaptiveKLCallback(target=0.3, horizon=40) for _ in range(2)]
+    trainers = [
+        tiny.make(GRPOTrainer, tmp_path / str(beta), steps=3, beta=beta, at_init=[callback])
+        for beta, callback in zip((0.1, 0.2), callbacks, strict=True)
+    ]
+    runs = [tiny.finish(trainer) for trainer in reversed(trainers)]
+    assert [run.column("kl_coef")[0] for run in runs] == [0.2, 0.1]
+    assert [callback.trainer for callback in callbacks] == trainers
+
+
+def test_within_a_training_another_one_may_begin(tmp_path):
+    """The callers of the inner callback are two trainers; its state tells which is its own."""
+    inner = tiny.make(
+        GRPOTrainer, tmp_path / "inner", steps=2, at_init=[AdaptiveKLCallback(target=0.3)]
+    )
+
+    class Train(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 0:
+                self.beta = tiny.finish(inner).trainer.beta
+
+    train = Train()
+    outer = tiny.train(
+        GRPOTrainer,
+        tmp_path / "outer",
+        steps=2,
+        beta=0.2,
+        at_init=[AdaptiveKLCallback(target=0.3), train],
+    )
+    assert train.beta == pytest.approx(0.1, rel=1e-3)
+    assert outer.trainer.beta == pytest.approx(0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize("restore", [False, True], ids=["", "restore_callback_states"])
+def test_a_run_resumes_with_a_callback_that_is_given_at_first(tmp_path, restore):
+    def options():
+        return {
+            "at_init": [AdaptiveKLCallback(target=0.3, controller=klfast.NuPIKLController)],
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "restore_callback_states_from_checkpoint": restore,
+        }
+
+    whole = tiny.train(GRPOTrainer, tmp_path / "whole", steps=5, **options())
+    begun = tiny.train(GRPOTrainer, tmp_path / "begun", steps=2, **options())
+    resumed = tiny.train(
+        GRPOTrainer, tmp_path / "begun", steps=5, resume=begun.checkpoint(2), **options()
+    )
+    assert resumed.logs[2:] == whole.logs[2:]
+    assert resumed.trainer.beta == whole.trainer.beta != begun.trainer.beta
+
+
+def test_it_keeps_to_the_first_trainer_that_it_is_given_to(tmp_path):
+    callback = AdaptiveKLCallback(target=0.3)
+    tiny.train(GRPOTrainer, tmp_path / "first", steps=1, at_init=[callback])
+    second = tiny.make(GRPOTrainer, tmp_path / "second", steps=1, at_init=[callback])
+    with pytest.raises(ValueError, match="trainer must be the one that the callback is added to"):
+        tiny.finish(second)
+
+
+def test_what_is_wrong_with_its_trainer_is_said_when_it_begins(tmp_path):
+    trainer = tiny.make(
+        GRPOTrainer, tmp_path, steps=1, beta=0.0, at_init=[AdaptiveKLCallback(target=0.3)]
+    )
+    with pytest.raises(ValueError, match=r"trainer\.beta must be > 0"):
+        tiny.finish(trainer)
+
+
+def test_called_by_no_trainer_it_says_so():
+    callback = AdaptiveKLCallback(target=0.3)
+    with pytest.raises(RuntimeError, match="trainer must be given to AdaptiveKLCallback where no"):
+        callback.on_train_begin(None, object(), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({}, TypeError, "target must be a finite number > 0, got None"),
+        ({"target": 0.0}, ValueError, "target must be a finite number > 0"),
+        ({"trainer": 0.1}, TypeError, "target must be a finite number > 0, got None"),
+        ({"target": 6.0, "unit": "sequence"}, ValueError, "unit must be 'token'"),
+        ({"target": 0.1, "process_group": "world"}, ValueError, "process_group must be None"),
+        ({"target": 0.1, "controller": dict}, TypeError, "controller must be the class of"),
+        ({"target": 0.1, "controller": "nupi"}, TypeError, "target must not be given with an obj"),
+        ({"controller": "nupi"}, TypeError, "controller must be the class of .*, got str"),
+    ],
+    ids=str,
+)
+def test_what_can_be_told_without_a_trainer_is_told_at_once(arguments, error, named):
+    with pytest.raises(error, match=named):
+        AdaptiveKLCallback(**arguments)
+
+
+# A controller that is there already
+
+
+class Halving:
+    """Somebody's own."""
+
+    def __init__(self):
+        self.value, self.calls = 0.4, []
+
+    def update(self, kl, n_steps):
+        self.calls.append((kl, n_steps))
+        self.value /= 2
+
+
+class Saved(Halving):
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_any_controller_steers_from_its_own_value(tmp_path, trainer_class):
+    mine = Halving()
+    run = tiny.train(
+        trainer_class, tmp_path, steps=4, at_init=[AdaptiveKLCallback(controller=mine)]
+    )
+    assert run.column("kl_coef") == [0.4, 0.2, 0.1, 0.05]
+    assert run.trainer.beta == mine.value == 0.025
+    assert mine.calls == [(pytest.approx(kl), 4) for kl in run.column("kl")]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: klfast.DualKLController(0.3, 0.2, unit="token"),
+        lambda: klfast.FixedKLController(0.3),
+        lambda: klfast.ScheduledKLController(0.3, steps=10),
+        lambda: klfast.compat.verl.AdaptiveKLController(0.3, 0.2, 100),
+    ],
+    ids=["dual", "fixed", "schedule", "verl"],
+)
+def test_a_controller_of_klfast_that_is_there_already(tmp_path, make):
+    controller, expected = make(), make()
+    run = tiny.train(
+        GRPOTrainer, tmp_path, steps=3, at_init=[AdaptiveKLCallback(controller=controller)]
+    )
+    for kl, used in zip(run.column("kl"), run.column("kl_coef"), strict=True):
+        assert used == pytest.approx(expected.value, rel=1e-12)
+        expected.update(kl, 4)
+    assert run.trainer.beta == controller.value == pytest.approx(expected.value, rel=1e-12)
+
+
+def test_the_state_of_any_controller_is_kept_if_it_has_one(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+
+    def steered_by(controller, folder, **more):
+        callback = AdaptiveKLCallback(controller=controller)
+        return tiny.train(GRPOTrainer, tmp_path / folder, at_init=[callback], **options, **more)
+
+    begun = steered_by(Saved(), "saved", steps=2)
+    resumed = steered_by(Saved(), "saved", steps=4, resume=begun.checkpoint(2))
+    assert resumed.trainer.beta == 0.025
+    with pytest.raises(TypeError, match="controller must have load_state_dict to go on"):
+        steered_by(Halving(), "saved", steps=4, resume=begun.checkpoint(2))
+    begun = steered_by(Halving(), "plain", steps=2)
+    saved = json.loads((Path(begun.checkpoint(2)) / "trainer_state.json").read_text())
+    assert "klfast.AdaptiveKLCallback" not in saved["stateful_callbacks"]
+    resumed = steered_by(Halving(), "plain", steps=3, resume=begun.checkpoint(2))
+    assert resumed.trainer.beta == 0.2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "named"),
+    [
+        (lambda: klfast.DualKLController(0.3, 6.0), ValueError, "unit must be 'token'"),
+        (
+            lambda: klfast.DualKLController(0.3, 0.1, unit="token", device="cpu"),
+            ValueError,
+            "controller must have device=None",
+        ),
+        (
+            lambda: klfast.DualKLController(0.3, 0.1, unit="token", floor=0.01),
+            ValueError,
+            r"controller must have floor=None, got 0\.01",
+        ),
+        (lambda: klfast.FixedKLController(0.0), ValueError, r"controller\.value must be a finite"),
+        (
+            lambda: klfast.GroupedKLController(klfast.DualKLController, 0.3, {"a": 0.1}),
+            TypeError,
+            "number value and update",
+        ),
+        (lambda: klfast.KLMonitor(0.1), TypeError, "number value and update"),
+        (object, TypeError, "controller must be the class of .*, got object"),
+    ],
+    ids=["unit", "device", "floor", "zero", "grouped", "monitor", "object"],
+)
+def test_an_object_that_cannot_steer_beta_is_refused(make, error, named):
+    with pytest.raises(error, match=named):
+        AdaptiveKLCallback(controller=make())
+
+
+def test_an_object_has_its_settings_already():
+    controller = klfast.DualKLController(0.3, 0.1, unit="token")
+    for settings in ({"target": 0.1}, {"horizon": 100}, {"lr": 0.1}):
+        with pytest.raises(TypeError, match=f"{next(iter(settings))} must not be given with an"):
+            AdaptiveKLCallback(controller=controller, **settings)
+
+
+# Refusals
 
 
 def test_another_kind_of_trainer_is_refused():

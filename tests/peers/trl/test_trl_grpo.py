@@ -158,11 +158,65 @@ def test_nan_in_the_padding_stays_there(tmp_path):
 
 
 def test_a_trainer_with_a_loss_of_its_own_is_refused():
-    with pytest.raises(PatchError, match="got GMPOTrainer's _compute_loss"):
+    said = (
+        "^Other must derive from GRPOMixin and the GRPOTrainer that klfast knows, got "
+        r"GMPOTrainer's _compute_loss; with trl 1\.16\.0 this code is not known to klfast, which "
+        r"knows trl 1\.10 to 1\.16$"
+    )
+    with pytest.raises(PatchError, match=said):
         type("Other", (GRPOMixin, GMPOTrainer), {})
     for bases in [(GRPOMixin,), (GRPOTrainer, GRPOMixin)]:
         with pytest.raises(PatchError, match="must derive from GRPOMixin first"):
             type("Lonely", bases, {})
+
+
+STATISTICS = (
+    *("kl/token_mean", "kl/sequence_mean", "kl/k1", "kl/k2", "kl/k3"),
+    *("kl/length", "kl/max_log_ratio", "kl/clipped", "kl/nonfinite"),
+)
+
+
+class Logging(Mixed):
+    log_kl_stats = True
+
+
+def test_all_statistics_of_the_kl_are_logged_where_they_are_asked_for(tmp_path):
+    plain = tiny.train(Mixed, tmp_path / "plain", steps=2)
+    assert not any(name.startswith("kl/") for log in plain.logs for name in log)
+    run = tiny.train(Logging, tmp_path / "logging", steps=2)
+    others = [{k: v for k, v in log.items() if not k.startswith("kl/")} for log in run.logs]
+    assert_same_training(run._replace(logs=others), plain)
+    for log in run.logs:
+        assert {name for name in log if name.startswith("kl/")} == {*STATISTICS}
+        assert log["kl/token_mean"] == pytest.approx(log["kl"], rel=1e-5)
+        assert log["kl/k3"] == pytest.approx(log["kl"], rel=1e-5)  # its weights are 1
+        assert log["kl/length"] == pytest.approx(log["completions/mean_length"])
+        expected = log["kl"] * log["kl/length"]
+        assert log["kl/sequence_mean"] == pytest.approx(expected, rel=1e-5)
+        assert log["kl/max_log_ratio"] > abs(log["kl/k1"])
+        assert log["kl/clipped"] == log["kl/nonfinite"] == 0
+
+
+def test_statistics_are_means_of_micro_batches_and_of_evaluations(tmp_path):
+    config = {
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": tiny.dataset(6),
+    }
+    run = tiny.train(Logging, tmp_path, steps=2, **config)
+    for log in run.logs:
+        assert log["kl/token_mean"] == pytest.approx(log["kl"], rel=1e-5)
+    for log in run.evaluations:
+        assert log["eval_kl/token_mean"] == pytest.approx(log["eval_kl"], rel=1e-5)
+        assert log["eval_kl/max_log_ratio"] > 0
+
+
+def test_a_patched_trainer_logs_them_too(tmp_path):
+    with klfast.compat.patch("trl"):
+        asking = type("Asking", (GRPOTrainer,), {"log_kl_stats": True})
+        run = tiny.train(asking, tmp_path, steps=1)
+    assert {name for name in run.logs[0] if name.startswith("kl/")} == {*STATISTICS}
 
 
 def test_a_mixin_under_the_patch_adds_one_kl(tmp_path):

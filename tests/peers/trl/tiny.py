@@ -159,6 +159,7 @@ def make(
     steps,
     beta=0.1,
     callbacks=(),
+    at_init=None,
     configure=None,
     train_dataset=None,
     eval_dataset=None,
@@ -166,8 +167,9 @@ def make(
 ):
     """A trainer of ``trainer_class``, a trainer of trl or a subclass of one.
 
-    ``callbacks`` are callbacks, or functions that make one from the trainer. ``configure`` sees the
-    trainer before they are added. ``config`` overrides the trainer's configuration.
+    ``callbacks`` are callbacks, or functions that make one from the trainer. ``at_init`` are those
+    that it is made with. ``configure`` sees the trainer before the others are added. ``config``
+    overrides the trainer's configuration.
     """
     configuration = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     trainer = trainer_class(
@@ -177,6 +179,7 @@ def make(
         train_dataset=dataset() if train_dataset is None else train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer(),
+        callbacks=at_init,
     )
     trainer.remove_callback(PrinterCallback)
     if configure is not None:

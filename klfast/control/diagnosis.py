@@ -1,0 +1,140 @@
+"""Why a KL is not at its target: a target in the other unit, a bound, a coefficient too slow.
+
+These are guesses from floats that the host has anyway. They change nothing: neither the coefficient
+nor the state of a checkpoint depends on them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+UPDATES = 100
+"""For how many updates in a row a KL must be off on one side to be a stall."""
+
+_FAR, _NEAR = 20.0, 5.0
+_OFF = 0.2  # of the target: where the error of Ziegler's rule reaches its clip
+_NEARER = 0.95  # the mean distance of the later half over that of the earlier one
+_PLAUSIBLE = 1.0  # nats per token
+
+
+class Means(NamedTuple):
+    """The mean KL of a batch in nats: in the unit of its reader, and in the other one.
+
+    NaN where it is not known, as of a plain number in the other unit.
+    """
+
+    kl: float
+    other: float = math.nan
+
+
+def is_of_other_unit(means: Means, target: float) -> bool:
+    """Whether the KL is over 20 times off its target, and within 5 times in the other unit."""
+    is_far = means.kl > _FAR * target or means.kl < target / _FAR
+    return is_far and target / _NEAR <= means.other <= _NEAR * target
+
+
+def is_young(means: Means, target: float) -> bool:
+    """Whether a low KL is what every run begins with: the policy is still its reference.
+
+    A target of 1 nat per token and more is none that a policy is held at, so there it is not.
+    """
+    return means.kl < target and target < _PLAUSIBLE
+
+
+def unit_question(name: str, means: Means, unit: str, target: float) -> str:
+    """The warning of a target that seems to be in the other unit."""
+    other = "token" if unit == "sequence" else "sequence"
+    return (
+        f"{name}: the KL is {means.kl:.3g} nats per {unit}, {means.kl / target:.2g} times its "
+        f"target of {target:.4g}, and {means.other:.3g} nats per {other}, which is near it; did "
+        f"you mean unit={other!r}?"
+    )
+
+
+@dataclass
+class Stall:
+    """Updates in a row in which the KL was off its target on one side, by over a fifth.
+
+    Attributes:
+        side: 1 above the target, -1 below it, 0 for neither.
+        updates: how many there were.
+        begun_at: the coefficient before the first.
+        earlier, later: sums of ``abs(log(kl / target))`` over the first and the second half.
+    """
+
+    side: int = 0
+    updates: int = 0
+    begun_at: float = 0.0
+    earlier: float = 0.0
+    later: float = 0.0
+
+    def add(self, kl: float, target: float, band: float, before: float, after: float) -> bool:
+        """Whether this update completes ``UPDATES`` that brought the KL no nearer to its target.
+
+        Those in which the coefficient moved against the KL's side on the whole do not count.
+
+        Args:
+            kl: measured in nats.
+            target: in nats.
+            band: of the target, in which the KL is as it should be.
+            before: the coefficient that the batch was taken with.
+            after: the next one.
+        """
+        off = kl / target - 1
+        side = 0 if abs(off) <= max(band, _OFF) else 1 if off > 0 else -1
+        if side == 0 or side != self.side or self.updates == UPDATES:
+            self.side, self.updates, self.begun_at = side, 0, before
+            self.earlier = self.later = 0.0
+        if side == 0:
+            return False
+        self.updates += 1
+        if self.updates <= UPDATES // 2:
+            self.earlier += _distance(kl, target)
+        else:
+            self.later += _distance(kl, target)
+        return (
+            self.updates == UPDATES
+            and self.later >= _NEARER * self.earlier
+            and (after - self.begun_at) * side >= 0
+        )
+
+
+def _distance(kl: float, target: float) -> float:
+    """``abs(log(kl / target))``; a KL of 0 or less is as one of a millionth of the target."""
+    least = max(1e-6 * target, sys.float_info.min)
+    return abs(math.log(max(kl, least)) - math.log(target))
+
+
+def bound_warning(name: str, side: int, means: Means, unit: str, target: float, at: str) -> str:
+    """The warning of a coefficient that its bound keeps from doing more; ``at`` names it."""
+    if side > 0:
+        where, remedy = "above", "raise max_coef, or lower the learning rate"
+    else:
+        where = "below"
+        remedy = "without a penalty too the policy stays this near to its reference: lower target"
+    return (
+        f"{name}: the coefficient is at its bound {at}, and for {UPDATES} updates the KL has been "
+        f"{where} its target: {means.kl:.3g} nats per {unit}, target {target:.4g}; {remedy}, and "
+        "check unit"
+    )
+
+
+def stall_warning(
+    name: str, stall: Stall, value: float, means: Means, unit: str, target: float, pace: str
+) -> str:
+    """The warning of a coefficient whose moves do not show in the KL; ``pace`` says what sets it.
+
+    A coefficient that has not even changed by half in so many updates is slow. Where it has changed
+    by more, the KL does not follow it.
+    """
+    less, more = sorted((stall.begun_at, value))
+    is_slow = more <= 1.5 * less
+    cause = pace if is_slow else "check that the loss is multiplied by it, unit and learning rate"
+    return (
+        f"{name}: in {UPDATES} updates the coefficient went from {stall.begun_at:.4g} to "
+        f"{value:.4g}, and the KL came no nearer to its target: {means.kl:.3g} nats per {unit}, "
+        f"target {target:.4g}; {cause}"
+    )
