@@ -231,7 +231,7 @@ class CoefficientController(KLReader):
         """Move by a finite KL, on the host, then say what keeps it off its target."""
         target, before = self._target_now(), self._value
         self._move(means.kl, n_steps)
-        if target is None:
+        if target is None or before == self._value == 0:  # nothing acts
             return
         self._ask_unit(means, target)
         if not self._told_of_stall:

@@ -16,7 +16,7 @@ UPDATES = 100
 
 _FAR, _NEAR = 20.0, 5.0
 _OFF = 0.2  # of the target: where the error of Ziegler's rule reaches its clip
-_NEARER = 0.95  # the mean distance of the later half over that of the earlier one
+_NEARER = 0.95  # the mean distance of the last fifth over that of an earlier one
 _PLAUSIBLE = 1.0  # nats per token
 
 
@@ -62,19 +62,22 @@ class Stall:
         side: 1 above the target, -1 below it, 0 for neither.
         updates: how many there were.
         begun_at: the coefficient before the first.
-        earlier, later: sums of ``abs(log(kl / target))`` over the first and the second half.
+        first, middle, last: sums of ``abs(log(kl / target))`` over three of their fifths.
     """
 
     side: int = 0
     updates: int = 0
     begun_at: float = 0.0
-    earlier: float = 0.0
-    later: float = 0.0
+    first: float = 0.0
+    middle: float = 0.0
+    last: float = 0.0
 
     def add(self, kl: float, target: float, band: float, before: float, after: float) -> bool:
         """Whether this update completes ``UPDATES`` that brought the KL no nearer to its target.
 
-        Those in which the coefficient moved against the KL's side on the whole do not count.
+        No nearer than it was in the first fifth of them, nor than in the middle one, where a KL
+        that overshoots is on its way back. Those in which the coefficient moved against the KL's
+        side on the whole do not count.
 
         Args:
             kl: measured in nats.
@@ -87,17 +90,18 @@ class Stall:
         side = 0 if abs(off) <= max(band, _OFF) else 1 if off > 0 else -1
         if side == 0 or side != self.side or self.updates == UPDATES:
             self.side, self.updates, self.begun_at = side, 0, before
-            self.earlier = self.later = 0.0
+            self.first = self.middle = self.last = 0.0
         if side == 0:
             return False
+        fifth = self.updates * 5 // UPDATES
         self.updates += 1
-        if self.updates <= UPDATES // 2:
-            self.earlier += _distance(kl, target)
-        else:
-            self.later += _distance(kl, target)
+        distance = _distance(kl, target)
+        self.first += distance if fifth == 0 else 0.0
+        self.middle += distance if fifth == 2 else 0.0
+        self.last += distance if fifth == 4 else 0.0
         return (
             self.updates == UPDATES
-            and self.later >= _NEARER * self.earlier
+            and self.last >= _NEARER * max(self.first, self.middle)
             and (after - self.begun_at) * side >= 0
         )
 
@@ -128,13 +132,14 @@ def stall_warning(
     """The warning of a coefficient whose moves do not show in the KL; ``pace`` says what sets it.
 
     A coefficient that has not even changed by half in so many updates is slow. Where it has changed
-    by more, the KL does not follow it.
+    by more, the KL does not follow it: the penalty is not in the loss, or the first coefficient was
+    far from where it acts.
     """
     less, more = sorted((stall.begun_at, value))
     is_slow = more <= 1.5 * less
-    cause = pace if is_slow else "check that the loss is multiplied by it, unit and learning rate"
+    not_followed = "the KL does not follow it yet: check that it is in the loss, and check unit"
     return (
         f"{name}: in {UPDATES} updates the coefficient went from {stall.begun_at:.4g} to "
         f"{value:.4g}, and the KL came no nearer to its target: {means.kl:.3g} nats per {unit}, "
-        f"target {target:.4g}; {cause}"
+        f"target {target:.4g}; {pace if is_slow else not_followed}"
     )

@@ -386,7 +386,8 @@ def test_trlxs_factory():
 
 @every_framework
 def test_checkpoints_go_from_klfasts_own_and_back(names):
-    own, compat = klfast.AdaptiveKLController(0.2, 0.1, 1_000), adaptive(names)
+    own = klfast.AdaptiveKLController(0.2, 0.1, 1_000, unit=names.unit)
+    compat = adaptive(names)
     for controller, resumed in ((compat, own), (own, compat)):
         controller.update(0.15, 33)
         resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
@@ -403,7 +404,8 @@ def test_checkpoints_go_from_klfasts_own_and_back(names):
 @every_framework
 def test_a_state_of_0_goes_round(names):
     state = json.loads(json.dumps(at_0(names).state_dict()))
-    assert state == {"kind": "adaptive", "version": 1, "skipped": 0, "value": 0.0}
+    settings = {"unit": names.unit, "target": 0.1}
+    assert state == {"kind": "adaptive", "version": 1, **settings, "skipped": 0, "value": 0.0}
 
     resumed = at_0(names)
     silent(resumed.load_state_dict, state)  # it has warned already
@@ -419,7 +421,7 @@ def test_a_state_of_0_goes_round(names):
     assert from_other.update(9.0, 8) == frameworks.controller_step(0.5, 9.0, 0.1, 8, 1_000)
 
     with pytest.raises(ValueError, match="value"):
-        klfast.AdaptiveKLController(0.2, 0.1).load_state_dict(state)
+        klfast.AdaptiveKLController(0.2, 0.1, unit=names.unit).load_state_dict(state)
 
 
 @every_framework
