@@ -259,10 +259,6 @@ class CoefficientController(KLReader):
             )
         return stall_warning(self._name, stall, self._value, means, self.unit, target, pace)
 
-    def _target_now(self) -> float | None:
-        """The KL to hold in the next update; None where there is none."""
-        return self.target
-
     def _steering(self) -> CoefficientController:
         """The controller whose settings say how the coefficient moves."""
         return self

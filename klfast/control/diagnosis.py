@@ -23,17 +23,21 @@ _PLAUSIBLE = 1.0  # nats per token
 class Means(NamedTuple):
     """The mean KL of a batch in nats: in the unit of its reader, and in the other one.
 
-    NaN where it is not known, as of a plain number in the other unit.
+    NaN where it is not known, as of a plain number in the other unit, or not needed.
     """
 
     kl: float
     other: float = math.nan
 
 
+def is_far(kl: float, target: float) -> bool:
+    """Whether the KL is over 20 times off its target, either way."""
+    return kl > _FAR * target or kl < target / _FAR
+
+
 def is_of_other_unit(means: Means, target: float) -> bool:
     """Whether the KL is over 20 times off its target, and within 5 times in the other unit."""
-    is_far = means.kl > _FAR * target or means.kl < target / _FAR
-    return is_far and target / _NEAR <= means.other <= _NEAR * target
+    return is_far(means.kl, target) and target / _NEAR <= means.other <= _NEAR * target
 
 
 def is_young(means: Means, target: float) -> bool:
@@ -88,7 +92,7 @@ class Stall:
         """
         off = kl / target - 1
         side = 0 if abs(off) <= max(band, _OFF) else 1 if off > 0 else -1
-        if side == 0 or side != self.side or self.updates == UPDATES:
+        if side != self.side or self.updates == UPDATES:
             self.side, self.updates, self.begun_at = side, 0, before
             self.first = self.middle = self.last = 0.0
         if side == 0:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_choice, check_number, shown
-from klfast.control.diagnosis import Means, is_of_other_unit, is_young, unit_question
+from klfast.control.diagnosis import Means, is_far, is_of_other_unit, is_young, unit_question
 from klfast.control.measured import Measured
 from klfast.dtensors import gathered
 from klfast.ranks import Ranks
@@ -124,15 +124,17 @@ def mean_of(stats: KLStats, unit: Unit) -> Tensor:
     return stats.token_mean() if unit == "token" else stats.sequence_mean()
 
 
-def means_of(stats: KLStats, unit: Unit, both: bool) -> Means:
-    """The mean that ``unit`` names, and the other one if ``both``, from one transfer.
+def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
+    """The mean that ``unit`` names, and the other one if the first is far off a target.
 
     A batch that keeps no token has no mean, not one of 0.
     """
-    other = (stats.sequence_mean() if unit == "token" else stats.token_mean()) if both else math.nan
-    numbers = (stats.length.any(), mean_of(stats, unit), other)
-    keeps, *means = stacked(numbers, stats.kl.device).tolist()
-    return Means(*means) if keeps else Means(math.nan)
+    if not stats.length.any():
+        return Means(math.nan)
+    kl = float(mean_of(stats, unit))
+    if target is None or not is_far(kl, target):
+        return Means(kl)
+    return Means(kl, float(mean_of(stats, "sequence" if unit == "token" else "token")))
 
 
 class KLReader(ABC):
@@ -232,8 +234,8 @@ class KLReader(ABC):
     def _read(self, current: float | Tensor | KLStats) -> Means | None:
         """The means as floats; None, counted and warned of once, if the KL is not finite."""
         if isinstance(current, KLStats):
-            asks = self.target is not None and not self._asked_unit
-            return self._finite(means_of(current, self.unit, both=asks))
+            target = None if self._asked_unit else self._target_now()
+            return self._finite(means_of(current, self.unit, target))
         return self._finite(Means(number_of(current)))
 
     def _finite(self, means: Means) -> Means | None:
@@ -245,6 +247,10 @@ class KLReader(ABC):
                 f"{self._name} skipped a KL of {means.kl}; .skipped counts any further ones"
             )
         return None
+
+    def _target_now(self) -> float | None:
+        """The KL to hold in the next update; None where there is none."""
+        return self.target
 
     def _ask_unit(self, means: Means, target: float | None, is_stalled: bool = False) -> None:
         """Warn, once, of a target that seems to be in the other unit.
