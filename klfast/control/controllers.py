@@ -91,12 +91,13 @@ class AdaptiveKLController(TargetController):
     keep it out of that rule's two traps: 0, which no product leaves, and a negative coefficient,
     which ``n_steps > horizon / clip`` leads to.
 
+    How fast does a batch of n sequences move the coefficient, as a part of itself?
+    At most clip * n / horizon a step; choose horizon of about n times the number of steps you want.
+
     Args:
         init_kl_coef: the first coefficient, within the bounds.
         target: the KL to hold, > 0, in nats per ``unit``: about 6 per sequence or 0.1 per token.
-        horizon: > 0; how far a batch of n sequences moves the coefficient, as a part of itself:
-            at most clip * n / horizon a step; choose horizon of about n times the number of steps
-            you want.
+        horizon: > 0, in sequences.
         clip: > 0; the largest relative error that counts.
         unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
             each sequence) or ``"token"`` (over all tokens).
