@@ -1,6 +1,6 @@
 """klfast: the KL penalty of reinforcement learning for language models."""
 
-from klfast import compat
+from klfast import compat, names
 from klfast.api import kl_penalty, kl_rewards
 from klfast.control.controllers import (
     AdaptiveKLController,
@@ -26,6 +26,13 @@ from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs
+from klfast.names import (
+    BackendName,
+    DirectionName,
+    EstimatorName,
+    GradientName,
+    ReductionName,
+)
 from klfast.penalty import KLPenalty
 from klfast.profile import LogRatioProfile, log_ratio_profile
 from klfast.rollout.api import rollout_correction
@@ -37,12 +44,16 @@ from klfast.version import __version__
 
 __all__ = [
     "AdaptiveKLController",
+    "BackendName",
     "ControlVAEKLController",
+    "DirectionName",
     "DoublingKLController",
     "DualKLController",
     "Estimator",
+    "EstimatorName",
     "ExponentialKLController",
     "FixedKLController",
+    "GradientName",
     "GroupedKLController",
     "KLAdaptiveLR",
     "KLDriftAlarm",
@@ -54,6 +65,7 @@ __all__ = [
     "LogRatioProfile",
     "NuPIKLController",
     "PIDLagrangianKLController",
+    "ReductionName",
     "ReferenceReset",
     "Rejection",
     "RolloutCorrection",
@@ -68,6 +80,11 @@ __all__ = [
     "kl_penalty",
     "kl_rewards",
     "log_ratio_profile",
+    "names",
     "rollout_correction",
     "token_logprobs",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from klfast import backends, shortcut
 from klfast.call import penalty_call, rewards_call
+from klfast.checks import hints
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
+from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.shortcut import tries_first
 from klfast.stats import KLStats
 
@@ -24,14 +26,14 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: str | Estimator = "k3",
-    reduction: str = "none",
+    estimator: EstimatorName | Estimator = "k3",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: Literal[False] = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor: ...
 
 
@@ -41,15 +43,32 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: str | Estimator = "k3",
-    reduction: str = "none",
+    estimator: EstimatorName | Estimator = "k3",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: Literal[True],
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, KLStats]: ...
+
+
+@overload
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: EstimatorName | Estimator = "k3",
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    return_stats: bool,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
 @tries_first(shortcut.kl_penalty)
@@ -59,14 +78,14 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: str | Estimator = "k3",
-    reduction: str = "none",
+    estimator: EstimatorName | Estimator = "k3",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats]:
     """``coef`` times the reduced KL penalty of a policy against a reference, in nats.
 
@@ -84,8 +103,10 @@ def kl_penalty(
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
             ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
             nor gradient, which is exactly 0. None keeps all.
-        estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, or an alias
-            ``mse``, ``low_var_kl``) or an :class:`klfast.Estimator`.
+        estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, an alias
+            ``mse``, ``low_var_kl``, or, for the gradient of k2, ``k1+``, ``k2+``, ``k3+``) or an
+            :class:`klfast.Estimator`. In a loss ``k3+`` has the gradient of the reverse KL in
+            expectation, ``k3`` that of the forward KL, and ``k1`` none.
         reduction: ``"none"``: per token, in the shape of ``logprobs``, 0 where masked.
             ``"seq-sum"``, ``"seq-mean"``: [S]; the mean of an empty sequence is 0.
             ``"token-sum"``, ``"token-mean"``: over all tokens, 0-dim.
@@ -113,6 +134,11 @@ def kl_penalty(
         TypeError: an argument of the wrong type or dtype.
         RuntimeError: the backend asked for cannot run here, and why.
 
+    Warns, once a process each: of ``k1`` without ``old_logprobs`` where ``logprobs`` is
+    differentiable; of log-probs above 0.001, which may be logits; of [N] tokens without
+    ``cu_seqlens`` under a reduction by sequences. ``klfast.checks.hints`` says when values are
+    looked at.
+
     Differentiable once: a second derivative raises in every backend but ``reference``.
     """
     call = penalty_call(
@@ -128,6 +154,18 @@ def kl_penalty(
         return_stats,
     )
     penalty, stats = backends.choose(backend, call).kl_penalty(call)
+    chosen = call.spec.estimator
+    hints.of_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        chosen.name,
+        chosen.gradient,
+        reduction,
+        cu_seqlens,
+        old_logprobs,
+        coef,
+    )
     return penalty if stats is None else (penalty, stats)
 
 
@@ -139,10 +177,10 @@ def kl_rewards(
     mask: Tensor | None = None,
     *,
     kl_coef: Coefficient,
-    estimator: str | Estimator = "k1",
+    estimator: EstimatorName | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: Literal[False] = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor: ...
 
 
@@ -154,11 +192,26 @@ def kl_rewards(
     mask: Tensor | None = None,
     *,
     kl_coef: Coefficient,
-    estimator: str | Estimator = "k1",
+    estimator: EstimatorName | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: Literal[True],
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, KLStats]: ...
+
+
+@overload
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kl_coef: Coefficient,
+    estimator: EstimatorName | Estimator = "k1",
+    cu_seqlens: Tensor | None = None,
+    return_stats: bool,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
 @tries_first(shortcut.kl_rewards)
@@ -170,10 +223,10 @@ def kl_rewards(
     mask: Tensor | None = None,
     *,
     kl_coef: Coefficient,
-    estimator: str | Estimator = "k1",
+    estimator: EstimatorName | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats]:
     """Per-token rewards of KL-shaped RL: ``-kl_coef * kl`` at every kept token, plus the score.
 
@@ -197,9 +250,12 @@ def kl_rewards(
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
+
+    Warns once a process of log-probs above 0.001, which may be logits.
     """
     call = rewards_call(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )
     rewards, stats = backends.choose(backend, call).kl_penalty(call)
+    hints.of_rewards(logprobs, ref_logprobs, mask)
     return rewards if stats is None else (rewards, stats)

@@ -31,6 +31,7 @@ from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, MASKS, arithmetic_dtype
 from klfast.estimator import Estimator, as_estimator
 from klfast.layout import number_of_sequences
+from klfast.names import EstimatorName, ReductionName
 from klfast.reduction import REDUCTIONS, Reduction
 
 
@@ -167,8 +168,8 @@ def penalty_call(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor | None,
-    estimator: str | Estimator,
-    reduction: str,
+    estimator: EstimatorName | Estimator,
+    reduction: ReductionName,
     cu_seqlens: Tensor | None,
     old_logprobs: Tensor | None,
     normalizer: float | Tensor | None,
@@ -205,7 +206,7 @@ def rewards_call(
     ref_logprobs: Tensor,
     mask: Tensor | None,
     kl_coef: Coefficient,
-    estimator: str | Estimator,
+    estimator: EstimatorName | Estimator,
     cu_seqlens: Tensor | None,
     return_stats: bool,
 ) -> PenaltyCall:

@@ -18,6 +18,7 @@ from klfast.checks.values import are_checked, check_cu_seqlens_values, check_mas
 from klfast.dtensors import refuse_dtensors
 from klfast.dtypes import MASKS
 from klfast.layout import sequence_of_token
+from klfast.names import ReductionName
 from klfast.ranks import folded, ranks_of
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, Reduction
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def data_parallel_normalizer(
     mask: Tensor | Sequence[Tensor],
-    reduction: str,
+    reduction: ReductionName,
     group: ProcessGroup | None = None,
     *,
     cu_seqlens: Tensor | Sequence[Tensor] | None = None,

@@ -9,17 +9,22 @@ from typing import ClassVar, cast
 import torch
 
 from klfast.checks.arguments import check_choice, check_number
-from klfast.formulas import FORMULAS
+from klfast.names import (
+    ALIASES,
+    ESTIMATORS,
+    GRADIENTS,
+    IMPORTANCE,
+    NAMES,
+    PLUS,
+    EstimatorName,
+    GradientName,
+    ImportanceName,
+)
 
-ESTIMATORS = tuple(FORMULAS)
-"""Names of the estimators, in the order of the formula table."""
-
-ALIASES = {"mse": "k2", "low_var_kl": "k3"}
-GRADIENTS = ("value", "k2", "none")
-IMPORTANCE = ("differentiable", "detached")
 NO_LIMIT = torch.finfo(torch.float64).max
 """An absent limit to the ops: AOTInductor's packages hold no infinity."""
 
+_FORMULA_OF = {**ALIASES, **PLUS}
 _Limits = tuple[float, float, float, float, float]
 _Encoded = tuple[tuple[int, int, int, int], _Limits]
 
@@ -43,6 +48,9 @@ class Estimator:
 
     .. [#a] also ``low_var_kl``.
 
+    ``k1+``, ``k2+`` and ``k3+`` are names for ``gradient="k2"``: ``Estimator("k3+")`` is
+    ``Estimator("k3", gradient="k2")``, with ``name`` "k3".
+
     The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to
     the result; the weight multiplies last and is not clipped by ``kl_clip``, unless
     ``clip_weighted``. A clip ends the gradient through x where it acts. The gradient through a
@@ -50,10 +58,11 @@ class Estimator:
 
     Args:
         name: one of the names above; the aliases ``mse`` and ``low_var_kl`` become ``k2`` and
-            ``k3``.
+            ``k3``, and a name with a ``+`` becomes the name before it.
         gradient: ``"value"``: the derivative of the value. ``"k2"``: the value of f with the
             gradient of ``w * x**2 / 2`` at the unclipped x (verl's ``k3+``); limits shape the value
-            alone. ``"none"``: the result carries no gradient.
+            alone. ``"none"``: the result carries no gradient. A name with a ``+`` makes it
+            ``"k2"``, and takes no ``"none"``.
         importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient when
             ``old_logprobs`` is given (w is 1 otherwise): ``"differentiable"`` or ``"detached"``.
         importance_cap: ``w = min(w, importance_cap)``; no gradient flows through a capped weight.
@@ -78,9 +87,9 @@ class Estimator:
     arXiv:2506.09477), for what their gradients estimate.
     """
 
-    name: str = "k3"
-    gradient: str = "value"
-    importance: str = "differentiable"
+    name: EstimatorName = "k3"
+    gradient: GradientName = "value"
+    importance: ImportanceName = "differentiable"
     importance_cap: float | None = None
     log_ratio_clip: float | tuple[float, float] | None = None
     kl_clip: float | None = None
@@ -89,10 +98,9 @@ class Estimator:
     _encoded: ClassVar[_Encoded]  # an attribute of each, and no field
 
     def __post_init__(self) -> None:
-        if isinstance(self.name, str):
-            object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
-        check_choice("estimator", self.name, (*ESTIMATORS, *ALIASES))
+        check_choice("estimator", self.name, NAMES)
         check_choice("gradient", self.gradient, GRADIENTS)
+        self._resolve_name()
         check_choice("importance", self.importance, IMPORTANCE)
         for limit in ("importance_cap", "kl_clip", "linear_tail"):
             if (value := getattr(self, limit)) is not None:
@@ -104,6 +112,15 @@ class Estimator:
             object.__setattr__(self, "log_ratio_clip", tuple(clip))
         _check_log_ratio_clip(self.log_ratio_clip)
         object.__setattr__(self, "_encoded", self._encode())  # once
+
+    def _resolve_name(self) -> None:
+        """An alias becomes its formula's name, a name with a ``+`` a name and a gradient."""
+        name = self.name
+        if name in PLUS:
+            if self.gradient == "none":
+                raise ValueError(f"gradient must be 'k2' of estimator {name!r}, got 'none'")
+            object.__setattr__(self, "gradient", "k2")
+        object.__setattr__(self, "name", _FORMULA_OF.get(name, name))
 
     @property
     def choices(self) -> tuple[int, int, int, int]:
@@ -157,16 +174,13 @@ def _check_log_ratio_clip(clip: object) -> None:
         raise ValueError(f"log_ratio_clip must have lo < hi, got {clip!r}")
 
 
-SHORTHAND = {
-    **{name: Estimator(name) for name in (*ESTIMATORS, *ALIASES)},
-    **{f"{name}+": Estimator(name, gradient="k2") for name in ("k1", "k2", "k3")},
-}
-"""Name or alias -> the estimator without options; ``k3+`` is k3 with the gradient of k2."""
+SHORTHAND = {name: Estimator(name) for name in NAMES}
+"""Name -> the estimator without options."""
 
 
-def as_estimator(estimator: str | Estimator) -> Estimator:
+def as_estimator(estimator: EstimatorName | Estimator) -> Estimator:
     """The estimator that a user's argument stands for."""
     if isinstance(estimator, Estimator):
         return estimator
-    check_choice("estimator", estimator, tuple(SHORTHAND))
+    check_choice("estimator", estimator, NAMES)
     return SHORTHAND[estimator]

@@ -19,4 +19,4 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3_ref": lambda x: torch.expm1(x) - x,
     "r_log_r": lambda x: torch.exp(x) * x.clamp(min=-1000),  # e^x x is 0 at -infinity
 }
-"""f(x) of every estimator, x = logprobs - ref_logprobs. The list that everything else reads."""
+"""f(x) of every name in ``klfast.names.ESTIMATORS``, x = logprobs - ref_logprobs."""

@@ -16,6 +16,7 @@ from klfast.control.controllers import FixedKLController
 from klfast.control.reading import STATE_VERSION, Unit, check_state_kind
 from klfast.estimator import Estimator, as_estimator
 from klfast.gathered import Gathered
+from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.ranks import Ranks, ranks_of
 from klfast.reduction import REDUCTIONS
 from klfast.transfer import finite_floats
@@ -66,13 +67,13 @@ class KLPenalty:
 
     def __init__(
         self,
-        estimator: str | Estimator = "k3+",
-        reduction: str = "token-mean",
+        estimator: EstimatorName | Estimator = "k3+",
+        reduction: ReductionName = "token-mean",
         *,
         controller: CoefficientController | float | None = None,
         unit: Unit | None = None,
         cu_seqlens: Tensor | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
         check_choice("backend", backend, ("auto", *BACKENDS))

@@ -11,6 +11,7 @@ from torch import Tensor
 from klfast.api import kl_penalty
 from klfast.checks.arguments import check_number
 from klfast.dtensors import gathered
+from klfast.names import BackendName
 
 __all__ = ["LogRatioProfile", "log_ratio_profile"]
 
@@ -56,7 +57,7 @@ def log_ratio_profile(
     *,
     cu_seqlens: Tensor | None = None,
     quantiles: Sequence[float] = QUANTILES,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> LogRatioProfile:
     """The quantiles of ``x = logprobs - ref_logprobs``, and its means by place in the sequence.
 

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from klfast.names import ReductionName
+
 RESULTS = ("token", "sequence", "scalar")
 DENOMINATORS = ("one", "tokens", "sequences")
 
@@ -40,7 +42,7 @@ class Reduction(NamedTuple):
         return {"tokens": length, "sequences": length > 0}[self.over]
 
 
-REDUCTIONS = {
+REDUCTIONS: dict[str, Reduction] = {
     "none": Reduction("token", False, "one"),
     "seq-sum": Reduction("sequence", False, "one"),
     "seq-mean": Reduction("sequence", True, "one"),
@@ -49,6 +51,7 @@ REDUCTIONS = {
     "seq-mean-token-sum": Reduction("scalar", False, "sequences"),
     "seq-mean-token-mean": Reduction("scalar", True, "sequences"),
 }
+"""The reduction of every name in ``klfast.names.ReductionName``."""
 SCALAR_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.is_scalar())
 NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
 """Scalar means, whose outer denominator ``normalizer`` replaces."""
@@ -58,3 +61,9 @@ TOKENWISE_REDUCTIONS = tuple(
     if r.result != "sequence" and not r.own_length and r.over in ("one", "tokens")
 )
 """Reductions that do not ask which sequence a token belongs to."""
+TORCHS_REDUCTIONS: dict[str, ReductionName] = {
+    "mean": "token-mean",
+    "sum": "token-sum",
+    "batchmean": "seq-mean-token-sum",
+}
+"""The names that torch's losses have for reductions."""

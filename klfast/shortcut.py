@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from klfast.backends import BACKENDS
+from klfast.checks import hints
 from klfast.checks.arguments import without_graph
 from klfast.coefficient import Coefficient, value_of
-from klfast.estimator import GRADIENTS, SHORTHAND, Estimator
+from klfast.estimator import SHORTHAND, Estimator
+from klfast.names import GRADIENTS, BackendName, EstimatorName, ReductionName
 from klfast.ops import autograd
 from klfast.ops.direct import Direct, NotPlainError
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
@@ -51,19 +53,19 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: str | Estimator = "k3",
-    reduction: str = "none",
+    estimator: EstimatorName | Estimator = "k3",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
     """What ``klfast.kl_penalty`` returns; None: the checked function must be called."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
-    if type(estimator) is str:
+    if isinstance(estimator, str):
         estimator = SHORTHAND.get(estimator, estimator)
     if type(coef) not in _NUMBERS:
         coef = value_of(coef)
@@ -75,7 +77,7 @@ def kl_penalty(
         type(logprobs) in _TENSORS
         and type(ref_logprobs) in _TENSORS
         and type(estimator) is Estimator
-        and type(reduction) is str
+        and isinstance(reduction, str)
         and reduction in _ENCODED
         and (normalizer == 0 or reduction in NORMALIZED_REDUCTIONS)
         and type(coef) in _NUMBERS
@@ -113,6 +115,17 @@ def kl_penalty(
             result, statistics = outputs[0], outputs[2]
     except NotPlainError:
         return None
+    hints.of_penalty(
+        logprobs,
+        ref_logprobs,
+        mask,
+        estimator.name,
+        estimator.gradient,
+        reduction,
+        cu_seqlens,
+        old_logprobs,
+        coef,
+    )
     return (result, KLStats(*statistics.unbind(0))) if return_stats else result
 
 
@@ -123,15 +136,15 @@ def kl_rewards(
     mask: Tensor | None = None,
     *,
     kl_coef: Coefficient,
-    estimator: str | Estimator = "k1",
+    estimator: EstimatorName | Estimator = "k1",
     cu_seqlens: Tensor | None = None,
     return_stats: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
     """What ``klfast.kl_rewards`` returns; None: the checked function must be called."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
-    if type(estimator) is str:
+    if isinstance(estimator, str):
         estimator = SHORTHAND.get(estimator, estimator)
     if type(kl_coef) not in _NUMBERS:
         kl_coef = value_of(kl_coef)
@@ -154,13 +167,14 @@ def kl_rewards(
     )
     if outputs is NotImplemented:
         return None
+    hints.of_rewards(logprobs, ref_logprobs, mask)
     rewards, _, statistics, *_ = outputs
     return (rewards, KLStats(*statistics.unbind(0))) if return_stats else rewards
 
 
-def _direct(backend: str) -> Direct | None:
+def _direct(backend: object) -> Direct | None:
     """The direct road of a backend; of ``auto``, that of the first it tries."""
-    if type(backend) is not str:
+    if not isinstance(backend, str):
         return None
     if backend == "auto":
         return next(iter(BACKENDS.values())).direct

@@ -5,9 +5,7 @@ A new backend is a ``Backend`` and one row here.
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import FrameType
 
 import torch
 
@@ -16,6 +14,7 @@ from klfast.backends.native import NATIVE
 from klfast.backends.reference import REFERENCE
 from klfast.backends.triton import TRITON
 from klfast.call import PenaltyCall
+from klfast.callers import caller
 from klfast.checks.arguments import check_choice
 from klfast.checks.values import are_checked
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
@@ -77,15 +76,5 @@ def _tell_of_reference(device: torch.device) -> None:
     warnings.warn(
         f"klfast uses its slow reference backend on {device.type} ({because})",
         RuntimeWarning,
-        stacklevel=_frames_of_klfast() + 1,
+        stacklevel=caller().stacklevel,
     )
-
-
-def _frames_of_klfast() -> int:
-    """How many functions of this package were called since the user's code, without this one."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "klfast":
-        frame = frame.f_back
-        count += 1
-    return count

@@ -9,6 +9,7 @@ import torch
 
 from klfast.backends import BACKENDS
 from klfast.bench.cases import Case, Forward, Inputs, Op
+from klfast.names import BackendName
 
 Candidate = Callable[[Any], Any]
 """What is called with inputs in a timing. Returns what its forward does, or with a backward (that,
@@ -65,7 +66,7 @@ def build_candidates(op: Op, with_compile: bool) -> dict[str, Candidate]:
 
 def build_gpu_candidates(
     case: Case,
-    backends: Sequence[str],
+    backends: Sequence[BackendName],
     modes: Sequence[str],
     others: Mapping[str, Forward] | None = None,
 ) -> dict[str, Candidate]:

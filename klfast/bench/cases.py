@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from klfast.names import BackendName
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 KEPT = 0.8
@@ -98,7 +100,7 @@ class Op(ABC):
         """Puts random values into inputs."""
 
     @abstractmethod
-    def klfast(self, backend: str = "auto", normalizer: Any = None) -> Forward:
+    def klfast(self, backend: BackendName = "auto", normalizer: Any = None) -> Forward:
         """Klfast's forward; ``normalizer`` is that of a mean."""
 
     @abstractmethod

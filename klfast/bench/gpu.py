@@ -19,11 +19,12 @@ from klfast.bench.cases import Case, Inputs, make_inputs
 from klfast.bench.gpu_timing import Call, Cuda, Device, GpuTiming, alternate, time_on
 from klfast.bench.logits import LogitsOp
 from klfast.bench.measure import READ, Skip, check_candidates
+from klfast.names import BackendName
 
 COPY = "copy"
 """The plain copy of the inputs, among the candidates, as ``READ`` is."""
 
-KLFAST_BACKENDS = ("native", "triton")
+KLFAST_BACKENDS: tuple[BackendName, ...] = ("native", "triton")
 
 _CEILING_BYTES = 2 << 30
 _CEILING_ROUNDS = 5
@@ -146,7 +147,7 @@ class NoBackend(Exception):  # noqa: N818  # said in the words of the message
     """There is nothing of klfast's to time; its text is the whole message."""
 
 
-def usable_backends(place: torch.device) -> tuple[list[str], str]:
+def usable_backends(place: torch.device) -> tuple[list[BackendName], str]:
     """The backends of klfast that serve a device, and why the others do not.
 
     Raises:

@@ -105,7 +105,7 @@ class LogitsOp(Op):
 class DivergenceOp(LogitsOp):
     """``kl_divergence`` in one direction."""
 
-    direction: str = "reverse"
+    direction: klfast.DirectionName = "reverse"
 
     def layout(self, case: Case) -> Layout:
         return [(DTYPES[case.dtype], case.shape)] * 2
@@ -114,7 +114,7 @@ class DivergenceOp(LogitsOp):
         inputs.logits.detach().normal_(std=LOGIT_STD)
         inputs.other.normal_(std=SPREAD).add_(inputs.logits.detach())
 
-    def klfast(self, backend: str = "auto", normalizer: Any = None) -> Forward:
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         def forward(logits: Tensor, ref_logits: Tensor) -> Tensor:
             return klfast.kl_divergence(
                 logits,
@@ -149,9 +149,9 @@ class TokenLogprobsOp(LogitsOp):
         inputs.logits.detach().normal_(std=LOGIT_STD)
         inputs.other.random_(inputs.logits.shape[1])
 
-    def klfast(self, backend: str = "auto", normalizer: Any = None) -> Forward:
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         def forward(logits: Tensor, token_ids: Tensor) -> Any:
-            return klfast.token_logprobs(  # type: ignore[call-overload]  # nor is return_entropy
+            return klfast.token_logprobs(
                 logits, token_ids, return_entropy=self.entropy, backend=backend
             )
 

@@ -19,7 +19,7 @@ LOG_RATIO_CLIP = 20.0
 KL_CLIP = 10.0
 """Limits that frameworks set, and that random log-ratios of ``SPREAD`` nats do not reach."""
 
-TOKEN_MEAN = "token-mean"
+TOKEN_MEAN: klfast.ReductionName = "token-mean"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class OptionsOp(TokensOp):
         if inputs.old_logprobs is not None:
             inputs.old_logprobs.normal_(std=SPREAD).add_(inputs.logprobs.detach())
 
-    def klfast(self, backend: str = "auto", normalizer: Any = None) -> Forward:
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         def forward(
             logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None = None
         ) -> Tensor:

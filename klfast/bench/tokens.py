@@ -88,7 +88,7 @@ class TokensOp(Op):
         stats: whether the statistics are computed too.
     """
 
-    reduction: str = "seq-sum"
+    reduction: klfast.ReductionName = "seq-sum"
     stats: bool = False
 
     working_bytes = 48
@@ -126,11 +126,11 @@ class TokensOp(Op):
         inputs.ref_logprobs.normal_(std=SPREAD).add_(inputs.logprobs.detach())
         inputs.mask.bernoulli_(KEPT)
 
-    def klfast(self, backend: str = "auto", normalizer: Any = None) -> Forward:
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         def forward(
             logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor | None = None
         ) -> Any:
-            return klfast.kl_penalty(  # type: ignore[call-overload]  # return_stats is no literal
+            return klfast.kl_penalty(
                 logprobs,
                 ref_logprobs,
                 mask,

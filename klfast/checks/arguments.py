@@ -6,7 +6,7 @@ What tensors hold is checked in ``values``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import cast, overload
 
@@ -14,16 +14,28 @@ import torch
 from torch import Tensor
 
 from klfast.dtypes import FLOATS, INDICES, INTEGERS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TORCHS_REDUCTIONS
 
 
-def check_choice(argument: str, value: object, choices: Collection[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``; the error lists them."""
+def check_choice(
+    argument: str,
+    value: object,
+    choices: Collection[str],
+    *,
+    torchs: Mapping[str, str] | None = None,
+) -> None:
+    """Raise unless ``value`` is one of ``choices``; the error lists them, and says which of them
+    torch calls by another name (``torchs``: torch's name -> the choice).
+    """
     if isinstance(value, str) and value in choices:
         return
     expected = ", ".join(repr(choice) for choice in choices)
-    error = ValueError if isinstance(value, str) else TypeError
-    raise error(f"unknown {argument} {value!r}; expected one of {expected}")
+    text = f"unknown {argument} {value!r}; expected one of {expected}"
+    if not isinstance(value, str):
+        raise TypeError(text)
+    if torchs is not None and value in torchs:
+        text = f"torch's {value!r} is {torchs[value]!r}: {text}"
+    raise ValueError(text)
 
 
 def shown(value: object) -> str:
@@ -59,7 +71,7 @@ def check_number(
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     """The reduction is a known one, and has a denominator if there is a normalizer."""
-    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS)
     if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
         means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
         raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")

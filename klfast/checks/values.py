@@ -26,12 +26,20 @@ def checks_requested() -> bool:
 
 def holds_values(tensor: Tensor) -> bool:
     """Whether a CPU's tensor can be read here: a plain one, where nothing is traced."""
+    return not are_tracing() and tensor.device.type == "cpu" and _is_plain(tensor)
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a tensor's values are checked (``are_checked``), and can be read here."""
+    return are_checked(tensor, in_kernel=False) and _is_plain(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
     return (
-        not are_tracing()
-        and not torch._C._is_tracing()
-        and type(tensor) is Tensor
-        and tensor.device.type == "cpu"
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._is_functional_tensor(tensor)
     )
 
 
@@ -39,19 +47,23 @@ def are_checked(like: Tensor, *, in_kernel: bool) -> bool:
     """The rule of value checks, for a call on the device of ``like``.
 
     On a CPU values are checked, elsewhere under ``KLFAST_CHECK=1``; nowhere twice, where a kernel
-    does it in its own read (``in_kernel``), and nowhere while tracing or of meta tensors, which
-    hold none.
+    does it in its own read (``in_kernel``), and nowhere while tracing, or of meta tensors, which
+    hold none, or while a CUDA graph is captured, which allows no sync.
     """
     if in_kernel or like.is_meta or are_tracing():
         return False
-    return like.device.type == "cpu" or checks_requested()
+    return like.device.type == "cpu" or (checks_requested() and not _is_capturing())
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:
     """Raise ValueError if a mask, of which only the zeros will be looked at, holds what a mask must
     not; where values can be read, and are checked.
     """
-    if not (holds_values(mask) or (mask.is_cuda and are_checked(mask, in_kernel=False))):
+    if not can_be_read(mask):
         return
     if mask.dtype in (torch.bool, torch.uint8) or not mask.numel():
         return

@@ -32,12 +32,13 @@ from torch import Tensor
 from klfast.checks.arguments import check_number
 from klfast.compat.logits import IGNORED
 from klfast.logits.api import kl_divergence
+from klfast.names import DirectionName, ReductionName
 
 
 class Divergence(NamedTuple):
     """``direction`` and ``jsd_beta`` of ``klfast.kl_divergence``."""
 
-    direction: str
+    direction: DirectionName
     jsd_beta: float = 0.5
 
 
@@ -63,7 +64,7 @@ def distill(
     mask: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
     normalizer: float | Tensor | None = None,
     coef: float = 1.0,
 ) -> Tensor:

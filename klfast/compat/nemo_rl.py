@@ -19,10 +19,14 @@ from klfast.compat.counts import count_of_tokens
 from klfast.compat.presets import NEMO_RL
 from klfast.compat.weighted import weighted_per_token
 from klfast.estimator import Estimator
+from klfast.names import ReductionName
 
 __all__ = ["calculate_kl", "kl_loss", "token_level_rewards"]
 
-LOSS_TYPES = {"token_level": "token-mean", "sequence_level": "seq-mean-token-mean"}
+LOSS_TYPES: dict[str, ReductionName] = {
+    "token_level": "token-mean",
+    "sequence_level": "seq-mean-token-mean",
+}
 """The values of ``LossType`` -> klfast's reduction."""
 
 

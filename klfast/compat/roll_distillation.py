@@ -28,6 +28,7 @@ from klfast.compat.divergences import (
     kept,
 )
 from klfast.compat.logits import IGNORED
+from klfast.names import ReductionName
 
 OBJECTIVES = {
     "forward_kl": FORWARD,
@@ -37,7 +38,11 @@ OBJECTIVES = {
 """``kd_objective`` -> the divergence. Those that no read of klfast computes are ``adaptive_kl``,
 ``skewed_forward_kl`` and ``skewed_reverse_kl``."""
 
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS: dict[str, ReductionName] = {
+    "mean": "token-mean",
+    "sum": "token-sum",
+    "none": "none",
+}
 
 
 def _method(objective: str) -> Callable[..., Tensor]:
@@ -181,7 +186,7 @@ def op_compute_various_divergence(
         teacher_topk_log_probs,
         teacher_topk_inf_mask,
         None if reduction == "none" else mask,
-        reduction="none" if reduction == "none" else f"token-{reduction}",
+        reduction=REDUCTIONS[reduction],
     )
     return loss, mask.sum().float()
 
@@ -194,7 +199,7 @@ def _divergence(
     excluded: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
 ) -> Tensor:
     """``distill`` with log-probs of the teacher, which have been over the temperature already."""
     check_same_shape("teacher_log_probs", teacher_log_probs, "logits", logits)

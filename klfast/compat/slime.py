@@ -17,6 +17,7 @@ from klfast.api import kl_rewards as fused_kl_rewards
 from klfast.compat.common import choose
 from klfast.compat.presets import SLIME
 from klfast.compat.weighted import weighted_per_token
+from klfast.names import ReductionName
 
 __all__ = ["compute_approx_kl", "kl_loss", "kl_rewards"]
 
@@ -77,7 +78,7 @@ def kl_loss(
     Differs from slime: NaN under the mask has no effect; with ``low_var_kl`` an infinite ratio
     counts as 0, where theirs is 10, or NaN, with a gradient of NaN.
     """
-    reduction = "seq-mean" if rollout_mask_sums is None else "seq-sum"
+    reduction: ReductionName = "seq-mean" if rollout_mask_sums is None else "seq-sum"
     of_samples = fused_kl_penalty(
         log_probs,
         log_probs_base,

@@ -20,6 +20,7 @@ from klfast.compat.divergences import (
     interpolated,
     kept,
 )
+from klfast.names import ReductionName
 
 
 def generalized_jsd_loss(
@@ -74,7 +75,7 @@ def generalized_jsd_loss(
 class _Reduction(TypedDict, total=False):
     """Options of ``distill``."""
 
-    reduction: str
+    reduction: ReductionName
     normalizer: float | Tensor
     coef: float
 

@@ -8,9 +8,10 @@ from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.checks.arguments import check_choice
 from klfast.compat.common import per_token, per_token_or_full
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
+from klfast.names import ReductionName
 from klfast.stats import KLStats
 
-REDUCTIONS = {
+REDUCTIONS: dict[str, ReductionName] = {
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
     "luspo": "seq-mean-token-sum",

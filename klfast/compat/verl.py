@@ -32,6 +32,7 @@ from klfast.compat.verl_rollout import (
 from klfast.compat.verl_rollout_options import RULES as ROLLOUT_RULES
 from klfast.control.base import CoefficientController
 from klfast.estimator import Estimator
+from klfast.names import EstimatorName, ReductionName
 
 __all__ = [
     "ROLLOUT_RULES",
@@ -53,7 +54,7 @@ __all__ = [
     "logprobs_from_logits",
 ]
 
-REDUCTIONS = {
+REDUCTIONS: dict[str, ReductionName] = {
     "token-mean": "token-mean",
     "token-sum": "token-sum",
     "seq-mean-token-sum": "seq-mean-token-sum",
@@ -157,7 +158,7 @@ def kl_loss(
 def _aggregated(
     logprob: Tensor,
     ref_logprob: Tensor,
-    estimator: str | Estimator,
+    estimator: EstimatorName | Estimator,
     mask: Tensor,
     mode: str,
     dp_size: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from klfast.callers import caller
 from klfast.checks.arguments import check_choice, check_number, shown
 from klfast.control.diagnosis import Means, is_far, is_of_other_unit, is_young, unit_question
 from klfast.control.measured import Measured
@@ -40,10 +40,7 @@ def to_scalar(value: Any) -> Any:
 
 def warn_caller(message: str) -> None:
     """Issue a RuntimeWarning that names the line outside klfast which led here."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "klfast":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    warnings.warn(message, RuntimeWarning, stacklevel=caller().stacklevel)
 
 
 def check_count(argument: str, value: object, least: int) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from klfast import kl_penalty
+from klfast import EstimatorName, kl_penalty
 
-SAMPLED = ("k1", "k2", "k3")
+SAMPLED: tuple[EstimatorName, ...] = ("k1", "k2", "k3")
 """The estimators that are recorded beside the exact KL."""
 
 EDGES = tuple(float(f"{digit}e{power}") for power in range(-8, 4) for digit in (1, 2, 5))

@@ -301,7 +301,7 @@ def kl_record(stats: KLStats) -> Row:
     sequence minus the exact KL's.
     """
     tokens = float(stats.length.sum())
-    totals = {"exact": stats.kl, **{name: getattr(stats, name) for name in SAMPLED}}
+    totals = {"exact": stats.kl, **{str(name): getattr(stats, name) for name in SAMPLED}}
     record: Row = {}
     for name, total in totals.items():
         record[f"kl_per_sequence_{name}"] = float(total.mean())

@@ -11,9 +11,11 @@ from typing import Literal, overload
 from torch import Tensor
 
 from klfast import backends
+from klfast.checks import hints
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
+from klfast.names import BackendName, DirectionName, ReductionName
 from klfast.stats import KLStats
 
 
@@ -21,13 +23,13 @@ from klfast.stats import KLStats
 def token_logprobs(
     logits: Tensor,
     token_ids: Tensor,
-    *,
     mask: Tensor | None = None,
-    ignore_index: int | None = None,
+    *,
     temperature: float = 1.0,
+    ignore_index: int | None = None,
     return_entropy: Literal[False] = False,
     inplace_backward: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor: ...
 
 
@@ -35,27 +37,41 @@ def token_logprobs(
 def token_logprobs(
     logits: Tensor,
     token_ids: Tensor,
-    *,
     mask: Tensor | None = None,
-    ignore_index: int | None = None,
+    *,
     temperature: float = 1.0,
+    ignore_index: int | None = None,
     return_entropy: Literal[True],
     inplace_backward: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int | None = None,
+    return_entropy: bool,
+    inplace_backward: bool = False,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @serves_dtensors
 def token_logprobs(
     logits: Tensor,
     token_ids: Tensor,
-    *,
     mask: Tensor | None = None,
-    ignore_index: int | None = None,
+    *,
     temperature: float = 1.0,
+    ignore_index: int | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs of tokens under ``softmax(logits / temperature)``, in nats.
 
@@ -74,8 +90,8 @@ def token_logprobs(
         mask: [...], any dtype, finite and >= 0: where it is 0 the token does not exist; its row is
             not read, its results are 0 and its gradient too, whatever its logits and its id are.
             None keeps all.
-        ignore_index: an id that marks tokens that do not exist either, such as -100.
         temperature: a number > 0.
+        ignore_index: an id that marks tokens that do not exist either, such as -100.
         return_entropy: also return the entropies, [...].
         inplace_backward: let the backward write the gradient over the logits instead of into new
             memory. For those who know that nobody needs the logits any more: autograd raises
@@ -96,12 +112,15 @@ def token_logprobs(
         TypeError: an argument of the wrong type or dtype.
         RuntimeError: the backend asked for cannot run here, and why.
 
+    Warns once a process of [N, V] logits that look like log-probs of taken tokens, [B, T].
+
     Differentiable once: a second derivative raises in every backend but ``reference``.
     """
     call = token_logprobs_call(
         logits, token_ids, mask, ignore_index, temperature, return_entropy, inplace_backward
     )
     logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
+    hints.of_token_logprobs(logits, mask)
     return logprobs if entropy is None else (logprobs, entropy)
 
 
@@ -111,16 +130,16 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: str = "reverse",
+    direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
     temperature: float = 1.0,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: Literal[False] = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor: ...
 
 
@@ -130,16 +149,16 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: str = "reverse",
+    direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
     temperature: float = 1.0,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: Literal[True],
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, KLStats]: ...
 
 
@@ -149,16 +168,35 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: str = "reverse",
+    direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
     temperature: float = 1.0,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: None = None,
+    return_stats: bool,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, KLStats]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: Literal[False] = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -168,17 +206,36 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: str = "reverse",
+    direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
     temperature: float = 1.0,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: Literal[True],
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, KLStats]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: Tensor,
+    return_stats: bool,
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, KLStats]: ...
 
 
 @serves_dtensors
@@ -187,16 +244,16 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: str = "reverse",
+    direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
     temperature: float = 1.0,
-    reduction: str = "none",
+    reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     token_ids: Tensor | None = None,
     return_stats: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> (
     Tensor
     | tuple[Tensor, KLStats]
@@ -257,6 +314,9 @@ def kl_divergence(
         TypeError: an argument of the wrong type or dtype.
         RuntimeError: the backend asked for cannot run here, and why.
 
+    Warns once a process each: of [N, V] logits that look like log-probs of taken tokens, [B, T]; of
+    [N, V] logits without ``cu_seqlens`` under a reduction by sequences.
+
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
@@ -278,6 +338,7 @@ def kl_divergence(
     )
     chosen = backends.choose(backend, call)
     divergence, logprobs, ref_logprobs, stats = chosen.kl_divergence(call)
+    hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
     if logprobs is None or ref_logprobs is None:
         return divergence if stats is None else (divergence, stats)
     if stats is None:

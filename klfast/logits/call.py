@@ -27,13 +27,13 @@ from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
 from klfast.estimator import Estimator
 from klfast.logits.inplace import check_inplace
+from klfast.names import DIRECTIONS, DirectionName, ReductionName
 from klfast.reduction import REDUCTIONS
 
 MOST_WORDS_ON_GPU = 2**30
 """The CUDA kernels' places in a row are 32-bit numbers."""
 _VALUES = Estimator("k1")
 _NO_VOCABULARY = "logits without the vocabulary"
-DIRECTIONS = ("reverse", "forward", "jsd")
 DIVERGENCES = ("kl", "jsd")
 """What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 
@@ -79,7 +79,7 @@ class KLDivergenceCall(NamedTuple):
     """[R], int64, contiguous."""
     keep: Tensor | None
     """[R], bool, contiguous: which rows are read."""
-    direction: str
+    direction: DirectionName
     jsd_beta: float
     temperature: float
     inverse_temperature: Tensor | None
@@ -167,10 +167,10 @@ def kl_divergence_call(
     logits: Tensor,
     ref_logits: Tensor,
     mask: Tensor | None,
-    direction: str,
+    direction: DirectionName,
     jsd_beta: float,
     temperature: float,
-    reduction: str,
+    reduction: ReductionName,
     cu_seqlens: Tensor | None,
     normalizer: float | Tensor | None,
     coef: Coefficient,

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from klfast import backends
+from klfast.checks import hints
 from klfast.dtensors import refuse_dtensors
+from klfast.names import BackendName
 from klfast.rollout.call import rollout_call
 from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
@@ -33,7 +35,7 @@ def rollout_correction(
     cu_seqlens: Tensor | None = None,
     advantages: Tensor | None = None,
     process_group: ProcessGroup | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> RolloutCorrection:
     """What corrects a policy loss for tokens that another policy sampled, and how far both are.
 
@@ -90,6 +92,9 @@ def rollout_correction(
         TypeError: an argument of the wrong type or dtype.
         RuntimeError: the backend asked for cannot run here, and why.
 
+    Warns, once a process each: of log-probs above 0.001, which may be logits; of [N] tokens without
+    ``cu_seqlens`` with weights of sequences or a rule over sequences.
+
     Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
     (2025, fengyao.notion.site/off-policy-rl), for TIS; the Ring-1T report (arXiv:2510.18855) for
     IcePop; Y. Liu et al., "When Speed Kills Stability" (2025, richardli.xyz/rl-collapse), for
@@ -110,6 +115,7 @@ def rollout_correction(
         advantages,
     )
     corrected = backends.choose(backend, call).rollout_correction(call)
+    hints.of_rollout(logprobs, rollout_logprobs, mask, cu_seqlens, call.spec.by_sequence())
     if normalize is None or corrected.weights is None:
         return corrected
     mean = corrected.stats.weight_mean(normalize, process_group)

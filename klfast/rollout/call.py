@@ -93,6 +93,15 @@ class RolloutSpec(NamedTuple):
         low, high = self.log_bounds()
         return -high if self.floor is None else low
 
+    def by_sequence(self) -> str | None:
+        """An option that asks which sequence a token belongs to, as a hint names it; None if there
+        is none.
+        """
+        if self.weight in ("sequence", "geometric"):
+            return f"weight {self.weight!r}"
+        over = next((rule.over for rule in self.rules if rule.is_of_sequence), None)
+        return None if over is None else f"a rule over {over!r}"
+
     def encoded(self) -> tuple[RolloutChoices, RolloutNumbers]:
         """Weights and bounds as the ops take them."""
         low, high = (limited(bound) for bound in self.log_bounds())

@@ -10,7 +10,7 @@ from refusals import FLOATS, assert_refused, cases, weights
 import klfast
 from klfast import Estimator
 from klfast.backends import BACKENDS
-from klfast.estimator import SHORTHAND
+from klfast.names import NAMES
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 NAN, INF = math.nan, math.inf
@@ -181,7 +181,7 @@ VALUES = {
     ),
     "unknown-estimator": (
         {"estimator": "k9"},
-        f"unknown estimator 'k9'; expected one of {re.escape(', '.join(map(repr, SHORTHAND)))}$",
+        f"unknown estimator 'k9'; expected one of {re.escape(', '.join(map(repr, NAMES)))}$",
     ),
     "capital-estimator": ({"estimator": "K3"}, "unknown estimator 'K3'; expected one of"),
     "unknown-reduction": (

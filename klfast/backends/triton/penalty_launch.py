@@ -31,8 +31,8 @@ from klfast.backends.triton.statistics import ALWAYS
 from klfast.backends.triton.tokens import Form
 from klfast.call import Choices, Numbers
 from klfast.dtypes import arithmetic_dtype
-from klfast.estimator import ESTIMATORS as NAMES
-from klfast.estimator import GRADIENTS, IMPORTANCE
+from klfast.names import ESTIMATORS as NAMES
+from klfast.names import GRADIENTS, IMPORTANCE
 from klfast.reduction import DENOMINATORS, RESULTS
 from klfast.stats import KLStats
 

@@ -1,0 +1,191 @@
+"""Hints: warnings of calls that are valid, and likely not what was meant.
+
+A hint is given once a process for each function and mistake, at the line that called klfast. Calls
+that klfast itself makes give none: the frameworks for which ``klfast.compat`` calls chose their
+estimators, pad log-probs with positive numbers (TRL with 1.0), and have functions without a mask.
+Nothing is said or read while torch.compile or torch.func traces.
+
+Values are read where that is allowed (``values.can_be_read``: on a CPU, or under
+``KLFAST_CHECK=1``), in calls 1 to ``FIRST`` of each function and every ``EVERY``-th after these. A
+look (``samples``) takes some 10 us, and so a small call a fraction of a microsecond on average.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import torch
+from torch import Tensor
+
+from klfast.callers import caller
+from klfast.checks.arguments import shape_text
+from klfast.checks.samples import are_of_taken_tokens, positive
+from klfast.checks.values import are_tracing, can_be_read
+from klfast.reduction import TOKENWISE_REDUCTIONS
+
+FIRST = 16
+EVERY = 64
+
+_FUNCTIONS = ("kl_penalty", "kl_rewards", "token_logprobs", "kl_divergence", "rollout_correction")
+
+_calls = {name: itertools.count() for name in _FUNCTIONS}
+_given: set[tuple[str, str]] = set()
+"""(function, mistake) of every hint that has been given."""
+
+
+def of_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    formula: str,
+    gradient: str,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+    old_logprobs: Tensor | None,
+    coef: object,
+) -> None:
+    """All hints of a call of ``kl_penalty``, like those below after its arguments were checked."""
+    if torch.compiler.is_compiling():
+        return
+    if (
+        formula == "k1"
+        and gradient == "value"
+        and old_logprobs is None
+        and logprobs.requires_grad
+        and torch.is_grad_enabled()
+        and not (isinstance(coef, (int, float)) and coef == 0)  # where the KL is only measured
+    ):
+        _of_vanishing_gradient("kl_penalty")
+    if cu_seqlens is None and logprobs.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence("kl_penalty", "logprobs", logprobs, f"reduction {reduction!r}")
+    if _is_due("kl_penalty"):
+        _of_logprobs(
+            "kl_penalty",
+            mask,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            old_logprobs=old_logprobs,
+        )
+
+
+def of_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None) -> None:
+    """All hints of a call of ``kl_rewards``."""
+    if not torch.compiler.is_compiling() and _is_due("kl_rewards"):
+        _of_logprobs("kl_rewards", mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+
+
+def of_rollout(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    by_sequence: str | None,
+) -> None:
+    """All hints of a call of ``rollout_correction``; ``by_sequence``: an option that asks which
+    sequence a token belongs to.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if by_sequence is not None and cu_seqlens is None and logprobs.dim() == 1:
+        _of_one_sequence("rollout_correction", "logprobs", logprobs, by_sequence)
+    if _is_due("rollout_correction"):
+        _of_logprobs(
+            "rollout_correction", mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs
+        )
+
+
+def of_token_logprobs(logits: Tensor, mask: Tensor | None) -> None:
+    """All hints of a call of ``token_logprobs``."""
+    if not torch.compiler.is_compiling() and _is_due("token_logprobs"):
+        _of_logits("token_logprobs", mask, logits=logits)
+
+
+def of_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """All hints of a call of ``kl_divergence``."""
+    if torch.compiler.is_compiling():
+        return
+    if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence("kl_divergence", "logits", logits, f"reduction {reduction!r}")
+    if _is_due("kl_divergence"):
+        _of_logits("kl_divergence", mask, logits=logits, ref_logits=ref_logits)
+
+
+def _of_vanishing_gradient(function: str) -> None:
+    _give(
+        function,
+        "vanishing gradient",
+        "the gradient of estimator 'k1' without old_logprobs is 0 in expectation: in a loss it is "
+        "no penalty; take 'k1+', which has the gradient of the reverse KL, or give old_logprobs, "
+        "or, for a reward, detach the log-probs",
+    )
+
+
+def _of_one_sequence(function: str, name: str, tokens: Tensor, option: str) -> None:
+    _give(
+        function,
+        "one sequence",
+        f"{name} of shape {shape_text(tokens)} without cu_seqlens are one sequence to {option}; "
+        "give cu_seqlens, the boundaries of the sequences, if there are several",
+    )
+
+
+def _of_logprobs(function: str, mask: Tensor | None, **logprobs: Tensor | None) -> None:
+    for name, tensor in logprobs.items():
+        if tensor is None or not _may_look(function, "positive log-probs", tensor, mask):
+            continue
+        if (found := positive(tensor, mask)) is not None:
+            _give(
+                function,
+                "positive log-probs",
+                f"{name} must hold log-probs, which are at most 0, got {found:.4g} at a kept "
+                "token: are these logits? klfast.token_logprobs makes log-probs of them",
+            )
+
+
+def _of_logits(function: str, mask: Tensor | None, **logits: Tensor) -> None:
+    for name, tensor in logits.items():
+        if tensor.dim() != 2 or tensor.shape[1] < 2:
+            continue
+        if not _may_look(function, "log-probs as logits", tensor, mask):
+            continue
+        if are_of_taken_tokens(tensor, mask):
+            _give(
+                function,
+                "log-probs as logits",
+                f"{name} of shape {shape_text(tensor)} must hold the logits of a vocabulary in "
+                "each row, got what looks like log-probs of taken tokens, [B, T]: no number is "
+                "above 0, and the probabilities of a row do not sum to 1; klfast.kl_penalty "
+                "takes log-probs",
+            )
+
+
+def _is_due(function: str) -> bool:
+    """Counts a call of a function; whether the values of this one are looked at."""
+    call = next(_calls[function])
+    return call < FIRST or call % EVERY == 0
+
+
+def _may_look(function: str, mistake: str, tensor: Tensor, mask: Tensor | None) -> bool:
+    return (
+        (function, mistake) not in _given
+        and tensor.numel() > 0
+        and can_be_read(tensor)
+        and (mask is None or can_be_read(mask))
+    )
+
+
+def _give(function: str, mistake: str, text: str) -> None:
+    if (function, mistake) in _given or are_tracing():
+        return
+    who = caller()
+    if who.is_internal:
+        return
+    _given.add((function, mistake))
+    warnings.warn(f"klfast.{function}: {text}", UserWarning, stacklevel=who.stacklevel)

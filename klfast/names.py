@@ -1,0 +1,51 @@
+"""The names of choices, as types for annotations; the lists of names at run time come from here.
+
+``def loss(estimator: klfast.EstimatorName) -> ...`` takes what :func:`klfast.kl_penalty` takes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+FormulaName = Literal["k1", "abs", "k2", "k3", "k3_ref", "r_log_r"]
+"""Estimators that have a formula of their own, in the order of the ops."""
+
+AliasName = Literal["mse", "low_var_kl"]
+"""Other names of ``k2`` and ``k3``."""
+
+PlusName = Literal["k1+", "k2+", "k3+"]
+"""The value of the estimator before the ``+``, with the gradient of k2."""
+
+EstimatorName = Literal[FormulaName, AliasName, PlusName]
+"""All that ``estimator=`` takes beside a :class:`klfast.Estimator`."""
+
+GradientName = Literal["value", "k2", "none"]
+"""``gradient`` of a :class:`klfast.Estimator`, in the order of the ops."""
+
+ImportanceName = Literal["differentiable", "detached"]
+"""``importance`` of a :class:`klfast.Estimator`, in the order of the ops."""
+
+ReductionName = Literal[
+    "none",
+    "seq-sum",
+    "seq-mean",
+    "token-sum",
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+]
+"""``reduction=`` of :func:`klfast.kl_penalty` and :func:`klfast.kl_divergence`."""
+
+DirectionName = Literal["reverse", "forward", "jsd"]
+"""``direction=`` of :func:`klfast.kl_divergence`."""
+
+BackendName = Literal["auto", "native", "triton", "reference"]
+"""``backend=`` of every function; ``auto`` tries the others in this order."""
+
+ESTIMATORS: tuple[FormulaName, ...] = get_args(FormulaName)
+NAMES: tuple[EstimatorName, ...] = get_args(EstimatorName)
+ALIASES: dict[str, FormulaName] = {"mse": "k2", "low_var_kl": "k3"}
+PLUS: dict[str, FormulaName] = {"k1+": "k1", "k2+": "k2", "k3+": "k3"}
+GRADIENTS: tuple[GradientName, ...] = get_args(GradientName)
+IMPORTANCE: tuple[ImportanceName, ...] = get_args(ImportanceName)
+DIRECTIONS: tuple[DirectionName, ...] = get_args(DirectionName)

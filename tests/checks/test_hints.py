@@ -1,0 +1,528 @@
+"""Hints: likely mistakes are named once, at the user's line, and what is right is left alone."""
+
+import inspect
+import itertools
+import sys
+import warnings
+
+import pytest
+import torch
+from fresh import run_fresh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import klfast
+from klfast import Estimator, Rejection, callers
+from klfast.checks import hints, samples, values
+from klfast.compat import openrlhf, verl
+from klfast.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
+
+pytestmark = pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning")  # which others ignore
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch):
+    """What a process remembers of hints is forgotten."""
+    monkeypatch.setattr(hints, "_given", set())
+    monkeypatch.setattr(hints, "_calls", {name: itertools.count() for name in hints._calls})
+
+
+def logprobs(*shape, dtype=torch.float32):
+    return -torch.rand(*shape, dtype=torch.float64).to(dtype) - 0.1
+
+
+def penalty(tensor, ref=None, **options):
+    return klfast.kl_penalty(tensor, tensor - 0.2 if ref is None else ref, **options)
+
+
+def rewards(tensor, ref=None, **options):
+    scores = torch.ones(len(tensor), device=tensor.device)
+    return klfast.kl_rewards(
+        scores, tensor, tensor - 0.2 if ref is None else ref, kl_coef=0.1, **options
+    )
+
+
+def rollout(tensor, ref=None, **options):
+    return klfast.rollout_correction(tensor, tensor - 0.2 if ref is None else ref, **options)
+
+
+OF_LOGPROBS = {"kl_penalty": penalty, "kl_rewards": rewards, "rollout_correction": rollout}
+
+
+def token_logprobs(logits, mask=None, **options):
+    ids = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return klfast.token_logprobs(logits, ids, mask, **options)
+
+
+def divergence(logits, mask=None, **options):
+    return klfast.kl_divergence(logits, logits.roll(1, -1), mask, **options)
+
+
+OF_LOGITS = {"token_logprobs": token_logprobs, "kl_divergence": divergence}
+
+
+def messages(call, *args, **options):
+    """What a call warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*args, **options)
+    return [str(warning.message) for warning in caught]
+
+
+# Logits in place of log-probs
+
+
+@pytest.mark.parametrize("name", OF_LOGPROBS)
+def test_logits_in_place_of_logprobs_are_named_once(backend, name):
+    call, logits = OF_LOGPROBS[name], logprobs(3, 5)
+    logits[1, 2] = 7.25
+    said = f"klfast.{name}: logprobs must hold log-probs.* got 7.25 .*klfast.token_logprobs makes"
+    with pytest.warns(UserWarning, match=said) as caught:
+        call(logits, backend=backend)
+    assert len(caught) == 1
+    call(logits, backend=backend)
+    call(logits + 1, logits, backend=backend)
+
+
+@pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs"])
+def test_every_argument_is_looked_at(argument):
+    tensors = {"ref_logprobs": logprobs(2, 3), "old_logprobs": logprobs(2, 3)}
+    tensors[argument][1, 2] = 0.5
+    with pytest.warns(UserWarning, match=f"{argument} must hold log-probs.* got 0.5 at"):
+        klfast.kl_penalty(logprobs(2, 3), **tensors)
+
+
+def test_rollout_logprobs_are_looked_at():
+    with pytest.warns(UserWarning, match="rollout_logprobs must hold log-probs"):
+        rollout(logprobs(2, 3), torch.ones(2, 3))
+
+
+def test_each_function_has_a_hint_of_its_own():
+    logits = torch.ones(2, 3)
+    assert [len(messages(call, logits)) for call in OF_LOGPROBS.values()] == [1, 1, 1]
+    assert [len(messages(call, logits)) for call in OF_LOGPROBS.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_mistake(backend, dtype):
+    tensor = torch.zeros(2, 3, dtype=dtype)
+    tensor[0, 1] = 0.0009
+    penalty(tensor, backend=backend)
+    tensor[0, 1] = 0.0011
+    assert len(messages(penalty, tensor, backend=backend)) == 1
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool),
+        torch.tensor([[1, 2, 0], [3, 0, 0]]),
+        torch.tensor([[0.5, 1, 0], [1, 0, 0]]),
+    ],
+    ids=["bool", "int", "weights"],
+)
+@pytest.mark.parametrize("name", OF_LOGPROBS)
+def test_padding_may_hold_anything(backend, name, mask):
+    padding = torch.tensor([[0, 0, 1.0], [0, torch.inf, torch.nan]])
+    tensor = torch.where(mask != 0, logprobs(2, 3), padding.to(mask.device))
+    OF_LOGPROBS[name](tensor, mask=mask, backend=backend)
+    tensor[0, 1] = 1.5
+    assert "got 1.5" in messages(OF_LOGPROBS[name], tensor, mask=mask, backend=backend)[0]
+
+
+def test_nan_hides_nothing():
+    penalty(torch.tensor([[torch.nan, -1.0, -torch.inf]]))
+    assert len(messages(penalty, torch.tensor([[torch.nan, 2.0, -torch.inf]]))) == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (0,)])
+def test_empty_batches_say_nothing(shape):
+    for call in (penalty, rollout):
+        call(torch.ones(shape))
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "expanded": lambda t: t[:1].expand(6, -1),
+    "strided": lambda t: torch.stack([t, t], -1)[..., 0],
+    "parameter": torch.nn.Parameter,
+    "with-a-graph": lambda t: t.clone().requires_grad_() * 1,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_looked_at(layout):
+    assert len(messages(penalty, LAYOUTS[layout](torch.ones(5, 7)))) == 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1,),
+        (5,),
+        (1025,),
+        (99_999,),
+        (1, 5000),
+        (5000, 1),
+        (8, 129),
+        (31, 999),
+        (700, 33),
+        (512, 8192),
+    ],
+    ids=str,
+)
+def test_a_sample_is_bounded_and_spread_over_the_whole(shape):
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    sample = samples._spread(numbers)
+    assert sample.numel() <= samples.SAMPLE
+    assert sample.numel() >= min(numbers.numel(), samples.SAMPLE) / 2
+    if len(shape) == 2:
+        assert sample.shape[0] >= min(shape[0], samples._ROWS) / 2
+    assert sample.max() >= 0.85 * numbers.max()
+    assert sample.min() == 0
+
+
+def test_logits_are_found_in_large_batches():
+    large = logprobs(512, 2048)
+    penalty(large)
+    assert len(messages(penalty, torch.randn(512, 2048))) == 1
+
+
+@pytest.mark.parametrize("name", OF_LOGPROBS)
+def test_looks_become_rare(monkeypatch, name):
+    looks = []
+    monkeypatch.setattr(hints, "positive", lambda *_: looks.append(calls))
+    tensor = logprobs(2, 3)
+    for calls in range(1000):  # noqa: B007  # of the lambda
+        OF_LOGPROBS[name](tensor)
+    expected = [*range(hints.FIRST), *range(hints.EVERY, 1000, hints.EVERY)]
+    assert sorted(set(looks)) == sorted(set(expected))
+
+
+def test_a_late_mistake_is_found():
+    for _ in range(100):
+        penalty(logprobs(2, 3))
+    logits = torch.ones(2, 3)
+    assert sum(len(messages(penalty, logits)) for _ in range(hints.EVERY)) == 1
+
+
+# Log-probs in place of logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_logprobs_in_place_of_logits_are_named_once(backend, name, dtype):
+    call, taken = OF_LOGITS[name], logprobs(4, 16, dtype=dtype)
+    with pytest.warns(UserWarning, match=f"klfast.{name}: logits of shape .4, 16. must") as caught:
+        call(taken, backend=backend)
+    assert len(caught) == 1
+    call(taken, backend=backend)
+
+
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_logprobs_of_random_tokens_are_found_too(name):
+    """Their probabilities sum to less than 1."""
+    whole = torch.randn(4, 16, 50).log_softmax(-1)
+    taken = whole.gather(-1, torch.randint(50, (4, 16, 1)))[..., 0]
+    assert taken.exp().sum(-1).max() < 1
+    assert len(messages(OF_LOGITS[name], taken)) == 1
+
+
+def test_padding_of_zeros_does_not_hide_them():
+    taken = logprobs(4, 16) * (torch.arange(16) < torch.tensor([[16], [9], [5], [12]]))
+    assert len(messages(divergence, taken)) == 1
+
+
+def test_rows_under_the_mask_do_not_count():
+    taken = logprobs(4, 16)
+    taken[1:3] = torch.nan
+    assert len(messages(divergence, taken, torch.tensor([1, 0, 0, 1]))) == 1
+
+
+def test_the_reference_s_logits_are_looked_at():
+    with pytest.warns(UserWarning, match="ref_logits of shape"):
+        klfast.kl_divergence(torch.randn(4, 16), logprobs(4, 16))
+
+
+LOGITS = {
+    "normal": lambda v: torch.randn(8, v),
+    "log-softmax": lambda v: torch.randn(8, v).log_softmax(-1),
+    "log-softmax-peaked": lambda v: (20 * torch.randn(8, v)).log_softmax(-1),
+    "log-softmax-bf16": lambda v: torch.randn(8, v).log_softmax(-1).bfloat16(),
+    "log-softmax-fp16": lambda v: torch.randn(8, v).log_softmax(-1).half(),
+    "log-softmax-3-dim": lambda v: torch.randn(2, 8, v).log_softmax(-1),
+    "maximum-subtracted": lambda v: (t := torch.randn(8, v)) - t.amax(-1, keepdim=True),
+    "far-below-0": lambda v: torch.randn(8, v) - 100,  # GPT-2's
+    "top-k": lambda v: (t := torch.randn(8, v)).masked_fill(
+        t < t.amax(-1, keepdim=True) - 1, -torch.inf
+    ),
+    "zeros": lambda v: torch.zeros(8, v),
+    "all-masked": lambda v: torch.full((8, v), -torch.inf),
+    "nan": lambda v: torch.full((8, v), torch.nan),
+    "no-rows": lambda v: torch.zeros(0, v),
+}
+
+
+@pytest.mark.parametrize("words", [1, 2, 7, 1000])
+@pytest.mark.parametrize("kind", LOGITS)
+def test_logits_are_not_taken_for_logprobs(kind, words):
+    for call in OF_LOGITS.values():
+        call(LOGITS[kind](words))
+
+
+def test_padded_logits_have_three_dimensions():
+    for call in OF_LOGITS.values():
+        call(logprobs(2, 4, 16))
+
+
+# k1 in a loss
+
+
+def loss(estimator="k1", differentiable=True, **options):
+    tensor = logprobs(2, 3).requires_grad_(differentiable)
+    return penalty(tensor, estimator=estimator, reduction="token-mean", **options)
+
+
+def test_k1_in_a_loss_is_named_once(backend):
+    with pytest.warns(UserWarning, match=r"klfast.kl_penalty: the gradient of .*'k1'.* 'k1\+'"):
+        loss(backend=backend)
+    loss(backend=backend)
+    loss(Estimator("k1", kl_clip=2.0), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"estimator": "k1+"},
+        {"estimator": "k2"},
+        {"estimator": "k3"},
+        {"estimator": Estimator("k1", gradient="none")},
+        {"old_logprobs": -torch.ones(2, 3)},
+        {"differentiable": False},
+        {"coef": 0.0, "return_stats": True},
+    ],
+    ids=["k1+", "k2", "k3", "no-gradient", "weights", "constant", "measured"],
+)
+def test_no_hint_of_k1_where_there_is_no_such_loss(backend, options):
+    loss(**options, backend=backend)
+
+
+def test_no_hint_of_k1_without_autograd():
+    with torch.no_grad():
+        loss()
+    with torch.inference_mode():
+        loss(differentiable=False)
+    rewards(logprobs(2, 3).requires_grad_(), estimator="k1")
+
+
+def test_no_hint_of_k1_while_tracing():
+    tensor, ref = logprobs(2, 3), logprobs(2, 3)
+
+    def k1(tensor):
+        return klfast.kl_penalty(tensor, ref, estimator="k1", reduction="token-sum")
+
+    torch.func.grad(k1)(tensor)
+    torch.func.vmap(torch.func.grad(lambda a, b: (a - b).sum() + k1(torch.stack([a, b]))))(
+        tensor[:, None].expand(2, 2, 3)[:, 0], ref
+    )
+    assert not hints._given
+
+
+# Packed tokens without boundaries
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_sequence_is_said_where_sequences_matter(reduction):
+    expected = int(reduction not in TOKENWISE_REDUCTIONS)
+    for given in (expected, 0):
+        caught = messages(penalty, logprobs(6), reduction=reduction)
+        assert len(caught) == given
+        assert all(
+            text.startswith("klfast.kl_penalty: logprobs of shape [6] without cu_seqlens are one")
+            and reduction in text
+            for text in caught
+        )
+    assert len(messages(divergence, torch.randn(6, 9), reduction=reduction)) == expected
+
+
+def test_sequences_with_boundaries_are_as_they_are():
+    cu_seqlens = torch.tensor([0, 2, 6])
+    penalty(logprobs(6), reduction="seq-sum", cu_seqlens=cu_seqlens)
+    penalty(logprobs(1, 6), reduction="seq-sum")
+    divergence(torch.randn(6, 9), reduction="seq-sum", cu_seqlens=cu_seqlens)
+    rollout(logprobs(6), weight="sequence", cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"weight": "sequence"}, "weight 'sequence'"),
+        ({"weight": "geometric"}, "weight 'geometric'"),
+        ({"reject": Rejection("k1", "seq-mean", high=1.0)}, "a rule over 'seq-mean'"),
+        ({"reject": Rejection("k1", high=1.0)}, None),
+        ({}, None),
+    ],
+)
+def test_one_sequence_between_sampler_and_trainer(options, named):
+    caught = messages(rollout, logprobs(6), **options)
+    assert len(caught) == (named is not None)
+    assert all(f"one sequence to {named};" in text for text in caught)
+
+
+# Where hints point, and who gets none
+
+LINES = {
+    "kl_penalty": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3)),
+    "reference": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3), backend="reference"),
+    "kl_rewards": lambda: klfast.kl_rewards(
+        torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), kl_coef=1.0
+    ),
+    "rollout_correction": lambda: klfast.rollout_correction(torch.ones(2, 3), torch.ones(2, 3)),
+    "token_logprobs": lambda: klfast.token_logprobs(logprobs(4, 9), torch.zeros(4).long()),
+    "kl_divergence": lambda: klfast.kl_divergence(logprobs(4, 9), logprobs(4, 9)),
+    "k1": lambda: klfast.kl_penalty(
+        logprobs(2, 3).requires_grad_(), logprobs(2, 3), estimator="k1"
+    ),
+    "profile": lambda: klfast.log_ratio_profile(torch.ones(2, 3), torch.ones(2, 3)),
+    "checkpoint": lambda: torch.utils.checkpoint.checkpoint(
+        klfast.kl_penalty, torch.ones(2, 3), torch.ones(2, 3), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_hint_points_at_the_user_s_line(name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LINES[name]()
+    [warning] = caught
+    assert warning.filename == __file__
+    source, first = inspect.getsourcelines(LINES[name])
+    assert first <= warning.lineno < first + len(source)
+
+
+def test_frameworks_get_no_hints():
+    logits = torch.ones(2, 3, requires_grad=True)
+    verl.kl_penalty(logits, logits.detach(), "kl")
+    verl.kl_penalty(logits, logits.detach(), "low_var_kl")
+    verl.agg_loss(logits, torch.ones(2, 3), "token-mean")
+    openrlhf.compute_approx_kl(logits, logits.detach(), kl_estimator="k1")
+    assert not hints._given
+    assert len(messages(penalty, logits.detach())) == 1
+
+
+# What is not read
+
+
+class FunctionMode(TorchFunctionMode):
+    pass
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.fixture
+def no_looks(monkeypatch):
+    def look(*_):
+        raise AssertionError("values are looked at")
+
+    monkeypatch.setattr(hints, "positive", look)
+    monkeypatch.setattr(hints, "are_of_taken_tokens", look)
+
+
+@pytest.mark.usefixtures("no_looks")
+@pytest.mark.parametrize("name", ["kl_penalty", "rollout_correction", *OF_LOGITS])
+def test_nothing_is_read_where_it_must_not(name):
+    call = {**OF_LOGPROBS, **OF_LOGITS}[name]
+    tensor = torch.ones(2, 3)
+    with pytest.raises(AssertionError, match="looked at"):
+        call(tensor)
+    with DispatchMode():
+        call(tensor)
+    with FakeTensorMode() as mode:
+        call(mode.from_tensor(tensor))
+    call(tensor.as_subclass(Subclass))
+    call(torch._to_functional_tensor(tensor))
+    torch.func.vmap(call)(torch.ones(2, 2, 3)) if name == "kl_penalty" else None
+
+
+@pytest.mark.usefixtures("no_looks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nothing_is_read_or_said_under_torch_compile():
+    tensor = torch.ones(6, requires_grad=True)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(tensor, logits):
+        penalty = klfast.kl_penalty(
+            tensor, tensor.detach() - 1, estimator="k1", reduction="seq-mean"
+        )
+        corrected = klfast.rollout_correction(tensor, tensor - 1, weight="sequence").weights
+        exact = klfast.kl_divergence(logits, logits, reduction="seq-sum")
+        taken = klfast.token_logprobs(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+        return penalty.sum() + corrected.sum() + exact.sum() + taken.sum()
+
+    torch._dynamo.reset()
+    logits = logprobs(6, 9)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    torch._dynamo.mark_dynamic(logits, 0)
+    compiled(tensor, logits).backward()
+    assert not hints._given
+    assert all(next(count) == 0 for count in hints._calls.values())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("environment", "capturing", "is_read"),
+    [(None, False, False), ("1", False, True), ("1", True, False), ("0", False, False)],
+)
+def test_a_gpu_is_read_if_asked_for_and_never_in_a_capture(
+    monkeypatch, environment, capturing, is_read
+):
+    monkeypatch.delenv("KLFAST_CHECK", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("KLFAST_CHECK", environment)
+    monkeypatch.setattr(values, "_is_capturing", lambda: capturing)
+
+    class OnGpu:
+        is_meta = False
+        device = torch.device("cuda")
+
+    assert values.are_checked(OnGpu(), in_kernel=False) == is_read
+
+
+def test_hints_can_be_turned_off():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"klfast\.")
+        for call in OF_LOGPROBS.values():
+            call(torch.ones(2, 3))
+        loss()
+
+
+def test_a_right_program_is_told_nothing():
+    run_fresh(
+        "import torch, klfast\n"
+        "logits = torch.randn(2, 6, 50, requires_grad=True)\n"
+        "ids = torch.randint(50, (2, 6))\n"
+        "logprobs = klfast.token_logprobs(logits, ids)\n"
+        "ref_logprobs = klfast.token_logprobs(logits.detach() + 0.1, ids)\n"
+        "klfast.kl_penalty(logprobs, ref_logprobs, estimator='k3+', reduction='token-mean')"
+        ".backward()\n"
+        "klfast.kl_rewards(torch.ones(2), logprobs, ref_logprobs, kl_coef=0.1)\n"
+        "klfast.kl_divergence(logits[0], logits[1])\n"
+        "klfast.rollout_correction(logprobs, ref_logprobs, weight='sequence')\n",
+        "-W",
+        "error",
+    )
+
+
+def test_the_caller_of_a_function_is_this_one():
+    who = callers.caller()
+    assert who == (1, False)
+    assert sys._getframe(0).f_globals["__name__"] == __name__
