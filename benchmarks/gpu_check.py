@@ -167,7 +167,7 @@ def suite(name: str, *arguments: str) -> Step:
 def benchmark(name: str, out: Path, *arguments: str) -> Step:
     """``klfast bench`` on the GPU, within what time it has."""
     command = [sys.executable, "-m", "klfast", "bench", "--device", "cuda", "--budget", "{budget}"]
-    command += [*arguments, "--out", str(out)]
+    command += [*arguments, "--out", str(out), "--force"]
     return Step(name, command, INSTALLED, must_print=r"JSON: .*")
 
 

@@ -18,6 +18,22 @@ import torch
 from torch import Tensor
 
 from klfast import rollout_correction, token_logprobs
+from klfast.experiment.drawing import dress, new_figure
+from klfast.experiment.palette import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    LINE,
+    ORANGE,
+    PURPLE,
+    SILVER,
+    SKY,
+    SMALL,
+    TITLE,
+    VERMILION,
+    Styles,
+)
 from klfast.rollout.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -35,15 +51,15 @@ WAYS: dict[str, dict[str, Any]] = {
     **{name: PRESETS[name] for name in ("tis", "icepop", "seq-tis", "prime-rl")},
 }
 
-STYLES: dict[str, dict[str, Any]] = {
-    NONE: {"color": "black", "linestyle": ":"},
-    EXACT: {"color": "#999999", "linestyle": "--"},
-    "tis": {"color": "#0072B2", "linestyle": "-"},
-    "mis": {"color": "#CC79A7", "linestyle": "--"},
-    "icepop": {"color": "#D55E00", "linestyle": "-"},
-    "prime-rl": {"color": "#009E73", "linestyle": "-."},
-    "kpop": {"color": "#56B4E9", "linestyle": "-."},
-    "seq-tis": {"color": "#E69F00", "linestyle": "--"},
+STYLES: Styles = {
+    NONE: {"color": INK, "linestyle": ":"},
+    EXACT: {"color": SILVER, "linestyle": "--"},
+    "tis": {"color": BLUE, "linestyle": "-"},
+    "mis": {"color": PURPLE, "linestyle": "--"},
+    "icepop": {"color": VERMILION, "linestyle": "-"},
+    "prime-rl": {"color": GREEN, "linestyle": "-."},
+    "kpop": {"color": SKY, "linestyle": "-."},
+    "seq-tis": {"color": ORANGE, "linestyle": "--"},
 }
 
 LIKELY, RARE = 0.5, 0.01
@@ -68,15 +84,15 @@ def draw_weights(panel: Axes, probability: float) -> None:
     for i, preset in enumerate(SHOWN):
         # Lines on top of each other show if they are a little apart.
         shown = weights_of(preset, x, probability) + 0.02 * (i - 2)
-        panel.plot(x, shown, label=preset, linewidth=1.8, **STYLES[preset])
-    panel.plot(x, torch.exp(x), color="#bbbbbb", linewidth=1, zorder=1, label="exp(x)")
+        panel.plot(x, shown, label=preset, **LINE, **STYLES[preset])
+    panel.plot(x, torch.exp(x), color=FAINT, linewidth=1, zorder=1, label="exp(x)")
     panel.set_ylim(-0.15, 6)
     panel.set_xlabel("x = logprobs - rollout_logprobs, nats")
     panel.set_title(
-        f"Weight of a token that the sampler gave {probability:g}", loc="left", fontsize=11
+        f"Weight of a token that the sampler gave {probability:g}", loc="left", fontsize=TITLE
     )
-    panel.grid(color="#e4e4e4", linewidth=0.8)
-    panel.legend(frameon=False, fontsize=9, loc="upper left")
+    dress(panel)
+    panel.legend(frameon=False, fontsize=SMALL, loc="upper left")
 
 
 class Draw(NamedTuple):
@@ -146,29 +162,25 @@ def draw_estimates(bias: Axes, noise: Axes) -> None:
     for name in points[0][1]:
         for panel, which in ((bias, 0), (noise, 1)):
             values = [found[name][which] for _, found in points]
-            panel.plot(drifts, values, label=name, linewidth=1.8, marker="o", **STYLES[name])
+            panel.plot(drifts, values, label=name, marker="o", **LINE, **STYLES[name])
     for panel, title in (
         (bias, "Bias of the mean reward: what more data does not mend"),
         (noise, "Standard deviation of one sequence's estimate"),
     ):
-        panel.set_title(title, loc="left", fontsize=11)
+        panel.set_title(title, loc="left", fontsize=TITLE)
         panel.set_xlabel("drift: KL(rollout || policy) by k3, nats per token")
         panel.set_xscale("log")
         panel.set_yscale("log")
-        panel.grid(color="#e4e4e4", linewidth=0.8)
-        panel.legend(frameon=False, fontsize=9)
+        dress(panel)
+        panel.legend(frameon=False, fontsize=SMALL)
 
 
 def draw() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 9.5), dpi=110, layout="constrained")
+    figure = new_figure(13, 9.5)
     axes = figure.subplots(2, 2)
     draw_weights(axes[0][0], LIKELY)
     draw_weights(axes[0][1], RARE)
     draw_estimates(*axes[1])
-    for panel in axes.flat:
-        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(PICTURE)
 
 

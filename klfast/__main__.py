@@ -6,7 +6,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from klfast.provenance import described
 from klfast.streams import replace_standard_streams
 
 # A command is a module with HELP, add_arguments(parser) and run(arguments) -> exit code.
@@ -18,12 +20,21 @@ COMMANDS = {
 }
 
 
+class _Version(argparse.Action):
+    """Prints version and commit; the commit is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"klfast {described()}")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 2 for a mistake on the command line."""
     replace_standard_streams()
     parser = argparse.ArgumentParser(
         prog="klfast", description="The KL penalty of RL for language models."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="version and commit")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(module_name)

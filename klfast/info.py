@@ -6,17 +6,16 @@ import argparse
 import json
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from klfast import backends
 from klfast.ops import load
+from klfast.provenance import build_info
 from klfast.version import __version__
 
 HELP = "versions, build, and which backend serves which device"
-_BUILD_INFO = Path(__file__).parent / "_build_info.json"
 
 
 def info() -> dict[str, Any]:
@@ -40,7 +39,7 @@ def info() -> dict[str, Any]:
             "triton": _version("triton"),
             "python": platform.python_version(),
         },
-        "build": json.loads(_BUILD_INFO.read_text()) if _BUILD_INFO.exists() else None,
+        "build": build_info(),
         "extension": error,
         "cpu": None if error else _instruction_set(),
         "devices": {f"cuda:{index}": _gpu(index) for index in gpus},

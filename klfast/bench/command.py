@@ -113,7 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave torch.compile out (compiling takes most of the time of small shapes)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="toy shapes and few rounds: shows that it works"
+        "--quick",
+        action="store_true",
+        help="toy shapes and few rounds: shows that it works, and prints no ratios",
     )
     parser.add_argument(
         "--out",
@@ -121,6 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help=f"also write JSON, unless other processes took more than {idle.LIMIT:.0%} of the "
         "cores' time (cpu)".replace("%", "%%"),
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the file of an earlier run, else refused"
     )
     parser.add_argument(
         "--allow-load", action="store_true", help="write JSON all the same; it says so (cpu)"
@@ -271,6 +276,8 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
             return f"--ops of --suite {suite.name}: {reason}"
     if arguments.out is not None and (reason := cannot_write(arguments.out)) is not None:
         return f"cannot write to {arguments.out}: {reason}"
+    if arguments.out is not None and arguments.out.exists() and not arguments.force:
+        return f"{arguments.out} is there already: replace it (--force), or name another file"
     if arguments.device == "cpu":
         given = [name for name in ("packed", "budget") if getattr(arguments, name) is not None]
         return f"--{given[0]} needs --device cuda" if given else None
@@ -295,7 +302,7 @@ def _cpu_bench(arguments: argparse.Namespace) -> Bench:
         attempts=ATTEMPTS if _refuses_load(arguments) else 1,
     )
     shapes = arguments.shapes or (suite.quick_shapes if arguments.quick else suite.shapes)
-    where = conditions(plan, suite)
+    where = conditions(plan, suite, arguments.quick)
     return Bench(
         cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
         rounds=plan.rounds,
@@ -320,7 +327,9 @@ def _gpu_bench(arguments: argparse.Namespace) -> Bench:
         cases=cases,
         rounds=plan.rounds,
         measure=lambda case, after_round: Measured(*bench.measure(case, after_round)),
-        where=lambda results: gpu_report.gpu_conditions(place, plan, bench.ceilings, suite),
+        where=lambda results: gpu_report.gpu_conditions(
+            place, plan, bench.ceilings, suite, arguments.quick
+        ),
         show=lambda results, where: gpu_report.print_gpu_results(results, where, suite),
         failed=bench.failed,
         keep_going=True,  # time on a GPU is too dear to end at a rival's mistake

@@ -19,6 +19,7 @@ from klfast.bench.cases import Case, Inputs, make_inputs
 from klfast.bench.gpu_timing import Call, Cuda, Device, GpuTiming, alternate, time_on
 from klfast.bench.logits import LogitsOp
 from klfast.bench.measure import READ, Skip, check_candidates
+from klfast.bench.timing import is_noisy
 from klfast.names import BackendName
 
 COPY = "copy"
@@ -71,6 +72,11 @@ class GpuRow:
     read_share: float
     copy_share: float
     peak_bytes: int
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether its median is not to be relied on."""
+        return is_noisy(self.kernel_ms, self.kernel_min_ms)
 
 
 @dataclass(frozen=True)

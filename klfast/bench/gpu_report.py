@@ -11,30 +11,30 @@ from typing import Any
 import torch
 
 from klfast.bench.cases import Suite
-from klfast.bench.gpu import Ceilings, GpuPlan, GpuRow
+from klfast.bench.gpu import Ceilings, GpuPlan
 from klfast.bench.gpu_timing import GRAPH_CALLS, LONG_CALL
 from klfast.bench.report import (
     Results,
-    commit,
     cpu_model,
     now,
     print_results,
     version,
     versions,
 )
+from klfast.bench.table import Column
+from klfast.provenance import commit
 
-HEADINGS = (
-    "case",
-    "impl",
-    "kernel us",
-    "min us",
-    "ratio",
-    "graph us",
-    "host us",
-    "GB/s",
-    "of read",
-    "of copy",
-    "MB",
+COLUMNS = (
+    Column("impl", lambda row: row.impl),
+    Column("kernel us", lambda row: f"{row.kernel_ms * 1e3:.4g}"),
+    Column("min us", lambda row: f"{row.kernel_min_ms * 1e3:.4g}"),
+    Column("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.3g}x", compares=True),
+    Column("graph us", lambda row: "-" if row.graph_ms is None else f"{row.graph_ms * 1e3:.4g}"),
+    Column("host us", lambda row: f"{row.host_ms * 1e3:.4g}"),
+    Column("GB/s", lambda row: f"{row.gb_per_s:.1f}"),
+    Column("of read", lambda row: f"{row.read_share:.0%}", compares=True),
+    Column("of copy", lambda row: f"{row.copy_share:.0%}", compares=True),
+    Column("MB", lambda row: f"{row.peak_bytes / 1e6:.4g}"),
 )
 
 _CLOCKS = (
@@ -48,9 +48,12 @@ _CLOCKS = (
 
 
 def gpu_conditions(
-    place: torch.device, plan: GpuPlan, ceilings: Ceilings, suite: Suite
+    place: torch.device, plan: GpuPlan, ceilings: Ceilings, suite: Suite, quick: bool = False
 ) -> dict[str, Any]:
-    """Where, when and how it is measured. To be asked for while the clocks are still up."""
+    """Where, when and how it is measured. To be asked for while the clocks are still up.
+
+    ``quick``: whether that is too little for ratios.
+    """
     return {
         "date": now(),
         **device_facts(place),
@@ -60,6 +63,7 @@ def gpu_conditions(
         "commit": commit(),
         "suite": suite.name,
         **suite.facts,
+        "quick": quick,
         "rounds": plan.rounds,
         "graph_calls": GRAPH_CALLS,
         "budget_s": plan.budget,
@@ -94,40 +98,27 @@ def clocks(place: torch.device) -> dict[str, str] | None:
     return dict(zip(_CLOCKS, values, strict=False))
 
 
-def gpu_cells(row: GpuRow, first: bool) -> tuple[str, ...]:
-    """A line of the table; the case is named on its first line."""
-    return (
-        row.case if first else "",
-        row.impl,
-        f"{row.kernel_ms * 1e3:.4g}",
-        f"{row.kernel_min_ms * 1e3:.4g}",
-        "" if row.ratio is None else f"{row.ratio:.3g}x",
-        "-" if row.graph_ms is None else f"{row.graph_ms * 1e3:.4g}",
-        f"{row.host_ms * 1e3:.4g}",
-        f"{row.gb_per_s:.1f}",
-        f"{row.read_share:.0%}",
-        f"{row.copy_share:.0%}",
-        f"{row.peak_bytes / 1e6:.4g}",
-    )
-
-
 def gpu_summary(where: dict[str, Any], suite: Suite) -> str:
     """The conditions in one paragraph."""
     named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     ceilings = where["ceilings"]
+    of_ratios = (
+        ""
+        if where["quick"]
+        else f" of read, of copy: of {ceilings['read_gb_per_s']:.0f} GB/s read and "
+        f"{ceilings['copy_gb_per_s']:.0f} GB/s copied in the same run, where no call took "
+        f"{ceilings['nothing_us']:.2g} us. ratio: the kernel's median over the first line's."
+    )
     return (
         f"{where['device']}, clocks {where['clocks']}; {named}, commit {where['commit']}; "
         f"{where['date']}. {suite.text}; {where['rounds']} interleaved rounds. kernel: on the "
-        f"device, L2 flushed. ratio: that over the first line's. graph: per call in a CUDA graph "
+        f"device, L2 flushed. graph: per call in a CUDA graph "
         f"of {where['graph_calls']}, inputs in L2 where they fit; for calls of less than "
         f"{LONG_CALL * 1e3:.0f} ms. host: to queue a call. GB/s: the "
-        f"least bytes of the case over the kernel's median. of read, of copy: of "
-        f"{ceilings['read_gb_per_s']:.0f} GB/s read and {ceilings['copy_gb_per_s']:.0f} GB/s "
-        f"copied in the same run, where no call took {ceilings['nothing_us']:.2g} us. MB: memory "
-        f"above the inputs."
+        f"least bytes of the case over the kernel's median.{of_ratios} MB: memory above the inputs."
     )
 
 
 def print_gpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
     """The table, what was left out and why, and the conditions."""
-    print_results(results, gpu_summary(where, suite), HEADINGS, gpu_cells)
+    print_results(results, where, gpu_summary(where, suite), COLUMNS)

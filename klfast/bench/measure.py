@@ -18,7 +18,7 @@ from klfast.bench.cases import Case, Inputs, Op, make_inputs
 from klfast.bench.check import WrongResult, check_outputs, tolerances, truth
 from klfast.bench.memory import peak_bytes
 from klfast.bench.rivals import LIBRARIES
-from klfast.bench.timing import Timing, interleave
+from klfast.bench.timing import Timing, interleave, is_noisy
 
 ROUNDS = 20
 
@@ -83,6 +83,11 @@ class Row:
     floor_ratio: float | None
     page_faults: float | None
     peak_bytes: int | None
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether its median is not to be relied on."""
+        return is_noisy(self.median_ms, self.min_ms)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import importlib.util
 import os
 import platform
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,33 @@ import torch
 
 from klfast.bench import allocator, idle, tokens
 from klfast.bench.cases import Suite
-from klfast.bench.measure import Plan, Row
+from klfast.bench.measure import Plan
+from klfast.bench.table import Column, print_rows
+from klfast.provenance import commit
 from klfast.version import __version__
 
-HEADINGS = ("case", "impl", "median ms", "min ms", "ratio", "GB/s", "of read", "of floor")
-MEMORY_HEADINGS = (*HEADINGS, "MB")
+COLUMNS = (
+    Column("impl", lambda row: row.impl),
+    Column("median ms", lambda row: f"{row.median_ms:.4g}"),
+    Column("min ms", lambda row: f"{row.min_ms:.4g}"),
+    Column(
+        "ratio",
+        lambda row: "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.3g}x",
+        compares=True,
+    ),
+    Column("GB/s", lambda row: "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}"),
+    Column(
+        "of read",
+        lambda row: "" if row.read_share is None else f"{row.read_share:.0%}",
+        compares=True,
+    ),
+    Column(
+        "of floor",
+        lambda row: "" if row.floor_ratio is None else f"{row.floor_ratio:.2f}",
+        compares=True,
+    ),
+)
+MEMORY = Column("MB", lambda row: "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}")
 
 
 @dataclass
@@ -48,8 +67,8 @@ class Results:
     finished: bool = False
 
 
-def conditions(plan: Plan, suite: Suite = tokens.SUITE) -> dict[str, Any]:
-    """Where, when and how it is measured."""
+def conditions(plan: Plan, suite: Suite = tokens.SUITE, quick: bool = False) -> dict[str, Any]:
+    """Where, when and how it is measured; ``quick``: whether that is too little for ratios."""
     return {
         "date": now(),
         "device": cpu_model(),
@@ -61,6 +80,7 @@ def conditions(plan: Plan, suite: Suite = tokens.SUITE) -> dict[str, Any]:
         "commit": commit(),
         "suite": suite.name,
         **suite.facts,
+        "quick": quick,
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
         "memory": allocator.KEPT if plan.keeps_memory else allocator.GIVEN_BACK,
@@ -129,54 +149,12 @@ def version(package: str) -> str | None:
         return None
 
 
-def commit() -> str | None:
-    """The commit that klfast runs from, ``-dirty`` if changed since; None outside a checkout.
-
-    ``KLFAST_COMMIT`` says it where the sources have come without their history.
-    """
-    if told := os.environ.get("KLFAST_COMMIT"):
-        return told
-    command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--exclude=*"]
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
-
-
 def to_json(results: Results, where: dict[str, Any]) -> dict[str, Any]:
     """Loads as shares."""
     shares = {
         name: None if load is None else round(load.share, 4) for name, load in results.loads.items()
     }
     return {"conditions": where, **asdict(results), "loads": shares}
-
-
-def cells(row: Row, first: bool) -> tuple[str, ...]:
-    """A line of the table; the case is named on its first line."""
-    return (
-        row.case if first else "",
-        row.impl,
-        f"{row.median_ms:.4g}",
-        f"{row.min_ms:.4g}",
-        "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.3g}x",
-        "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
-        "" if row.read_share is None else f"{row.read_share:.0%}",
-        "" if row.floor_ratio is None else f"{row.floor_ratio:.2f}",
-    )
-
-
-def memory_cells(row: Row, first: bool) -> tuple[str, ...]:
-    """The same with the peak of memory."""
-    return (*cells(row, first), "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}")
-
-
-def lines_of(
-    rows: Sequence[Any], to_cells: Callable[[Any, bool], tuple[str, ...]]
-) -> list[tuple[str, ...]]:
-    cases = [""] + [row.case for row in rows]
-    return [to_cells(row, row.case != before) for row, before in zip(rows, cases, strict=False)]
 
 
 def summary(where: dict[str, Any], suite: Suite) -> str:
@@ -186,11 +164,15 @@ def summary(where: dict[str, Any], suite: Suite) -> str:
         f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; {versions}, "
         f"commit {where['commit']}; {where['date']}. {suite.text}; "
         f"{where['rounds']} interleaved rounds, inputs {where['inputs']}; memory: "
-        f"{where['memory']}. ratio: that median over klfast's. GB/s: the least bytes of the case "
-        f"over the median. read: torch's fastest plain reduction of the inputs' bytes. read + "
-        f"fill: that and the fastest plain fill of a gradient. of floor: the median over that of "
-        f"read + fill, or without a gradient of read."
+        f"{where['memory']}. GB/s: the least bytes of the case over the median. read: torch's "
+        f"fastest plain reduction of the inputs' bytes. read + fill: that and the fastest plain "
+        f"fill of a gradient."
     )
+    if not where["quick"]:
+        text += (
+            " ratio: that median over klfast's. of floor: the median over that of read + fill, or "
+            "without a gradient of read."
+        )
     if suite.with_memory:
         text += " MB: peak of resident memory above the inputs, in a process of its own."
     return text
@@ -198,8 +180,8 @@ def summary(where: dict[str, Any], suite: Suite) -> str:
 
 def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
     """The table, what was left out and why, and the conditions."""
-    table = (MEMORY_HEADINGS, memory_cells) if suite.with_memory else (HEADINGS, cells)
-    print_results(results, summary(where, suite), *table)
+    columns = (*COLUMNS, MEMORY) if suite.with_memory else COLUMNS
+    print_results(results, where, summary(where, suite), columns)
     loaded = loaded_text(results.loads)
     if loaded is not None:
         print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
@@ -208,13 +190,10 @@ def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> 
 
 
 def print_results(
-    results: Results,
-    summary_text: str,
-    headings: Sequence[str],
-    to_cells: Callable[[Any, bool], tuple[str, ...]],
+    results: Results, where: dict[str, Any], summary_text: str, columns: Sequence[Column]
 ) -> None:
     """The table, what was left out and why, and the conditions."""
-    print_table(headings, lines_of(results.rows, to_cells))
+    print_rows(results.rows, columns, results.loads, where["quick"])
     for case, reason in results.skipped.items():
         print(f"left out: {case}: {reason}")
     for case, reason in results.failed.items():
@@ -222,29 +201,3 @@ def print_results(
     for note in results.notes:
         print(note)
     print(summary_text)
-
-
-def print_table(headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
-    """With rich on a terminal, else plainly: rich would cut lines to the width of no terminal."""
-    if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
-        _print_plainly([tuple(headings), *lines])
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, show_edge=False, padding=0)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
-    for number, line in enumerate(lines):
-        table.add_row(*line, end_section=number + 1 == len(lines) or bool(lines[number + 1][0]))
-    Console().print(table)
-
-
-def _print_plainly(lines: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        left, right = line[:2], line[2:]
-        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:2], strict=True)]
-        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[2:], strict=True)]
-        print("  ".join(padded).rstrip())

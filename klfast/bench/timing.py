@@ -24,7 +24,15 @@ CALM_ROUNDS = 3
 CALM_FAULTS = 64
 """Page faults that a calm round may make."""
 
+NOISY = 2.0
+"""A median of so many times the minimum is more of a disturbance than of the call."""
+
 T = TypeVar("T")
+
+
+def is_noisy(median: float, least: float) -> bool:
+    """Whether timings scatter too much for their median to be relied on."""
+    return median >= NOISY * least
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from klfast.experiment.errors import EDGES, SAMPLED, Errors
-from klfast.experiment.summary import number
+from klfast.experiment.means import number
 from klfast.experiment.train import Row
 
 ENOUGH_TOKENS, ENOUGH_STEPS = 1000, 10

@@ -1,23 +1,23 @@
-"""The estimators' picture: beside the exact KL over the steps, their bias and their noise."""
+"""The estimators' panels: beside the exact KL over the steps, their bias and their noise."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from klfast.experiment.accuracy import Bin
 from klfast.experiment.arms import ARMS, on_policy
-from klfast.experiment.errors import SAMPLED
-from klfast.experiment.plots import (
-    Styles,
-    add_legend,
+from klfast.experiment.drawing import (
+    Panel,
     dress,
     label_ends,
-    mark_every,
-    new_figure,
+    set_shares,
     set_ticks,
-    show_steps,
-    to_png,
+    zero_line,
 )
+from klfast.experiment.errors import SAMPLED
+from klfast.experiment.palette import BLUE, GREEN, INK, LINE, VERMILION, Styles
+from klfast.experiment.plots import mark_every, shade_window, show_steps
 from klfast.experiment.settings import Settings
 from klfast.experiment.summary import Summary
 from klfast.experiment.train import Row
@@ -25,28 +25,40 @@ from klfast.experiment.train import Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES: Styles = {
-    "exact": {"color": "black", "linestyle": "-", "marker": ""},
-    "k1": {"color": "#0072B2", "linestyle": "--", "marker": "o"},
-    "k2": {"color": "#D55E00", "linestyle": ":", "marker": "s"},
-    "k3": {"color": "#009E73", "linestyle": "-", "marker": "^"},
+ESTIMATOR_STYLES: Styles = {
+    "exact KL": {"color": INK, "linestyle": "-", "marker": ""},
+    "k1": {"color": BLUE, "linestyle": "--", "marker": "o"},
+    "k2": {"color": VERMILION, "linestyle": ":", "marker": "s"},
+    "k3": {"color": GREEN, "linestyle": "-", "marker": "^"},
 }
-_LABELS = {"exact": "exact KL"} | {name: name for name in SAMPLED}
 
 
-def draw_estimators(
+def estimator_panels(
     rows: list[Row], summaries: list[Summary], bins: list[Bin], settings: Settings
-) -> bytes:
-    """As a PNG: steps of the arms with the lowest and the highest KL; below, all tokens' errors."""
-    figure = new_figure()
+) -> list[Panel]:
+    """Steps of the arms with the lowest and the highest KL; then all tokens' errors."""
     arms = _extremes(summaries) or on_policy(settings.arms)[:1]
-    panels = figure.subplot_mosaic([[arms[0], arms[-1]], ["/bias", "/std"]])
-    for name in arms:
-        _draw_steps(panels[name], [row for row in rows if row["arm"] == name], name, settings)
-    _draw_bias(panels["/bias"], bins)
-    _draw_std(panels["/std"], bins)
-    add_legend(figure, panels[arms[0]])
-    return to_png(figure)
+    steps = [
+        Panel(
+            f"KL in the arm “{ARMS[name].label}”, nats per sequence",
+            f"Exact KL, k1, k2 and k3 over the steps of the arm {name}.",
+            partial(_draw_steps, name=name, rows=rows, settings=settings),
+        )
+        for name in arms
+    ]
+    return [
+        *steps,
+        Panel(
+            "Bias: mean error of a token, share of the exact KL, with 95 % bands",
+            "Bias of k1, k2 and k3 over the exact KL of a token. The table has the same numbers.",
+            partial(_draw_bias, bins=bins),
+        ),
+        Panel(
+            "Noise: standard deviation of a token's error, share of the exact KL",
+            "Noise of k1, k2 and k3 over the exact KL of a token. The table has the same numbers.",
+            partial(_draw_std, bins=bins),
+        ),
+    ]
 
 
 def _extremes(summaries: list[Summary]) -> list[str]:
@@ -56,29 +68,29 @@ def _extremes(summaries: list[Summary]) -> list[str]:
 
 
 def _draw_steps(panel: Axes, rows: list[Row], name: str, settings: Settings) -> None:
+    own = [row for row in rows if row["arm"] == name]
+    shade_window(panel, own, [name])
     ends = []
-    for i, estimator in enumerate(("exact", *SAMPLED)):
-        key = f"kl_per_sequence_{estimator}"
-        shown = [row for row in rows if row[key] > 0]
+    for i, (label, style) in enumerate(ESTIMATOR_STYLES.items()):
+        key = f"kl_per_sequence_{label.removesuffix(' KL')}"
+        shown = [row for row in own if row[key] > 0]
         panel.plot(
             [row["step"] for row in shown],
             [row[key] for row in shown],
-            markevery=mark_every(i, len(_STYLES), settings),
-            **(_line(estimator) | {"linewidth": 2.4 if estimator == "exact" else 1.3}),
+            markevery=mark_every(i, len(ESTIMATOR_STYLES), settings),
+            **(_line(label) | {"linewidth": 1.3 if label in SAMPLED else 2.4}),
         )
         if shown:
-            ends.append((_LABELS[estimator], _STYLES[estimator], shown[-1][key]))
-    dress(panel, f"KL in the arm “{ARMS[name].label}”, nats per sequence")
+            ends.append((label, style, shown[-1][key]))
+    dress(panel)
     show_steps(panel, settings, empty=not ends)
     set_ticks(panel.yaxis)
     label_ends(panel, ends)
 
 
 def _draw_bias(panel: Axes, bins: list[Bin]) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    dress(panel, "Bias: mean error of a token, share of the exact KL, with 95 % bands")
-    panel.axhline(0, color="black", linewidth=1.2, zorder=1)
+    dress(panel)
+    zero_line(panel)
     ends = []
     for name in SAMPLED:
         shown = [(b.exact, b.estimators[name]) for b in bins]
@@ -88,23 +100,23 @@ def _draw_bias(panel: Axes, bins: list[Bin]) -> None:
             exact,
             [a.bias - a.margin for _, a in shown],
             [a.bias + a.margin for _, a in shown],
-            color=_STYLES[name]["color"],
+            color=ESTIMATOR_STYLES[name]["color"],
             alpha=0.15,
             linewidth=0,
         )
-        ends += [(name, _STYLES[name], a.bias) for _, a in shown[-1:]]
+        ends += [(name, ESTIMATOR_STYLES[name], a.bias) for _, a in shown[-1:]]
     _show_exact(panel, bins)
-    panel.yaxis.set_major_formatter(PercentFormatter(1))
+    set_shares(panel.yaxis)
     label_ends(panel, ends)
 
 
 def _draw_std(panel: Axes, bins: list[Bin]) -> None:
-    dress(panel, "Noise: standard deviation of a token's error, share of the exact KL")
+    dress(panel)
     ends = []
     for name in SAMPLED:
         shown = [(b.exact, 100 * b.estimators[name].std) for b in bins]
         panel.plot([kl for kl, _ in shown], [std for _, std in shown], **_line(name))
-        ends += [(name, _STYLES[name], std) for _, std in shown[-1:]]
+        ends += [(name, ESTIMATOR_STYLES[name], std) for _, std in shown[-1:]]
     _show_exact(panel, bins)
     if not bins:
         panel.set_ylim(1, 1000)
@@ -114,7 +126,7 @@ def _draw_std(panel: Axes, bins: list[Bin]) -> None:
 
 
 def _line(name: str) -> dict[str, Any]:
-    return {"label": _LABELS[name], "linewidth": 1.6, "markersize": 5.5, **_STYLES[name]}
+    return {"label": name, **LINE, **ESTIMATOR_STYLES[name]}
 
 
 def _show_exact(panel: Axes, bins: list[Bin]) -> None:

@@ -23,7 +23,7 @@ HELP = (
 )
 DEFAULT_OUT = Path("runs/compare")
 
-_FILES = (folder.REPORT, folder.CURVES, folder.ESTIMATORS, folder.SAMPLER, folder.METRICS)
+_FILES = (folder.REPORT, *folder.PICTURES, folder.METRICS)
 _DEFAULTS = Settings()
 # option, setting, type, what it is
 _OPTIONS = (

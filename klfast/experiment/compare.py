@@ -17,18 +17,18 @@ import torch
 
 from klfast.experiment import folder, run
 from klfast.experiment.accuracy import measure, read_accuracy
-from klfast.experiment.accuracy_plot import draw_estimators
-from klfast.experiment.arms import off_policy, on_policy
+from klfast.experiment.answer import answer
+from klfast.experiment.arms import on_policy
 from klfast.experiment.lock import locked
 from klfast.experiment.model import count_parameters
-from klfast.experiment.plots import draw_curves
+from klfast.experiment.pictures import draw_pictures
+from klfast.experiment.reading import reading
 from klfast.experiment.report import ReportData, SpeedRow, render_report
 from klfast.experiment.run import Run
-from klfast.experiment.sampler_plot import draw_sampler
 from klfast.experiment.sampler_summary import read_drift, summarise_drift
 from klfast.experiment.samples import sample_texts
 from klfast.experiment.settings import CompareError, Settings, check_settings
-from klfast.experiment.summary import reading, summarise
+from klfast.experiment.summary import summarise
 from klfast.experiment.team import TIMEOUT, Team, assembled
 from klfast.experiment.text import Corpus, load_corpus, prompt_starts
 from klfast.experiment.train import build_world, compare_models, new_arm, sample_batch
@@ -114,11 +114,11 @@ def _compute_and_report(
         try:
             _compute(experiment, stop, console)
         finally:
-            report: Path | None = write_report(experiment, [])
+            report: Path | None = write_report(experiment)
         return report
     _compute(experiment, stop, console)
     run.unshard(experiment)
-    return write_report(experiment, []) if experiment.team.leads else None
+    return write_report(experiment) if experiment.team.leads else None
 
 
 def _print_line(console: Console, text: str) -> None:
@@ -231,39 +231,36 @@ def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console)
             run.train(experiment, stopped, bars.trained)
 
 
-def write_report(experiment: Run, speed: list[SpeedRow]) -> Path:
+def write_report(experiment: Run) -> Path:
     """Draws the pictures and writes the report; returns its path."""
-    settings, rows = experiment.settings, experiment.rows
+    settings, rows, out = experiment.settings, experiment.rows, experiment.out
     summaries, bins = summarise(rows, settings), measure(rows)
-    curves = draw_curves(rows, settings)
-    folder.write_atomic(experiment.out / folder.CURVES, curves)
-    estimators = draw_estimators(rows, summaries, bins, settings)
-    folder.write_atomic(experiment.out / folder.ESTIMATORS, estimators)
-    sampler = draw_sampler(rows, settings) if off_policy(settings.arms) else None
-    if sampler is not None:
-        folder.write_atomic(experiment.out / folder.SAMPLER, sampler)
+    pictures = draw_pictures(rows, summaries, bins, settings)
+    for name, picture in pictures.items():
+        folder.write_atomic(out / name, picture.png)
     data = ReportData(
         settings=settings,
+        beginning=run.beginning(out),
         environment=run.environment(experiment.corpus),
+        written=run.now(),
         parameters=count_parameters(experiment.pretraining.model),
         summaries=summaries,
         bins=bins,
-        curves=curves,
-        estimators=estimators,
-        sampler=sampler,
+        pictures=pictures,
         drifts=summarise_drift(rows, settings),
         samples=sample_texts(experiment),
-        speed=speed,
+        speed=folder.read_json(out / folder.SPEED) or [],
     )
-    path = experiment.out / folder.REPORT
+    path = out / folder.REPORT
     folder.write_atomic(path, render_report(data))
     return path
 
 
 def _print_result(experiment: Run, console: Console) -> None:
-    from klfast.experiment.terminal import print_summary
+    from klfast.experiment.terminal import print_answer, print_summary
 
     summaries = summarise(experiment.rows, experiment.settings)
+    print_answer(console, answer(summaries, experiment.settings))
     if summaries:
         print_summary(console, summaries, experiment.settings)
     for sentence in reading(summaries, experiment.settings):
@@ -278,19 +275,26 @@ def _print_result(experiment: Run, console: Console) -> None:
 
 
 def _add_speed(experiment: Run, console: Console) -> bool:
-    """Times the KL step and adds the table to the report; False if that was interrupted."""
+    """Times the KL step and adds the table to the report; False if that was interrupted.
+
+    A run that was timed before keeps its table.
+    """
     from klfast.bench import time_kl_step
     from klfast.experiment.terminal import print_speed
 
-    try:
-        with console.status("Timing the KL step against eager PyTorch and torch.compile ..."):
-            speed: list[SpeedRow] = time_kl_step(*own_tensors(experiment))
-    except KeyboardInterrupt:
-        console.print("Interrupted: the report is complete but for the speed table.")
-        return False
+    path = experiment.out / folder.SPEED
+    speed: list[SpeedRow] | None = folder.read_json(path)
+    if speed is None:
+        try:
+            with console.status("Timing the KL step against eager PyTorch and torch.compile ..."):
+                speed = time_kl_step(*own_tensors(experiment))
+        except KeyboardInterrupt:
+            console.print("Interrupted: the report is complete but for the speed table.")
+            return False
+        folder.write_json(path, speed)
+        with one_thread():
+            write_report(experiment)
     print_speed(console, speed)
-    with one_thread():
-        write_report(experiment, speed)
     return True
 
 

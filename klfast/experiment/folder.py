@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from klfast.experiment.settings import CompareError
 
 SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
+FRONTIER = "frontier.png"
 CURVES = "curves.png"
 ESTIMATORS = "estimators.png"
 SAMPLER = "sampler.png"
+SPEED = "speed.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 EARLIER = "earlier"
-_RECORD = {"version", "settings", "environment"}  # the keys of the file of settings
+_RECORD = {"version", "settings", "environment"}  # keys of the file of settings
 
-_OURS = (METRICS, CURVES, ESTIMATORS, SAMPLER, REPORT, CHECKPOINTS, SETTINGS)
+PICTURES = (FRONTIER, CURVES, ESTIMATORS, SAMPLER)
+_OURS = (METRICS, *PICTURES, SPEED, REPORT, CHECKPOINTS, SETTINGS)
 _TEMPORARY = (".writable.", *(f".{name}." for name in _OURS))  # left behind by kill -9
 
 
@@ -114,15 +118,15 @@ def _is_ours(settings: Path) -> bool:
         record = json.loads(settings.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(record, dict) and record.keys() == _RECORD
+    return isinstance(record, dict) and record.keys() >= _RECORD
 
 
-def set_aside(out: Path) -> Path | None:
+def set_aside(out: Path, names: Sequence[str] = _OURS) -> Path | None:
     """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any.
 
     The file of settings goes last: until then the folder is known as that of a run.
     """
-    present = [out / name for name in _OURS if (out / name).exists()]
+    present = [out / name for name in names if (out / name).exists()]
     if not present:
         return None
     stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(p.stat().st_mtime for p in present)))
@@ -139,6 +143,11 @@ def set_aside(out: Path) -> Path | None:
 
 def write_json(path: Path, value: object) -> None:
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What :func:`write_json` wrote; None without it."""
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

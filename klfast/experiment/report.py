@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import Any
 
+from klfast.bench.table import NOISY_FLAG
+from klfast.bench.timing import NOISY, is_noisy
+from klfast.experiment import folder
 from klfast.experiment.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, read_accuracy
+from klfast.experiment.answer import answer
+from klfast.experiment.arms import off_policy
 from klfast.experiment.errors import SAMPLED
+from klfast.experiment.means import number
+from klfast.experiment.palette import style_sheet
+from klfast.experiment.pictures import Picture
+from klfast.experiment.reading import reading
+from klfast.experiment.recipe import recipe
 from klfast.experiment.sampler_summary import Drift, read_drift
 from klfast.experiment.samples import Sample
 from klfast.experiment.settings import Settings, settings_to_json
-from klfast.experiment.summary import Summary, number, reading
+from klfast.experiment.summary import Summary
 
 SpeedRow = dict[str, Any]
 """``case``, ``impl``, ``median_ms``, ``min_ms`` and ``ratio`` (to klfast's median)."""
@@ -19,16 +28,23 @@ SpeedRow = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that the report shows."""
+    """All that the report shows.
+
+    Attributes:
+        beginning: when the run began, and in what environment.
+        environment: in which the report was written.
+        written: when.
+        pictures: by the names of their files.
+    """
 
     settings: Settings
+    beginning: dict[str, Any]
     environment: dict[str, Any]
+    written: str
     parameters: int
     summaries: list[Summary]
     bins: list[Bin]
-    curves: bytes
-    estimators: bytes
-    sampler: bytes | None
+    pictures: dict[str, Picture]
     drifts: list[Drift]
     samples: list[Sample]
     speed: list[SpeedRow]
@@ -45,8 +61,16 @@ def render_report(data: ReportData) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
+    found = answer(data.summaries, data.settings)
     text = environment.get_template("report_template.html").render(
         data=data,
+        colors=style_sheet(),
+        written_by=_written_by(data.environment),
+        begun_by=_written_by(data.beginning),
+        answer=found,
+        recipe=recipe(found.arm, data.settings) if found.arm else "",
+        chosen={s.name: s for s in data.summaries}.get(found.arm or ""),
+        files=folder,
         reading=reading(data.summaries, data.settings),
         accuracy=read_accuracy(data.bins),
         sampled=SAMPLED,
@@ -54,9 +78,18 @@ def render_report(data: ReportData) -> bytes:
         enough_tokens=ENOUGH_TOKENS,
         enough_steps=ENOUGH_STEPS,
         settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},
-        curves=base64.b64encode(data.curves).decode(),
-        estimators=base64.b64encode(data.estimators).decode(),
-        sampler=base64.b64encode(data.sampler or b"").decode(),
+        has_sampler=bool(off_policy(data.settings.arms)),
         drift=read_drift(data.drifts, data.settings),
+        speed=[{**row, "flag": _flag(row)} for row in data.speed],
+        noisy=NOISY,
     )
     return text.encode()
+
+
+def _written_by(environment: dict[str, Any]) -> str:
+    version, commit = (environment.get(name) or "not known" for name in ("klfast", "commit"))
+    return f"klfast {version}, commit {commit}"
+
+
+def _flag(row: SpeedRow) -> str:
+    return NOISY_FLAG if is_noisy(row["median_ms"], row["min_ms"]) else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,8 @@ from klfast.experiment.settings import (
 from klfast.experiment.team import ALONE, Team, load_whole_state, whole_state
 from klfast.experiment.text import Corpus
 from klfast.experiment.train import ArmState, Row, World, build_world, new_arm, train_step
+from klfast.provenance import commit
+from klfast.version import __version__
 
 VERSION = 4
 """Of what a run records and how it computes it: a run goes on under the version it began with."""
@@ -74,7 +77,14 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "text": corpus.digest,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "klfast": __version__,
+        "commit": commit(),
     }
+
+
+def now() -> str:
+    """The time, as records and reports have it."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
 
 
 def start(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) -> Run:
@@ -86,17 +96,24 @@ def start(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) -> 
                 "version": VERSION,
                 "settings": settings_to_json(settings),
                 "environment": environment(corpus),
+                "began": now(),
             },
         )
         folder.write_rows(out / folder.METRICS, [])
     return Run(settings, corpus, out, new_pretraining(corpus, settings), team)
 
 
+def beginning(out: Path) -> dict[str, Any]:
+    """When the run in ``out`` began (``began``), and in what environment."""
+    record = folder.read_json(out / folder.SETTINGS)
+    return {"began": record.get("began"), **record["environment"]}
+
+
 def stored_settings(out: Path) -> tuple[Settings, dict[str, Any]]:
     """Settings and environment of the run in ``out``; :class:`CompareError` if there is none."""
     path = out / folder.SETTINGS
     if not path.is_file():
-        raise CompareError(f"nothing to resume: there is no {path}")
+        raise CompareError(f"nothing to resume: there is no {path}; begin a run without --resume")
     try:
         record = json.loads(path.read_bytes())
         version = record["version"]

@@ -1,19 +1,19 @@
-"""The picture of the sampler: how far it is off the policy, and what the correction changes."""
+"""The panels of the sampler: how far it is off the policy, and what the correction changes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from klfast.experiment.arms import ARMS, off_policy
+from klfast.experiment.drawing import Panel, dress, set_shares, set_ticks, zero_line
 from klfast.experiment.plots import (
-    add_legend,
     draw_lines,
-    dress,
+    draw_means,
     label_arms,
-    new_figure,
-    set_ticks,
+    shade_window,
     show_steps,
-    to_png,
+    step_axis,
 )
 from klfast.experiment.sampler_summary import compared
 from klfast.experiment.settings import Settings
@@ -23,36 +23,60 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_sampler(rows: list[Row], settings: Settings) -> bytes:
-    """Six panels as a PNG: above the arms, below sampler and policy."""
-    figure = new_figure()
-    figure.set_size_inches(17, 9)
-    axes = figure.subplots(2, 3)
-    above = (
-        ("reward", f"Reward: share of the letter '{settings.letter}'"),
-        ("kl_per_sequence_exact", "Exact KL to the reference (nats per sequence)"),
-    )
-    for panel, (key, title) in zip(axes[0], above, strict=False):
-        _draw_logarithmic(panel, key, title, rows, compared(settings), settings)
+def sampler_panels(rows: list[Row], settings: Settings) -> list[Panel]:
+    """First the arms and their partner on the policy, then sampler and policy."""
     flat = [{**row, **row["rollout"]} for row in rows if "rollout" in row]
-    names = off_policy(settings.arms)
-    _draw_error(axes[0][2], flat, names, settings)
-    title = "KL(rollout || policy) (k3, nats per token)"
-    _draw_logarithmic(axes[1][0], "k3", title, flat, names, settings)
-    _draw_share(axes[1][1], "ess", "Effective sample size", flat, names, settings)
     for row in flat:
         row["bounded"] = row["outside"] + row["rejected_tokens"]
-    title = f"Tokens that “{settings.correction}” bounds or rejects"
-    _draw_share(axes[1][2], "bounded", title, flat, names, settings)
-    add_legend(figure, axes[0][0])
-    return to_png(figure)
+    names = off_policy(settings.arms)
+    curve = partial(_draw_curve, rows=rows, names=compared(settings), settings=settings)
+    own: dict[str, Any] = {"rows": flat, "names": names, "settings": settings}
+    of_arms = "over the steps, a line for each arm off the policy and for their partner on it"
+    of_sampler = "over the steps, a line for each arm off the policy"
+    chosen = (
+        (f"Reward: share of the letter “{settings.letter}”", of_arms, partial(curve, key="reward")),
+        (
+            "Exact KL to the reference (nats per sequence)",
+            of_arms,
+            partial(curve, key="kl_per_sequence_exact"),
+        ),
+        (
+            "k1 with the arm's weights, off the exact KL (steps so far)",
+            of_sampler,
+            partial(_draw_error, **own),
+        ),
+        (
+            "KL(rollout || policy) (k3, nats per token)",
+            of_sampler,
+            partial(_draw_logarithmic, key="k3", **own),
+        ),
+        ("Effective sample size", of_sampler, partial(_draw_share, key="ess", **own)),
+        (
+            f"Tokens that “{settings.correction}” bounds or rejects",
+            of_sampler,
+            partial(_draw_share, key="bounded", **own),
+        ),
+    )
+    return [
+        Panel(title, f"{title}, {what}. The table has its means.", draw)
+        for title, what, draw in chosen
+    ]
+
+
+def _draw_curve(
+    panel: Axes, key: str, rows: list[Row], names: list[str], settings: Settings
+) -> None:
+    """With the means of the table, over the last third."""
+    shade_window(panel, rows, names)
+    draw_means(panel, key, rows, names)
+    _draw_logarithmic(panel, key, rows, names, settings)
 
 
 def _draw_logarithmic(
-    panel: Axes, key: str, title: str, rows: list[Row], names: list[str], settings: Settings
+    panel: Axes, key: str, rows: list[Row], names: list[str], settings: Settings
 ) -> None:
     ends = draw_lines(panel, key, rows, names, settings)
-    dress(panel, title)
+    dress(panel)
     show_steps(panel, settings, empty=not ends)
     set_ticks(panel.yaxis)
     label_arms(panel, ends)
@@ -60,8 +84,6 @@ def _draw_logarithmic(
 
 def _draw_error(panel: Axes, rows: list[Row], names: list[str], settings: Settings) -> None:
     """The running mean of k1 against that of the exact KL, both from the sampler's tokens."""
-    from matplotlib.ticker import PercentFormatter
-
     running = []
     for name in names:
         key = "weighted_k1" if ARMS[name].is_corrected else "kl_per_sequence_k1"
@@ -71,23 +93,19 @@ def _draw_error(panel: Axes, rows: list[Row], names: list[str], settings: Settin
             if exact > 0:
                 running.append({**row, "error": estimate / exact - 1})
     ends = draw_lines(panel, "error", running, names, settings, signed=True)
-    panel.axhline(0, color="black", linewidth=1.2, zorder=1)
-    dress(panel, "k1 with the arm's weights, off the exact KL (steps so far)")
-    panel.set_xlabel("step")
-    panel.set_xlim(0, settings.steps * 1.01)
-    panel.yaxis.set_major_formatter(PercentFormatter(1))
+    zero_line(panel)
+    dress(panel)
+    step_axis(panel, settings)
+    set_shares(panel.yaxis)
     label_arms(panel, ends)
 
 
 def _draw_share(
-    panel: Axes, key: str, title: str, rows: list[Row], names: list[str], settings: Settings
+    panel: Axes, key: str, rows: list[Row], names: list[str], settings: Settings
 ) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     ends = draw_lines(panel, key, rows, names, settings)
-    dress(panel, title)
-    panel.set_xlabel("step")
-    panel.set_xlim(0, settings.steps * 1.01)
+    dress(panel)
+    step_axis(panel, settings)
     panel.set_ylim(bottom=0)
-    panel.yaxis.set_major_formatter(PercentFormatter(1))
+    set_shares(panel.yaxis)
     label_arms(panel, ends)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from klfast.experiment.arms import ARMS, PARTNER, off_policy
+from klfast.experiment.means import Ending, ending_of, number, rows_by_arm
 from klfast.experiment.settings import Settings
-from klfast.experiment.summary import last_third, number, rows_by_arm
 from klfast.experiment.train import Row
 
 
@@ -36,23 +36,13 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Drift:
-    """One arm off the policy, or the one that is the same on it: means over its last third.
+class Drift(Ending):
+    """One arm off the policy, or the one that is the same on it.
 
     Attributes:
-        steps: how many it has made.
-        window: how many the means are over.
-        exact_kl: to the reference over the whole vocabulary, nats per sequence.
         sampled: None on the policy.
     """
 
-    name: str
-    label: str
-    steps: int
-    window: int
-    reward: float
-    exact_kl: float
-    perplexity: float
     sampled: Sampled | None
 
 
@@ -70,17 +60,8 @@ def compared(settings: Settings) -> list[str]:
 
 
 def _summary(name: str, rows: list[Row]) -> Drift:
-    last = last_third(rows)
-    return Drift(
-        name=name,
-        label=ARMS[name].label,
-        steps=len(rows),
-        window=len(last),
-        reward=fmean(row["reward"] for row in last),
-        exact_kl=fmean(row["kl_per_sequence_exact"] for row in last),
-        perplexity=fmean(row["held_out_perplexity"] for row in last),
-        sampled=_sampled(rows) if ARMS[name].is_off_policy else None,
-    )
+    sampled = _sampled(rows) if ARMS[name].is_off_policy else None
+    return Drift(**vars(ending_of(name, rows)), sampled=sampled)
 
 
 def _sampled(rows: list[Row]) -> Sampled:

@@ -18,9 +18,13 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from klfast.bench.table import NOISY_FLAG
+from klfast.bench.timing import is_noisy
+from klfast.experiment.answer import Answer
+from klfast.experiment.means import number
 from klfast.experiment.report import SpeedRow
 from klfast.experiment.settings import Settings
-from klfast.experiment.summary import Summary, number
+from klfast.experiment.summary import Summary
 from klfast.experiment.train import Row
 
 
@@ -78,6 +82,12 @@ def progress_bars(console: Console, settings: Settings) -> Iterator[Bars]:
         yield Bars(progress, tasks)
 
 
+def print_answer(console: Console, found: Answer) -> None:
+    console.print(found.line, style="bold", highlight=False)
+    for sentence in found.notes:
+        console.print(f"- {sentence}", highlight=False)
+
+
 def print_summary(console: Console, summaries: list[Summary], settings: Settings) -> None:
     table = Table(
         title=f"Last third of the steps; target {number(settings.target)} nats per sequence",
@@ -106,12 +116,13 @@ def print_speed(console: Console, speed: list[SpeedRow]) -> None:
     table = Table(title="Speed of the KL step", title_justify="left", box=box.SIMPLE)
     table.add_column("case")
     table.add_column("implementation", no_wrap=True)
-    for heading in ("median ms", "fastest ms", "times klfast's"):
+    for heading in ("median ms", "fastest ms", "times klfast's", "flags"):
         table.add_column(heading, justify="right")
     for row in speed:
         table.add_row(
             str(row["case"]),
             str(row["impl"]),
             *(number(row[key]) for key in ("median_ms", "min_ms", "ratio")),
+            NOISY_FLAG * is_noisy(row["median_ms"], row["min_ms"]),
         )
     console.print(table)

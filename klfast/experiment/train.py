@@ -42,6 +42,9 @@ ESTIMATOR = Estimator("k3", gradient="k2")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
 (k3's own is not)."""
 
+REDUCTION = "seq-mean-token-sum"
+"""The penalty's: the mean over sequences of each one's sum, as the controllers' targets are."""
+
 
 def estimator(settings: Settings) -> Estimator:
     """The penalty's, with the clip that the settings ask for."""
@@ -285,7 +288,7 @@ def kl_step(
         ref_logprobs,
         mask,
         estimator=estimator,
-        reduction="seq-mean-token-sum",
+        reduction=REDUCTION,
         coef=coefficient,
         normalizer=sequences,
         return_stats=True,

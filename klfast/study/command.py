@@ -7,7 +7,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from klfast.experiment.folder import write_atomic, write_json
+from klfast.experiment.folder import EARLIER, check_writable, set_aside, write_atomic, write_json
+from klfast.experiment.settings import CompareError
 from klfast.study.candidates import CANDIDATES, MAX_COEF, MIN_COEF
 from klfast.study.measure import study, study_json
 from klfast.study.plant import fit
@@ -21,6 +22,7 @@ HELP = (
 )
 DEFAULT_OUT = Path("runs/study")
 PLOT, TABLE, NUMBERS = "study.png", "study.md", "study.json"
+_FILES = (PLOT, TABLE, NUMBERS)
 _COURSE = Course()
 _COMPARE = "klfast compare --arms"
 
@@ -63,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"output folder, for {PLOT}, {TABLE} and {NUMBERS} (default {DEFAULT_OUT})",
     )
     parser.add_argument(
+        "--force",
+        action="store_true",
+        help="move the files of an earlier study in the output folder to "
+        f"{EARLIER}/<date> in it; without this they are refused",
+    )
+    parser.add_argument(
         "--no-plot",
         dest="plot",
         action="store_false",
@@ -75,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         _study(arguments)
-    except (ValueError, OSError) as error:
+    except (CompareError, ValueError, OSError) as error:
         print(f"klfast study: error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -96,7 +104,20 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
+def _check_no_study(out: Path) -> None:
+    """Raises ValueError where there is an earlier one."""
+    earlier = [name for name in _FILES if (out / name).exists()]
+    if earlier:
+        raise ValueError(
+            f"{out} holds an earlier study ({', '.join(earlier)}): move it to {out / EARLIER} "
+            "(--force), or choose another folder"
+        )
+
+
 def _study(arguments: argparse.Namespace) -> None:
+    out: Path = arguments.out
+    if not arguments.force:
+        _check_no_study(out)
     plant = fit(load_records() if arguments.fit is None else read_run(arguments.fit))
     low, high = (plant.held_by(value) for value in (MAX_COEF, MIN_COEF))
     if not low < arguments.target < high:
@@ -111,10 +132,11 @@ def _study(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         jump=arguments.jump,
     )
+    check_writable(out)
     studied = [study(candidate, plant, course) for candidate in CANDIDATES]
     numbers = study_json(studied, plant, course)
-    out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
+    if (place := set_aside(out, _FILES)) is not None:
+        print(f"The earlier study is kept in {place}\n")
     write_json(out / NUMBERS, numbers)
     write_atomic(out / TABLE, table(numbers).encode())
     print(f"Plant: {', '.join(f'{k} {v:.4g}' for k, v in numbers['plant'].items())}\n")

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.experiment.plots import dress, label_ends, set_ticks, to_png
+from klfast.experiment.drawing import (
+    dress,
+    label_ends,
+    new_figure,
+    note,
+    set_ticks,
+    to_png,
+    zero_line,
+)
+from klfast.experiment.palette import BLUE, INK, LINE, SILVER, TITLE, VERMILION
+from klfast.experiment.plots import STYLES
 from klfast.study.candidates import CANDIDATES, Gains
 from klfast.study.measure import WITHIN, Studied
 from klfast.study.plant import Plant
@@ -16,24 +26,13 @@ from klfast.study.simulate import Course, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FIRST, _TUNED = "#D55E00", "#0072B2"
-_LINES: dict[str, dict[str, Any]] = {
-    "adaptive": {"color": "#0072B2", "marker": "o"},
-    "exponential": {"color": "#D55E00", "marker": "s"},
-    "nupi": {"color": "#009E73", "marker": "D"},
-    "pid": {"color": "#CC79A7", "marker": "P"},
-    "dual": {"color": "#000000", "marker": "*"},
-    "doubling": {"color": "#E69F00", "marker": "<"},
-    "control-vae": {"color": "#56B4E9", "marker": ">"},
-}
+_FIRST, _TUNED = VERMILION, BLUE
 _CEILING = 8.0  # targets, where a panel ends
 
 
 def draw_study(studied: list[Studied], plant: Plant, course: Course) -> bytes:
     """As a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 8), dpi=110, layout="constrained")
+    figure = new_figure(16, 8)
     axes = figure.subplots(2, 4).flatten()
     by_name = {candidate.name: candidate for candidate in CANDIDATES}
     ordered = sorted(studied, key=lambda rule: rule.tuned.miss)
@@ -66,24 +65,17 @@ def _draw_rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course:
         updates = range(course.updates)
         panel.fill_between(updates, low, high, color=color, alpha=0.15, linewidth=0)
         panel.plot(updates, middle, color=color, linestyle=style, linewidth=1.6, label=style)
-    panel.axhline(1, color="black", linewidth=1.0, zorder=1)
-    panel.axhspan(1 - WITHIN, 1 + WITHIN, color="black", alpha=0.06, linewidth=0)
-    panel.axvline(course.updates // 2, color="#888888", linewidth=0.9, linestyle=":")
-    dress(panel, rule.label)
+    zero_line(panel, 1)
+    panel.axhspan(1 - WITHIN, 1 + WITHIN, color=INK, alpha=0.06, linewidth=0)
+    panel.axvline(course.updates // 2, color=SILVER, linewidth=0.9, linestyle=":")
+    dress(panel)
+    panel.set_title(rule.label, loc="left", fontsize=TITLE)
     for height, text, color in (
         (0.95, f"{rule.source}: miss {rule.first.miss:.2f}", _FIRST),
         (0.88, f"tuned: miss {rule.tuned.miss:.2f}", _TUNED),
     ):
-        panel.annotate(
-            text,
-            (0.97, height),
-            xycoords="axes fraction",
-            ha="right",
-            va="center",
-            fontsize=9,
-            color=color,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
-        )
+        place = {"xycoords": "axes fraction", "ha": "right", "va": "center"}
+        note(panel, text, (0.97, height), color=color, **place)
     panel.set_ylim(1 / 8, _CEILING)
     panel.set_yscale("log")
     set_ticks(panel.yaxis)
@@ -95,10 +87,12 @@ def _draw_rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course:
 def _draw_sensitivity(panel: Axes, ordered: list[Studied]) -> None:
     ends = []
     for rule in ordered:
-        style = _LINES[rule.name]
-        panel.plot(rule.factors, rule.misses, linewidth=1.4, markersize=5, markevery=4, **style)
+        style = STYLES[rule.name]
+        line = {"color": style["color"], "marker": style["marker"]}
+        panel.plot(rule.factors, rule.misses, markevery=4, **LINE, **line)
         ends.append((rule.label, style, rule.misses[-1]))
-    dress(panel, "sensitivity to gains")
+    dress(panel)
+    panel.set_title("sensitivity to gains", loc="left", fontsize=TITLE)
     panel.set_ylabel("mean miss")
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")

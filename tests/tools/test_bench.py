@@ -1,6 +1,8 @@
 """The benchmark: nothing wrong is timed, nothing flatters, and its output says what it is."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -8,11 +10,12 @@ import pytest
 import torch
 
 from klfast.__main__ import main
-from klfast.bench import candidates, check, command, measure, report, time_kl_step, tokens
+from klfast.bench import candidates, check, command, measure, report, table, time_kl_step, tokens
 from klfast.bench.bandwidth import PROBES
 from klfast.bench.cases import DTYPES, Case, make_inputs
 from klfast.bench.check import WrongResult, check_outputs, named_outputs, tolerances, truth
 from klfast.bench.measure import Plan, checked_candidates, rows_of
+from klfast.bench.report import print_cpu_results
 from klfast.bench.suites import OPS, SUITES
 from klfast.bench.timing import Timing, interleave
 
@@ -271,8 +274,68 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
     assert SUITES[suite].text in printed.out
 
 
+def row_of(median, least, impl="klfast"):
+    case = Case(OPS["forward"], "fp32", (4, 8))
+    (row,) = rows_of(case, {"klfast": Timing([least, median, median], 1)})
+    return dataclasses.replace(row, impl=impl)
+
+
+@pytest.mark.parametrize(("median", "noisy"), [(1.0, False), (1.99, False), (2.0, True), (9, True)])
+def test_a_median_of_twice_the_minimum_is_flagged(capsys, median, noisy):
+    results = report.Results(rows=[row_of(median, 1.0), row_of(1.0, 1.0, "eager")])
+    results.loads = {results.rows[0].case: None}
+    where = report.conditions(Plan())
+    print_cpu_results(results, {**where, "others_share": None}, SUITES["tokens"])
+    heading, ours, eager, *below = capsys.readouterr().out.splitlines()
+    assert heading.endswith("flags")
+    assert ours.endswith("noisy") == noisy
+    assert not eager.endswith("noisy")
+    said = "noisy: in 1 of 2 rows the median is 2 times the minimum or more. Measure these again."
+    assert (said in below) == noisy
+
+
+@suites
+def test_quick_prints_no_ratios_and_says_so(capsys, tmp_path, suite):
+    out = tmp_path / "bench.json"
+    op = next(iter(SUITES[suite].ops))
+    arguments = ["--suite", suite, "--ops", op, "--dtypes", "fp32", "--shapes", LARGE_SHAPE[suite]]
+    assert main([*QUICK, *arguments, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    table, _, rest = printed.partition("--quick shows that it works: its rounds are too few")
+    assert rest
+    assert not re.search(r"ratio|of read|of floor|\dx|\d%", table)
+    assert "ratio:" not in rest
+    assert json.loads(out.read_text())["conditions"]["quick"] is True
+
+
+def test_without_quick_there_are_ratios(capsys, tmp_path):
+    options = ["--ops", "forward", "--dtypes", "fp32", "--shapes", "64x4096"]
+    without = [argument for argument in QUICK if argument != "--quick"]
+    assert main([*without, *options, "--out", str(tmp_path / "bench.json")]) == 0
+    heading, _, eager, *rest = capsys.readouterr().out.splitlines()
+    assert re.search(r"ratio +GB/s +of read +of floor +flags", heading)
+    assert re.search(r"\dx .*%", eager)
+    assert "ratio: that median over klfast's." in rest[-2]
+    assert not any("--quick" in line for line in rest)
+
+
+def test_a_file_of_an_earlier_run_is_refused_before_anything_is_measured(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    out.write_text("an earlier run's")
+    assert main([*QUICK, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"klfast bench: error: {out} is there already: replace it (--force), or name another file\n"
+    )
+    assert out.read_text() == "an earlier run's"
+    only = ["--ops", "forward", "--dtypes", "fp32"]
+    assert main([*QUICK, *only, "--out", str(out), "--force"]) == 0
+    assert json.loads(out.read_text())["finished"]
+
+
 def test_the_table_does_without_rich(monkeypatch, capsys):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(table.importlib.util, "find_spec", lambda name: None)
     assert main([*QUICK, "--dtypes", "fp32", "--ops", "forward"]) == 0
     heading, ours, *_ = capsys.readouterr().out.splitlines()
     assert heading.split()[:2] == ["case", "impl"]

@@ -142,7 +142,7 @@ def test_a_load_in_the_rounds_leaves_the_file_as_it_was(loads, tmp_path, capsys,
     out = tmp_path / "bench.json"
     if earlier is not None:
         out.write_text(earlier)
-    assert main([*QUICK, "--out", str(out)]) == 3
+    assert main([*QUICK, "--out", str(out), "--force"]) == 3
     assert (out.read_text() if out.exists() else None) == earlier
     printed = capsys.readouterr()
     assert all(case in printed.out for case in CASES)
@@ -170,6 +170,18 @@ def test_without_a_file_a_load_is_a_warning(loads, capsys):
     loads.update(before=BUSY, rounds=[BUSY])
     assert main(QUICK) == 0
     assert "NOT IDLE" in capsys.readouterr().out
+
+
+def test_the_rows_that_met_a_load_are_flagged(loads, capsys):
+    loads["rounds"] = [IDLE, BUSY]
+    assert main(QUICK) == 0
+    printed = capsys.readouterr().out
+    table, notes = printed.split("busy: ")
+    lines = table.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(CASES[1]))
+    assert not any("busy" in line for line in lines[:begin])
+    assert [line.endswith("busy") for line in lines[begin:]] == [True, True]
+    assert notes.startswith("beside 2 of 4 rows other processes took more than 5% of the cores'")
 
 
 def test_rounds_that_met_a_load_are_repeated(loads, monkeypatch):

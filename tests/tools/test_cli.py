@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import klfast
 from klfast.__main__ import main
 from klfast.experiment import run
 from klfast.experiment.text import load_corpus
@@ -23,7 +24,7 @@ def test_compare_writes_a_report_and_names_it(tmp_path, capsys):
     settings = json.loads((out / "settings.json").read_text())["settings"]
     assert (settings["seed"], settings["target"], settings["arms"]) == (3, 2.5, ["adaptive"])
     names = {path.name for path in out.iterdir()}
-    pictures = {"curves.png", "estimators.png"}
+    pictures = {"curves.png", "estimators.png", "frontier.png"}
     assert names == {"settings.json", "metrics.jsonl", "report.html", "checkpoints"} | pictures
 
 
@@ -166,6 +167,13 @@ def test_what_an_encoding_lacks_is_a_question_mark(tmp_path):
     assert code == 0
     assert "?adaptive (Ziegler)?" in printed
     assert printed.rstrip().endswith("Report: out/report.html")
+
+
+def test_the_version_is_said_with_its_commit(monkeypatch, capsys):
+    monkeypatch.setenv("KLFAST_COMMIT", "abc1234")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"klfast {klfast.__version__}, commit abc1234\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full device")

@@ -14,13 +14,12 @@ import sys
 import time
 
 import pytest
+from experiment import contents, no_pictures, one_corpus
 
 from klfast.__main__ import main
-from klfast.experiment import compare as compare_module
 from klfast.experiment import folder, run
 from klfast.experiment.lock import LOCK, locked
 from klfast.experiment.settings import CompareError
-from klfast.experiment.text import load_corpus
 
 SHORT = ["--steps", "2", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
 LONG = ["--steps", "1000", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
@@ -29,20 +28,12 @@ LONG = ["--steps", "1000", "--arms", "none", "--pretrain-steps", "2", "--no-benc
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     """One corpus and no pictures: what is tested here is where files go."""
-    corpus = load_corpus()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "load_corpus", lambda: corpus)
-        for draw in ("draw_curves", "draw_estimators"):
-            patch.setattr(compare_module, draw, lambda *of: b"a picture")
+    with one_corpus(), no_pictures():
         yield
 
 
 def compare(out, *arguments):
     return main(["compare", *SHORT, "--out", str(out), *arguments])
-
-
-def contents(out):
-    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
 def fail(text):
@@ -232,6 +223,28 @@ def test_with_force_an_earlier_run_is_moved_and_the_new_one_takes_its_place(fini
     assert (finished / "metrics.jsonl").read_bytes() in kept
     assert {path.name for path in places[0].iterdir()} == {p.name for p in finished.iterdir()}
     assert (copy / "notes.txt").read_text() == "mine"
+
+
+def test_without_its_settings_a_folder_of_a_run_is_refused_untouched(copy, capsys):
+    (copy / "settings.json").unlink()
+    before = contents(copy)
+    for arguments in ([], ["--force"], ["--resume"]):
+        assert main(["compare", "--out", str(copy), *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert contents(copy) == before
+
+
+@pytest.mark.parametrize("left", [["settings.json"], ["settings.json", "metrics.jsonl"]], ids=len)
+def test_a_beginning_is_an_earlier_run(copy, capsys, left):
+    for path in contents(copy):
+        if path.name not in left:
+            path.unlink()
+    before = contents(copy)
+    assert compare(copy) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert contents(copy) == before
+    assert main(["compare", "--resume", "--no-bench", "--out", str(copy)]) == 0
+    assert not (copy / "earlier").exists()
 
 
 def test_force_in_an_empty_folder_moves_nothing(tmp_path):

@@ -5,7 +5,6 @@ Processes are forked from one that has imported everything, so that a kill falls
 
 import contextlib
 import io
-import json
 import os
 import random
 import signal
@@ -13,27 +12,14 @@ import time
 
 import pytest
 import torch
+from experiment import TINY, metrics, no_pictures, one_corpus, without_times
 
-from klfast.experiment import compare as compare_module
 from klfast.experiment import folder, run
 from klfast.experiment.compare import Options, compare
-from klfast.experiment.text import load_corpus
 
 KILLS = 20
 ARMS = ("none", "adaptive", "nupi")
-SETTINGS = {
-    "steps": 12,
-    "arms": ARMS,
-    "pretrain_steps": 9,
-    "prompts": 2,
-    "group": 2,
-    "prompt_length": 4,
-    "continuation_length": 6,
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "held_out_windows": 4,
-}
+SETTINGS = {**TINY, "steps": 12, "arms": ARMS, "pretrain_steps": 9}
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its processes"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
@@ -43,13 +29,9 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     """One corpus, pictures without drawing, and checkpoints often enough to be caught."""
-    corpus = load_corpus()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads does not live on in a fork
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "load_corpus", lambda: corpus)
-        for draw in ("draw_curves", "draw_estimators"):
-            patch.setattr(compare_module, draw, lambda *of: b"a picture" * 10_000)
+    with one_corpus() as patch, no_pictures():
         patch.setattr(run, "SAVE_EVERY", 3)
         patch.setattr(run, "PRETRAIN_SAVE_EVERY", 3)
         yield
@@ -77,11 +59,7 @@ def ended(process):
 
 
 def rows(out):
-    lines = (out / folder.METRICS).read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if not key.endswith("_seconds")}
-        for line in lines
-    ]
+    return without_times(metrics(out))
 
 
 def saved(out):

@@ -1,20 +1,21 @@
 """The experiment's parts: text, model, reward, KL step, summaries, files."""
 
 import dataclasses
-import itertools
 import math
 import statistics
 
 import pytest
 import torch
+from made_up_run import FAR, NEAR, bins, rows
 
 import klfast
 from klfast.experiment import folder, summary, train
-from klfast.experiment.accuracy import Accuracy, Bin, measure, read_accuracy
-from klfast.experiment.accuracy_plot import _draw_bias, _draw_std, draw_estimators
-from klfast.experiment.errors import EDGES, SAMPLED, token_errors
+from klfast.experiment.accuracy import measure, read_accuracy
+from klfast.experiment.errors import SAMPLED, token_errors
+from klfast.experiment.means import number
 from klfast.experiment.model import GPT, continuation_logits, perplexity, sample
-from klfast.experiment.plots import _STYLES, _spread
+from klfast.experiment.plots import STYLES
+from klfast.experiment.reading import reading
 from klfast.experiment.settings import (
     ARM_NAMES,
     DEFAULT_ARMS,
@@ -235,29 +236,6 @@ def test_measured_bias_and_noise_are_those_of_the_distributions():
     assert measure(steps[:9]) == measure(steps[:2] * 10) == []
 
 
-def bins(*lines, ratio=1.0):
-    """Of (exact KL, then for each estimator its bias and std); the margin is always 0.02."""
-    return [
-        Bin(
-            low=max(edge for edge in EDGES if edge <= exact),
-            high=min(edge for edge in EDGES if edge > exact),
-            tokens=2000,
-            steps=50,
-            exact=exact,
-            estimators={
-                name: Accuracy(bias, 0.02, std)
-                for name, (bias, std) in zip(SAMPLED, estimators, strict=True)
-            },
-            ratio=ratio,
-        )
-        for exact, *estimators in lines
-    ]
-
-
-NEAR = (0.03, (0.01, 9.0), (-0.01, 2.0), (0.0, 2.5))
-FAR = (3.0, (0.0, 0.3), (1.25, 0.9), (-0.1, 4.0))
-
-
 def test_reading_of_the_estimators_follows_the_numbers():
     text = " ".join(read_accuracy(bins(NEAR, FAR)))
     assert "4,000 tokens had an exact KL between 0.02 and 5 nats, in 2 bins" in text
@@ -276,35 +254,6 @@ def test_reading_of_the_estimators_follows_the_numbers():
     assert "left it 0.6 nats below k1" in far
     turned = read_accuracy(bins((0.01, *FAR[1:]), NEAR))
     assert "k3 was less noisy than k1 in 1 of 2 bins." in turned
-
-
-def test_picture_shows_bias_and_noise_of_every_bin():
-    from matplotlib.figure import Figure
-
-    bias, noise = Figure().subplots(1, 2)
-    _draw_bias(bias, bins(NEAR, FAR))
-    _draw_std(noise, bins(NEAR, FAR))
-    shown = {line.get_label(): line for line in noise.get_lines()}
-    for i, name in enumerate(SAMPLED, start=1):
-        assert list(shown[name].get_xdata()) == [0.03, 3.0]
-        assert list(shown[name].get_ydata()) == [100 * NEAR[i][1], 100 * FAR[i][1]]
-    shown = {line.get_label(): line for line in bias.get_lines()}
-    for i, (name, band) in enumerate(zip(SAMPLED, bias.collections, strict=True), start=1):
-        assert list(shown[name].get_ydata()) == [NEAR[i][0], FAR[i][0]]
-        heights = band.get_paths()[0].vertices[:, 1]
-        for value in (NEAR[i][0], FAR[i][0]):
-            for edge in (value - 0.02, value + 0.02):
-                assert min(abs(heights - edge)) < 1e-9
-
-
-def test_picture_of_one_arm_or_of_nothing_is_drawn():
-    settings = Settings(steps=3, arms=("adaptive", "none"))
-    records = rows("adaptive", [0, 5, 6])
-    one = draw_estimators(records, summary.summarise(records, settings), bins(NEAR), settings)
-    nothing = draw_estimators([], [], [], settings)
-    assert one.startswith(b"\x89PNG")
-    assert nothing.startswith(b"\x89PNG")
-    assert one != nothing
 
 
 @pytest.mark.parametrize(
@@ -337,34 +286,6 @@ def test_settings_survive_json():
         settings_from_json({"seed": 1})
 
 
-def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):
-    return [
-        {
-            "arm": name,
-            "step": i + 1,
-            "reward": reward,
-            "coefficient": coefficient,
-            "kl_per_sequence_exact": 1.1 * value,
-            **{f"kl_per_sequence_{name}": value for name in SAMPLED},
-            **{f"kl_per_sequence_{name}_error_std": value / 2 for name in SAMPLED},
-            "kl_per_token_k3": value / 32,
-            "held_out_perplexity": perplexity,
-            "clipped": 3,
-            "nonfinite": i,
-            "by_length": {
-                "first": [8.0, 16.0],
-                "sequences": [1.0, 3.0],
-                "tokens": [10.0, 90.0],
-                "exact": [0.1 * value, 0.9 * value],
-                "k3": [0.2 * value, 1.8 * value],
-            },
-            "kl_step_seconds": 0.001,
-            "step_seconds": 0.1,
-        }
-        for i, value in enumerate(kl)
-    ]
-
-
 def test_summary_is_over_the_last_third():
     settings = Settings(steps=6, arms=("adaptive",), target=6.0)
     (s,) = summary.summarise(rows("adaptive", [0, 5, 20, 20, 6, 7]), settings)
@@ -386,10 +307,10 @@ def test_clips_bad_tokens_and_lengths_are_summed():
     assert (short.first, short.last, short.share) == (8, 15, 0.25)
     assert (short.exact, short.k3) == (pytest.approx(0.07), pytest.approx(0.14))
     assert (long.first, long.last, long.share) == (16, 31, 0.75)
-    text = " ".join(summary.reading([s], settings))
+    text = " ".join(reading([s], settings))
     assert "The clip at 0.5 nats acted most in the arm “adaptive (Ziegler)”, on 3.00%" in text
     assert "NaN or infinite: 15 in the arm" in text
-    assert "The clip" not in " ".join(summary.reading([s], dataclasses.replace(settings, clip=0.0)))
+    assert "The clip" not in " ".join(reading([s], dataclasses.replace(settings, clip=0.0)))
 
 
 def test_the_kl_by_length_is_that_of_each_sequence():
@@ -405,16 +326,16 @@ def test_the_kl_by_length_is_that_of_each_sequence():
     }
 
 
-def reading(records, **changes):
+def read(records, **changes):
     settings = Settings(**{"steps": 3, "arms": DEFAULT_ARMS, "target": 6.0, **changes})
-    return " ".join(summary.reading(summary.summarise(records, settings), settings))
+    return " ".join(reading(summary.summarise(records, settings), settings))
 
 
 def test_reading_follows_the_numbers():
     arms = ("none", "fixed-low", "adaptive")
     records = rows("none", [0, 50, 60], coefficient=0.0, perplexity=900.0, reward=0.9)
     records += rows("fixed-low", [0, 3, 3])
-    held = reading(records + rows("adaptive", [0, 5, 5.7], reward=0.2), arms=arms)
+    held = read(records + rows("adaptive", [0, 5, 5.7], reward=0.2), arms=arms)
     assert "Adaptive (Ziegler) held the target" in held
     assert "5% below the target of 6" in held
     assert "first came that close at step 2" in held
@@ -423,16 +344,16 @@ def test_reading_follows_the_numbers():
     assert "highest in the arm “no penalty” (900)" in held
     assert "not finished" not in held
 
-    missed = reading(records + rows("adaptive", [0, 9, 9]), arms=arms)
+    missed = read(records + rows("adaptive", [0, 9, 9]), arms=arms)
     assert "Adaptive (Ziegler) did not hold the target" in missed
     assert "50% above the target of 6" in missed
     assert "No step of it came within 20%" in missed
 
 
 def test_reading_of_a_run_cut_short_says_so():
-    text = reading(rows("none", [0, 1]), arms=("none", "adaptive"))
+    text = read(rows("none", [0, 1]), arms=("none", "adaptive"))
     assert "not finished: no penalty made 2 of 3 steps; adaptive (Ziegler) made 0 of 3" in text
-    assert "nothing to read" in reading([], arms=("none",))
+    assert "nothing to read" in read([], arms=("none",))
 
 
 @pytest.mark.parametrize(
@@ -440,15 +361,7 @@ def test_reading_of_a_run_cut_short_says_so():
     [(0, "0"), (6.0, "6"), (0.01234, "0.0123"), (1234.5, "1,234"), (1e9, "1.00e+09")],
 )
 def test_numbers_are_for_people(value, text):
-    assert summary.number(value) == text
-
-
-def test_labels_are_moved_apart_and_stay_in_the_panel():
-    placed = _spread([(0.99, "a"), (1.0, "b"), (0.5, "c"), (0.98, "d")])
-    heights = [height for height, _ in placed]
-    assert [name for _, name in placed] == ["c", "d", "a", "b"]
-    assert max(heights) <= 1
-    assert all(b - a > 0.05 for a, b in itertools.pairwise(heights))
+    assert number(value) == text
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -495,4 +408,4 @@ def test_arms_use_the_controllers_of_klfast():
         controller = arm.controller(settings, None)
         assert (controller.unit, controller.target) == ("sequence", 3.0)
         assert controller.value == settings.init_coef
-    assert set(_STYLES) == set(train.ARMS) == set(ARM_NAMES)
+    assert set(STYLES) == set(train.ARMS) == set(ARM_NAMES)

@@ -1,52 +1,36 @@
 """The experiment as a whole: what it writes, how it stops, how it goes on."""
 
-import base64
 import json
 import re
 import shutil
 import sys
-from functools import cache
+from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import experiment
 import pytest
 import torch
+from experiment import contents, metrics, no_pictures, one_corpus, without_times
 
+from klfast import provenance
 from klfast.experiment import compare as compare_module
 from klfast.experiment import folder, run
 from klfast.experiment.compare import Options, compare
 from klfast.experiment.settings import CompareError
-from klfast.experiment.text import load_corpus
 
-TINY = {
-    "steps": 4,
-    "arms": ("none", "adaptive"),
-    "pretrain_steps": 3,
-    "prompts": 2,
-    "group": 2,
-    "prompt_length": 4,
-    "continuation_length": 6,
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "held_out_windows": 4,
-}
+TINY = {**experiment.TINY, "steps": 4, "arms": ("none", "adaptive")}
 
 
-@pytest.fixture(autouse=True)
-def _one_corpus(monkeypatch):
-    monkeypatch.setattr(compare_module, "load_corpus", cached_corpus)
+@pytest.fixture(autouse=True, scope="module")
+def _one_corpus():
+    with one_corpus():
+        yield
 
 
 @pytest.fixture
-def _no_picture(monkeypatch):
-    """Saves a second in tests that are about something else."""
-    for draw in ("draw_curves", "draw_estimators", "draw_sampler"):
-        monkeypatch.setattr(compare_module, draw, lambda *of: b"a picture")
-
-
-@cache
-def cached_corpus():
-    return load_corpus()
+def _no_picture():
+    with no_pictures():
+        yield
 
 
 def options(out, resume=False, bench=False, **changes):
@@ -60,14 +44,6 @@ def stop_after(checks):
     return lambda: next(left, None) is None
 
 
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows):
-    return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
-
-
 def policy(out, name):
     return torch.load(out / "checkpoints" / f"{name}.pt", weights_only=True)["policy"]
 
@@ -76,9 +52,7 @@ def policy(out, name):
 def whole(tmp_path_factory):
     """The folder of a run that was never interrupted."""
     out = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "load_corpus", cached_corpus)
-        assert compare(options(out))
+    assert compare(options(out))
     return out
 
 
@@ -110,13 +84,47 @@ def test_arms_start_alike_from_the_same_samples(whole):
     assert first[0]["kl_per_sequence_exact"] == 0
 
 
+class Page(HTMLParser):
+    """The elements of a page, each with its attributes; the names of those that are not closed."""
+
+    VOID = ("meta", "path", "use", "rect", "br", "line")
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
 def test_report_stands_alone(whole):
     html = (whole / "report.html").read_text()
-    for name in ("curves.png", "estimators.png"):
-        picture = (whole / name).read_bytes()
-        assert picture.startswith(b"\x89PNG")
-        assert f"data:image/png;base64,{base64.b64encode(picture).decode()}" in html
-    assert not re.search(r"(src|href)=\"(?!data:)", html)
+    for name in ("curves.png", "estimators.png", "frontier.png"):
+        assert (whole / name).read_bytes().startswith(b"\x89PNG")
+    assert not re.search("https?://|@import", html)
+    page = Page(html)
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 10
+    for _, attributes in page.elements:
+        for name in ("src", "href", "xlink:href"):
+            if name in attributes:  # a piece of the page itself
+                assert attributes[name].startswith("#")
+                assert attributes[name][1:] in ids
+    assert set(re.findall(r"url\(#([^)]*)\)", html)) <= set(ids)
+    figures = [a for tag, a in page.elements if tag == "svg" and a.get("role") == "img"]
+    assert len(figures) == 1 + 4 + 4
+    assert all(figure["aria-label"] for figure in figures)
     for text in ("no penalty", "adaptive (Ziegler)", "reference", "pretrain_steps", "Off target"):
         assert text in html
     assert "Exact KL" in html
@@ -163,10 +171,6 @@ def test_a_finished_run_can_be_resumed_to_no_effect(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "copy")
     assert compare(options(tmp_path / "copy", resume=True, **TINY))
     assert metrics(tmp_path / "copy") == metrics(whole)
-
-
-def contents(out):
-    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
 def damage_settings(out):
@@ -292,6 +296,52 @@ def test_a_clip_is_recorded_and_reported(tmp_path):
     assert "The clip at 1.00e-04 nats acted most in" in html
 
 
+@pytest.mark.usefixtures("_no_picture")
+def test_the_report_says_when_it_began_under_which_klfast_and_who_wrote_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("KLFAST_COMMIT", "0ld5e1f")
+    monkeypatch.setattr(run, "now", lambda: "2001-02-03 04:05 UTC")
+    assert not compare(options(tmp_path), stop=stop_after(5))
+    html = (tmp_path / "report.html").read_text()
+    began = f"Begun 2001-02-03 04:05 UTC by klfast {provenance.__version__}, commit 0ld5e1f;"
+    assert began in html
+    assert html.count("0ld5e1f") == 2  # and among the settings
+    monkeypatch.setenv("KLFAST_COMMIT", "newer42")
+    monkeypatch.setattr(run, "now", lambda: "2002-02-03 04:05 UTC")
+    assert compare(options(tmp_path, resume=True))
+    html = (tmp_path / "report.html").read_text()
+    assert began in html
+    written = f"Report of 2002-02-03 04:05 UTC, by klfast {provenance.__version__}, commit newer42."
+    assert written in html
+
+
+@pytest.mark.usefixtures("_no_picture")
+def test_a_run_that_was_begun_by_an_older_klfast_goes_on(tmp_path, capsys):
+    assert not compare(options(tmp_path), stop=stop_after(5))
+    record = json.loads((tmp_path / "settings.json").read_text())
+    del record["began"], record["environment"]["klfast"], record["environment"]["commit"]
+    (tmp_path / "settings.json").write_text(json.dumps(record))
+    assert compare(options(tmp_path, resume=True))
+    assert "klfast was None and is" in capsys.readouterr().out.replace("\n", " ")
+    html = (tmp_path / "report.html").read_text()
+    assert "Begun at a time not known by klfast not known, commit not known;" in html
+
+
+def test_the_answer_is_on_top_of_the_report_and_of_what_is_printed(whole, tmp_path, capsys):
+    html = (whole / "report.html").read_text()
+    line = re.search(r"<strong>(.*?)</strong>", html)[1]
+    assert re.match("Adaptive .Ziegler. (held the target best|came closest, and did not)", line)
+    assert html.index(line, html.index("<body>")) < html.index("<h2>")
+    assert "This is one run with one seed (0)" in html
+    copied = re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1]
+    assert "controller = klfast.AdaptiveKLController(" in copied
+    shutil.copytree(whole, tmp_path / "copy")
+    with no_pictures():
+        assert compare(options(tmp_path / "copy", resume=True))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert line in printed
+    assert printed.index(line) < printed.index("Last third of the steps")
+
+
 def test_missing_extras_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_module, "EXTRAS", ("rich", "no_such_package"))
     with pytest.raises(CompareError, match=r"needs no_such_package: pip install 'klfast\[demo\]'"):
@@ -305,15 +355,20 @@ def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsy
 
     def timed(logprobs, ref_logprobs, mask):
         seen.append((logprobs.shape, ref_logprobs.shape, mask.shape))
-        row = {"case": "this run [4, 6]", "impl": "eager", "median_ms": 1.5, "min_ms": 1.25}
+        row = {"case": "this run [4, 6]", "impl": "eager", "median_ms": 1.5, "min_ms": 0.75}
         return [{**row, "ratio": 12.5}]
 
     monkeypatch.setitem(sys.modules, "klfast.bench", SimpleNamespace(time_kl_step=timed))
     assert compare(options(tmp_path, bench=True))
     assert seen == [((4, 6),) * 3]
+    rows_timed = (tmp_path / "speed.json").read_bytes()
+    for bench in (False, True):  # a report that is written again keeps what was timed
+        assert compare(options(tmp_path, resume=True, bench=bench))
+        assert (tmp_path / "speed.json").read_bytes() == rows_timed
+    assert len(seen) == 1
     html = (tmp_path / "report.html").read_text()
     printed = capsys.readouterr().out
-    for text in ("this run [4, 6]", "eager", "12.5"):
+    for text in ("this run [4, 6]", "eager", "12.5", "noisy"):
         assert text in html
         assert text in printed
     assert printed.rstrip().endswith(f"Report: {tmp_path / 'report.html'}")

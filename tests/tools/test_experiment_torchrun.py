@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from experiment import metrics
 
 from klfast.__main__ import main
 from klfast.experiment import compare as compare_module
@@ -33,8 +34,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from klfast.experiment import compare as module, run
 from klfast.experiment.compare import Options, compare
-for draw in ("draw_curves", "draw_estimators", "draw_sampler"):
-    setattr(module, draw, lambda *of: b"a picture")
+module.draw_pictures = lambda *of: {}
 chosen, out, resume, parallel, timeout, checks, end = json.loads(sys.argv[1])
 chosen |= {"arms": tuple(chosen["arms"])} if chosen else {}
 run.SAVE_EVERY = 2
@@ -114,10 +114,6 @@ def without_an_agent(ranks, command):
     return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
-def rows(out):
-    return [json.loads(line) for line in (out / folder.METRICS).read_text().splitlines()]
-
-
 def assert_the_same_curves(found, expected):
     assert [(row["arm"], row["step"]) for row in found] == [
         (row["arm"], row["step"]) for row in expected
@@ -146,8 +142,8 @@ def alone(tmp_path_factory):
 )
 def test_several_processes_draw_one_process_s_curves(alone, tmp_path, parallel, ranks):
     printed = launch(tmp_path / "out", ranks, parallel)
-    assert_the_same_curves(rows(tmp_path / "out"), rows(alone))
-    assert len({row["coefficient"] for row in rows(alone)}) > 3
+    assert_the_same_curves(metrics(tmp_path / "out"), metrics(alone))
+    assert len({row["coefficient"] for row in metrics(alone)}) > 3
     assert printed.count("Report:") == 1
     for name in ARMS:
         whole, found = (
@@ -164,11 +160,11 @@ def test_several_processes_draw_one_process_s_curves(alone, tmp_path, parallel, 
 def test_a_run_goes_on_under_another_number_of_ranks_and_another_strategy(alone, tmp_path):
     out = tmp_path / "out"
     launch(out, 2, "fsdp2", checks=9)  # 4 steps of pretraining, the arm's begin, 4 of its steps
-    assert len(rows(out)) == 4
+    assert len(metrics(out)) == 4
     launch(out, 1, "ddp", resume=True, checks=4)
-    assert len(rows(out)) == 6
+    assert len(metrics(out)) == 6
     assert compare(Options({}, out, resume=True, bench=False))
-    assert_the_same_curves(rows(out), rows(alone))
+    assert_the_same_curves(metrics(out), metrics(alone))
 
 
 @pytest.mark.long
@@ -203,11 +199,11 @@ def test_without_a_rank_the_other_raises_and_the_run_goes_on_from_its_checkpoint
     assert code == 1
     assert "RuntimeError" in said
     assert ("Timed out" if end == "hangs" else "Connection") in said
-    assert len(rows(out)) == 3
+    assert len(metrics(out)) == 3
     checkpoint = torch.load(out / folder.CHECKPOINTS / f"{ARMS[0]}.pt", weights_only=True)
     assert len(checkpoint["rows"]) == 2
     assert compare(Options({}, out, resume=True, bench=False))
-    assert_the_same_curves(rows(out), rows(alone))
+    assert_the_same_curves(metrics(out), metrics(alone))
     assert not list(out.rglob(".*"))  # nothing half written, and no lock
 
 
@@ -219,7 +215,7 @@ def test_torchrun_ends_with_its_dead_rank_and_goes_on_with_three(alone, tmp_path
     assert finished.returncode != 0
     assert "Signal 9 (SIGKILL)" in finished.stderr
     launch(out, 3, resume=True)
-    assert_the_same_curves(rows(out), rows(alone))
+    assert_the_same_curves(metrics(out), metrics(alone))
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])

@@ -347,6 +347,37 @@ def test_bad_options_are_one_sentence(tmp_path, capsys, arguments, said):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_earlier_study_is_refused_untouched_and_kept_with_force(tmp_path, capsys):
+    short = ["study", "--seeds", "1", "--updates", "60", "--no-plot", "--out", str(tmp_path)]
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(short) == 0
+    earlier = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert main([*short, "--seed", "1"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"klfast study: error: {tmp_path} holds an earlier study (study.md, study.json): move it "
+        f"to {tmp_path / 'earlier'} (--force), or choose another folder\n"
+    )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == earlier
+    assert main([*short, "--seed", "1", "--force"]) == 0
+    (place,) = (tmp_path / "earlier").iterdir()
+    assert f"The earlier study is kept in {place}\n" in capsys.readouterr().out
+    kept = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert kept == {name: data for name, data in earlier.items() if name != "notes.txt"}
+    assert (tmp_path / "study.json").read_bytes() != kept["study.json"]
+
+
+def test_a_study_that_cannot_be_written_is_refused_before_it_is_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    assert main(["study", "--out", str(tmp_path / "file")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("klfast study: error: cannot write to the output folder")
+    assert printed.err.count("\n") == 1
+
+
 def test_an_unfinished_run_is_not_fitted_to(tmp_path, capsys):
     write_run(tmp_path, {"none": 3, "nupi": 2})
     assert main(["study", "--fit", str(tmp_path), "--out", str(tmp_path / "out")]) == 2

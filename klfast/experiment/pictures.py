@@ -1,0 +1,73 @@
+"""The pictures of a run: a file of each, and its panels by themselves for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from klfast.experiment import folder
+from klfast.experiment.accuracy import Bin
+from klfast.experiment.accuracy_plot import ESTIMATOR_STYLES, estimator_panels
+from klfast.experiment.arms import ARMS, off_policy, on_policy
+from klfast.experiment.drawing import Panel, png, svg, swatch
+from klfast.experiment.frontier_plot import frontier_panel
+from klfast.experiment.palette import Styles
+from klfast.experiment.plots import STYLES, curve_panels
+from klfast.experiment.sampler_plot import sampler_panels
+from klfast.experiment.sampler_summary import compared
+from klfast.experiment.settings import Settings
+from klfast.experiment.summary import Summary
+from klfast.experiment.train import Row
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A panel in a page: ``svg`` is an element of HTML."""
+
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """``png``: the file. ``figures``, ``legend``: its panels, and (element, text) for each line."""
+
+    png: bytes
+    figures: list[Figure]
+    legend: list[tuple[str, str]]
+
+
+def draw_pictures(
+    rows: list[Row], summaries: list[Summary], bins: list[Bin], settings: Settings
+) -> dict[str, Picture]:
+    """File name -> picture. That of the sampler is there only in a run that has one."""
+    arms = _chosen(STYLES, on_policy(settings.arms))
+    found = {
+        folder.FRONTIER: _picture([frontier_panel(rows, summaries, settings)], 1, (9, 6.5), arms),
+        folder.CURVES: _picture(curve_panels(rows, settings), 2, (13, 9), arms),
+        folder.ESTIMATORS: _picture(
+            estimator_panels(rows, summaries, bins, settings), 2, (13, 9), ESTIMATOR_STYLES, str
+        ),
+    }
+    if off_policy(settings.arms):
+        styles = _chosen(STYLES, compared(settings))
+        found[folder.SAMPLER] = _picture(sampler_panels(rows, settings), 3, (17, 9), styles)
+    return found
+
+
+def _chosen(styles: Styles, names: Sequence[str]) -> Styles:
+    return {name: styles[name] for name in names}
+
+
+def _picture(
+    panels: list[Panel],
+    columns: int,
+    size: tuple[float, float],
+    styles: Styles,
+    label: Callable[[str], str] = lambda name: ARMS[name].label,
+) -> Picture:
+    return Picture(
+        png(panels, columns, size, label),
+        [Figure(panel.title, svg(panel)) for panel in panels],
+        [(swatch(style), label(name)) for name, style in styles.items()],
+    )

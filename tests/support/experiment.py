@@ -1,0 +1,64 @@
+"""Runs of the experiment that take seconds."""
+
+import json
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+
+from klfast.experiment import compare as compare_module
+from klfast.experiment import folder
+from klfast.experiment.pictures import Picture
+from klfast.experiment.text import load_corpus
+
+TINY = {
+    "pretrain_steps": 3,
+    "prompts": 2,
+    "group": 2,
+    "prompt_length": 4,
+    "continuation_length": 6,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "held_out_windows": 4,
+}
+"""Settings; a run has its steps and arms beside them."""
+
+
+@cache
+def corpus():
+    return load_corpus()
+
+
+@contextmanager
+def one_corpus():
+    """All runs share a corpus, which takes a second to make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "load_corpus", corpus)
+        yield patch
+
+
+@contextmanager
+def no_pictures():
+    """Pictures are written without being drawn, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "draw_pictures", undrawn)
+        yield patch
+
+
+def undrawn(*of):
+    names = (folder.FRONTIER, folder.CURVES, folder.ESTIMATORS)
+    return dict.fromkeys(names, Picture(b"a picture" * 10_000, [], []))
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / folder.METRICS).read_text().splitlines()]
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
+
+
+def contents(out):
+    """The bytes of each file."""
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}

@@ -1,0 +1,57 @@
+"""Records of the experiment with chosen numbers."""
+
+from klfast.experiment.accuracy import Accuracy, Bin
+from klfast.experiment.errors import EDGES, SAMPLED
+
+
+def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):
+    """An arm with this KL at each step; ``reward`` is a number, or one for each step."""
+    rewards = reward if isinstance(reward, list) else [reward] * len(kl)
+    return [
+        {
+            "arm": name,
+            "step": i + 1,
+            "reward": rewards[i],
+            "coefficient": coefficient,
+            "kl_per_sequence_exact": 1.1 * value,
+            **{f"kl_per_sequence_{name}": value for name in SAMPLED},
+            **{f"kl_per_sequence_{name}_error_std": value / 2 for name in SAMPLED},
+            "kl_per_token_k3": value / 32,
+            "held_out_perplexity": perplexity,
+            "clipped": 3,
+            "nonfinite": i,
+            "by_length": {
+                "first": [8.0, 16.0],
+                "sequences": [1.0, 3.0],
+                "tokens": [10.0, 90.0],
+                "exact": [0.1 * value, 0.9 * value],
+                "k3": [0.2 * value, 1.8 * value],
+            },
+            "kl_step_seconds": 0.001,
+            "step_seconds": 0.1,
+        }
+        for i, value in enumerate(kl)
+    ]
+
+
+def bins(*lines, ratio=1.0):
+    """Of (exact KL, then for each estimator its bias and std); the margin is always 0.02."""
+    return [
+        Bin(
+            low=max(edge for edge in EDGES if edge <= exact),
+            high=min(edge for edge in EDGES if edge > exact),
+            tokens=2000,
+            steps=50,
+            exact=exact,
+            estimators={
+                name: Accuracy(bias, 0.02, std)
+                for name, (bias, std) in zip(SAMPLED, estimators, strict=True)
+            },
+            ratio=ratio,
+        )
+        for exact, *estimators in lines
+    ]
+
+
+NEAR = (0.03, (0.01, 9.0), (-0.01, 2.0), (0.0, 2.5))
+FAR = (3.0, (0.0, 0.3), (1.25, 0.9), (-0.1, 4.0))
