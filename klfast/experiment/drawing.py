@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-PANEL_SIZE = (4.5, 3.3)
+PANEL_SIZE = (4.2, 3.2)
 """Inches of a panel on a page: as wide as a phone, whose text then is of the usual size."""
 
 _LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the panel's height
@@ -60,22 +60,25 @@ def png(
     return to_png(figure)
 
 
-def svg(panel: Panel) -> str:
-    """A panel by itself, as an element of HTML whose colours are the page's variables."""
+def svg(panel: Panel, salt: str = "") -> str:
+    """A panel by itself, as an element of HTML whose colours are the page's variables.
+
+    With another ``salt`` or title, its names within are others.
+    """
     figure = new_figure(*PANEL_SIZE)
     panel.draw(figure.subplots())
-    return _to_svg(figure, panel.alt, salt=panel.title)
+    return _to_svg(figure, panel.alt, salt + panel.title)
 
 
-def swatch(style: dict[str, Any]) -> str:
-    """A short piece of a line, for a page's legend."""
+def swatch(style: dict[str, Any], salt: str = "") -> str:
+    """A short piece of a line, for a page's legend; ``salt`` as of :func:`svg`."""
     from matplotlib.lines import Line2D
 
     figure = new_figure(0.5, 0.16, layout=None)
     line = Line2D([0.02, 0.5, 0.98], [0.5] * 3, linewidth=1.6, markersize=6, markevery=[1], **style)
     line.set_transform(figure.transFigure)
     figure.add_artist(line)
-    return _to_svg(figure, "", salt=str(sorted(style.items())))
+    return _to_svg(figure, "", salt + str(sorted(style.items())))
 
 
 def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
@@ -115,11 +118,13 @@ def _to_svg(figure: Figure, alt: str, salt: str) -> str:
 def inline(document: str, alt: str) -> str:
     """An SVG document as an element of HTML.
 
-    It has the page's width and no names that another picture's may equal; colours are variables.
+    It has the page's width and font, and no names that another picture's may equal; colours are
+    variables.
     """
     body = document[document.index("<svg") :].strip()
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    body = re.sub(r" font-family: [^;\"]*;", "", body)
     used = set(re.findall(r"[(\"]#([^)\"]+)[)\"]", body))
     body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", body)
     body = _SVG_COLOR.sub(lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], body)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from klfast.experiment.arms import on_policy
 from klfast.experiment.drawing import Panel, dress, label_ends, note, set_shares, set_ticks
 from klfast.experiment.means import mean_of, rows_by_arm
-from klfast.experiment.palette import INK
+from klfast.experiment.palette import INK, SHADE
 from klfast.experiment.plots import STYLES
 from klfast.experiment.settings import Settings
 from klfast.experiment.summary import HELD_WITHIN, Summary
@@ -73,7 +73,7 @@ def _show_target(panel: Axes, settings: Settings, empty: bool) -> None:
     panel.set_xlim(min(low, settings.target / 2), max(high, settings.target * 2))
     set_ticks(panel.xaxis)
     band = (settings.target * (1 - HELD_WITHIN), settings.target * (1 + HELD_WITHIN))
-    panel.axvspan(*band, color=INK, alpha=0.06, linewidth=0)
+    panel.axvspan(*band, color=INK, alpha=SHADE, linewidth=0)
     panel.axvline(settings.target, color=INK, linewidth=1.2, zorder=1)
     note(
         panel,

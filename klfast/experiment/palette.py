@@ -50,6 +50,9 @@ VARIABLES = {light.lower(): f"--{name}" for name, (light, _) in COLORS.items()}
 Styles = dict[str, dict[str, Any]]
 
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5.5}
+SHADE = 0.08
+"""How much ink there is in a band."""
+
 SMALL, TITLE = 9, 11
 DPI = 110
 

@@ -30,8 +30,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Picture:
-    """``png``: the file. ``figures``, ``legend``: its panels, and (element, text) for each line."""
+    """A file and its name; its panels by themselves, and (element, text) for each line."""
 
+    file: str
     png: bytes
     figures: list[Figure]
     legend: list[tuple[str, str]]
@@ -42,17 +43,17 @@ def draw_pictures(
 ) -> dict[str, Picture]:
     """File name -> picture. That of the sampler is there only in a run that has one."""
     arms = _chosen(STYLES, on_policy(settings.arms))
-    found = {
-        folder.FRONTIER: _picture([frontier_panel(rows, summaries, settings)], 1, (9, 6.5), arms),
-        folder.CURVES: _picture(curve_panels(rows, settings), 2, (13, 9), arms),
-        folder.ESTIMATORS: _picture(
-            estimator_panels(rows, summaries, bins, settings), 2, (13, 9), ESTIMATOR_STYLES, str
-        ),
-    }
+    frontier = [frontier_panel(rows, summaries, settings)]
+    estimators = estimator_panels(rows, summaries, bins, settings)
+    found = [
+        _picture(folder.FRONTIER, frontier, 1, (9, 6.5), arms),
+        _picture(folder.CURVES, curve_panels(rows, settings), 2, (13, 9), arms),
+        _picture(folder.ESTIMATORS, estimators, 2, (13, 9), ESTIMATOR_STYLES, str),
+    ]
     if off_policy(settings.arms):
         styles = _chosen(STYLES, compared(settings))
-        found[folder.SAMPLER] = _picture(sampler_panels(rows, settings), 3, (17, 9), styles)
-    return found
+        found.append(_picture(folder.SAMPLER, sampler_panels(rows, settings), 3, (17, 9), styles))
+    return {picture.file: picture for picture in found}
 
 
 def _chosen(styles: Styles, names: Sequence[str]) -> Styles:
@@ -60,6 +61,7 @@ def _chosen(styles: Styles, names: Sequence[str]) -> Styles:
 
 
 def _picture(
+    file: str,
     panels: list[Panel],
     columns: int,
     size: tuple[float, float],
@@ -67,7 +69,8 @@ def _picture(
     label: Callable[[str], str] = lambda name: ARMS[name].label,
 ) -> Picture:
     return Picture(
+        file,
         png(panels, columns, size, label),
-        [Figure(panel.title, svg(panel)) for panel in panels],
-        [(swatch(style), label(name)) for name, style in styles.items()],
+        [Figure(panel.title, svg(panel, file)) for panel in panels],
+        [(swatch(style, file), label(name)) for name, style in styles.items()],
     )

@@ -25,6 +25,7 @@ from klfast.experiment.palette import (
     LINE,
     ORANGE,
     PURPLE,
+    SHADE,
     SKY,
     SMALL,
     VERMILION,
@@ -97,7 +98,7 @@ def shade_window(panel: Axes, rows: list[Row], names: list[str]) -> None:
     windows = [window_of(own) for own in rows_by_arm(rows, names).values() if own]
     if windows:
         first, last = min(w[0] for w in windows), max(w[1] for w in windows)
-        panel.axvspan(first - 0.5, last + 0.5, color=INK, alpha=0.06, linewidth=0)
+        panel.axvspan(first - 0.5, last + 0.5, color=INK, alpha=SHADE, linewidth=0)
 
 
 def draw_means(panel: Axes, key: str, rows: list[Row], names: list[str]) -> None:
@@ -156,7 +157,10 @@ def show_steps(panel: Axes, settings: Settings, empty: bool) -> None:
 
 
 def step_axis(panel: Axes, settings: Settings) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     panel.set_xlabel("step")
+    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panel.set_xlim(0, settings.steps * 1.01)
 
 

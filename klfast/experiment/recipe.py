@@ -14,6 +14,7 @@ from klfast.experiment.settings import Settings
 from klfast.experiment.train import REDUCTION, estimator
 
 _FIRST = ("kl_coef", "init_kl_coef")
+_LINE = 48  # characters that a phone shows
 _OF_A_PLACE = ("device", "process_group")
 
 _RECIPE = """\
@@ -22,7 +23,7 @@ import klfast
 controller = {controller}
 estimator = {estimator}
 
-# each step: logprobs, ref_logprobs, mask [B, T]
+# each step, on tensors [B, T]
 penalty, stats = klfast.kl_penalty(
     logprobs,
     ref_logprobs,
@@ -57,7 +58,7 @@ def controller_text(controller: CoefficientController) -> str:
         value = getattr(controller, attribute)
         if parameter.default is parameter.empty or value != parameter.default:
             chosen[parameter.name] = value
-    return f"klfast.{type(controller).__name__}({_arguments(chosen)})"
+    return _call(f"klfast.{type(controller).__name__}", chosen)
 
 
 def estimator_text(of: Estimator) -> str:
@@ -65,9 +66,14 @@ def estimator_text(of: Estimator) -> str:
     values = {field.name: getattr(of, field.name) for field in fields(of)}
     defaults = {f.name: f.default for f in fields(of) if f.default is not MISSING}
     chosen = {n: v for n, v in values.items() if n == "name" or v != defaults[n]}
-    return f"klfast.Estimator({_arguments(chosen)})"
+    return _call("klfast.Estimator", chosen)
 
 
-def _arguments(chosen: dict[str, Any]) -> str:
-    texts = {n: json.dumps(v) if isinstance(v, str) else repr(v) for n, v in chosen.items()}
-    return ", ".join(f"{name}={text}" for name, text in texts.items())
+def _call(function: str, chosen: dict[str, Any]) -> str:
+    """A line, or a line for each argument where that would be a long one."""
+    values = {n: json.dumps(v) if isinstance(v, str) else repr(v) for n, v in chosen.items()}
+    arguments = [f"{name}={value}" for name, value in values.items()]
+    line = f"{function}({', '.join(arguments)})"
+    if len(line) <= _LINE:
+        return line
+    return "\n".join([f"{function}(", *(f"    {argument}," for argument in arguments), ")"])

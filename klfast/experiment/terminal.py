@@ -116,7 +116,7 @@ def print_speed(console: Console, speed: list[SpeedRow]) -> None:
     table = Table(title="Speed of the KL step", title_justify="left", box=box.SIMPLE)
     table.add_column("case")
     table.add_column("implementation", no_wrap=True)
-    for heading in ("median ms", "fastest ms", "times klfast's", "flags"):
+    for heading in ("median ms", "min ms", "ratio", "flags"):
         table.add_column(heading, justify="right")
     for row in speed:
         table.add_row(

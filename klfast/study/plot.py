@@ -16,7 +16,7 @@ from klfast.experiment.drawing import (
     to_png,
     zero_line,
 )
-from klfast.experiment.palette import BLUE, INK, LINE, SILVER, TITLE, VERMILION
+from klfast.experiment.palette import BLUE, INK, LINE, SHADE, SILVER, TITLE, VERMILION
 from klfast.experiment.plots import STYLES
 from klfast.study.candidates import CANDIDATES, Gains
 from klfast.study.measure import WITHIN, Studied
@@ -66,7 +66,7 @@ def _draw_rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course:
         panel.fill_between(updates, low, high, color=color, alpha=0.15, linewidth=0)
         panel.plot(updates, middle, color=color, linestyle=style, linewidth=1.6, label=style)
     zero_line(panel, 1)
-    panel.axhspan(1 - WITHIN, 1 + WITHIN, color=INK, alpha=0.06, linewidth=0)
+    panel.axhspan(1 - WITHIN, 1 + WITHIN, color=INK, alpha=SHADE, linewidth=0)
     panel.axvline(course.updates // 2, color=SILVER, linewidth=0.9, linestyle=":")
     dress(panel)
     panel.set_title(rule.label, loc="left", fontsize=TITLE)

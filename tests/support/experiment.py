@@ -48,7 +48,7 @@ def no_pictures():
 
 def undrawn(*of):
     names = (folder.FRONTIER, folder.CURVES, folder.ESTIMATORS)
-    return dict.fromkeys(names, Picture(b"a picture" * 10_000, [], []))
+    return {name: Picture(name, b"a picture" * 10_000, [], []) for name in names}
 
 
 def metrics(out):
