@@ -44,24 +44,38 @@ def answer(summaries: list[Summary], settings: Settings) -> Answer:
     )
     if not steering:
         return _without_steering(fixed, settings)
-    best = steering[0]
+    best, others = steering[0], steering[1:]
     held = best.held(settings.target)
-    notes = [_rivals(best, steering[1:], settings)] if held else [_never(steering, settings)]
+    ties = [s for s in others if _is_level(s, best, settings)] if held else []
+    notes = [_rivals(best, others, ties) if held else _never(steering, settings)]
     notes += [_against_fixed(best, fixed, settings), _caution(best, settings)]
-    return Answer(_line(best, settings), [note for note in notes if note], best.name, held)
+    return Answer(_line(best, ties, fixed, settings), notes, best.name, held)
 
 
 def _distance(s: Summary, settings: Settings) -> float:
     return abs(s.kl - settings.target)
 
 
-def _line(best: Summary, settings: Settings) -> str:
+def _is_level(s: Summary, best: Summary, settings: Settings) -> bool:
+    """Whether noise alone may have put an arm behind the best; of single steps it may."""
+    behind = _distance(s, settings) - _distance(best, settings)
+    return behind <= _SURE * hypot(s.kl_noise, best.kl_noise)
+
+
+def _line(best: Summary, ties: list[Summary], fixed: list[Summary], settings: Settings) -> str:
     verdict = (
         "held the target best"
         if best.held(settings.target)
         else "came closest, and did not hold it"
     )
-    return f"{name_of(best)} {verdict}: {_ending(best, settings)}."
+    if ties:
+        verdict += f", level within the noise with {', '.join(s.label for s in ties)}"
+    text = f"{name_of(best)} {verdict}: {_ending(best, settings)}"
+    if fixed:
+        text += (
+            f"; the fixed coefficient {number(fixed[0].coefficient)} got {_got(fixed[0], settings)}"
+        )
+    return f"{text}."
 
 
 def _ending(s: Summary, settings: Settings) -> str:
@@ -71,18 +85,16 @@ def _ending(s: Summary, settings: Settings) -> str:
     )
 
 
-def _rivals(best: Summary, others: list[Summary], settings: Settings) -> str:
+def _got(s: Summary, settings: Settings) -> str:
+    return f"{s.reward:.1%} at {number(s.kl)} nats ({off(s, settings.target)})"
+
+
+def _rivals(best: Summary, others: list[Summary], ties: list[Summary]) -> str:
     """Who may have held it as well."""
     if not others:
         return "No other arm of this run steers."
     if best.window < 2:
         return "The means are of a single step, which cannot tell the arms that steer apart."
-    ties = [
-        s
-        for s in others
-        if _distance(s, settings) - _distance(best, settings)
-        <= _SURE * hypot(s.kl_noise, best.kl_noise)
-    ]
     if not ties:
         return "The next best was further off by more than the noise of the means."
     names = ", ".join(f"{mid(s)} ({number(s.kl)} nats, {s.reward:.1%})" for s in ties)
@@ -104,24 +116,19 @@ def _against_fixed(best: Summary, fixed: list[Summary], settings: Settings) -> s
     if not fixed:
         return "No arm with a fixed coefficient ran beside it."
     closest = fixed[0]
-    luck = ", which held the target too, though nothing steered it there;" * closest.held(
-        settings.target
-    )
-    few = "only" if len(fixed) == 1 else f"best of {len(fixed)}"
-    return (
-        f"Against it, the fixed coefficient {number(closest.coefficient)} ({few}){luck} ended at "
-        f"{_ending(closest, settings)}: {_trade(closest, best)}."
-    )
+    which = "the only one" if len(fixed) == 1 else f"of {len(fixed)} the one closest to the target"
+    text = f"Beside it the fixed coefficient, {which}, got {_trade(closest, best)}"
+    if closest.held(settings.target):
+        text += "; it held the target too, though nothing steered it there"
+    return f"{text}."
 
 
 def _trade(fixed: Summary, best: Summary) -> str:
     """What the fixed coefficient got more or less of than the arm that steers."""
     reward = _compared(fixed.reward, best.reward, hypot(fixed.reward_noise, best.reward_noise))
     kl = _compared(fixed.kl, best.kl, hypot(fixed.kl_noise, best.kl_noise))
-    if reward == kl == 0:
-        return "neither reward nor KL can be told apart from the arm that steers"
-    words = {-1: "less", 0: "no different", 1: "more"}
-    return f"{words[reward]} reward at {words[kl]} KL"
+    amounts = {-1: "less {}", 0: "as much {} (within the noise)", 1: "more {}"}
+    return f"{amounts[reward].format('reward')} at {amounts[kl].format('KL')}"
 
 
 def _compared(one: float, other: float, noise: float) -> int:

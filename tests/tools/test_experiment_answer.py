@@ -32,12 +32,13 @@ def test_the_answer_is_the_arm_that_held_best_with_its_reward_and_the_closest_fi
     found, text = of(NONE, LOW, HIGH, WORSE, GOOD)
     assert found.line == (
         "Adaptive (Ziegler) held the target best: a KL of 6.2 nats per sequence "
-        "(3% above the target of 6) with a reward of 31.0%."
+        "(3% above the target of 6) with a reward of 31.0%; the fixed coefficient 0.05 got 20.0% "
+        "at 3 nats (50% below the target of 6)."
     )
     assert (found.arm, found.held) == ("adaptive", True)
     assert "The next best was further off by more than the noise" in text
-    assert "Against it, the fixed coefficient 0.05 (best of 2) ended at a KL of 3 nats" in text
-    assert "with a reward of 20.0%: less reward at less KL." in text
+    assert "the fixed coefficient, of 2 the one closest to the target, got less reward" in text
+    assert "reward at less KL." in text
     assert "one run with one seed (0), its means those of the last 2 steps of 6" in text
 
 
@@ -51,6 +52,7 @@ def test_a_tie_is_said():
     noisy = rows("nupi", [0, 5, 7, 6, 5.5, 7.1], reward=0.4)
     found, text = of(GOOD, noisy, WORSE)
     assert found.arm == "adaptive"
+    assert "held the target best, level within the noise with nuPI: a KL of 6.2 nats" in found.line
     assert "Not to be told apart from it by noise: the arm “nuPI” (6.3 nats, 40.0%)." in text
     assert "exponential" not in text
     same = of(GOOD, rows("dual", [0, 5, 7, 6, 6.1, 6.3], reward=0.31))[1]
@@ -61,7 +63,7 @@ def test_a_single_step_cannot_rank():
     text = of(GOOD[:3], WORSE[:3], steps=3, target=7.0)[1]
     assert "The means are of a single step, which cannot tell the arms that steer apart." in text
     fixed = of(GOOD[:3], LOW[:3], steps=3, target=7.0)[1]
-    assert "neither reward nor KL can be told apart" in fixed
+    assert "got as much reward (within the noise) at as much KL (within the noise)" in fixed
 
 
 def test_an_arm_that_never_reached_the_target_did_not_hold_it():
@@ -78,8 +80,9 @@ def test_an_arm_that_never_reached_the_target_did_not_hold_it():
 def test_a_fixed_coefficient_that_did_better_is_said_to():
     lucky = rows("fixed-low", [0, 5, 5, 5.9, 5.9, 6.0], coefficient=0.012, reward=0.6)
     text = of(GOOD, lucky)[1]
-    assert "the fixed coefficient 0.012 (only), which held the target too, though nothing" in text
-    assert "with a reward of 60.0%: more reward at" in text
+    assert "the fixed coefficient, the only one, got more reward at less KL; it held the" in text
+    assert "; it held the target too, though nothing steered it there." in text
+    assert "the fixed coefficient 0.012 got 60.0% at 5.95 nats (1% below" in text
 
 
 def test_a_run_without_a_fixed_arm_or_without_a_steering_one():
