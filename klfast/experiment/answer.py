@@ -79,9 +79,10 @@ def _line(best: Summary, ties: list[Summary], fixed: list[Summary], settings: Se
 
 
 def _ending(s: Summary, settings: Settings) -> str:
+    spread = f" ± {number(s.kl_spread)}" if s.window > 1 else ""
     return (
-        f"a KL of {number(s.kl)} nats per sequence ({off(s, settings.target)}) with a reward of "
-        f"{s.reward:.1%}"
+        f"a KL of {number(s.kl)}{spread} nats per sequence ({off(s, settings.target)}) with a "
+        f"reward of {s.reward:.1%}"
     )
 
 
@@ -139,9 +140,11 @@ def _compared(one: float, other: float, noise: float) -> int:
 
 
 def _caution(best: Summary, settings: Settings) -> str:
+    spread = ", ± their standard deviation" if best.window > 1 else ""
     return (
-        f"This is one run with one seed ({settings.seed}), its means those of the last "
-        f"{steps_of(best.window)} of {settings.steps}: another seed may order the arms otherwise."
+        f"This is one run with one seed ({settings.seed}), its numbers the means of the last "
+        f"{steps_of(best.window)} of {settings.steps}{spread}: another seed may order the arms "
+        "otherwise."
     )
 
 

@@ -154,6 +154,15 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What was written, up to a line that is not whole; nothing without the file."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with contextlib.suppress(ValueError):
+            rows.extend(json.loads(line) for line in path.read_bytes().splitlines())
+    return rows
+
+
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Adds one line in one write, so that a file cut off by a crash still ends on a whole line."""
     with path.open("a", encoding="utf-8") as file:

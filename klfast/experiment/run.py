@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,9 +142,26 @@ def resume(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) ->
                 raise CompareError(_damaged(_checkpoint(out, _PRETRAIN), "missing or unfinished"))
             arm = run.arms[name] = new_arm(name, world, settings, team)
             _restore(path, settings, partial(_load_arm, arm))
+    _check_nothing_is_lost(run)
     if team.leads:
         folder.write_rows(out / folder.METRICS, run.rows)
     return run
+
+
+def _check_nothing_is_lost(run: Run) -> None:
+    """Raises :class:`CompareError` where records are further than a killed run's can be.
+
+    Checkpoints have then been removed, and the records would be overwritten.
+    """
+    recorded = Counter(row["arm"] for row in folder.read_rows(run.out / folder.METRICS))
+    for name, steps in recorded.items():
+        kept = len(run.arms[name].rows) if name in run.arms else 0
+        if steps - kept > SAVE_EVERY:
+            raise CompareError(
+                f"cannot resume: {run.out / folder.METRICS} has {steps} steps of the arm {name!r}, "
+                f"its checkpoint {kept}; begin anew with --force, which keeps the earlier run's "
+                "files, or in another folder"
+            )
 
 
 def unshard(run: Run) -> None:

@@ -31,7 +31,7 @@ def of(*arms, **changes):
 def test_the_answer_is_the_arm_that_held_best_with_its_reward_and_the_closest_fixed_coefficient():
     found, text = of(NONE, LOW, HIGH, WORSE, GOOD)
     assert found.line == (
-        "Adaptive (Ziegler) held the target best: a KL of 6.2 nats per sequence "
+        "Adaptive (Ziegler) held the target best: a KL of 6.2 ± 0.141 nats per sequence "
         "(3% above the target of 6) with a reward of 31.0%; the fixed coefficient 0.05 got 20.0% "
         "at 3 nats (50% below the target of 6)."
     )
@@ -39,7 +39,7 @@ def test_the_answer_is_the_arm_that_held_best_with_its_reward_and_the_closest_fi
     assert "The next best was further off by more than the noise" in text
     assert "the fixed coefficient, of 2 the one closest to the target, got less reward" in text
     assert "reward at less KL." in text
-    assert "one run with one seed (0), its means those of the last 2 steps of 6" in text
+    assert "one run with one seed (0), its numbers the means of the last 2 steps of 6, ±" in text
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -52,7 +52,9 @@ def test_a_tie_is_said():
     noisy = rows("nupi", [0, 5, 7, 6, 5.5, 7.1], reward=0.4)
     found, text = of(GOOD, noisy, WORSE)
     assert found.arm == "adaptive"
-    assert "held the target best, level within the noise with nuPI: a KL of 6.2 nats" in found.line
+    assert (
+        "held the target best, level within the noise with nuPI: a KL of 6.2 ± 0.141" in found.line
+    )
     assert "Not to be told apart from it by noise: the arm “nuPI” (6.3 nats, 40.0%)." in text
     assert "exponential" not in text
     same = of(GOOD, rows("dual", [0, 5, 7, 6, 6.1, 6.3], reward=0.31))[1]

@@ -237,6 +237,24 @@ def test_a_damaged_run_is_refused_and_left_as_it_is(whole, tmp_path, damage, fil
     assert contents(out) == before
 
 
+def test_records_whose_checkpoints_were_removed_are_not_overwritten(whole, tmp_path, monkeypatch):
+    """To save space, say; --resume would begin their arm anew."""
+    out = tmp_path / "copy"
+    shutil.copytree(whole, out)
+    (out / "checkpoints" / "adaptive.pt").unlink()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"arm": "adap')  # cut off by a crash
+    before = contents(out)
+    monkeypatch.setattr(run, "SAVE_EVERY", 3)
+    with pytest.raises(CompareError, match="has 4 steps of the arm 'adaptive', its checkpoint 0"):
+        compare(options(out, resume=True))
+    assert contents(out) == before
+    monkeypatch.setattr(run, "SAVE_EVERY", 4)  # so many a killed run may lose, and makes again
+    with no_pictures():
+        assert compare(options(out, resume=True))
+    assert without_times(metrics(out)) == without_times(metrics(whole))
+
+
 def test_resuming_with_another_setting_or_text_is_refused(whole, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(whole, out)
