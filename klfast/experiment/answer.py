@@ -140,7 +140,7 @@ def _compared(one: float, other: float, noise: float) -> int:
 
 
 def _caution(best: Summary, settings: Settings) -> str:
-    spread = ", ± their standard deviation" if best.window > 1 else ""
+    spread = ", ± a step's standard deviation" if best.window > 1 else ""
     return (
         f"This is one run with one seed ({settings.seed}), its numbers the means of the last "
         f"{steps_of(best.window)} of {settings.steps}{spread}: another seed may order the arms "
