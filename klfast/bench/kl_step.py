@@ -40,8 +40,9 @@ def time_kl_step(
     Returns:
         One dict for each case and implementation: ``case`` (such as ``"forward [512, 8192]"``),
         ``impl`` (``"klfast"``, ``"eager"``, ``"torch.compile"``), ``median_ms`` and ``min_ms`` of a
-        call, and ``ratio``: the median over klfast's median, that is how many times faster klfast
-        is (1 for klfast itself).
+        call, ``ratio``: the median over klfast's median, that is how many times faster klfast
+        is (1 for klfast itself), and ``busy``: whether other processes took more of the cores' time
+        than they may (None where that is not known).
 
     Raises:
         klfast.bench.check.WrongResult: an implementation computes something else.
@@ -72,6 +73,9 @@ def _rows(
         inputs = make(op)
         sequences, tokens = inputs[0].mask.shape
         case = Case(op, "fp32", (sequences, tokens))
-        for row in rows_of(case, time_inputs(op, inputs, plan)):
-            rows.append({"case": f"{step} {label}", **{key: getattr(row, key) for key in KEYS}})
+        timings, load = time_inputs(op, inputs, plan)
+        busy = None if load is None else not load.is_idle
+        for row in rows_of(case, timings):
+            numbers = {key: getattr(row, key) for key in KEYS}
+            rows.append({"case": f"{step} {label}", **numbers, "busy": busy})
     return rows

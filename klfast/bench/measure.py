@@ -303,8 +303,8 @@ def available_memory() -> int | None:
     return next((int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line), None)
 
 
-def time_inputs(op: Op, inputs: Sequence[Inputs], plan: Plan) -> dict[str, Timing]:
-    """Checks and times the candidates on given sets of inputs."""
-    return interleave(
-        checked_candidates(op, inputs[0], plan.with_compile), inputs, plan.rounds, warm=plan.reused
-    )
+def time_inputs(
+    op: Op, inputs: Sequence[Inputs], plan: Plan
+) -> tuple[dict[str, Timing], idle.Load | None]:
+    """Checks and times the candidates on given sets of inputs; also the load beside them."""
+    return time_idle(checked_candidates(op, inputs[0], plan.with_compile), inputs, plan)

@@ -32,8 +32,12 @@ class Column:
 def flags(row: Any, loads: Mapping[str, idle.Load | None]) -> str:
     """What speaks against a row's times: their spread, and the load beside its case."""
     load = loads.get(row.case)
-    found = [NOISY_FLAG] * row.is_noisy + [BUSY_FLAG] * (load is not None and not load.is_idle)
-    return ", ".join(found)
+    return flags_text(row.is_noisy, load is not None and not load.is_idle)
+
+
+def flags_text(noisy: bool, busy: bool) -> str:
+    """The cell of the column."""
+    return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
 
 
 def print_rows(

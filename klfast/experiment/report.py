@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from klfast.bench.table import NOISY_FLAG
+from klfast.bench import idle
+from klfast.bench.table import flags_text
 from klfast.bench.timing import NOISY, is_noisy
 from klfast.experiment import folder
 from klfast.experiment.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, read_accuracy
@@ -23,7 +24,7 @@ from klfast.experiment.settings import Settings, settings_to_json
 from klfast.experiment.summary import Summary
 
 SpeedRow = dict[str, Any]
-"""``case``, ``impl``, ``median_ms``, ``min_ms`` and ``ratio`` (to klfast's median)."""
+"""A dict of ``klfast.bench.time_kl_step``."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ def render_report(data: ReportData) -> bytes:
         settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},
         has_sampler=bool(off_policy(data.settings.arms)),
         drift=read_drift(data.drifts, data.settings),
-        speed=[{**row, "flag": _flag(row)} for row in data.speed],
+        speed=[{**row, "flags": speed_flags(row)} for row in data.speed],
         noisy=NOISY,
+        busy=f"{idle.LIMIT:.0%}",
     )
     return text.encode()
 
@@ -91,5 +93,6 @@ def _written_by(environment: dict[str, Any]) -> str:
     return f"klfast {version}, commit {commit}"
 
 
-def _flag(row: SpeedRow) -> str:
-    return NOISY_FLAG if is_noisy(row["median_ms"], row["min_ms"]) else ""
+def speed_flags(row: SpeedRow) -> str:
+    """What speaks against a row's times."""
+    return flags_text(is_noisy(row["median_ms"], row["min_ms"]), bool(row["busy"]))

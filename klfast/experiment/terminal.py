@@ -18,11 +18,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from klfast.bench.table import NOISY_FLAG
-from klfast.bench.timing import is_noisy
 from klfast.experiment.answer import Answer
 from klfast.experiment.means import number
-from klfast.experiment.report import SpeedRow
+from klfast.experiment.report import SpeedRow, speed_flags
 from klfast.experiment.settings import Settings
 from klfast.experiment.summary import Summary
 from klfast.experiment.train import Row
@@ -114,7 +112,7 @@ def print_summary(console: Console, summaries: list[Summary], settings: Settings
 
 def print_speed(console: Console, speed: list[SpeedRow]) -> None:
     table = Table(title="Speed of the KL step", title_justify="left", box=box.SIMPLE)
-    table.add_column("case")
+    table.add_column("case", min_width=len("forward+backward"))
     table.add_column("implementation", no_wrap=True)
     for heading in ("median ms", "min ms", "ratio", "flags"):
         table.add_column(heading, justify="right")
@@ -123,6 +121,6 @@ def print_speed(console: Console, speed: list[SpeedRow]) -> None:
             str(row["case"]),
             str(row["impl"]),
             *(number(row[key]) for key in ("median_ms", "min_ms", "ratio")),
-            NOISY_FLAG * is_noisy(row["median_ms"], row["min_ms"]),
+            speed_flags(row),
         )
     console.print(table)

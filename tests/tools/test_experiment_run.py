@@ -374,7 +374,7 @@ def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsy
     def timed(logprobs, ref_logprobs, mask):
         seen.append((logprobs.shape, ref_logprobs.shape, mask.shape))
         row = {"case": "this run [4, 6]", "impl": "eager", "median_ms": 1.5, "min_ms": 0.75}
-        return [{**row, "ratio": 12.5}]
+        return [{**row, "ratio": 12.5, "busy": True}]
 
     monkeypatch.setitem(sys.modules, "klfast.bench", SimpleNamespace(time_kl_step=timed))
     assert compare(options(tmp_path, bench=True))
@@ -386,7 +386,7 @@ def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsy
     assert len(seen) == 1
     html = (tmp_path / "report.html").read_text()
     printed = capsys.readouterr().out
-    for text in ("this run [4, 6]", "eager", "12.5", "noisy"):
+    for text in ("this run [4, 6]", "eager", "12.5", "noisy, busy"):
         assert text in html
         assert text in printed
     assert printed.rstrip().endswith(f"Report: {tmp_path / 'report.html'}")
