@@ -186,7 +186,9 @@ def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> 
     if loaded is not None:
         print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
     else:
-        print(f"idle: other processes took {where['others_share']:.1%} of the cores' time.")
+        share = where["others_share"]
+        verdict = "idle" if share <= idle.LIMIT else "too short to tell whether it was idle"
+        print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
 
 
 def print_results(

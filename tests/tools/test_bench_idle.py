@@ -184,6 +184,13 @@ def test_the_rows_that_met_a_load_are_flagged(loads, capsys):
     assert notes.startswith("beside 2 of 4 rows other processes took more than 5% of the cores'")
 
 
+def test_rounds_too_short_to_tell_are_not_called_idle(loads, capsys):
+    loads["rounds"] = [Load(others=0.01, capacity=0.05, all_others=0.01, all_capacity=0.05)]
+    assert main(QUICK) == 0
+    said = "too short to tell whether it was idle: other processes took 20.0% of the cores' time."
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_rounds_that_met_a_load_are_repeated(loads, monkeypatch):
     loads["rounds"] = [BUSY, IDLE]
     timings = iter("abc")
