@@ -154,7 +154,7 @@ STORED = {"STG.128": 2, "STG.32": 8}  # those of 32 bits under a predicate that 
 PACKED = {"LDG.128": 4, "LDG.64": 2}
 STAGED = 4 * 19_008 + 1_024  # a block's part of a pair of rows, and the state beside it
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
-DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}"
+DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}E.*EntropyOfE0E"
 
 CASES = {
     "k3-forward-bf16": of_tokens("bf16", 0, BF16, 24),

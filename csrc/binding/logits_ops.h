@@ -176,7 +176,7 @@ template <typename Tensor>
 DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
                                const std::optional<Tensor>& token_ids,
                                const std::optional<Tensor>& keep, int64_t divergence, double beta,
-                               double temperature,
+                               double temperature, int64_t entropy_of,
                                const std::optional<Tensor>& inverse_temperature) {
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
@@ -186,20 +186,26 @@ DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
   in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
   KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
   in.beta = beta;
+  in.entropy_of = choice_of<EntropyOf>(entropy_of, kEntropies, "entropy_of");
+  KLFAST_CHECK(in.divergence == Divergence::kKl || in.entropy_of != EntropyOf::kSecond,
+               "entropy_of must not be the second model of a JSD");
   return in;
 }
 
 template <typename On, typename Tensor>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, std::optional<Tensor> row_weights,
-    bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
+    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
+    std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
+    std::optional<Tensor> inverse_temperature) {
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
-                          inverse_temperature);
+                          entropy_of, inverse_temperature);
   const RowInputs& in = call.in.in;
   KLFAST_CHECK(row_weights.has_value() || !(want_grad || want_grad_ref),
                "gradients need row_weights");
+  const bool want_entropy = call.in.entropy_of != EntropyOf::kNone;
+  KLFAST_CHECK(!(want_entropy && row_weights.has_value()), "entropies do not go with row_weights");
   const ScalarType dtype = arithmetic(in.is_double);
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
@@ -207,27 +213,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
   Tensor saved = empty<Tensor>({kSaved, in.shape.rows()}, ScalarType::Double, device_of(logits));
   Tensor grad = empty_gradient(logits, want_grad);
   Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
+  Tensor entropy = empty_rows(logits, dtype, want_entropy);
   call.rows = data_of(rows);
   call.logprobs = data_of(logprobs);
   call.ref_logprobs = data_of(ref_logprobs);
+  call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
   call.row_weights = per_row<Tensor>(row_weights, logits, results_dtype(in), "row_weights");
   call.grad_first = output_of(grad, want_grad);
   call.grad_second = output_of(grad_ref, want_grad_ref);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
-  return {rows, logprobs, ref_logprobs, saved, grad, grad_ref};
+  return {rows, logprobs, ref_logprobs, saved, grad, grad_ref, entropy};
 }
 
 template <typename On, typename Tensor>
 std::tuple<Tensor, Tensor> kl_divergence_bwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, Tensor rows, Tensor saved,
-    std::optional<Tensor> grad_rows, std::optional<Tensor> grad_logprobs,
-    std::optional<Tensor> grad_ref_logprobs, bool want_grad, bool want_grad_ref,
+    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
+    Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
+    std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
+    std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
     std::optional<Tensor> inverse_temperature) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
-                          inverse_temperature);
+                          entropy_of, inverse_temperature);
   const RowInputs& in = call.in.in;
   const DType dtype = results_dtype(in);
   KLFAST_CHECK(
@@ -238,6 +247,12 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
   call.grad_rows = per_row<Tensor>(grad_rows, logits, dtype, "grad_rows");
   call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
   call.grad_ref_logprobs = per_row<Tensor>(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
+  if (grad_entropy.has_value()) {
+    KLFAST_CHECK(call.in.entropy_of != EntropyOf::kNone && entropy.has_value(),
+                 "grad_entropy goes with entropy and entropy_of");
+    call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
+    call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
+  }
   Tensor grad = empty_gradient(logits, want_grad);
   Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
   call.grad_first = output_of(grad, want_grad);

@@ -21,6 +21,7 @@
 
 #include <cmath>
 
+#include "formulas/entropy.h"
 #include "formulas/jsd_fit.h"
 #include "formulas/passes.h"
 #include "math/log_series.h"
@@ -182,14 +183,24 @@ KLFAST_HOST_DEVICE Acc log_ratio_in_nats(Acc x, Acc y, const Guess<Acc, base>& g
   return Acc(2 * kNats<base>) * half_log_ratio(x, y, guess);
 }
 
+// x - m and y - m - c, in the base's unit.
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc first_exponent(Acc x, const Guess<Acc, base>& guess) {
+  return math::fma(x, guess.scale, -guess.first);
+}
+template <typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc second_exponent(Acc y, const Guess<Acc, base>& guess) {
+  return math::fma(y, guess.scale, -guess.second) - guess.second_rest;
+}
+
 // e^(x - m) and e^(y - m - c).
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE Acc first_term(Acc x, const Guess<Acc, base>& guess) {
-  return math::exp_term<base>(math::fma(x, guess.scale, -guess.first));
+  return math::exp_term<base>(first_exponent(x, guess));
 }
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE Acc second_term(Acc y, const Guess<Acc, base>& guess) {
-  return math::exp_term<base>(math::fma(y, guess.scale, -guess.second) - guess.second_rest);
+  return math::exp_term<base>(second_exponent(y, guess));
 }
 
 // A number of the base's units in nats.
@@ -231,6 +242,41 @@ KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc, base>& guess
   const Acc slope = mass * select(nobody | excluded, Acc(0), held);
   const Acc far_spread = (other - mass) - slope;
   return {mass, select(near, mass * near_tail<base>(near_u), far_spread), slope, other, excluded};
+}
+
+// A word's term of a moment (entropy.h): the product of these. The exponent is in the base's unit,
+// and finite, as a mass of 0 must not meet -infinity.
+template <typename Acc>
+struct MomentTerm {
+  Acc mass;
+  Acc exponent;
+};
+
+// The moment's term of either model for a word of which |u'| is at most 1 nat. `mass` is w. The
+// second's mass is w e^u', from a product that no other sum has: a host compiler may fuse that.
+template <EntropyOf of, typename Acc, Base base>
+KLFAST_HOST_DEVICE MomentTerm<Acc> near_moment_of(Acc mass, Acc x, Acc u,
+                                                  const Guess<Acc, base>& guess) {
+  const Acc exponent = math::finite_below(first_exponent(x, guess));
+  if constexpr (of == EntropyOf::kFirst) return {mass, exponent};
+  const Acc growth = math::fma(u, Acc(kNats<base>) + u * math::series<base>(u), Acc(1));  // e^u'
+  return {mass * growth, exponent + u};
+}
+
+// The same of any word.
+template <EntropyOf of, typename Acc, Base base>
+KLFAST_HOST_DEVICE MomentTerm<Acc> moment_of(const Pair<Acc>& pair, Acc x, Acc y,
+                                             const Guess<Acc, base>& guess) {
+  if constexpr (of == EntropyOf::kFirst) {
+    return {pair.mass, math::finite_below(first_exponent(x, guess))};
+  }
+  return {pair.other, math::finite_below(second_exponent(y, guess))};
+}
+
+// A model's entropy from the sums of its masses and of its moment.
+template <Base base>
+KLFAST_HOST_DEVICE double entropy_of_sums(double mass, double moment) {
+  return entropy_of(std::log(mass), moment / mass * kNats<base>);
 }
 
 // The sums over the words of a row.
@@ -548,6 +594,37 @@ KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(const JsdWord<Acc>& word, Ac
   const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
   return {select(x == -infinity, Acc(0), -word.p * first),
           select(y == -infinity, Acc(0), word.q * second)};
+}
+
+// The constants of the gradient of one of two models' entropy, computed once a row. A word's is
+// -e^s (slope s + constant), where s is its exponent against the exact guess.
+template <typename Acc>
+struct EntropyGradient {
+  Acc slope;
+  Acc constant;
+};
+
+// `grad` is the entropy's incoming gradient over the temperature.
+template <EntropyOf of, typename Acc, Base base>
+KLFAST_HOST_DEVICE EntropyGradient<Acc> entropy_gradient_of(const Guess<Acc, base>& exact,
+                                                            double lse, double shift,
+                                                            double entropy, double grad) {
+  double lost = static_cast<double>(exact.first) - lse;  // by the guess's rounding
+  if (of == EntropyOf::kSecond) lost += ratio_of(exact) - shift;
+  lost = nats<base>(lost);
+  const double rest = exp_of_rest<base>(lost) * grad;
+  const double mean = grad == 0 ? 0 : rest * (entropy + lost);  // the entropy may be NaN
+  return {static_cast<Acc>(nats<base>(rest)), static_cast<Acc>(mean)};
+}
+
+// Of a word's logit under the model whose entropy it is; 0 for a word without probability.
+template <EntropyOf of, typename Acc, Base base>
+KLFAST_HOST_DEVICE Acc entropy_gradient(Acc x, Acc y, const Guess<Acc, base>& exact,
+                                        const EntropyGradient<Acc>& row) {
+  const Acc s = of == EntropyOf::kFirst ? first_exponent(x, exact) : second_exponent(y, exact);
+  const Acc p = math::exp_term<base>(s);
+  const Acc gradient = -p * math::fma(row.slope, math::finite_below(s), row.constant);
+  return math::select(p == Acc(0), Acc(0), gradient);
 }
 
 // The constants of the gradients of a row's log-prob (a) and entropy (h), computed once a row. Both

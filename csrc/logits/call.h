@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "formulas/entropy.h"
 #include "tensors/view.h"
 
 namespace klfast {
@@ -86,6 +87,7 @@ struct DivergenceInputs {
   Logits second;
   Divergence divergence = Divergence::kKl;
   double beta = 0.5;
+  EntropyOf entropy_of = EntropyOf::kNone;  // of a JSD not the second's
 };
 
 // The fields that a divergence's forward saves per row, [kSaved, R]. lse and shift are in the
@@ -104,8 +106,10 @@ struct DivergenceForward {
   void* rows = nullptr;
   void* logprobs = nullptr;  // of the tokens, under either model; null without token ids
   void* ref_logprobs = nullptr;
+  void* entropy = nullptr;  // null if not wanted; NaN where the divergence is
   double* saved = nullptr;
   const void* row_weights = nullptr;  // per row: factor of its gradient; null where none is written
+                                      // and where an entropy is wanted
   Output grad_first;                  // [A, T, V]; of sum(row_weights * rows)
   Output grad_second;
 };
@@ -117,6 +121,8 @@ struct DivergenceBackward {
   const void* grad_rows = nullptr;
   const void* grad_logprobs = nullptr;  // null without token ids
   const void* grad_ref_logprobs = nullptr;
+  const void* entropy = nullptr;
+  const void* grad_entropy = nullptr;  // null if there is none: then the entropy is not read
   Output grad_first;
   Output grad_second;
 };

@@ -249,8 +249,8 @@ WordRow sum_row(const RowInputs& in, Row& row) {
   };
   run_passes(row.size, find, sum);
   const double log_mass = std::log(sums.mass);
-  const double entropy = log_mass - sums.moment / sums.mass;
-  return {static_cast<double>(guess) + log_mass, entropy < 0 ? 0 : entropy};
+  return {static_cast<double>(guess) + log_mass,
+          divergences::entropy_of(log_mass, sums.moment / sums.mass)};
 }
 
 template <typename Acc>
@@ -323,23 +323,37 @@ struct PairLanes {
   Bits<Acc> excluded[kLanes] = {};
 };
 
-// Adds a group of which every log-ratio is near.
+// The sums of the moment of one model (entropy.h).
 template <typename Acc>
+struct MomentLanes {
+  alignas(64) Acc lanes[kLanes] = {};
+  alignas(64) double wide[kLanes] = {};
+};
+
+// Adds a group of which every log-ratio is near.
+template <EntropyOf of, typename Acc>
 KLFAST_HOST_DEVICE void add_near_group(const Acc* first, const Acc* log_ratio,
-                                       const Guess<Acc>& guess, PairLanes<Acc>& sums) {
+                                       const Guess<Acc>& guess, PairLanes<Acc>& sums,
+                                       [[maybe_unused]] MomentLanes<Acc>& moment) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Pair<Acc> pair = divergences::near_pair_of(first[lane], log_ratio[lane], guess);
     sums.mass[lane] += pair.mass;
     sums.spread[lane] += pair.spread;
     sums.slope[lane] += pair.slope;
+    if constexpr (of != EntropyOf::kNone) {
+      const auto term =
+          divergences::near_moment_of<of>(pair.mass, first[lane], log_ratio[lane], guess);
+      moment.lanes[lane] += term.mass * term.exponent;
+    }
   }
 }
 
 // Not inlined: its constants would take the registers of the loop over groups.
-template <typename Acc>
+template <EntropyOf of, typename Acc>
 __attribute__((noinline)) void add_far_group(const Acc* first, const Acc* second,
-                                             const Guess<Acc>& guess, PairLanes<Acc>& sums) {
+                                             const Guess<Acc>& guess, PairLanes<Acc>& sums,
+                                             [[maybe_unused]] MomentLanes<Acc>& moment) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Pair<Acc> pair = divergences::pair_of<Range::kAnywhere>(first[lane], second[lane], guess);
@@ -348,6 +362,10 @@ __attribute__((noinline)) void add_far_group(const Acc* first, const Acc* second
     sums.slope[lane] += pair.slope;
     sums.other[lane] += pair.other;
     sums.excluded[lane] |= pair.excluded;
+    if constexpr (of != EntropyOf::kNone) {
+      const auto term = divergences::moment_of<of>(pair, first[lane], second[lane], guess);
+      moment.lanes[lane] += term.mass * term.exponent;
+    }
   }
 }
 
@@ -374,12 +392,19 @@ struct PairAccumulator {
   }
 };
 
-template <typename Acc>
-PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
+// The sums of a pair of rows, and the moment of the model whose entropy is wanted.
+struct RowSums {
+  PairSums pairs;
+  double moment;
+};
+
+template <EntropyOf of, typename Acc>
+RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
   alignas(64) Acc first_buffer[kTileWords];
   alignas(64) Acc second_buffer[kTileWords];
   PairAccumulator<Range::kNear, Acc> near;
   PairAccumulator<Range::kAnywhere, Acc> anywhere;
+  MomentLanes<Acc> moment;
   const Guess<Acc> own = guess;
   for (int64_t start = 0; start < first_row.size; start += kTileWords) {
     const Tile tile = tile_at(start, first_row.size);
@@ -395,23 +420,39 @@ PairSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>
         log_ratio[lane] = divergences::log_ratio(first[i + lane], second[i + lane], own);
       }
       if (are_within(log_ratio, Acc(1))) {
-        add_near_group(first + i, log_ratio, own, near.lanes);
+        add_near_group<of>(first + i, log_ratio, own, near.lanes, moment);
       } else {
         any_far = true;
-        add_far_group(first + i, second + i, own, anywhere.lanes);
+        add_far_group<of>(first + i, second + i, own, anywhere.lanes, moment);
       }
     }
     near.end_tile();
     if (any_far) anywhere.end_tile();
+    if constexpr (of != EntropyOf::kNone) flush(moment.lanes, moment.wide);
   }
-  return divergences::add(near.total(), anywhere.total());
+  return {divergences::add(near.total(), anywhere.total()),
+          of == EntropyOf::kNone ? 0.0 : add_lanes(moment.wide)};
+}
+
+// The entropy of one of two models from a row's sums.
+template <EntropyOf of>
+double entropy_of(const RowSums& sums) {
+  if constexpr (of == EntropyOf::kNone) return 0;
+  const double mass = of == EntropyOf::kFirst ? sums.pairs.mass : sums.pairs.other;
+  return divergences::entropy_of(std::log(mass), sums.moment / mass);
 }
 
 // The results of a pair of rows. Sets their placement.
-template <typename Acc>
-PairRow sum_rows(const RowInputs& in, Row& first, Row& second) {
+struct SummedRows {
+  PairRow row;
+  double entropy;
+};
+
+template <EntropyOf of, typename Acc>
+SummedRows sum_rows(const RowInputs& in, Row& first, Row& second) {
   const double scale = in.scale();
   PairRow row;
+  RowSums sums = {};
   Guess<Acc> guess;
   Origins origins;
   const auto find = [&](int64_t words) {
@@ -428,11 +469,19 @@ PairRow sum_rows(const RowInputs& in, Row& first, Row& second) {
   };
   const auto sum = [&](bool again) {
     if (again) guess = divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift);
-    row = divergences::row_of(sum_pairs(first, second, guess), guess, origins);
+    sums = sum_pairs<of>(first, second, guess);
+    row = divergences::row_of(sums.pairs, guess, origins);
     return row.verdict;
   };
   run_passes(in.shape.words, find, sum);
-  return row;
+  return {row, entropy_of<of>(sums)};
+}
+
+template <typename Acc>
+SummedRows sum_rows(const DivergenceInputs& call, Row& first, Row& second) {
+  return visit_entropy(call.entropy_of, [&](auto of) {
+    return sum_rows<decltype(of)::value, Acc>(call.in, first, second);
+  });
 }
 
 // The divergence of a pair of rows, and what JSD saves for the backward.
@@ -474,9 +523,16 @@ RowValue jsd_of_rows(const RowInputs& in, const Row& first_row, const Row& secon
   return {divergences::jsd_of(add_lanes(wide_value) * rest, beta), add_lanes(wide_slope) * rest};
 }
 
-template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
+// A row's entropy and its incoming gradient, over the temperature.
+struct EntropyState {
+  double value = 0;
+  double grad = 0;
+};
+
+template <Divergence divergence, bool kFirst, bool kSecond, EntropyOf of, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
-                     const Output& grad_first, const Output& grad_second) {
+                     const EntropyState& entropy, const Output& grad_first,
+                     const Output& grad_second) {
   constexpr bool is_kl = divergence == Divergence::kKl;
   const RowInputs& in = call.in;
   const int64_t words = in.shape.words;
@@ -486,6 +542,11 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const RowGradient<Acc> row = divergences::gradient_of(
       is_kl, divergences::guess_of<Acc>(in.scale() / unit, state.lse, state.shift), call.beta,
       state);
+  divergences::EntropyGradient<Acc> of_entropy = {};
+  if constexpr (of != EntropyOf::kNone) {
+    of_entropy = divergences::entropy_gradient_of<of>(row.exact, state.lse, state.shift,
+                                                      entropy.value, entropy.grad);
+  }
   alignas(64)
       Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
   for (int64_t start = 0; start < words; start += kTileWords) {
@@ -507,8 +568,16 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
                   : divergences::jsd_gradients(
                         divergences::jsd_word_of(first[i], second[i], row.exact, row.mixture),
                         first[i], second[i], row);
-        if constexpr (kFirst) to_first[i] = grads.first;
-        if constexpr (kSecond) to_second[i] = grads.second;
+        Acc beside = 0;
+        if constexpr (of != EntropyOf::kNone) {
+          beside = divergences::entropy_gradient<of>(first[i], second[i], row.exact, of_entropy);
+        }
+        if constexpr (kFirst) {
+          to_first[i] = of == EntropyOf::kFirst ? grads.first + beside : grads.first;
+        }
+        if constexpr (kSecond) {
+          to_second[i] = of == EntropyOf::kSecond ? grads.second + beside : grads.second;
+        }
       }
     }
     if (const int64_t place = target_in(in, index, tile); place >= 0) {
@@ -520,32 +589,47 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   }
 }
 
-template <Divergence divergence, typename Acc>
+template <Divergence divergence, EntropyOf of, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
-                     const Output& first, const Output& second) {
+                     const EntropyState& entropy, const Output& first, const Output& second) {
+  // The entropy has no gradient of the other model.
+  constexpr EntropyOf none = EntropyOf::kNone;
+  constexpr EntropyOf of_first = of == EntropyOf::kFirst ? of : none;
+  constexpr EntropyOf of_second = of == EntropyOf::kSecond ? of : none;
   if (second.data == nullptr) {
-    write_gradients<divergence, true, false, Acc>(call, index, state, first, second);
+    write_gradients<divergence, true, false, of_first, Acc>(call, index, state, entropy, first,
+                                                            second);
   } else if (first.data == nullptr) {
-    write_gradients<divergence, false, true, Acc>(call, index, state, first, second);
+    write_gradients<divergence, false, true, of_second, Acc>(call, index, state, entropy, first,
+                                                             second);
   } else {
-    write_gradients<divergence, true, true, Acc>(call, index, state, first, second);
+    write_gradients<divergence, true, true, of, Acc>(call, index, state, entropy, first, second);
   }
 }
 
+// Without `entropy` none has an incoming gradient.
 template <typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
-                     const Output& first, const Output& second) {
+                     const Output& first, const Output& second,
+                     const EntropyState* entropy = nullptr) {
   if (first.data == nullptr && second.data == nullptr) return;
-  if (call.divergence == Divergence::kKl) {
-    write_gradients<Divergence::kKl, Acc>(call, index, state, first, second);
-  } else {
-    write_gradients<Divergence::kJsd, Acc>(call, index, state, first, second);
-  }
+  const EntropyState given = entropy == nullptr ? EntropyState() : *entropy;
+  const EntropyOf entropy_of = entropy == nullptr ? EntropyOf::kNone : call.entropy_of;
+  visit_entropy(entropy_of, [&](auto tag) {
+    constexpr EntropyOf of = decltype(tag)::value;
+    if (call.divergence == Divergence::kKl) {
+      write_gradients<Divergence::kKl, of, Acc>(call, index, state, given, first, second);
+    } else if constexpr (of != EntropyOf::kSecond) {  // of a JSD it never is
+      write_gradients<Divergence::kJsd, of, Acc>(call, index, state, given, first, second);
+    }
+  });
 }
 
 template <typename Acc>
 void skip(const DivergenceForward& call, int64_t index, int64_t rows, int64_t words) {
-  for (void* result : {call.rows, call.logprobs, call.ref_logprobs}) store<Acc>(result, index, 0);
+  for (void* result : {call.rows, call.logprobs, call.ref_logprobs, call.entropy}) {
+    store<Acc>(result, index, 0);
+  }
   for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
   clear(call.grad_first, index, words);
   clear(call.grad_second, index, words);
@@ -563,11 +647,13 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   Row first = row_at(in, call.in.first, index);
   Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
-  const PairRow row = sum_rows<Acc>(in, first, second);
+  const SummedRows sums = sum_rows<Acc>(call.in, first, second);
+  const PairRow& row = sums.row;
   RowValue found = {row.kl, 0};
   if (!is_kl) found = jsd_of_rows<Acc>(in, first, second, row, call.in.beta);
   found.value = static_cast<Acc>(found.value);  // rounded, as the backward reads it
   store<Acc>(call.rows, index, found.value);
+  store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
   if (in.token_ids != nullptr) {
     store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
     store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
@@ -605,7 +691,10 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
       element<Acc>(call.grad_rows, index) * scale,
       element<Acc>(call.grad_logprobs, index) * scale,
       element<Acc>(call.grad_ref_logprobs, index) * scale};
-  write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
+  const EntropyState entropy = {element<Acc>(call.entropy, index),
+                                element<Acc>(call.grad_entropy, index) * scale};
+  write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second,
+                       call.grad_entropy == nullptr ? nullptr : &entropy);
 }
 
 bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t row) {

@@ -29,9 +29,13 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
           number_at<Acc>(call.grad_ref_logprobs, index) * scale};
 }
 
-template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kRowThreads,
-                                  is_any_dtype<T> || divergence == Divergence::kJsd ? 2 : 3)
+// The blocks of a processor, which leave each the registers that it needs.
+template <typename T, Divergence divergence, EntropyOf of>
+constexpr int kTogether =
+    is_any_dtype<T> || divergence == Divergence::kJsd || of != EntropyOf::kNone ? 2 : 3;
+
+template <typename T, Divergence divergence, EntropyOf of>
+__global__ void __launch_bounds__(kRowThreads, kTogether<T, divergence, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;
@@ -47,6 +51,7 @@ __global__ void __launch_bounds__(kRowThreads,
   __shared__ PairGradient<Acc> gradient;
   __shared__ Frame<Acc, 2> frame;
   __shared__ Acc target_gradient[2];
+  __shared__ divergences::EntropyGradient<Acc> of_entropy;
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
     const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
@@ -57,6 +62,11 @@ __global__ void __launch_bounds__(kRowThreads,
         divergence, call.grad_second.data == nullptr, frame);
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
+    if constexpr (of != EntropyOf::kNone) {
+      of_entropy = divergences::entropy_gradient_of<of>(
+          exact, state.lse, state.shift, number_at<Acc>(call.entropy, index),
+          number_at<Acc>(call.grad_entropy, index) * in.scale());
+    }
   }
   __syncthreads();
   const auto part_at = [&](int64_t zero) {
@@ -67,14 +77,27 @@ __global__ void __launch_bounds__(kRowThreads,
     part.target_gradient[1] = target_gradient[1];
     return part;
   };
-  write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, gradient, task.fit);
+  if constexpr (of == EntropyOf::kNone) {
+    write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, gradient, task.fit);
+  } else {
+    write_gradients<T, Memory::kReadOnly>(part_at, [&] {
+      return PairAndEntropyFormula<divergence, of, T>(gradient, task.fit, of_entropy);
+    });
+  }
 }
 
-template <typename T, Divergence divergence>
+// The model whose entropy has an incoming gradient, and a gradient of its own that is wanted.
+EntropyOf entropy_of(const DivergenceBackward& call) {
+  const Output& grad = call.in.entropy_of == EntropyOf::kFirst ? call.grad_first : call.grad_second;
+  const bool is_wanted = call.grad_entropy != nullptr && grad.data != nullptr;
+  return is_wanted ? call.in.entropy_of : EntropyOf::kNone;
+}
+
+template <typename T, Divergence divergence, EntropyOf of>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.in.shape;
   task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
-  launch_rows(divergence_backward_kernel<T, divergence>, shape.rows(), 1, 0, task, stream);
+  launch_rows(divergence_backward_kernel<T, divergence, of>, shape.rows(), 1, 0, task, stream);
 }
 
 }  // namespace
@@ -85,11 +108,14 @@ void divergence_backward(const DivergenceBackward& call, void* stream) {
   join_batches(task.call.in.in.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
-    if (call.in.divergence == Divergence::kKl) {
-      launch_backward<T, Divergence::kKl>(task, stream);
-    } else {
-      launch_backward<T, Divergence::kJsd>(task, stream);
-    }
+    visit_entropy(entropy_of(call), [&](auto tag) {
+      constexpr EntropyOf of = decltype(tag)::value;
+      if (call.in.divergence == Divergence::kKl) {
+        launch_backward<T, Divergence::kKl, of>(task, stream);
+      } else if constexpr (of != EntropyOf::kSecond) {  // of a JSD it never is
+        launch_backward<T, Divergence::kJsd, of>(task, stream);
+      }
+    });
   });
 }
 

@@ -68,17 +68,23 @@ struct Shared {
 };
 
 // The blocks of a processor, which leave each the registers that it needs.
-template <typename T>
-constexpr int kTogether = is_any_dtype<T> ? 1 : 3;
+template <typename T, EntropyOf of>
+constexpr int kTogether = is_any_dtype<T> ? 1 : (of == EntropyOf::kNone ? 3 : 2);
+
+// The numbers that a pass combines at a time: a KL's four sums, and the moment for an entropy.
+template <Divergence divergence, EntropyOf of>
+constexpr int kCombined =
+    divergence == Divergence::kKl && of != EntropyOf::kNone ? 8 : kMostNumbers;
 
 template <typename Acc>
 constexpr int64_t kTeam = (sizeof(Shared<Acc>) + 15) / 16 * 16;  // where a team's memory starts
-template <typename Acc, bool kAllParts>
-constexpr int64_t kState = (kTeam<Acc> + sizeof(TeamMemory<kAllParts>) + 15) / 16 * 16;
+template <typename Acc, bool kAllParts, int kNumbers = kMostNumbers>
+constexpr int64_t kState = (kTeam<Acc> + sizeof(TeamMemory<kAllParts, kNumbers>) + 15) / 16 * 16;
 
-template <typename Acc, bool kAllParts>
-__device__ __forceinline__ Team<kAllParts> team_of(const RowPlan& plan) {
-  return {plan, *reinterpret_cast<TeamMemory<kAllParts>*>(dynamic_shared() + kTeam<Acc>)};
+template <typename Acc, bool kAllParts, int kNumbers = kMostNumbers>
+__device__ __forceinline__ Team<kAllParts, kNumbers> team_of(const RowPlan& plan) {
+  using Memory = TeamMemory<kAllParts, kNumbers>;
+  return {plan, *reinterpret_cast<Memory*>(dynamic_shared() + kTeam<Acc>)};
 }
 
 // A lane's chunk of the sample of a row: of the words from lane * apart on.
@@ -161,13 +167,41 @@ __device__ __forceinline__ void open_row(const ForwardTask& task, Shared<AccOf<T
   take_step(shared);
 }
 
-enum Field { kMass, kSpread, kSlope, kOther, kFields };
+enum Field { kMass, kSpread, kSlope, kOther, kFields, kMoment = kFields };
+
+// The moment of one model (entropy.h) in a thread's sums: nothing where no entropy is wanted.
+template <typename Acc, EntropyOf of>
+struct Moment {
+  Acc sum = 0;  // since the last flush, in the base's unit
+  double total = 0;
+
+  __device__ __forceinline__ void add(const divergences::MomentTerm<Acc>& term) {
+    sum = math::fma(term.mass, term.exponent, sum);
+  }
+  __device__ __forceinline__ void flush() {
+    total += sum;
+    sum = 0;
+  }
+  // Behind `field` sums. What is combined are a power of 2 numbers.
+  template <int field, int n>
+  __device__ __forceinline__ void store(double (&sums)[n]) const {
+    sums[field] = total;
+#pragma unroll
+    for (int i = field + 1; i < n; ++i) sums[i] = 0;
+  }
+};
+template <typename Acc>
+struct Moment<Acc, EntropyOf::kNone> {
+  __device__ __forceinline__ void flush() const {}
+  template <int field, int n>
+  __device__ __forceinline__ void store(double (&)[n]) const {}
+};
 
 // A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
 // w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide,
 // so that a row's sums depend on nothing else. The spread becomes NaN where a word
 // excludes q: other such sums are poor or useless, or their KL infinite.
-template <typename T>
+template <typename T, EntropyOf of>
 struct PairTotals {
   using Acc = AccOf<T>;
   static constexpr Base base = kBase<Acc>;
@@ -181,6 +215,7 @@ struct PairTotals {
   Acc mass = 0, spread = 0;  // of near chunks, since the last flush
   Acc slope = 0;             // in the base's unit
   double totals[kFields] = {};
+  Moment<Acc, of> moment = {};
 
   __device__ __forceinline__ void start() {
     open_row<T>(task, shared);
@@ -198,6 +233,9 @@ struct PairTotals {
       mass += p;
       slope += product;
       spread = math::fma(product, u.of[i] * math::series<base>(u.of[i]), spread);
+      if constexpr (of != EntropyOf::kNone) {
+        moment.add(divergences::near_moment_of<of>(p, words.of[0].element[i], u.of[i], guess));
+      }
     }
   }
   // What this needs of the shared memory is not held in registers.
@@ -214,6 +252,10 @@ struct PairTotals {
       sum.spread += math::select(pair.excluded != 0, Acc(NAN), pair.spread);
       sum.slope += pair.slope;
       sum.other += pair.other;
+      if constexpr (of != EntropyOf::kNone) {
+        moment.add(divergences::moment_of<of>(pair, words.of[0].element[i], words.of[1].element[i],
+                                              guess));
+      }
     }
     add(sum.mass, sum.spread, sum.slope, sum.other);
   }
@@ -221,10 +263,13 @@ struct PairTotals {
     const Acc in_nats = divergences::nats<base>(slope);
     add(mass, spread, in_nats, (mass + spread) + in_nats);
     mass = spread = slope = 0;
+    moment.flush();
   }
-  __device__ __forceinline__ void store(double (&sums)[kFields]) const {
+  template <int n>
+  __device__ __forceinline__ void store(double (&sums)[n]) const {
 #pragma unroll
     for (int i = 0; i < kFields; ++i) sums[i] = totals[i];
+    moment.template store<kMoment>(sums);
   }
 
  private:
@@ -249,20 +294,22 @@ struct TwoTotals {
       sums[i] = 0;
     }
   }
-  __device__ __forceinline__ void store(double (&stored)[2]) const {
+  template <int n>
+  __device__ __forceinline__ void store(double (&stored)[n]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) stored[i] = totals[i];
   }
 };
 
-// The sums of e^(x - m) and e^(y - second): all that a JSD needs of the passes before its own. Far
-// chunks are those that must be placed.
-template <typename T>
+// The sums of e^(x - m) and e^(y - second), and the moment for the first model's entropy: all that
+// a JSD needs of the passes before its own. Far chunks are those that must be placed.
+template <typename T, EntropyOf of>
 struct MassTotals : TwoTotals<AccOf<T>> {
   using Acc = AccOf<T>;
   using Words = Converted<T, 2>;
   struct Near {
     Acc sums[2];
+    Moment<Acc, of> moment;
     bool are_near;
   };
 
@@ -270,6 +317,7 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   Shared<Acc>& shared;
   GuessOf<Acc> guess;
   bool is_placed;
+  Moment<Acc, of> moment = {};
 
   __device__ __forceinline__ MassTotals(const ForwardTask& task, Shared<Acc>& shared)
       : task(task), shared(shared) {}
@@ -285,7 +333,11 @@ struct MassTotals : TwoTotals<AccOf<T>> {
     Near near = {};
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      near.sums[0] += divergences::first_term(words.of[0].element[i], guess);
+      const Acc p = divergences::first_term(words.of[0].element[i], guess);
+      near.sums[0] += p;
+      if constexpr (of != EntropyOf::kNone) {
+        near.moment.add(divergences::near_moment_of<of>(p, words.of[0].element[i], Acc(0), guess));
+      }
       near.sums[1] +=
           math::exp_term<kBase<Acc>>(math::fma(words.of[1].element[i], guess.scale, -guess.second));
     }
@@ -295,10 +347,20 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   __device__ __forceinline__ void add_near(const Words&, const Near& near) {
     this->sums[0] += near.sums[0];
     this->sums[1] += near.sums[1];
+    if constexpr (of != EntropyOf::kNone) moment.sum += near.moment.sum;
   }
   __device__ __forceinline__ void add_far(Words words) {
     place_words<T>(words, &shared.basis.frame);
     add_near(words, near_of(words));
+  }
+  __device__ __forceinline__ void flush() {
+    TwoTotals<Acc>::flush();
+    moment.flush();
+  }
+  template <int n>
+  __device__ __forceinline__ void store(double (&sums)[n]) const {
+    TwoTotals<Acc>::store(sums);
+    moment.template store<2>(sums);
   }
 };
 
@@ -374,6 +436,15 @@ __device__ __noinline__ void judge_masses(double mass, double other, double scal
   take_row(divergences::row_of_masses(mass, other, basis.guess, basis.origins()), scale, shared);
 }
 
+// Stores the entropy of one model from the sums of a pass, or NaN of none: the row's last pass has
+// the last word. Run by the first thread. Not inlined, like judge_sums.
+template <typename Acc>
+__device__ __noinline__ void store_entropy(const ForwardTask& task, double mass, double moment) {
+  if (task.plan.rank_of_block() > 0) return;
+  store_number<Acc>(task.call.entropy, task.plan.row_of_block(),
+                    divergences::entropy_of_sums<kBase<Acc>>(mass, moment));
+}
+
 // A part of a row that starts at `first` in each model.
 template <typename T>
 __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in,
@@ -419,7 +490,8 @@ RowParts(First, Later) -> RowParts<First, Later>;
 // passes.h; lse and shift are also in the block's guess.
 // The scale is read where it is needed: held for the pass, it costs two registers, and 16-bit
 // kernels spill. They also spill where a function decides which kind of pass a step is.
-template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
+template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Team,
+          typename Acc>
 __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task, Team& team,
                                         Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
@@ -439,26 +511,37 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
         take_greatest(greatest[0], greatest[1], task.call.in.in.scale(), shared.basis);
         shared.step =
             passes::next_step(Step::kFindInRow, is_found ? Verdict::kGood : Verdict::kUseless);
+        if constexpr (of != EntropyOf::kNone) {
+          if (!is_found) store_entropy<Acc>(task, NAN, NAN);
+        }
       }
     } else if constexpr (divergence == Divergence::kKl) {
-      const auto sum_part = [&](int part, double (&of_part)[kFields]) {
-        PairTotals<T> totals = {task, shared};
+      constexpr int n = kCombined<divergence, of>;
+      const auto sum_part = [&](int part, double (&of_part)[n]) {
+        PairTotals<T, of> totals = {task, shared};
         parts.add(part, shared.own().step == Step::kFindFirst, totals);
         totals.store(of_part);
       };
-      const double* const sums = team.template combine<Add, kFields>(sum_part);
+      const double* const sums = team.template combine<Add, n>(sum_part);
       if (decides) {
         judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], false},
                    task.call.in.in.scale(), shared);
+        if constexpr (of != EntropyOf::kNone) {
+          store_entropy<Acc>(task, sums[of == EntropyOf::kFirst ? kMass : kOther], sums[kMoment]);
+        }
       }
     } else {
-      const auto sum_part = [&](int part, double (&of_part)[2]) {
-        MassTotals<T> masses(task, shared);
+      constexpr int n = of == EntropyOf::kNone ? 2 : 4;
+      const auto sum_part = [&](int part, double (&of_part)[n]) {
+        MassTotals<T, of> masses(task, shared);
         parts.add(part, shared.own().step == Step::kFindFirst, masses);
         masses.store(of_part);
       };
-      const double* const sums = team.template combine<Add, 2>(sum_part);
-      if (decides) judge_masses(sums[0], sums[1], task.call.in.in.scale(), shared);
+      const double* const sums = team.template combine<Add, n>(sum_part);
+      if (decides) {
+        judge_masses(sums[0], sums[1], task.call.in.in.scale(), shared);
+        if constexpr (of != EntropyOf::kNone) store_entropy<Acc>(task, sums[0], sums[2]);
+      }
     }
     __syncthreads();
     take_step(shared);
@@ -493,13 +576,21 @@ __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc
   call.saved[kSecondOrigin * rows + index] = row.origins.second;
 }
 
-template <typename Acc>
+// Makes the entropy NaN where the divergence is. Run by the thread that has stored both.
+template <EntropyOf of, typename Acc>
+__device__ __forceinline__ void finish_entropy(const ForwardTask& task, const Shared<Acc>& shared) {
+  if constexpr (of == EntropyOf::kNone) return;
+  if (std::isnan(shared.value)) store_entropy<Acc>(task, NAN, NAN);
+}
+
+template <EntropyOf of, typename Acc>
 __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index) {
   if (task.plan.rank_of_block() > 0 || threadIdx.x > 0) return;
   const DivergenceForward& call = task.call;
   store_number<Acc>(call.rows, index, 0);
   store_number<Acc>(call.logprobs, index, 0);
   store_number<Acc>(call.ref_logprobs, index, 0);
+  if constexpr (of != EntropyOf::kNone) store_number<Acc>(call.entropy, index, 0);
   const int64_t rows = call.in.in.shape.rows();
   for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
 }
@@ -538,10 +629,11 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
 }
 
 // Everything of a row but its gradient and what is stored.
-template <Divergence divergence, typename T, typename Parts, typename Team, typename Acc>
+template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Team,
+          typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts, Team& team,
                                         Shared<Acc>& shared) {
-  sum_row<divergence, T>(parts, task, team, shared);
+  sum_row<divergence, of, T>(parts, task, team, shared);
   const double none[2] = {};
   const double* jsd_sums = none;
   if constexpr (divergence == Divergence::kJsd) {
@@ -568,27 +660,30 @@ __device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t in
   __syncwarp();
 }
 
-template <typename T, Divergence divergence>
-__global__ void __launch_bounds__(kRowThreads, kTogether<T>)
+template <typename T, Divergence divergence, EntropyOf of>
+__global__ void __launch_bounds__(kRowThreads, kTogether<T, of>)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceInputs& in = task.call.in;
   const int64_t index = task.plan.row_of_block();
-  if (!in.in.keeps(index)) return skip_row<AccOf<T>>(task, index);
-  auto team = team_of<AccOf<T>, true>(task.plan);
+  if (!in.in.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
+  auto team = team_of<AccOf<T>, true, kCombined<divergence, of>>(task.plan);
   start_row<T>(in, index, shared.own());
   const auto parts = [&](int part) {
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
-  run_row<divergence, T>(task, RowParts{parts, parts}, team, shared);
-  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
+  run_row<divergence, of, T>(task, RowParts{parts, parts}, team, shared);
+  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
+    store_row(task, shared);
+    finish_entropy<of>(task, shared);
+  }
   team.end();
 }
 
 // The same for a row whose first pass stages it in the shared memory of a cluster, and the row's
 // gradients.
-template <typename T, Divergence divergence>
+template <typename T, Divergence divergence, EntropyOf of>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   char* const memory = dynamic_shared() + kState<AccOf<T>, false>;
@@ -599,7 +694,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     const int64_t first = index * call.in.in.shape.words + place.begin;
     write_zeros(call.grad_first, first, place.size);
     write_zeros(call.grad_second, first, place.size);
-    return skip_row<AccOf<T>>(task, index);
+    return skip_row<of, AccOf<T>>(task, index);
   }
   auto team = team_of<AccOf<T>, false>(task.plan);
   start_row<T>(call.in, index, shared.own());
@@ -608,9 +703,12 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   const auto kept = [&](int) { return staged; };
-  run_row<divergence, T>(task, RowParts{staging, kept}, team, shared);
+  run_row<divergence, of, T>(task, RowParts{staging, kept}, team, shared);
   __syncthreads();
-  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) store_row(task, shared);
+  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
+    store_row(task, shared);
+    finish_entropy<of>(task, shared);
+  }
   const auto part_at = [&](int64_t zero) {
     return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
                                       place, shared.basis.frame.if_any()),
@@ -620,10 +718,10 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   team.end();
 }
 
-template <typename T, Divergence divergence>
+template <typename T, Divergence divergence, EntropyOf of>
 __global__ void __launch_bounds__(kRowThreads, 2)
     divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
-  if constexpr (kHasClusters) stage_row<T, divergence>(task);
+  if constexpr (kHasClusters) stage_row<T, divergence, of>(task);
 }
 
 bool wants_gradient(const DivergenceForward& call) {
@@ -643,25 +741,28 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 }
 
 // A row has the same bits with and without a gradient: a kernel that does not stage it takes the
-// parts of the one that does.
-template <typename T, Divergence divergence>
+// parts of the one that does. Beside an entropy no gradient is written, so that a KL is not staged.
+template <typename T, Divergence divergence, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
+  constexpr int64_t kOwnState = kState<AccOf<T>, true, kCombined<divergence, of>>;
+  constexpr bool kStages = of == EntropyOf::kNone || divergence == Divergence::kJsd;
   const int64_t words = task.call.in.in.shape.words;
   const int64_t rows = task.call.in.in.shape.rows();
   const Chip chip = this_chip();
-  const auto reads = divergence_forward_kernel<T, divergence>;
+  const auto reads = divergence_forward_kernel<T, divergence, of>;
   if constexpr (!is_any_dtype<T>) {
-    const auto stages = divergence_forward_staged_kernel<T, divergence>;
+    constexpr EntropyOf of_staged = kStages ? of : EntropyOf::kNone;
+    const auto stages = divergence_forward_staged_kernel<T, divergence, of_staged>;
     task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>, false>, chip,
                             launchable(stages));
-    if (task.plan.is_staged && (wants_gradient(task.call) || divergence == Divergence::kJsd)) {
+    const bool is_wanted = wants_gradient(task.call) || divergence == Divergence::kJsd;
+    if (task.plan.is_staged && kStages && is_wanted) {
       return launch_rows(stages, rows, task.plan.blocks, task.plan.shared, task, stream);
     }
   }
-  task.plan = task.plan.is_staged
-                  ? unstaged(task.plan, kState<AccOf<T>, true>)
-                  : plan_read(words, kChunk<T>, kState<AccOf<T>, true>, chip, launchable(reads));
-  task.plan = for_rows(task.plan, rows, kTogether<T>, chip);
+  task.plan = task.plan.is_staged ? unstaged(task.plan, kOwnState)
+                                  : plan_read(words, kChunk<T>, kOwnState, chip, launchable(reads));
+  task.plan = for_rows(task.plan, rows, kTogether<T, of>, chip);
   if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // its parts stay as they are
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
@@ -674,11 +775,14 @@ void divergence_forward(const DivergenceForward& call, void* stream) {
   join_batches(task.call.in.in.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
-    if (call.in.divergence == Divergence::kKl) {
-      launch_forward<T, Divergence::kKl>(task, stream);
-    } else {
-      launch_forward<T, Divergence::kJsd>(task, stream);
-    }
+    visit_entropy(call.in.entropy_of, [&](auto tag) {
+      constexpr EntropyOf of = decltype(tag)::value;
+      if (call.in.divergence == Divergence::kKl) {
+        launch_forward<T, Divergence::kKl, of>(task, stream);
+      } else if constexpr (of != EntropyOf::kSecond) {  // of a JSD it never is
+        launch_forward<T, Divergence::kJsd, of>(task, stream);
+      }
+    });
   });
 }
 

@@ -139,6 +139,45 @@ struct PairFormula {
   }
 };
 
+// The same, and the gradient of one model's entropy beside it.
+template <Divergence divergence, EntropyOf of, typename T>
+struct PairAndEntropyFormula : PairFormula<divergence, T> {
+  using Base = PairFormula<divergence, T>;
+  using typename Base::Acc;
+  using typename Base::Gradient;
+  using typename Base::Near;
+  using typename Base::Words;
+
+  const divergences::EntropyGradient<Acc> of_entropy;
+
+  __device__ __forceinline__
+  PairAndEntropyFormula(const PairGradient<Acc>& gradient, const divergences::JsdFit& fit,
+                        const divergences::EntropyGradient<Acc>& of_entropy)
+      : Base(gradient, fit), of_entropy(of_entropy) {}
+
+  __device__ __forceinline__ void write_near(const Words& words, const Near& u, int model,
+                                             Gradient& gradient) const {
+    Base::write_near(words, u, model, gradient);
+    add_to(words, model, gradient);
+  }
+
+  __device__ __forceinline__ void write_any(const Words& words, int model,
+                                            Gradient& gradient) const {
+    Base::write_any(words, model, gradient);
+    add_to(words, model, gradient);
+  }
+
+ private:
+  __device__ __forceinline__ void add_to(const Words& words, int model, Gradient& gradient) const {
+    if (model != (of == EntropyOf::kFirst ? 0 : 1)) return;
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      gradient.element[i] += divergences::entropy_gradient<of>(
+          words.of[0].element[i], words.of[1].element[i], this->row.exact, of_entropy);
+    }
+  }
+};
+
 // part_at: see cuda_gradients.h.
 template <typename T, Memory memory, Divergence divergence, typename PartAt>
 __device__ __forceinline__ void write_pair_gradients(const PartAt& part_at,

@@ -9,7 +9,7 @@
 namespace klfast::cuda {
 
 inline constexpr int kRowWarps = kRowThreads / kWarp;
-inline constexpr int kMostNumbers = 4;  // combined at a time
+inline constexpr int kMostNumbers = 4;  // combined at a time, as a rule
 
 struct Add {
   __device__ static double of_nothing() { return 0; }
@@ -56,15 +56,16 @@ struct BlocksOfRow {
 };
 
 // The numbers of every warp over one part.
-using WarpNumbers = double[kRowWarps][kMostNumbers];
+template <int kNumbers>
+using WarpNumbers = double[kRowWarps][kNumbers];
 
 // The shared memory of a team. A block that may sum all parts has a set of numbers for each, or
 // else two that are used in turns: while one block of a cluster writes for a combination, another
 // may still read those of the last.
-template <bool kAllParts>
+template <bool kAllParts, int kNumbers = kMostNumbers>
 struct TeamMemory {
-  WarpNumbers sets[kAllParts ? kMostBlocksOfRow : 2];
-  double totals[kMostNumbers];
+  WarpNumbers<kNumbers> sets[kAllParts ? kMostBlocksOfRow : 2];
+  double totals[kNumbers];
   // Of each warp, alike in all: not in registers, of which the sums leave none.
   int turn[kRowWarps];
   int part[kRowWarps];
@@ -74,7 +75,7 @@ struct TeamMemory {
 // leaves a lane at every step, as long as it has several.
 template <typename How, int n>
 __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
-  static_assert(n == 1 || n == 2 || n == 4);
+  static_assert(n == 1 || n == 2 || n == 4 || n == 8);
   int step = kWarp / 2;
 #pragma unroll
   for (int half = n / 2; half > 0; half /= 2, step /= 2) {
@@ -96,12 +97,13 @@ __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
 // The blocks that sum a row: one per part, or, with kAllParts, perhaps one that takes them one
 // after the other. Numbers are combined over the lanes of a warp in each part, and then over warps
 // and parts, so that both ways give the same bits.
-template <bool kAllParts>
+template <bool kAllParts, int kNumbers = kMostNumbers>
 struct Team : BlocksOfRow {
-  TeamMemory<kAllParts>& memory;
+  using Memory = TeamMemory<kAllParts, kNumbers>;
+  Memory& memory;
 
   // All threads take part in everything here. Every warp has a barrier of its own after this.
-  __device__ __forceinline__ Team(const RowPlan& plan, TeamMemory<kAllParts>& memory)
+  __device__ __forceinline__ Team(const RowPlan& plan, Memory& memory)
       : BlocksOfRow{plan}, memory(memory) {
     if (is_first_lane()) own(memory.turn) = 0;
   }
@@ -111,7 +113,7 @@ struct Team : BlocksOfRow {
   // The caller has a barrier of the block between two combinations.
   template <typename How, int n, typename OfPart>
   __device__ __forceinline__ const double* combine(const OfPart& of_part) const {
-    static_assert(n <= kMostNumbers);
+    static_assert(n <= kNumbers);
     if (is_first_lane()) own(memory.part) = takes_all() ? 0 : plan.rank_of_block();
     __syncwarp();
 #pragma unroll 1
@@ -148,7 +150,7 @@ struct Team : BlocksOfRow {
   // Run by the first warp. Not inlined: its numbers are not to be kept from the sums' registers,
   // and neither is the plan's address.
   template <typename How, int n>
-  __device__ __noinline__ static void read(int blocks, int parts, TeamMemory<kAllParts>& memory) {
+  __device__ __noinline__ static void read(int blocks, int parts, Memory& memory) {
     double numbers[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();

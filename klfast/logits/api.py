@@ -139,6 +139,7 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: Literal[False] = False,
+    return_entropy: Literal[False] = False,
     backend: BackendName = "auto",
 ) -> Tensor: ...
 
@@ -158,6 +159,7 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: Literal[True],
+    return_entropy: Literal[False] = False,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, KLStats]: ...
 
@@ -196,6 +198,7 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: Literal[False] = False,
+    return_entropy: Literal[False] = False,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -215,6 +218,7 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: Literal[True],
+    return_entropy: Literal[False] = False,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, KLStats]: ...
 
@@ -234,8 +238,109 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: Tensor,
     return_stats: bool,
+    return_entropy: Literal[False] = False,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, KLStats]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: None = None,
+    return_stats: Literal[False] = False,
+    return_entropy: Literal[True],
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: None = None,
+    return_stats: Literal[True],
+    return_entropy: Literal[True],
+    backend: BackendName = "auto",
+) -> tuple[Tensor, KLStats, Tensor]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: Tensor,
+    return_stats: Literal[False] = False,
+    return_entropy: Literal[True],
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: Tensor,
+    return_stats: Literal[True],
+    return_entropy: Literal[True],
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor, Tensor, KLStats, Tensor]: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: DirectionName = "reverse",
+    jsd_beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    token_ids: Tensor | None = None,
+    return_stats: bool = False,
+    return_entropy: bool = False,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor | KLStats, ...]: ...
 
 
 @serves_dtensors
@@ -253,13 +358,9 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: Tensor | None = None,
     return_stats: bool = False,
+    return_entropy: bool = False,
     backend: BackendName = "auto",
-) -> (
-    Tensor
-    | tuple[Tensor, KLStats]
-    | tuple[Tensor, Tensor, Tensor]
-    | tuple[Tensor, Tensor, Tensor, KLStats]
-):
+) -> Tensor | tuple[Tensor | KLStats, ...]:
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats.
 
     With p = softmax(logits / temperature) and q = softmax(ref_logits / temperature), per kept token
@@ -276,8 +377,9 @@ def kl_divergence(
     A word of probability 0 (a logit of -inf) adds 0; D is infinite where the other model excludes
     what the first may say. Both logits are read once (twice for ``jsd``, and in the rare row whose
     first words say nothing of the others), and nothing of their size is made but gradients. For
-    scalar reductions these come out of the forward's read, unless ``token_ids`` is given, the
-    logits are fp16, or torch.compile or torch.func traces; otherwise backward reads a second time.
+    scalar reductions these come out of the forward's read, unless ``token_ids`` or
+    ``return_entropy`` is given, the logits are fp16, or torch.compile or torch.func traces;
+    otherwise backward reads a second time.
     Finite logits of any size serve; a log-ratio beyond the arithmetic's largest number counts as
     that number in D, and has an infinite gradient. The jsd never exceeds its greatest value,
     ``-b log b - (1 - b) log(1 - b)``.
@@ -301,12 +403,16 @@ def kl_divergence(
         token_ids: [B, T] or [N], any integer dtype: also return the log-probs of these tokens under
             both models, from the same read, each with its gradient; 0 where masked.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
+        return_entropy: also return the entropies of the policy, ``-sum p log p``, [B, T] or [N]
+            whatever the reduction, from the same read, with their gradient to ``logits``, as
+            :func:`token_logprobs` returns them: ``mask`` only leaves tokens out, and ``coef``
+            does not scale them. NaN where D is.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
 
     Returns:
         The divergence; with ``token_ids`` (divergence, logprobs, ref_logprobs); with
-        ``return_stats`` the statistics behind these.
+        ``return_stats`` the statistics behind these; with ``return_entropy`` the entropies last.
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
@@ -335,12 +441,10 @@ def kl_divergence(
         coef,
         token_ids,
         return_stats,
+        return_entropy,
     )
     chosen = backends.choose(backend, call)
-    divergence, logprobs, ref_logprobs, stats = chosen.kl_divergence(call)
+    divergence, *others = chosen.kl_divergence(call)
     hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
-    if logprobs is None or ref_logprobs is None:
-        return divergence if stats is None else (divergence, stats)
-    if stats is None:
-        return divergence, logprobs, ref_logprobs
-    return divergence, logprobs, ref_logprobs, stats
+    beside = [other for other in others if other is not None]
+    return (divergence, *beside) if beside else divergence

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import DIVERGENCES, KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import DIVERGENCES, ENTROPIES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import KLOutputs, outputs_of
+from klfast.logits.outputs import BesideDivergences, KLOutputs, outputs_of
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
@@ -49,44 +49,49 @@ def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | 
 def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLOutputs:
     """The reduced divergence, differentiable once, and what else was asked for."""
     try:
-        reduced, logprobs, ref_logprobs = _run(call, ops)
+        reduced, beside = _run(call, ops)
     except RuntimeError:
         call.explain()
         raise
-    return outputs_of(
-        call, reduced, logprobs, ref_logprobs, lambda call: autograd.kl_penalty(call, ops)
-    )
+    return outputs_of(call, reduced, beside, lambda call: autograd.kl_penalty(call, ops))
 
 
 def _run(
     call: KLDivergenceCall, ops: Ops
-) -> tuple[tuple[Tensor, KLStats | None], Tensor | None, Tensor | None]:
+) -> tuple[tuple[Tensor, KLStats | None], BesideDivergences]:
     # KL(ref || policy) is KL(policy || ref) with the roles exchanged.
     forward = call.direction == "forward"
     first, second = call.logits, call.ref_logits
     if forward:
         first, second = second, first
     divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
-    options = (divergence, call.jsd_beta, call.temperature)
+    policy = "second" if forward else "first"
+    entropy_of = ENTROPIES.index(policy if call.return_entropy else "none")
+    options = (divergence, call.jsd_beta, call.temperature, entropy_of)
     inputs = (first, second, call.token_ids, call.keep)
     needed = autograd.may_need_gradient(first, second)
     if needed and _is_one_read(call):
         plan = (call, options, ops)
         result, statistics = _OneReadKL.apply(first, second, plan)
         stats = KLStats(*statistics.unbind(0)) if call.return_stats else None
-        return (result, stats), None, None
+        return (result, stats), BesideDivergences()
     if needed:
-        rows, logprobs, ref_logprobs, _ = _KLRows.apply(
+        rows, logprobs, ref_logprobs, entropies, _ = _KLRows.apply(
             *inputs, call.inverse_temperature, *options, ops
         )
     else:
         outputs = ops.kl_divergence_fwd(
             *inputs, *options, None, False, False, call.inverse_temperature
         )
-        rows, logprobs, ref_logprobs = outputs[:3]
+        rows, logprobs, ref_logprobs, *_, entropies = outputs
     if forward:
         logprobs, ref_logprobs = ref_logprobs, logprobs
-    return autograd.kl_penalty(call.reduce(rows), ops), logprobs, ref_logprobs
+    beside = BesideDivergences(
+        logprobs if call.token_ids is not None else None,
+        ref_logprobs if call.token_ids is not None else None,
+        entropies if call.return_entropy else None,
+    )
+    return autograd.kl_penalty(call.reduce(rows), ops), beside
 
 
 def _is_one_read(call: KLDivergenceCall) -> bool:
@@ -94,6 +99,7 @@ def _is_one_read(call: KLDivergenceCall) -> bool:
     return (
         call.spec.reduction.is_scalar()
         and call.token_ids is None
+        and not call.return_entropy
         and not are_tracing()
         and all(
             autograd.holds_unit_gradient(logits) or not logits.requires_grad
@@ -193,21 +199,29 @@ class _KLRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *tensors, inverse, divergence, beta, temperature, ops = args
-        rows, logprobs, ref_logprobs, saved, _, _ = ops.kl_divergence_fwd(
-            *tensors, divergence, beta, temperature, None, False, False, inverse
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        *tensors, inverse, divergence, beta, temperature, entropy_of, ops = args
+        options = (divergence, beta, temperature, entropy_of)
+        rows, logprobs, ref_logprobs, saved, _, _, entropies = ops.kl_divergence_fwd(
+            *tensors, *options, None, False, False, inverse
         )
-        return rows, logprobs, ref_logprobs, saved
+        return rows, logprobs, ref_logprobs, entropies, saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, divergence, beta, temperature, ctx.ops = inputs
-        ctx.options = (divergence, beta, temperature)
-        rows, logprobs, ref_logprobs, saved = output
+        *tensors, divergence, beta, temperature, entropy_of, ctx.ops = inputs
+        ctx.options = (divergence, beta, temperature, entropy_of)
+        rows, logprobs, ref_logprobs, entropies, saved = output
         ctx.has_tokens = tensors[2] is not None
-        autograd.save(ctx, (*tensors, rows, saved))  # the inverse temperature is the last of them
-        no_gradient = (saved,) if ctx.has_tokens else (logprobs, ref_logprobs, saved)
+        ctx.has_entropies = ENTROPIES[entropy_of] != "none"
+        # The inverse temperature is the last of the tensors.
+        own = (rows, saved, entropies if ctx.has_entropies else None)
+        autograd.save(ctx, (*tensors, *own))
+        no_gradient = [saved]
+        if not ctx.has_tokens:
+            no_gradient += [logprobs, ref_logprobs]
+        if not ctx.has_entropies:
+            no_gradient += [entropies]
         ctx.mark_non_differentiable(*no_gradient)
         autograd.take_gradients_as_sent(ctx)
 
@@ -217,21 +231,25 @@ class _KLRows(torch.autograd.Function):
         grad_rows: Tensor | None,
         grad_logprobs: Tensor | None,
         grad_ref_logprobs: Tensor | None,
+        grad_entropies: Tensor | None,
         _: Any,
     ) -> tuple[Tensor | None, ...]:
         of_tokens = (grad_logprobs, grad_ref_logprobs) if ctx.has_tokens else (None, None)
-        if grad_rows is None and of_tokens == (None, None):
-            return (None,) * 9
-        saved = autograd.saved(ctx)
-        grads = _recompute(ctx, saved, grad_rows, *of_tokens)
-        grads = autograd.once(grads, *saved[:2], grad_rows, *of_tokens)
-        return (*grads, *(None,) * 7)
+        incoming = (grad_rows, *of_tokens, grad_entropies if ctx.has_entropies else None)
+        if all(grad is None for grad in incoming):
+            return (None,) * 10
+        *saved, entropies = autograd.saved(ctx)
+        grads = _recompute(ctx, saved, entropies, *incoming)
+        grads = autograd.once(grads, *saved[:2], *incoming)
+        return (*grads, *(None,) * 8)
 
 
 def _recompute(
-    ctx: Any, saved: Sequence[Tensor | None], grad_rows: Tensor | None, *of_tokens: Tensor | None
+    ctx: Any, saved: Sequence[Tensor | None], entropies: Tensor | None, *incoming: Tensor | None
 ) -> autograd.Grads:
-    """The gradients by a second read of the logits."""
+    """The gradients by a second read of the logits, for those that come in: of divergences, of the
+    tokens' log-probs under either model, of entropies.
+    """
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
@@ -240,7 +258,8 @@ def _recompute(
             *ctx.options,
             rows,
             state,
-            *map(_contiguous, (grad_rows, *of_tokens)),
+            entropies,
+            *map(_contiguous, incoming),
             *needs,
             inverse,
         )
@@ -284,7 +303,8 @@ class _OneReadKL(torch.autograd.Function):
         if grads is None and ctx.has_inference:
             grads = _reread(ctx, saved, grad_out)
         elif grads is None:
-            grads = _recompute(ctx, saved, ctx.row_weights * grad_out, None, None)
+            none = (None, None, None)
+            grads = _recompute(ctx, saved, None, ctx.row_weights * grad_out, *none)
         return (*autograd.once(grads, *saved[:2], grad_out), None)
 
 
@@ -293,7 +313,7 @@ def _read(
 ) -> tuple[Tensor, Tensor, autograd.Grads]:
     """(rows, what a backward needs of them, unit gradients) of a one-read Function."""
     needs = ctx.needs_input_grad[:2]
-    rows, _, _, saved, *grads = ctx.ops.kl_divergence_fwd(
+    rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
         first, second, None, keep, *ctx.options, ctx.row_weights, *needs
     )
     return rows, saved, autograd.wanted(grads, needs)

@@ -36,6 +36,9 @@ _VALUES = Estimator("k1")
 _NO_VOCABULARY = "logits without the vocabulary"
 DIVERGENCES = ("kl", "jsd")
 """What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
+ENTROPIES = ("none", "first", "second")
+"""Of which model these ops return entropies, in the order of ``EntropyOf`` in
+``csrc/formulas/divergences.h``."""
 
 
 class TokenLogprobsCall(NamedTuple):
@@ -90,6 +93,8 @@ class KLDivergenceCall(NamedTuple):
     spec: Spec
     """How the rows' divergences are reduced; its estimator is k1 of values."""
     return_stats: bool
+    return_entropy: bool
+    """Of the policy."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -176,6 +181,7 @@ def kl_divergence_call(
     coef: Coefficient,
     token_ids: Tensor | None,
     return_stats: bool,
+    return_entropy: bool,
 ) -> KLDivergenceCall:
     """The arguments of ``kl_divergence`` after every check that needs no data."""
     check_choice("direction", direction, DIRECTIONS)
@@ -220,6 +226,7 @@ def kl_divergence_call(
         layout_of(mask, cu_seqlens),
         spec,
         return_stats,
+        return_entropy,
     )
 
 

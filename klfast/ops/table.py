@@ -16,6 +16,7 @@ from torch import Tensor
 from klfast.call import Choices
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
+from klfast.logits.call import ENTROPIES
 from klfast.reduction import RESULTS
 from klfast.rollout.call import WEIGHTS, RolloutChoices, RuleBounds
 from klfast.rollout.stats import rows_of_table
@@ -33,7 +34,7 @@ _TOKENS_BACKWARD = (
 )
 _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
-    "int divergence, float jsd_beta, float temperature, "
+    "int divergence, float jsd_beta, float temperature, int entropy_of, "
 )
 SCHEMAS = {
     "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
@@ -43,10 +44,10 @@ SCHEMAS = {
     "-> ()",
     "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? grad_rows, "
-    "Tensor? grad_logprobs, Tensor? grad_ref_logprobs, bool want_grad, bool want_grad_ref, "
-    f"{_INVERSE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
+    "Tensor? grad_rows, Tensor? grad_logprobs, Tensor? grad_ref_logprobs, Tensor? grad_entropy, "
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}) "
     "-> (Tensor, Tensor)",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
@@ -67,12 +68,13 @@ the backward needs), statistics ([8, S], in the order of
 ``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
 log-ratio. ``token_weights`` returns by how much a scalar reduction of values, in the shape of
 ``like``, grows with each of them ([N], fp32 or fp64). ``token_logprobs_fwd`` returns logprobs,
-entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), and the
-gradients of sum(row_weights * rows). A gradient that comes in as None stands for zeros.
-``inverse_temperature``, a 0-dim float64 tensor, takes the place of the temperature where
-torch.compile must not take that for a constant. ``rollout_correction`` returns weights, the mask
-and the table of ``RolloutStats``; ``rules`` and ``bounds`` hold three integers and two numbers a
-rule (``klfast.rollout.call``).
+entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), the
+gradients of sum(row_weights * rows), and the entropies of the model that ``entropy_of`` says, a
+position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor beside gradients. A
+gradient that comes in as None stands for zeros. ``inverse_temperature``, a 0-dim float64 tensor,
+takes the place of the temperature where torch.compile must not take that for a constant.
+``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``; ``rules`` and
+``bounds`` hold three integers and two numbers a rule (``klfast.rollout.call``).
 """
 
 
@@ -176,6 +178,7 @@ def _kl_divergence_fwd(
     divergence: int,
     jsd_beta: float,
     temperature: float,
+    entropy_of: int,
     row_weights: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
@@ -191,6 +194,7 @@ def _kl_divergence_fwd(
         results.new_empty((5, rows), dtype=torch.float64),
         _empty_gradient(logits, want_grad, logits),
         _empty_gradient(ref_logits, want_grad_ref, logits),
+        results.new_empty((0 if ENTROPIES[entropy_of] == "none" else rows,)),
     )
 
 
@@ -202,11 +206,14 @@ def _kl_divergence_bwd(
     divergence: int,
     jsd_beta: float,
     temperature: float,
+    entropy_of: int,
     rows: Tensor,
     saved: Tensor,
+    entropy: Tensor | None,
     grad_rows: Tensor | None,
     grad_logprobs: Tensor | None,
     grad_ref_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,

@@ -8,10 +8,11 @@ import torch
 from agreement import same_bits
 from agreement_logits import random_ids, random_logits
 
-from klfast.logits.call import DIVERGENCES
+from klfast.logits.call import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
+NONE, FIRST, SECOND = map(ENTROPIES.index, ("none", "first", "second"))
 every_chip = pytest.mark.parametrize("chip", CHIPS)
 
 
@@ -37,9 +38,9 @@ def last_launch():
     return Launch(*ops().last_launch(torch.empty(0)).tolist())
 
 
-def forward(logits, ref_logits, divergence=KL, shares=None):
+def forward(logits, ref_logits, divergence=KL, shares=None, entropy_of=NONE):
     wanted = shares is not None
-    options = (None, None, divergence, 0.3, 1.0, shares, wanted, wanted)
+    options = (None, None, divergence, 0.3, 1.0, entropy_of, shares, wanted, wanted)
     return ops().kl_divergence_fwd(logits, ref_logits, *options)
 
 
@@ -71,7 +72,7 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
     for rows in (1, 3):
         masked = torch.zeros(rows, dtype=torch.bool)  # rows that nobody has to read
         logits = torch.empty(1, rows, 1).expand(1, rows, words)
-        options = (None, masked, JSD, 0.3, 1.0, None, False, False)
+        options = (None, masked, JSD, 0.3, 1.0, NONE, None, False, False)
         ops().kl_divergence_fwd(logits, logits, *options)
         launches.append(last_launch())
     one, three = launches
@@ -150,11 +151,15 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
             outputs += forward(x, y, divergence)[:4:3]
             one_read = forward(x, y, divergence, shares)
             outputs += [one_read[0], *one_read[4:]]
-            inputs = (x, y, ids, None, divergence, 0.3, 1.0)
-            saved = (one_read[0], one_read[3])
-            outputs += ops().kl_divergence_bwd(
-                *inputs, *saved, row_grad, shares, shares, True, True
-            )
+            for entropy_of in (FIRST, SECOND) if divergence == KL else (FIRST,):
+                beside = forward(x, y, divergence, entropy_of=entropy_of)
+                inputs = (x, y, ids, None, divergence, 0.3, 1.0, entropy_of)
+                saved = (one_read[0], one_read[3], beside[-1])
+                sent = (row_grad, shares, shares, shares)
+                outputs += [
+                    beside[-1],
+                    *ops().kl_divergence_bwd(*inputs, *saved, *sent, True, True),
+                ]
         return outputs
 
     def laid_out(tensor, offset, stride):

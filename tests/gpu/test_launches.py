@@ -179,6 +179,13 @@ CASES = {
     "kl-forward-mean": divergence(Cost(4, 7), mask=MASK, reduction=TOKEN, direction="forward"),
     "jsd-mean": divergence(Cost(4, 7), mask=MASK, reduction=TOKEN, direction="jsd"),
     "kl-mean-with-tokens": divergence(Cost(4, 9), mask=MASK, reduction=TOKEN, token_ids=IDS),
+    "kl-and-entropy": divergence(Cost(4, 7), mask=MASK, return_entropy=True, differentiated=(0, 1)),
+    "kl-beside-entropy": divergence(
+        Cost(4, 8), mask=MASK, reduction=TOKEN, return_entropy=True, direction="forward"
+    ),
+    "entropy-beside-kl": divergence(
+        Cost(3, 7), mask=MASK, reduction=TOKEN, return_entropy=True, differentiated=(1,)
+    ),
     "kl-beside-tokens": divergence(
         Cost(3, 8), mask=MASK, reduction=TOKEN, token_ids=IDS, differentiated=(1,)
     ),

@@ -15,13 +15,14 @@ from agreement_logits import (
 from targets import TARGETS, serving
 
 import klfast
-from klfast.logits.call import DIVERGENCES
+from klfast.logits.call import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
 """With clusters, without, one whose clusters rows of a few thousand words fill, and one on which
 large clusters never fit.
 """
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
+NONE = ENTROPIES.index("none")
 SIZES = (40, 9000)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,7 +93,7 @@ def test_a_gradient_asked_for_changes_no_bit(chip):
     for words in (1000, 9000, 40_000):
         logits, ref_logits = random_logits(1, 1, words)
         ops = torch.ops.klfast_emulated
-        options = (None, None, KL, 0.5, 1.0)
+        options = (None, None, KL, 0.5, 1.0, NONE)
         plain = ops.kl_divergence_fwd(logits, ref_logits, *options, None, False, False)
         one_read = ops.kl_divergence_fwd(logits, ref_logits, *options, torch.ones(1), True, True)
         assert same_bits(plain[0], one_read[0])
@@ -125,11 +126,12 @@ def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     torch.testing.assert_close(backward[0], backward[1] - no_word, rtol=0, atol=2e-7)
 
     for divergence in (KL, JSD):
-        inputs = (logits, ref_logits, ids, None, divergence, 0.5, 1.0)
+        inputs = (logits, ref_logits, ids, None, divergence, 0.5, 1.0, NONE)
         rows, logprobs, ref_logprobs, saved, *_ = ops.kl_divergence_fwd(*inputs, None, False, False)
         assert rows.isfinite().all()
         assert logprobs.isnan().tolist() == ref_logprobs.isnan().tolist() == found.isnan().tolist()
-        grads = ops.kl_divergence_bwd(*inputs, rows, saved, ones, ones, ones, True, True)
+        sent = (None, ones, ones, ones, None)
+        grads = ops.kl_divergence_bwd(*inputs, rows, saved, *sent, True, True)
         assert all(grad.isfinite().all() for grad in grads)
         assert all((grad.sum(-1)[0, 1:] < -0.9).all() for grad in grads)
 

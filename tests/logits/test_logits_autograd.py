@@ -298,6 +298,9 @@ FUNCTIONS = {
     "jsd": lambda logits, ref, ids: klfast.kl_divergence(
         logits, ref, direction="jsd", reduction="token-sum", backend="native"
     ),
+    "kl-entropy": lambda logits, ref, ids: klfast.kl_divergence(
+        logits, ref, direction="forward", return_entropy=True, backend="native"
+    )[1],
     "ref-log-probs": lambda logits, ref, ids: klfast.kl_divergence(
         logits, ref, token_ids=ids, backend="native"
     )[2],

@@ -31,6 +31,9 @@ DIVERGENCES = {
     "jsd": {"direction": "jsd", "jsd_beta": 0.3, "reduction": "token-sum", "temperature": 0.7},
     "ids": {"token_ids": IDS, "mask": MASK},
     "statistics": {"token_ids": IDS, "return_stats": True, "reduction": "token-mean"},
+    "entropy": {"return_entropy": True, "reduction": "token-mean", "mask": MASK},
+    "forward-entropy": {"direction": "forward", "return_entropy": True, "temperature": 0.7},
+    "everything": {"token_ids": IDS, "return_stats": True, "return_entropy": True},
 }
 TOKENS = {
     "log-probs": {},

@@ -74,16 +74,18 @@ def test_grad_of_log_probs(backend):
     close(grad(function)(logits, ids, mask), plain_grad(function, logits, ids, mask))
 
 
-def test_vjp_of_three_results(backend):
+@every_direction
+def test_vjp_of_four_results(backend, direction):
     logits, ref_logits, ids, _ = (t[0] for t in batch())
+    options = {"direction": direction, "return_entropy": True, "backend": backend}
 
-    def three(logits, ref_logits):
-        return klfast.kl_divergence(logits, ref_logits, token_ids=ids, backend=backend)
+    def four(logits, ref_logits):
+        return klfast.kl_divergence(logits, ref_logits, token_ids=ids, **options)
 
-    results, pull_back = vjp(three, logits, ref_logits)
+    results, pull_back = vjp(four, logits, ref_logits)
     cotangents = tuple(torch.randn_like(result) for result in results)
     models = leaves(logits, ref_logits)
-    close(pull_back(cotangents), torch.autograd.grad(three(*models), models, cotangents))
+    close(pull_back(cotangents), torch.autograd.grad(four(*models), models, cotangents))
 
 
 def test_jacrev(backend):
@@ -115,11 +117,12 @@ def test_vmap_is_a_loop(backend, reduction, in_dims):
 
     def everything(logits, ref_logits, ids, mask):
         options = {"mask": mask, "backend": backend}
-        *results, stats = klfast.kl_divergence(
-            logits, ref_logits, token_ids=ids, reduction=reduction, return_stats=True, **options
+        asked = {"token_ids": ids, "return_stats": True, "return_entropy": True}
+        *results, stats, entropy = klfast.kl_divergence(
+            logits, ref_logits, reduction=reduction, **asked, **options
         )
         tokens = klfast.token_logprobs(logits, ids, return_entropy=True, **options)
-        return *results, *stats, *tokens
+        return *results, *stats, entropy, *tokens
 
     def element(i):
         return [

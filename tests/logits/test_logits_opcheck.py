@@ -6,7 +6,7 @@ from agreement_logits import random_logits
 from torch.library import opcheck
 
 import klfast
-from klfast.logits.call import DIVERGENCES
+from klfast.logits.call import DIVERGENCES, ENTROPIES
 
 assert klfast.info()  # loads the extension
 OPS = torch.ops.klfast
@@ -61,7 +61,9 @@ def tokens_backward_arguments(logits, keep=None, with_entropy=True, **changes):
     }
 
 
-def divergence_inputs(logits, ref_logits, divergence="kl", with_ids=False, keep=None):
+def divergence_inputs(
+    logits, ref_logits, divergence="kl", with_ids=False, keep=None, entropy_of="none"
+):
     return {
         "logits": logits,
         "ref_logits": ref_logits,
@@ -70,6 +72,7 @@ def divergence_inputs(logits, ref_logits, divergence="kl", with_ids=False, keep=
         "divergence": DIVERGENCES.index(divergence),
         "jsd_beta": 0.3,
         "temperature": 0.7,
+        "entropy_of": ENTROPIES.index(entropy_of),
     }
 
 
@@ -82,16 +85,19 @@ def divergence_arguments(logits, ref_logits, *options, wants=(False, False), **m
 
 def divergence_backward_arguments(logits, ref_logits, *options, wants=(True, True), **more):
     forward = divergence_arguments(logits, ref_logits, *options, **more)
-    rows, logprobs, _, saved, _, _ = DIVERGENCE(*forward.values())
+    rows, logprobs, _, saved, _, _, entropy = DIVERGENCE(*forward.values())
     of_tokens = torch.rand_like(logprobs) if forward["token_ids"] is not None else None
-    inputs = list(forward.items())[:7]
+    of_entropy = torch.rand_like(rows) if entropy.numel() > 0 else None
+    inputs = list(forward.items())[:8]
     return {
         **dict(inputs),
         "rows": rows,
         "saved": saved,
+        "entropy": entropy,
         "grad_rows": torch.rand_like(rows),
         "grad_logprobs": of_tokens,
         "grad_ref_logprobs": of_tokens,
+        "grad_entropy": of_entropy,
         "want_grad": wants[0],
         "want_grad_ref": wants[1],
     }
@@ -111,8 +117,9 @@ def test_ops_on_tokens_keep_their_contract_with_torch(make, keep):
 @every_case
 def test_ops_on_divergences_keep_their_contract_with_torch(make, keep):
     models = make()
-    for divergence in ("kl", "jsd"):
+    for divergence, entropy_of in (("kl", "none"), ("kl", "second"), ("jsd", "first")):
         options = {"divergence": divergence, "with_ids": keep is not None, "keep": keep}
+        options["entropy_of"] = entropy_of
         opcheck(DIVERGENCE, tuple(divergence_arguments(*models, **options).values()))
         backward = divergence_backward_arguments(*models, **options)
         opcheck(DIVERGENCE_BACKWARD, tuple(backward.values()))
@@ -125,7 +132,7 @@ def test_the_gradients_that_are_asked_for_come(wants):
     backward = divergence_backward_arguments(*models, wants=wants)
     opcheck(DIVERGENCE, tuple(forward.values()))
     opcheck(DIVERGENCE_BACKWARD, tuple(backward.values()))
-    for grads in (DIVERGENCE(*forward.values())[4:], DIVERGENCE_BACKWARD(*backward.values())):
+    for grads in (DIVERGENCE(*forward.values())[4:6], DIVERGENCE_BACKWARD(*backward.values())):
         shapes = [(2, 3, 7) if wanted else (0,) for wanted in wants]
         assert [tuple(grad.shape) for grad in grads] == shapes
 
@@ -220,13 +227,22 @@ def test_a_direct_call_on_divergences_with_a_wrong_argument_raises():
         "ref_logits": [*WRONG_LOGITS.values(), torch.zeros(3, 2, 7), torch.zeros(2, 3, 6)],
         "divergence": [-1, len(DIVERGENCES)],
         "jsd_beta": [0.0, 1.0, -1.0, float("nan")],
+        "entropy_of": [-1, len(ENTROPIES)],
         **WRONG_ROWS,
     }
     good = divergence_arguments(logits, logits + 1, with_ids=True, wants=(True, True))
-    assert_all_refused(DIVERGENCE, good, {**wrong, "row_weights": [None, *PER_ROW]})
-    good = divergence_backward_arguments(logits, logits + 1, with_ids=True)
+    beside_gradients = [ENTROPIES.index("first")]
+    refused = {**wrong, "row_weights": [None, *PER_ROW]}
+    refused["entropy_of"] = [*wrong["entropy_of"], *beside_gradients]
+    assert_all_refused(DIVERGENCE, good, refused)
+    of_second = [ENTROPIES.index("second")]
+    jsd = divergence_arguments(logits, logits + 1, "jsd")
+    assert_all_refused(DIVERGENCE, jsd, {"entropy_of": of_second})
+    good = divergence_backward_arguments(logits, logits + 1, with_ids=True, entropy_of="first")
     wrong["token_ids"] = wrong["token_ids"][:-2]
-    of_rows = ("rows", "grad_rows", "grad_logprobs", "grad_ref_logprobs")
+    wrong["entropy_of"] += [ENTROPIES.index("none")]
+    assert_all_refused(DIVERGENCE_BACKWARD, good, {"entropy": [None]})
+    of_rows = ("rows", "entropy", "grad_rows", "grad_logprobs", "grad_ref_logprobs", "grad_entropy")
     rows = dict.fromkeys(of_rows, PER_ROW)
     assert_all_refused(DIVERGENCE_BACKWARD, good, {**wrong, **rows, "saved": WRONG_SAVED})
 

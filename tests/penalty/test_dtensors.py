@@ -108,6 +108,9 @@ CASES = {
     "kl_divergence-tokens": Case(
         "kl_divergence", *MODELS, "token_ids", "mask", reduction="token-mean", return_stats=True
     ),
+    "kl_divergence-entropy": Case(
+        "kl_divergence", *MODELS, "mask", reduction="token-mean", return_entropy=True
+    ),
 }
 PLACEMENTS = ["replicate", "sequences", "tokens", "words", "partial", "mixed"]
 

@@ -81,6 +81,52 @@ def assert_divergence_agrees(backend, logits, ref_logits, mask=None, **options):
             assert_gradient(grad, leaf, *of)
 
 
+def assert_entropy_agrees(backend, logits, ref_logits, mask=None, **options):
+    """The policy's entropies beside a ``kl_divergence`` and their gradient are the oracle's, alone
+    and together with the divergence's, whoever asks; and the divergence is the one without them.
+    """
+    inputs = leaves(logits, ref_logits)
+    detached = [t.detach() for t in inputs]
+
+    def call(*models, **others):
+        return klfast.kl_divergence(*models, mask, **options, **others, backend=backend)
+
+    result, entropy = call(*inputs, return_entropy=True)
+    alone = call(*detached)
+    assert result.detach().isclose(alone, rtol=0, atol=0, equal_nan=True).all()
+    first, second = uneven(result), uneven(entropy).flip(-1) + 0.1
+
+    def truth_for(of_result, of_entropy):
+        upstream = (of_result, None, None)
+        return oracle_logits.kl_divergence(
+            *inputs, mask, upstream=upstream, entropy_upstream=of_entropy, **options
+        )
+
+    both = truth_for(first, second)
+    assert entropy.shape == logits.shape[:-1]
+    assert entropy.dtype == oracle.arithmetic_dtype(*inputs)
+    oracle.assert_within(entropy, both.entropy, both.entropy_tolerance, "entropy")
+    finite = result.isfinite().all()
+    only_entropy = truth_for(torch.zeros_like(first), second)
+    of_policy = call(inputs[0], detached[1], return_entropy=True)
+    of_reference = call(detached[0], inputs[1], return_entropy=True)
+    cases = [([entropy], inputs, [second], only_entropy)]
+    if finite:
+        cases += [
+            ([result, entropy], inputs, [first, second], both),
+            ([result, entropy], inputs, [first, second], both),
+            (of_policy, inputs[:1], [first, second], both),
+            (of_reference[:1], inputs[1:], [first], truth_for(first, None)),
+        ]
+    for outputs, to, sent, truth in cases:
+        grads = torch.autograd.grad(outputs, to, sent, retain_graph=True, materialize_grads=True)
+        for grad, leaf in zip(grads, to, strict=True):
+            policy = leaf is inputs[0]
+            exact = truth.grad if policy else truth.grad_ref
+            tolerance = truth.grad_tolerance if policy else truth.grad_ref_tolerance
+            assert_gradient(grad, leaf, exact, tolerance, "grad")
+
+
 def assert_tokens_agree(backend, logits, token_ids, keep=None, **options):
     """Log-probs, entropies and the gradients of ``token_logprobs``, of either and of both."""
     leaf = logits.detach().requires_grad_()

@@ -88,6 +88,8 @@ class Truth(NamedTuple):
     grad_tolerance: Tensor
     grad_ref: Tensor
     grad_ref_tolerance: Tensor
+    entropy: Tensor  # of the policy
+    entropy_tolerance: Tensor
 
 
 @torch.no_grad()
@@ -105,9 +107,11 @@ def kl_divergence(
     coef=1.0,
     token_ids=None,
     upstream=(None, None, None),
+    entropy_upstream=None,
 ) -> Truth:
     """What klfast.kl_divergence must return, and the gradients for ``upstream``: of the result, by
-    default ones, and of the log-probs under either model. The log-probs: see ``token_logprobs``.
+    default ones, and of the log-probs under either model; and for that of the entropies, if any.
+    The log-probs: see ``token_logprobs``.
     """
     dtype, shape = oracle.arithmetic_dtype(logits, ref_logits), logits.shape[:-1]
     kept = torch.ones(shape, dtype=torch.bool) if mask is None else mask != 0
@@ -136,8 +140,16 @@ def kl_divergence(
         ):
             taken = of_tokens(words, token_ids, kept, temperature)
             grad.add(of, taken.grad, taken.grad_tolerance)
+    policy, _ = swap((pair.first, pair.second))
+    any_word = torch.zeros(shape, dtype=torch.int64)
+    own = of_tokens(policy, any_word, kept, temperature)
+    grads[0].add(entropy_upstream, own.entropy_grad, own.entropy_grad_tolerance)
+    entropies = (
+        torch.where(kept.flatten(), t, 0.0).reshape(shape)
+        for t in (own.entropy, own.entropy_tolerance)
+    )
     of_logits = (part for grad in grads for part in grad.where(kept, logits.shape, dtype))
-    return Truth(result, tolerance, *statistics, *lengths, *of_logits)
+    return Truth(result, tolerance, *statistics, *lengths, *of_logits, *entropies)
 
 
 def shares(shape, dtype, mask, **options):

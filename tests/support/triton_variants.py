@@ -59,19 +59,23 @@ def result(dtype):
     return "*fp64" if dtype == "fp64" else "*fp32"
 
 
-def divergence(dtype, backward=False, divergence="kl", stage="row"):
+def divergence(dtype, backward=False, divergence="kl", stage="row", entropy="none"):
     """(kernel, pointers, constants) with a mask: the policy's gradient in the forward's read, both
-    and those of tokens in the backward.
+    and those of tokens in the backward; of an entropy too, or in place of the gradient.
     """
     pointers = {"first": f"*{dtype}", "second": f"*{dtype}", "values": result(dtype)}
     pointers |= {"saved": "*fp64", "keep": "*i1"}
-    options = {"DIVERGENCE": divergence}
-    if stage == "row":
+    options = {"DIVERGENCE": divergence, "ENTROPY": entropy}
+    if entropy != "none":
+        pointers |= {"entropies": result(dtype)}
+    if stage == "row" and (backward or entropy == "none"):
         pointers |= {"grad_first": f"*{dtype}"}
     if backward:
         pointers |= {"grad_second": f"*{dtype}"}
         incoming = ("grad_rows", "grad_logprobs", "grad_ref_logprobs")
         pointers |= dict.fromkeys(incoming, result(dtype)) | {"token_ids": "*i64"}
+        if entropy != "none":
+            pointers |= {"grad_entropies": result(dtype)}
         return logits_kernels.kl_divergence_backward_kernel, pointers, options
     options["STAGE"] = stage
     pointers |= {"partials": "*fp64"} if stage != "row" else {"shares": result(dtype)}
@@ -95,7 +99,12 @@ CALLS = {
     "kl-segment": (2, lambda dtype: divergence(dtype, stage="segment")),
     "kl-combine": (2, lambda dtype: divergence(dtype, stage="combine")),
     "kl-backward": (2, lambda dtype: divergence(dtype, backward=True)),
+    "kl-entropy": (2, lambda dtype: divergence(dtype, entropy="first")),
+    "kl-entropy-segment": (2, lambda dtype: divergence(dtype, stage="segment", entropy="second")),
+    "kl-entropy-combine": (2, lambda dtype: divergence(dtype, stage="combine", entropy="second")),
+    "kl-entropy-backward": (2, lambda dtype: divergence(dtype, backward=True, entropy="second")),
     "jsd": (2, lambda dtype: divergence(dtype, divergence="jsd")),
+    "jsd-entropy": (2, lambda dtype: divergence(dtype, divergence="jsd", entropy="first")),
     "jsd-backward": (2, lambda dtype: divergence(dtype, backward=True, divergence="jsd")),
     "tokens": (1, tokens),
     "tokens-segment": (1, lambda dtype: tokens(dtype, stage="segment")),

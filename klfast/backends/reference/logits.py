@@ -15,10 +15,7 @@ from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import KLOutputs, outputs_of
-
-Rows = tuple[Tensor, Tensor | None, Tensor | None]
-"""Divergences of rows, and the tokens' log-probs of both models."""
+from klfast.logits.outputs import BesideDivergences, KLOutputs, outputs_of
 
 
 def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
@@ -29,22 +26,22 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     taken = _taken(logprobs, call.token_ids, call.keep)
     entropy = None
     if call.return_entropy:
-        entropy = _zero_where_masked(-_expectation(logprobs, logprobs), call.keep)
-        entropy = entropy.to(arithmetic).view(call.shape)
+        entropy = _entropies(logprobs, call.keep).to(arithmetic).view(call.shape)
     return taken.to(arithmetic).view(call.shape), entropy
 
 
 def kl_divergence(call: KLDivergenceCall) -> KLOutputs:
     """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
-    rows, logprobs, ref_logprobs = _rows_of(call)
-    return outputs_of(call, kl_penalty(call.reduce(rows)), logprobs, ref_logprobs, kl_penalty)
+    rows, beside = _rows_of(call)
+    return outputs_of(call, kl_penalty(call.reduce(rows)), beside, kl_penalty)
 
 
-def _rows_of(call: KLDivergenceCall) -> Rows:
+def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     """[R] divergences of policy p and reference q, in nats, in the arithmetic's dtype.
 
     ``reverse``: sum p log(p / q). ``forward``: sum q log(q / p). ``jsd``: with m = (1 - b) p + b q,
-    (1 - b) sum p log(p / m) + b sum q log(q / m).
+    (1 - b) sum p log(p / m) + b sum q log(q / m). The entropy is -sum p log p, and NaN where the
+    divergence is.
     """
     arithmetic = arithmetic_dtype(call.logits, call.ref_logits)
     p, q = (
@@ -60,10 +57,14 @@ def _rows_of(call: KLDivergenceCall) -> Rows:
         m = _log_mixture(p, q, b)
         rows = (1 - b) * _expectation(p, p - m) + b * _expectation(q, q - m)
     rows = _zero_where_masked(rows, call.keep).to(arithmetic)
+    entropies = None
+    if call.return_entropy:
+        entropies = _entropies(p, call.keep).to(arithmetic)
+        entropies = torch.where(rows.isnan(), torch.nan, entropies)
     if call.token_ids is None:
-        return rows, None, None
+        return rows, BesideDivergences(entropies=entropies)
     taken, ref_taken = (_taken(x, call.token_ids, call.keep).to(arithmetic) for x in (p, q))
-    return rows, taken, ref_taken
+    return rows, BesideDivergences(taken, ref_taken, entropies)
 
 
 def _temperature(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
@@ -94,6 +95,11 @@ def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
     terms = weights * torch.where(possible, values, 0.0)
     terms = torch.where((weights == 0) & (values == torch.inf), values, terms)
     return torch.where(possible, terms, 0.0).sum(-1)
+
+
+def _entropies(logprobs: Tensor, keep: Tensor | None) -> Tensor:
+    """-sum p log p; 0 where masked."""
+    return _zero_where_masked(-_expectation(logprobs, logprobs), keep)
 
 
 def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:

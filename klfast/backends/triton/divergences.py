@@ -134,6 +134,30 @@ def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
 
 
 @triton.jit
+def held(power):
+    """The power, finite where it is -infinity: 0 times that is NaN, and 0 is meant."""
+    return tl.where(power < -5000, -5000.0, power)
+
+
+@triton.jit
+def moment_of(x, y, mass, other, guess, ENTROPY: tl.constexpr):
+    """A word's s 2^s under the model that ``ENTROPY`` says, by the terms of ``pair_of``."""
+    scale, _, shift, other_shift, _, _, _, _ = guess
+    if ENTROPY == "first":
+        product = mass * held(tl.fma(x, scale, -shift))
+    else:
+        product = other * held(tl.fma(y, scale, -other_shift))
+    return product
+
+
+@triton.jit
+def entropy_of(mass, moment):
+    """A row's entropy in nats of the sums of 2^s and s 2^s."""
+    entropy = tl.log(mass) - moment / mass * LN2
+    return tl.where(entropy < 0, 0.0, entropy)
+
+
+@triton.jit
 def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
     """(KL, lse, shift, whether these are about right, whether they are exact) of a row's sums.
 
@@ -235,6 +259,29 @@ def kl_gradients(x, y, exact, row):
     # What has no probability has no gradient, whatever infinity stands beside it.
     by_x = tl.where(p == 0, 0.0, -p * tl.fma(grad, u, mean))
     return by_x, tl.fma(grad, difference, -other * q)
+
+
+@triton.jit
+def entropy_row(exact, lse, ratio, grad, value, ENTROPY: tl.constexpr, ACC: tl.constexpr):
+    """What ``entropy_gradient`` takes, of the incoming gradient over the temperature."""
+    _, _, shift, factor, other_shift, other_factor, _, _ = exact
+    if ENTROPY == "second":
+        lse += ratio
+        shift = other_shift
+        factor = other_factor
+    lost = shift.to(tl.float64) * LN2 - lse  # by rounding
+    constant = tl.where(grad == 0, 0.0, grad * (value + lost))
+    return shift, factor, (grad * LN2).to(ACC), constant.to(ACC)
+
+
+@triton.jit
+def entropy_gradient(logit, exact, row):
+    """By a word's logit under the model whose entropy it is."""
+    shift, factor, slope, constant = row
+    power = tl.fma(logit, exact[0], -shift)
+    p = tl.exp2(power) * factor
+    # What has no probability has no gradient: its power may be -infinity.
+    return tl.where(p == 0, 0.0, -p * tl.fma(power, slope, constant))
 
 
 @triton.jit

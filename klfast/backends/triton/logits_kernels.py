@@ -24,6 +24,9 @@ import triton.language as tl
 from klfast.backends.triton.divergences import (
     LN2,
     LOG2E,
+    entropy_gradient,
+    entropy_of,
+    entropy_row,
     exact_of,
     guess_of,
     is_good,
@@ -33,6 +36,7 @@ from klfast.backends.triton.divergences import (
     kl_gradients,
     mixed_of,
     mixture_of,
+    moment_of,
     origin_of,
     pair_of,
     pair_placed,
@@ -231,9 +235,7 @@ def finish_words(
         else:
             largest = row_maximum(x_of, cut, FORM)
         total, moment = sum_words(x_of, scale, largest, cut, 0, cut[2], ENTROPY, FORM)
-    log_total = tl.log(total)
-    entropy = log_total - moment / total * LN2
-    return largest.to(tl.float64), log_total, tl.where(entropy < 0, 0.0, entropy)
+    return largest.to(tl.float64), tl.log(total), entropy_of(total, moment)
 
 
 @kernel
@@ -376,14 +378,26 @@ def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
 
 @triton.jit
 def sum_pairs(
-    x_of, y_of, origins, guess, cut, first, last, EXCLUDES: tl.constexpr, FORM: tl.constexpr
+    x_of,
+    y_of,
+    origins,
+    guess,
+    cut,
+    first,
+    last,
+    EXCLUDES: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """(the sums of ``pair_of``, whether any word is excluded) over segments of a row."""
+    """(the sums of ``pair_of``, that of ``moment_of``, whether any word is excluded) over segments
+    of a row.
+    """
     mass = tl.zeros((), tl.float64)
     spread = tl.zeros((), tl.float64)
     slope = tl.zeros((), tl.float64)
     other = tl.zeros((), tl.float64)
     excluded = tl.zeros((), tl.int32)
+    moment = tl.zeros((), tl.float64)
     for i in range(first, last):
         begin, count = bounds(i, cut, FORM)
         masses = tl.zeros((FORM.tile,), FORM.acc)
@@ -391,6 +405,7 @@ def sum_pairs(
         slopes = tl.zeros((FORM.tile,), FORM.acc)
         others = tl.zeros((FORM.tile,), FORM.acc)
         exclusions = tl.zeros((FORM.tile,), tl.int32)
+        moments = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
@@ -403,13 +418,29 @@ def sum_pairs(
             others += word_other
             if EXCLUDES:
                 exclusions |= excludes.to(tl.int32)
+            if ENTROPY != "none":
+                moments += moment_of(x, y, word_mass, word_other, guess, ENTROPY)
         mass += tree_sum(masses, FORM.tile)
         spread += tree_sum(spreads, FORM.tile)
         slope += tree_sum(slopes, FORM.tile)
         other += tree_sum(others, FORM.tile)
         if EXCLUDES:
             excluded |= tl.max(exclusions, axis=0)
-    return (mass, spread, slope, other), excluded != 0
+        if ENTROPY != "none":
+            moment += tree_sum(moments, FORM.tile)
+    return (mass, spread, slope, other), moment, excluded != 0
+
+
+@triton.jit
+def entropy_of_pairs(sums, moment, ENTROPY: tl.constexpr):
+    """The entropy of the model that ``ENTROPY`` says; 0 for none."""
+    if ENTROPY == "none":
+        entropy = moment
+    elif ENTROPY == "first":
+        entropy = entropy_of(sums[0], moment)
+    else:
+        entropy = entropy_of(sums[3], moment)
+    return entropy
 
 
 @triton.jit
@@ -419,17 +450,21 @@ def look_again(
     origins,
     guess,
     sums,
+    moment,
     cut,
     inverse_temperature,
     DIVERGENCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(KL, origins, lse, shift) of a row: of its sums, or those of up to two more looks at it.
+    """(KL, origins, lse, shift, entropy) of a row: of its sums, or those of up to two more looks at
+    it.
 
     The native kernels' rule is in csrc/formulas/passes.h. Here the first guess is always finite,
     and sums that are useless from the greatest logits too are taken once more.
     """
     kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
+    entropy = entropy_of_pairs(sums, moment, ENTROPY)
     looks = 1
     while (looks < 3) & ~exact:
         better = guess_of(lse, shift, inverse_temperature, FORM.acc)
@@ -437,10 +472,13 @@ def look_again(
             x = row_maximum(x_of, cut, FORM)
             y = row_maximum(y_of, cut, FORM)
             origins, better = first_guess(x, y, inverse_temperature, FORM)
-        again, excluded = sum_pairs(x_of, y_of, origins, better, cut, 0, cut[2], True, FORM)
+        again, moment, excluded = sum_pairs(
+            x_of, y_of, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
+        )
         kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE)
+        entropy = entropy_of_pairs(again, moment, ENTROPY)
         looks += 1
-    return kl, origins, lse, shift
+    return kl, origins, lse, shift, entropy
 
 
 @triton.jit
@@ -470,17 +508,29 @@ def finish_pairs(
     origins,
     guess,
     sums,
+    moment,
     cut,
     inverse_temperature,
     beta,
     DIVERGENCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(divergence, origins, lse, shift, slope) of a row in fp64; the slope is that of
-    ``sum_mixed``.
+    """((divergence, origins, lse, shift, slope), entropy) of a row in fp64; the slope is that of
+    ``sum_mixed``. The entropy is NaN where the divergence is.
     """
-    value, origins, lse, shift = look_again(
-        x_of, y_of, origins, guess, sums, cut, inverse_temperature, DIVERGENCE, FORM
+    value, origins, lse, shift, entropy = look_again(
+        x_of,
+        y_of,
+        origins,
+        guess,
+        sums,
+        moment,
+        cut,
+        inverse_temperature,
+        DIVERGENCE,
+        ENTROPY,
+        FORM,
     )
     slope = tl.zeros((), tl.float64)
     if DIVERGENCE == "jsd":
@@ -488,7 +538,7 @@ def finish_pairs(
         mixture = mixture_of(beta, FORM.acc)
         value, slope = sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM)
         value = tl.where(lse == lse, jsd_of(value, beta), lse)  # a row of no word of either model
-    return value, origins, lse, shift, slope
+    return (value, origins, lse, shift, slope), tl.where(value == value, entropy, value)
 
 
 @triton.jit
@@ -509,15 +559,18 @@ def write_gradients(
     token,
     state,
     incoming,
+    entropy,
     inverse_temperature,
     beta,
     DIVERGENCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """The gradients of words of a row, None where not wanted.
 
     ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence and log-probs,
-    all in fp64. From the last tile to the first: what was read last is likely still in the cache.
+    ``entropy`` the entropy and its gradient, all in fp64. From the last tile to the first: what was
+    read last is likely still in the cache.
     """
     value, origins, lse, shift, slope = state
     grad, of_token, ref_of_token = incoming
@@ -540,6 +593,10 @@ def write_gradients(
     ref_of_token = ref_of_token.to(FORM.acc)
     mixture = mixture_of(beta, FORM.acc)
     row = (first_grad, first_mean, second_grad, second_mean)
+    if ENTROPY != "none":
+        of_entropy = entropy_row(
+            exact, lse, shift, entropy[1] * inverse_temperature, entropy[0], ENTROPY, FORM.acc
+        )
     tiles = tl.cdiv(count, FORM.tile)
     for tile in tl.range(tiles, num_stages=FORM.stages):
         offset = (tiles - 1 - tile) * FORM.tile + tl.arange(0, FORM.tile)
@@ -550,9 +607,13 @@ def write_gradients(
         else:
             by_x, by_y = jsd_gradients(x, y, exact, mixture, row)
         if grad_first is not None:
+            if ENTROPY == "first":
+                by_x += entropy_gradient(x, exact, of_entropy)
             by_x += tl.where(offset == token, of_token, 0.0)
             store(grad_first, at, offset, by_x, inside, FORM.layout)
         if grad_second is not None:
+            if ENTROPY == "second":
+                by_y += entropy_gradient(y, exact, of_entropy)
             by_y += tl.where(offset == token, ref_of_token, 0.0)
             store(grad_second, at, offset, by_y, inside, FORM.layout)
 
@@ -567,6 +628,7 @@ def kl_divergence_kernel(
     values,
     logprobs,
     ref_logprobs,
+    entropies,
     saved,
     grad_first,
     grad_second,
@@ -588,9 +650,11 @@ def kl_divergence_kernel(
     second_word_stride: tl.int64,
     STAGE: tl.constexpr,
     DIVERGENCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Divergences and log-probs of tokens [R], what a backward needs [5, R], and gradients.
+    """Divergences, log-probs of tokens and entropies of the model that ``ENTROPY`` says [R], what a
+    backward needs [5, R], and gradients.
 
     None where not wanted. The gradients of sum(row_weights * values) are written in stage "row".
     """
@@ -616,22 +680,43 @@ def kl_divergence_kernel(
                 add_up(partials, 4, row, segments, slots),
                 add_up(partials, 5, row, segments, slots),
             )
+            moment = sums[0]
+            if ENTROPY != "none":
+                moment = add_up(partials, 6, row, segments, slots)
         else:
             x = first_maximum(x_of, cut, FORM)
             y = first_maximum(y_of, cut, FORM)
             origins, guess = first_guess(x, y, inverse, FORM)
             # KL's sums are not finite where a word is excluded that p may say: look again.
-            sums, _ = sum_pairs(x_of, y_of, origins, guess, cut, i, end, DIVERGENCE == "jsd", FORM)
+            sums, moment, _ = sum_pairs(
+                x_of, y_of, origins, guess, cut, i, end, DIVERGENCE == "jsd", ENTROPY, FORM
+            )
         if STAGE == "segment":
             partials += tl.program_id(0)
             tl.store(partials, x.to(tl.float64))
             tl.store(partials + slots, y.to(tl.float64))
             for k in tl.static_range(4):
                 tl.store(partials + (2 + k) * slots, sums[k])
+            if ENTROPY != "none":
+                tl.store(partials + 6 * slots, moment)
         else:
-            value, origins, lse, shift, slope = finish_pairs(
-                x_of, y_of, origins, guess, sums, cut, inverse, beta, DIVERGENCE, FORM
+            state, entropy = finish_pairs(
+                x_of,
+                y_of,
+                origins,
+                guess,
+                sums,
+                moment,
+                cut,
+                inverse,
+                beta,
+                DIVERGENCE,
+                ENTROPY,
+                FORM,
             )
+            value, origins, lse, shift, slope = state
+            if ENTROPY != "none":
+                tl.store(entropies + row, entropy)
             first_origin, second_origin = origins
             tl.store(values + row, value)
             tl.store(saved + row, lse)
@@ -662,9 +747,11 @@ def kl_divergence_kernel(
                     -1,
                     (value, origins, lse, shift, slope),
                     (load_double(row_weights, row), load_double(None, row), load_double(None, row)),
+                    (load_double(None, row), load_double(None, row)),
                     inverse,
                     beta,
                     DIVERGENCE,
+                    "none",
                     FORM,
                 )
     elif STAGE != "segment":
@@ -674,6 +761,8 @@ def kl_divergence_kernel(
         if token_ids is not None:
             tl.store(logprobs + row, 0.0)
             tl.store(ref_logprobs + row, 0.0)
+        if ENTROPY != "none":
+            tl.store(entropies + row, 0.0)
         write_zeros(grad_first, at, words.to(tl.int32), FORM)
         write_zeros(grad_second, at, words.to(tl.int32), FORM)
 
@@ -686,9 +775,11 @@ def kl_divergence_backward_kernel(
     keep,
     values,
     saved,
+    entropies,
     grad_rows,
     grad_logprobs,
     grad_ref_logprobs,
+    grad_entropies,
     grad_first,
     grad_second,
     inverse_temperature_at,
@@ -706,6 +797,7 @@ def kl_divergence_backward_kernel(
     second_inner_stride: tl.int64,
     second_word_stride: tl.int64,
     DIVERGENCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """The gradients of a segment of a row."""
@@ -742,9 +834,11 @@ def kl_divergence_backward_kernel(
                 load_double(grad_logprobs, row),
                 load_double(grad_ref_logprobs, row),
             ),
+            (load_double(entropies, row), load_double(grad_entropies, row)),
             number(inverse_temperature_at, inverse_temperature),
             number(None, jsd_beta),
             DIVERGENCE,
+            ENTROPY,
             FORM,
         )
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import DIVERGENCES
+from klfast.logits.call import DIVERGENCES, ENTROPIES
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
@@ -144,6 +144,14 @@ def _exchanges(divergence: int, jsd_beta: float) -> bool:
     return DIVERGENCES[divergence] == "jsd" and jsd_beta > 0.5
 
 
+def _exchanged(entropy_of: int) -> int:
+    """Of the same model where the models change roles."""
+    return ENTROPIES.index(_OTHER[ENTROPIES[entropy_of]])
+
+
+_OTHER = {"none": "none", "first": "second", "second": "first"}
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -220,24 +228,27 @@ def kl_divergence_fwd(
     divergence: int,
     jsd_beta: float,
     temperature: float,
+    entropy_of: int,
     row_weights: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
     if _exchanges(divergence, jsd_beta):
-        options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, row_weights)
-        result, ref_logprobs, logprobs, saved, grad_ref, grad = kl_divergence_fwd(
-            ref_logits, logits, *options, want_grad_ref, want_grad, inverse_temperature
+        options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, _exchanged(entropy_of))
+        wants = (row_weights, want_grad_ref, want_grad)
+        result, ref_logprobs, logprobs, saved, grad_ref, grad, entropy = kl_divergence_fwd(
+            ref_logits, logits, *options, *wants, inverse_temperature
         )
-        return result, logprobs, ref_logprobs, saved, grad, grad_ref
+        return result, logprobs, ref_logprobs, saved, grad, grad_ref, entropy
     call = _Call(
         temperature, inverse_temperature, logits, ref_logits, divergence=DIVERGENCES[divergence]
     )
     rows = call.rows
-    result, logprobs, ref_logprobs = (
-        call.result(wanted) for wanted in (True, token_ids is not None, token_ids is not None)
+    has_tokens, has_entropies = token_ids is not None, ENTROPIES[entropy_of] != "none"
+    result, logprobs, ref_logprobs, entropy = (
+        call.result(wanted) for wanted in (True, has_tokens, has_tokens, has_entropies)
     )
     saved = call.empty(5, rows.rows, dtype=torch.float64)
     grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
@@ -253,18 +264,21 @@ def kl_divergence_fwd(
             result,
             _wanted(logprobs),
             _wanted(ref_logprobs),
+            _wanted(entropy),
             saved,
             *written,
         ),
         (*call.inverse_temperature, bits(jsd_beta), *rows, rows.slots),
-        sums=6,
+        sums=7 if has_entropies else 6,
         DIVERGENCE=DIVERGENCES[divergence],
+        ENTROPY=ENTROPIES[entropy_of],
     )
     if rows.segments > 1 and row_weights is not None:
-        _kl_divergence_backward(
-            call, grads, None, keep, divergence, jsd_beta, result, saved, row_weights, None, None
-        )
-    return result, logprobs, ref_logprobs, saved, *grads
+        no_entropy = ENTROPIES.index("none")
+        numbers = (divergence, jsd_beta, no_entropy, result, saved, None)
+        incoming = (row_weights, None, None, None)
+        _kl_divergence_backward(call, grads, None, keep, *numbers, *incoming)
+    return result, logprobs, ref_logprobs, saved, *grads, entropy
 
 
 def kl_divergence_bwd(
@@ -275,11 +289,14 @@ def kl_divergence_bwd(
     divergence: int,
     jsd_beta: float,
     temperature: float,
+    entropy_of: int,
     rows: Tensor,
     saved: Tensor,
+    entropy: Tensor | None,
     grad_rows: Tensor | None,
     grad_logprobs: Tensor | None,
     grad_ref_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
     want_grad: bool,
     want_grad_ref: bool,
     inverse_temperature: Tensor | None = None,
@@ -294,11 +311,14 @@ def kl_divergence_bwd(
             divergence,
             1 - jsd_beta,
             temperature,
+            _exchanged(entropy_of),
             rows,
             saved,
+            entropy,
             grad_rows,
             grad_ref_logprobs,
             grad_logprobs,
+            grad_entropy,
             want_grad_ref,
             want_grad,
             inverse_temperature,
@@ -308,8 +328,10 @@ def kl_divergence_bwd(
         temperature, inverse_temperature, logits, ref_logits, divergence=DIVERGENCES[divergence]
     )
     grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
-    options = (divergence, jsd_beta, rows, saved)
-    incoming = (grad_rows, grad_logprobs, grad_ref_logprobs)
+    if grad_entropy is None:
+        entropy_of, entropy = ENTROPIES.index("none"), None
+    options = (divergence, jsd_beta, entropy_of, rows, saved, entropy)
+    incoming = (grad_rows, grad_logprobs, grad_ref_logprobs, grad_entropy)
     _kl_divergence_backward(call, grads, token_ids, keep, *options, *incoming)
     return grads
 
@@ -321,8 +343,10 @@ def _kl_divergence_backward(
     keep: Tensor | None,
     divergence: int,
     jsd_beta: float,
+    entropy_of: int,
     values: Tensor,
     saved: Tensor,
+    entropy: Tensor | None,
     *incoming: Tensor | None,
 ) -> None:
     rows = call.rows
@@ -335,10 +359,12 @@ def _kl_divergence_backward(
             keep,
             values,
             saved,
+            entropy,
             *map(_contiguous, incoming),
             *map(_wanted, grads),
             *call.inverse_temperature,
             bits(jsd_beta),
             *rows,
             DIVERGENCE=DIVERGENCES[divergence],
+            ENTROPY=ENTROPIES[entropy_of],
         )
