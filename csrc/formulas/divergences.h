@@ -605,9 +605,9 @@ struct EntropyGradient {
 };
 
 // `grad` is the entropy's incoming gradient over the temperature.
-template <EntropyOf of, typename Acc, Base base>
+template <typename Acc, Base base>
 KLFAST_HOST_DEVICE EntropyGradient<Acc> entropy_gradient_of(const Guess<Acc, base>& exact,
-                                                            double lse, double shift,
+                                                            double lse, double shift, EntropyOf of,
                                                             double entropy, double grad) {
   double lost = static_cast<double>(exact.first) - lse;  // by the guess's rounding
   if (of == EntropyOf::kSecond) lost += ratio_of(exact) - shift;

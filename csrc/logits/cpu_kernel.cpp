@@ -523,13 +523,27 @@ RowValue jsd_of_rows(const RowInputs& in, const Row& first_row, const Row& secon
   return {divergences::jsd_of(add_lanes(wide_value) * rest, beta), add_lanes(wide_slope) * rest};
 }
 
-// A row's entropy and its incoming gradient, over the temperature.
+// A row's entropy, of the model that has an incoming gradient of it, and that over the temperature.
 struct EntropyState {
+  EntropyOf of = EntropyOf::kNone;
   double value = 0;
   double grad = 0;
 };
 
-template <Divergence divergence, bool kFirst, bool kSecond, EntropyOf of, typename Acc>
+// Adds the gradients of one model's entropy to those of a tile. Not inlined, and a loop of its own:
+// it takes nothing from the other gradients' registers.
+template <EntropyOf of, typename Acc>
+__attribute__((noinline)) void add_entropy_gradients(const Acc* first, const Acc* second,
+                                                     int64_t padded, const Guess<Acc>& exact,
+                                                     const divergences::EntropyGradient<Acc>& row,
+                                                     Acc* grads) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < padded; ++i) {
+    grads[i] += divergences::entropy_gradient<of>(first[i], second[i], exact, row);
+  }
+}
+
+template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& grad_first,
                      const Output& grad_second) {
@@ -543,9 +557,9 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
       is_kl, divergences::guess_of<Acc>(in.scale() / unit, state.lse, state.shift), call.beta,
       state);
   divergences::EntropyGradient<Acc> of_entropy = {};
-  if constexpr (of != EntropyOf::kNone) {
-    of_entropy = divergences::entropy_gradient_of<of>(row.exact, state.lse, state.shift,
-                                                      entropy.value, entropy.grad);
+  if (entropy.of != EntropyOf::kNone) {
+    of_entropy = divergences::entropy_gradient_of(row.exact, state.lse, state.shift, entropy.of,
+                                                  entropy.value, entropy.grad);
   }
   alignas(64)
       Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
@@ -568,17 +582,17 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
                   : divergences::jsd_gradients(
                         divergences::jsd_word_of(first[i], second[i], row.exact, row.mixture),
                         first[i], second[i], row);
-        Acc beside = 0;
-        if constexpr (of != EntropyOf::kNone) {
-          beside = divergences::entropy_gradient<of>(first[i], second[i], row.exact, of_entropy);
-        }
-        if constexpr (kFirst) {
-          to_first[i] = of == EntropyOf::kFirst ? grads.first + beside : grads.first;
-        }
-        if constexpr (kSecond) {
-          to_second[i] = of == EntropyOf::kSecond ? grads.second + beside : grads.second;
-        }
+        if constexpr (kFirst) to_first[i] = grads.first;
+        if constexpr (kSecond) to_second[i] = grads.second;
       }
+    }
+    if (kFirst && entropy.of == EntropyOf::kFirst) {
+      add_entropy_gradients<EntropyOf::kFirst>(first, second, tile.padded, row.exact, of_entropy,
+                                               to_first);
+    }
+    if (kSecond && entropy.of == EntropyOf::kSecond) {
+      add_entropy_gradients<EntropyOf::kSecond>(first, second, tile.padded, row.exact, of_entropy,
+                                                to_second);
     }
     if (const int64_t place = target_in(in, index, tile); place >= 0) {
       if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
@@ -589,40 +603,27 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   }
 }
 
-template <Divergence divergence, EntropyOf of, typename Acc>
+template <Divergence divergence, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& first, const Output& second) {
-  // The entropy has no gradient of the other model.
-  constexpr EntropyOf none = EntropyOf::kNone;
-  constexpr EntropyOf of_first = of == EntropyOf::kFirst ? of : none;
-  constexpr EntropyOf of_second = of == EntropyOf::kSecond ? of : none;
   if (second.data == nullptr) {
-    write_gradients<divergence, true, false, of_first, Acc>(call, index, state, entropy, first,
-                                                            second);
+    write_gradients<divergence, true, false, Acc>(call, index, state, entropy, first, second);
   } else if (first.data == nullptr) {
-    write_gradients<divergence, false, true, of_second, Acc>(call, index, state, entropy, first,
-                                                             second);
+    write_gradients<divergence, false, true, Acc>(call, index, state, entropy, first, second);
   } else {
-    write_gradients<divergence, true, true, of, Acc>(call, index, state, entropy, first, second);
+    write_gradients<divergence, true, true, Acc>(call, index, state, entropy, first, second);
   }
 }
 
-// Without `entropy` none has an incoming gradient.
 template <typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
-                     const Output& first, const Output& second,
-                     const EntropyState* entropy = nullptr) {
+                     const EntropyState& entropy, const Output& first, const Output& second) {
   if (first.data == nullptr && second.data == nullptr) return;
-  const EntropyState given = entropy == nullptr ? EntropyState() : *entropy;
-  const EntropyOf entropy_of = entropy == nullptr ? EntropyOf::kNone : call.entropy_of;
-  visit_entropy(entropy_of, [&](auto tag) {
-    constexpr EntropyOf of = decltype(tag)::value;
-    if (call.divergence == Divergence::kKl) {
-      write_gradients<Divergence::kKl, of, Acc>(call, index, state, given, first, second);
-    } else if constexpr (of != EntropyOf::kSecond) {  // of a JSD it never is
-      write_gradients<Divergence::kJsd, of, Acc>(call, index, state, given, first, second);
-    }
-  });
+  if (call.divergence == Divergence::kKl) {
+    write_gradients<Divergence::kKl, Acc>(call, index, state, entropy, first, second);
+  } else {
+    write_gradients<Divergence::kJsd, Acc>(call, index, state, entropy, first, second);
+  }
 }
 
 template <typename Acc>
@@ -667,7 +668,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
     const double weight = element<Acc>(call.row_weights, index) * in.scale();
     const RowState state = {found.value, row.lse, row.shift, found.slope,
                             row.origins, weight,  0,         0};
-    write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second);
+    write_gradients<Acc>(call.in, index, state, {}, call.grad_first, call.grad_second);
   }
   return true;
 }
@@ -691,10 +692,12 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
       element<Acc>(call.grad_rows, index) * scale,
       element<Acc>(call.grad_logprobs, index) * scale,
       element<Acc>(call.grad_ref_logprobs, index) * scale};
-  const EntropyState entropy = {element<Acc>(call.entropy, index),
-                                element<Acc>(call.grad_entropy, index) * scale};
-  write_gradients<Acc>(call.in, index, state, call.grad_first, call.grad_second,
-                       call.grad_entropy == nullptr ? nullptr : &entropy);
+  EntropyState entropy;
+  if (call.grad_entropy != nullptr) {
+    entropy = {call.in.entropy_of, element<Acc>(call.entropy, index),
+               element<Acc>(call.grad_entropy, index) * scale};
+  }
+  write_gradients<Acc>(call.in, index, state, entropy, call.grad_first, call.grad_second);
 }
 
 bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t row) {

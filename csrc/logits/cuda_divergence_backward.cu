@@ -31,11 +31,11 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
 
 // The blocks of a processor, which leave each the registers that it needs.
 template <typename T, Divergence divergence, EntropyOf of>
-constexpr int kTogether =
+constexpr int kTogetherOfGradients =
     is_any_dtype<T> || divergence == Divergence::kJsd || of != EntropyOf::kNone ? 2 : 3;
 
 template <typename T, Divergence divergence, EntropyOf of>
-__global__ void __launch_bounds__(kRowThreads, kTogether<T, divergence, of>)
+__global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergence, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T, divergence, of>)
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
     if constexpr (of != EntropyOf::kNone) {
-      of_entropy = divergences::entropy_gradient_of<of>(
-          exact, state.lse, state.shift, number_at<Acc>(call.entropy, index),
+      of_entropy = divergences::entropy_gradient_of(
+          exact, state.lse, state.shift, of, number_at<Acc>(call.entropy, index),
           number_at<Acc>(call.grad_entropy, index) * in.scale());
     }
   }

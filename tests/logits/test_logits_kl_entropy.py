@@ -124,7 +124,7 @@ def test_words_left_out_by_either_model(backend, direction):
     (grad,) = torch.autograd.grad(entropy.sum(), leaf)
     assert grad.isfinite().all()
     assert not grad[logits == -INF].any()
-    assert entropy[0, 4] == 0
+    assert entropy[0, 4] <= 2**-24
 
 
 @pytest.mark.grid(meet=1)

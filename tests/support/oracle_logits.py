@@ -62,11 +62,13 @@ class Gradient(NamedTuple):
         return cls(torch.zeros_like(like), torch.zeros_like(like))
 
     def add(self, grad_out, exact, tolerance):
-        """The gradient of rows' results for a grad_out of as many; None for nothing."""
+        """The gradient of rows' results for a grad_out of as many; None for nothing. A grad_out of 0
+        makes 0 of an infinite gradient.
+        """
         if grad_out is not None:
             factor = grad_out.double().flatten()[:, None]
-            self.exact.add_(factor * exact)
-            self.tolerance.add_(factor.abs() * tolerance)
+            self.exact.add_(torch.where(factor == 0, 0.0, factor * exact))
+            self.tolerance.add_(torch.where(factor == 0, 0.0, factor.abs() * tolerance))
 
     def where(self, kept, shape, dtype):
         """(exact, tolerance) in a shape, 0 where masked; factors and their products round too."""
