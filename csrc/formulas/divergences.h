@@ -253,7 +253,8 @@ struct MomentTerm {
 };
 
 // The moment's term of either model for a word of which |u'| is at most 1 nat. `mass` is w. The
-// second's mass is w e^u', from a product that no other sum has: a host compiler may fuse that.
+// second's, w e^u', is a product of its own: one shared with another sum a host compiler might fuse
+// into that, or not, by whether an entropy is wanted.
 template <EntropyOf of, typename Acc, Base base>
 KLFAST_HOST_DEVICE MomentTerm<Acc> near_moment_of(Acc mass, Acc x, Acc u,
                                                   const Guess<Acc, base>& guess) {

@@ -439,15 +439,16 @@ template <EntropyOf of>
 double entropy_of(const RowSums& sums) {
   if constexpr (of == EntropyOf::kNone) return 0;
   const double mass = of == EntropyOf::kFirst ? sums.pairs.mass : sums.pairs.other;
-  return divergences::entropy_of(std::log(mass), sums.moment / mass);
+  return divergences::entropy_of_sums<math::Base::kE>(mass, sums.moment);
 }
 
-// The results of a pair of rows. Sets their placement.
+// The results of a pair of rows, and the entropy that is wanted.
 struct SummedRows {
   PairRow row;
   double entropy;
 };
 
+// Sets the rows' placement.
 template <EntropyOf of, typename Acc>
 SummedRows sum_rows(const RowInputs& in, Row& first, Row& second) {
   const double scale = in.scale();
@@ -534,8 +535,8 @@ struct EntropyState {
 // it takes nothing from the other gradients' registers.
 template <EntropyOf of, typename Acc>
 __attribute__((noinline)) void add_entropy_gradients(const Acc* first, const Acc* second,
-                                                     int64_t padded, const Guess<Acc>& exact,
-                                                     const divergences::EntropyGradient<Acc>& row,
+                                                     int64_t padded, const Guess<Acc> exact,
+                                                     const divergences::EntropyGradient<Acc> row,
                                                      Acc* grads) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < padded; ++i) {

@@ -100,6 +100,17 @@ def test_many_rows_of_two_models_are_not_split_and_keep_their_bits(chip, words):
         assert same_bits(many[0][..., 3:], one[0])
         assert same_bits(many[3][..., 3:], one[3])
         assert one[0].isfinite().all()
+        for entropy_of in (FIRST, SECOND) if divergence == KL else (FIRST,):
+            beside = forward(*pair, divergence, entropy_of=entropy_of)
+            of_many = forward(
+                *(t.expand(1, 4, -1) for t in pair), divergence, entropy_of=entropy_of
+            )
+            assert same_bits(beside[0], one[0])
+            assert same_bits(beside[3], one[3])
+            assert same_bits(of_many[-1][3:], beside[-1])
+            truth = pair[entropy_of - FIRST][0, 0].double().log_softmax(-1)
+            expected = -(truth.exp() * truth).sum()[None]
+            torch.testing.assert_close(beside[-1].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("words", [1003, 30_000])
@@ -117,8 +128,13 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
         alone = forward(*pair, divergence)[0].double()
         one_read = forward(*pair, divergence, torch.ones(1))
         assert same_bits(one_read[0].double(), alone)
+        entropies = [
+            forward(*pair, divergence, entropy_of=entropy_of)[-1].double()[0]
+            for entropy_of in ((FIRST, SECOND) if divergence == KL else (FIRST,))
+        ]
         if number != number:
             assert alone.isnan().all()
+            assert all(entropy.isnan() for entropy in entropies)
             assert one_read[4].isnan().all()
             continue
         p, q = (logprobs.exp() for logprobs in expected)
@@ -128,6 +144,9 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
             JSD: 0.7 * p * (expected[0] - mixed) + 0.3 * q * (expected[1] - mixed),
         }[divergence]
         torch.testing.assert_close(alone[0], terms[p > 0].sum(), rtol=2e-6, atol=1e-9)
+        for entropy, truth in zip(entropies, expected, strict=False):
+            exact = -(truth.exp() * truth)[truth > -torch.inf].sum()
+            torch.testing.assert_close(entropy, exact, rtol=1e-6, atol=1e-6)
         assert one_read[4].isfinite().all()
 
 

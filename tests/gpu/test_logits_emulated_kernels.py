@@ -7,6 +7,7 @@ from agreement import same_bits
 from agreement_logits import (
     DIRECTIONS,
     assert_divergence_agrees,
+    assert_entropy_agrees,
     assert_tokens_agree,
     leaves,
     random_ids,
@@ -49,6 +50,7 @@ def test_every_chip_gives_the_truth(chip, words):
         ):
             options = {"direction": direction, "reduction": reduction}
             assert_divergence_agrees("native", logits, ref_logits, **options)
+            assert_entropy_agrees("native", logits, ref_logits, **options)
         assert_tokens_agree("native", logits, torch.tensor([[0, words - 1]]))
 
 
@@ -65,6 +67,7 @@ def test_every_chip_looks_again_where_it_must(chip):
     ref_logits[7] += torch.linspace(-60, 60, words)
     for direction in DIRECTIONS:
         assert_divergence_agrees("native", logits, ref_logits, direction=direction)
+        assert_entropy_agrees("native", logits, ref_logits, direction=direction)
 
 
 @every_chip

@@ -62,8 +62,8 @@ class Gradient(NamedTuple):
         return cls(torch.zeros_like(like), torch.zeros_like(like))
 
     def add(self, grad_out, exact, tolerance):
-        """The gradient of rows' results for a grad_out of as many; None for nothing. A grad_out of 0
-        makes 0 of an infinite gradient.
+        """The gradient of rows' results for a grad_out of as many; None for nothing. Where that is
+        0 an infinite gradient is none.
         """
         if grad_out is not None:
             factor = grad_out.double().flatten()[:, None]

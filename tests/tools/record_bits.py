@@ -200,8 +200,11 @@ def over_logits(vocabularies):
                 temperature=0.8,
             )
             yield f"token_logprobs {vocabulary} {dtype} {entropy}", call
-        for direction, reduction, taken in itertools.product(
-            ("reverse", "forward", "jsd"), ("none", "seq-mean", "token-mean"), (False, True)
+        for direction, reduction, taken, entropy in itertools.product(
+            ("reverse", "forward", "jsd"),
+            ("none", "seq-mean", "token-mean"),
+            (False, True),
+            (False, True),
         ):
             call = functools.partial(
                 outputs_of,
@@ -215,8 +218,10 @@ def over_logits(vocabularies):
                 reduction=reduction,
                 token_ids=ids if taken else None,
                 return_stats=True,
+                return_entropy=entropy,
             )
-            yield f"kl_divergence {vocabulary} {dtype} {direction} {reduction} {taken}", call
+            name = f"kl_divergence {vocabulary} {dtype} {direction} {reduction} {taken} {entropy}"
+            yield name, call
 
 
 def record(run):
