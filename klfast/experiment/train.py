@@ -35,6 +35,7 @@ from klfast.experiment.off_policy import (
 from klfast.experiment.settings import CompareError, Settings
 from klfast.experiment.team import ALONE, Share, Team
 from klfast.experiment.text import Corpus, even_windows, random_prompts
+from klfast.names import ReductionName
 
 Row = dict[str, Any]
 
@@ -42,7 +43,7 @@ ESTIMATOR = Estimator("k3", gradient="k2")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
 (k3's own is not)."""
 
-REDUCTION = "seq-mean-token-sum"
+REDUCTION: ReductionName = "seq-mean-token-sum"
 """The penalty's: the mean over sequences of each one's sum, as the controllers' targets are."""
 
 

@@ -179,6 +179,7 @@ def kl_divergence(
     coef: Coefficient = 1.0,
     token_ids: None = None,
     return_stats: bool,
+    return_entropy: Literal[False] = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
