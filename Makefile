@@ -13,6 +13,7 @@
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
+#   make docs     the site, in build/site; a warning is an error
 #   make format   rewrite sources in the house style
 # PYTHON chooses the interpreter for .venv (3.10 to 3.13).
 
@@ -29,7 +30,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break format clean
+.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break docs format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -90,6 +91,10 @@ asan: $(VENV)/built
 test-break: $(VENV)/built
 	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)
 
+docs: $(VENV)/docs
+	rm -rf docs/api/generated build/site
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
+
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -108,6 +113,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
 	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(VENV)/docs: $(VENV)/built
+	$(PIP) furo latex2mathml myst-parser sphinx sphinx-copybutton sphinx-design
 	touch $@
 
 # The folder must be called site-packages: dill, of datasets, pickles by value what lies elsewhere.

@@ -129,7 +129,7 @@ class CoefficientController(KLReader):
 
     @property
     def lowest(self) -> float:
-        """The lower bound of a coefficient that acts: ``floor``, else ``min_coef``."""
+        """The lower bound of a coefficient that acts, ``floor`` or ``min_coef``."""
         return self.min_coef if self.floor is None else self.floor
 
     def _check_value(self, argument: str, value: object) -> float:

@@ -85,7 +85,7 @@ class GroupedKLController:
 
     @property
     def value(self) -> dict[str, Any]:
-        """The coefficient by group: floats, or with ``device=`` 0-dim tensors updated in place."""
+        """The coefficients by group, floats, or with ``device=`` 0-dim tensors updated in place."""
         return {name: part.value for name, part in self._parts.items()}
 
     @property

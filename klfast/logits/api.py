@@ -97,7 +97,7 @@ def token_logprobs(
             memory. For those who know that nobody needs the logits any more: autograd raises
             where an op has saved them, not where a caller holds them. The logits must be
             contiguous, not negated (``torch._neg_view``) and no leaf, nor share the memory of one
-            through Python ``autograd.Function``s that return their input detached; the same in C++
+            through a Python ``autograd.Function`` that returns its input detached; the same in C++
             is not seen. A second backward raises.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.

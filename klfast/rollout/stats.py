@@ -78,7 +78,7 @@ class RolloutStats(NamedTuple):
             ``cap``, where nothing acts.
         above: number of tokens whose weight was above ``cap``.
         outside: number of tokens whose weight was truncated or masked.
-        rules: :class:`RuleStats` of each rule in ``reject``, in its order.
+        rules: :class:`~klfast.rollout.stats.RuleStats` of each rule in ``reject``, in its order.
     """
 
     length: Tensor
@@ -162,7 +162,8 @@ class RolloutStats(NamedTuple):
         =========================== ===============================================================
         kl, k2, k3                  means of -x, x**2 / 2, expm1(x) - x: KL(rollout || policy), nats
         abs_log_ratio               mean of abs(x)
-        min_log_ratio, max_...      extremes of x
+        min_log_ratio               least x
+        max_log_ratio               greatest x
         error                       mean of exp(abs(x)) - 1
         policy_ppl, rollout_ppl     means over sequences of exp(-mean log-prob)
         log_ppl_diff                mean over sequences of -mean x, log(policy_ppl / rollout_ppl)

@@ -1,0 +1,71 @@
+"""A page for each framework: its rows of the table in drop_in.md, and the functions of its module."""
+
+import re
+from pathlib import Path
+
+HEADER = "| framework | their line | your line | what differs |"
+TITLES = {
+    "areal": "AReaL",
+    "ms_swift": "ms-swift",
+    "nemo_rl": "NeMo-RL",
+    "open_instruct": "open-instruct",
+    "openrlhf": "OpenRLHF",
+    "roll": "ROLL",
+    "skyrl": "SkyRL",
+    "slime": "slime",
+    "trl": "TRL",
+    "trlx": "trlx",
+    "verl": "verl",
+}
+PAGE = """# From {title}
+
+```python
+import klfast
+
+print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why
+```
+
+or, without a patch, by the imports of this table. [What `patch` replaces](../drop_in.md#what-patch-replaces) and what holds
+for all frameworks stands in [In place of a framework's KL](../drop_in.md).
+
+| release | their line | your line | what differs |
+|---|---|---|---|
+{rows}
+
+## `klfast.compat.{name}`
+
+```{{eval-rst}}
+.. automodule:: klfast.compat.{name}
+   :members:
+   :no-index:
+```
+"""
+
+
+def rows_of(table, title):
+    """The table's rows that name a framework, or all of them; their links are one folder down."""
+    rows = [row for row in table if re.search(rf"\b{re.escape(title)}(?![\w-])", row.split("|")[1])]
+    rows += [row for row in table if row.startswith("| all |")]
+    return [
+        row.replace("](#", "](../drop_in.md#").replace("](rollout", "](../rollout") for row in rows
+    ]
+
+
+def write_pages(app):
+    """One page per framework, in docs/frameworks/, which git ignores."""
+    here = Path(app.srcdir)
+    lines = (here / "drop_in.md").read_text().partition(HEADER)[2].splitlines()[2:]
+    table = lines[: lines.index("")]
+    folder = here / "frameworks"
+    folder.mkdir(exist_ok=True)
+    for name, title in TITLES.items():
+        rows = rows_of(table, title)
+        assert len(rows) > 1, f"no row of {title} in drop_in.md"
+        page = PAGE.format(title=title, name=name, rows="\n".join(rows))
+        (folder / f"{name}.md").write_text(page)
+
+
+def setup(app):
+    """Write the pages before Sphinx looks for them."""
+    app.connect("config-inited", lambda app, config: write_pages(app))
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
