@@ -12,7 +12,7 @@ import klfast
 
 project = "klfast"
 author = "the klfast developers"
-copyright = author
+project_copyright = author
 version = release = klfast.__version__
 
 extensions = [

@@ -1,4 +1,4 @@
-"""A page for each framework: its rows of the table in drop_in.md, and the functions of its module."""
+"""A page for each framework: its rows of the table in drop_in.md, and its module's functions."""
 
 import re
 from pathlib import Path
@@ -25,8 +25,8 @@ import klfast
 print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why
 ```
 
-or, without a patch, by the imports of this table. [What `patch` replaces](../drop_in.md#what-patch-replaces) and what holds
-for all frameworks stands in [In place of a framework's KL](../drop_in.md).
+or, without a patch, by the imports of this table. [In place of a framework's KL](../drop_in.md)
+says what `patch` replaces, and what holds for all frameworks.
 
 | release | their line | your line | what differs |
 |---|---|---|---|
@@ -37,7 +37,9 @@ for all frameworks stands in [In place of a framework's KL](../drop_in.md).
 ```{{eval-rst}}
 .. automodule:: klfast.compat.{name}
    :members:
-   :no-index:
+   :exclude-members: AdaptiveKLController, FixedKLController
+
+Its controllers are those of :mod:`klfast.compat.controllers`.
 ```
 """
 
