@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+COLUMNS = ("release", "theirs", "mine", "differs")
 HEADER = "| framework | their line | your line | what differs |"
 TITLES = {
     "areal": "AReaL",
@@ -25,11 +26,9 @@ import klfast
 print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why
 ```
 
-or, without a patch, by the imports of this table. [In place of a framework's KL](../drop_in.md)
+or, without a patch, by the imports below. [In place of a framework's KL](../drop_in.md)
 says what `patch` replaces, and what holds for all frameworks.
 
-| release | their line | your line | what differs |
-|---|---|---|---|
 {rows}
 
 ## `klfast.compat.{name}`
@@ -44,13 +43,27 @@ Its controllers are those of :mod:`klfast.compat.controllers`.
 """
 
 
+ROW = """:::{{admonition}} {release}
+Their line
+: {theirs}
+
+Your line
+: {mine}
+
+What differs
+: {differs}
+:::
+"""
+
+
 def rows_of(table, title):
-    """The table's rows that name a framework, or all of them; their links are one folder down."""
-    rows = [row for row in table if re.search(rf"\b{re.escape(title)}(?![\w-])", row.split("|")[1])]
-    rows += [row for row in table if row.startswith("| all |")]
-    return [
-        row.replace("](#", "](../drop_in.md#").replace("](rollout", "](../rollout") for row in rows
-    ]
+    """The table's rows that name a framework, and those of all; links are one folder down."""
+    name = re.compile(rf"\b{re.escape(title)}(?![\w-])")
+    for row in table:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        if name.search(cells[0]) or cells[0] == "all":
+            text = ROW.format(**dict(zip(COLUMNS, cells, strict=True)))
+            yield text.replace("](#", "](../drop_in.md#").replace("](rollout", "](../rollout")
 
 
 def write_pages(app):
@@ -61,7 +74,7 @@ def write_pages(app):
     folder = here / "frameworks"
     folder.mkdir(exist_ok=True)
     for name, title in TITLES.items():
-        rows = rows_of(table, title)
+        rows = [*rows_of(table, title)]
         assert len(rows) > 1, f"no row of {title} in drop_in.md"
         page = PAGE.format(title=title, name=name, rows="\n".join(rows))
         (folder / f"{name}.md").write_text(page)
