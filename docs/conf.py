@@ -52,6 +52,7 @@ html_theme = "furo"
 html_title = "klfast"
 html_static_path = ["_static"]
 html_css_files = ["klfast.css"]
+html_extra_path = ["llms.txt"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

@@ -1,0 +1,44 @@
+"""The site's pages name what is public, and the public surface is the one that was promised."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import readme
+
+import klfast
+
+API = Path(__file__).with_name("public_api.txt")
+REFERENCE = readme.ROOT / "docs" / "api" / "index.rst"
+
+
+def signature_of(name):
+    """Parameters and defaults; annotations are the type checkers' business."""
+    signature = inspect.signature(getattr(klfast, name))
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
+
+
+def public_names():
+    return sorted(set(klfast.__all__) - {"__version__", "compat"})
+
+
+def test_names_and_signatures_are_those_that_were_promised():
+    """docs/stability.md says what may change. `python tests/tools/test_docs.py` writes the list."""
+    assert API.read_text().splitlines() == [signature_of(name) for name in public_names()]
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_has_a_page(name):
+    assert re.search(rf"^   {name}$", REFERENCE.read_text(), re.MULTILINE)
+
+
+def test_formulas_are_of_public_names():
+    formulas = {}
+    exec((readme.ROOT / "docs" / "formulas.py").read_text(), formulas)
+    assert set(formulas["FORMULAS"]) <= set(klfast.__all__)
+
+
+if __name__ == "__main__":
+    API.write_text("".join(signature_of(name) + "\n" for name in public_names()))
