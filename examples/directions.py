@@ -1,0 +1,80 @@
+"""Distillation with each direction of the KL: which words a student drops that cannot have them all.
+
+``python examples/directions.py`` draws docs/directions.png.
+
+The teacher likes words of two kinds. The student's logits are a parabola over the words, so that it
+can have one peak alone. Reverse KL chooses a peak; forward KL and, here, the Jensen-Shannon
+divergence cover both and what is between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+import torch
+from torch import Tensor
+
+import klfast
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+PICTURE = Path(__file__).parents[1] / "docs" / "directions.png"
+STYLES = {
+    "reverse": {"color": "#0072B2", "linestyle": "-"},
+    "forward": {"color": "#D55E00", "linestyle": "--"},
+    "jsd": {"color": "#009E73", "linestyle": "-."},
+}
+WORDS = torch.linspace(-4, 4, 161)
+
+
+def teacher_logits() -> Tensor:
+    """Two peaks, the right one higher."""
+    left, right = -((WORDS + 1.6) ** 2) / 0.3, -((WORDS - 1.4) ** 2) / 0.4
+    return torch.logaddexp(left, right + 0.5)
+
+
+def student_logits(centre: Tensor, log_width: Tensor) -> Tensor:
+    """One peak."""
+    return -((WORDS - centre) ** 2) / (2 * torch.exp(2 * log_width))
+
+
+def distil(direction: str, steps: int) -> tuple[Tensor, float]:
+    """The student's distribution after training, and its loss in nats."""
+    centre, log_width = torch.tensor(0.3, requires_grad=True), torch.tensor(0.0, requires_grad=True)
+    optimizer = torch.optim.Adam([centre, log_width], lr=0.03)
+    teacher = teacher_logits()[None]
+    for _ in range(steps):
+        logits = student_logits(centre, log_width)[None]
+        loss = klfast.kl_divergence(logits, teacher, direction=direction).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return logits.detach().softmax(-1)[0], loss.item()
+
+
+def main() -> None:
+    """Train a student for every direction, and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--out", type=Path, default=PICTURE)
+    options = parser.parse_args()
+    figure, panel = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    panel.fill_between(WORDS, teacher_logits().softmax(-1), color="#dddddd", label="teacher")
+    for direction, style in STYLES.items():
+        student, loss = distil(direction, options.steps)
+        label = f'direction="{direction}", {loss:.2f} nats'
+        panel.plot(WORDS, student, label=label, linewidth=2, **style)
+        print(f"{label}: most likely word {student.argmax().item()}")
+    panel.set_xlabel("word")
+    panel.set_ylabel("probability")
+    panel.set_xticks([])
+    panel.legend(frameon=False)
+    figure.savefig(options.out, dpi=150)
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()
