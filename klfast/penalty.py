@@ -88,7 +88,7 @@ class KLPenalty:
 
     @property
     def coef(self) -> Any:
-        """The coefficient of the next call: the controller's ``value``."""
+        """The coefficient of the next call, the controller's ``value``."""
         return self.controller.value
 
     def __call__(
