@@ -24,6 +24,7 @@ extensions = [
     "sphinx_design",
     "frameworks",
     "mathml",
+    "outside",
 ]
 exclude_patterns = ["upstream", "_build"]
 nitpicky = True

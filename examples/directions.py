@@ -1,4 +1,4 @@
-"""Distillation with each direction of the KL: which words a student drops that cannot have them all.
+"""Distillation with each direction of the KL, of a student that cannot be like its teacher.
 
 ``python examples/directions.py`` draws docs/directions.png.
 

@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     if exitstatus == 0 and is_whole(config):
         COUNTS.write_text(json.dumps(counted, indent=2) + "\n")
         terminalreporter.write_line(
-            f"written to {COUNTS}; python tests/break/hunt.py puts it in the README"
+            f"written to {COUNTS}; python tests/break/hunt.py puts it in CONTRIBUTING.md"
         )
 
 

@@ -152,7 +152,7 @@ def _expected(p, log_p, log_q):
 
 
 def rounding(log_p):
-    """How much more than near 0 an exponential rounds at log p, as the README promises of f(x)."""
+    """How much more than near 0 an exponential rounds at log p: docs/measured.md's promise of f."""
     return torch.where(log_p > -INF, 1 + log_p.abs() / 2, 1.0)
 
 

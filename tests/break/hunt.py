@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 COUNTS = Path(__file__).with_name("counts.json")
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 SENTENCE = re.compile(r"(<!-- break -->\n).*?(<!-- end -->)", re.DOTALL)
 ERRORS = (ValueError, TypeError, RuntimeError)
 SHOWN = 12
@@ -134,7 +134,7 @@ def totals(counts):
 
 
 def sentence():
-    """What the README says of the last whole run."""
+    """What CONTRIBUTING.md says of the last whole run."""
     counts = json.loads(COUNTS.read_text())
     checks, bad = totals(counts)
     return (
@@ -145,7 +145,7 @@ def sentence():
 
 
 def write_readme():
-    README.write_text(SENTENCE.sub(rf"\g<1>{sentence()}\g<2>", README.read_text()))
+    PAGE.write_text(SENTENCE.sub(rf"\g<1>{sentence()}\g<2>", PAGE.read_text()))
 
 
 if __name__ == "__main__":

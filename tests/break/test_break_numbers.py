@@ -19,7 +19,7 @@ NORMALIZED = REDUCTIONS[4:]
 
 
 def allowed(x, *tensors):
-    """Relative error: the README's promise, with as much again for sums, masks and limits."""
+    """Relative error: docs/measured.md's promise, as much again for sums, masks and limits."""
     spread = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
     return (2 + spread) * 2.4e-7 * (1 if single(*tensors) else 1e-8)
 

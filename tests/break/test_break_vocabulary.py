@@ -15,7 +15,7 @@ REAL = [32000, 32001, 50257, 65535, 65537, 100277, 128256, 151936, 152064]
 
 
 def error(*models):
-    """The README's 2e-6 for fp32, and what the control itself rounds for fp64."""
+    """The 2e-6 of docs/logits.md for fp32, and what the control itself rounds for fp64."""
     return 2e-6 if single(*models) else 1e-12
 
 

@@ -11,7 +11,7 @@ from klfast import Rejection, RolloutStats
 from klfast.rollout.presets import PRESETS
 from klfast.rollout.stats import RuleStats
 
-PAGE = readme.ROLLOUT.read_text()
+PAGE = (readme.ROOT / "docs" / "rollout.md").read_text()
 
 
 def section(title):

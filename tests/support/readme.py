@@ -6,15 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DROP_IN = ROOT / "docs" / "drop_in.md"
-ROLLOUT = ROOT / "docs" / "rollout.md"
-DATA_PARALLEL = ROOT / "docs" / "data_parallel.md"
+PAGES = (README, *sorted(ROOT.glob("docs/*.md")))
 BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def examples():
     """Name -> code."""
-    pages = (README, DROP_IN, ROLLOUT, DATA_PARALLEL)
-    return dict(BLOCK.findall("".join(page.read_text() for page in pages)))
+    return dict(BLOCK.findall("".join(page.read_text() for page in PAGES)))
 
 
 def run(name, **given):

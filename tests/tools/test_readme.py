@@ -47,6 +47,7 @@ def test_every_example_has_a_test():
         "at-scale",
         "before",
         "data-parallel",
+        "home",
         "instead",
         "logits",
         "one-object",
@@ -56,6 +57,14 @@ def test_every_example_has_a_test():
         "trl",
         "verl",
     }
+
+
+def test_the_first_example_of_the_site(capsys):
+    left = readme.run("home")
+    assert capsys.readouterr().out == f"{left['kl'].item():.4f} nats per token\n"
+    assert "# 0.0169" in readme.examples()["home"]
+    assert left["kl"].item() == pytest.approx(0.0169, abs=5e-5)
+    assert left["logprobs"].grad.isfinite().all()
 
 
 def test_what_klfast_replaces_and_what_replaces_it():
@@ -193,4 +202,5 @@ def test_the_patch_needs_the_framework():
 
 def test_the_counts_of_test_break_are_those_of_its_last_whole_run():
     hunt = runpy.run_path(str(Path(__file__).parents[1] / "break" / "hunt.py"))
-    assert f"<!-- break -->\n{hunt['sentence']()}<!-- end -->" in readme.README.read_text()
+    page = (readme.ROOT / "CONTRIBUTING.md").read_text()
+    assert f"<!-- break -->\n{hunt['sentence']()}<!-- end -->" in page
