@@ -78,7 +78,7 @@ def divergence(dtype, backward=False, divergence="kl", stage="row", entropy="non
             pointers |= {"grad_entropies": result(dtype)}
         return logits_kernels.kl_divergence_backward_kernel, pointers, options
     options["STAGE"] = stage
-    pointers |= {"partials": "*fp64"} if stage != "row" else {"shares": result(dtype)}
+    pointers |= {"partials": "*fp64"} if stage != "row" else {"row_weights": result(dtype)}
     return logits_kernels.kl_divergence_kernel, pointers, options
 
 
