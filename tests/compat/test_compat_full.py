@@ -70,9 +70,10 @@ class Truth:
             upstream=(upstream.flatten(), None, None),
         )
         self.kl, self.tolerance = (t.reshape(upstream.shape) for t in ours[:2])
-        self.grads, self.grad_tolerances = (
-            [t.reshape(logprobs.shape) for t in ours[first::2]] for first in (-4, -3)
-        )
+        grads = ours.grad, ours.grad_ref
+        tolerances = ours.grad_tolerance, ours.grad_ref_tolerance
+        self.grads = [t.reshape(logprobs.shape) for t in grads]
+        self.grad_tolerances = [t.reshape(logprobs.shape) for t in tolerances]
         self.a, self.b = (t.logsumexp(-1) for t in doubles)
         apart = (self.a - self.b).abs()
         self.between = self.a.expm1().abs() * self.kl + self.a.exp() * apart
