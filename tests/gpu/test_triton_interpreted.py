@@ -13,19 +13,21 @@ import numpy
 import pytest
 
 HERE = Path(__file__).parent
-SUITES = {
+OF_TRITON = {
     "logits": ["triton_interpreted_logits_suite.py"],
     "penalty": ["triton_interpreted_suite.py"],
     "rollout": ["triton_interpreted_rollout_suite.py"],
-    "every-backend": [
-        "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
-        "../penalty/test_rewards.py::test_scores_of_any_dtype",
-        "../rollout/test_rollout_oracle.py::test_every_weight",
-        "../rollout/test_rollout_oracle.py::test_every_rule",
-        "../rollout/test_rollout_compile.py::test_every_option_compiles",
-    ],
 }
-"""Of the last, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
+OF_EVERY_BACKEND = [
+    "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
+    "../penalty/test_rewards.py::test_scores_of_any_dtype",
+    "../rollout/test_rollout_oracle.py::test_every_weight",
+    "../rollout/test_rollout_oracle.py::test_every_rule",
+    "../rollout/test_rollout_compile.py::test_every_option_compiles",
+]
+"""Of these, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
+
+SUITES = {**OF_TRITON, "every-backend": OF_EVERY_BACKEND}
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = pytest.mark.skipif(
@@ -47,7 +49,7 @@ def run_interpreted(*arguments):
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [*OF_TRITON, pytest.param("every-backend", marks=exhaustive)])
 def test_kernels_pass_in_the_interpreter(suite, part):
     process = run_interpreted("-m", part, *SUITES[suite])
     assert process.returncode == 0, process.stdout + process.stderr
