@@ -2,20 +2,17 @@
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import cache
 
 import pytest
+from experiment import metrics, no_pictures, one_corpus, without_times
 
 from klfast.__main__ import main
-from klfast.experiment import compare as compare_module
-from klfast.experiment.text import load_corpus
 
 CATEGORY = "command line"
 SHORT = ["--steps", "6", "--pretrain-steps", "2", "--arms", "none,adaptive", "--no-bench"]
@@ -27,17 +24,11 @@ def whole(case):
     return pytest.param(case, marks=pytest.mark.whole)
 
 
-@cache
-def corpus():
-    return load_corpus()
-
-
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _quick():
     """One corpus and no pictures."""
-    monkeypatch.setattr(compare_module, "load_corpus", corpus)
-    for draw in ("draw_curves", "draw_estimators"):
-        monkeypatch.setattr(compare_module, draw, lambda *of: b"a picture")
+    with one_corpus(), no_pictures():
+        yield
 
 
 def outcome(*arguments):
@@ -113,21 +104,14 @@ def test_bad_options_are_refused_and_nothing_is_written(hunt, tmp_path):
 
 def rows(out):
     """The recorded steps without their times."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if not key.endswith("_seconds")}
-        for line in lines
-    ]
+    return without_times(metrics(out))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run that was never interrupted. Not to be changed."""
     out = tmp_path_factory.mktemp("cli") / "finished"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "load_corpus", corpus)
-        for draw in ("draw_curves", "draw_estimators"):
-            patch.setattr(compare_module, draw, lambda *of: b"a picture")
+    with one_corpus(), no_pictures():
         assert outcome("compare", "--out", out, *SHORT)[0] == 0
     return out
 
@@ -137,9 +121,9 @@ def started(out, at_least, **options):
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options
     )
-    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    records, deadline = out / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and metrics.read_text().count("\n") >= at_least:
+        if records.exists() and records.read_text().count("\n") >= at_least:
             break
         time.sleep(0.005)
     return process
