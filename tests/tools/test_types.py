@@ -107,7 +107,7 @@ def test_mypy_finds_no_error_and_every_mistake(folder, python):
     importlib.util.find_spec("basedpyright") is None, reason="pip install klfast[dev] has it"
 )
 def test_pyright_finds_no_error_and_every_mistake(folder, python):
-    """In pyright's strict mode, by a build of it that PyPI has with its node; pyright's own package
+    """In pyright's strict mode, by a build of it that brings its node; pyright's own package
     downloads both when it is first run.
     """
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
