@@ -71,7 +71,7 @@ SCALES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 
 def weights_of(preset: str, x: Tensor, probability: float) -> Tensor:
-    """What a token counts whose log-ratio is x; one that cannot be (p > 1) is NaN."""
+    """The weight of a token whose log-ratio is x; NaN where its probability would exceed 1."""
     rollout = torch.full_like(x, math.log(probability))
     tokens = (rollout + x)[:, None]
     weights, mask, _ = rollout_correction(tokens, rollout[:, None], **PRESETS[preset])

@@ -12,20 +12,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import matplotlib
 import torch
 from torch import Tensor
 
 import klfast
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from klfast.experiment.drawing import dress, new_figure
+from klfast.experiment.palette import BLUE, GREEN, GRID, VERMILION
 
 PICTURE = Path(__file__).parents[1] / "docs" / "directions.png"
 STYLES = {
-    "reverse": {"color": "#0072B2", "linestyle": "-"},
-    "forward": {"color": "#D55E00", "linestyle": "--"},
-    "jsd": {"color": "#009E73", "linestyle": "-."},
+    "reverse": {"color": BLUE, "linestyle": "-"},
+    "forward": {"color": VERMILION, "linestyle": "--"},
+    "jsd": {"color": GREEN, "linestyle": "-."},
 }
 WORDS = torch.linspace(-4, 4, 161)
 
@@ -38,7 +36,7 @@ def teacher_logits() -> Tensor:
 
 def student_logits(centre: Tensor, log_width: Tensor) -> Tensor:
     """One peak."""
-    return -((WORDS - centre) ** 2) / (2 * torch.exp(2 * log_width))
+    return 1 - (WORDS - centre) ** 2 / (2 * torch.exp(2 * log_width))
 
 
 def distil(direction: str, steps: int) -> tuple[Tensor, float]:
@@ -61,8 +59,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    figure, panel = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    panel.fill_between(WORDS, teacher_logits().softmax(-1), color="#dddddd", label="teacher")
+    figure = new_figure(8, 3.6)
+    panel = figure.subplots()
+    dress(panel)
+    panel.fill_between(WORDS, teacher_logits().softmax(-1), color=GRID, label="teacher")
     for direction, style in STYLES.items():
         student, loss = distil(direction, options.steps)
         label = f'direction="{direction}", {loss:.2f} nats'
@@ -72,7 +72,7 @@ def main() -> None:
     panel.set_ylabel("probability")
     panel.set_xticks([])
     panel.legend(frameon=False)
-    figure.savefig(options.out, dpi=150)
+    figure.savefig(options.out)
     print(f"wrote {options.out}")
 
 

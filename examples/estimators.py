@@ -9,26 +9,25 @@ is exact: an expectation is a sum over the vocabulary, with p as the mask's weig
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 import klfast
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
+from klfast.experiment.drawing import dress, new_figure
+from klfast.experiment.palette import BLUE, GREEN, TITLE, VERMILION
 
 PICTURE = Path(__file__).parents[1] / "docs" / "estimators.png"
 WORDS, DRAWS = 512, 64
 SCALES = torch.logspace(-2, 0.6, 27, dtype=torch.float64)
 STYLES = {
-    "k3": {"color": "#009E73", "linewidth": 4.0},
-    "k2": {"color": "#D55E00", "linewidth": 2.0},
-    "k1": {"color": "#0072B2", "linewidth": 2.0, "linestyle": "--"},
+    "k3": {"color": GREEN, "linewidth": 4.0},
+    "k2": {"color": VERMILION, "linewidth": 2.0},
+    "k1": {"color": BLUE, "linewidth": 2.0, "linestyle": "--"},
 }
 """Wide lines first, so that equal curves show as one beside the other."""
 
@@ -90,8 +89,8 @@ def draw(panel: Axes, curves: dict[str, list[Point]], field: str, title: str) ->
         panel.plot([p.kl for p in points], ys, label=name, **STYLES[name])
     panel.set_xscale("log")
     panel.set_xlabel("KL(p || q), nats per token")
-    panel.set_title(title, loc="left", fontsize=11)
-    panel.grid(color="#e4e4e4", linewidth=0.8)
+    panel.set_title(title, loc="left", fontsize=TITLE)
+    dress(panel)
     panel.legend(frameon=False)
 
 
@@ -100,13 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PICTURE)
     out = parser.parse_args().out
+    warnings.filterwarnings("ignore", ".*estimator 'k1'")  # its missing gradient is what is drawn
     curves = {name: [point(name, scale.item()) for scale in SCALES] for name in STYLES}
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.9), layout="constrained")
+    figure = new_figure(13, 3.9)
+    panels = figure.subplots(1, 3)
     draw(panels[0], curves, "bias", "Bias of the value, share of the KL")
     draw(panels[1], curves, "noise", "Noise of one token, times the KL")
     panels[1].set_yscale("log")
     draw(panels[2], curves, "gradient", "In a loss: error of the expected gradient")
-    figure.savefig(out, dpi=150)
+    figure.savefig(out)
     print(f"wrote {out}")
 
 

@@ -618,7 +618,8 @@ KLFAST_HOST_DEVICE EntropyGradient<Acc> entropy_gradient_of(const Guess<Acc, bas
   return {static_cast<Acc>(nats<base>(rest)), static_cast<Acc>(mean)};
 }
 
-// Of a word's logit under the model whose entropy it is; 0 for a word without probability.
+// The entropy's gradient to a word's logit, of the model whose entropy it is; 0 for a word without
+// probability.
 template <EntropyOf of, typename Acc, Base base>
 KLFAST_HOST_DEVICE Acc entropy_gradient(Acc x, Acc y, const Guess<Acc, base>& exact,
                                         const EntropyGradient<Acc>& row) {

@@ -1,4 +1,4 @@
-// What is computed of a token between sampler and trainer, in forms that cancel nothing near
+// Formulas of a token between sampler and trainer, in forms that cancel nothing near
 // x = logprobs - rollout_logprobs = 0. klfast/rollout/formulas.py has the textbook's.
 //
 // Host and device, for float and double, no torch. To add a statistic of a rule, write its struct

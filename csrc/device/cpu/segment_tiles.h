@@ -50,7 +50,7 @@ KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Tile& tile, A
   return buffer;
 }
 
-// Whether a mask's dtype has weights that no mask may have: negative, NaN or infinite.
+// A mask's dtype can hold weights that no mask may have: negative, NaN or infinite.
 inline bool can_be_bad(const View& mask) {
   return mask.data != nullptr && mask.dtype != DType::kBool && mask.dtype != DType::kUInt8;
 }

@@ -6,9 +6,9 @@
 
 namespace klfast::cuda {
 
-// Whether this block is the last of the launch to arrive. Everything that the others wrote before
-// they arrived is then visible. The counter ends at 0, for the next launch on this stream, or the
-// next replay of a graph.
+// True in the last block of the launch to arrive, to which everything is visible that the others
+// wrote before they arrived. The counter ends at 0, for the next launch on this stream, or the next
+// replay of a graph.
 __device__ __forceinline__ bool arrives_last(unsigned* arrivals) {
   __shared__ bool is_last;
   __syncthreads();
