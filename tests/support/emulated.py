@@ -4,6 +4,8 @@
 cannot show is speed, memory ordering and what nvcc makes of the source; that is for a GPU.
 """
 
+import contextlib
+import fcntl
 import functools
 import os
 import sys
@@ -31,6 +33,18 @@ FLAGS = (
 )
 
 
+@contextlib.contextmanager
+def alone(folder):
+    """Builds in a folder one process at a time. A build that was killed has left torch's own lock,
+    for which torch would wait forever; the system's ends with its process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "builder").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield
+
+
 @functools.cache
 def extension():
     """The module of the emulated ops, built on first use."""
@@ -38,17 +52,17 @@ def extension():
     for name in ("last_launch", "launches"):
         library.define(f"{name}(Tensor like) -> Tensor")
     folder = ROOT / "build" / f"emulator-{sys.implementation.cache_tag}"
-    folder.mkdir(parents=True, exist_ok=True)
     before = os.environ["PATH"]
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])  # for ninja
     try:
-        return cpp_extension.load(
-            "klfast_emulated",
-            SOURCES,
-            extra_cflags=list(FLAGS),
-            extra_include_paths=[str(EMULATOR), str(ROOT / "csrc")],
-            build_directory=str(folder),
-        )
+        with alone(folder):
+            return cpp_extension.load(
+                "klfast_emulated",
+                SOURCES,
+                extra_cflags=list(FLAGS),
+                extra_include_paths=[str(EMULATOR), str(ROOT / "csrc")],
+                build_directory=str(folder),
+            )
     finally:
         os.environ["PATH"] = before
 
