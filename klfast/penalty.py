@@ -35,7 +35,7 @@ class KLPenalty:
         penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.1, target=6.0))
         for batch in batches:
             for logprobs, ref_logprobs, mask in micro_batches(batch):
-                loss = policy_loss(...) + penalty(logprobs, ref_logprobs, mask, normalizer=...)
+                loss = policy_loss(logprobs, mask) + penalty(logprobs, ref_logprobs, mask)
                 loss.backward()
             optimizer.step()
             numbers = penalty.step()  # "kl/token_mean", "kl/coef", ...

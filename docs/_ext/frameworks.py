@@ -20,6 +20,7 @@ TITLES = {
 }
 PAGE = """# From {title}
 
+<!-- example: framework -->
 ```python
 import klfast
 

@@ -3,11 +3,11 @@
 A training loop takes its step with ``controller.value`` and then reports the KL it measured::
 
     controller = klfast.AdaptiveKLController(init_kl_coef=0.1, target=6.0)
-    loss, stats = klfast.kl_penalty(
+    loss_kl, stats = klfast.kl_penalty(
         logprobs, ref_logprobs, mask,
         reduction="seq-mean-token-sum", coef=controller.value, return_stats=True,
     )
-    ...
+    loss_kl.backward()  # with the loss of the policy, then the optimizer's step
     controller.update(stats)
 
 On the host, the default, controllers keep plain floats, and reading a KL that lives on a GPU waits

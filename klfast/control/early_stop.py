@@ -22,7 +22,7 @@ class KLEarlyStop(KLReader):
     ``current`` is the KL between the policy that sampled the batch and the policy as it is now::
 
         for epoch in range(epochs):
-            ...
+            stats = train_on(batch)
             if stop.update(stats):
                 break
 

@@ -2,9 +2,9 @@
 
 In every update the logarithm of the KL moves towards a goal that falls with the coefficient::
 
-    goal    = level - gain * log(value + least) + drift * t + w      value: of ``delay`` updates ago
-    log KL += (rise if goal > log KL else fall) * (goal - log KL)
-    current = KL * exp(noise * n - noise**2 / 2)                     what the controller measures
+    goal = level - gain * log(value + least) + drift * t + w  # value: of `delay` updates ago
+    log_kl += (rise if goal > log_kl else fall) * (goal - log_kl)
+    current = exp(log_kl) * exp(noise * n - noise**2 / 2)  # what the controller measures
 
 with standard normal n, and w a slow random walk back to 0:
 ``w = 0.95 * w + sqrt(1 - 0.95**2) * wander * n``. The KL is 0 before the first update and ``first``

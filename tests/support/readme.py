@@ -1,22 +1,110 @@
-"""Examples of the README and of pages in docs/: code blocks after ``<!-- example: NAME -->``."""
+"""The code blocks of the README, of pages and of docstrings, and how tests run them.
 
+A block that is not of shell commands has a name, in the line above it: ``<!-- example: NAME -->``.
+In a docstring its name is that of the function, the class or the module. ``test_code_blocks``
+says which blocks no test has asked for.
+"""
+
+import ast
+import functools
 import re
+import runpy
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DROP_IN = ROOT / "docs" / "drop_in.md"
-PAGES = (README, *sorted(ROOT.glob("docs/*.md")))
-BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
+FRAMEWORK_PAGES = ROOT / "docs" / "_ext" / "frameworks.py"
+FOLDERS = ("*.md", ".github/**/*.md", "benchmarks/**/*.md", "docs/*.md", "docs/upstream/*.md")
+FOLDERS += ("examples/**/*.md", "docs/llms.txt")
+PAGES = tuple(sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern)))
+
+NAME = re.compile(r"<!-- example: ([\w-]+) -->")
+DIRECTIVES = ("{eval-rst}", "{include}", "{raw}", "{toctree}")
+"""What Sphinx carries out: no code."""
+LITERAL = re.compile(r"^(?!\s*\.\. ).*::\n\n((?:[ \t]+\S.*\n?|\s*\n)+)", re.MULTILINE)
 
 
+class Block(NamedTuple):
+    """A block of code, and where it begins."""
+
+    place: str
+    language: str
+    name: str | None
+    code: str
+
+
+def blocks_of_page(text, place):
+    """The blocks of a page in Markdown; ``place`` is its path."""
+    name = None
+    for token in MarkdownIt().parse(text):
+        if token.type in ("fence", "code_block"):
+            language = (token.info.split() or [""])[0]
+            if language not in DIRECTIVES:
+                yield Block(f"{place}:{token.map[0] + 1}", language, name, token.content)
+        found = NAME.fullmatch(token.content.strip()) if token.type == "html_block" else None
+        name = found and found[1]
+
+
+def framework_page(name):
+    """The page of a framework, as docs/_ext/frameworks.py makes it."""
+    makes = runpy.run_path(str(FRAMEWORK_PAGES))
+    return makes["PAGE"].format(title=makes["TITLES"][name], name=name, rows="")
+
+
+def blocks_of_module(source, module, place):
+    """The literal blocks of a module's docstrings, and what looks like another kind of block."""
+    for node, name in _documented(ast.parse(source), module):
+        text = ast.get_docstring(node) or ""
+        place_of = f"{place}:{getattr(node, 'lineno', 1)}"
+        for code in LITERAL.findall(text + "\n"):
+            yield Block(place_of, "python", name, textwrap.dedent(code))
+        if re.search(r"^\s*(>>> |```|\.\. (code|doctest|testcode|parsed))", text, re.MULTILINE):
+            yield Block(place_of, "doctest", None, text)
+
+
+def _documented(node, name):
+    """(node, dotted name) of a module, and of the classes and functions in it."""
+    yield node, name
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _documented(child, f"{name}.{child.name}")
+
+
+@functools.cache
+def blocks():
+    """Every block, of pages and of klfast's docstrings."""
+    found = []
+    for page in PAGES:
+        found += blocks_of_page(page.read_text(), page.relative_to(ROOT).as_posix())
+    found += blocks_of_page(framework_page("verl"), FRAMEWORK_PAGES.relative_to(ROOT).as_posix())
+    for path in sorted(ROOT.glob("klfast/**/*.py")):
+        place = path.relative_to(ROOT)
+        parts = [part for part in place.with_suffix("").parts if part != "__init__"]
+        found += blocks_of_module(path.read_text(), ".".join(parts), place.as_posix())
+    return tuple(found)
+
+
+@functools.cache
 def examples():
     """Name -> code."""
-    return dict(BLOCK.findall("".join(page.read_text() for page in PAGES)))
+    return {block.name: block.code for block in blocks() if block.name}
 
 
-def run(name, **given):
-    """Runs an example with the names that it takes for granted, and returns all it leaves."""
-    code = compile(examples()[name], f"README example {name}", "exec")
-    exec(code, given)
+def code(name):
+    """The text of a block."""
+    return examples()[name]
+
+
+def run(name, source=None, **given):
+    """Runs a block with the names that it takes for granted, and returns all it leaves.
+
+    ``source`` takes the place of its text, where a page is made from a template.
+    """
+    compiled = compile(source or code(name), f"example {name}", "exec")
+    exec(compiled, given)
     return given

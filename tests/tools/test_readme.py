@@ -1,11 +1,14 @@
-"""The examples of the README and docs/drop_in.md run as they are written.
+"""The examples of the README, of pages and of docstrings run as they are written.
 
-Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``.
+Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``, that of
+docs/rollout.md in ``test_rollout_docs``; ``test_code_blocks`` says whether one is left.
 """
 
 import json
+import math
 import re
 import runpy
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,12 @@ import readme
 import torch
 
 import klfast
-from klfast.compat import PatchError
+from klfast.compat import FRAMEWORKS, PatchError, presets
+from klfast.compat.patching.fingerprints import fingerprint
+from klfast.compat.patching.sites import Target, known
+from klfast.compat.targets import TARGETS
+from klfast.estimator import as_estimator
+from klfast.study.plant import Plant, Policy
 
 PAGES = [
     readme.README,
@@ -39,24 +47,6 @@ def test_every_link_and_path_of_a_page_is_there(page):
         assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
     for path in PATH.findall(text):
         assert any(readme.ROOT.glob(path)), path
-
-
-def test_every_example_has_a_test():
-    assert set(readme.examples()) == {
-        "accumulation",
-        "at-scale",
-        "before",
-        "data-parallel",
-        "home",
-        "instead",
-        "logits",
-        "one-object",
-        "patch",
-        "rloo",
-        "rollout",
-        "trl",
-        "verl",
-    }
 
 
 def test_the_first_example_of_the_site(capsys):
@@ -198,6 +188,113 @@ def test_verl_s_words_without_verl():
 def test_the_patch_needs_the_framework():
     with pytest.raises(PatchError, match="verl is not installed"):
         readme.run("patch")
+
+
+@pytest.mark.usefixtures("nothing_stays_patched")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_page_of_a_framework_patches_it(framework, package, monkeypatch, capsys):
+    """A stand-in of one function has the framework's name; tests/peers has the frameworks."""
+    name = TARGETS[framework][0].packages[0]
+    (core,) = package({f"{name}.core": "def penalty(x):\n    return x\n"})
+    site = known(f"{name}.core:penalty", fingerprint(core.penalty), torch.neg, "0")
+    monkeypatch.setitem(TARGETS, framework, (Target((name,), "0", ((site,),)),))
+    (block,) = readme.blocks_of_page(readme.framework_page(framework), framework)
+    readme.run("framework", source=block.code)
+    assert f"{name}.core:penalty" in capsys.readouterr().out
+    klfast.compat.unpatch(framework)
+
+
+def test_the_options_of_an_estimator():
+    made = [eval(line, {"klfast": klfast}) for line in readme.code("options").splitlines()]
+    assert made[0] == presets.VERL["low_var_kl"]
+    assert made[1] == as_estimator("k3+")
+    assert [estimator.linear_tail for estimator in made] == [None, None, 5.0, None, None]
+    assert [estimator.importance_cap for estimator in made] == [None, None, None, 10.0, None]
+    assert [estimator.clip_weighted for estimator in made] == [False] * 4 + [True]
+
+
+def test_the_example_of_klpenalty():
+    batch = torch.nn.Parameter(-torch.rand(4, 5))
+    left = readme.run(
+        "klfast.penalty.KLPenalty",
+        klfast=klfast,
+        batches=[batch] * 3,
+        micro_batches=lambda batch: [
+            (part, part.detach() - 1.0, torch.ones(2, 5, dtype=torch.bool))
+            for part in batch.split(2)
+        ],
+        policy_loss=lambda logprobs, mask: (logprobs * mask).sum(),
+        optimizer=torch.optim.SGD([batch], lr=0.0),
+    )
+    assert left["numbers"]["kl/k1"] == pytest.approx(1.0)
+    assert left["penalty"].controller.value == left["numbers"]["kl/coef"] != 0.1
+
+
+def test_the_example_of_controllers():
+    logprobs = -torch.rand(4, 5).requires_grad_()
+    left = readme.run(
+        "klfast.control.controllers",
+        klfast=klfast,
+        logprobs=logprobs,
+        ref_logprobs=logprobs.detach() - 1.0,
+        mask=None,
+    )
+    assert left["controller"].value < 0.1
+
+
+def test_the_example_of_an_early_stop():
+    seen = []
+
+    def train_on(batch):
+        seen.append(batch)
+        return 0.1 * len(seen)
+
+    readme.run(
+        "klfast.control.early_stop.KLEarlyStop",
+        stop=klfast.KLEarlyStop(0.2),
+        epochs=10,
+        batch="batch",
+        train_on=train_on,
+    )
+    assert len(seen) == 4  # 0.4 is the first above 1.5 * 0.2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [readme.code("plant"), readme.code("klfast.study.plant")],
+    ids=["docs/controllers.md", "klfast/study/plant.py"],
+)
+def test_the_plant_moves_as_it_is_written(source):
+    plant = Plant(-2.6, 1.3, 0.003, 0.1, 0.03, 0, -0.006, first=2.7, noise=0.3, wander=0.0)
+    policy = Policy(plant, (1,))
+    policy.update(torch.tensor([0.1], dtype=torch.float64))
+    for t, value in enumerate((0.1, 1.0, 0.01), 1):
+        left = readme.run(
+            "plant",
+            source=source,
+            **asdict(plant),
+            exp=math.exp,
+            log=math.log,
+            value=value,
+            t=t,
+            w=0.0,
+            n=0.5,
+            log_kl=math.log(policy.kl.item()),
+        )
+        policy.update(torch.tensor([value], dtype=torch.float64))
+        assert policy.kl.item() == pytest.approx(math.exp(left["log_kl"]), rel=1e-12)
+        noisy = policy.measured(torch.tensor(0.5, dtype=torch.float64)).item()
+        assert noisy == pytest.approx(left["current"], rel=1e-12)
+
+
+def test_the_folders_of_design_are_those_of_the_repository():
+    folder = None
+    for line in readme.code("tree").splitlines():
+        if not line.startswith(" "):
+            folder = readme.ROOT / line.split("/")[0]
+            assert folder.is_dir(), line
+        for name in re.findall(r"[\w/]+(?:\.(?:py|h|cpp|cu)\b|/(?=\s))", line):
+            assert any([*folder.rglob(name), *readme.ROOT.glob(name)]), f"{folder.name}: {name}"
 
 
 def test_the_counts_of_test_break_are_those_of_its_last_whole_run():

@@ -1,0 +1,151 @@
+"""Shell commands of pages: what each kind must stand, by the word that it begins with.
+
+A command of a kind without a check here fails, so that nobody writes one that no test has tried.
+"""
+
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from readme import ROOT
+from setuptools.command.build_ext import build_ext
+
+from klfast.__main__ import COMMANDS, main
+
+VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+=.*")
+
+
+def checked(command):
+    """Checks one line of a shell block; a comment is none."""
+    words = shlex.split(command, comments=True)
+    while words and VARIABLE.fullmatch(words[0]):
+        name = words.pop(0).partition("=")[0]
+        assert is_read(name), f"nothing reads the variable {name}"
+    if words:
+        name = Path(words[0]).name
+        assert name in CHECKS, f"no check of {name!r} in tests/support/commands.py"
+        CHECKS[name](words[1:])
+
+
+def run(*command, timeout=120, folder=ROOT, **environment):
+    """What a process prints, in the repository or another folder; it must exit with 0."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert done.returncode == 0, f"{shlex.join(map(str, command))}: {done.stderr or done.stdout}"
+    return done.stdout
+
+
+def make(words):
+    """The target is there, and so are the variables; ``make -n`` says what it would do."""
+    names = [word.partition("=")[0] for word in words if "=" in word]
+    makefile = (ROOT / "Makefile").read_text()
+    for name in names:
+        assert f"$({name})" in makefile, f"the Makefile has no {name}"
+    targets = [word for word in words if "=" not in word]
+    phony = re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE)[1].split()
+    assert set(targets) <= set(phony), targets
+    assert run("make", "--dry-run", *words, MAKEFLAGS="")
+
+
+def klfast(words):
+    """The options are the command's. What ends at once is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if words[0] in COMMANDS and words != ["info"]:
+            patch.setattr(f"{COMMANDS[words[0]]}.run", lambda arguments: 0)
+        try:
+            code = main(words)
+        except SystemExit as ended:  # --version; a mistake is 2
+            code = ended.code
+    assert code in (0, None), f"klfast {shlex.join(words)} ends with {code}"
+
+
+def torchrun(words):
+    """Torchrun takes its options; the program is klfast's, or one that a test runs."""
+    from torch.distributed.run import parse_args
+
+    arguments = parse_args(words)
+    if arguments.module:
+        assert arguments.training_script == "klfast"
+        klfast(arguments.training_script_args)
+    else:
+        _program(arguments.training_script)
+
+
+def python(words):
+    """``-m klfast``, a build step of setup.py, or a program that tests run."""
+    if words[:2] == ["-m", "klfast"]:
+        klfast(words[2:])
+    elif words[0] == "setup.py":
+        assert words[1] == "build_ext"
+        known = {f"--{option.rstrip('=')}" for option, _, _ in build_ext.user_options}
+        assert set(words[2:]) <= known
+    else:
+        _program(words[0])
+
+
+def _program(path):
+    """A program of the repository that a test names."""
+    assert (ROOT / path).is_file(), path
+    tests = [test.read_text() for test in ROOT.glob("tests/**/test_*.py")]
+    assert any(Path(path).name in text for text in tests), f"no test runs {path}"
+
+
+def pytest_(words):
+    """The files are there, and the options are those in use."""
+    left = iter(words)
+    for word in left:
+        if word in ("-k", "-m", "-n", "-p"):
+            next(left)
+        else:
+            assert (ROOT / word.partition("::")[0]).exists(), word
+
+
+def pip(words):
+    """What is asked for is what `make` has put beside klfast; pip resolves it, without network.
+
+    ``make wheel`` and CI install for real.
+    """
+    assert words[0] == "install"
+    dry = ["--dry-run", "--no-index", "--quiet", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "pip", "install", *dry, *words[1:], PIP_NO_BUILD_ISOLATION="1")
+
+
+CHECKS = {
+    "klfast": klfast,
+    "make": make,
+    "pip": pip,
+    "pytest": pytest_,
+    "python": python,
+    "python3": python,
+    "torchrun": torchrun,
+}
+
+
+@functools.cache
+def _code():
+    """All that could read a variable of the environment: klfast's code, and torch's own builder."""
+    import setuptools._distutils.sysconfig
+    import torch.utils.cpp_extension
+
+    paths = [ROOT / "setup.py", ROOT / "Makefile"]
+    paths += [Path(torch.utils.cpp_extension.__file__)]
+    paths += [Path(setuptools._distutils.sysconfig.__file__)]
+    for pattern in ("klfast/**/*.py", "csrc/**/*", "benchmarks/*.py", "tests/**/*.py"):
+        paths += [path for path in ROOT.glob(pattern) if path.is_file()]
+    return "\n".join(path.read_text(errors="replace") for path in paths)
+
+
+def is_read(variable):
+    """Whether code reads a variable of the environment, or a Makefile's."""
+    return re.search(rf"""["'(]{variable}["')]""", _code()) is not None

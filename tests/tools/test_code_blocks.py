@@ -1,0 +1,169 @@
+"""Every code block of the README, of pages and of docstrings is run by a test."""
+
+import ast
+import functools
+import re
+import runpy
+import shlex
+
+import commands
+import pytest
+import readme
+
+SHELL = ("bash", "console", "sh", "shell")
+RUNNERS = ("code", "run")
+"""Of `readme`, and tests' own functions of these names that pass a name on."""
+COMMAND = re.compile(r"(?<!`)`((?:make|klfast|torchrun) [^`]+)`(?!`)")
+PROGRAM = re.compile(r"(?<!`)`python ([\w/]+\.py)[^`]*`(?!`)")
+VARIABLE = re.compile(r"(?<!`)`((?:KLFAST|CUDA|NVCC|TORCH|MAX)_[A-Z_]+|[A-Z_]+(?==))[^`]*`(?!`)")
+
+
+@functools.cache
+def asked_for():
+    """The names of blocks that some test passes to a function that runs them."""
+    names = set()
+    for path in readme.ROOT.glob("tests/**/test_*.py"):
+        text = path.read_text()
+        if re.search(r"^import readme|^from readme", text, re.MULTILINE):
+            names.update(names_in(ast.parse(text)))
+    return names
+
+
+def names_in(tree):
+    """The first arguments, where they are texts, of calls of ``RUNNERS``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            called = function.attr if isinstance(function, ast.Attribute) else None
+            if (called or getattr(function, "id", None)) in RUNNERS:
+                yield node.args[0].value
+
+
+def uncovered(blocks, tested):
+    """What stands in the way of a test of these blocks, by place."""
+    seen = {}
+    for block in blocks:
+        if block.language in SHELL:
+            continue
+        if block.language == "":
+            yield f"{block.place}: a block must name its language"
+        elif block.name is None:
+            yield f"{block.place}: a {block.language} block must have a name and a test"
+        elif block.name not in tested:
+            yield f"{block.place}: no test runs {block.name!r}"
+        elif block.name in seen:
+            yield f"{block.place}: {block.name!r} is a block of {seen[block.name]} too"
+        seen[block.name] = block.place
+
+
+def shell_commands():
+    """Every command of the shell blocks, with the places where it stands."""
+    places = {}
+    for block in readme.blocks():
+        if block.language in SHELL:
+            page, _, line = block.place.partition(":")
+            for number, command in enumerate(block.code.splitlines(), int(line) + 1):
+                words = shlex.join(shlex.split(command, comments=True))
+                places.setdefault(words, []).append(f"{page}:{number}")
+    return parameters(places)
+
+
+def in_prose(pattern):
+    """What pages hold between backticks, with the places."""
+    places = {}
+    for page in set(readme.PAGES) - {readme.ROOT / "CHANGELOG.md"}:  # which tells of the past
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            for found in pattern.findall(line):
+                places.setdefault(found, []).append(f"{page.relative_to(readme.ROOT)}:{number}")
+    return parameters(places)
+
+
+def parameters(places):
+    return [pytest.param(text, id=f"{text} of {', '.join(at)}") for text, at in places.items()]
+
+
+def test_every_block_has_a_test():
+    assert list(uncovered(readme.blocks(), asked_for())) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("text\n\n```python\n1 / 0\n```\n", "page.md:3: a python block must have a name"),
+        ("- item\n\n  ```cpp\n  int a;\n  ```\n", "page.md:3: a cpp block must have a name"),
+        ("<!-- example: new -->\n```python\n```\n", "page.md:2: no test runs 'new'"),
+        ("```\nhalf a picture\n```\n", "page.md:1: a block must name its language"),
+        ("text\n\n    indented = 1\n", "page.md:3: a block must name its language"),
+        ("```{code-block} python\n1\n```\n", "page.md:1: a {code-block} block must have a name"),
+        ("~~~python\n1\n~~~\n", "page.md:1: a python block must have a name"),
+        (
+            "<!-- example: old -->\n```python\n```\n" * 2,
+            "page.md:5: 'old' is a block of page.md:2 too",
+        ),
+    ],
+)
+def test_a_block_without_a_test_is_named(page, says):
+    (found,) = uncovered(readme.blocks_of_page(page, "page.md"), {"old"})
+    assert found.startswith(says)
+
+
+def test_what_sphinx_carries_out_is_no_code_block():
+    page = "```{include} ../README.md\n```\n\n```{toctree}\npage\n```\n"
+    assert not [*readme.blocks_of_page(page, "page.md")]
+
+
+@pytest.mark.parametrize(
+    "block",
+    ["Says::\n\n        call()", "::\n\n        call()", ">>> call()", "```\n    call()\n    ```"],
+)
+def test_a_block_of_a_docstring_without_a_test_is_named(block):
+    source = f'def method():\n    """First.\n\n    {block}\n\n    Last.\n    """\n'
+    (found,) = uncovered(readme.blocks_of_module(source, "klfast.a", "klfast/a.py"), set())
+    assert found.startswith("klfast/a.py:1: ")
+
+
+@pytest.mark.parametrize("command", shell_commands())
+def test_a_command_of_a_shell_block(command):
+    commands.checked(command)
+
+
+@pytest.mark.parametrize("command", in_prose(COMMAND))
+def test_a_command_in_a_sentence(command):
+    commands.checked(command)
+
+
+@pytest.mark.parametrize("program", in_prose(PROGRAM))
+def test_a_program_in_a_sentence_is_there_and_imports(program, monkeypatch):
+    path = readme.ROOT / program
+    monkeypatch.syspath_prepend(path.parent)
+    assert runpy.run_path(str(path), run_name="imported")["__doc__"]
+
+
+@pytest.mark.parametrize("variable", in_prose(VARIABLE))
+def test_a_variable_of_the_environment_is_read(variable):
+    assert commands.is_read(variable)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tets",
+        "make test PYTHN=python3",
+        "klfast dance",
+        "klfast bench --fast",
+        "klfast compare --arms",
+        "torchrun --nprocs 2 -m klfast compare",
+        "torchrun examples/no_such_program.py",
+        "python examples/no_such_program.py",
+        "python setup.py build_ext --in-place",
+        "pip install no-such-package-of-anybody",
+        "pip install --no-isolation .",
+        "pytest tests/no_such_test.py",
+        "pytest tests/tools --no-such-option",
+        "KLFAST_CHEK=1 make test",
+        "curl example.org",
+    ],
+)
+def test_a_wrong_command_is_found(command, capsys):
+    with pytest.raises((AssertionError, SystemExit, KeyError)):
+        commands.checked(command)
