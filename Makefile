@@ -13,7 +13,7 @@
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
-#   make docs     the site, in build/site; a warning is an error
+#   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
 #   make format   rewrite sources in the house style
 # PYTHON chooses the interpreter for .venv (3.10 to 3.13).
 
@@ -94,6 +94,7 @@ test-break: $(VENV)/built
 docs: $(VENV)/docs
 	rm -rf docs/api/generated build/site
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
+	$(BIN)/python docs/links.py build/site
 
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .
