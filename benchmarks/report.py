@@ -6,7 +6,7 @@ writes from those files; ``--check`` (a test) tells whether a page is out of dat
     python benchmarks/report.py
 
 With a ``gpu.json`` or a ``gpu-logits.json`` it also writes ``gpu.md``, all their cases, and a
-picture of each.
+picture of each. What has not been measured on a GPU is pending, case by case (``pending.py``).
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ SOME_RIVALS = {
     "klfast in place": "klfast's `inplace_backward`",
 }
 """Of some ops, or where they are installed."""
+
+
+COMPARED = {"tokens": (), "logits": ("eager", "torch.compile")}
+"""Suite -> whose memory stands beside klfast's in a GPU's table."""
 
 
 def cases_of(data: dict[str, Any]) -> list[Case]:
@@ -292,15 +296,21 @@ def microseconds(row: Row | None, kind: str) -> str:
     return number(None if row is None or row[kind] is None else row[kind] * 1e3)
 
 
+def kernel_headings(suite: str, rivals: dict[str, str]) -> list[str]:
+    """The columns of a GPU's table."""
+    return [
+        HEADINGS[suite],
+        "dtype",
+        *(f"{title}, us" for title in BACKENDS.values()),
+        *(f"vs {title}" for title in rivals.values()),
+        *("GB/s", "of read", "of copy"),
+        " / ".join(["MB above inputs", *(RIVALS[name] for name in COMPARED[suite])]),
+    ]
+
+
 def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
     """Times on the device with cold caches; of rivals, how many times klfast's first backend's."""
     rivals = rivals_of(cases, always=tuple(RIVALS))
-    compared = ("eager", "torch.compile") if suite == "logits" else ()
-    headings = [HEADINGS[suite], "dtype"]
-    headings += [f"{title}, us" for title in BACKENDS.values()]
-    headings += [f"vs {title}" for title in rivals.values()]
-    headings += ["GB/s", "of read", "of copy"]
-    headings.append(" / ".join(["MB above inputs", *(RIVALS[name] for name in compared)]))
     lines = []
     for case in cases:
         row = ours(case)
@@ -313,10 +323,10 @@ def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
                 number(row["gb_per_s"]),
                 share(row["read_share"]),
                 share(row["copy_share"]),
-                peaks(case, (row["impl"], *compared)),
+                peaks(case, (row["impl"], *COMPARED[suite])),
             ]
         )
-    return table(headings, lines)
+    return table(kernel_headings(suite, rivals), lines)
 
 
 def launch_table(cases: Sequence[Case]) -> str:
@@ -385,12 +395,18 @@ def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def gpu_part(results: Path) -> str:
-    """The part of docs/measured.md on GPUs."""
-    blocks = [
-        f"{gpu_block(data)}\n\n![GB/s by bytes](../benchmarks/results/{PICTURES[name]})"
-        for name, data in gpu_results(results).items()
-    ]
-    return "\n\n".join(blocks) or NO_GPU
+    """The part of docs/measured.md on GPUs: what was measured, and what is pending."""
+    import pending
+
+    measured = gpu_results(results)
+    parts = [] if measured else [NO_GPU]
+    for name, (suite, cases) in pending.planned().items():
+        if name in measured:
+            picture = f"![GB/s by bytes](../benchmarks/results/{PICTURES[name]})"
+            parts += [gpu_block(measured[name]), picture]
+        else:
+            parts.append(pending.block(suite, cases))
+    return "\n\n".join(parts)
 
 
 def gpu_summary(results: Path) -> str:
@@ -398,7 +414,10 @@ def gpu_summary(results: Path) -> str:
     wheres = [data["conditions"] for data in gpu_results(results).values()]
     measured = dict.fromkeys(f"{where['device']}, {where['date'][:10]}" for where in wheres)
     if not measured:
-        return NO_GPU
+        import pending
+
+        count = sum(len(cases) for _, cases in pending.planned().values())
+        return f"{NO_GPU} The [{count} cases](docs/measured.md#on-a-gpu) of one are *pending*."
     return f"Measured on: {'; '.join(measured)}. See [docs/measured.md](docs/measured.md#on-a-gpu)."
 
 

@@ -319,7 +319,7 @@ def _gpu_bench(arguments: argparse.Namespace) -> Bench:
         budget=arguments.budget or suite.gpu_budget,
         with_compile=arguments.compile,
     )
-    cases = _gpu_cases(arguments, suite)
+    cases = gpu_cases(arguments, suite)
     place = gpu.find_place()
     assert place is not None  # _mistake has looked
     bench = gpu.GpuBench(place, plan, cases)
@@ -337,7 +337,7 @@ def _gpu_bench(arguments: argparse.Namespace) -> Bench:
     )
 
 
-def _gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
+def gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
     """Unpacked, then packed; with shapes that are given, no others."""
     ops = _chosen(arguments.ops or suite.gpu_ops, suite)
     given = arguments.shapes or (suite.quick_shapes if arguments.quick else None)

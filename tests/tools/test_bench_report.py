@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import pending  # noqa: E402
 import report  # noqa: E402
 
 BYTES_PER_TOKEN = {"forward": 9, "one-read": 13}
@@ -199,7 +200,8 @@ def test_what_is_not_what_the_results_say_is_found_and_mended(folder, capsys):
 def test_every_number_of_a_table_is_of_the_file(folder):
     run(folder)
     data = json.loads((folder / "cpu.json").read_text())
-    lines = [line for line in (folder / "README.md").read_text().splitlines() if line[:2] == "| "]
+    text = (folder / "README.md").read_text().split("\nbetween\n")[0]
+    lines = [line for line in text.splitlines() if line[:2] == "| "]
     ours = [row for row in data["rows"] if row["impl"] == "klfast"]
     assert len(lines) == len(ours) + 1
     for line, row in zip(lines[1:], ours, strict=True):
@@ -207,13 +209,70 @@ def test_every_number_of_a_table_is_of_the_file(folder):
         assert line.startswith(f"| {row['shape']} {report.OPS[row['op']]} |")
 
 
-def test_without_a_gpus_results_there_is_no_number_of_one(folder):
+def part_on_gpus(folder):
+    """The generated text, and the cells of its tables' lines by what they measure."""
+    text = (folder / "README.md").read_text().split("<!-- benchmark:gpu -->\n")[1]
+    text = text.split("<!-- end -->")[0]
+    lines = [cells_of(line) for line in text.splitlines() if line.startswith(("| [", "| packed ["))]
+    return text, {(cells[0], cells[1]): cells[2:] for cells in lines}
+
+
+def planned_lines(name):
+    """(label, dtype) of each case that `make gpu-check` measures."""
+    return [
+        (
+            ("packed " if case.packed else "") + f"{[*case.shape]} {report.OPS[case.op.name]}",
+            case.dtype,
+        )
+        for case in pending.planned()[name][1]
+    ]
+
+
+def test_without_a_gpus_results_every_case_is_pending(folder):
     run(folder)
-    assert (
-        f"<!-- benchmark:gpu -->\n{report.NO_GPU}\n<!-- end -->"
-        in (folder / "README.md").read_text()
-    )
+    text, lines = part_on_gpus(folder)
+    assert text.startswith(report.NO_GPU)
+    assert "`make gpu-check PYTHON=python3`" in text
+    assert list(lines) == planned_lines("gpu") + planned_lines("gpu-logits")
+    assert {cell for cells in lines.values() for cell in cells} == {pending.PENDING, ""}
+    assert all(cells[:2] == [pending.PENDING] * 2 for cells in lines.values())
     assert not (folder / "gpu.md").exists()
+
+
+def test_the_cases_that_are_pending_are_those_of_gpu_check():
+    planned = pending.planned()
+    assert list(planned) == list(report.PICTURES)
+    suite, cases = planned["gpu"]
+    shapes = {(case.shape, case.packed) for case in cases}
+    assert shapes == {
+        *((shape, False) for shape in suite.gpu_shapes),
+        *((shape, True) for shape in suite.gpu_packed_shapes),
+    }
+    assert {case.op.name for case in cases} == set(suite.gpu_ops)
+    assert {case.dtype for case in planned["gpu-logits"][1]} == {"bf16"}
+
+
+def test_what_was_measured_takes_the_place_of_what_was_pending(folder, made_up):
+    (folder / "gpu.json").write_text(json.dumps(made_up))
+    assert run(folder) == 0
+    assert run(folder, "--check") == 0
+    text, lines = part_on_gpus(folder)
+    assert report.NO_GPU not in text
+    of_logits = [place for place, cells in lines.items() if pending.PENDING in cells]
+    assert of_logits == planned_lines("gpu-logits")
+
+
+def test_what_is_pending_has_the_columns_of_what_was_measured(
+    folder, made_up, made_up_gpu_logits, monkeypatch
+):
+    monkeypatch.setattr(report, "SOME_RIVALS", {"selective": "selective"})
+    run(folder)
+    before = [line for line in part_on_gpus(folder)[0].splitlines() if "| dtype |" in line]
+    (folder / "gpu.json").write_text(json.dumps(made_up))
+    (folder / "gpu-logits.json").write_text(json.dumps(made_up_gpu_logits))
+    run(folder)
+    after = [line for line in part_on_gpus(folder)[0].splitlines() if "CUDA C++, us |" in line]
+    assert before == after
 
 
 def cells_of(line):
@@ -278,7 +337,7 @@ def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
     assert "made-up device, clocks.sm 1 MHz" in readme
     assert f"(../benchmarks/results/{report.PICTURES['gpu']})" in readme
     assert "packed [256, 8192] forward" in everything
-    assert "packed" not in readme.split("between")[1].split("Medians")[0]
+    assert "packed" not in readme.split("between")[1].split("Medians")[0]  # before what is pending
     assert "Left out: forward fp32 4096x16384: the budget was used up." in everything
     assert (folder / report.PICTURES["gpu"]).stat().st_size > 10_000
 

@@ -7,7 +7,8 @@ import readme
 
 LINKS = runpy.run_path(str(readme.ROOT / "docs" / "links.py"))
 
-INDEX = """<html><head><link href="style.css" rel="stylesheet"><script src="searchindex.js"></script>
+INDEX = """<html><head><link href="style.css" rel="stylesheet">
+<script src="searchindex.js"></script>
 </head><body><a href="guide/page.html#part">guide</a> <a href="#here" id="here">here</a>
 <a href="https://example.org/gone#x">elsewhere</a> <a href="mailto:a@example.org">mail</a>
 <img src="picture.png" srcset="picture.png 1x, picture.png 2x"><a href="llms.txt">text</a>
