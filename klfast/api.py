@@ -140,6 +140,9 @@ def kl_penalty(
     looked at.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
+
+    Source: that of the estimator, see :class:`klfast.Estimator`; of the names of the scalar means,
+    verl's ``loss_agg_mode``.
     """
     call = penalty_call(
         logprobs,
@@ -230,13 +233,15 @@ def kl_rewards(
 ) -> Tensor | tuple[Tensor, KLStats]:
     """Per-token rewards of KL-shaped RL: ``-kl_coef * kl`` at every kept token, plus the score.
 
-    ``kl`` is ``mask * f(x)`` as in :func:`kl_penalty`; ``scores[s]`` is added at the last kept
-    token of sequence s. 0 where masked: the score of a sequence without a kept token has no token
-    to go to. The result carries no gradient (Ziegler et al. 2019, arXiv:1909.08593, section 2).
+    ``kl`` is ``mask * f(x)`` in nats, with ``x = logprobs - ref_logprobs``, as in
+    :func:`kl_penalty`; ``scores[s]`` is added at the last kept token of sequence s. 0 where masked:
+    the score of a sequence without a kept token has no token to go to. The result carries no
+    gradient.
 
     Args:
         scores: [S], one per sequence, any real dtype; finite or not, they are passed on.
-        logprobs: as in :func:`kl_penalty`, like all that follow.
+        logprobs: as in :func:`kl_penalty`, like all that follow: [B, T], or packed [N] with
+            ``cu_seqlens``; fp64, fp32, bf16 or fp16.
         ref_logprobs: see there.
         mask: see there.
         kl_coef: a number, a 0-dim tensor or a controller, in reward units per nat.
@@ -252,6 +257,9 @@ def kl_rewards(
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
 
     Warns once a process of log-probs above 0.001, which may be logits.
+
+    Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
+    arXiv:1909.08593), section 2.
     """
     call = rewards_call(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats

@@ -57,8 +57,9 @@ def data_parallel_normalizer(
             list of them where ``mask`` is a list.
 
     Returns:
-        A number > 0: 0-dim, fp64, on the mask's device, the same bits on every rank; of nothing 1 /
-        W, so that a mean of nothing is 0. It takes one all-reduce, and waits for no device.
+        A number > 0, of tokens or of sequences: 0-dim, fp64, on the mask's device, the same bits on
+        every rank; of nothing 1 / W, so that a mean of nothing is 0. It takes one all-reduce, and
+        waits for no device.
 
     Raises:
         ValueError: a reduction without a denominator, a wrong shape, device or layout, or a value

@@ -55,7 +55,7 @@ class KLLog:
 
     ``log = klfast.KLLog("runs/kl.jsonl")``, then in every step
     ``log(step, stats, controller=controller)``. Beside klfast's own names, ``kl/token_mean`` and so
-    on, a framework's dashboards find theirs.
+    on, in nats, a framework's dashboards find theirs.
 
     Args:
         to: where to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, ``"wandb"`` or

@@ -42,8 +42,9 @@ class KLPenalty:
 
     A call is :func:`klfast.kl_penalty` with the controller's coefficient, and keeps the statistics
     of its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and
-    works with or without gradients, under autocast and inside of ``torch.compile``. What runs twice
-    is counted twice: call it outside of activation checkpointing.
+    works with or without gradients, under autocast and inside of ``torch.compile``. It returns the
+    reduced penalty, ``coef * KL`` in nats times the coefficient's unit. What runs twice is counted
+    twice: call it outside of activation checkpointing.
 
     Args:
         estimator: a name or an :class:`klfast.Estimator`. The default ``"k3+"`` has the value of k3

@@ -41,7 +41,10 @@ class LogRatioProfile(NamedTuple):
     k3: Tensor
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
-        """A flat dict of 0-dim tensors for a logger: ``x_q50``, ``k3_from_16``, ...."""
+        """A flat dict of 0-dim tensors for a logger: ``x_q50``, ``k3_from_16``, ...
+
+        Names begin with ``prefix``.
+        """
         scalars = {f"x_q{100 * q:g}": self.quantiles[i] for i, q in enumerate(self.levels)}
         for name in ("k1", "k3"):
             values = getattr(self, name)
@@ -59,7 +62,7 @@ def log_ratio_profile(
     quantiles: Sequence[float] = QUANTILES,
     backend: BackendName = "auto",
 ) -> LogRatioProfile:
-    """The quantiles of ``x = logprobs - ref_logprobs``, and its means by place in the sequence.
+    """The quantiles of ``x = logprobs - ref_logprobs`` in nats, and its means by place.
 
     It waits for no device, and can be in a CUDA graph. It reads the log-probs once more than the
     penalty does, and sorts x: on one CPU core 0.14 s for 2**20 padded tokens, 0.4 s for packed

@@ -117,8 +117,9 @@ class KLStats(NamedTuple):
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
 
-        ``k1``, ``k2`` and ``k3`` are means per token, ``length`` the mean over sequences,
-        ``max_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the totals.
+        Names begin with ``prefix``. ``k1``, ``k2`` and ``k3`` are means per token, ``length`` the
+        mean over sequences, ``max_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the
+        totals.
         """
         sums = torch.stack((*self, self.length.sign())).sum(1)
         sequences = self.kl.numel()
@@ -134,8 +135,9 @@ class KLStats(NamedTuple):
     def to_floats(self, prefix: str = "kl/") -> dict[str, float]:
         """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
 
-        What is not known is left out: ``k1``, ``k2``, ``k3`` and ``max_log_ratio`` of exact
-        divergences without ``token_ids``, and what is NaN or infinite, which ``nonfinite`` counts.
+        Names begin with ``prefix``. What is not known is left out: ``k1``, ``k2``, ``k3`` and
+        ``max_log_ratio`` of exact divergences without ``token_ids``, and what is NaN or infinite,
+        which ``nonfinite`` counts.
         """
         return finite_floats(self.as_dict(prefix))
 

@@ -96,6 +96,9 @@ def patch(
 def unpatch(framework: str) -> tuple[Left, ...]:
     """Put a framework's own code back, also where its modules imported it by name since.
 
+    Args:
+        framework: the name that :func:`patch` was given.
+
     Returns:
         The names in modules outside the framework that hold klfast's, because they imported them
         while it was patched: those stay.

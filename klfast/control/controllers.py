@@ -60,7 +60,8 @@ class FixedKLController(CoefficientController):
     """A coefficient that never changes, behind the interface of those that do.
 
     Args:
-        kl_coef: the coefficient, finite and >= 0; 0 switches the penalty off.
+        kl_coef: the coefficient, in units of the loss per nat, finite and >= 0; 0 switches the
+            penalty off.
         device: where the coefficient lives; None for the host.
         process_group: the ranks that measure together; None for this process alone.
 
@@ -171,6 +172,9 @@ class ExponentialKLController(TargetController):
     Raises:
         TypeError: a setting is of the wrong type.
         ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
+
+    Source: klfast's own. It is dual ascent (:class:`klfast.DualKLController`) with the error in
+    nats, not in units of the target.
     """
 
     _kind = "exponential"
@@ -203,7 +207,7 @@ class ExponentialKLController(TargetController):
 def get_kl_controller(
     init_kl_coef: float, target: float | None = None, horizon: float = 10_000, **options: Any
 ) -> FixedKLController | AdaptiveKLController:
-    """Return a fixed controller if ``target`` is None, else an adaptive one.
+    """A fixed controller if ``target`` is None, else an adaptive one.
 
     Args:
         init_kl_coef: the coefficient, or the first one.
@@ -211,6 +215,9 @@ def get_kl_controller(
         horizon: of ``AdaptiveKLController``; a fixed coefficient has no use for it.
         **options: the keywords of ``AdaptiveKLController``; of those a fixed coefficient has
             ``device`` and ``process_group``.
+
+    Returns:
+        :class:`FixedKLController` or :class:`AdaptiveKLController`.
 
     Raises:
         TypeError: an option is unknown or given without a target, or of the wrong type.

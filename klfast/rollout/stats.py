@@ -154,8 +154,9 @@ class RolloutStats(NamedTuple):
     def as_dict(self, prefix: str = "rollout/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
 
-        Means are per token (over the sum of the mask) unless the name says otherwise; means over
-        sequences leave out those without a kept token; of nothing they are 0.
+        Names begin with ``prefix``. Means are per token (over the sum of the mask) unless the name
+        says otherwise; means over sequences leave out those without a kept token; of nothing they
+        are 0.
 
         =========================== ===============================================================
         name                        value
@@ -227,7 +228,7 @@ class RolloutStats(NamedTuple):
     def to_floats(self, prefix: str = "rollout/") -> dict[str, float]:
         """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
 
-        What is NaN or infinite is left out.
+        Names begin with ``prefix``. What is NaN or infinite is left out.
         """
         return finite_floats(self.as_dict(prefix))
 

@@ -1,0 +1,124 @@
+"""Public docstrings say what a page of the site must: arguments, shapes, units, errors, source."""
+
+import inspect
+import re
+
+import pytest
+
+import klfast
+
+NAMES = sorted(
+    name
+    for name in set(klfast.__all__) - {"__version__", "compat", "names"}
+    if not name.endswith("Name")
+)
+PUBLIC = {name: getattr(klfast, name) for name in NAMES}
+PUBLIC |= {"compat.patch": klfast.compat.patch, "compat.unpatch": klfast.compat.unpatch}
+
+TUPLES = {name for name, value in PUBLIC.items() if hasattr(value, "_fields")}
+"""What functions return: made by klfast alone, so with no errors."""
+OVER_TENSORS = [name for name in NAMES if "mask" in inspect.signature(PUBLIC[name]).parameters]
+OVER_TENSORS = [name for name in OVER_TENSORS if name not in TUPLES]
+WITHOUT_UNITS = {"info", "compat.patch", "compat.unpatch", "data_parallel_normalizer"}
+"""What has nothing to do with a KL's size."""
+WITHOUT_ARITHMETIC = {"data_parallel_normalizer"}
+"""A count, whatever the log-probs' dtype is."""
+OWN = {
+    "FixedKLController",
+    "GroupedKLController",
+    "KLLog",
+    "KLMonitor",
+    "KLPenalty",
+    "compat.patch",
+    "compat.unpatch",
+    "data_parallel_normalizer",
+    "get_kl_controller",
+    "info",
+    "log_ratio_profile",
+    "token_logprobs",
+    *TUPLES,
+}
+"""What takes its formula from no publication: textbook, or klfast's own bookkeeping."""
+
+
+def section(doc, title):
+    """The indented lines under a title of a docstring."""
+    found = re.search(rf"^{title}:\n((?:[ \t]+.*\n|\n)*)", doc + "\n", re.MULTILINE)
+    return found[1] if found else ""
+
+
+def entries(doc, title):
+    """The names that a section explains; "high, low:" explains two."""
+    heads = re.findall(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", section(doc, title), re.MULTILINE)
+    return {name.strip(" *") for head in heads for name in head.split(",")}
+
+
+def parameters(value):
+    return set(inspect.signature(value).parameters) - {"self", "cls"}
+
+
+def methods():
+    """Methods and properties that klfast's classes have of their own."""
+    for name, value in PUBLIC.items():
+        for attribute, member in inspect.getmembers(value) if inspect.isclass(value) else ():
+            function = member.fget if isinstance(member, property) else member
+            module = getattr(function, "__module__", None) or ""
+            if not attribute.startswith("_") and module.startswith("klfast"):
+                yield pytest.param(function, id=f"{name}.{attribute}")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_argument_is_explained(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    title = "Attributes" if name in TUPLES else "Args"
+    assert entries(doc, title) == parameters(PUBLIC[name])
+
+
+@pytest.mark.parametrize("method", [*methods()])
+def test_a_method_says_what_it_does_and_names_its_arguments(method):
+    doc = inspect.getdoc(method)
+    assert doc
+    named = entries(doc, "Args") | set(re.findall(r"``(\w+)(?:=[^`]*)?``", doc))
+    assert isinstance(method, property) or parameters(method) <= named
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in TUPLES | {"info"}])
+def test_errors_are_named_with_their_causes(name):
+    """``info`` is for where klfast does not work, and raises nothing."""
+    errors = section(inspect.getdoc(PUBLIC[name]), "Raises")
+    assert re.search(r"^ {4}\w+Error(, \w+Error)*: .", errors, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLIC if not inspect.isclass(PUBLIC[n])])
+def test_results_are_described(name):
+    assert section(inspect.getdoc(PUBLIC[name]), "Returns").strip()
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in WITHOUT_UNITS])
+def test_units_are_given(name):
+    if name != "RolloutCorrection":  # weights, of no unit, and a mask
+        assert re.search(r"\bnats?\b", inspect.getdoc(PUBLIC[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in OWN])
+def test_the_source_is_named(name):
+    """With a year, or as klfast's own, or as that of another public name."""
+    doc = inspect.getdoc(PUBLIC[name])
+    source = doc[re.search(r"^Sources?\b", doc, re.MULTILINE).start() :]
+    assert re.search(r"\b(19|20)\d\d\b|klfast's own|:class:`klfast\.", source)
+
+
+@pytest.mark.parametrize("name", OVER_TENSORS)
+def test_shapes_and_dtypes_are_given(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    assert re.search(r"\[B, T\]|\[\.\.\.(, V)?\]", doc)
+    assert re.search(r"\[N[],]|\[\.\.\.", doc)
+    assert name in WITHOUT_ARITHMETIC or re.search(r"fp32.*\(?fp64", doc, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "name", ["kl_penalty", "kl_rewards", "log_ratio_profile", "Estimator", "KLStats"]
+)
+def test_the_sign_is_given(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    assert "logprobs - ref_logprobs" in doc or "x`` is the unclipped log-ratio" in doc
