@@ -38,6 +38,14 @@ def test_every_public_name_has_a_page(name):
     assert re.search(rf"^   {name}$", REFERENCE.read_text(), re.MULTILINE)
 
 
+def test_llms_txt_lists_every_page():
+    """`make docs` follows its links. Functions and frameworks have indices of their own."""
+    text = (readme.ROOT / "docs" / "llms.txt").read_text()
+    pages = {path.stem for path in (readme.ROOT / "docs").glob("*.md")} - {"index"}
+    listed = re.findall(r"^- \[[^]]+\]\(([\w/]+)\.html\)", text, re.MULTILINE)
+    assert sorted(listed) == sorted({*pages, "api/index"})
+
+
 def test_formulas_are_of_public_names():
     formulas = {}
     exec((readme.ROOT / "docs" / "formulas.py").read_text(), formulas)
