@@ -6,7 +6,8 @@ import sys
 from types import FrameType
 from typing import NamedTuple
 
-_INTERNAL = ("klfast.bench", "klfast.compat", "klfast.experiment", "klfast.study")
+_PACKAGE = __name__.partition(".")[0]
+_INTERNAL = tuple(f"{_PACKAGE}.{name}" for name in ("bench", "compat", "experiment", "study"))
 
 
 class Caller(NamedTuple):
@@ -24,7 +25,7 @@ def caller() -> Caller:
     depth, is_internal = 1, False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] not in ("klfast", "torch"):
+        if module.partition(".")[0] not in (_PACKAGE, "torch"):
             break
         is_internal = is_internal or module.startswith(_INTERNAL)
         frame = frame.f_back

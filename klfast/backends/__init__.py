@@ -1,6 +1,6 @@
 """The backends, the order in which ``auto`` tries them, and the choice.
 
-A new backend is a ``Backend`` and one row here.
+A new backend is a ``Backend`` and one row in ``order``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import warnings
 import torch
 
 from klfast.backends.backend import Backend
-from klfast.backends.native import NATIVE
-from klfast.backends.reference import REFERENCE
-from klfast.backends.triton import TRITON
+from klfast.backends.order import ORDER
 from klfast.call import PenaltyCall
 from klfast.callers import caller
 from klfast.checks.arguments import check_choice
@@ -20,7 +18,7 @@ from klfast.checks.values import are_checked
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.rollout.call import RolloutCall
 
-BACKENDS = {backend.name: backend for backend in (NATIVE, TRITON, REFERENCE)}
+BACKENDS = {backend.name: backend for backend in ORDER}
 """In the order that ``auto`` tries them. The last serves every device."""
 
 _told: set[str] = set()

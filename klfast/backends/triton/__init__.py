@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from klfast.backends.compiled import compiled
+from klfast.backends.triton.namespace import NAMESPACE
 from klfast.ops.table import SCHEMAS, Ops, define
-
-NAMESPACE = "klfast_triton"
 
 _installed = importlib.util.find_spec("triton") is not None
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,82 @@
+"""klfast: the KL penalty of reinforcement learning for language models, in Triton."""
+
+from . import _requirements as _requirements  # first: it raises where torch is too old
+from . import names
+from .api import kl_penalty, kl_rewards
+from .control.controllers import (
+    AdaptiveKLController,
+    ExponentialKLController,
+    FixedKLController,
+    get_kl_controller,
+)
+from .control.early_stop import KLEarlyStop
+from .control.feedback import (
+    ControlVAEKLController,
+    DoublingKLController,
+    DualKLController,
+    NuPIKLController,
+    PIDLagrangianKLController,
+)
+from .control.grouped import GroupedKLController
+from .control.learning_rate import KLAdaptiveLR
+from .control.monitor import KLDriftAlarm, KLMonitor
+from .control.reset import ReferenceReset
+from .control.scheduled import ScheduledKLController
+from .data_parallel import data_parallel_normalizer
+from .estimator import Estimator
+from .logits.api import kl_divergence, token_logprobs
+from .names import (
+    BackendName,
+    DirectionName,
+    EstimatorName,
+    GradientName,
+    ReductionName,
+)
+from .penalty import KLPenalty
+from .profile import LogRatioProfile, log_ratio_profile
+from .rollout.api import rollout_correction
+from .rollout.outputs import RolloutCorrection
+from .rollout.rejection import Rejection
+from .rollout.stats import RolloutStats
+from .stats import KLStats
+from .version import __version__
+
+__all__ = [
+    "AdaptiveKLController",
+    "BackendName",
+    "ControlVAEKLController",
+    "DirectionName",
+    "DoublingKLController",
+    "DualKLController",
+    "Estimator",
+    "EstimatorName",
+    "ExponentialKLController",
+    "FixedKLController",
+    "GradientName",
+    "GroupedKLController",
+    "KLAdaptiveLR",
+    "KLDriftAlarm",
+    "KLEarlyStop",
+    "KLMonitor",
+    "KLPenalty",
+    "KLStats",
+    "LogRatioProfile",
+    "NuPIKLController",
+    "PIDLagrangianKLController",
+    "ReductionName",
+    "ReferenceReset",
+    "Rejection",
+    "RolloutCorrection",
+    "RolloutStats",
+    "ScheduledKLController",
+    "__version__",
+    "data_parallel_normalizer",
+    "get_kl_controller",
+    "kl_divergence",
+    "kl_penalty",
+    "kl_rewards",
+    "log_ratio_profile",
+    "names",
+    "rollout_correction",
+    "token_logprobs",
+]

@@ -1,0 +1,7 @@
+"""The backends of the kernel, in the order that ``auto`` tries them."""
+
+from .reference import REFERENCE
+from .triton import TRITON
+
+ORDER = (TRITON, REFERENCE)
+"""The last serves every device."""
