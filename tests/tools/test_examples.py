@@ -1,29 +1,10 @@
-"""The programs in examples/ run as they are, in seconds, and do what they say."""
+"""The programs in examples/ run as they are, in seconds, and do what they say.
 
-import os
-import re
-import subprocess
-import sys
+Those of frameworks are in tests/peers.
+"""
 
 import pytest
-import readme
-
-EXAMPLES = readme.ROOT / "examples"
-LINE = re.compile(r"step (\d+): (?:reward ([\d.]+), )?KL ([\d.]+), coefficient ([\d.]+)")
-
-
-def printed(*command):
-    """(step, reward, KL, coefficient) of each line that a program prints."""
-    process = subprocess.run(
-        [sys.executable, "-W", "error", *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(readme.ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.returncode == 0, process.stderr
-    rows = [LINE.fullmatch(line).groups() for line in process.stdout.splitlines()]
-    return [tuple(None if cell is None else float(cell) for cell in row) for row in rows]
+from examples import output_of, steps_of, table_of
 
 
 def assert_steers(rows):
@@ -34,13 +15,13 @@ def assert_steers(rows):
 
 
 def test_grpo_learns_near_its_reference():
-    rows = printed(EXAMPLES / "grpo.py")
+    rows = steps_of(output_of("grpo"))
     assert_steers(rows)
     assert rows[-1][1] > 0.12  # the reference says "7" once in 16 words
 
 
 def test_ppo_holds_its_target():
-    rows = printed(EXAMPLES / "ppo.py")
+    rows = steps_of(output_of("ppo"))
     assert_steers(rows)
     assert rows[-1][1] > 1.5  # of 12 words; the reference says "7" less than once
 
@@ -48,4 +29,26 @@ def test_ppo_holds_its_target():
 @pytest.mark.long
 def test_grpo_on_two_ranks():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert_steers(printed(*torchrun, EXAMPLES / "grpo_two_ranks.py"))
+    assert_steers(steps_of(output_of("grpo_two_ranks", launcher=torchrun)))
+
+
+def test_distillation_seeks_modes_or_covers():
+    table = table_of(output_of("distillation"))
+    assert [*table] == ["forward", "jsd", "reverse"]
+    columns = [*zip(*table.values(), strict=True)]
+    reverse, forward, entropy, liked, unlikely = columns
+    assert reverse[0] > reverse[2]
+    assert forward == tuple(sorted(forward))  # its own direction finds the least
+    assert entropy == tuple(sorted(entropy, reverse=True))
+    assert liked == tuple(sorted(liked))
+    assert unlikely == tuple(sorted(unlikely, reverse=True))
+
+
+def test_a_correction_mends_the_gradient_of_a_stale_sampler():
+    table = table_of(output_of("stale_sampler"))
+    assert len(table) == 5
+    for name, (drift, uncorrected, per_token, per_text) in table.items():
+        assert drift > 0
+        assert per_token < (0.85 if name == "fp8" else 0.5) * uncorrected
+        assert per_text == 0
+    assert table["four steps ago"][1] > 1

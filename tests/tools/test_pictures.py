@@ -1,19 +1,67 @@
-"""The scripts that draw the pictures of docs/, at toy size."""
-
-import subprocess
-import sys
+"""The scripts that draw the pictures of docs/, at toy size: what they print is what docs/ says."""
 
 import pytest
 import readme
+from examples import output_of, table_of
 
-SCRIPTS = {"estimators": [], "directions": ["--steps", "5"]}
+from klfast.study import candidates
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_picture_is_drawn(name, tmp_path):
-    picture = tmp_path / "picture.png"
-    command = [sys.executable, f"examples/{name}.py", *SCRIPTS[name], "--out", str(picture)]
-    done = subprocess.run(command, cwd=readme.ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert (readme.ROOT / "docs" / f"{name}.png").exists()
+@pytest.fixture
+def numbers(tmp_path):
+    """Runs a script, which must draw something; what it prints, by line."""
+
+    def run(name, *arguments, picture=None):
+        out = tmp_path / "picture.png"
+        table = table_of(output_of(name, *arguments, "--out", str(out)))
+        assert out.read_bytes().startswith(b"\x89PNG")
+        assert (readme.ROOT / "docs" / (picture or f"{name}.png")).exists()
+        return table
+
+    return run
+
+
+def test_estimators(numbers):
+    table = numbers("estimators")
+    for kl in ("0.01", "1"):
+        (k1, k2, k3) = (table[f"{name} at {kl} nats"] for name in ("k1", "k2", "k3"))
+        assert k1[0] == k3[0] == 0
+        assert (k1[2], k2[2]) == (1, 0)
+    assert k2[0] > 0.4
+    assert k3[2] > 0.5
+    assert table["k3 at 0.01 nats"][2] == pytest.approx(0.1, abs=0.02)
+    assert table["k1 at 0.01 nats"][1] > 5 * table["k3 at 0.01 nats"][1]
+
+
+def test_samples(numbers):
+    table = numbers("samples", "--repeats", "100")
+    assert table["near, k3"][3] < table["near, k1"][-1]
+    assert min(table["far, k2"]) > 0.5
+    few_tokens, many_tokens = table["far, k3"][-2:]
+    assert (few_tokens / many_tokens) == pytest.approx(2, abs=0.5)  # 4 times the tokens
+    assert table["far, k3"][-1] < 0.7 * table["far, k1"][-1]
+
+
+def test_directions(numbers):
+    table = numbers("directions", "--steps", "150")
+    reverse, forward, jsd = (int(words[-1]) for words in table.values())
+    assert reverse > 100  # the right peak is word 108
+    assert 80 < forward < 100  # between both
+    assert 80 < jsd < 100
+
+
+def test_rollout(numbers):
+    table = numbers("rollout", "--sequences", "4000")
+    uncorrected, unbounded, tis, _, bounded, rule = table["drift 1.5e-02"]
+    assert tis < 0.3 * uncorrected
+    assert unbounded < 0.3 * uncorrected
+    assert bounded > tis
+    assert rule < 0.3 * uncorrected
+
+
+def test_controllers(numbers):
+    table = numbers("controllers", "--seeds", "6", picture="rules.png")
+    (fixed,), (ziegler,), (mine,), (nupi,) = table.values()
+    assert fixed > 2 * max(ziegler, mine)
+    assert nupi < min(ziegler, mine)
+    assert candidates.BATCH == 40  # which the plant's rules are given per update

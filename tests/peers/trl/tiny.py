@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -18,30 +19,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at the import of huggingfac
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
-)
+from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, RLOOConfig, RLOOTrainer
 
-SPECIAL = ("<pad>", "<eos>", "<unk>")
-WORDS = tuple(f"w{number}" for number in range(13))
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+
+from tiny_llama import SPECIAL, WORDS, save, tokenizer
+
+__all__ = ["SPECIAL", "WORDS", "tokenizer"]
+
 TIMES = ("step_time", "runtime", "samples_per_second", "steps_per_second")
-
-
-def tokenizer():
-    """A token per word. One sampled token in sixteen ends a completion: lengths differ."""
-    words = {word: index for index, word in enumerate(SPECIAL + WORDS)}
-    split = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pad, eos, unk = SPECIAL
-    return PreTrainedTokenizerFast(
-        tokenizer_object=split, pad_token=pad, eos_token=eos, unk_token=unk, padding_side="left"
-    )
 
 
 @functools.cache
@@ -49,22 +36,7 @@ def _reference():
     # Both trainers load their reference from the path the policy came from, so there must be one.
     folder = tempfile.mkdtemp(prefix="klfast-tiny-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = LlamaConfig(
-        vocab_size=len(SPECIAL) + len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,  # the default gives next to uniform probabilities
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    save(folder)
     return folder
 
 

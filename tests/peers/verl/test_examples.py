@@ -1,9 +1,15 @@
-"""docs/drop_in.md's example of a patch, with the framework there."""
+"""examples/ of verl and OpenRLHF, and docs/drop_in.md's example of a patch, with both there."""
 
+import re
+import runpy
+
+import pytest
 import readme
 from verl.workers.utils import losses
 
 import klfast
+
+LINE = re.compile(r"([\d.]+) nats apart: (\w+) off by (.*)")
 
 
 def test_patch():
@@ -12,3 +18,20 @@ def test_patch():
     assert losses.kl_penalty is not before
     klfast.compat.unpatch("verl")
     assert losses.kl_penalty is before
+
+
+@pytest.mark.parametrize("framework", ["verl", "OpenRLHF"])
+def test_the_patched_framework_has_its_own_numbers_and_more_digits(framework, capsys):
+    path = readme.ROOT / "examples" / f"{framework.lower()}_patch.py"
+    runpy.run_path(str(path), run_name="__main__")
+    rows = [LINE.fullmatch(line).groups() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows] == [
+        (spread, name) for spread in ("0.3", "0.001") for name in (framework, "klfast")
+    ]
+    far, far_patched, near, near_patched = (
+        [float(number) for number in re.findall(r"\d\.\de[+-]\d+", row[2])] for row in rows
+    )
+    assert len(near) == len(near_patched) == 3
+    assert max(far) < 1e-6
+    assert max(far_patched + near_patched) < 5e-7
+    assert 0.02 < near[2] < 0.2

@@ -1,15 +1,17 @@
-"""Draws docs/rollout.png: what presets make of a ratio, and what that costs with growing drift.
+"""What presets make of a ratio, and what that costs with growing drift: draws docs/rollout.png.
 
-``python benchmarks/rollout_picture.py``
+``python examples/rollout.py``
 
 Below, a sampler draws sequences in which each word depends on the one before, and the policy is the
 sampler with growing noise on its logits. Each transition has a reward, and what is estimated is the
 policy's expected reward per token, which is known exactly; a policy gradient is such an estimate of
-each parameter's. A weight per token does not correct which words came before it, hence its bias.
+each parameter's. A weight per token does not correct which words came before it, hence its bias. A
+line per drift has the bias of each way.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,7 +67,7 @@ STYLES: Styles = {
 LIKELY, RARE = 0.5, 0.01
 """Probabilities that the sampler gave a token; a binary divergence depends on them."""
 
-SEQUENCES, LENGTH, WORDS = 50_000, 32, 12
+LENGTH, WORDS = 32, 12
 SCALES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Standard deviations of the noise on the logits."""
 
@@ -74,7 +76,8 @@ def weights_of(preset: str, x: Tensor, probability: float) -> Tensor:
     """The weight of a token whose log-ratio is x; NaN where its probability would exceed 1."""
     rollout = torch.full_like(x, math.log(probability))
     tokens = (rollout + x)[:, None]
-    weights, mask, _ = rollout_correction(tokens, rollout[:, None], **PRESETS[preset])
+    possible = tokens.clamp(max=0)
+    weights, mask, _ = rollout_correction(possible, rollout[:, None], **PRESETS[preset])
     return torch.where(tokens <= 0, weights * mask, torch.nan)[:, 0]
 
 
@@ -105,7 +108,7 @@ class Draw(NamedTuple):
     of_sampler: float
 
 
-def sample(scale: float) -> Draw:
+def sample(scale: float, sequences: int) -> Draw:
     generator = torch.Generator().manual_seed(0)
 
     def table() -> Tensor:
@@ -113,7 +116,7 @@ def sample(scale: float) -> Draw:
 
     rollout, noise, reward = 1.5 * table(), table(), table()
     policy = rollout + scale * noise
-    words = [torch.zeros(SEQUENCES, dtype=torch.int64)]
+    words = [torch.zeros(sequences, dtype=torch.int64)]
     for _ in range(LENGTH):
         drawn = torch.multinomial(rollout[words[-1]].softmax(-1), 1, generator=generator)
         words.append(drawn[:, 0])
@@ -140,9 +143,9 @@ def expected(logits: Tensor, reward: Tensor) -> float:
     return total / LENGTH
 
 
-def estimates(scale: float) -> tuple[float, dict[str, tuple[float, float]]]:
+def estimates(scale: float, sequences: int) -> tuple[float, dict[str, tuple[float, float]]]:
     """The drift (k3 per token), and (abs(bias), standard deviation of a sequence) of each way."""
-    drawn = sample(scale)
+    drawn = sample(scale, sequences)
     found, drift = {}, 0.0
     for name, options in WAYS.items():
         weights, mask, stats = rollout_correction(drawn.logprobs, drawn.rollout_logprobs, **options)
@@ -155,10 +158,13 @@ def estimates(scale: float) -> tuple[float, dict[str, tuple[float, float]]]:
     return drift, found
 
 
-def draw_estimates(bias: Axes, noise: Axes) -> None:
+def draw_estimates(bias: Axes, noise: Axes, sequences: int) -> None:
     """Bias and noise of each way over the drift."""
-    points = [estimates(scale) for scale in SCALES]
+    points = [estimates(scale, sequences) for scale in SCALES]
     drifts = [drift for drift, _ in points]
+    for drift, found in points:
+        errors = ", ".join(f"{name} {off:.4f}" for name, (off, _) in found.items())
+        print(f"drift {drift:.1e}: bias {errors}")
     for name in points[0][1]:
         for panel, which in ((bias, 0), (noise, 1)):
             values = [found[name][which] for _, found in points]
@@ -175,14 +181,20 @@ def draw_estimates(bias: Axes, noise: Axes) -> None:
         panel.legend(frameon=False, fontsize=SMALL)
 
 
-def draw() -> None:
+def main() -> None:
+    """Draw the sequences, and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, default=50_000)
+    parser.add_argument("--out", type=Path, default=PICTURE)
+    options = parser.parse_args()
     figure = new_figure(13, 9.5)
     axes = figure.subplots(2, 2)
     draw_weights(axes[0][0], LIKELY)
     draw_weights(axes[0][1], RARE)
-    draw_estimates(*axes[1])
-    figure.savefig(PICTURE)
+    draw_estimates(*axes[1], options.sequences)
+    figure.savefig(options.out)
+    print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":
-    draw()
+    main()

@@ -1,0 +1,41 @@
+"""The programs in examples/, each in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+
+import readme
+
+FOLDER = readme.ROOT / "examples"
+_STEP = re.compile(r"step (\d+): (?:reward ([\d.]+), )?KL ([\d.]+), coefficient ([\d.]+)")
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?%?(?!\w)")
+
+
+def output_of(name, *arguments, launcher=()):
+    """What an example prints; a warning is an error."""
+    process = subprocess.run(
+        [sys.executable, "-W", "error", *launcher, FOLDER / f"{name}.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(readme.ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def steps_of(output):
+    """(step, reward, KL, coefficient) of each line, as the training loops print them."""
+    rows = [_STEP.fullmatch(line).groups() for line in output.splitlines()]
+    return [tuple(None if cell is None else float(cell) for cell in row) for row in rows]
+
+
+def table_of(output):
+    """A line's name, before the colon -> the numbers after it; per cents as shares."""
+    rows = (line.split(": ", 1) for line in output.splitlines() if ": " in line)
+    return {name: [_number(word) for word in _NUMBER.findall(rest)] for name, rest in rows}
+
+
+def _number(word):
+    return float(word[:-1]) / 100 if word.endswith("%") else float(word)
