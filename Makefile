@@ -110,6 +110,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0
 	$(PIP) setuptools pybind11 ninja numpy
 	$(PIP) basedpyright clang-format hypothesis jinja2 markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff "triton; sys_platform == 'linux'"
+	$(PIP) auditwheel cibuildwheel twine
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)

@@ -4,8 +4,11 @@ CUDA kernels are built where torch has CUDA and a toolkit is found (CUDA_HOME, n
 /usr/local/cuda); FORCE_CUDA=1 builds them for any torch, FORCE_CUDA=0 for none. torch's own
 BuildExtension refuses .cu files on a torch without CUDA, hence none of it here.
 
+An sdist says in a file, COMMIT, which commit it was made from: a wheel built from it says so too.
+
 Environment: CXX, MAX_JOBS, DEBUG=1 (-O0 -g), SANITIZE=1 (AddressSanitizer and UBSan), WERROR=1,
-FORCE_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, NVCC_THREADS.
+FORCE_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, NVCC_THREADS; KLFAST_LOCAL_VERSION=cu130 adds +cu130 to
+the version of a wheel.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ import pybind11
 import torch
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
+from setuptools.command.sdist import sdist
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
+COMMIT = ROOT / "COMMIT"  # only in an sdist
 OLDEST_TORCH = "0x020a000000000000"  # TORCH_TARGET_VERSION: one binary runs on torch 2.10 and later
 KERNELS = (
     "csrc/penalty/cpu_kernel.cpp",
@@ -155,12 +161,18 @@ def arch_flags() -> list[str]:
 
 def nvcc_flags() -> list[str]:
     threads = os.environ.get("NVCC_THREADS", str(min(len(cuda_archs()), os.cpu_count() or 1)))
-    flags = [*NVCC_FLAGS, f"-I{ROOT / 'csrc'}", *arch_flags(), f"--threads={threads}"]
+    flags = [*NVCC_FLAGS, *arch_flags(), f"--threads={threads}"]
     flags += ["-O0", "-g", "-G"] if enabled("DEBUG") else ["-O3"]
-    if "CXX" in os.environ:
-        flags.append(f"-ccbin={shlex.split(os.environ['CXX'])[-1]}")
     if enabled("WERROR"):
         flags += ["-Werror=all-warnings", "-Xptxas=-warn-spills"]
+    return flags
+
+
+def nvcc_path_flags() -> list[str]:
+    """The flags that name folders of this machine."""
+    flags = [f"-I{ROOT / 'csrc'}", f"-Xcompiler={without_folder(ROOT)}"]
+    if "CXX" in os.environ:
+        flags.append(f"-ccbin={shlex.split(os.environ['CXX'])[-1]}")
     return flags
 
 
@@ -169,10 +181,17 @@ def variants() -> list[str]:
     return [*names, "cuda"] if builds_cuda() else names
 
 
-def include_flags() -> list[str]:
+def without_folder(path: Path | str) -> str:
+    """The flag under which messages name the folder's files by their path inside of it."""
+    return f"-fmacro-prefix-map={path}/="
+
+
+def path_flags() -> list[str]:
+    """The flags that name folders of this machine."""
     # pip's pybind11 first: torch's own copy refuses TORCH_TARGET_VERSION.
     paths = [pybind11.get_include(), *cpp_extension.include_paths(), sysconfig.get_path("include")]
-    return [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in paths)]
+    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in paths)]
+    return [*includes, *map(without_folder, [ROOT, *paths])]
 
 
 def compile_flags() -> list[str]:
@@ -228,7 +247,7 @@ def object_of(source: str, *variant: str) -> str:
 def ninja_file(output: Path) -> str:
     """The build as a ninja file: one object per source, and per instruction set for the kernels."""
     cxx = shlex.split(os.environ.get("CXX", "c++"))
-    common = ninja_quote([*compile_flags(), *include_flags()])
+    common = ninja_quote([*compile_flags(), *path_flags()])
     objects = {object_of(source): (source, ()) for source in SOURCES}
     for name, flags in instruction_sets().items():
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
@@ -244,7 +263,7 @@ def ninja_file(output: Path) -> str:
         f"  command = {ninja_quote(cxx)} $in -o $out {ninja_quote(link_flags())}",
     ]
     if builds_cuda():
-        compiler = ninja_quote([f"{cuda_home()}/bin/nvcc", *nvcc_flags()])
+        compiler = ninja_quote([f"{cuda_home()}/bin/nvcc", *nvcc_flags(), *nvcc_path_flags()])
         lines += [
             "rule compile_cuda",
             f"  command = {compiler} -MMD -MF $out.d -c $in -o $out",
@@ -271,13 +290,24 @@ def ninja_command() -> str:
     return command
 
 
-def commit() -> str | None:
+def git(*arguments: str) -> str | None:
+    """What git prints in this folder; None where it fails, or is not there."""
     if shutil.which("git") is None:
         return None
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return git.stdout.strip() or None
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """The commit of these sources, or of those that the sdist was made from: ``<commit>-dirty``
+    where files have changed since.
+    """
+    if COMMIT.exists():
+        return COMMIT.read_text().strip() or None
+    if not git("ls-files", "--error-unmatch", "setup.py"):
+        return None  # another project's checkout, in which this folder lies
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def cuda_version() -> str:
@@ -327,7 +357,32 @@ class NinjaBuild(build_ext):
             (package / "_build_info.json").write_text(info)
 
 
+class SourceDistribution(sdist):
+    """Writes COMMIT."""
+
+    def finalize_options(self) -> None:
+        if os.environ.get("KLFAST_LOCAL_VERSION"):
+            raise SystemExit("KLFAST_LOCAL_VERSION is for wheels, not for an sdist")
+        super().finalize_options()
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        (Path(base_dir) / COMMIT.name).write_text(f"{commit() or ''}\n")
+
+
+class LabelledVersion(egg_info):
+    """Adds KLFAST_LOCAL_VERSION to the version of a wheel."""
+
+    def finalize_options(self) -> None:
+        label = os.environ.get("KLFAST_LOCAL_VERSION", "")
+        if label:
+            if not re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", label):
+                raise SystemExit(f"KLFAST_LOCAL_VERSION must be as 'cu130', got {label!r}")
+            self.tag_build = f"+{label}"
+        super().finalize_options()
+
+
 setup(
     ext_modules=[Extension("klfast._C", [*KERNELS, *SOURCES, *CUDA_SOURCES])],
-    cmdclass={"build_ext": NinjaBuild},
+    cmdclass={"build_ext": NinjaBuild, "egg_info": LabelledVersion, "sdist": SourceDistribution},
 )

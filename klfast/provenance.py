@@ -45,7 +45,10 @@ def _of_installed_package() -> str | None:
     if (_PACKAGE.parent / "setup.py").exists():
         return None  # sources without history may have changed since the build
     found = (build_info() or {}).get("commit")
-    return None if found is None else str(found)[:7]
+    if found is None:
+        return None
+    commit, *dirty = str(found).split("-")
+    return "-".join([commit[:7], *dirty])
 
 
 def _git(*arguments: str) -> str | None:

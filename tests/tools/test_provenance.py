@@ -49,6 +49,8 @@ def test_an_installed_package_has_its_builds_commit(package):
     assert provenance.described() == f"{klfast.__version__}, commit not known"
     (package / "_build_info.json").write_text(json.dumps({"commit": "0123456789abcdef"}))
     assert provenance.commit() == "0123456"
+    (package / "_build_info.json").write_text(json.dumps({"commit": "0123456789abcdef-dirty"}))
+    assert provenance.commit() == "0123456-dirty"
 
 
 def test_the_checkout_that_an_environment_lies_in_is_not_klfasts(package):
