@@ -14,6 +14,7 @@
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
+#   make hub      the kernel for the Hugging Face Hub, in build/hub
 #   make format   rewrite sources in the house style
 # PYTHON chooses the interpreter for .venv (3.10 to 3.13).
 
@@ -30,7 +31,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break docs format clean
+.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break docs hub format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -96,6 +97,9 @@ docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
 	$(BIN)/python docs/links.py build/site
 
+hub: $(VENV)/installed
+	$(BIN)/python hub/generate.py
+
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -109,7 +113,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) setuptools pybind11 ninja numpy
-	$(PIP) basedpyright clang-format hypothesis jinja2 markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff "triton; sys_platform == 'linux'"
+	$(PIP) basedpyright clang-format hypothesis jinja2 kernels markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff "triton; sys_platform == 'linux'"
 	$(PIP) auditwheel cibuildwheel twine
 	touch $@
 

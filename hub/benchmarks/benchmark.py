@@ -13,7 +13,7 @@ def on_device(device):
 
 
 class KLPenalty(Benchmark):
-    """k3 of log-probs under a mask, to the sums of sequences, and to a mean with its gradient."""
+    """k3 of log-probs under a mask: to sums of sequences, and to one sum with its gradient."""
 
     seed = 0
 
@@ -24,35 +24,31 @@ class KLPenalty(Benchmark):
         self.logprobs = logprobs.requires_grad_()
         self.mask = torch.rand(shape, device=self.device) < 0.9
 
+    def kl(self, reduction):
+        inputs = (self.logprobs, self.ref_logprobs, self.mask)
+        return self.kernel.kl_penalty(*inputs, reduction=reduction)
+
     def eager(self):
         log_ratio = self.logprobs - self.ref_logprobs
         return torch.where(self.mask, torch.exp(-log_ratio) - 1 + log_ratio, 0)
 
-    def gradient_of(self, mean):
-        return torch.autograd.grad(mean, self.logprobs)[0] * self.mask.sum()
-
     def benchmark_sums(self):
         with torch.no_grad():
-            self.out = self.kernel.kl_penalty(
-                self.logprobs, self.ref_logprobs, self.mask, reduction="seq-sum"
-            )
+            self.out = self.kl("seq-sum")
 
     def verify_sums(self):
         with torch.no_grad():
             return self.eager().sum(1)
 
     def benchmark_gradient(self):
-        mean = self.kernel.kl_penalty(
-            self.logprobs, self.ref_logprobs, self.mask, reduction="token-mean"
-        )
-        self.out = self.gradient_of(mean)
+        (self.out,) = torch.autograd.grad(self.kl("token-sum"), self.logprobs)
 
     def verify_gradient(self):
-        return self.gradient_of(self.eager().sum() / self.mask.sum())
+        return torch.autograd.grad(self.eager().sum(), self.logprobs)[0]
 
 
 class KLDivergence(Benchmark):
-    """The reverse KL of two rows of logits, to a mean with its gradient."""
+    """The reverse KL of logits, to a sum with its gradient."""
 
     seed = 0
 
@@ -60,14 +56,15 @@ class KLDivergence(Benchmark):
         shape = on_device(self.device)["logits"]
         self.logits = torch.randn(shape, device=self.device, requires_grad=True)
         self.ref_logits = torch.randn(shape, device=self.device)
-
-    def gradient_of(self, mean):
-        return torch.autograd.grad(mean, self.logits)[0] * self.logits.shape[1]
+        self.scale = shape[-1]  # without it, gradients are smaller than what `kernels` tolerates
 
     def benchmark_gradient(self):
-        mean = self.kernel.kl_divergence(self.logits, self.ref_logits, reduction="token-mean")
-        self.out = self.gradient_of(mean)
+        total = self.kernel.kl_divergence(
+            self.logits, self.ref_logits, reduction="token-sum", coef=self.scale
+        )
+        (self.out,) = torch.autograd.grad(total, self.logits)
 
     def verify_gradient(self):
         logprobs, ref_logprobs = (t.log_softmax(-1) for t in (self.logits, self.ref_logits))
-        return self.gradient_of((logprobs.exp() * (logprobs - ref_logprobs)).sum(-1).mean())
+        total = self.scale * (logprobs.exp() * (logprobs - ref_logprobs)).sum()
+        return torch.autograd.grad(total, self.logits)[0]

@@ -4,7 +4,7 @@ Those of frameworks are in tests/peers.
 """
 
 import pytest
-from examples import output_of, steps_of, table_of
+from programs import output_of, steps_of, table_of
 
 
 def assert_steers(rows):

@@ -2,7 +2,7 @@
 
 import pytest
 import readme
-from examples import output_of, table_of
+from programs import output_of, table_of
 
 from klfast.study import candidates
 
