@@ -113,7 +113,7 @@ def test_the_example(kernel):
 def test_the_example_of_the_docs(kernel):
     given = f"from pathlib import Path; folder = Path({str(kernel)!r})\n"
     shown = "print(loss.item(), *stats.length.tolist(), *logprobs.grad[0].tolist())"
-    code = given + readme.examples()["hub"] + shown
+    code = given + readme.code("hub") + shown
     loss, *others = map(float, hub_kernel.run(kernel, "-W", "ignore", "-c", code).split())
     k3 = [math.expm1(-x) + x for x in (0.2, -0.1, -0.1)]
     assert loss == pytest.approx(sum(k3) / 3, rel=1e-6)
