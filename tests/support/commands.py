@@ -17,19 +17,21 @@ from setuptools.command.build_ext import build_ext
 
 from klfast.__main__ import COMMANDS, main
 
-VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+=.*")
+VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+|[a-z]+)=.*")
+"""Of the environment, or the shell's own, in small letters."""
 
 
 def checked(command):
     """Checks one line of a shell block; a comment is none."""
-    words = shlex.split(command, comments=True)
-    while words and VARIABLE.fullmatch(words[0]):
-        name = words.pop(0).partition("=")[0]
-        assert is_read(name), f"nothing reads the variable {name}"
-    if words:
-        name = Path(words[0]).name
-        assert name in CHECKS, f"no check of {name!r} in tests/support/commands.py"
-        CHECKS[name](words[1:])
+    for part in command.split(" && "):
+        words = shlex.split(part, comments=True)
+        while words and VARIABLE.fullmatch(words[0]):
+            name = words.pop(0).partition("=")[0]
+            assert name.islower() or is_read(name), f"nothing reads the variable {name}"
+        if words:
+            name = Path(words[0]).name
+            assert name in CHECKS, f"no check of {name!r} in tests/support/commands.py"
+            CHECKS[name](words[1:])
 
 
 def run(*command, timeout=120, folder=ROOT, **environment):
@@ -83,9 +85,10 @@ def torchrun(words):
 
 
 def python(words):
-    """``-m klfast``, a build step of setup.py, or a program that tests run."""
-    if words[:2] == ["-m", "klfast"]:
-        klfast(words[2:])
+    """A module with a check, a build step of setup.py, or a program that tests run."""
+    if words[0] == "-m":
+        assert words[1] in MODULES, f"no check of -m {words[1]} in tests/support/commands.py"
+        MODULES[words[1]](words[2:])
     elif words[0] == "setup.py":
         assert words[1] == "build_ext"
         known = {f"--{option.rstrip('=')}" for option, _, _ in build_ext.user_options}
@@ -114,22 +117,64 @@ def pytest_(words):
 def pip(words):
     """What is asked for is what `make` has put beside klfast; pip resolves it, without network.
 
-    ``make wheel`` and CI install for real.
+    ``make wheel`` and CI install for real, and make what is in ``dist``.
     """
     assert words[0] == "install"
+    if words[1].startswith("dist/"):
+        assert re.fullmatch(r"dist/klfast-[\w.*+-]*\.(whl|tar\.gz)", words[1])
+        return
     dry = ["--dry-run", "--no-index", "--quiet", "--disable-pip-version-check"]
     run(sys.executable, "-m", "pip", "install", *dry, *words[1:], PIP_NO_BUILD_ISOLATION="1")
 
 
+def git(words):
+    """The options are the subcommand's, and what is added is there."""
+    usage = subprocess.run(["git", words[0], "-h"], capture_output=True, text=True, check=False)
+    options = [word for word in words if word.startswith("--")]
+    text = re.sub(r"\[no-\]", "", usage.stdout + usage.stderr)
+    assert usage.returncode == 129, usage.stderr
+    assert all(re.search(rf"{option}(?![\w-])", text) for option in options), options
+    assert words[0] != "add" or all((ROOT / word).exists() for word in words[1:]), words
+
+
+def gh(words):
+    """A workflow of the repository is run."""
+    assert words[:2] == ["workflow", "run"]
+    assert (ROOT / ".github" / "workflows" / words[2]).is_file(), words[2]
+
+
+def cd(words):
+    """A folder that the commands before have made; nothing to check."""
+    assert len(words) == 1
+
+
+def ci(words):
+    """The script of `.ci/run`."""
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert words == []
+
+
+def venv(words):
+    """``python -m venv FOLDER``."""
+    assert len(words) == 1
+
+
 CHECKS = {
+    "cd": cd,
+    "gh": gh,
+    "git": git,
     "klfast": klfast,
     "make": make,
     "pip": pip,
     "pytest": pytest_,
     "python": python,
     "python3": python,
+    "run": ci,
     "torchrun": torchrun,
 }
+
+MODULES = {"klfast": klfast, "pip": pip, "pytest": pytest_, "venv": venv}
+"""Of ``python -m``."""
 
 
 @functools.cache

@@ -164,6 +164,13 @@ def test_a_variable_of_the_environment_is_read(variable):
         "pytest tests/tools --no-such-option",
         "KLFAST_CHEK=1 make test",
         "curl example.org",
+        "make test && make tets",
+        "git comit --all",
+        "git commit --al",
+        "git add no_such_file",
+        "gh workflow run no_such.yml",
+        "python -m no_such_module",
+        "pip install dist/no_such_project.whl",
     ],
 )
 def test_a_wrong_command_is_found(command, capsys):
