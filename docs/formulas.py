@@ -22,6 +22,42 @@ FORMULAS = {
         r"x_t = \log \pi(a_t) - \log \pi_{\mathrm{rollout}}(a_t), \qquad"
         r" w_t = \min\!\left(\max\!\left(e^{x_t}, \mathrm{floor}\right), \mathrm{cap}\right)"
     ),
+    "KLPenalty": (
+        r"x_t = \log \pi(a_t) - \log \pi_{\mathrm{ref}}(a_t), \qquad"
+        r" \mathrm{loss} = \beta\, \frac{\sum_t m_t\, f(x_t)}{\sum_t m_t}, \qquad"
+        r" \beta \leftarrow \mathrm{rule}(\beta, \mathrm{KL})\ \text{once a step}"
+    ),
+    "Estimator": (
+        r"w_t\, f(x_t), \qquad x_t = \log \pi(a_t) - \log \pi_{\mathrm{ref}}(a_t), \qquad"
+        r" w_t = \frac{\pi(a_t)}{\pi_{\mathrm{old}}(a_t)}"
+    ),
+    "data_parallel_normalizer": (
+        r"\mathrm{normalizer} = \frac{D}{W}, \qquad D = \sum_{r=1}^{W} D_r, \qquad"
+        r" \frac{1}{W} \sum_r \frac{S_r}{D / W} = \frac{\sum_r S_r}{D}"
+    ),
+    "log_ratio_profile": (
+        r"x_t = \log \pi(a_t) - \log \pi_{\mathrm{ref}}(a_t), \qquad"
+        r" \mathrm{bucket}(t) = 1 + \lfloor \log_2 t \rfloor,\quad \mathrm{bucket}(0) = 0"
+    ),
+    "Rejection": (
+        r"\text{kept:}\quad \mathrm{low} \le s(x) \le \mathrm{high}, \qquad"
+        r" x_t = \log \pi(a_t) - \log \pi_{\mathrm{rollout}}(a_t)"
+    ),
+    "ScheduledKLController": (
+        r"\beta = \beta_0\, c(t), \qquad c_{\mathrm{linear}} = 1 + (\mathrm{final} - 1)\, s,"
+        r" \qquad s = \frac{t - \mathrm{warmup}}{\mathrm{steps}}"
+    ),
+    "KLMonitor": (
+        r"\text{high:}\ m > \mathrm{high} \cdot \mathrm{target}, \qquad"
+        r" \text{low:}\ m < \mathrm{low} \cdot \mathrm{target}, \qquad"
+        r" m = \frac{1}{n} \sum_{i=1}^{n} \mathrm{KL}_i"
+    ),
+    "KLEarlyStop": r"\text{stop:}\ \mathrm{KL} > \mathrm{factor} \cdot \mathrm{target}",
+    "KLAdaptiveLR": (
+        r"\eta \leftarrow \eta / \mathrm{factor}\ \text{if}\ \mathrm{KL} > \mathrm{high} \cdot"
+        r" \mathrm{target}, \qquad \eta \leftarrow \eta \cdot \mathrm{factor}\ \text{if}\ 0 <"
+        r" \mathrm{KL} < \mathrm{low} \cdot \mathrm{target}"
+    ),
     "AdaptiveKLController": (
         r"\beta \leftarrow \beta \left(1 + \operatorname{clip}\!\left("
         r"\frac{\mathrm{KL}}{\mathrm{target}} - 1,\ \pm c\right) \frac{n}{\mathrm{horizon}}\right)"

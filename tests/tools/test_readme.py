@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import readme
 import torch
+from fresh import run_fresh
 
 import klfast
 from klfast.compat import FRAMEWORKS, PatchError, presets
@@ -56,6 +57,12 @@ def test_the_first_example_of_the_site(capsys):
     assert "# 0.0169" in readme.examples()["home"]
     assert left["kl"].item() == pytest.approx(0.0169, abs=5e-5)
     assert left["logprobs"].grad.isfinite().all()
+
+
+def test_the_first_example_runs_before_anything_is_compiled():
+    """As in a checkout without the extension, which an import cannot find."""
+    without = "import sys\nsys.modules['klfast._C'] = None\n"
+    assert run_fresh(without + readme.code("home")) == "0.0169 nats per token"
 
 
 def test_what_klfast_replaces_and_what_replaces_it():
