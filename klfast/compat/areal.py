@@ -86,7 +86,7 @@ def kl_rewards(
         ref_logp: like ``old_logp``.
         loss_mask: [B, T] of zeros and ones, rolled too.
         attention_mask: [B, T] of the tokens, not rolled.
-        kl_ctl: the coefficient.
+        kl_ctl: the coefficient, in reward units per nat.
         kl_estimator: see :class:`KLEstimator`.
         mask_no_eos_with_zero: no score for sequences that fill all T slots.
 
@@ -134,7 +134,9 @@ def gather_logprobs_entropy(
     tp_group: distributed.ProcessGroup | None = None,
     chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs of the labels, entropies), [...] each, as :func:`gather_logprobs`, in one read.
+    """(log-probs of the labels, entropies), [...] each, in nats, as :func:`gather_logprobs`.
+
+    Both come from one read.
 
     Differs from AReaL besides: a logit of -inf adds 0 to the entropy, where theirs gives NaN.
     """

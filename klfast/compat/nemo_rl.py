@@ -150,8 +150,8 @@ def token_level_rewards(
     """The rewards [B, T] of NeMo-RL's PPO with ``use_kl_in_reward``: no gradient, 0 where masked.
 
     ``-kl_coef * calculate_kl(logprobs, reference_logprobs, kl_type)`` at every kept token, plus
-    ``rewards[b]`` at the last one. Differs from NeMo-RL: NaN under the mask has no effect; fp32 for
-    lower dtypes.
+    ``rewards[b]`` at the last one; ``kl_coef`` is in reward units per nat. Differs from NeMo-RL:
+    NaN under the mask has no effect; fp32 for lower dtypes.
     """
     return kl_rewards(
         rewards,

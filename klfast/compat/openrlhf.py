@@ -64,10 +64,10 @@ def compute_approx_kl(
 def compute_approx_kl_unweighted(
     log_probs: Tensor, log_probs_base: Tensor, kl_estimator: str = "k1"
 ) -> Tensor:
-    """``compute_approx_kl`` as OpenRLHF has it up to 0.11.0 and on its main branch.
+    """``compute_approx_kl`` as OpenRLHF has it up to 0.11.0 and on its main branch: in nats.
 
-    Without ``log_probs_old``, whose weight came with 0.11.1: the third argument is
-    ``kl_estimator``. Differs from OpenRLHF as :func:`compute_approx_kl`.
+    Of the shape of ``log_probs``. Without ``log_probs_old``, whose weight came with 0.11.1:
+    the third argument is ``kl_estimator``. Differs from OpenRLHF as :func:`compute_approx_kl`.
     """
     return compute_approx_kl(log_probs, log_probs_base, kl_estimator=kl_estimator)
 
@@ -83,8 +83,8 @@ def compute_reward(
 ) -> Tensor:
     """OpenRLHF's per-token reward: ``-kl_coef * kl``, plus ``r[b]`` at the last action token.
 
-    ``r``: [B] or one number for all; ``kl``, ``action_mask``: [B, T]; a ``kl_coef`` <= 0 counts as
-    0; ``r`` is first clipped to ``reward_clip_range``. No gradient.
+    ``r``: [B] or one number for all; ``kl`` in nats, ``action_mask``: [B, T]; a ``kl_coef`` <= 0
+    counts as 0; ``r`` is first clipped to ``reward_clip_range``. No gradient.
 
     Differs from OpenRLHF: the reward is 0 where masked (theirs is ``-kl_coef * kl``, NaN from
     padding included) and low-precision ``kl`` gives fp32; ``exact=True`` takes both back. A

@@ -138,7 +138,7 @@ def op_compute_various_divergence(
     attention_mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """The strategies' method of that name as a function: (loss, number of tokens), both fp32.
+    """The strategies' method of that name as a function: (loss in nats, number of tokens), fp32.
 
     Divergence, mask and sum in one read, which makes the gradient too, unless the teacher excludes
     words (see :class:`VariousDivergence`); rows of tokens that do not exist are not read. For

@@ -34,7 +34,7 @@ def draft_soft_ce(
     vocab_parallel_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The masked mean of the soft cross-entropy, a 0-dim tensor.
+    """The masked mean of the soft cross-entropy, a 0-dim tensor, in nats.
 
     Args:
         student_logits: [B, T, V].
@@ -80,7 +80,7 @@ def draft_soft_ce_topk(
     vocab_parallel_group: ProcessGroup | None = None,
     roll_shift: int = 0,
 ) -> Tensor:
-    """The same over the teacher's ``k`` likeliest words, of which both are made distributions.
+    """The same in nats over the teacher's ``k`` likeliest words, renormalized in both models.
 
     ``torch.topk`` finds them; ``roll_shift`` moves them, [B, T, k], as many tokens to the left. The
     other arguments and errors are those of :func:`draft_soft_ce`.

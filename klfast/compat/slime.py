@@ -110,7 +110,8 @@ def kl_rewards(
 
     ``-kl_coef * compute_approx_kl(...)`` at every token, plus the sample's reward at the last. With
     ``loss_masks``, as its REINFORCE++ has it: 0 where masked, the reward at the last kept token
-    (none for a sample without any, where slime fails); without, as its PPO. No gradient.
+    (none for a sample without any, where slime fails); without, as its PPO. ``kl_coef`` is in
+    reward units per nat. No gradient.
     """
     if len(log_probs) == 0:
         return []

@@ -131,7 +131,9 @@ def compute_full_logit_self_distillation_loss(
     distillation_alpha: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The same of logits: SDFT's and SDPO's ``full_logits`` loss per token, [..., V] -> [...].
+    """The same of logits: SDFT's and SDPO's ``full_logits`` loss per token.
+
+    In nats, [..., V] -> [...].
 
     Args:
         student_logits: [..., V].

@@ -82,8 +82,8 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of softmax(logits / temperature), [..., V], [...] -> ([...], [...]).
 
-    Arguments as in :func:`selective_log_softmax`; ``entropy_requires_grad=False``: no gradient
-    comes from the entropies.
+    In nats. Arguments as in :func:`selective_log_softmax`; ``entropy_requires_grad=False``: no
+    gradient comes from the entropies.
     """
     results = token_logprobs(
         logits, index, mask=row_mask, temperature=temperature, return_entropy=True

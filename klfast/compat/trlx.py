@@ -57,7 +57,7 @@ def _slots(attention_mask: Tensor, logprobs: Tensor) -> Tensor:
 def log_ratio(
     logprobs: Tensor, ref_logprobs: Tensor, attention_mask: Tensor, *, exact: bool = False
 ) -> Tensor:
-    """``logprobs - ref_logprobs`` [B, T-1], 0 where masked. See :func:`mean_kl`."""
+    """``logprobs - ref_logprobs`` [B, T-1] in nats, 0 where masked. See :func:`mean_kl`."""
     mask = _slots(attention_mask, logprobs)
     return per_token(logprobs, ref_logprobs, TRLX["reward"], mask, exact=exact)
 
@@ -65,7 +65,8 @@ def log_ratio(
 def mean_kl(logprobs: Tensor, ref_logprobs: Tensor, attention_mask: Tensor) -> MeanKL:
     """The KL of a batch as trlx estimates it, for its log and its controller.
 
-    ``exp(x) - 1 - x`` with ``x = logprobs - ref_logprobs``, over the slots that the mask keeps.
+    ``exp(x) - 1 - x`` with ``x = logprobs - ref_logprobs`` in nats, over the slots that the mask
+    keeps.
 
     Args:
         logprobs: [B, T-1], of tokens 1..T-1 under the policy.
@@ -102,9 +103,9 @@ def kl_rewards(
 ) -> Tensor:
     """Rewards [B, T-1]: ``-kl_coef * x`` in kept slots, plus ``scores[b]`` in the last of them.
 
-    Arguments as in :func:`mean_kl`; ``scores`` [B], ``kl_coef`` the controller's ``value``. trlx
-    cuts each sample's rewards out of this, from the prompt's last slot on, and one slot further
-    than the mask goes; where there is one it puts the score there.
+    Arguments as in :func:`mean_kl`; ``scores`` [B], ``kl_coef`` the controller's ``value``, in
+    reward units per nat. trlx cuts each sample's rewards out of this, from the prompt's last slot
+    on, and one slot further than the mask goes; where there is one it puts the score there.
     """
     mask = _slots(attention_mask, logprobs)
     return klfast_rewards(

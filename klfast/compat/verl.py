@@ -97,7 +97,7 @@ def agg_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """The scalar that verl makes of a per-token loss [B, T] under a mask [B, T].
+    """The scalar that verl makes of a per-token loss [B, T] under a mask [B, T], in its unit.
 
     ``token-mean``, ``token-sum``, ``seq-mean-token-sum``, ``seq-mean-token-sum-norm`` (divided by
     ``loss_scale_factor``, T by default) or ``seq-mean-token-mean``, times ``dp_size``. Sequences
@@ -141,7 +141,7 @@ def kl_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """``agg_loss(kl_penalty(...), ...)`` in one read, value and gradient; arguments as there."""
+    """``agg_loss(kl_penalty(...), ...)``, 0-dim, in nats, by one read; arguments as there."""
     return _aggregated(
         logprob,
         ref_logprob,
@@ -259,7 +259,7 @@ def entropy_from_logits(logits: Tensor, *, exact: bool = False) -> Tensor:
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """The same in fp32, [N, V] -> [N]: of a read that makes no temporary there are no chunks."""
+    """The same in fp32, in nats, [N, V] -> [N]: a read without temporaries needs no chunks."""
     return over_logits.entropy(logits)
 
 

@@ -35,7 +35,8 @@ def compute_offpolicy_metrics(
 ) -> dict[str, float]:
     """How far the trained policy is from the rollout policy, under verl's names.
 
-    Without ``rollout_log_prob`` the policy's own perplexity alone.
+    All are [B, T], and KLs in nats per token. Without ``rollout_log_prob`` the policy's own
+    perplexity alone.
 
     Differs from verl: near on-policy k3 and chi-square keep their digits; NaN under the mask has no
     effect; k3 saturates at a log-ratio of 20.
@@ -55,7 +56,10 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """:func:`compute_offpolicy_metrics` of the current policy, with the prefix of verl's logs."""
+    """:func:`compute_offpolicy_metrics` of the current policy, with the prefix of verl's logs.
+
+    All are [B, T], and KLs in nats per token.
+    """
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {_PREFIX + name: value for name, value in metrics.items()}
 
@@ -188,8 +192,8 @@ def compute_rollout_correction_and_add_to_batch(
 ) -> tuple[Any, dict[str, float]]:
     """The same for a batch: its ``response_mask`` is replaced, and ``rollout_is_weights`` added.
 
-    Reads ``old_log_probs``, ``rollout_log_probs`` and ``response_mask`` of ``batch.batch``;
-    ``rollout_corr_config`` is verl's, or any mapping with its names.
+    Reads ``old_log_probs``, ``rollout_log_probs`` and ``response_mask``, [B, T], of
+    ``batch.batch``; ``rollout_corr_config`` is verl's, or any mapping with its names.
     """
     weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
         batch.batch["old_log_probs"],

@@ -1,11 +1,13 @@
 """Public docstrings say what a page of the site must: arguments, shapes, units, errors, source."""
 
+import importlib
 import inspect
 import re
 
 import pytest
 
 import klfast
+from klfast.compat import FRAMEWORKS
 
 NAMES = sorted(
     name
@@ -122,3 +124,31 @@ def test_shapes_and_dtypes_are_given(name):
 def test_the_sign_is_given(name):
     doc = inspect.getdoc(PUBLIC[name])
     assert "logprobs - ref_logprobs" in doc or "x`` is the unclipped log-ratio" in doc
+
+
+COMPAT = {
+    f"{framework}.{name}": getattr(module, name)
+    for framework in FRAMEWORKS
+    for module in [importlib.import_module(f"klfast.compat.{framework}")]
+    for name in sorted({*module.__all__} & {*vars(module)})  # not what needs the framework
+    if inspect.isfunction(getattr(module, name))
+}
+WITHOUT_KL = {"verl.agg_loss", "trlx.get_kl_controller"}
+"""A sum of any loss; a factory whose units are those of the class."""
+OF_RATIOS = {
+    "verl.compute_rollout_correction_weights",
+    "verl.compute_rollout_correction_and_rejection_mask",
+    "verl.compute_rollout_correction_and_add_to_batch",
+}
+"""Weights, which have no unit."""
+FACTORIES = {name for name in COMPAT if name.endswith(".get_kl_controller")}
+
+
+@pytest.mark.parametrize("name", [name for name in COMPAT if name not in WITHOUT_KL | OF_RATIOS])
+def test_a_frameworks_function_gives_its_unit(name):
+    assert re.search(r"\bnats?\b", inspect.getdoc(COMPAT[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in COMPAT if name not in FACTORIES])
+def test_a_frameworks_function_gives_its_shape(name):
+    assert re.search(r"\[[\w., -]+\]|shape of|0-dim", inspect.getdoc(COMPAT[name]))
