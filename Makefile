@@ -15,14 +15,20 @@
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
+#   make sdist    the sources as a package, in dist
+#   make wheel    the sdist and, from it, a wheel for PYTHON, in dist; both checked, and the wheel
+#                 tested in an environment of its own
+#   make wheel-check  a wheel for each of PYTHONS, tested on each of TORCHES: gigabytes of downloads;
+#                     WHEEL_CHECK_OPTIONS=--record keeps the table in docs/stability.md
 #   make format   rewrite sources in the house style
-# PYTHON chooses the interpreter for .venv (3.10 to 3.13).
+# PYTHON chooses the interpreter for .venv (3.10 to 3.14).
 
 PYTHON ?= python3
 DEMO_OPTIONS ?= --force
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH := $(shell sed -n s/^torch==//p constraints.txt)
 BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* csrc/*/*/*)
 PEERS := build/peers/trl/installed build/peers/verl/installed
 # verl==0.8.0 -> verl-0.8.0
@@ -31,7 +37,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break docs hub format clean
+.PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break docs hub sdist wheel wheel-check format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -100,20 +106,37 @@ docs: $(VENV)/docs
 hub: $(VENV)/installed
 	$(BIN)/python hub/generate.py
 
+sdist: $(VENV)/installed
+	$(BIN)/python release/artifacts.py dist --sdist
+	$(BIN)/twine check --strict dist/*.tar.gz
+
+# AUDITWHEEL_PLAT=manylinux_2_28_x86_64 refuses a wheel that needs a newer system.
+wheel: $(VENV)/installed
+	$(BIN)/python release/artifacts.py dist
+	$(BIN)/twine check --strict dist/*.tar.gz dist/*.whl
+	$(BIN)/python release/check_wheel.py dist/*.tar.gz dist/*.whl
+	$(BIN)/python release/check_versions.py dist --pythons $(BIN)/python --torches $(TORCH)
+
+# PYTHONS="python3.12 python3.13" TORCHES="newest 2.10.0"; an interpreter that is named must be there.
+wheel-check: $(VENV)/installed
+	rm -rf build/versions
+	$(BIN)/python release/check_versions.py build/versions $(if $(PYTHONS),--pythons $(PYTHONS)) \
+	  $(if $(TORCHES),--torches $(TORCHES)) $(WHEEL_CHECK_OPTIONS)
+
 format: $(VENV)/built
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 clean:
-	rm -rf $(VENV) build klfast/_C*.so klfast/_build_info.json *.egg-info
+	rm -rf $(VENV) build dist klfast/_C*.so klfast/_build_info.json *.egg-info
 
 # torch first and by its pinned version, so that nothing that depends on it chooses another.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
+	$(PIP) torch==$(TORCH)
 	$(PIP) setuptools pybind11 ninja numpy
-	$(PIP) basedpyright clang-format hypothesis jinja2 kernels markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist rich ruff "triton; sys_platform == 'linux'"
+	$(PIP) basedpyright clang-format hypothesis jinja2 kernels markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist pyyaml rich ruff "triton; sys_platform == 'linux'"
 	$(PIP) auditwheel cibuildwheel twine
 	touch $@
 

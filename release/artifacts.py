@@ -52,11 +52,14 @@ def moved(file: Path, folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("out", type=Path, help="a folder that is made anew")
-    out = parser.parse_args().out
-    shutil.rmtree(out, ignore_errors=True)
-    sdist = make_sdist(out)
-    print(f"{sdist}\n{make_wheel(sdist, out)}")
+    parser.add_argument("out", type=Path, help="a folder, which loses the packages that it has")
+    parser.add_argument("--sdist", action="store_true", help="build no wheel")
+    arguments = parser.parse_args()
+    for old in [*arguments.out.glob("klfast-*.tar.gz"), *arguments.out.glob("klfast-*.whl")]:
+        old.unlink()
+    print(sdist := make_sdist(arguments.out))
+    if not arguments.sdist:
+        print(make_wheel(sdist, arguments.out))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Checks CHANGELOG.md.
 
 `changelog.py form`: it is as Keep a Changelog says. `changelog.py since REF`: if klfast/ or csrc/
-have changed since the branch left REF, so has the changelog. `changelog.py notes`: the section of
-the version in klfast/version.py, which must be the newest and have a date.
+have changed since the branch left REF, so has the changelog. `changelog.py notes TAG`: the newest
+section, which must be that of the tag and of klfast/version.py.
 """
 
 from __future__ import annotations
@@ -117,12 +117,14 @@ def missing_line(changed: list[str]) -> str | None:
     return f"CHANGELOG.md has no line about the change to {', '.join(which)}"
 
 
-def notes(changelog: str, version: str) -> str:
-    """What a release says about itself. ValueError if the changelog is not ready for it."""
-    newest = sections(changelog)[0]
-    if version_of(newest.heading) != number_of(version):
-        raise ValueError(f"the first section must be of {version}, is '## {newest.heading}'")
-    return newest.text()
+def not_ready(changelog: str, version: str, tag: str) -> str | None:
+    """Why sources of this version cannot be released under the tag; None if they can."""
+    newest = sections(changelog)[0].heading
+    if tag != f"v{version}":
+        return f"klfast/version.py has {version}, the tag is {tag}"
+    if version_of(newest) != number_of(version):
+        return f"the first section of CHANGELOG.md must be of {version}, is '## {newest}'"
+    return None
 
 
 def version() -> str:
@@ -143,7 +145,7 @@ def main() -> str | None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("form")
     commands.add_parser("since").add_argument("reference")
-    commands.add_parser("notes")
+    commands.add_parser("notes").add_argument("tag")
     arguments = parser.parse_args()
     if arguments.command == "since":
         return missing_line(changed_since(arguments.reference))
@@ -151,7 +153,9 @@ def main() -> str | None:
     if found := faults(changelog, version()):
         return "\n".join(found)
     if arguments.command == "notes":
-        print(notes(changelog, version()))
+        if reason := not_ready(changelog, version(), arguments.tag):
+            return reason
+        print(sections(changelog)[0].text())
     return None
 
 

@@ -32,6 +32,7 @@ METADATA = {
 NEEDED = {"libtorch.so", "libtorch_cpu.so"}
 """Without libtorch the stable ABI's CUDA symbols are silently null."""
 ALLOWED = re.compile(r"lib(torch|torch_cpu|stdc\+\+|m|gcc_s|c|pthread|rt|dl)\.so|ld-linux.*")
+UNSTABLE = re.compile(r"_Z.*(?:2at|3c10|5torch)\d")  # mangled: of the namespaces at, c10, torch
 # Of a header or source with a folder in front, in the text of an error say.
 SOURCE_PATH = re.compile(rb"(?<![\w.])/[\w.+-]+/[\w./+-]*\.(?:h|hpp|cuh|c|cc|cpp|cu|py)\b")
 MOST_MIB = {"cpu": 8, "cuda": 100}
@@ -45,6 +46,8 @@ class Linking(NamedTuple):
     text_relocations: bool
     executable_stack: bool
     symbols: bool
+    unstable: frozenset[str] = frozenset()
+    """Names of torch's C++ functions, which differ from release to release."""
 
 
 def linking(module: bytes) -> Linking:
@@ -53,6 +56,8 @@ def linking(module: bytes) -> Linking:
     tags = list(elf.get_section_by_name(".dynamic").iter_tags())
     named = {tag.entry.d_tag for tag in tags}
     flags = sum(tag.entry.d_val for tag in tags if tag.entry.d_tag == "DT_FLAGS")
+    dynamic = elf.get_section_by_name(".dynsym").iter_symbols()
+    wanted = {symbol.name for symbol in dynamic if symbol["st_shndx"] == "SHN_UNDEF"}
     stacks = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
     return Linking(
         needed=frozenset(tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"),
@@ -64,6 +69,7 @@ def linking(module: bytes) -> Linking:
         text_relocations="DT_TEXTREL" in named or bool(flags & 4),
         executable_stack=not stacks or bool(stacks[0]["p_flags"] & 1),
         symbols=elf.get_section_by_name(".symtab") is not None,
+        unstable=frozenset(filter(UNSTABLE.match, wanted)),
     )
 
 
@@ -74,6 +80,8 @@ def faults_of_linking(found: Linking) -> Iterator[str]:
     for library in sorted(found.needed):
         if not ALLOWED.match(library):
             yield f"the module needs {library}"
+    for name in sorted(found.unstable):
+        yield f"the module needs {name}, which not every torch has"
     for path in found.rpaths:
         yield f"the module looks for libraries in {path}"
     if found.text_relocations:

@@ -1,0 +1,196 @@
+"""The version, and the Pythons that klfast supports, are the same wherever they are said."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import check_versions
+import pytest
+import yaml
+from setuptools.config.pyprojecttoml import read_configuration
+
+import klfast
+
+ROOT = Path(__file__).parents[2]
+PROJECT = read_configuration(ROOT / "pyproject.toml", expand=False)
+PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
+
+
+def test_the_version_stands_in_one_place():
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"] == {
+        "version": {"attr": "klfast.version.__version__"}
+    }
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", klfast.__version__)
+
+
+def test_the_version_can_be_read_without_an_import():
+    """Setuptools would import klfast, and so torch and the module that is to be built."""
+    (statement,) = ast.parse((ROOT / "klfast" / "version.py").read_text()).body[1:]
+    assert ast.literal_eval(statement.value) == klfast.__version__
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == klfast.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+
+
+def test_the_site_has_the_version():
+    assert "version = release = klfast.__version__\n" in (ROOT / "docs" / "conf.py").read_text()
+
+
+def test_pythons_of_the_package():
+    prefix = "Programming Language :: Python :: "
+    classifiers = PROJECT["project"]["classifiers"]
+    listed = [line.removeprefix(prefix) for line in classifiers if line.startswith(prefix + "3.")]
+    assert listed == PYTHONS
+    assert PROJECT["project"]["requires-python"] == f">={PYTHONS[0]}"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("Makefile", f"({PYTHONS[0]} to {PYTHONS[-1]})"),
+        ("CONTRIBUTING.md", f"Python {PYTHONS[0]} to {PYTHONS[-1]}"),
+        ("docs/stability.md", f"| Python | {PYTHONS[0]} to {PYTHONS[-1]} |"),
+        ("docs/install.md", f"CPython {PYTHONS[0]} to {PYTHONS[-1]}"),
+    ],
+)
+def test_pythons_in_words(path, text):
+    assert text in (ROOT / path).read_text()
+
+
+def test_pythons_that_are_checked():
+    assert [name.removeprefix("python") for name in check_versions.PYTHONS] == PYTHONS
+    oldest = PROJECT["project"]["dependencies"][0].removeprefix("torch>=")
+    assert f"{oldest}.0" in check_versions.TORCHES
+
+
+# cibuildwheel for Python 3.10 is of a time before Python 3.14.
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs a cibuildwheel that knows cp314")
+@pytest.mark.parametrize(
+    ("platform", "options", "tag"),
+    [
+        ("linux", ["--archs", "x86_64"], "manylinux_x86_64"),
+        ("linux", ["--archs", "aarch64"], "manylinux_aarch64"),
+        ("macos", [], "macosx_arm64"),
+    ],
+)
+def test_wheels_of_a_release(platform, options, tag):
+    command = ["cibuildwheel", "--print-build-identifiers", "--platform", platform, *options]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(ROOT)], capture_output=True, text=True, check=True
+    )
+    names = [f"cp{python.replace('.', '')}-{tag}" for python in PYTHONS]
+    assert done.stdout.split() == names
+
+
+def test_tools_that_build_wheels_are_pinned():
+    pins = (ROOT / "constraints.txt").read_text()
+    build = PROJECT["tool"]["cibuildwheel"]["before-build"]
+    assert "--constraint {package}/constraints.txt" in build
+    for tool in build.partition("constraints.txt")[2].split():
+        assert re.search(rf"^{tool}==", pins, re.MULTILINE), tool
+
+
+def test_what_cibuildwheel_runs_is_there():
+    settings = PROJECT["tool"]["cibuildwheel"]
+    for name in ("repair-wheel-command", "test-command"):
+        (script,) = re.findall(r"\{package\}/(\S+)", settings[name])
+        assert (ROOT / script).exists()
+
+
+# The table of what was checked
+
+
+ROW = {
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "result": check_versions.OK,
+    "wheel": "manylinux_2_34_x86_64",
+    "commit": "0123456789abcdef",
+    "date": "2026-11-23",
+}
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Runs the script with environments that are only told of."""
+    record, page = tmp_path / "checked.json", tmp_path / "page.md"
+    record.write_text("[]")
+    page.write_text(f"Before.\n{check_versions.BEGIN}old\n{check_versions.END}\nAfter.\n")
+    monkeypatch.setattr(check_versions, "RECORD", record)
+    monkeypatch.setattr(check_versions, "PAGE", page)
+
+    def run(results, *options):
+        def checked(interpreter, torch, folder):
+            if results[interpreter] == check_versions.NOT_CHECKED:
+                raise check_versions.MissingError(f"no {interpreter} here")
+            python = f"{interpreter.removeprefix('python')}.1"
+            return {**ROW, "python": python, "torch": torch, "result": results[interpreter]}
+
+        monkeypatch.setattr(check_versions, "checked", checked)
+        monkeypatch.setattr(sys, "argv", ["check_versions.py", str(tmp_path), *options])
+        return check_versions.main(), page.read_text()
+
+    return run
+
+
+ALL = dict.fromkeys(check_versions.PYTHONS, check_versions.OK)
+
+
+def test_all_is_well(check, capsys):
+    assert check(ALL)[0] == 0
+    assert capsys.readouterr().out.count("| ok |") == len(PYTHONS) * len(check_versions.TORCHES)
+
+
+def test_a_python_that_is_missing_is_named(check, capsys):
+    assert check({**ALL, "python3.14": check_versions.NOT_CHECKED})[0] == 0
+    assert (
+        "| python3.14 | newest |  | NOT CHECKED | no python3.14 here |" in capsys.readouterr().out
+    )
+
+
+def test_a_python_that_was_asked_for_must_be_there(check):
+    results = {**ALL, "python3.14": check_versions.NOT_CHECKED}
+    assert check(results, "--pythons", "python3.13", "python3.14")[0] == 1
+    assert check(results, "--pythons", "python3.13")[0] == 0
+
+
+def test_nothing_checked_is_no_success(check):
+    assert check(dict.fromkeys(ALL, check_versions.NOT_CHECKED))[0] == 1
+
+
+def test_a_failed_check_fails(check):
+    assert check({**ALL, "python3.12": check_versions.FAILED})[0] == 1
+
+
+def test_a_record_keeps_what_was_checked_and_earlier_pairs(check):
+    first = {**ALL, "python3.14": check_versions.NOT_CHECKED, "python3.10": check_versions.FAILED}
+    check(first, "--torches", "2.10.0", "--record")
+    asked = ["--pythons", "python3.14", "--torches", "2.10.0", "--record"]
+    _, page = check({"python3.14": check_versions.OK}, *asked)
+    assert re.findall(r"^\| 3\.(\d+)\.1 \| 2\.10\.0", page, re.MULTILINE) == [
+        "11",
+        "12",
+        "13",
+        "14",
+    ]
+    assert page.startswith("Before.\n")
+    assert page.endswith("\nAfter.\n")
+    assert "old" not in page
+
+
+def test_the_page_has_the_record():
+    table = check_versions.table(json.loads(check_versions.RECORD.read_text()))
+    begin, end = check_versions.BEGIN, check_versions.END
+    assert check_versions.PAGE.read_text().partition(begin)[2].partition(end)[0] == table
+
+
+def test_an_interpreter_that_is_not_here_is_missing():
+    with pytest.raises(check_versions.MissingError, match=r"no python2\.99 here"):
+        check_versions.checked("python2.99", "newest", ROOT)
