@@ -179,18 +179,21 @@ MODULES = {"klfast": klfast, "pip": pip, "pytest": pytest_, "venv": venv}
 
 @functools.cache
 def _code():
-    """All that could read a variable of the environment: klfast's code, and torch's own builder."""
-    import setuptools._distutils.sysconfig
+    """All that could read a variable: klfast's code, the workflows, and torch's own builder."""
     import torch.utils.cpp_extension
 
-    paths = [ROOT / "setup.py", ROOT / "Makefile"]
-    paths += [Path(torch.utils.cpp_extension.__file__)]
-    paths += [Path(setuptools._distutils.sysconfig.__file__)]
-    for pattern in ("klfast/**/*.py", "csrc/**/*", "benchmarks/*.py", "tests/**/*.py"):
+    paths = [ROOT / "setup.py", ROOT / "Makefile", Path(torch.utils.cpp_extension.__file__)]
+    for pattern in (
+        ".github/workflows/*.yml",
+        "klfast/**/*.py",
+        "csrc/**/*",
+        "benchmarks/*.py",
+        "tests/**/conftest.py",
+    ):
         paths += [path for path in ROOT.glob(pattern) if path.is_file()]
     return "\n".join(path.read_text(errors="replace") for path in paths)
 
 
 def is_read(variable):
     """Whether code reads a variable of the environment, or a Makefile's."""
-    return re.search(rf"""["'(]{variable}["')]""", _code()) is not None
+    return re.search(rf"""["'(.]{variable}(?!\w)""", _code()) is not None

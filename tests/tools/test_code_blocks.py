@@ -63,8 +63,9 @@ def shell_commands():
         if block.language in SHELL:
             page, _, line = block.place.partition(":")
             for number, command in enumerate(block.code.splitlines(), int(line) + 1):
-                words = shlex.join(shlex.split(command, comments=True))
-                places.setdefault(words, []).append(f"{page}:{number}")
+                words = shlex.split(command, comments=True)
+                text = " ".join(word if word == "&&" else shlex.quote(word) for word in words)
+                places.setdefault(text, []).append(f"{page}:{number}")
     return parameters(places)
 
 
