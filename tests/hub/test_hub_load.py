@@ -137,11 +137,11 @@ for cls in discover_benchmark_classes(folder / "benchmarks" / "benchmark.py", fo
     ]
 
 
-@long
 @exhaustive
-def test_its_own_tests_pass_where_triton_cannot_run(kernel):
-    output = hub_kernel.run(kernel, *OWN)
-    assert re.match(r"[1-9]\d* passed, [1-9]\d* skipped(, \d+ warnings?)?$", passed(output))
+def test_its_own_tests_of_what_cannot_run_pass(kernel):
+    """Without the interpreter, where the tests of the Triton kernels are skipped, and say so."""
+    output = hub_kernel.run(kernel, *OWN, "-k", "says_so or packed")
+    assert re.match(r"2 passed, 1 skipped, \d+ deselected", passed(output))
 
 
 @long
