@@ -2,7 +2,7 @@
 
 A part of the tests is copied to a folder of its own and runs there, so that Python can find no
 other klfast: the kernels' accuracy on every instruction set, the command line, and where klfast was
-imported from. Needs hypothesis, mpmath and pytest.
+imported from. Needs hypothesis, mpmath, numpy and pytest.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ PAGE = artifacts.ROOT / "docs" / "stability.md"
 BEGIN, END = "<!-- checked -->\n", "<!-- end -->"
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("newest", "2.10.0")
+TOOLS = ("hypothesis", "mpmath", "numpy", "pytest")
+"""What release/check_installed.py needs besides klfast."""
 OK, FAILED, NOT_CHECKED = "ok", "FAILED", "NOT CHECKED"
 
 
@@ -109,7 +111,7 @@ def checked(interpreter: str, torch: str, folder: Path) -> dict[str, Any]:
         environment = Environment(path, Path(made))
         installed = environment.install_torch(torch)
         wheel = the_wheel(folder, environment)
-        environment.install("hypothesis", "mpmath", "pytest", wheel)
+        environment.install(*TOOLS, wheel)
         if environment.says("import torch; print(torch.__version__)") != installed:
             raise SystemExit(f"{wheel.name} brought another torch than {installed}")
         check = Path(__file__).with_name("check_installed.py")

@@ -1,6 +1,7 @@
 """The sdist is the tree: everything can be built, documented and tested from it."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -94,3 +95,27 @@ def test_an_sdist_takes_no_label(tmp_path, monkeypatch):
     assert done.returncode
     assert "KLFAST_LOCAL_VERSION is for wheels" in done.stderr
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("label", ["cu130.x86", "CU130"])
+def test_a_label_is_in_the_version_of_a_wheel(sdist, tmp_path, label):
+    """Built from an sdist, whose setup.cfg says that there is none."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info"],
+        cwd=tree,
+        env={**os.environ, "KLFAST_LOCAL_VERSION": label},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if label.islower():
+        assert (
+            f"\nVersion: {klfast.__version__}+{label}\n"
+            in (tree / "klfast.egg-info" / "PKG-INFO").read_text()
+        )
+    else:
+        assert done.returncode
+        assert f"KLFAST_LOCAL_VERSION must be as 'cu130', got {label!r}" in done.stderr

@@ -102,6 +102,7 @@ def test_what_cibuildwheel_runs_is_there():
     for name in ("repair-wheel-command", "test-command"):
         (script,) = re.findall(r"\{package\}/(\S+)", settings[name])
         assert (ROOT / script).exists()
+    assert tuple(settings["test-requires"]) == check_versions.TOOLS
 
 
 # The table of what was checked
