@@ -145,7 +145,7 @@ $(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
 	touch $@
 
 $(VENV)/docs: $(VENV)/built
-	$(PIP) furo latex2mathml myst-parser sphinx sphinx-copybutton sphinx-design
+	$(PIP) furo latex2mathml myst-nb myst-parser sphinx sphinx-copybutton sphinx-design
 	touch $@
 
 # The folder must be called site-packages: dill, of datasets, pickles by value what lies elsewhere.

@@ -16,7 +16,7 @@ project_copyright = author
 version = release = klfast.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -37,6 +37,9 @@ nitpick_ignore_regex = [
 
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
+nb_execution_mode = "force"  # notebooks are kept without outputs
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 html_math_renderer = "mathml"
 
 templates_path = ["_templates"]

@@ -4,8 +4,6 @@ import pytest
 import readme
 from programs import output_of, table_of
 
-from klfast.study import candidates
-
 
 @pytest.fixture
 def numbers(tmp_path):
@@ -64,4 +62,3 @@ def test_controllers(numbers):
     (fixed,), (ziegler,), (mine,), (nupi,) = table.values()
     assert fixed > 2 * max(ziegler, mine)
     assert nupi < min(ziegler, mine)
-    assert candidates.BATCH == 40  # which the plant's rules are given per update

@@ -1,5 +1,9 @@
-"""docs/drop_in.md's examples of trainers, with TRL there."""
+"""docs/drop_in.md's examples of trainers, and examples/trl_grpo.py, with TRL there."""
 
+import runpy
+import sys
+
+import programs
 import readme
 import tiny
 
@@ -33,3 +37,15 @@ def test_an_rloo_trainer_with_a_correction(tmp_path):
     trainer = run("rloo", tmp_path)
     assert trainer.vllm_importance_sampling_mode in SEQUENCE_MODES
     assert trainer.state.global_step == 2
+
+
+def test_grpo_with_adaptive_kl_holds_its_target(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trl_grpo.py", "--steps", "60"])
+    runpy.run_path(str(programs.FOLDER / "trl_grpo.py"), run_name="__main__")
+    rows = programs.steps_of(capsys.readouterr().out)
+    assert [row[0] for row in rows] == [10, 20, 30, 40, 50, 60]
+    kls, coefficients = [row[2] for row in rows], [row[3] for row in rows]
+    assert max(kls) > 0.35  # it overshoots first
+    assert all(0.2 < kl < 0.4 for kl in kls[-3:])
+    assert len(set(coefficients)) == 6
+    assert min(row[1] for row in rows) > 1.2 / 16  # the reference says "w7" once in 16 words

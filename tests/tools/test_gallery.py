@@ -1,0 +1,108 @@
+"""docs/gallery.md has every example; the notebooks are clean, and compute what they say.
+
+`make docs` runs the notebooks in a kernel of their own.
+"""
+
+import json
+import re
+
+import matplotlib as mpl
+import pytest
+import readme
+
+GALLERY = (readme.ROOT / "docs" / "gallery.md").read_text()
+EXAMPLES = {f"examples/{path.name}" for path in readme.ROOT.glob("examples/*.py")}
+NOTEBOOKS = sorted(readme.ROOT.glob("docs/notebooks/*.ipynb"))
+
+
+def test_the_gallery_shows_every_example_and_how_to_run_it():
+    assert {path.name for path in NOTEBOOKS} == {"controllers.ipynb", "estimators.ipynb"}
+    shown = re.findall(r"^```\{literalinclude\} \.\./(.*)$", GALLERY, re.MULTILINE)
+    assert set(shown) == EXAMPLES
+    assert len(shown) == len(EXAMPLES)
+    commands = re.findall(r"^`(?:python|torchrun --nproc-per-node 2) (.*?)`", GALLERY, re.MULTILINE)
+    assert set(commands) == EXAMPLES - {"examples/tiny_llama.py"}  # which trl_grpo.py imports
+
+
+def test_the_gallery_shows_every_picture_that_an_example_draws():
+    drawn = {
+        name
+        for path in EXAMPLES
+        for name in re.findall(r'"docs" / "(\w+\.png)"', (readme.ROOT / path).read_text())
+    }
+    assert len(drawn) >= 5
+    assert drawn <= set(re.findall(r"^!\[.*\]\((.*)\)$", GALLERY, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_what_a_run_leaves(path):
+    notebook = json.loads(path.read_text())
+    assert notebook["nbformat"] == 4
+    assert notebook["metadata"] == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    cells = notebook["cells"]
+    assert cells[0]["cell_type"] == "markdown"
+    assert "pip install" in "".join(cells[0]["source"])
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        assert cell["metadata"] == {}
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+            assert not re.search(r"^\s*[%!]|/home/|/root/|https?:", "".join(cell["source"]))
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a notebook's cells; the names that they leave."""
+    with mpl.rc_context():
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+
+        def run(name):
+            names = {}
+            notebook = json.loads((readme.ROOT / "docs" / "notebooks" / name).read_text())
+            for cell in notebook["cells"]:
+                if cell["cell_type"] == "code":
+                    code = compile("".join(cell["source"]), f"{name} {cell['id']}", "exec")
+                    exec(code, names)
+            assert len(plt.get_fignums()) >= 4
+            return names
+
+        yield run
+        plt.close("all")
+
+
+def test_the_notebook_of_estimators(run):
+    names = run("estimators.ipynb")
+    assert names["noise"]["k1"] > 5 * names["noise"]["k3"]
+    assert names["far_kl"] > 1
+    shares = {name: mean / names["far_kl"] for name, mean in names["far_means"].items()}
+    assert shares["k2"] > 1.4
+    assert shares["k1"] == pytest.approx(1, abs=0.1)
+    assert shares["k3"] == pytest.approx(1, abs=0.1)
+    errors = names["gradient_errors"]
+    assert errors["k1"] == pytest.approx(1, abs=1e-3)
+    assert errors["k3"] > 0.5
+    assert max(errors["k2"], errors["k3+"]) < 1e-3
+    ends = {name: course[-1] / course[0] for name, course in names["courses"].items()}
+    assert ends["k1"] > 0.8
+    assert ends["exact"] < min(ends["k3"], ends["k3+"]) < max(ends["k3"], ends["k3+"]) < 0.2
+    assert names["eager_error"].max() > 1
+    assert names["fused_error"].max() < 4e-7
+
+
+@pytest.mark.long
+def test_the_notebook_of_controllers(run):
+    names = run("controllers.ipynb")
+    ends = [kl[-1] for kl, _, _ in names["fixed"].values()]
+    assert ends == sorted(ends, reverse=True)
+    assert "choose a horizon" in str(names["said"][0].message)
+    for misses in (names["misses"], names["changed_misses"]):
+        first, ziegler, nupi = misses.values()
+        assert nupi < 0.5 * ziegler < ziegler < first
+    assert names["misses_of"]({"mine": names["mine"]})["mine"] > 2 * names["misses"]["nuPI"]
+    assert names["difference"] < 1e-4
+    assert names["first"].value == names["second"].value
