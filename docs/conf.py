@@ -40,6 +40,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"  # notebooks are kept without outputs
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_merge_streams = True
 html_math_renderer = "mathml"
 
 templates_path = ["_templates"]
