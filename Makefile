@@ -30,7 +30,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := $(shell sed -n s/^torch==//p constraints.txt)
 BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* csrc/*/*/*)
-PEERS := build/peers/trl/installed build/peers/verl/installed
+PEERS := build/peers/trl/installed build/peers/verl/installed build/peers/hub/installed
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 # Each process runs a stretch of neighbours, whose fixtures it makes once, and takes over from the other.
@@ -56,6 +56,7 @@ test-all: test
 test-peers: $(VENV)/built $(PEERS)
 	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
 	PYTHONPATH="$(CURDIR)/build/peers/verl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/verl
+	PYTHONPATH="$(CURDIR)/build/peers/hub/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/hub
 	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)
 
 # Older code beside what the newest imports. TRL 0.x has tests of its own, and wants transformers 5.10.
@@ -136,7 +137,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$(TORCH)
 	$(PIP) setuptools pybind11 ninja numpy
-	$(PIP) basedpyright clang-format hypothesis jinja2 kernels markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist pyyaml rich ruff "triton; sys_platform == 'linux'"
+	$(PIP) basedpyright clang-format hypothesis jinja2 markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist pyyaml rich ruff "triton; sys_platform == 'linux'"
 	$(PIP) auditwheel cibuildwheel twine
 	touch $@
 

@@ -1,7 +1,7 @@
 """The examples of the README, of pages and of docstrings run as they are written.
 
 Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``, that of
-docs/rollout.md in ``test_rollout_docs``, that of the Hub's kernel in tests/hub;
+docs/rollout.md in ``test_rollout_docs``, that of the Hub's kernel in tests/peers/hub;
 ``test_code_blocks`` says whether one is left.
 """
 
