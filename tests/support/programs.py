@@ -13,9 +13,9 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?%?(?!\w)")
 
 
 def output_of(name, *arguments, launcher=()):
-    """What an example prints; a warning is an error."""
+    """What an example prints, by its file's name; a warning is an error."""
     process = subprocess.run(
-        [sys.executable, "-W", "error", *launcher, FOLDER / f"{name}.py", *arguments],
+        [sys.executable, "-W", "error", *launcher, FOLDER / name, *arguments],
         capture_output=True,
         text=True,
         timeout=120,

@@ -47,7 +47,9 @@ def test_every_public_name_has_a_page(name):
 def test_llms_txt_lists_every_page():
     """`make docs` follows its links. Functions and frameworks have indices of their own."""
     text = (readme.ROOT / "docs" / "llms.txt").read_text()
-    pages = {path.stem for path in (readme.ROOT / "docs").glob("*.md")} - {"index"}
+    docs = readme.ROOT / "docs"
+    pages = {path.stem for path in docs.glob("*.md")} - {"index"}
+    pages |= {f"notebooks/{path.stem}" for path in docs.glob("notebooks/*.ipynb")}
     listed = re.findall(r"^- \[[^]]+\]\(([\w/]+)\.html\)", text, re.MULTILINE)
     assert sorted(listed) == sorted({*pages, "api/index"})
 

@@ -15,13 +15,13 @@ def assert_steers(rows):
 
 
 def test_grpo_learns_near_its_reference():
-    rows = steps_of(output_of("grpo"))
+    rows = steps_of(output_of("grpo.py"))
     assert_steers(rows)
     assert rows[-1][1] > 0.12  # the reference says "7" once in 16 words
 
 
 def test_ppo_holds_its_target():
-    rows = steps_of(output_of("ppo"))
+    rows = steps_of(output_of("ppo.py"))
     assert_steers(rows)
     assert rows[-1][1] > 1.5  # of 12 words; the reference says "7" less than once
 
@@ -29,11 +29,11 @@ def test_ppo_holds_its_target():
 @pytest.mark.long
 def test_grpo_on_two_ranks():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert_steers(steps_of(output_of("grpo_two_ranks", launcher=torchrun)))
+    assert_steers(steps_of(output_of("grpo_two_ranks.py", launcher=torchrun)))
 
 
 def test_distillation_seeks_modes_or_covers():
-    table = table_of(output_of("distillation"))
+    table = table_of(output_of("distillation.py"))
     assert [*table] == ["forward", "jsd", "reverse"]
     columns = [*zip(*table.values(), strict=True)]
     reverse, forward, entropy, liked, unlikely = columns
@@ -45,7 +45,7 @@ def test_distillation_seeks_modes_or_covers():
 
 
 def test_a_correction_mends_the_gradient_of_a_stale_sampler():
-    table = table_of(output_of("stale_sampler"))
+    table = table_of(output_of("stale_sampler.py"))
     assert len(table) == 5
     for name, (drift, uncorrected, per_token, per_text) in table.items():
         assert drift > 0

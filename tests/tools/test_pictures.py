@@ -13,14 +13,14 @@ def numbers(tmp_path):
         out = tmp_path / "picture.png"
         table = table_of(output_of(name, *arguments, "--out", str(out)))
         assert out.read_bytes().startswith(b"\x89PNG")
-        assert (readme.ROOT / "docs" / (picture or f"{name}.png")).exists()
+        assert (readme.ROOT / "docs" / (picture or name.replace(".py", ".png"))).exists()
         return table
 
     return run
 
 
 def test_estimators(numbers):
-    table = numbers("estimators")
+    table = numbers("estimators.py")
     for kl in ("0.01", "1"):
         (k1, k2, k3) = (table[f"{name} at {kl} nats"] for name in ("k1", "k2", "k3"))
         assert k1[0] == k3[0] == 0
@@ -32,7 +32,7 @@ def test_estimators(numbers):
 
 
 def test_samples(numbers):
-    table = numbers("samples", "--repeats", "100")
+    table = numbers("samples.py", "--repeats", "100")
     assert table["near, k3"][3] < table["near, k1"][-1]
     assert min(table["far, k2"]) > 0.5
     few_tokens, many_tokens = table["far, k3"][-2:]
@@ -41,7 +41,7 @@ def test_samples(numbers):
 
 
 def test_directions(numbers):
-    table = numbers("directions", "--steps", "150")
+    table = numbers("directions.py", "--steps", "150")
     reverse, forward, jsd = (int(words[-1]) for words in table.values())
     assert reverse > 100  # the right peak is word 108
     assert 80 < forward < 100  # between both
@@ -49,7 +49,7 @@ def test_directions(numbers):
 
 
 def test_rollout(numbers):
-    table = numbers("rollout", "--sequences", "4000")
+    table = numbers("rollout.py", "--sequences", "4000")
     uncorrected, unbounded, tis, _, bounded, rule = table["drift 1.5e-02"]
     assert tis < 0.3 * uncorrected
     assert unbounded < 0.3 * uncorrected
@@ -58,7 +58,7 @@ def test_rollout(numbers):
 
 
 def test_controllers(numbers):
-    table = numbers("controllers", "--seeds", "6", picture="rules.png")
+    table = numbers("controllers.py", "--seeds", "6", picture="rules.png")
     (fixed,), (ziegler,), (mine,), (nupi,) = table.values()
     assert fixed > 2 * max(ziegler, mine)
     assert nupi < min(ziegler, mine)

@@ -3,6 +3,7 @@
 import re
 import runpy
 
+import programs
 import pytest
 import readme
 from verl.workers.utils import losses
@@ -20,10 +21,11 @@ def test_patch():
     assert losses.kl_penalty is before
 
 
-@pytest.mark.parametrize("framework", ["verl", "OpenRLHF"])
-def test_the_patched_framework_has_its_own_numbers_and_more_digits(framework, capsys):
-    path = readme.ROOT / "examples" / f"{framework.lower()}_patch.py"
-    runpy.run_path(str(path), run_name="__main__")
+@pytest.mark.parametrize(
+    ("program", "framework"), [("verl_patch.py", "verl"), ("openrlhf_patch.py", "OpenRLHF")]
+)
+def test_the_patched_framework_has_its_own_numbers_and_more_digits(program, framework, capsys):
+    runpy.run_path(str(programs.FOLDER / program), run_name="__main__")
     rows = [LINE.fullmatch(line).groups() for line in capsys.readouterr().out.splitlines()]
     assert [row[:2] for row in rows] == [
         (spread, name) for spread in ("0.3", "0.001") for name in (framework, "klfast")
