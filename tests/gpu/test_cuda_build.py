@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_wheel
 import pytest
 import torch
 from filelock import FileLock
@@ -66,6 +67,13 @@ def test_the_build_says_what_it_was_built_for(built):
     assert facts["cuda"]
     assert facts["cuda_archs"][-1].endswith("+PTX")
     assert {arch.removesuffix("+PTX") for arch in facts["cuda_archs"]} >= {"8.0", "9.0"}
+
+
+def test_what_was_built_names_no_path_of_this_machine(built):
+    facts = json.loads((built / "klfast" / "_build_info.json").read_text())
+    assert not [text for text in check_wheel.strings_of(facts) if "/" in text]
+    (module,) = (built / "klfast").glob("_C*.so")
+    assert [*check_wheel.faults_of_module(module.read_bytes())] == []
 
 
 LOADS = """
