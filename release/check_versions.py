@@ -33,6 +33,7 @@ PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("newest", "2.10.0")
 TOOLS = ("hypothesis", "mpmath", "numpy", "pytest")
 """What release/check_installed.py needs besides klfast."""
+BUILDERS = ("ninja", "pybind11", "setuptools")
 OK, FAILED, NOT_CHECKED = "ok", "FAILED", "NOT CHECKED"
 
 
@@ -41,14 +42,14 @@ class MissingError(Exception):
 
 
 class Environment:
-    """A virtual environment of an interpreter, with its own torch."""
+    """A virtual environment of an interpreter. Torch and what it requires come without pins."""
 
     def __init__(self, interpreter: str, folder: Path) -> None:
         run(interpreter, "-m", "venv", folder)
         self.python = str(folder / "bin" / "python")
         self.pins = folder / "pins.txt"
-        lines = (artifacts.ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-        self.pins.write_text("".join(line for line in lines if not line.startswith("torch==")))
+        pins = (artifacts.ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+        self.pins.write_text("".join(pin for pin in pins if pin.startswith((*TOOLS, *BUILDERS))))
 
     def install(self, *what: str | Path) -> None:
         pip = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -91,7 +92,7 @@ def the_wheel(folder: Path, environment: Environment) -> Path:
     wheels = [*folder.glob(f"klfast-*-{tag}-{tag}-*.whl")]
     if wheels:
         return wheels[0]
-    environment.install("setuptools", "pybind11", "ninja")
+    environment.install(*BUILDERS)
     wheel = artifacts.make_wheel(the_sdist(folder), folder, environment.python)
     faults = check_wheel.faults(wheel, the_sdist(folder))
     if faults:

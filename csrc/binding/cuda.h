@@ -29,7 +29,7 @@ using torch::stable::accelerator::DeviceGuard;
 inline void* current_stream(const Device& device) {
   KLFAST_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA streams");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
   return stream;
 }
 
