@@ -141,6 +141,8 @@ def rows(pythons: Sequence[str], torches: Sequence[str], folder: Path) -> Iterat
 
 def table(record: list[dict[str, Any]]) -> str:
     """Markdown."""
+    if not record:
+        return "None is recorded yet.\n"
     lines = ["| Python | torch | wheel | | |", "|---|---|---|---|---|"]
     for row in record:
         of = f"{row['date']}, commit {row['commit'][:7]}" if "date" in row else row["reason"]
