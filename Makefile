@@ -12,6 +12,7 @@
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
+#   make test-aarch64     the tests of the CPU kernels on aarch64, under qemu
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
@@ -95,6 +96,8 @@ asan: $(VENV)/built
 	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
 	  $(addprefix tests/penalty/test_,layouts.py masking.py reductions.py errors.py fuzz.py) \
 	  tests/logits/test_logits_extreme.py
+
+include tests/aarch64/aarch64.mk
 
 test-break: $(VENV)/built
 	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)

@@ -65,6 +65,9 @@ CUDA_SOURCES = (
 CUDA_ARCHS = "8.0 9.0 10.0+PTX 12.0+PTX"
 # No -ffast-math: it folds the rounding trick of exp_series.h away, and the result is wrong.
 MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+# Where "baseline" has fused instructions, as on aarch64, the sums of a batch would otherwise have
+# other bits than on x86.
+HOST_FLAGS = ("-ffp-contract=off",)
 X86_FLAGS = {
     "avx2": ("-march=x86-64-v3",),
     # Left alone, GCC takes 256-bit vectors here: 28 % slower.
@@ -248,7 +251,7 @@ def ninja_file(output: Path) -> str:
     """The build as a ninja file: one object per source, and per instruction set for the kernels."""
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     common = ninja_quote([*compile_flags(), *path_flags()])
-    objects = {object_of(source): (source, ()) for source in SOURCES}
+    objects = {object_of(source): (source, HOST_FLAGS) for source in SOURCES}
     for name, flags in instruction_sets().items():
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
         objects |= {object_of(kernel, name): (kernel, flags) for kernel in KERNELS}
@@ -345,7 +348,8 @@ class NinjaBuild(build_ext):
                     flush=True,
                 )
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
-        folder = ROOT / "build" / "-".join(["klfast", sys.implementation.cache_tag, *variants()])
+        platform = str(sysconfig.get_config_var("SOABI"))  # "cpython-311-x86_64-linux-gnu"
+        folder = ROOT / "build" / "-".join(["klfast", platform, *variants()])
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(output))

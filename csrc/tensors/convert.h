@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "math/exp_series.h"
@@ -54,6 +55,11 @@ KLFAST_HOST_DEVICE float convert<float>(Float16 from) {
   float converted;
   asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(from.bits));
   return converted;
+#elif defined(__aarch64__)
+  // One instruction for four, of every such processor.
+  __fp16 half;
+  std::memcpy(&half, &from.bits, sizeof(half));
+  return half;
 #else
   const uint32_t magnitude = from.bits & 0x7fffu;
   const uint32_t sign = (from.bits & 0x8000u) << 16;

@@ -224,8 +224,8 @@ def over_logits(vocabularies):
             yield name, call
 
 
-def record(run):
-    """Case -> hash, of one run in this process."""
+def record(run, every=1):
+    """Case -> hash, of one run in this process and of each ``every``-th case."""
     target = TARGETS[run if run in TARGETS else "native"]
     is_slow = run == "triton"
     layouts = ("padded", "packed") if is_slow else ("padded", "packed", "strided", "long")
@@ -236,7 +236,7 @@ def record(run):
         *over_logits((37,) if is_slow else (1, 37, 4_099)),
     ]
     with serving(target):
-        kept = cases[:: 97 if is_slow else 1]
+        kept = cases[:: 97 if is_slow else every]
         return {f"{run} {name}": call(backend=target.backend) for name, call in kept}
 
 
@@ -249,14 +249,16 @@ def main():
     parser.add_argument(
         "--only", help="one of the runs, in this process; prints JSON", choices=RUNS
     )
+    parser.add_argument("--every", type=int, default=1, help="of the cases: 37 takes each 37th")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=RUNS)
     options = parser.parse_args()
     if options.only:
-        json.dump(record(options.only), sys.stdout)
+        json.dump(record(options.only, options.every), sys.stdout)
         return
     hashes = {}
     for run in options.runs:
         command = [sys.executable, __file__, options.file, "--only", run]
+        command += ["--every", str(options.every)]
         done = subprocess.run(
             command, env=os.environ | RUNS[run], check=True, stdout=subprocess.PIPE
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from klfast.estimator import ESTIMATORS
 from klfast.ops import load
 
-FOLDER = f"build/klfast-{sys.implementation.cache_tag}"
+FOLDER = "build/klfast-" + str(sysconfig.get_config_var("SOABI"))
 KERNELS = sorted((Path(__file__).parents[2] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
 
 

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #ifdef __AVX512F__
@@ -22,12 +23,17 @@ namespace {
 
 constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
 
-// Whether every |x| of a group is `range` at most.
+// Whether every |x| of a group is `range` at most; false if one is NaN, and for a negative range.
+// Magnitudes are compared as integers, which puts NaN last: two instructions a vector, where GCC
+// makes three of the comparison of floats on x86 and eight on aarch64.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
-  typename math::Constants<Acc>::Bits beyond = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) beyond |= !(math::magnitude(x[lane]) <= range);
-  return beyond == 0;
+  using Bits = typename math::Constants<Acc>::Bits;
+  Bits greatest = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    greatest = std::max(greatest, math::magnitude_bits(x[lane]));
+  }
+  return greatest <= math::bit_cast<Bits>(range);
 }
 
 #ifdef __AVX512F__
