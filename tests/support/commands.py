@@ -19,6 +19,7 @@ from klfast.__main__ import COMMANDS, main
 
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+|[a-z]+)=.*")
 """Of the environment, or the shell's own, in small letters."""
+RULES = (ROOT / "Makefile", ROOT / "tests" / "aarch64" / "aarch64.mk")
 
 
 def checked(command):
@@ -51,11 +52,11 @@ def run(*command, timeout=120, folder=ROOT, **environment):
 def make(words):
     """The target is there, and so are the variables; ``make -n`` says what it would do."""
     names = [word.partition("=")[0] for word in words if "=" in word]
-    makefile = (ROOT / "Makefile").read_text()
+    rules = "".join(path.read_text() for path in RULES)
     for name in names:
-        assert f"$({name})" in makefile, f"the Makefile has no {name}"
+        assert f"$({name})" in rules, f"the Makefile has no {name}"
     targets = [word for word in words if "=" not in word]
-    phony = re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE)[1].split()
+    phony = " ".join(re.findall(r"^\.PHONY: (.*)", rules, re.MULTILINE)).split()
     assert set(targets) <= set(phony), targets
     assert run("make", "--dry-run", *words, MAKEFLAGS="")
 
@@ -182,7 +183,7 @@ def _code():
     """All that could read a variable: klfast's code, the workflows, and torch's own builder."""
     import torch.utils.cpp_extension
 
-    paths = [ROOT / "setup.py", ROOT / "Makefile", Path(torch.utils.cpp_extension.__file__)]
+    paths = [ROOT / "setup.py", *RULES, Path(torch.utils.cpp_extension.__file__)]
     for pattern in (
         ".github/workflows/*.yml",
         "klfast/**/*.py",
