@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from targets import TARGETS, serving
 from torch.utils._pytree import tree_map_only
 
+from klfast import backends
 from klfast.compat import patching
 
 # Fuzzing draws the same examples in every run; `HYPOTHESIS_PROFILE=explore` looks for new ones.
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(items):
     grids.mark_exhaustive(items)
     # Of two processes, one begins with what is long, and the other takes over what it leaves.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(autouse=True)
+def _backends_stay():
+    """Set up before all others, and so torn down after them: what a test puts in place of a backend
+    does not serve the next one.
+    """
+    before = {**backends.BACKENDS}
+    yield
+    assert before == backends.BACKENDS
 
 
 @pytest.fixture(params=TARGETS)

@@ -193,13 +193,13 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
+def _as_on_a_gpu():
     """Values are not looked at, and plain tensors take the direct road from the start."""
-    with serving(TARGETS["native-emulated"]):
+    with serving(TARGETS["native-emulated"]), pytest.MonkeyPatch.context() as patch:
         backend = backends.BACKENDS["native"]
         direct = backend.direct._replace(serves=lambda _: True)
-        monkeypatch.setitem(backends.BACKENDS, "native", backend._replace(direct=direct))
-        monkeypatch.setattr(backends, "are_checked", lambda *_, **__: False)
+        patch.setitem(backends.BACKENDS, "native", backend._replace(direct=direct))
+        patch.setattr(backends, "are_checked", lambda *_, **__: False)
         yield
 
 
