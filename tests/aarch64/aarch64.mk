@@ -20,18 +20,18 @@ AARCH64_APT := apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures=arm6
 AARCH64_PENALTY := $(patsubst %,tests/penalty/test_%.py,accuracy clip_weighted determinism \
   estimator_options layouts masking reductions rewards stats)
 AARCH64_LOGITS := $(patsubst %,tests/logits/test_logits_%.py,accuracy determinism extreme infinite kl \
-  kl_entropy layouts masking stats tokens)
+  layouts masking stats tokens)
 AARCH64_ROLLOUT := $(patsubst %,tests/rollout/test_rollout_%.py,bits by_hand layouts masking oracle)
 
-.PHONY: aarch64-tools test-aarch64 test-aarch64-penalty test-aarch64-others
+.PHONY: aarch64-tools test-aarch64 test-aarch64-tokens test-aarch64-logits
 
 # Two processes: the import of torch alone takes half a minute there.
 test-aarch64: $(AARCH64)/built
-	$(MAKE) --no-print-directory --jobs 2 test-aarch64-penalty test-aarch64-others
+	$(MAKE) --no-print-directory --jobs 2 test-aarch64-tokens test-aarch64-logits
 
-test-aarch64-penalty: AARCH64_TESTS := $(AARCH64_PENALTY)
-test-aarch64-others: AARCH64_TESTS := $(AARCH64_LOGITS) $(AARCH64_ROLLOUT)
-test-aarch64-penalty test-aarch64-others:
+test-aarch64-tokens: AARCH64_TESTS := $(AARCH64_PENALTY) $(AARCH64_ROLLOUT)
+test-aarch64-logits: AARCH64_TESTS := $(AARCH64_LOGITS)
+test-aarch64-tokens test-aarch64-logits:
 	$(AARCH64_PYTHON) -m pytest -q -p no:cacheprovider -m "$(AARCH64_MARK)" -k "$(AARCH64_NAMES)" $(AARCH64_TESTS)
 
 aarch64-tools:
