@@ -6,6 +6,7 @@
 #   AARCH64_CXX, QEMU     other programs than those of Debian's packages
 #   AARCH64_NAMES="native and not emulated"     also what takes longest there
 #   AARCH64_MARK=exhaustive     the rest of the grids
+#   AARCH64_LOGITS=tests/logits/test_logits_kl_entropy.py     entropies beside the KL, minutes long there
 
 AARCH64 := $(CURDIR)/build/aarch64
 AARCH64_CXX ?= aarch64-linux-gnu-g++
