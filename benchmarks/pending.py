@@ -19,7 +19,7 @@ BUDGET = str(gpu_check.BENCH_BUDGET)
 
 
 def suite_and_cases(options: list[str]) -> tuple[Suite, list[Case]]:
-    """What `klfast bench` with these options measures on a GPU."""
+    """The cases that `klfast bench` with these options measures on a GPU."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = parser.parse_args(options)

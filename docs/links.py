@@ -1,6 +1,6 @@
-"""Whether every link inside the built site resolves: pages, anchors, pictures, scripts, the search.
+"""Links inside the built site must resolve: pages, anchors, pictures, scripts, the search.
 
-``python docs/links.py build/site`` prints what does not, and ends with 1 if there is something; it
+``python docs/links.py build/site`` prints those that do not, and ends with 1 if there are any; it
 is the end of `make docs`. Links to other sites are not followed.
 """
 
@@ -87,7 +87,7 @@ class Site:
         return path.relative_to(self.folder).as_posix()
 
     def _fault(self, source: Path, link: str) -> str | None:
-        """What is wrong with a link; None if it resolves or leads to another site."""
+        """The fault of a link; None if it resolves or leads to another site."""
         parts = urlsplit(link)
         if parts.scheme in ELSEWHERE or (parts.netloc and not parts.scheme):
             return None

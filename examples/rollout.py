@@ -1,4 +1,6 @@
-"""What presets make of a ratio, and what that costs with growing drift: draws docs/rollout.png.
+"""Presets of rollout_correction: the weights they make, and their errors as the drift grows.
+
+The picture is docs/rollout.png.
 
 ``python examples/rollout.py``
 

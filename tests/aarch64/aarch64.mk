@@ -13,8 +13,8 @@ AARCH64_CXX ?= aarch64-linux-gnu-g++
 QEMU ?= qemu-aarch64
 AARCH64_NAMES ?= native and not emulated and not vocabular and not first_look and not gradcheck
 AARCH64_MARK ?= not exhaustive
-AARCH64_PYTHON := QEMU_CPU=neoverse-n1 QEMU_LD_PREFIX=$(AARCH64)/root PYTHONSAFEPATH=1 \
-  PYTHONPATH=$(AARCH64)/installed:$(AARCH64)/site-packages $(QEMU) $(AARCH64)/root/usr/bin/python3
+AARCH64_PYTHON := QEMU_CPU=neoverse-n1 QEMU_LD_PREFIX=$(AARCH64)/debian PYTHONSAFEPATH=1 \
+  PYTHONPATH=$(AARCH64)/installed:$(AARCH64)/site-packages $(QEMU) $(AARCH64)/debian/usr/bin/python3
 # In folders of its own: it installs nothing on this machine.
 AARCH64_APT := apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o APT::Sandbox::User=root \
   -o Dir::State=$(AARCH64)/apt/state -o Dir::State::status=/dev/null -o Dir::Cache=$(AARCH64)/apt/cache
@@ -43,7 +43,7 @@ aarch64-tools:
 	done
 
 # Python and all that it links to, in a folder.
-$(AARCH64)/root/done: | aarch64-tools
+$(AARCH64)/debian/done: | aarch64-tools
 	rm -rf $(@D) $(AARCH64)/apt
 	mkdir -p $(@D) $(AARCH64)/apt/state/lists/partial $(AARCH64)/apt/cache/archives/partial
 	$(AARCH64_APT) update
@@ -52,7 +52,7 @@ $(AARCH64)/root/done: | aarch64-tools
 	rm -rf $(AARCH64)/apt
 	touch $@
 
-$(AARCH64)/site-packages/done: tests/aarch64/requirements.txt $(AARCH64)/root/done $(VENV)/installed
+$(AARCH64)/site-packages/done: tests/aarch64/requirements.txt $(AARCH64)/debian/done $(VENV)/installed
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(@D) \
 	  --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform any --only-binary :all: \
@@ -62,6 +62,6 @@ $(AARCH64)/site-packages/done: tests/aarch64/requirements.txt $(AARCH64)/root/do
 # The header of Debian's configuration of Python lies among those of libc, of which the compiler has its own.
 $(AARCH64)/built: $(AARCH64)/site-packages/done $(BUILD_INPUTS) $(shell find klfast -name '*.py') | aarch64-tools
 	rm -rf $(AARCH64)/installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" CXX="$(AARCH64_CXX) -idirafter $(AARCH64)/root/usr/include" \
+	PATH="$(CURDIR)/$(BIN):$$PATH" CXX="$(AARCH64_CXX) -idirafter $(AARCH64)/debian/usr/include" \
 	  $(AARCH64_PYTHON) setup.py --quiet build --build-base $(AARCH64)/build --build-lib $(AARCH64)/installed
 	touch $@

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
 
-// Whether every |x| of a group is `range` at most; false if one is NaN, and for a negative range.
+// True if every |x| of a group is `range` at most: never with a NaN, nor for a negative range.
 // Magnitudes are compared as integers, which puts NaN last: two instructions a vector, where GCC
 // makes three of the comparison of floats on x86 and eight on aarch64.
 template <typename Acc>
