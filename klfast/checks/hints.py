@@ -22,6 +22,7 @@ from klfast.callers import caller
 from klfast.checks.arguments import shape_text
 from klfast.checks.samples import are_of_taken_tokens, positive
 from klfast.checks.values import are_tracing, can_be_read
+from klfast.coefficient import Coefficient, value_of
 from klfast.reduction import TOKENWISE_REDUCTIONS
 
 FIRST = 16
@@ -43,7 +44,7 @@ def of_penalty(
     reduction: str,
     cu_seqlens: Tensor | None,
     old_logprobs: Tensor | None,
-    coef: object,
+    coef: Coefficient,
 ) -> None:
     """All hints of a call of ``kl_penalty``, like those below after its arguments were checked."""
     if torch.compiler.is_compiling():
@@ -54,7 +55,7 @@ def of_penalty(
         and old_logprobs is None
         and logprobs.requires_grad
         and torch.is_grad_enabled()
-        and not (isinstance(coef, (int, float)) and coef == 0)  # where the KL is only measured
+        and not _is_zero(coef)  # where the KL is only measured
     ):
         _of_vanishing_gradient("kl_penalty")
     if cu_seqlens is None and logprobs.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
@@ -117,6 +118,14 @@ def of_divergence(
         _of_logits("kl_divergence", mask, logits=logits, ref_logits=ref_logits)
 
 
+def _is_zero(coef: Coefficient) -> bool:
+    """Whether a coefficient is known to be 0; a tensor's is where it can be read."""
+    now = value_of(coef)
+    if isinstance(now, Tensor) and not can_be_read(now):
+        return False
+    return bool(now == 0)
+
+
 def _of_vanishing_gradient(function: str) -> None:
     _give(
         function,
@@ -161,8 +170,8 @@ def _of_logits(function: str, mask: Tensor | None, **logits: Tensor) -> None:
                 "log-probs as logits",
                 f"{name} of shape {shape_text(tensor)} must hold the logits of a vocabulary in "
                 "each row, got what looks like log-probs of taken tokens, [B, T]: no number is "
-                "above 0, and the probabilities of a row do not sum to 1; klfast.kl_penalty "
-                "takes log-probs",
+                "above 0, they are in no order, and the probabilities of a row do not sum to 1; "
+                "klfast.kl_penalty takes log-probs",
             )
 
 

@@ -17,6 +17,9 @@ TOLERANCE = 1e-3
 _ROWS = 8
 _RUN = 16
 _ROWS_OF_LOGITS = 8
+_SMALL = 32
+"""The most words of a vocabulary whose logits may be anything, such as those of a few classes."""
+_ORDERED = 0.8
 
 
 def positive(logprobs: Tensor, mask: Tensor | None) -> float | None:
@@ -38,14 +41,18 @@ def positive(logprobs: Tensor, mask: Tensor | None) -> float | None:
 def are_of_taken_tokens(logits: Tensor, mask: Tensor | None) -> bool:
     """Whether [N, V] are rather log-probs of taken tokens, [B, T].
 
-    Most rows of these have no number above 0, and probabilities that do not sum to 1. Log-probs of
-    a vocabulary sum to 1, and a part of them to less; other logits have numbers above 0, or are all
-    far below it, or have one 0, where their maximum was subtracted.
+    Most rows of these have over 32 numbers in no order, none of which is above 0, and probabilities
+    that do not sum to 1. Log-probs of a vocabulary sum to 1, and a part of them to less; a
+    teacher's top ones come in order of size, perhaps after the token that was taken. Other logits
+    have numbers above 0, or are all far below it, or have one 0, where their maximum was
+    subtracted; of a few classes they are often all a little below it.
 
     Args:
         logits: [N, V], V > 1, not empty.
         mask: [N]; 0 where a row does not exist. None keeps all.
     """
+    if logits.shape[1] <= _SMALL:
+        return False
     step = -(-logits.shape[0] // _ROWS_OF_LOGITS)
     rows = logits.detach()[::step]
     sample = rows[:, : SAMPLE // _ROWS_OF_LOGITS]
@@ -69,8 +76,15 @@ def _are_no_vocabulary(rows: Tensor, *, is_part: bool) -> bool:
     if not is_part:
         is_off |= (total > 1e-3) & (total < 0.9)
     zeros = (rows == 0).sum(-1)
-    is_off &= (zeros != 1) & (zeros != rows.shape[1])
+    is_off &= (zeros != 1) & (zeros != rows.shape[1]) & ~_are_in_order(rows)
     return bool(2 * is_off.sum() > rows.shape[0])
+
+
+def _are_in_order(rows: Tensor) -> Tensor:
+    """[N]: whether nine of ten neighbours that differ do so in one direction; equal numbers too."""
+    before, after = rows[:, :-1], rows[:, 1:]
+    rises, falls = (after > before).sum(-1), (after < before).sum(-1)
+    return (rises - falls).abs() >= _ORDERED * (rises + falls)
 
 
 def _spread(tensor: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """Logits over vocabularies of any size, in every dtype and direction, with gradients."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
 from controls import DIRECTIONS, FLOATS, divergence, single, tokens
 
 import klfast
+from klfast.checks import hints
 
 CATEGORY = "sizes of the vocabulary"
 SMALL = [*range(1, 34), 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511, 512, 513]
@@ -87,3 +89,45 @@ def test_equal_logits_diverge_by_nothing(hunt):
         z, _ = models(2, v, dtype, 1.0)
         found = klfast.kl_divergence(z, z.clone(), direction=direction)
         hunt.check(not found.any(), v, dtype, direction, got=found)
+
+
+def are_hinted_at(logits, monkeypatch):
+    """Whether a process that has seen nothing else is told that these are log-probs of tokens."""
+    monkeypatch.setattr(hints, "_given", set())
+    monkeypatch.setattr(hints, "_calls", {name: itertools.count() for name in hints._calls})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        klfast.kl_divergence(logits, logits)
+    return any("log-probs of taken tokens" in str(warning.message) for warning in caught)
+
+
+OF_MODELS = {
+    "logits": lambda z: z,
+    "log-probs": lambda z: z.log_softmax(-1),
+    "the greatest is 0": lambda z: z - z.amax(-1, keepdim=True),
+    "far below 0": lambda z: z - 100,
+    "top words": lambda z: z.log_softmax(-1).topk(-(-z.shape[-1] // 2)).values,
+    "top words, least first": lambda z: z.log_softmax(-1).topk(-(-z.shape[-1] // 2)).values.flip(1),
+    "top words, renormalised": lambda z: z.topk(-(-z.shape[-1] // 2)).values.log_softmax(-1),
+}
+
+
+def test_what_models_give_is_not_taken_for_logprobs_of_tokens(hunt, monkeypatch):
+    cases = itertools.product([*SMALL, *LARGE], OF_MODELS, (torch.float32, torch.bfloat16), (1, 9))
+    for v, kind, dtype, rows in hunt.some(cases, 10):
+        logits = OF_MODELS[kind](3 * torch.randn(rows, v)).to(dtype)
+        hunt.check(not are_hinted_at(logits, monkeypatch), v, kind, dtype, rows)
+
+
+def test_logits_of_a_few_classes_may_lie_anywhere(hunt, monkeypatch):
+    cases = itertools.product(range(1, 33), (-20, -8, -5, -3, -1, 0), (0.1, 1.0), (1, 9))
+    for v, middle, spread, rows in hunt.some(cases, 10):
+        logits = middle + spread * torch.randn(rows, v)
+        hunt.check(not are_hinted_at(logits, monkeypatch), v, middle, spread, rows)
+
+
+def test_logprobs_of_tokens_are_found_among_them(hunt, monkeypatch):
+    cases = itertools.product((33, 64, 100, 128, 129, 1000, 4096), (0.1, 0.5, 1.0), (1, 4, 64))
+    for width, mean, sequences in hunt.some(cases, 10):
+        taken = -mean * torch.empty(sequences, width).exponential_()
+        hunt.check(are_hinted_at(taken, monkeypatch), width, mean, sequences)

@@ -213,8 +213,8 @@ def test_a_late_mistake_is_found():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_logprobs_in_place_of_logits_are_named_once(backend, name, dtype):
-    call, taken = OF_LOGITS[name], logprobs(4, 16, dtype=dtype)
-    with pytest.warns(UserWarning, match=f"klfast.{name}: logits of shape .4, 16. must") as caught:
+    call, taken = OF_LOGITS[name], logprobs(4, 48, dtype=dtype)
+    with pytest.warns(UserWarning, match=f"klfast.{name}: logits of shape .4, 48. must") as caught:
         call(taken, backend=backend)
     assert len(caught) == 1
     call(taken, backend=backend)
@@ -223,26 +223,26 @@ def test_logprobs_in_place_of_logits_are_named_once(backend, name, dtype):
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_logprobs_of_random_tokens_are_found_too(name):
     """Their probabilities sum to less than 1."""
-    whole = torch.randn(4, 16, 50).log_softmax(-1)
-    taken = whole.gather(-1, torch.randint(50, (4, 16, 1)))[..., 0]
+    whole = torch.randn(4, 48, 200).log_softmax(-1)
+    taken = whole.gather(-1, torch.randint(200, (4, 48, 1)))[..., 0]
     assert taken.exp().sum(-1).max() < 1
     assert len(messages(OF_LOGITS[name], taken)) == 1
 
 
 def test_padding_of_zeros_does_not_hide_them():
-    taken = logprobs(4, 16) * (torch.arange(16) < torch.tensor([[16], [9], [5], [12]]))
+    taken = logprobs(4, 48) * (torch.arange(48) < torch.tensor([[48], [27], [15], [36]]))
     assert len(messages(divergence, taken)) == 1
 
 
 def test_rows_under_the_mask_do_not_count():
-    taken = logprobs(4, 16)
+    taken = logprobs(4, 48)
     taken[1:3] = torch.nan
     assert len(messages(divergence, taken, torch.tensor([1, 0, 0, 1]))) == 1
 
 
 def test_the_reference_s_logits_are_looked_at():
     with pytest.warns(UserWarning, match="ref_logits of shape"):
-        klfast.kl_divergence(torch.randn(4, 16), logprobs(4, 16))
+        klfast.kl_divergence(torch.randn(4, 48), logprobs(4, 48))
 
 
 LOGITS = {
@@ -264,16 +264,66 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("words", [1, 2, 7, 1000])
+@pytest.mark.parametrize("words", [1, 2, 7, 48, 1000])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_logits_are_not_taken_for_logprobs(kind, words):
     for call in OF_LOGITS.values():
         call(LOGITS[kind](words))
 
 
+FEW_CLASSES = {
+    "two": torch.tensor([[-1.0, -2.0], [-0.3, -4.0]]),
+    "a-little-below-0": torch.randn(16, 10) - 5,
+    "one-row": -torch.rand(1, 32) - 0.1,
+    "a-column-each": torch.full((64, 2), -1.0),
+}
+
+
+@pytest.mark.parametrize("name", FEW_CLASSES)
+def test_logits_of_a_few_classes_may_all_be_negative(name):
+    for call in OF_LOGITS.values():
+        call(FEW_CLASSES[name])
+
+
+def test_the_smallest_vocabulary_that_is_looked_at():
+    assert messages(divergence, logprobs(8, 32)) == []
+    assert len(messages(divergence, logprobs(8, 33))) == 1
+
+
+def taken_first(top):
+    """The log-prob of a token of chance before the others, as inference engines give them."""
+    return torch.cat([top[:, 7:8], top], 1)
+
+
+TOP = {
+    "falling": lambda top: top,
+    "rising": lambda top: top.flip(1),
+    "bf16": lambda top: top.bfloat16(),
+    "taken-first": taken_first,
+}
+
+
+@pytest.mark.parametrize("kept", [20, 33, 64, 128, 500])
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.parametrize("order", TOP)
+def test_a_teacher_s_top_words_are_not_taken_for_tokens(order, spread, kept):
+    """Their probabilities sum to less than 1, and they are renormalised on purpose."""
+    whole = (torch.randn(64, 10_000) * spread).log_softmax(-1)
+    top = TOP[order](whole.topk(kept, -1).values)
+    for call in OF_LOGITS.values():
+        call(top)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 129, 1000, 5000])
+@pytest.mark.parametrize("sequences", [1, 2, 7, 64])
+def test_logprobs_of_tokens_are_in_no_order(sequences, tokens):
+    likely = -torch.empty(sequences, tokens).exponential_(2)
+    assert len(messages(divergence, likely)) == 1
+
+
 def test_padded_logits_have_three_dimensions():
     for call in OF_LOGITS.values():
-        call(logprobs(2, 4, 16))
+        call(logprobs(2, 4, 48))
 
 
 # k1 in a loss
@@ -301,11 +351,28 @@ def test_k1_in_a_loss_is_named_once(backend):
         {"old_logprobs": -torch.ones(2, 3)},
         {"differentiable": False},
         {"coef": 0.0, "return_stats": True},
+        {"coef": torch.tensor(0.0)},
+        {"coef": klfast.FixedKLController(0.0)},
+        {"coef": klfast.FixedKLController(0.0, device="cpu")},
     ],
-    ids=["k1+", "k2", "k3", "no-gradient", "weights", "constant", "measured"],
+    ids=[
+        *("k1+", "k2", "k3", "no-gradient", "weights", "constant", "measured"),
+        *("measured-tensor", "measured-controller", "measured-device"),
+    ],
 )
 def test_no_hint_of_k1_where_there_is_no_such_loss(backend, options):
     loss(**options, backend=backend)
+
+
+def test_a_coefficient_that_cannot_be_read_is_not():
+    """A device's tensor: reading it would wait."""
+    assert not hints._is_zero(torch.zeros((), device="meta"))
+    with FakeTensorMode():
+        assert not hints._is_zero(torch.zeros(()))
+    assert hints._is_zero(torch.zeros(()))
+    assert not hints._is_zero(torch.tensor(0.1))
+    with pytest.warns(UserWarning, match="the gradient of estimator 'k1'"):
+        loss(coef=torch.tensor(0.1))
 
 
 def test_no_hint_of_k1_without_autograd():
@@ -379,8 +446,8 @@ LINES = {
         torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), kl_coef=1.0
     ),
     "rollout_correction": lambda: klfast.rollout_correction(torch.ones(2, 3), torch.ones(2, 3)),
-    "token_logprobs": lambda: klfast.token_logprobs(logprobs(4, 9), torch.zeros(4).long()),
-    "kl_divergence": lambda: klfast.kl_divergence(logprobs(4, 9), logprobs(4, 9)),
+    "token_logprobs": lambda: klfast.token_logprobs(logprobs(4, 48), torch.zeros(4).long()),
+    "kl_divergence": lambda: klfast.kl_divergence(logprobs(4, 48), logprobs(4, 48)),
     "k1": lambda: klfast.kl_penalty(
         logprobs(2, 3).requires_grad_(), logprobs(2, 3), estimator="k1"
     ),
