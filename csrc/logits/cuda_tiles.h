@@ -113,10 +113,17 @@ struct TiledRow {
 #pragma unroll
       for (int k = 0; k < n; ++k) {
         const int at = k * kStepWords<T>;
-        if (stride == 1 && at + kChunk<T> <= rest) continue;
+        if (stride == 1 && is_shifted(at, rest)) continue;
         load_words(from, rest - at, place + at, chunks[k]);
       }
     }
+  }
+
+  // Whether the chunk at `at` is loaded as two vectors. The second one holds a word of the row: of
+  // the chunk, or the word after it where the chunk is an aligned vector. The last chunk of an
+  // aligned row would have none.
+  __device__ __forceinline__ static bool is_shifted(int at, int rest) {
+    return at + kChunk<T> < rest;
   }
 
   template <int n>
@@ -126,7 +133,7 @@ struct TiledRow {
     const char* const own = from + place * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int k = 0; k < n; ++k) {
-      if (k * kStepWords<T> + kChunk<T> > rest) continue;
+      if (!is_shifted(k * kStepWords<T>, rest)) continue;
       loaded[k].template load<Memory::kReadOnly>(
           reinterpret_cast<const uint32_t*>(own + k * kStepBytes));
     }
@@ -134,7 +141,7 @@ struct TiledRow {
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       const Raw cut = loaded[k].cut(shift);
-      if (k * kStepWords<T> + kChunk<T> <= rest) chunks[k] = cut;
+      if (is_shifted(k * kStepWords<T>, rest)) chunks[k] = cut;
     }
   }
 

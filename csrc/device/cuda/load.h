@@ -126,7 +126,8 @@ __device__ __forceinline__ Chunk<uint32_t, n> cut(const Chunk<uint32_t, n + kUni
 
 // A chunk that starts inside a vector: that vector and the next are loaded, and the chunk is cut
 // out of them. Every vector loaded holds a byte of the chunk, so none lies outside of its
-// allocation, which consists of whole vectors.
+// allocation, which consists of whole vectors. Of an aligned chunk the last one holds none: who
+// loads one so must know that the memory goes on.
 template <typename T, int W>
 struct Shifted {
   using Vs = Vectors<T, W>;
