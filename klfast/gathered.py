@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from klfast.checks.arguments import check_choice
+from klfast.checks.arguments import check_choice, check_number
 from klfast.dtensors import gathered as whole
 from klfast.stats import KLStats
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class Gathered:
@@ -48,14 +49,17 @@ class Gathered:
             parts = [_moved(part, where) for part in parts]
         return _moved(KLStats.cat(parts), where)
 
-    def state(self) -> dict[str, Any] | None:
-        """What was gathered as plain JSON, None for nothing; waits for the device."""
+    def state(self) -> list[Any]:
+        """What was gathered as plain JSON; waits for the device.
+
+        A list without a dict or a tensor, as ``torch.distributed.checkpoint`` stores one under one
+        key, whatever it holds: the dtype, then the numbers of each field; empty for nothing.
+        """
         if self.newest is None:
-            return None
+            return []
         stats = self.merged(torch.device("cpu"))
         dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
-        rows = [[_to_json(number) for number in field.tolist()] for field in stats]
-        return {"dtype": dtype, "rows": rows}
+        return [dtype, *([_to_json(number) for number in field.tolist()] for field in stats)]
 
     @classmethod
     def of(cls, parts: list[KLStats]) -> Gathered:
@@ -72,21 +76,20 @@ class Gathered:
         Raises:
             TypeError, ValueError: it is something else.
         """
-        if state is None:
+        if not isinstance(state, list):
+            raise TypeError(f"{argument} must be a list, got {type(state).__name__}")
+        if not state:
             return cls()
-        if not isinstance(state, dict):
-            raise TypeError(f"{argument} must be a dict or None, got {type(state).__name__}")
-        if state.keys() != {"dtype", "rows"}:
-            raise ValueError(f"{argument} must have keys ['dtype', 'rows'], got {[*state]}")
-        check_choice(f"{argument}['dtype']", state["dtype"], _DTYPES)
-        try:
-            rows = [[float(number) for number in row] for row in state["rows"]]
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{argument}['rows'] must hold rows of numbers") from error
-        fields = len(KLStats._fields)
-        if len(rows) != fields or any(len(row) != len(rows[0]) for row in rows):
-            raise ValueError(f"{argument}['rows'] must be {fields} rows of one length")
-        return cls.of([KLStats(*torch.tensor(rows, dtype=_DTYPES[state["dtype"]]).unbind(0))])
+        dtype, *fields = state
+        check_choice(f"{argument}[0]", dtype, _DTYPES)
+        rows = [_of_json(f"{argument}[{at}]", field) for at, field in enumerate(fields, 1)]
+        lengths = [len(row) for row in rows]
+        if len(rows) != len(KLStats._fields) or len({*lengths}) > 1:
+            raise ValueError(
+                f"{argument} must hold a dtype and {len(KLStats._fields)} lists of one length, got "
+                f"lists of {lengths}"
+            )
+        return cls.of([KLStats(*torch.tensor(rows, dtype=_DTYPES[dtype]).unbind(0))])
 
 
 def _moved(stats: KLStats, device: torch.device) -> KLStats:
@@ -96,5 +99,17 @@ def _moved(stats: KLStats, device: torch.device) -> KLStats:
 
 
 def _to_json(number: float) -> float | str:
-    """A number as JSON holds it, which has neither NaN nor infinity; ``float`` reads both."""
+    """A number as JSON holds it, which has neither NaN nor infinity."""
     return number if math.isfinite(number) else str(number)
+
+
+def _of_json(argument: str, field: object) -> list[float]:
+    """What a list of ``_to_json`` stands for."""
+    if not isinstance(field, list):
+        raise TypeError(f"{argument} must be a list of numbers, got {type(field).__name__}")
+    return [
+        float(number)
+        if isinstance(number, str) and number in _NOT_FINITE
+        else check_number(argument, number)
+        for number in field
+    ]

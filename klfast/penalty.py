@@ -191,7 +191,9 @@ class KLPenalty:
         """Return the controller's state, and what was gathered since the last step.
 
         Plain JSON, without settings. What was gathered is this rank's own; after ``step`` there is
-        none, and the states of all ranks are the same. This waits for the device.
+        none, and the states of all ranks are the same. ``torch.distributed.checkpoint`` keeps one
+        rank's state of all that have one name: between steps, every rank needs a name of its own.
+        This waits for the device.
         """
         frame = {"kind": "penalty", "version": STATE_VERSION}
         controller, gathered = self.controller.state_dict(), self._gathered.state()

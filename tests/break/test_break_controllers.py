@@ -12,6 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 import klfast
 from klfast import AdaptiveKLController, ExponentialKLController, FixedKLController
@@ -162,6 +163,38 @@ def test_copies_and_states_go_on_bit_for_bit(hunt):
             expected = copy.deepcopy(controller).update(current, n_steps)
             hunt.equal(other.update(current, n_steps), expected, kind, way, step)
             hunt.equal(controller.value, before, kind, way, step, "is another")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_states_of_any_age_go_through_a_distributed_checkpoint(hunt, tmp_path):
+    """Whatever was saved loads into an object that has seen more, less or nothing."""
+    kinds, ages = {**controllers(), **penalties()}, (0, 1, 4, 30)
+    for (kind, make), saved, before in hunt.some(itertools.product(kinds.items(), ages, ages)):
+        source, target = aged(make(), saved), aged(make(), before)
+        folder, state = tmp_path / f"{kind} {saved} {before}", {"thing": target.state_dict()}
+        checkpoint.save({"thing": source.state_dict()}, checkpoint_id=folder)
+        checkpoint.load(state, checkpoint_id=folder)
+        target.load_state_dict(state["thing"])
+        hunt.equal(target.state_dict(), source.state_dict(), kind, saved, before)
+
+
+def penalties():
+    return {
+        f"penalty, {kind}": lambda make=make: klfast.KLPenalty("k2", controller=make())
+        for kind, make in controllers().items()
+    }
+
+
+def aged(thing, times):
+    """After so many updates; or calls, of which every fourth ends a batch."""
+    for number in range(1, times + 1):
+        if not isinstance(thing, klfast.KLPenalty):
+            thing.update(5.0 + number, 8)
+            continue
+        thing(torch.full((number % 3, 2), -1.0), torch.rand(number % 3, 2))
+        if number % 4 == 0:
+            thing.step()
+    return thing
 
 
 def load(controller, state):

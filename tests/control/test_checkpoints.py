@@ -51,6 +51,16 @@ def feed(thing, seed=0, steps=7):
     return results
 
 
+class OnRanks:
+    """A function of the rank and of arguments, as one of the rank that goes to another process."""
+
+    def __init__(self, work, *arguments):
+        self.work, self.arguments = work, arguments
+
+    def __call__(self, rank):
+        return self.work(rank, *self.arguments)
+
+
 every_kind = pytest.mark.parametrize("kind", MAKERS)
 
 
@@ -107,6 +117,68 @@ def test_groups_go_through_a_distributed_checkpoint(tmp_path):
     checkpoint.save({"thing": grouped}, checkpoint_id=tmp_path)
     checkpoint.load({"thing": resumed}, checkpoint_id=tmp_path)
     assert resumed.state_dict() == grouped.state_dict() != fresh().state_dict()
+
+
+GATHERED = {
+    "nothing": (),
+    "no sequence": (0,),
+    "one": (1,),
+    "many": (3, 0, 40),
+    "a step": (2, None),
+}
+"""The sequences of each call of a penalty; None for a step."""
+
+
+def penalty_after(calls, dtype=torch.float32):
+    """A penalty; of many sequences, one has infinite sums and one NaN."""
+    penalty = klfast.KLPenalty("k2", controller=klfast.NuPIKLController(0.1, 1.0))
+    generator = torch.Generator().manual_seed(3)
+    for sequences in calls:
+        if sequences is None:
+            penalty.step()
+            continue
+        logprobs = -torch.rand(sequences, 3, generator=generator, dtype=dtype)
+        logprobs[3:4], logprobs[4:5] = -math.inf, math.nan
+        penalty(logprobs, torch.full_like(logprobs, -0.5))
+    return penalty
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("before", GATHERED)
+@pytest.mark.parametrize("saved", GATHERED)
+@pytest.mark.filterwarnings("ignore:NuPIKLController skipped a KL of:RuntimeWarning")
+def test_a_penalty_goes_through_a_distributed_checkpoint_into_any_other(
+    saved, before, dtype, tmp_path
+):
+    penalty = penalty_after(GATHERED[saved], dtype)
+    resumed = penalty_after(GATHERED[before])
+    state = {"penalty": resumed.state_dict()}
+    checkpoint.save({"penalty": penalty.state_dict()}, checkpoint_id=tmp_path)
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    resumed.load_state_dict(state["penalty"])
+    expected = penalty.state_dict()
+    assert resumed.state_dict() == expected
+    assert json.loads(json.dumps(state["penalty"], allow_nan=False)) == expected
+    for one in (penalty, resumed):
+        one(torch.tensor([[-1.0, -2.0]], dtype=dtype), torch.zeros(1, 2, dtype=dtype))
+    assert resumed.step() == penalty.step()
+
+
+def penalties_of_ranks(rank, folder):
+    """Each rank saves what it has gathered under a name of its own, and resumes with that."""
+    penalty, resumed = penalty_after((3, 1 + rank)), penalty_after(())
+    name = f"penalty of rank {rank}"
+    checkpoint.save({name: penalty.state_dict()}, checkpoint_id=folder)
+    state = {name: resumed.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder)
+    return penalty.state_dict(), state[name]
+
+
+def test_ranks_resume_amid_a_batch_under_names_of_their_own(tmp_path):
+    results = results_of_ranks(OnRanks(penalties_of_ranks, tmp_path / "saved"), tmp_path)
+    for saved, loaded in results:
+        assert loaded == saved
+    assert results[0] != results[1]
 
 
 @pytest.mark.parametrize(
@@ -257,16 +329,6 @@ def steer(rank, folder, load, save):
     return begun, ended
 
 
-class Steer:
-    """``steer`` as a function of the rank that goes to another process."""
-
-    def __init__(self, *arguments):
-        self.arguments = arguments
-
-    def __call__(self, rank):
-        return steer(rank, *self.arguments)
-
-
 @pytest.mark.long
 @pytest.mark.exhaustive
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
@@ -275,7 +337,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     for size, load, save in ((2, None, "first"), (4, "first", "second"), (1, "second", "third")):
         folder = tmp_path / str(size)
         folder.mkdir()
-        results = results_of_ranks(Steer(tmp_path, load, save), folder, size)
+        results = results_of_ranks(OnRanks(steer, tmp_path, load, save), folder, size)
         assert all(result == results[0] for result in results)
         begun, ended = results[0]
         assert before is None or begun == before
