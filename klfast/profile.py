@@ -52,6 +52,9 @@ class LogRatioProfile(NamedTuple):
         return {prefix + name: value for name, value in scalars.items()}
 
 
+torch.serialization.add_safe_globals([LogRatioProfile])
+
+
 @torch.no_grad()
 def log_ratio_profile(
     logprobs: Tensor,

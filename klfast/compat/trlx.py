@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty
@@ -47,6 +48,9 @@ class MeanKL(NamedTuple):
     mean_kl_per_token: Tensor
     mean_kl: Tensor
     stats: KLStats
+
+
+torch.serialization.add_safe_globals([MeanKL])
 
 
 def _slots(attention_mask: Tensor, logprobs: Tensor) -> Tensor:

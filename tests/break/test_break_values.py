@@ -113,6 +113,30 @@ def test_statistics_survive_copies(hunt):
                     hunt.bits(value, stats.as_dict()[key], shape, dtype, way, key)
 
 
+def test_other_results_survive_copies(hunt):
+    rule = klfast.Rejection("k1", "seq-mean", high=1.0)
+    for shape, dtype in itertools.product(
+        ((1, 1), (3, 5), (0, 4), (7,)), (torch.float32, torch.float64, torch.bfloat16)
+    ):
+        a = -torch.rand(shape).to(dtype)
+        corrected = klfast.rollout_correction(a, a - 1, reject=rule)
+        for result in (corrected, corrected.stats, klfast.log_ratio_profile(a, a - 1)):
+            file = io.BytesIO()
+            torch.save(result, file)
+            file.seek(0)
+            copies = (
+                copy.copy(result),
+                copy.deepcopy(result),
+                pickle.loads(pickle.dumps(result)),
+                torch.load(file, weights_only=True),
+            )
+            for way, other in enumerate(copies):
+                hunt.equal(type(other), type(result), shape, dtype, way)
+                leaves = map(torch.utils._pytree.tree_leaves, (other, result))
+                for one, again in zip(*leaves, strict=True):
+                    hunt.bits(torch.as_tensor(one), torch.as_tensor(again), shape, dtype, way)
+
+
 def test_statistics_are_sums_of_formulas(hunt):
     for dtype in (torch.float32, torch.float64, torch.float16):
         for _ in range(40 if hunt.whole else 8):

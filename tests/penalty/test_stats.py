@@ -4,9 +4,11 @@ import oracle
 import pytest
 import torch
 from agreement import random_inputs
+from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Estimator, KLStats
+from klfast.compat import trlx
 from klfast.estimator import ESTIMATORS
 
 OPTIONS = {
@@ -128,12 +130,43 @@ def example():
     return KLStats(**{name: torch.tensor(values) for name, values in fields.items()})
 
 
-def test_stats_are_saved_and_loaded_as_weights_alone(tmp_path):
-    torch.save({"stats": example()}, tmp_path / "stats.pt")
-    loaded = torch.load(tmp_path / "stats.pt", weights_only=True)["stats"]
-    assert type(loaded) is KLStats
-    for found, expected in zip(loaded, example(), strict=True):
-        assert torch.equal(found, expected)
+def results():
+    """One of each named tuple that klfast returns with tensors in it."""
+    logprobs = -torch.rand(2, 5) - 0.1
+    other = logprobs + 0.2
+    rule = klfast.Rejection("k1", "seq-mean", high=1.0)
+    corrected = klfast.rollout_correction(logprobs, other, reject=rule)
+    return {
+        "KLStats": example(),
+        "RolloutCorrection": corrected,
+        "RolloutStats": corrected.stats,
+        "RuleStats": corrected.stats.rules[0],
+        "LogRatioProfile": klfast.log_ratio_profile(logprobs, other),
+        "MeanKL": trlx.mean_kl(logprobs, other, torch.ones(2, 5)),
+    }
+
+
+@pytest.mark.parametrize("name", results())
+def test_results_are_saved_and_loaded_as_weights_alone(tmp_path, name):
+    result = results()[name]
+    torch.save({"result": result}, tmp_path / "result.pt")
+    loaded = torch.load(tmp_path / "result.pt", weights_only=True)["result"]
+    assert type(loaded) is type(result)
+    for found, expected in zip(tree_leaves(loaded), tree_leaves(result), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+
+
+def test_every_named_tuple_of_tensors_is_among_them():
+    """Those of text, which a patch returns, are left out; a ``RuleStats`` has no public name."""
+    frameworks = (getattr(klfast.compat, name) for name in klfast.compat.FRAMEWORKS)
+    public = {
+        value
+        for module in (klfast, klfast.compat, *frameworks)
+        for value in map(vars(module).get, module.__all__)
+        if isinstance(value, type) and issubclass(value, tuple)
+    }
+    of_text = {klfast.compat.Replaced, klfast.compat.Left}
+    assert {kind.__name__ for kind in public - of_text} == results().keys() - {"RuleStats"}
 
 
 def test_token_mean_is_per_kept_token():
