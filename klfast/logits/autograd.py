@@ -267,7 +267,11 @@ def _recompute(
 
 
 class _OneReadKL(torch.autograd.Function):
-    """A scalar of the divergences, with the gradient from the same read."""
+    """A scalar of the divergences, with the gradient from the same read.
+
+    A later backward reads the logits again. Inference tensors are never read again: as long as
+    the graph is retained, the unit gradients are.
+    """
 
     @staticmethod
     def forward(
@@ -275,7 +279,10 @@ class _OneReadKL(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         call, ctx.options, ctx.ops = plan
         ctx.row_weights = _row_weights(call, ctx.ops)
-        rows, saved, grads = _read(ctx, first, second, call.keep)
+        needs = ctx.needs_input_grad[:2]
+        rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
+            first, second, None, call.keep, *ctx.options, ctx.row_weights, *needs
+        )
         reduced = call.reduce(rows)
         result, _, statistics, _, _ = ctx.ops.kl_penalty_fwd(
             *reduced.tensors(),
@@ -286,9 +293,11 @@ class _OneReadKL(torch.autograd.Function):
             False,
             reduced.return_stats,
         )
-        inputs = (first, second, None, call.keep, call.inverse_temperature, rows, saved)
-        ctx.has_inference = autograd.save(ctx, inputs, copy=False)
-        ctx.unit_grads = grads
+        # Autograd sees no change of an inference tensor; a copy would be of the logits' size.
+        models = [None if logits.is_inference() else logits for logits in (first, second)]
+        ctx.is_read_once = any(logits is None for logits in models)
+        autograd.save(ctx, (*models, None, call.keep, call.inverse_temperature, rows, saved))
+        ctx.unit_grads = autograd.wanted(grads, needs)
         if reduced.return_stats:
             ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -298,48 +307,12 @@ class _OneReadKL(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return None, None, None
-        grads = autograd.take_unit_gradients(ctx, grad_out)
+        grads = autograd.take_unit_gradients(ctx, grad_out, keep=ctx.is_read_once)
         saved = autograd.saved(ctx) if grads is None or torch.is_grad_enabled() else []
-        if grads is None and ctx.has_inference:
-            grads = _reread(ctx, saved, grad_out)
-        elif grads is None:
+        if grads is None:
             none = (None, None, None)
             grads = _recompute(ctx, saved, None, ctx.row_weights * grad_out, *none)
         return (*autograd.once(grads, *saved[:2], grad_out), None)
-
-
-def _read(
-    ctx: Any, first: Tensor, second: Tensor, keep: Tensor | None
-) -> tuple[Tensor, Tensor, autograd.Grads]:
-    """(rows, what a backward needs of them, unit gradients) of a one-read Function."""
-    needs = ctx.needs_input_grad[:2]
-    rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
-        first, second, None, keep, *ctx.options, ctx.row_weights, *needs
-    )
-    return rows, saved, autograd.wanted(grads, needs)
-
-
-def _reread(ctx: Any, saved: Sequence[Tensor | None], grad_out: Tensor) -> autograd.Grads:
-    """The gradients by the forward's read, once more, of inference tensors that may have changed.
-
-    A copy would be of the size of the logits. The kernels are deterministic: a row that changed
-    does not come out with the same bits.
-
-    Raises:
-        RuntimeError: they have changed.
-    """
-    first, second, _, keep, _, rows, _ = saved
-    assert first is not None
-    assert second is not None
-    assert rows is not None
-    with torch.no_grad():
-        rows_now, _, grads = _read(ctx, first, second, keep)
-        if not torch.equal(rows_now.view(torch.uint8), rows.view(torch.uint8)):
-            raise RuntimeError(
-                "logits must not change between forward and backward; one of them is an inference "
-                "tensor and has changed"
-            )
-    return autograd.scaled(grads, grad_out, ctx.ops)
 
 
 def _row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:

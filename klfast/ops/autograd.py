@@ -102,27 +102,24 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def save(ctx: Any, tensors: Sequence[Tensor | None], *, copy: bool = True) -> bool:
-    """Save for backward; whether there are inference tensors among them.
-
-    Autograd refuses those, as it does not see their changes: they are kept as copies, or as they
-    are (``copy=False``) by a Function that looks for changes itself.
+def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Save for backward. Inference tensors, which autograd refuses as it does not see their
+    changes, are kept as copies.
     """
     if not torch.compiler.is_compiling():  # which knows no inference tensors
         for tensor in tensors:
             if tensor is not None and tensor.is_inference():
-                _save_inference_tensors(ctx, tensors, copy)
-                return True
+                _save_inference_tensors(ctx, tensors)
+                return
     ctx.inference = None
     ctx.save_for_backward(*tensors)
-    return False
 
 
-def _save_inference_tensors(ctx: Any, tensors: Sequence[Tensor | None], copy: bool) -> None:
-    found = [t if t is not None and t.is_inference() else None for t in tensors]
-    ctx.inference = tuple(t.clone() if copy and t is not None else t for t in found)
-    kept = zip(tensors, found, strict=True)
-    ctx.save_for_backward(*(t if other is None else None for t, other in kept))
+def _save_inference_tensors(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    copies = [t.clone() if t is not None and t.is_inference() else None for t in tensors]
+    ctx.inference = copies
+    kept = zip(tensors, copies, strict=True)
+    ctx.save_for_backward(*(t if copy is None else None for t, copy in kept))
 
 
 def take_gradients_as_sent(ctx: Any) -> None:
@@ -151,8 +148,13 @@ def take(ctx: Any, name: str) -> Any:
     return vars(ctx).pop(name, None)
 
 
-def take_unit_gradients(ctx: Any, grad_out: Tensor) -> Grads | None:
-    """The unit gradients of a one-read Function times ``grad_out``, for its first backward."""
+def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Grads | None:
+    """The unit gradients of a one-read Function times ``grad_out``, for its first backward; with
+    ``keep`` for every backward of a graph that is retained, by copies.
+    """
+    if keep and torch._C._autograd._get_current_graph_task_keep_graph():
+        first, second = (None if grad is None else grad.clone() for grad in ctx.unit_grads)
+        return scaled((first, second), grad_out, ctx.ops)
     grads: Grads | None = take(ctx, "unit_grads")
     if grads is None:
         return None
