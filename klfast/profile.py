@@ -26,7 +26,7 @@ class LogRatioProfile(NamedTuple):
 
     Attributes:
         levels: the levels of the quantiles, numbers.
-        quantiles: [Q], of x, unweighted; NaN where nothing is kept.
+        quantiles: [Q], of x, unweighted; NaN where nothing is kept. Q may be 0.
         first: the first place in each bucket, numbers.
         tokens: [P], the sum of the mask in each bucket.
         k1: [P], mean of x in each bucket, weighted by the mask; 0 where it holds nothing.
@@ -73,12 +73,17 @@ def log_ratio_profile(
     are logged. A mean KL hides both a few wild tokens, which the outer quantiles show, and
     sequences that leave the reference only towards their ends.
 
+    ``torch.compile`` makes a graph for each power of two that T (or N) passes, as the result has a
+    bucket for each, and a second one for the first T that it sees, or where the last bucket has one
+    place. It makes 8 at most: raise ``torch._dynamo.config.recompile_limit``, or pad T.
+
     Args:
         logprobs: [B, T], or packed [N] with ``cu_seqlens``; as of :func:`klfast.kl_penalty`.
         ref_logprobs: the same under the reference.
         mask: 1 keeps a token; weights are those of the means, and 0 leaves out.
         cu_seqlens: [S+1], as of :func:`klfast.kl_penalty`.
-        quantiles: levels in [0, 1], interpolated linearly between neighbours.
+        quantiles: levels in [0, 1], interpolated linearly between neighbours. ``()`` for none:
+            x is then not sorted, which is most of the time.
         backend: as of :func:`klfast.kl_penalty`.
 
     Returns:
@@ -87,9 +92,7 @@ def log_ratio_profile(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; a level is not in [0, 1].
     """
-    levels = tuple(check_number("quantiles", q, least=0) for q in quantiles)
-    if any(q > 1 for q in levels):
-        raise ValueError(f"quantiles must be numbers in [0, 1], got {max(levels)!r}")
+    levels = _levels(quantiles)
     logprobs, ref_logprobs, mask = map(gathered, (logprobs, ref_logprobs, mask))
     k3 = kl_penalty(
         logprobs, ref_logprobs, mask, estimator="k3", cu_seqlens=cu_seqlens, backend=backend
@@ -111,23 +114,35 @@ def log_ratio_profile(
     )
 
 
+def _levels(quantiles: Sequence[float]) -> tuple[float, ...]:
+    try:
+        given = tuple(quantiles)
+    except TypeError:
+        kind = type(quantiles).__name__
+        raise TypeError(f"quantiles must be a sequence of numbers in [0, 1], got {kind}") from None
+    levels = tuple(check_number("quantiles", q, least=0) for q in given)
+    if any(q > 1 for q in levels):
+        raise ValueError(f"quantiles must be numbers in [0, 1], got {max(levels)!r}")
+    return levels
+
+
 def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
     """The first place of each bucket, and fp64 sums [P, columns] over its tokens, in fixed order.
 
     A bucket of padded sequences is a slice; packed ones are looked through for each bucket.
     """
-    buckets = list(_buckets(columns.shape[-1]))
+    first = tuple(_first_places(columns.shape[-1]))
+    ends = (*first[1:], None)[: len(first)]  # under torch.compile, T ends the last one
+    buckets = zip(first, ends, strict=True)
     if cu_seqlens is None:
         parts = (columns[..., low:high] for low, high in buckets)
     else:
         places = _places(columns.shape[-1], cu_seqlens)
-        parts = (
-            torch.where((places >= low) & (places < high), columns, 0.0) for low, high in buckets
-        )
+        parts = (torch.where(_are_in(places, *bucket), columns, 0.0) for bucket in buckets)
     over = tuple(range(1, columns.dim()))
     sums = [part.sum(over, dtype=torch.float64) for part in parts]
     rows = torch.stack(sums) if sums else columns.new_zeros(0, len(columns), dtype=torch.float64)
-    return tuple(low for low, _ in buckets), rows
+    return first, rows
 
 
 def _places(tokens: int, cu_seqlens: Tensor) -> Tensor:
@@ -137,14 +152,20 @@ def _places(tokens: int, cu_seqlens: Tensor) -> Tensor:
     return at - starts[torch.searchsorted(starts, at, right=True) - 1]
 
 
-def _buckets(width: int) -> Iterator[tuple[int, int]]:
-    low, high = 0, 1
-    while low < width:
-        yield low, high
-        low, high = high, 2 * high
+def _are_in(places: Tensor, low: int, high: int | None) -> Tensor:
+    return places >= low if high is None else (places >= low) & (places < high)
+
+
+def _first_places(width: int) -> Iterator[int]:
+    place = 0
+    while place < width:
+        yield place
+        place = max(1, 2 * place)
 
 
 def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
+    if not levels:
+        return x.new_zeros(0)
     ordered = torch.where(keep, x, torch.inf).flatten().sort().values
     ordered = torch.cat([ordered, ordered.new_full((1,), torch.inf)])  # of an empty batch too
     count = keep.sum()
@@ -156,5 +177,4 @@ def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
         # ordered[below] would read the index
         low, high = ordered.gather(0, torch.stack([below, above])).double().unbind()
         found.append(torch.where(below == above, low, low + (at - below) * (high - low)))
-    values = torch.stack(found) if found else x.new_zeros(0)
-    return torch.where(count > 0, values, torch.nan).to(x.dtype)
+    return torch.where(count > 0, torch.stack(found), torch.nan).to(x.dtype)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.export import Dim, export
 
 import klfast
@@ -193,3 +194,21 @@ def test_traced_programs(hunt, name, tmp_path):
             given = tensors(name, 3)
             for what, run in (("traced", traced), ("loaded", loaded)):
                 hunt.bits(run(*given), module(*given), name, what)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_profiles_of_any_width(hunt, packed):
+    """A graph for each number of buckets, and one more where the last of them has one place."""
+    counter, first = CompileCounter(), set()
+    fast = torch.compile(klfast.log_ratio_profile, fullgraph=True, backend=counter)
+    for width in hunt.some((7, 3, *range(1, 70), 100, 127, 128, 129, 200), 4):
+        a = -torch.rand(width) if packed else -torch.rand(2, width)
+        options = {"cu_seqlens": torch.tensor([0, width // 3, width])} if packed else {}
+        with torch._dynamo.config.patch(recompile_limit=32):
+            found = fast(a, a - 1, **options)
+        expected = klfast.log_ratio_profile(a, a - 1, **options)
+        first.add(expected.first)
+        for one, other in zip(found, expected, strict=True):
+            hunt.bits(torch.as_tensor(one), torch.as_tensor(other), width, packed)
+    graphs = counter.frame_count
+    hunt.check(graphs <= 2 * len(first) + 1, packed, got=f"{graphs} graphs")

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import klfast
 from klfast import log_ratio_profile
@@ -127,8 +128,59 @@ def test_it_looks_at_no_value_on_a_device():
         assert packed.k3.shape == (8,)
 
 
-@pytest.mark.parametrize("levels", [[1.5], [-0.1], ["x"], [math.nan]], ids=str)
+@pytest.mark.parametrize("levels", [(), [], np.zeros(0)], ids=["tuple", "list", "array"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_levels_give_no_quantiles_and_sort_nothing(monkeypatch, dtype, levels):
+    logprobs, ref_logprobs, mask = draw((3, 9), dtype)
+    full = log_ratio_profile(logprobs, ref_logprobs, mask)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    profile = log_ratio_profile(logprobs, ref_logprobs, mask, quantiles=levels)
+    assert profile.levels == ()
+    assert profile.quantiles.shape == (0,)
+    assert profile.quantiles.dtype == dtype
+    assert [*profile.as_dict()] == [name for name in full.as_dict() if "x_q" not in name]
+    for name in ("tokens", "k1", "k3"):
+        assert torch.equal(getattr(profile, name), getattr(full, name))
+
+
+@pytest.mark.parametrize(
+    "levels", [[1.5], [-0.1], ["x"], [math.nan], 0.5, None, "0.5", torch.tensor(0.5)], ids=str
+)
 def test_bad_levels_are_named(levels):
     logprobs = torch.zeros(2, 3)
-    with pytest.raises((ValueError, TypeError), match="quantiles"):
+    with pytest.raises((ValueError, TypeError), match=r"quantiles must be .* got"):
         log_ratio_profile(logprobs, logprobs, quantiles=levels)
+
+
+def compiled_profile():
+    """The profile of sequences of a width, compiled, and the counter of its graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(log_ratio_profile, fullgraph=True, backend=counter)
+
+    def profile(width, packed):
+        logprobs, ref_logprobs, _ = draw((width,) if packed else (3, width))
+        options = {"cu_seqlens": torch.tensor([0, width // 3, width])} if packed else {}
+        found = compiled(logprobs, ref_logprobs, **options)
+        expected = log_ratio_profile(logprobs, ref_logprobs, **options)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+    return profile, counter
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_widths_of_as_many_buckets_share_a_graph(packed):
+    """Two graphs: dynamo takes the first width for a constant."""
+    profile, counter = compiled_profile()
+    for width in (70, 66, 99, 127, 128, 80):
+        profile(width, packed)
+    assert counter.frame_count <= 2
+
+
+def test_each_power_of_two_has_a_graph_within_dynamo_s_limit():
+    profile, counter = compiled_profile()
+    with torch._dynamo.config.patch(recompile_limit=16):
+        for power in range(2, 13):
+            profile(3 * 2**power, packed=False)
+    assert counter.frame_count <= 12
