@@ -7,10 +7,20 @@ whatever the order in which the collective adds, and every rank adds them in the
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+
+
+class Told(NamedTuple):
+    """What the ranks say of their tables, an entry for each in the order of ranks."""
+
+    rows: list[int]
+    columns: list[int]
+    is_double: list[bool]
+    sharded: list[bool]
 
 
 class Ranks:
@@ -51,21 +61,42 @@ class Ranks:
         distributed.all_reduce(table, group=self.group)
         return table.to(row.device)
 
-    def side_by_side(self, table: Tensor) -> Tensor:
-        """The columns of all ranks' tables, of any number each, in the order of ranks.
+    def tell(self, table: Tensor, sharded: bool = False) -> Told:
+        """What every rank says of its table, before the tables are gathered.
 
-        Two all-reduces, of the numbers of columns and of the tables; this waits for the first. The
-        result is fp64 if a rank's table with columns is, else fp32.
+        One all-reduce of the same size whatever the table is, as one whose size differs between
+        ranks ends the process under gloo and hangs under NCCL. This waits for the other ranks, and
+        for the device if the group's collectives serve no CPU.
+
+        Args:
+            table: [rows, columns].
+            sharded: whether all ranks' tables are of the same columns.
 
         Raises:
             RuntimeError: as of ``gather``.
         """
-        columns, is_double = table.shape[1], table.dtype == torch.float64
-        sizes = self.gather(table.new_tensor([columns, columns * is_double], dtype=torch.float64))
-        counts, doubles = sizes.long().T.tolist()
-        padded = torch.nn.functional.pad(table.double(), (0, max(counts) - columns))
-        parts = zip(self.gather(padded), counts, strict=True)
-        dtype = torch.float64 if any(doubles) else torch.float32
+        own = (*table.shape, table.dtype == torch.float64, bool(sharded))
+        everywhere = self.gather(torch.tensor(own, dtype=torch.float64, device=self.device))
+        rows, columns, is_double, of_shards = everywhere.long().T.tolist()
+        return Told(rows, columns, [*map(bool, is_double)], [*map(bool, of_shards)])
+
+    def side_by_side(self, table: Tensor, told: Told) -> Tensor:
+        """The columns of all ranks' tables, of any number each, in the order of ranks.
+
+        The result is fp64 if a rank's table with columns is, else fp32.
+
+        Args:
+            table: [rows, columns].
+            told: of ``tell``, with as many rows on every rank.
+
+        Raises:
+            RuntimeError: as of ``gather``.
+        """
+        missing = max(told.columns) - table.shape[1]
+        padded = torch.nn.functional.pad(table.double(), (0, missing))
+        parts = zip(self.gather(padded), told.columns, strict=True)
+        of_doubles = [n for n, double in zip(told.columns, told.is_double, strict=True) if double]
+        dtype = torch.float64 if any(of_doubles) else torch.float32
         return torch.cat([part[:, :count] for part, count in parts], 1).to(dtype)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
@@ -86,6 +117,21 @@ def ranks_of(group: Any) -> Ranks | None:
         group = distributed.group.WORLD
     ranks = Ranks(group, "group")
     return None if ranks.size == 1 else ranks
+
+
+def check_same(what: str, values: Sequence[object]) -> None:
+    """Raise on every rank unless all ranks have the same.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    apart = [rank for rank, value in enumerate(values) if value != values[0]]
+    if apart:
+        raise RuntimeError(
+            f"{what} must be the same on every rank, got {values[0]!r} on rank 0 and "
+            f"{values[apart[0]]!r} on rank {apart[0]}; {len(apart)} of {len(values)} ranks differ "
+            "from rank 0"
+        )
 
 
 def folded(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks.values import holds_values
-from klfast.ranks import Ranks, folded
+from klfast.ranks import Ranks, check_same, folded
 from klfast.transfer import are_readable, fields_of, finite_floats, line_of
 
 if TYPE_CHECKING:
@@ -87,32 +87,44 @@ class KLStats(NamedTuple):
     def __add__(self, other: object) -> KLStats:
         return KLStats.cat([self, other]) if isinstance(other, KLStats) else NotImplemented
 
-    def all_reduce(self, group: ProcessGroup, *, sharded: bool = True) -> KLStats:
+    def all_reduce(self, group: ProcessGroup, *, sharded: bool = False) -> KLStats:
         """The statistics of all ranks of ``group``; every rank gets the same bits.
+
+        By default every rank has sequences of its own, any number of them (data parallelism). They
+        follow each other in the order of ranks, as :meth:`cat` has them, bit for bit the statistics
+        of one process with all of them.
 
         ``sharded=True``: every rank has the same S sequences, and of each its own tokens, or none
         (sequence and context parallelism). Of each sequence, sums and counts are added in fp64 in
-        the order of ranks' halves, and the greatest maximum is taken: [S], from one all-reduce.
-
-        ``sharded=False``: every rank has sequences of its own, any number of them (data
-        parallelism). They follow each other in the order of ranks, as :meth:`cat` has them, bit for
-        bit the statistics of one process with all of them: two all-reduces, the first of which is
-        waited for, as the result's shape depends on it.
+        the order of ranks' halves, and the greatest maximum is taken: [S].
 
         For both, reduce over the shards first, and then over the ranks with different sequences.
+        Which of the two a group is cannot be seen in the numbers: the wrong one counts a sequence
+        several times, or makes one of several.
+
+        The result is fp64 if a rank's statistics are. It takes two all-reduces, of shapes and of
+        statistics; the first is waited for.
+
+        Args:
+            group: the ranks, all of which must call.
+            sharded: whether ranks have the same sequences, the same on every rank.
 
         Raises:
             TypeError: ``group`` is not a process group that this process is in.
-            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: on every rank, ``sharded`` differs between ranks, or with it S; of
+                torch.distributed, where a rank has died or does not answer in time.
         """
-        ranks = Ranks(group)
+        ranks, table = Ranks(group), torch.stack(self)
+        told = ranks.tell(table, sharded)
+        check_same("sharded", told.sharded)
+        check_same("the number of statistics of a sequence", told.rows)
         if not sharded:
-            return _of_table(ranks.side_by_side(torch.stack(self)))
-        table = ranks.gather(torch.stack([field.double() for field in self]))
-        sums, largest = folded(table), table.amax(0)
-        at = self._fields.index("max_log_ratio")
-        fields = [*sums[:at], largest[at], *sums[at + 1 :]]
-        return KLStats(*(new.to(old.dtype) for new, old in zip(fields, self, strict=True)))
+            return _of_table(ranks.side_by_side(table, told))
+        check_same("with sharded=True, the number of sequences", told.columns)
+        tables = ranks.gather(table.double())
+        whole, at = folded(tables), self._fields.index("max_log_ratio")
+        whole[at] = tables[:, at].amax(0)
+        return _of_table(whole.to(torch.float64 if any(told.is_double) else table.dtype))
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.

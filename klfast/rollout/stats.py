@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.ranks import Ranks, folded
+from klfast.ranks import Ranks, check_same, folded
 from klfast.rollout.formulas import chi2
 from klfast.transfer import are_readable, fields_of, finite_floats, line_of
 
@@ -124,16 +124,24 @@ class RolloutStats(NamedTuple):
         """The statistics of the sequences of all ranks, in the order of ranks.
 
         For data parallelism: each rank has its own sequences, any number of them. Every rank gets
-        the same bits, from two all-reduces, of the counts and of the statistics; it waits for the
-        first, as the result's shape depends on it. (``KLStats.all_reduce`` also takes sequences
-        whose tokens are on several ranks; here a total of a sequence decides before statistics are
-        made, so a sequence must be whole.)
+        the same bits, from two all-reduces, of shapes and of statistics; it waits for the first.
+        (``KLStats.all_reduce`` also takes sequences whose tokens are on several ranks; here a total
+        of a sequence decides before statistics are made, so a sequence must be whole.)
+
+        Args:
+            group: the ranks, all of which must call, with statistics of the same rules in the same
+                order; their number is checked.
 
         Raises:
             TypeError: ``group`` is not a process group that this process is in.
-            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: on every rank, ``reject`` had more rules on one than on another; of
+                torch.distributed, where a rank has died or does not answer in time.
         """
-        return RolloutStats.of_table(Ranks(group).side_by_side(self.table()))
+        ranks, table = Ranks(group), self.table()
+        told = ranks.tell(table)
+        rules = [(rows - rows_of_table(0)) // len(RuleStats._fields) for rows in told.rows]
+        check_same("the number of rules in reject", rules)
+        return RolloutStats.of_table(ranks.side_by_side(table, told))
 
     def weight_mean(self, over: str, group: ProcessGroup | None = None) -> Tensor:
         """The mean of the weights, 0-dim fp64: per token, or per sequence with a kept token.

@@ -1,4 +1,4 @@
-"""Threads that call at once, share graphs, err and change the number of threads; forks."""
+"""Threads that call at once, share graphs, err and change the number of threads; forks; ranks."""
 
 import itertools
 import os
@@ -12,6 +12,7 @@ import pytest
 import torch
 from controls import REDUCTIONS
 from fresh import run_fresh
+from ranks import OnRanks, results_of_ranks
 
 import klfast
 
@@ -201,3 +202,69 @@ def test_processes_of_a_pool_compute(hunt, tmp_path):
     for line in lines:
         for number in line.split():
             hunt.equal(float(number), 6.0, line)
+
+
+# Ranks
+
+
+def calls_of_ranks():
+    """(class, what must be the same on every rank, sequences, dtype) of statistics to reduce."""
+    dtypes = (torch.float32, torch.float64)
+    for sequences, dtype in itertools.product((0, 1, 3), dtypes):
+        yield klfast.KLStats, ("sharded", sequences), sequences, dtype
+        yield klfast.KLStats, (), sequences, dtype
+        for rules in range(3):
+            yield klfast.RolloutStats, rules, sequences, dtype
+
+
+def table_of(call, rank):
+    """The numbers that a rank brings."""
+    kind, like, sequences, dtype = call
+    rows = 8 if kind is klfast.KLStats else 23 + 7 * like
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(rows, sequences, generator=generator, dtype=dtype)
+
+
+def reduced(call, rank):
+    """All ranks' numbers, or what the error says."""
+    kind, like, *_ = call
+    table, world = table_of(call, rank), torch.distributed.group.WORLD
+    try:
+        if kind is klfast.RolloutStats:
+            return kind.of_table(table).all_reduce(world).table()
+        return torch.stack(kind(*table).all_reduce(world, sharded=bool(like)))
+    except RuntimeError as error:
+        return str(error)
+
+
+def reduce_pairs(rank, pairs):
+    return [reduced(pair[rank], rank) for pair in pairs]
+
+
+def reduced_here(first, second):
+    """What two ranks that call alike get."""
+    a, b = table_of(first, 0), table_of(second, 1)
+    if first[0] is klfast.KLStats and first[1]:
+        whole = a.double() + b.double()
+        whole[5] = torch.maximum(a[5].double(), b[5].double())
+        return whole.to(torch.promote_types(a.dtype, b.dtype))
+    doubles = [t for t in (a, b) if t.numel() and t.dtype == torch.float64]
+    return torch.cat([a.double(), b.double()], 1).to(torch.float64 if doubles else torch.float32)
+
+
+@pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+def test_ranks_that_call_alike_get_all_and_others_an_error_on_each(hunt, tmp_path):
+    pairs = hunt.some(itertools.product(calls_of_ranks(), repeat=2))
+    found = results_of_ranks(OnRanks(reduce_pairs, pairs), tmp_path)
+    for (first, second), *results in zip(pairs, *found, strict=True):
+        for rank, result in enumerate(results):
+            alike, failed = first[:2] == second[:2], isinstance(result, str)
+            if alike and not failed:
+                hunt.bits(result, reduced_here(first, second), first, second, rank)
+                continue
+            names = ("sharded", "reject") if first[0] is second[0] else ("must be the same",)
+            said = failed and any(name in result for name in names)
+            hunt.check(said and not alike, first, second, rank, got=result)

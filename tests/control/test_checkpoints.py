@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from kinds import STEERING, make
-from ranks import results_of_ranks
+from ranks import OnRanks, results_of_ranks
 from torch.distributed import checkpoint
 
 import klfast
@@ -49,16 +49,6 @@ def feed(thing, seed=0, steps=7):
         result = update(6.0 * rng.lognormvariate(0, 0.7), n_steps=64)
         results.append(result.item() if isinstance(result, torch.Tensor) else result)
     return results
-
-
-class OnRanks:
-    """A function of the rank and of arguments, as one of the rank that goes to another process."""
-
-    def __init__(self, work, *arguments):
-        self.work, self.arguments = work, arguments
-
-    def __call__(self, rank):
-        return self.work(rank, *self.arguments)
 
 
 every_kind = pytest.mark.parametrize("kind", MAKERS)

@@ -366,7 +366,7 @@ def nothing_anywhere(group):
 def shards_of_sequences(rank, size, group):
     """Context parallelism: each rank has some of every sequence's tokens."""
     tokens = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
-    whole = stats_of(3, tokens=tokens).all_reduce(group)
+    whole = stats_of(3, tokens=tokens).all_reduce(group, sharded=True)
     return [field.clone() for field in whole]
 
 

@@ -151,11 +151,34 @@ def dtensors(world):
 
 
 def mixed(rank, world):
-    """fp32 on one rank, fp64 on the other."""
+    """fp32 on one rank, fp64 on the other: of other sequences, and of other tokens of the same."""
     dtype = torch.float64 if rank else torch.float32
     tensors = shard(batch(dtype=dtype), 3, rank)
     stats = klfast.kl_penalty(*tensors, return_stats=True)[1]
-    return [*stats.all_reduce(world, sharded=False)]
+    return [*stats.all_reduce(world)], [*stats.all_reduce(world, sharded=True)]
+
+
+def unlike(rank):
+    """What a rank hears where the other one calls otherwise, and what it gets after that."""
+    world = torch.distributed.group.WORLD
+    one, two = KLStats(*torch.ones(8, 1)), KLStats(*torch.ones(8, 2))
+    rollout = klfast.rollout_correction(-torch.ones(1, 2), -torch.ones(1, 2)).stats
+    calls = {
+        "other sequences": lambda: (two if rank else one).all_reduce(world, sharded=True),
+        "sharded on one": lambda: one.all_reduce(world, sharded=rank == 1),
+        "sharded on one, other sequences": lambda: (two if rank else one).all_reduce(
+            world, sharded=rank == 1
+        ),
+        "other statistics": lambda: (rollout if rank else one).all_reduce(world),
+        "like": lambda: one.all_reduce(world, sharded=True),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = [*call()]
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
 
 
 def work(rank):
@@ -164,7 +187,7 @@ def work(rank):
     found["dtensors"] = dtensors(world)
     for name, at in SPLITS.items():
         stats = klfast.kl_penalty(*shard(batch(), at, rank), return_stats=True)[1]
-        found[name, "stats"] = [*stats.all_reduce(world, sharded=False)]
+        found[name, "stats"] = [*stats.all_reduce(world)]
         for kind in ("host", "device"):
             found[name, kind, "all"] = step_of(rank, at, kind, None, None)
             found[name, kind, "group"] = step_of(rank, at, kind, world, None)
@@ -255,11 +278,27 @@ def test_dtensors_step_as_one_process(ranks):
             assert numbers == single_process(kind)[0]
 
 
-def test_a_rank_without_data_takes_the_dtype_of_the_others(ranks):
+@pytest.mark.parametrize("way", [0, 1], ids=["other sequences", "sharded"])
+def test_ranks_of_two_dtypes_have_the_bits_of_the_wider_one(ranks, way):
     for results in ranks:
-        assert {field.dtype for field in results["mixed"]} == {torch.float64}
-        of_both = zip(results["mixed"], ranks[0]["mixed"], strict=True)
+        assert {field.dtype for field in results["mixed"][way]} == {torch.float64}
+        of_both = zip(results["mixed"][way], ranks[0]["mixed"][way], strict=True)
         assert all(same_bits(a, b) for a, b in of_both)
+
+
+def test_ranks_that_call_otherwise_all_hear_of_it(tmp_path):
+    first, second = results_of_ranks(unlike, tmp_path)
+    apart = "must be the same on every rank, got"
+    shards = f"sharded {apart} False on rank 0 and True on rank 1; 1 of 2 ranks differ from rank 0"
+    for found in (first, second):
+        assert found["other sequences"].startswith(
+            f"with sharded=True, the number of sequences {apart} 1 on rank 0 and 2 on rank 1"
+        )
+        assert found["sharded on one"] == found["sharded on one, other sequences"] == shards
+        assert all(field.tolist() == [2.0] for field in found["like"][:5])
+    fields = f"the number of statistics of a sequence {apart} 8 on rank 0 and 23 on rank 1"
+    assert first["other statistics"].startswith(fields)
+    assert second["other statistics"].startswith("the number of rules in reject must be the same")
 
 
 def test_what_else_ranks_are_told(ranks):
@@ -339,8 +378,7 @@ def test_wrong_arguments_are_named(case):
         klfast.data_parallel_normalizer(mask, reduction, **options)
 
 
-def test_sharded_is_the_default_and_must_be_a_group():
-    stats = KLStats(*torch.ones(8, 2))
-    for sharded in (True, False):
-        with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed"):
-            stats.all_reduce(None, sharded=sharded)
+@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"sharded": False}], ids=str)
+def test_a_group_must_be_one(options):
+    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed"):
+        KLStats(*torch.ones(8, 2)).all_reduce(None, **options)

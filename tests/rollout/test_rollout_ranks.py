@@ -89,6 +89,27 @@ def test_a_group_must_be_one():
         correct(batch(), "token", "token", process_group="world")
 
 
+def with_other_rules(rank):
+    """What a rank hears if another one has other rules."""
+    world, found = torch.distributed.group.WORLD, []
+    for rules in ((RULES[:1], ()), (RULES[:1], RULES), ((), RULES)):
+        stats = klfast.rollout_correction(*batch(), reject=rules[rank]).stats
+        try:
+            found.append(stats.all_reduce(world).length.tolist())
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_with_other_rules_all_hear_of_it(tmp_path):
+    for found in results_of_ranks(with_other_rules, tmp_path):
+        for said, (first, second) in zip(found, ((1, 0), (1, 2), (0, 2)), strict=True):
+            assert said == (
+                "the number of rules in reject must be the same on every rank, got "
+                f"{first} on rank 0 and {second} on rank 1; 1 of 2 ranks differ from rank 0"
+            )
+
+
 def dtensor_error(rank):
     """What the error says that a DTensor is refused with."""
     from torch.distributed.device_mesh import init_device_mesh

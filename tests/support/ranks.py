@@ -7,6 +7,16 @@ import torch
 WORLD_SIZE = 2
 
 
+class OnRanks:
+    """A function of the rank and of arguments, as one of the rank that goes to another process."""
+
+    def __init__(self, work, *arguments):
+        self.work, self.arguments = work, arguments
+
+    def __call__(self, rank):
+        return self.work(rank, *self.arguments)
+
+
 def run_rank(rank, work, folder, world_size, timeout):
     """A process of the group, which saves what ``work(rank)`` returns."""
     torch.set_num_threads(1)
