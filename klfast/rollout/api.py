@@ -12,6 +12,7 @@ from klfast import backends
 from klfast.checks import hints
 from klfast.dtensors import refuse_dtensors
 from klfast.names import BackendName
+from klfast.ranks import Ranks
 from klfast.rollout.call import rollout_call
 from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
@@ -114,6 +115,8 @@ def rollout_correction(
         cu_seqlens,
         advantages,
     )
+    if process_group is not None:
+        Ranks(process_group)  # raises unless it is one, also where nothing is normalized
     corrected = backends.choose(backend, call).rollout_correction(call)
     hints.of_rollout(logprobs, rollout_logprobs, mask, cu_seqlens, call.spec.by_sequence())
     if normalize is None or corrected.weights is None:

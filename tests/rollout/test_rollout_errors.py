@@ -57,6 +57,18 @@ TYPES = {
         "advantages must be a torch.Tensor, got list",
     ),
     "backend": ({"backend": None}, "unknown backend None; expected one of 'auto'"),
+    **{
+        f"group-{normalize}": (
+            {"process_group": "world", "normalize": normalize},
+            "process_group must be a torch.distributed.ProcessGroup that this process is in, "
+            "got 'world'",
+        )
+        for normalize in (None, "token", "sequence")
+    },
+    "group-without-weights": (
+        {"process_group": 0, "weight": None},
+        "process_group must be a torch.distributed.ProcessGroup .*, got 0",
+    ),
 }
 VALUES = {
     "0-dim": (
