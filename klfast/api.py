@@ -106,7 +106,8 @@ def kl_penalty(
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, an alias
             ``mse``, ``low_var_kl``, or, for the gradient of k2, ``k1+``, ``k2+``, ``k3+``) or an
             :class:`klfast.Estimator`. In a loss ``k3+`` has the gradient of the reverse KL in
-            expectation, ``k3`` that of the forward KL, and ``k1`` none.
+            expectation, with ``old_logprobs`` off-policy too; without them ``k3`` has that of the
+            forward KL, and ``k1`` none.
         reduction: ``"none"``: per token, in the shape of ``logprobs``, 0 where masked.
             ``"seq-sum"``, ``"seq-mean"``: [S]; the mean of an empty sequence is 0.
             ``"token-sum"``, ``"token-mean"``: over all tokens, 0-dim.
@@ -114,7 +115,8 @@ def kl_penalty(
             token of their sum or mean, 0-dim. Means divide by the mask's sum; of nothing they are
             0.
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
-        old_logprobs: log-probs under the policy that sampled the tokens; a constant.
+        old_logprobs: log-probs under the policy that sampled the tokens; a constant. They weigh
+            each token by ``exp(logprobs - old_logprobs)``.
         normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
             (of ``token-mean`` the token count, of the others the sequence count). Under DDP and
             FSDP, which average gradients: the count of all ranks divided by the world size,
@@ -159,15 +161,7 @@ def kl_penalty(
     penalty, stats = backends.choose(backend, call).kl_penalty(call)
     chosen = call.spec.estimator
     hints.of_penalty(
-        logprobs,
-        ref_logprobs,
-        mask,
-        chosen.name,
-        chosen.gradient,
-        reduction,
-        cu_seqlens,
-        old_logprobs,
-        coef,
+        logprobs, ref_logprobs, mask, chosen, reduction, cu_seqlens, old_logprobs, coef
     )
     return penalty if stats is None else (penalty, stats)
 

@@ -48,8 +48,10 @@ class Estimator:
 
     .. [#a] also ``low_var_kl``.
 
-    ``k1+``, ``k2+`` and ``k3+`` are names for ``gradient="k2"``: ``Estimator("k3+")`` is
-    ``Estimator("k3", gradient="k2")``, with ``name`` "k3".
+    ``k1+``, ``k2+`` and ``k3+`` are names for ``gradient="k2", importance="detached"``:
+    ``Estimator("k3+")`` is ``Estimator("k3", gradient="k2", importance="detached")``, with ``name``
+    "k3". In expectation its gradient is that of the reverse KL, on-policy, and off-policy with
+    ``old_logprobs``.
 
     The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to
     the result; the weight multiplies last and is not clipped by ``kl_clip``, unless
@@ -64,7 +66,10 @@ class Estimator:
             alone. ``"none"``: the result carries no gradient. A name with a ``+`` makes it
             ``"k2"``, and takes no ``"none"``.
         importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient when
-            ``old_logprobs`` is given (w is 1 otherwise): ``"differentiable"`` or ``"detached"``.
+            ``old_logprobs`` is given (w is 1 otherwise). ``"differentiable"``, the default: the
+            gradient of w too, which k1 and k3 need for the gradient of the reverse KL.
+            ``"detached"``: w alone, which ``gradient="k2"`` needs for it. A name with a ``+`` makes
+            it ``"detached"``.
         importance_cap: ``w = min(w, importance_cap)``; no gradient flows through a capped weight.
         log_ratio_clip: c or (lo, hi): x is clipped before f; gradient through x is 0 outside, as of
             ``torch.clamp``.
@@ -100,8 +105,8 @@ class Estimator:
     def __post_init__(self) -> None:
         check_choice("estimator", self.name, NAMES)
         check_choice("gradient", self.gradient, GRADIENTS)
-        self._resolve_name()
         check_choice("importance", self.importance, IMPORTANCE)
+        self._resolve_name()
         for limit in ("importance_cap", "kl_clip", "linear_tail"):
             if (value := getattr(self, limit)) is not None:
                 object.__setattr__(self, limit, check_number(limit, value, above=0))
@@ -114,12 +119,13 @@ class Estimator:
         object.__setattr__(self, "_encoded", self._encode())  # once
 
     def _resolve_name(self) -> None:
-        """An alias becomes its formula's name, a name with a ``+`` a name and a gradient."""
+        """An alias becomes its formula's name, a name with a ``+`` a name, gradient and weight."""
         name = self.name
         if name in PLUS:
             if self.gradient == "none":
                 raise ValueError(f"gradient must be 'k2' of estimator {name!r}, got 'none'")
             object.__setattr__(self, "gradient", "k2")
+            object.__setattr__(self, "importance", "detached")
         object.__setattr__(self, "name", _FORMULA_OF.get(name, name))
 
     @property

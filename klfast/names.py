@@ -14,7 +14,7 @@ AliasName = Literal["mse", "low_var_kl"]
 """Other names of ``k2`` and ``k3``."""
 
 PlusName = Literal["k1+", "k2+", "k3+"]
-"""The value of the estimator before the ``+``, with the gradient of k2."""
+"""The value of the estimator before the ``+``, with the gradient of k2 and a detached weight."""
 
 EstimatorName = Literal[FormulaName, AliasName, PlusName]
 """All that ``estimator=`` takes beside a :class:`klfast.Estimator`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from numbers import Real
+from threading import Lock
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -44,11 +46,13 @@ class KLPenalty:
     of its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and
     works with or without gradients, under autocast and inside of ``torch.compile``. It returns the
     reduced penalty, ``coef * KL`` in nats times the coefficient's unit. What runs twice is counted
-    twice: call it outside of activation checkpointing.
+    twice: call it outside of activation checkpointing. Threads may call at once, unless
+    ``torch.compile`` has compiled the call; a call during a ``step`` belongs to the next one.
 
     Args:
         estimator: a name or an :class:`klfast.Estimator`. The default ``"k3+"`` has the value of k3
-            and the gradient of k2, the reverse KL's on-policy.
+            and the gradient of k2, in expectation the reverse KL's: on-policy, and off-policy with
+            ``old_logprobs``.
         reduction: as of :func:`klfast.kl_penalty`.
         controller: a controller of klfast with one coefficient, or a number >= 0 for a coefficient
             that stays; None for 1, where the coefficient is applied elsewhere.
@@ -86,6 +90,7 @@ class KLPenalty:
         self.cu_seqlens = cu_seqlens
         self.backend = backend
         self._gathered = Gathered()
+        self._lock = Lock()
 
     @property
     def coef(self) -> Any:
@@ -129,7 +134,8 @@ class KLPenalty:
             return_stats=True,
             backend=self.backend,
         )
-        self._gathered = Gathered(self._gathered, stats)
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else self._lock:
+            self._gathered = Gathered(self._gathered, stats)
         return loss
 
     def _coef_of_call(self) -> Any:
@@ -162,23 +168,25 @@ class KLPenalty:
                 statistics every rank has whole.
             TypeError: ``group`` is not a process group that this process is in.
         """
-        own, ranks = self.controller.process_group, self._ranks(group)
-        if ranks is None and self._gathered.newest is None:
+        gathered = self._gathered
+        own, ranks = self.controller.process_group, self._ranks(group, gathered)
+        if ranks is None and gathered.newest is None:
             raise RuntimeError("step() must come after a call; none was made since the last")
-        stats = self._gathered.merged(self.controller.device or torch.device("cpu"))
-        whole = stats if ranks is None else stats.all_reduce(ranks.group, sharded=False)
+        stats = gathered.merged(self.controller.device or torch.device("cpu"))
+        whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
-        self._gathered = Gathered()
+        with self._lock:
+            self._gathered = self._gathered.since(gathered)
         coefficient = {"kl/coef": self.controller.value, "kl/skipped": self.controller.skipped}
         return finite_floats({**whole.as_dict(), **coefficient})
 
-    def _ranks(self, group: ProcessGroup | None) -> Ranks | None:
-        """The ranks of a step, None for this process alone."""
+    def _ranks(self, group: ProcessGroup | None, gathered: Gathered) -> Ranks | None:
+        """The ranks of a step by these statistics, None for this process alone."""
         own = self.controller.process_group
         if group is not None and own is not None and group != own:
             raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
         group = own if group is None else group
-        if not self._gathered.are_whole():
+        if not gathered.are_whole():
             return ranks_of(group)
         if group is not None:
             raise ValueError(
@@ -216,10 +224,12 @@ class KLPenalty:
         self._gathered = restored
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_gathered": self._gathered.parts()}
+        state = {**vars(self), "_gathered": self._gathered.parts()}
+        del state["_lock"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _gathered=Gathered.of(state["_gathered"]))
+        vars(self).update(state, _gathered=Gathered.of(state["_gathered"]), _lock=Lock())
 
     def __repr__(self) -> str:
         settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"

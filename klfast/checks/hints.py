@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from klfast.checks.samples import are_of_taken_tokens, positive
 from klfast.checks.values import are_tracing, can_be_read
 from klfast.coefficient import Coefficient, value_of
 from klfast.reduction import TOKENWISE_REDUCTIONS
+
+if TYPE_CHECKING:
+    from klfast.estimator import Estimator
 
 FIRST = 16
 EVERY = 64
@@ -39,8 +44,7 @@ def of_penalty(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor | None,
-    formula: str,
-    gradient: str,
+    estimator: Estimator,
     reduction: str,
     cu_seqlens: Tensor | None,
     old_logprobs: Tensor | None,
@@ -49,15 +53,14 @@ def of_penalty(
     """All hints of a call of ``kl_penalty``, like those below after its arguments were checked."""
     if torch.compiler.is_compiling():
         return
+    of_gradient = _hint_of_gradient(estimator, weighted=old_logprobs is not None)
     if (
-        formula == "k1"
-        and gradient == "value"
-        and old_logprobs is None
+        of_gradient is not None
         and logprobs.requires_grad
         and torch.is_grad_enabled()
         and not _is_zero(coef)  # where the KL is only measured
     ):
-        _of_vanishing_gradient("kl_penalty")
+        of_gradient("kl_penalty")
     if cu_seqlens is None and logprobs.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
         _of_one_sequence("kl_penalty", "logprobs", logprobs, f"reduction {reduction!r}")
     if _is_due("kl_penalty"):
@@ -126,6 +129,15 @@ def _is_zero(coef: Coefficient) -> bool:
     return bool(now == 0)
 
 
+def _hint_of_gradient(estimator: Estimator, *, weighted: bool) -> Callable[[str], None] | None:
+    """The hint of an estimator in a loss whose expected gradient is that of no divergence."""
+    if estimator.name == "k1" and estimator.gradient == "value" and not weighted:
+        return _of_vanishing_gradient
+    if estimator.gradient == "k2" and estimator.importance == "differentiable" and weighted:
+        return _of_differentiable_weight
+    return None
+
+
 def _of_vanishing_gradient(function: str) -> None:
     _give(
         function,
@@ -133,6 +145,17 @@ def _of_vanishing_gradient(function: str) -> None:
         "the gradient of estimator 'k1' without old_logprobs is 0 in expectation: in a loss it is "
         "no penalty; take 'k1+', which has the gradient of the reverse KL, or give old_logprobs, "
         "or, for a reward, detach the log-probs",
+    )
+
+
+def _of_differentiable_weight(function: str) -> None:
+    _give(
+        function,
+        "differentiable weight",
+        "the gradient of an Estimator with gradient='k2' and a differentiable weight is in "
+        "expectation not that of the reverse KL where old_logprobs are given; take "
+        "importance='detached', as 'k1+', 'k2+' and 'k3+' have it, or gradient='value' with k1 or "
+        "k3",
     )
 
 

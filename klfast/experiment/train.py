@@ -39,7 +39,7 @@ from klfast.names import ReductionName
 
 Row = dict[str, Any]
 
-ESTIMATOR = Estimator("k3", gradient="k2")
+ESTIMATOR = Estimator("k3+")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
 (k3's own is not)."""
 

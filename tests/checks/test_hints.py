@@ -396,6 +396,23 @@ def test_no_hint_of_k1_while_tracing():
     assert not hints._given
 
 
+# A differentiable weight beside the gradient of k2
+
+
+def test_a_differentiable_weight_beside_the_gradient_of_k2_is_named_once(backend):
+    old = {"old_logprobs": logprobs(2, 3), "backend": backend}
+    for estimator in ("k3+", Estimator("k3", gradient="k2", importance="detached"), "k2", "k3"):
+        loss(estimator, **old)
+    mixed = Estimator("k3", gradient="k2")
+    loss(mixed, backend=backend)
+    loss(mixed, coef=0.0, **old)
+    loss(mixed, differentiable=False, **old)
+    with pytest.warns(UserWarning, match=r"differentiable weight .* importance='detached'"):
+        loss(mixed, **old)
+    loss(mixed, **old)
+    loss(Estimator("k1", gradient="k2", importance="differentiable"), **old)
+
+
 # Packed tokens without boundaries
 
 
@@ -450,6 +467,12 @@ LINES = {
     "kl_divergence": lambda: klfast.kl_divergence(logprobs(4, 48), logprobs(4, 48)),
     "k1": lambda: klfast.kl_penalty(
         logprobs(2, 3).requires_grad_(), logprobs(2, 3), estimator="k1"
+    ),
+    "differentiable weight": lambda: klfast.kl_penalty(
+        logprobs(2, 3).requires_grad_(),
+        logprobs(2, 3),
+        estimator=Estimator("k3", gradient="k2"),
+        old_logprobs=logprobs(2, 3),
     ),
     "profile": lambda: klfast.log_ratio_profile(torch.ones(2, 3), torch.ones(2, 3)),
     "checkpoint": lambda: torch.utils.checkpoint.checkpoint(

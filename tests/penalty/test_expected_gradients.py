@@ -9,8 +9,28 @@ import torch
 
 import klfast
 from klfast import Estimator
+from klfast.formulas import FORMULAS
+from klfast.names import ALIASES, NAMES, PLUS
 
 TOKENS = 7
+
+ZERO, REVERSE, FORWARD, OWN = "0", "the reverse KL's", "the forward KL's", "its own expectation's"
+VARIATION, CHI_SQUARED, NO_DIVERGENCE = "twice the total variation's", "half of chi-squared's", "-"
+
+GRADIENTS = {
+    # name: of tokens of the policy; with old_logprobs, of tokens of any policy
+    "k1": (ZERO, REVERSE),
+    "abs": (VARIATION, OWN),
+    "k2": (REVERSE, OWN),
+    "k3": (FORWARD, REVERSE),
+    "k3_ref": (CHI_SQUARED, OWN),
+    "r_log_r": (NO_DIVERGENCE, OWN),
+    "k1+": (REVERSE, REVERSE),
+    "k2+": (REVERSE, REVERSE),
+    "k3+": (REVERSE, REVERSE),
+}
+GRADIENTS |= {alias: GRADIENTS[name] for alias, name in ALIASES.items()}
+"""The expected gradient of every name in a loss."""
 
 
 class Policies:
@@ -45,6 +65,20 @@ class Policies:
     def forward_kl(self):
         return self.with_gradient((self.ref.exp() * (self.ref - self.pi)).sum())
 
+    def gradients(self, name):
+        """Of everything that ``GRADIENTS`` speaks of, for an estimator's name."""
+        pi, ref = self.pi.exp(), self.ref.exp()
+        formula = FORMULAS[{**ALIASES, **PLUS}.get(name, name)]
+        sums = {
+            ZERO: 0 * self.pi.sum(),
+            REVERSE: (pi * (self.pi - self.ref)).sum(),
+            FORWARD: (ref * (self.ref - self.pi)).sum(),
+            VARIATION: (pi - ref).abs().sum(),
+            CHI_SQUARED: (pi**2 / ref).sum() / 2,
+            OWN: (pi * formula(self.pi - self.ref)).sum(),
+        }
+        return {name: self.with_gradient(value)[1] for name, value in sums.items()}
+
 
 @pytest.fixture
 def policies():
@@ -53,6 +87,39 @@ def policies():
 
 def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def matching(policies, name, grad):
+    """What of ``GRADIENTS`` an expected gradient is, its own expectation's only as a last word."""
+    candidates = policies.gradients(name)
+    found = [
+        what
+        for what, expected in candidates.items()
+        if torch.allclose(grad, expected, rtol=1e-12, atol=1e-14)
+    ]
+    return found[0] if found else NO_DIVERGENCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_every_name(backend, policies, name):
+    """On-policy; with weights on- and off-policy, where both are the same."""
+    bare, weighted = GRADIENTS[name]
+    _, grad = policies.expectation(backend, name, policies.pi)
+    assert matching(policies, name, grad) == bare
+    for sampled_from in (policies.pi, policies.old):
+        _, grad = policies.expectation(backend, name, sampled_from, sampled_from.detach())
+        assert matching(policies, name, grad) == weighted
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_a_differentiable_weight_beside_the_gradient_of_k2_is_no_divergence_s(
+    backend, policies, name
+):
+    """Why klfast warns of it: nothing comes out that anybody could want, but of k2 its own."""
+    estimator = Estimator(name, gradient="k2")
+    for sampled_from in (policies.pi, policies.old):
+        _, grad = policies.expectation(backend, estimator, sampled_from, sampled_from.detach())
+        assert matching(policies, name, grad) == (OWN if name == "k2" else NO_DIVERGENCE)
 
 
 def test_k1_on_policy_is_the_reverse_kl_with_gradient_0(backend, policies):

@@ -30,8 +30,8 @@ def test_the_tables_have_the_names_of_the_types():
 @pytest.mark.parametrize("name", names.PLUS)
 def test_a_plus_is_the_gradient_of_k2(backend, name):
     plus = Estimator(name)
-    assert plus == Estimator(name[:-1], gradient="k2")
-    assert (plus.name, plus.gradient) == (name[:-1], "k2")
+    assert plus == Estimator(name[:-1], gradient="k2", importance="detached")
+    assert (plus.name, plus.gradient, plus.importance) == (name[:-1], "k2", "detached")
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     ref_logprobs = torch.tensor([[-1.5, -1.0]])
     for estimator in (name, plus):
@@ -49,8 +49,10 @@ def test_a_plus_is_the_gradient_of_k2(backend, name):
 
 
 def test_a_plus_goes_with_limits_and_no_other_gradient():
-    assert Estimator("k3+", kl_clip=10) == Estimator("k3", gradient="k2", kl_clip=10)
-    assert Estimator("k3+", gradient="k2") == Estimator("k3+")
+    limited = Estimator("k3", gradient="k2", importance="detached", kl_clip=10)
+    assert Estimator("k3+", kl_clip=10) == limited
+    assert Estimator("k3+", gradient="k2", importance="detached") == Estimator("k3+")
+    assert Estimator("k3").importance == "differentiable"
     with pytest.raises(ValueError, match=r"^gradient must be 'k2' of estimator 'k3\+', got 'none'"):
         Estimator("k3+", gradient="none")
     with pytest.raises(ValueError, match=r"^unknown gradient 'k3'"):
