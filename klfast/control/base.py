@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,6 +44,7 @@ class CoefficientController(KLReader):
     """
 
     _output = "value"
+    _changed_in_place = ("_form", "_stall")
     _rule: ClassVar[Any]  # a static rules.Rule
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _needs_n_steps: bool = False
@@ -387,12 +387,6 @@ class CoefficientController(KLReader):
             for name, value in memory.items()
         }
         return {name: checked.get(name, 0.0) for name in own}
-
-    def __copy__(self) -> Any:
-        other = type(self).__new__(type(self))
-        vars(other).update(vars(self))
-        other._form, other._stall = copy.copy(self._form), copy.copy(self._stall)
-        return other
 
 
 class TargetController(CoefficientController):

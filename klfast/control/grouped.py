@@ -183,6 +183,13 @@ class GroupedKLController:
         for name, part in self._parts.items():
             part.load_state_dict(groups[name])
 
+    def __copy__(self) -> GroupedKLController:
+        """A copy goes on by itself: an update of one changes nothing in the other."""
+        other = type(self).__new__(type(self))
+        own = {name: copy.copy(part) for name, part in self._parts.items()}
+        vars(other).update({**vars(self), "_parts": own})
+        return other
+
     def __repr__(self) -> str:
         parts = ", ".join(f"{name!r}: {part!r}" for name, part in self._parts.items())
         return f"{type(self).__name__}({{{parts}}})"

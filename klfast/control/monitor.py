@@ -42,6 +42,7 @@ class _Window(KLReader, Generic[S]):
     """
 
     _output = "status"
+    _changed_in_place = ("_values",)
     min_updates: int = 1
 
     def _watch(self, window: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -139,6 +140,7 @@ class KLReader(ABC):
 
     _kind: ClassVar[str]
     _output: ClassVar[str]  # the name of what ``update`` returns
+    _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
     target: float | None = None
     _ranks: Ranks | None = None
     _group_of_data: str | None = None
@@ -299,6 +301,13 @@ class KLReader(ABC):
         if skipped > _LARGEST:
             raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
         return skipped
+
+    def __copy__(self) -> Any:
+        """A copy goes on by itself: an update of one changes nothing in the other."""
+        other = type(self).__new__(type(self))
+        own = {name: copy.copy(getattr(self, name)) for name in self._changed_in_place}
+        vars(other).update({**vars(self), **own})
+        return other
 
     def __repr__(self) -> str:
         settings = (name for name in vars(self) if not name.startswith("_"))

@@ -75,14 +75,15 @@ def test_copies_and_states(hunt):
                 monitor.update(hunt.random.lognormvariate(2, 1))
                 loaded = KLMonitor(6.0, window=window)
                 loaded.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
-                copies = (loaded, pickle.loads(pickle.dumps(monitor)), copy.deepcopy(monitor))
-                for other in copies:
+                pickled = pickle.loads(pickle.dumps(monitor))
+                for other in (loaded, pickled, copy.deepcopy(monitor), copy.copy(monitor)):
                     hunt.equal(other.status, monitor.status, window, step)
                     hunt.equal(other.state_dict(), monitor.state_dict(), window, step)
-                    value = hunt.random.lognormvariate(2, 1)
+                    value, before = hunt.random.lognormvariate(2, 1), monitor.state_dict()
                     hunt.equal(
                         other.update(value), copy.deepcopy(monitor).update(value), window, step
                     )
+                    hunt.equal(monitor.state_dict(), before, window, step, "is another")
 
 
 def test_what_is_not_finite_is_skipped(hunt):

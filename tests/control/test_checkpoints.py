@@ -1,9 +1,14 @@
-"""States of all that has one: JSON, torch.save, torch.distributed.checkpoint, other rank counts."""
+"""States of all that has one: JSON, torch.save, torch.distributed.checkpoint, other rank counts.
 
+And copies, whose states are their own.
+"""
+
+import copy
 import io
 import json
 import math
 import random
+import warnings
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ pytestmark = [
         reason="this torch has no gloo",
     ),
     pytest.mark.filterwarnings("ignore:mean KL of the last:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:KL is (over|drifting):RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
@@ -33,6 +39,7 @@ MAKERS = {
     "fixed": lambda **o: klfast.FixedKLController(0.5, **o),
     "schedule": lambda **o: klfast.ScheduledKLController(0.5, warmup=3, steps=50, **o),
     "monitor": lambda **o: klfast.KLMonitor(6.0, window=3, **o),
+    "drift": lambda **o: klfast.KLDriftAlarm(6.0, window=9, **o),
     "early-stop": lambda **o: klfast.KLEarlyStop(6.0, **o),
     "reset": lambda **o: klfast.ReferenceReset(interval=3, budget=9.0, **o),
     "learning-rate": learning_rate,
@@ -253,6 +260,63 @@ def test_a_schedule_of_the_coefficient_goes_by_no_unit():
     thing = klfast.ScheduledKLController(0.5, unit="token")
     thing.load_state_dict(klfast.ScheduledKLController(0.5, unit="sequence").state_dict())
     assert thing.state_dict().keys().isdisjoint({"unit", "target"})
+
+
+def groups(**options):
+    return klfast.GroupedKLController(klfast.NuPIKLController, 0.5, {"a": 6.0, "b": 1.0}, **options)
+
+
+COPIED = {
+    **MAKERS,
+    "groups": groups,
+    **{f"{kind}-device": lambda kind=kind: MAKERS[kind](device="cpu") for kind in ON_DEVICE},
+    "groups-device": lambda: groups(device="cpu"),
+}
+
+
+def move(thing, seed):
+    """Updates with the KLs of a seed, one of which is skipped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if isinstance(thing, klfast.GroupedKLController):
+            for kl in (9.0 + seed, 3.0, math.nan):
+                thing.update({"a": kl, "b": kl}, n_steps=64)
+            return
+        feed(thing, seed)
+        update = thing.step if isinstance(thing, klfast.KLAdaptiveLR) else thing.update
+        update(math.nan, n_steps=64)
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_a_copy_goes_on_by_itself(kind):
+    thing = COPIED[kind]()
+    move(thing, 0)
+    twin = copy.copy(thing)
+    before = thing.state_dict()
+    assert type(twin) is type(thing)
+    assert twin.state_dict() == before
+    assert repr(twin) == repr(thing)
+    move(thing, 1)
+    assert thing.state_dict() != before
+    assert twin.state_dict() == before
+    after = thing.state_dict()
+    move(twin, 2)
+    assert thing.state_dict() == after
+    twin.load_state_dict(before)
+    assert thing.state_dict() == after
+
+
+@pytest.mark.parametrize("kind", [kind for kind in COPIED if kind != "learning-rate"])
+def test_a_copy_goes_on_as_the_original_would(kind):
+    """A learning rate's is the optimizer's, which a copy has in common."""
+    thing, undisturbed = COPIED[kind](), COPIED[kind]()
+    for one in (thing, undisturbed):
+        move(one, 0)
+    twin = copy.copy(thing)
+    move(thing, 1)
+    for one in (twin, undisturbed):
+        move(one, 2)
+    assert twin.state_dict() == undisturbed.state_dict()
 
 
 DAMAGED = [
