@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from numbers import Real
-from threading import Lock
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -17,10 +15,11 @@ from klfast.control.base import CoefficientController
 from klfast.control.controllers import FixedKLController
 from klfast.control.reading import STATE_VERSION, Unit, check_state_kind
 from klfast.estimator import Estimator, as_estimator
-from klfast.gathered import Gathered
+from klfast.gathered import Gathered, are_whole, merged, parts_of, state_of
 from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.ranks import Ranks, ranks_of
 from klfast.reduction import REDUCTIONS
+from klfast.stats import KLStats
 from klfast.transfer import finite_floats
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class KLPenalty:
     works with or without gradients, under autocast and inside of ``torch.compile``. It returns the
     reduced penalty, ``coef * KL`` in nats times the coefficient's unit. What runs twice is counted
     twice: call it outside of activation checkpointing. Threads may call at once, unless
-    ``torch.compile`` has compiled the call; a call during a ``step`` belongs to the next one.
+    ``torch.compile`` has compiled a call; a call during a ``step`` belongs to this or to the next.
 
     Args:
         estimator: a name or an :class:`klfast.Estimator`. The default ``"k3+"`` has the value of k3
@@ -89,8 +88,7 @@ class KLPenalty:
             _check_unit(unit, self.controller)
         self.cu_seqlens = cu_seqlens
         self.backend = backend
-        self._gathered = Gathered()
-        self._lock = Lock()
+        self._gathered = Gathered([])
 
     @property
     def coef(self) -> Any:
@@ -116,7 +114,8 @@ class KLPenalty:
             ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is gathered.
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if not is_traced and torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 "klfast.kl_penalty there"
@@ -134,8 +133,10 @@ class KLPenalty:
             return_stats=True,
             backend=self.backend,
         )
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else self._lock:
-            self._gathered = Gathered(self._gathered, stats)
+        if is_traced:
+            self._gathered = Gathered([stats], self._gathered)
+        else:
+            self._gathered.newest.append(stats)
         return loss
 
     def _coef_of_call(self) -> Any:
@@ -168,25 +169,24 @@ class KLPenalty:
                 statistics every rank has whole.
             TypeError: ``group`` is not a process group that this process is in.
         """
-        gathered = self._gathered
-        own, ranks = self.controller.process_group, self._ranks(group, gathered)
-        if ranks is None and gathered.newest is None:
+        parts = self._gathered.parts()
+        own, ranks = self.controller.process_group, self._ranks(group, parts)
+        if ranks is None and not parts:
             raise RuntimeError("step() must come after a call; none was made since the last")
-        stats = gathered.merged(self.controller.device or torch.device("cpu"))
+        stats = merged(parts, self.controller.device or torch.device("cpu"))
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
-        with self._lock:
-            self._gathered = self._gathered.since(gathered)
+        self._gathered = self._gathered.without(len(parts))
         coefficient = {"kl/coef": self.controller.value, "kl/skipped": self.controller.skipped}
         return finite_floats({**whole.as_dict(), **coefficient})
 
-    def _ranks(self, group: ProcessGroup | None, gathered: Gathered) -> Ranks | None:
+    def _ranks(self, group: ProcessGroup | None, parts: list[KLStats]) -> Ranks | None:
         """The ranks of a step by these statistics, None for this process alone."""
         own = self.controller.process_group
         if group is not None and own is not None and group != own:
             raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
         group = own if group is None else group
-        if not gathered.are_whole():
+        if not are_whole(parts):
             return ranks_of(group)
         if group is not None:
             raise ValueError(
@@ -204,7 +204,7 @@ class KLPenalty:
         This waits for the device.
         """
         frame = {"kind": "penalty", "version": STATE_VERSION}
-        controller, gathered = self.controller.state_dict(), self._gathered.state()
+        controller, gathered = self.controller.state_dict(), state_of(self._gathered.parts())
         return {**frame, "controller": controller, "gathered": gathered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,17 +219,15 @@ class KLPenalty:
         keys = {"kind", "version", "controller", "gathered"}
         if state.keys() != keys:
             raise ValueError(f"state must have keys {sorted(keys)}, got {[*state]}")
-        restored = Gathered.of_state("state['gathered']", state["gathered"])
+        restored = parts_of("state['gathered']", state["gathered"])
         self.controller.load_state_dict(state["controller"])
-        self._gathered = restored
+        self._gathered = Gathered(restored)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_gathered": self._gathered.parts()}
-        del state["_lock"]
-        return state
+        return {**vars(self), "_gathered": self._gathered.parts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _gathered=Gathered.of(state["_gathered"]), _lock=Lock())
+        vars(self).update(state, _gathered=Gathered(state["_gathered"]))
 
     def __repr__(self) -> str:
         settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"

@@ -4,7 +4,10 @@ import copy
 import json
 import math
 import pickle
+import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -399,6 +402,73 @@ def test_one_compilation_serves_every_micro_batch_and_step(kind):
             loss.backward()
         assert traced.step() == pytest.approx(eager.step(), rel=1e-6)
     assert len(compilations) <= 2  # a coefficient that has changed becomes a symbol
+
+
+# Threads
+
+
+class Counting(klfast.FixedKLController):
+    """A coefficient that stays, and how many sequences each step had."""
+
+    def __init__(self):
+        super().__init__(0.1)
+        self.sequences = []
+
+    def update(self, current, n_steps=None, *, kl="kl"):
+        self.sequences.append(current.kl.numel())
+        return super().update(current, n_steps, kl=kl)
+
+
+@pytest.fixture
+def impatient_threads():
+    """Python turns to another thread every microsecond."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(work, count):
+    """``work`` in so many threads that begin together."""
+    start = threading.Barrier(count)
+
+    def run(number):
+        start.wait()
+        work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
+
+
+def test_every_call_of_threads_counts(impatient_threads):
+    pairs = [(torch.full((1, 2), -1.0), torch.full((1, 2), -1.0 - n)) for n in range(8)]
+    for _ in range(30):
+        penalty = KLPenalty("k1", controller=Counting())
+
+        def call(number, penalty=penalty):
+            for _ in range(40):
+                penalty(*pairs[number])
+
+        in_threads(call, 8)
+        assert penalty.step()["kl/token_mean"] == 3.5
+        assert penalty.controller.sequences == [8 * 40]
+
+
+def test_a_call_during_a_step_is_of_this_one_or_of_the_next(impatient_threads):
+    pair = random_inputs((1, 2))[:2]
+    for _ in range(10):
+        penalty = KLPenalty(controller=Counting())
+
+        def call(number, penalty=penalty):
+            for _ in range(60):
+                penalty(*pair)
+                if number == 0:
+                    penalty.step()
+
+        in_threads(call, 4)
+        penalty(*pair)
+        penalty.step()
+        assert sum(penalty.controller.sequences) == 4 * 60 + 1
 
 
 # State
