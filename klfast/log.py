@@ -68,6 +68,9 @@ class KLLog:
             ``"trl"``, ``"trlx"`` (which logs square roots), ``"verl"``.
         prefix: of klfast's own names.
 
+    A log to a file can be pickled, and goes on with the file; any other raises TypeError, as its
+    writer is this process's. Copies write where the original does.
+
     Raises:
         TypeError: ``to`` is none of these.
         ValueError: ``names`` is unknown.
@@ -182,11 +185,11 @@ def _writer(to: Any) -> Writer:
         if kind == "wandb":
             return _wandb(rest)
     if isinstance(to, (str, os.PathLike)):
-        return _json_lines(Path(to))
+        return _JsonLines(Path(to))
     if callable(getattr(to, "add_scalar", None)):
-        return _scalars(to)
+        return _Scalars(to)
     if callable(getattr(to, "log", None)):
-        return lambda values, step: to.log(values, step=step)
+        return _Values(to)
     raise TypeError(
         "to must be 'tensorboard', 'wandb', a path, or an object with add_scalar or log, got "
         f"{type(to).__name__}"
@@ -198,15 +201,7 @@ def _tensorboard(folder: str) -> Writer:
         module = importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:
         raise ImportError("to='tensorboard' needs tensorboard: pip install tensorboard") from error
-    return _scalars(module.SummaryWriter(folder or None))
-
-
-def _scalars(writer: Any) -> Writer:
-    def write(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return write
+    return _Scalars(module.SummaryWriter(folder or None))
 
 
 def _wandb(project: str) -> Writer:
@@ -215,17 +210,47 @@ def _wandb(project: str) -> Writer:
     except ImportError as error:
         raise ImportError("to='wandb' needs wandb: pip install wandb") from error
     run = wandb.run if wandb.run is not None else wandb.init(project=project or None)
-    return lambda values, step: run.log(values, step=step)
+    return _Values(run)
 
 
-def _json_lines(path: Path) -> Writer:
-    path.parent.mkdir(parents=True, exist_ok=True)
+class _OfProcess:
+    """A writer that lives in this process: copies share it, and it goes into no file."""
 
-    def write(values: dict[str, float], step: int) -> None:
+    def __init__(self, to: Any) -> None:
+        self._to = to
+
+    def __deepcopy__(self, memo: Any) -> _OfProcess:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "to must be a path for a KLLog to be pickled, got a writer of this process, "
+            f"{type(self._to).__name__}; make a KLLog in the other process"
+        )
+
+
+class _Scalars(_OfProcess):
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._to.add_scalar(name, value, step)
+
+
+class _Values(_OfProcess):
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        self._to.log(values, step=step)
+
+
+class _JsonLines:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, values: dict[str, float], step: int) -> None:
         # JSON has no NaN and no infinity
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
-        with path.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    return write
+    def __reduce__(self) -> Any:
+        return _JsonLines, (self._path,)

@@ -1,7 +1,10 @@
 """KLLog: one call to TensorBoard, Weights & Biases or JSON lines, under frameworks' names."""
 
+import copy
 import json
 import math
+import pickle
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -225,3 +228,39 @@ def test_bad_arguments_are_named(tmp_path):
                 0, controller=klfast.DualKLController(0.1, 6.0), extra={taken: 1.0}
             )
     assert not (tmp_path / "kl.jsonl").exists()
+
+
+def test_a_log_to_a_file_is_pickled_and_goes_on(tmp_path):
+    path = tmp_path / "new" / "kl.jsonl"
+    log = KLLog(path, names="trl", prefix="policy/")
+    log(0, batch()[-1])
+    data = pickle.dumps(log)
+    pickle.loads(data)(1, batch()[-1])
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first == {**second, "step": 0}
+    assert {"policy/token_mean", "kl"} <= second.keys()
+    shutil.rmtree(path.parent)
+    pickle.loads(data)(2, extra={"a": 1})
+    assert json.loads(path.read_text()) == {"step": 2, "a": 1}
+
+
+@pytest.mark.parametrize("to", [Board(), Run()], ids=["add_scalar", "log"])
+def test_a_log_to_a_writer_of_this_process_is_not_pickled(to):
+    log = KLLog(to)
+    expected = f"to must be a path for a KLLog to be pickled, got .*, {type(to).__name__}; make"
+    with pytest.raises(TypeError, match=expected):
+        pickle.dumps(log)
+    for other in (copy.copy(log), copy.deepcopy(log)):
+        other(3, extra={"a": 1})
+    written = to.written if isinstance(to, Board) else to.logged
+    assert len(written) == 2
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+def test_a_log_to_a_tracker_by_name_is_not_pickled(monkeypatch, to):
+    tracker = ModuleType("tracker")
+    tracker.SummaryWriter, tracker.run = Board, Run()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tracker)
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    with pytest.raises(TypeError, match="to must be a path for a KLLog to be pickled"):
+        pickle.dumps(KLLog(to))
