@@ -121,8 +121,8 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   Tensor logprobs = empty_rows(logits, arithmetic(is_double), true);
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
-  Tensor saved =
-      empty<Tensor>({kWordSaved, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
+  Tensor saved = empty<Tensor>({WordSaved::kCount, call.in.shape.rows()}, ScalarType::Double,
+                               device_of(logits));
   call.logprobs = data_of(logprobs);
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
@@ -142,7 +142,7 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   const bool is_double = call.logits.dtype == DType::kFloat64;
   call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   const DType dtype = results_dtype(call.in);
-  call.saved = saved_of(saved, logits, kWordSaved);
+  call.saved = saved_of(saved, logits, WordSaved::kCount);
   call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
   call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
   if (call.grad_entropy != nullptr)
@@ -210,7 +210,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
   Tensor ref_logprobs = empty_rows(logits, dtype, token_ids.has_value());
-  Tensor saved = empty<Tensor>({kSaved, in.shape.rows()}, ScalarType::Double, device_of(logits));
+  Tensor saved =
+      empty<Tensor>({Saved::kCount, in.shape.rows()}, ScalarType::Double, device_of(logits));
   Tensor grad = empty_gradient(logits, want_grad);
   Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
   Tensor entropy = empty_rows(logits, dtype, want_entropy);
@@ -243,7 +244,7 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
       token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
       "gradients of tokens' log-probs go with token_ids");
   call.rows = per_row<Tensor>(rows, logits, dtype, "rows");
-  call.saved = saved_of(saved, logits, kSaved);
+  call.saved = saved_of(saved, logits, Saved::kCount);
   call.grad_rows = per_row<Tensor>(grad_rows, logits, dtype, "grad_rows");
   call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
   call.grad_ref_logprobs = per_row<Tensor>(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");

@@ -49,11 +49,13 @@ struct RowInputs {
   }
 };
 
-// The fields that the forward over one model saves per row, [kWordSaved, R].
-enum WordSaved {
-  kWordOrigin,  // see divergences.h
-  kWordLse,     // log of the sum of exp(logits / temperature), of logits less their origin
-  kWordSaved
+// The fields that the forward over one model saves per row, [kCount, R].
+struct WordSaved {
+  enum : int {
+    kOrigin,  // see divergences.h
+    kLse,     // log of the sum of exp(logits / temperature), of logits less their origin
+    kCount
+  };
 };
 
 // Results per row are in the arithmetic's type. Numbers saved for a backward are double: in fp32
@@ -90,15 +92,17 @@ struct DivergenceInputs {
   EntropyOf entropy_of = EntropyOf::kNone;  // of a JSD not the second's
 };
 
-// The fields that a divergence's forward saves per row, [kSaved, R]. lse and shift are in the
+// The fields that a divergence's forward saves per row, [kCount, R]. lse and shift are in the
 // base's unit of the kernels that save and read them: bits in CUDA's fp32, or else nats.
-enum Saved {
-  kLse,          // of the first model, less its origin
-  kShift,        // the second's lse minus the first's: near 0 it has more digits than either
-  kSlope,        // for JSD: the mean under p of log(m / p)
-  kFirstOrigin,  // see divergences.h
-  kSecondOrigin,
-  kSaved
+struct Saved {
+  enum : int {
+    kLse,          // of the first model, less its origin
+    kShift,        // the second's lse minus the first's: near 0 it has more digits than either
+    kSlope,        // for JSD: the mean under p of log(m / p)
+    kFirstOrigin,  // see divergences.h
+    kSecondOrigin,
+    kCount
+  };
 };
 
 struct DivergenceForward {

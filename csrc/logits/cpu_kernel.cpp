@@ -260,7 +260,7 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   if (!in.keeps(index)) {
     store<Acc>(call.logprobs, index, 0);
     store<Acc>(call.entropy, index, 0);
-    for (int field = 0; field < kWordSaved; ++field) call.saved[field * rows + index] = 0;
+    for (int field = 0; field < WordSaved::kCount; ++field) call.saved[field * rows + index] = 0;
     return true;
   }
   if (!is_word(in, index)) return false;
@@ -269,8 +269,8 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
       call.entropy != nullptr ? sum_row<true, Acc>(in, row) : sum_row<false, Acc>(in, row);
   store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
   store<Acc>(call.entropy, index, found.entropy);
-  call.saved[kWordOrigin * rows + index] = row.origin;
-  call.saved[kWordLse * rows + index] = found.lse;
+  call.saved[WordSaved::kOrigin * rows + index] = row.origin;
+  call.saved[WordSaved::kLse * rows + index] = found.lse;
   return true;
 }
 
@@ -280,8 +280,8 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const int64_t words = in.shape.words;
   if (!in.keeps(index)) return clear(call.grad, index, words);
   const int64_t rows = in.shape.rows();
-  const double origin = call.saved[kWordOrigin * rows + index];
-  const double lse = call.saved[kWordLse * rows + index];
+  const double origin = call.saved[WordSaved::kOrigin * rows + index];
+  const double lse = call.saved[WordSaved::kLse * rows + index];
   const double unit = divergences::unit_of({origin, 0});
   const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.scale();
@@ -632,7 +632,7 @@ void skip(const DivergenceForward& call, int64_t index, int64_t rows, int64_t wo
   for (void* result : {call.rows, call.logprobs, call.ref_logprobs, call.entropy}) {
     store<Acc>(result, index, 0);
   }
-  for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
+  for (int field = 0; field < Saved::kCount; ++field) call.saved[field * rows + index] = 0;
   clear(call.grad_first, index, words);
   clear(call.grad_second, index, words);
 }
@@ -660,11 +660,11 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
     store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
     store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
   }
-  call.saved[kLse * rows + index] = row.lse;
-  call.saved[kShift * rows + index] = row.shift;
-  call.saved[kSlope * rows + index] = found.slope;
-  call.saved[kFirstOrigin * rows + index] = row.origins.first;
-  call.saved[kSecondOrigin * rows + index] = row.origins.second;
+  call.saved[Saved::kLse * rows + index] = row.lse;
+  call.saved[Saved::kShift * rows + index] = row.shift;
+  call.saved[Saved::kSlope * rows + index] = found.slope;
+  call.saved[Saved::kFirstOrigin * rows + index] = row.origins.first;
+  call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
   if (call.row_weights != nullptr) {
     const double weight = element<Acc>(call.row_weights, index) * in.scale();
     const RowState state = {found.value, row.lse, row.shift, found.slope,
@@ -684,15 +684,15 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
     return;
   }
   const double scale = in.scale();
-  const RowState state = {
-      element<Acc>(call.rows, index),
-      call.saved[kLse * rows + index],
-      call.saved[kShift * rows + index],
-      call.saved[kSlope * rows + index],
-      {call.saved[kFirstOrigin * rows + index], call.saved[kSecondOrigin * rows + index]},
-      element<Acc>(call.grad_rows, index) * scale,
-      element<Acc>(call.grad_logprobs, index) * scale,
-      element<Acc>(call.grad_ref_logprobs, index) * scale};
+  const RowState state = {element<Acc>(call.rows, index),
+                          call.saved[Saved::kLse * rows + index],
+                          call.saved[Saved::kShift * rows + index],
+                          call.saved[Saved::kSlope * rows + index],
+                          {call.saved[Saved::kFirstOrigin * rows + index],
+                           call.saved[Saved::kSecondOrigin * rows + index]},
+                          element<Acc>(call.grad_rows, index) * scale,
+                          element<Acc>(call.grad_logprobs, index) * scale,
+                          element<Acc>(call.grad_ref_logprobs, index) * scale};
   EntropyState entropy;
   if (call.grad_entropy != nullptr) {
     entropy = {call.in.entropy_of, element<Acc>(call.entropy, index),

@@ -20,10 +20,11 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
   const int64_t rows = call.in.in.shape.rows();
   const double scale = call.in.in.scale();
   return {number_at<Acc>(call.rows, index),
-          call.saved[kLse * rows + index],
-          call.saved[kShift * rows + index],
-          call.saved[kSlope * rows + index],
-          {call.saved[kFirstOrigin * rows + index], call.saved[kSecondOrigin * rows + index]},
+          call.saved[Saved::kLse * rows + index],
+          call.saved[Saved::kShift * rows + index],
+          call.saved[Saved::kSlope * rows + index],
+          {call.saved[Saved::kFirstOrigin * rows + index],
+           call.saved[Saved::kSecondOrigin * rows + index]},
           number_at<Acc>(call.grad_rows, index) * scale,
           number_at<Acc>(call.grad_logprobs, index) * scale,
           number_at<Acc>(call.grad_ref_logprobs, index) * scale};

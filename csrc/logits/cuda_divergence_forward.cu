@@ -167,7 +167,10 @@ __device__ __forceinline__ void open_row(const ForwardTask& task, Shared<AccOf<T
   take_step(shared);
 }
 
-enum Field { kMass, kSpread, kSlope, kOther, kFields, kMoment = kFields };
+// A thread's sums over a pair of rows.
+struct Field {
+  enum : int { kMass, kSpread, kSlope, kOther, kCount, kMoment = kCount };
+};
 
 // The moment of one model (entropy.h) in a thread's sums: nothing where no entropy is wanted.
 template <typename Acc, EntropyOf of>
@@ -214,7 +217,7 @@ struct PairTotals {
   Acc limit;
   Acc mass = 0, spread = 0;  // of near chunks, since the last flush
   Acc slope = 0;             // in the base's unit
-  double totals[kFields] = {};
+  double totals[Field::kCount] = {};
   Moment<Acc, of> moment = {};
 
   __device__ __forceinline__ void start() {
@@ -268,16 +271,16 @@ struct PairTotals {
   template <int n>
   __device__ __forceinline__ void store(double (&sums)[n]) const {
 #pragma unroll
-    for (int i = 0; i < kFields; ++i) sums[i] = totals[i];
-    moment.template store<kMoment>(sums);
+    for (int i = 0; i < Field::kCount; ++i) sums[i] = totals[i];
+    moment.template store<Field::kMoment>(sums);
   }
 
  private:
   __device__ __forceinline__ void add(Acc mass, Acc spread, Acc slope, Acc other) {
-    totals[kMass] += mass;
-    totals[kSpread] += spread;
-    totals[kSlope] += slope;
-    totals[kOther] += other;
+    totals[Field::kMass] += mass;
+    totals[Field::kSpread] += spread;
+    totals[Field::kSlope] += slope;
+    totals[Field::kOther] += other;
   }
 };
 
@@ -524,10 +527,12 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       };
       const double* const sums = team.template combine<Add, n>(sum_part);
       if (decides) {
-        judge_sums({sums[kMass], sums[kSpread], sums[kSlope], sums[kOther], false},
+        judge_sums({sums[Field::kMass], sums[Field::kSpread], sums[Field::kSlope],
+                    sums[Field::kOther], false},
                    task.call.in.in.scale(), shared);
         if constexpr (of != EntropyOf::kNone) {
-          store_entropy<Acc>(task, sums[of == EntropyOf::kFirst ? kMass : kOther], sums[kMoment]);
+          store_entropy<Acc>(task, sums[of == EntropyOf::kFirst ? Field::kMass : Field::kOther],
+                             sums[Field::kMoment]);
         }
       }
     } else {
@@ -569,11 +574,11 @@ __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc
     store_number<Acc>(call.logprobs, index, logprob);
     store_number<Acc>(call.ref_logprobs, index, ref_logprob);
   }
-  call.saved[kLse * rows + index] = row.lse;
-  call.saved[kShift * rows + index] = row.shift;
-  call.saved[kSlope * rows + index] = shared.slope;
-  call.saved[kFirstOrigin * rows + index] = row.origins.first;
-  call.saved[kSecondOrigin * rows + index] = row.origins.second;
+  call.saved[Saved::kLse * rows + index] = row.lse;
+  call.saved[Saved::kShift * rows + index] = row.shift;
+  call.saved[Saved::kSlope * rows + index] = shared.slope;
+  call.saved[Saved::kFirstOrigin * rows + index] = row.origins.first;
+  call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
 }
 
 // Makes the entropy NaN where the divergence is. Run by the thread that has stored both.
@@ -592,7 +597,7 @@ __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index)
   store_number<Acc>(call.ref_logprobs, index, 0);
   if constexpr (of != EntropyOf::kNone) store_number<Acc>(call.entropy, index, 0);
   const int64_t rows = call.in.in.shape.rows();
-  for (int field = 0; field < kSaved; ++field) call.saved[field * rows + index] = 0;
+  for (int field = 0; field < Saved::kCount; ++field) call.saved[field * rows + index] = 0;
 }
 
 // Computes the row's value, and the constants of its gradient. Run by the first thread of every

@@ -29,8 +29,8 @@ __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int6
   const int64_t rows = call.in.shape.rows();
   store_number<Acc>(call.logprobs, index, row.logprob);
   store_number<Acc>(call.entropy, index, row.entropy);
-  call.saved[kWordOrigin * rows + index] = row.origin;
-  call.saved[kWordLse * rows + index] = row.lse;
+  call.saved[WordSaved::kOrigin * rows + index] = row.origin;
+  call.saved[WordSaved::kLse * rows + index] = row.lse;
 }
 
 // The target token's logit; NaN if it is no word.
@@ -111,8 +111,8 @@ template <typename Acc>
 __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward& call,
                                                      int64_t index) {
   const int64_t rows = call.in.shape.rows();
-  const divergences::Origins origins = {call.saved[kWordOrigin * rows + index], 0};
-  const double exact_lse = call.saved[kWordLse * rows + index];
+  const divergences::Origins origins = {call.saved[WordSaved::kOrigin * rows + index], 0};
+  const double exact_lse = call.saved[WordSaved::kLse * rows + index];
   const double scale = call.in.scale();
   const double of_logprob = number_at<Acc>(call.grad_logprobs, index) * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;

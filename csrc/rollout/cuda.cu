@@ -23,6 +23,9 @@ struct Team {
   const Span* span;
 };
 
+// The flag is that of arrives_last.
+static_assert(kWarps * (sizeof(Segment) + sizeof(Span)) + sizeof(bool) <= kStaticShared);
+
 template <typename T, typename Acc>
 __device__ __forceinline__ Team team_of(const Task<Acc>& task) {
   __shared__ Segment segments[kWarps];  // the warps' own: here they take no registers

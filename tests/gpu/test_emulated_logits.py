@@ -6,7 +6,7 @@ import emulated
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import random_ids, random_logits
+from agreement_logits import OF_ONE_WORD, random_ids, random_logits
 
 from klfast.logits.call import DIVERGENCES, ENTROPIES
 
@@ -230,5 +230,5 @@ def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster,
     truth = logits[0, 0].double().log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), truth[-1:], rtol=0, atol=2e-6)
     torch.testing.assert_close(
-        entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=1e-7
+        entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=OF_ONE_WORD
     )

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import FAST, FLOATS, assert_tokens_agree, leaves, random_ids, random_logits
+from agreement_logits import (
+    FAST,
+    FLOATS,
+    OF_ONE_WORD,
+    assert_tokens_agree,
+    leaves,
+    random_ids,
+    random_logits,
+)
 
 import klfast
 
@@ -78,8 +86,8 @@ def test_entropies_by_hand(backend):
     ids = torch.tensor([3, 1, 0])
     found, entropy = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
     expected = torch.tensor([4.0, 1.0, 2.0]).log()
-    torch.testing.assert_close(entropy, expected, rtol=2e-7, atol=6e-8)
-    torch.testing.assert_close(found, -expected, rtol=2e-7, atol=6e-8)
+    torch.testing.assert_close(entropy, expected, rtol=2e-7, atol=OF_ONE_WORD)
+    torch.testing.assert_close(found, -expected, rtol=2e-7, atol=OF_ONE_WORD)
 
 
 def test_an_unlikely_token_is_as_unlikely_as_it_is(backend):
@@ -100,7 +108,7 @@ def test_one_word_is_certain(backend, temperature):
     outputs = klfast.token_logprobs(logits, ids, return_entropy=True, **options)
     kl, *beside = klfast.kl_divergence(logits, logits * 2, token_ids=ids, **options)
     for found in (*outputs, kl, *beside):
-        torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=2**-23)
+        torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=OF_ONE_WORD)
     (grad,) = torch.autograd.grad([found.sum() for found in outputs], logits)
     torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)
 

@@ -10,6 +10,11 @@ import klfast
 DIRECTIONS = ("reverse", "forward", "jsd")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+OF_ONE_WORD = 2**-22 + 2 * 2**-24
+"""How far a row's sum may be off, relatively, where one word has all of it: a GPU's ex2.approx errs
+by 2**-22, its argument and its result are rounded. Log-probs, entropies and divergences of 0 are
+off by as much, absolutely."""
+
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "reference"]
 """Targets with kernels of their own. The reference cancels as the textbook does, and its last bits
 are torch's."""

@@ -60,8 +60,7 @@ Chip this_chip() {
 }
 
 void grant_shared(const void* kernel, size_t bytes) {
-  // Without a request, beside a kilobyte of static shared memory.
-  constexpr size_t kGranted = 47 << 10;
+  constexpr size_t kGranted = (48 << 10) - kStaticShared;  // without a request
   if (bytes <= kGranted) return;
   static std::mutex mutex;
   static std::set<std::pair<int, const void*>> granted;

@@ -60,6 +60,9 @@ struct Configuration {
   Configuration& operator=(const Configuration&) = delete;
 };
 
+// The bytes of static shared memory that a kernel with dynamic shared memory may have.
+inline constexpr size_t kStaticShared = 1 << 10;
+
 // Lets a kernel that needs these bytes of dynamic shared memory have as much as the current device
 // has. Asked for once, as a limit per launch could be lowered by another thread before the launch.
 void grant_shared(const void* kernel, size_t bytes);
