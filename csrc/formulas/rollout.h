@@ -68,6 +68,12 @@ struct Exponentials {
   T error;   // e^|x| - 1
 };
 
+// e^x - 1 - x, where x is limited above alone.
+template <typename T>
+KLFAST_HOST_DEVICE T k3_of(T x) {
+  return expm1_minus_argument<Range::kAnywhere>(at_most(x, T(kExponentLimit)));
+}
+
 // One reduction and one series serve e^x and e^-x.
 template <Range range, typename T>
 KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
@@ -89,13 +95,10 @@ KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
   const T growth = fma(power, e.growth, power - T(1));
   const T shrinkage = r * r * e.series.at(-r) - r;  // e^-r - 1
   const T error = select(y < T(0), fma(inverse, shrinkage, inverse - T(1)), growth);
-  return {power * (T(1) + e.growth), growth, select(near, e.k3, growth - at_most(x, limit)), error};
-}
-
-// e^x - 1 - x, where x is limited above alone.
-template <typename T>
-KLFAST_HOST_DEVICE T k3_of(T x) {
-  return expm1_minus_argument<Range::kAnywhere>(at_most(x, T(kExponentLimit)));
+  T k3 = select(near, e.k3, growth - at_most(x, limit));
+  // Beyond the limit e^x is lost beside 1 in fp32, and not in fp64.
+  if constexpr (std::is_same_v<T, double>) k3 = select(x < -limit, k3_of(x), k3);
+  return {power * (T(1) + e.growth), growth, k3, error};
 }
 
 // e^2x - 1.

@@ -51,6 +51,8 @@ class Rejection:
     mean, greatest or least over the kept tokens of a sequence, which is rejected as a whole. Sums
     and means are weighted by the mask; of the ratio, ``"seq-sum"`` is the product and
     ``"seq-mean"`` the geometric mean. Bounds are inclusive: ``low <= number <= high`` is kept.
+    A token's number and its bounds are rounded to fp32 (fp64 where a log-prob is fp64) before they
+    are compared; a sequence's are compared in fp64.
 
     Numbers saturate instead of overflowing: exp(x) of k3 at x = 20; 1 - p and 1 - q are at least
     1e-8, and p and q at most 1.

@@ -24,6 +24,23 @@ def close(tensor, expected):
     )
 
 
+@pytest.mark.parametrize("x", [0.1, -0.3, 0.7, 2.3])
+@pytest.mark.parametrize("statistic", ["ratio", "k1"])
+def test_a_token_at_its_bound_passes(backend, statistic, x):
+    """A token's bound is rounded to fp32, as its x was; a sequence's is not."""
+    bound = math.exp(x) if statistic == "ratio" else x
+    for over, passes in (("token", True), ("seq-max", False)):
+        rule = Rejection(statistic, over, low=bound, high=bound)
+        pair = torch.tensor([[x]]), torch.zeros(1, 1)
+        assert klfast.rollout_correction(*pair, reject=rule, backend=backend).mask.item() == passes
+
+
+def test_a_weight_at_its_cap_is_not_counted_above(backend):
+    x = torch.tensor([[0.1]])
+    found = klfast.rollout_correction(x, torch.zeros(1, 1), cap=math.exp(0.1), backend=backend)
+    assert found.stats.above.item() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

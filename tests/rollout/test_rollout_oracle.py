@@ -141,6 +141,15 @@ def test_statistics_near_and_far_from_on_policy(backend, weight, spread):
     assert_agrees(backend, logprobs, rollout_logprobs, weight=weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("x", [-700.0, -45.0, -25.0, -20.5, -20.0, -19.5, 19.5, 20.0, 20.5, 45.0])
+def test_statistics_at_the_limit_of_exponentials(backend, x, dtype):
+    """k3 is limited above alone, the others on both sides."""
+    rollout = torch.full((1, 3), -0.5, dtype=dtype)
+    logprobs = rollout + x * torch.tensor([[1.0, 0.999, 1.001]], dtype=dtype)
+    assert_agrees(backend, logprobs, rollout, weight=None, reject=Rejection("k3", high=1e3))
+
+
 @pytest.mark.grid(each="backend")
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("per_token", [True, False], ids=["token", "sequence"])

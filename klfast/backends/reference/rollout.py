@@ -86,7 +86,11 @@ class _Tokens:
 
 
 class _Weight:
-    """A token's weight, and on which side of which bound it was."""
+    """A token's weight, and on which side of which bound it was.
+
+    What a token decides is compared in the arithmetic's dtype, to which torch rounds a bound too;
+    what a sequence decides, in float64.
+    """
 
     def __init__(self, tokens: _Tokens, call: RolloutCall) -> None:
         spec = call.spec
@@ -97,9 +101,10 @@ class _Weight:
             "geometric": lambda: tokens.spread(tokens.mean(tokens.x)),
         }[spec.weight]()
         low, high = spec.log_bounds()
-        self.below = tokens.counted & (log < spec.log_least())
-        self.above = tokens.counted & (log > high)
-        self.outside = tokens.counted & ((log < low) | (log > high))
+        compared = log.to(tokens.dtype) if spec.weight == "token" else log
+        self.below = tokens.counted & (compared < spec.log_least())
+        self.above = tokens.counted & (compared > high)
+        self.outside = tokens.counted & ((compared < low) | (compared > high))
         value = formulas.ratio(log)
         if spec.outside == "mask":
             value = torch.where(self.outside, 0.0, value)
@@ -121,7 +126,8 @@ def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor,
             "seq-min": tokens.least,
         }[rule.over](value)
         return _judge_sequences(number, low, high, tokens)
-    below, above = (value < low) & tokens.counted, (value > high) & tokens.counted
+    compared = value.to(tokens.dtype)
+    below, above = (compared < low) & tokens.counted, (compared > high) & tokens.counted
     fails = below | above
     if rule.outward_only:
         fails = fails & _is_pushed_outward(tokens, call)
