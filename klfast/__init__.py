@@ -1,5 +1,6 @@
 """klfast: the KL penalty of reinforcement learning for language models."""
 
+import klfast.interrupt  # noqa: F401  # before torch
 from klfast import compat, names
 from klfast.api import kl_penalty, kl_rewards
 from klfast.control.controllers import (

@@ -29,7 +29,16 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; 2 for a mistake on the command line."""
+    """Runs one command and returns its exit code: 2 for a mistake on the command line, 130 after
+    Ctrl-C.
+    """
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     replace_standard_streams()
     parser = argparse.ArgumentParser(
         prog="klfast", description="The KL penalty of RL for language models."
@@ -42,10 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
-    try:
-        code: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        code = 130
+    code: int = arguments.run(arguments)
     return code
 
 

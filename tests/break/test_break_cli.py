@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from experiment import metrics, no_pictures, one_corpus, without_times
 
+import klfast
 from klfast.__main__ import main
 
 CATEGORY = "command line"
@@ -150,6 +152,41 @@ def test_signals_leave_what_can_be_resumed(hunt, finished, tmp_path, number):
     code, errors = outcome("compare", "--out", tmp_path / "out", "--resume", "--no-bench")
     hunt.equal(code, 0, number, errors)
     hunt.equal(rows(tmp_path / "out"), rows(finished), number)
+
+
+INTERRUPTED_IMPORT = """
+import os, sys
+left = int(os.environ["INTERRUPT_AT"])
+def interrupt(event, arguments):
+    global left
+    if event == "import" and "klfast" in sys.modules:
+        name = arguments[0]
+        left -= name.startswith(("klfast.", "torch")) and name != "klfast.interrupt"
+        if left == 0:
+            left = -1
+            raise KeyboardInterrupt
+sys.addaudithook(interrupt)
+"""
+
+
+@pytest.mark.parametrize("command", [("-m", "klfast"), ("klfast",)], ids=" ".join)
+def test_an_interrupt_at_any_import_is_no_traceback(hunt, tmp_path, command):
+    """Of torch or what needs it; numpy turns one of its own into another error."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
+    entry = "import sys; from klfast.__main__ import main; sys.exit(main())"
+    (tmp_path / "klfast").write_text(entry)
+    path = os.pathsep.join([str(tmp_path), str(Path(klfast.__file__).parents[1])])
+    for at in hunt.some((1, 2, 3, 10, 40, 150, 300, 500, 700, 900), 5):
+        environment = {**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": str(at)}
+        ended = subprocess.run(
+            [sys.executable, *command, "--help"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        hunt.equal(ended.stderr, "", command, at)
+        hunt.check(ended.returncode in (0, 130, -signal.SIGINT), command, at, got=ended.returncode)
 
 
 def cut(path):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from klfast.__main__ import main
 from klfast.experiment import run
 from klfast.experiment.text import load_corpus
 
+ROOT = Path(klfast.__file__).parents[1]
 SHORT = ["--steps", "2", "--arms", "adaptive", "--pretrain-steps", "2", "--no-bench"]
 
 
@@ -103,6 +105,59 @@ def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
     resumed = run.resume(settings, load_corpus(), tmp_path)
     assert resumed.rows == [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(resumed.rows) >= 2
+
+
+INTERRUPTED = {
+    "raised": "raise KeyboardInterrupt",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+}
+ENTRY = "import sys; from klfast.__main__ import main; sys.exit(main())"
+
+
+def while_importing_torch(folder, source, *command):
+    """The finished process of a command whose torch is a module of one line."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(source)
+    (folder / "klfast").write_text(ENTRY)  # as an installer makes it
+    (folder / "other.py").write_text("import klfast")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+@pytest.mark.parametrize("source", INTERRUPTED.values(), ids=INTERRUPTED)
+@pytest.mark.parametrize("command", [("klfast",), ("-m", "klfast"), ("-mklfast",)], ids=" ".join)
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, command, source):
+    ended = while_importing_torch(tmp_path, source, *command, "info")
+    assert (ended.stdout, ended.stderr) == ("", "")
+    assert ended.returncode in (130, -signal.SIGINT)  # to a shell the same
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "said"),
+    [
+        (["-m", "other", "klfast"], "raise KeyboardInterrupt", "KeyboardInterrupt"),
+        (["other.py"], "raise KeyboardInterrupt", "KeyboardInterrupt"),
+        (["-m", "klfast"], "raise OSError('no torch here')", "OSError: no torch here"),
+        (["klfast"], "raise OSError('no torch here')", "OSError: no torch here"),
+    ],
+    ids=["module", "script", "error-of-module", "error-of-command"],
+)
+def test_other_programs_and_other_errors_keep_their_traceback(tmp_path, command, source, said):
+    ended = while_importing_torch(tmp_path, source, *command)
+    assert ended.returncode != 0
+    assert ended.stderr.startswith("Traceback")
+    assert ended.stderr.rstrip().endswith(said)
+
+
+def test_ctrl_c_while_commands_are_imported_is_no_traceback(monkeypatch):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("klfast.__main__.importlib.import_module", interrupt)
+    assert main(["info"]) == 130
 
 
 def shell(line, **environment):
