@@ -40,6 +40,8 @@ _OF_OPTIONS = ("kl_ema", "measured")
 class CoefficientController(KLReader):
     """A coefficient inside its bounds, and the rule that moves it.
 
+    ``update`` is for one thread at a time; any may read ``value`` meanwhile.
+
     A subclass keeps its settings as attributes, then calls ``_begin`` with the first coefficient.
     """
 

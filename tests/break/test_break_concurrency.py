@@ -1,5 +1,6 @@
 """Threads that call at once, share graphs, err and change the number of threads; forks; ranks."""
 
+import copy
 import itertools
 import os
 import random
@@ -13,6 +14,7 @@ import torch
 from controls import REDUCTIONS
 from fresh import run_fresh
 from ranks import OnRanks, results_of_ranks
+from threads import impatient, in_threads
 
 import klfast
 
@@ -114,9 +116,7 @@ def test_errors_in_threads_are_that_thread_s_own(hunt):
 @pytest.mark.parametrize("name", ["penalty", "divergence"])
 def test_threads_share_a_graph(hunt, name):
     """Each has its own gradient, at a switch between threads every microsecond."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with impatient():
         z = torch.randn(8, 8, 5)
         r = z + torch.randn(8, 8, 5)
         if name == "penalty":
@@ -141,8 +141,45 @@ def test_threads_share_a_graph(hunt, name):
             for factor, grad in got.items():
                 exact = factor * once.double()
                 hunt.close(grad, exact, 1e-6 * exact.abs().max(), name, round_, factor)
-    finally:
-        sys.setswitchinterval(interval)
+
+
+class Recorded(klfast.FixedKLController):
+    """A coefficient that stays, and the statistics of each step."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.seen = []
+
+    def update(self, current, n_steps=None, *, kl="kl"):
+        self.seen.append(current)
+        return super().update(current, n_steps, kl=kl)
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "steps", "states", "copies"])
+def test_a_penalty_keeps_every_call_of_threads_once(hunt, meanwhile):
+    """Every call has a number of its own, whatever one thread does beside its calls."""
+    calls = 40
+    a = torch.zeros(1, 1)
+    for round_ in range(30 if hunt.whole else 3):
+        penalty = klfast.KLPenalty("k1", "token-sum", controller=Recorded())
+        beside = {
+            "nothing": lambda: None,
+            "steps": penalty.step,
+            "states": penalty.state_dict,
+            "copies": lambda p=penalty: (copy.copy(p), repr(p)),
+        }[meanwhile]
+
+        def work(thread, penalty=penalty, beside=beside):
+            for call in range(calls):
+                penalty(a, a - (1 + calls * thread + call))
+                if thread == 0 and call % 4 == 0:
+                    beside()
+
+        in_threads(work, WORKERS)
+        penalty(a, a)
+        penalty.step()
+        seen = torch.cat([stats.kl for stats in penalty.controller.seen])
+        hunt.equal(sorted(seen.tolist()), [*range(calls * WORKERS + 1)], meanwhile, round_)
 
 
 FORK = """

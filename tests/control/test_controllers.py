@@ -10,11 +10,13 @@ import sys
 import warnings
 from fractions import Fraction
 
+import kinds
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import in_threads
 
 from klfast.control.controllers import (
     ADAPTIVE_OPTIONS,
@@ -274,6 +276,20 @@ def test_n_steps_is_the_number_of_sequences_of_stats_unless_given():
     assert AdaptiveKLController(0.1, 6.0).update(stats) == published_rule(0.1, 9, 2, 6.0, 10_000)
     assert AdaptiveKLController(0.1, 6.0).update(stats, 64) == published_rule(0.1, 9, 64, 6, 10_000)
     assert AdaptiveKLController(0.1, 6.0).update(stats, 0) == 0.1
+
+
+@pytest.mark.parametrize("kind", kinds.STEERING)
+def test_any_thread_may_read_the_value_of_one_that_updates(kind):
+    controller = kinds.make(kind, 0.5, 6.0)
+    first = controller.value
+
+    def work(number):
+        if number:
+            return {controller.value for _ in range(2000)}
+        return {controller.update(3.0 + step % 7, 64) for step in range(200)}
+
+    updated, *read = in_threads(work, 4)
+    assert set().union(*read) <= updated | {first}
 
 
 def test_adaptive_needs_n_steps_with_a_plain_number():

@@ -4,14 +4,12 @@ import copy
 import json
 import math
 import pickle
-import sys
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from agreement import random_inputs, same_bits
+from threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
@@ -419,28 +417,7 @@ class Counting(klfast.FixedKLController):
         return super().update(current, n_steps, kl=kl)
 
 
-@pytest.fixture
-def impatient_threads():
-    """Python turns to another thread every microsecond."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def in_threads(work, count):
-    """``work`` in so many threads that begin together."""
-    start = threading.Barrier(count)
-
-    def run(number):
-        start.wait()
-        work(number)
-
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(run, range(count)))
-
-
-def test_every_call_of_threads_counts(impatient_threads):
+def test_every_call_of_threads_counts():
     pairs = [(torch.full((1, 2), -1.0), torch.full((1, 2), -1.0 - n)) for n in range(8)]
     for _ in range(30):
         penalty = KLPenalty("k1", controller=Counting())
@@ -454,7 +431,7 @@ def test_every_call_of_threads_counts(impatient_threads):
         assert penalty.controller.sequences == [8 * 40]
 
 
-def test_a_call_during_a_step_is_of_this_one_or_of_the_next(impatient_threads):
+def test_a_call_during_a_step_is_of_this_one_or_of_the_next():
     pair = random_inputs((1, 2))[:2]
     for _ in range(10):
         penalty = KLPenalty(controller=Counting())
