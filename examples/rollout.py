@@ -52,7 +52,9 @@ NONE, EXACT = "no correction", "sequence weight, no bounds"
 WAYS: dict[str, dict[str, Any]] = {
     NONE: {"weight": None},
     EXACT: {"weight": "sequence", "cap": None},
-    **{name: PRESETS[name] for name in ("tis", "icepop", "seq-tis", "prime-rl")},
+    **{
+        name: PRESETS[name] for name in ("tis", "icepop", "seq-tis", "prime-rl", "prime-rl-2026-08")
+    },
 }
 
 STYLES: Styles = {
@@ -62,6 +64,7 @@ STYLES: Styles = {
     "mis": {"color": PURPLE, "linestyle": "--"},
     "icepop": {"color": VERMILION, "linestyle": "-"},
     "prime-rl": {"color": GREEN, "linestyle": "-."},
+    "prime-rl-2026-08": {"color": GREEN, "linestyle": ":"},
     "kpop": {"color": SKY, "linestyle": "-."},
     "seq-tis": {"color": ORANGE, "linestyle": "--"},
 }

@@ -75,9 +75,18 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "cap": 20.0,
             "reject": (Rejection("binary_kl", high=0.05, outward_only=True),),
         },
-        # prime-rl's IPO, its default loss since PR 3418, with its eps (PRs 1930, 2798): the same
-        # in both directions.
+        # prime-rl's IPO, its default loss, the same in both directions: the eps of PR 3586 of
+        # 18 September 2026, which took the KL term away, and the cap of later code, which limits
+        # the ratio and keeps its gradient (IPOLossConfig in
+        # packages/prime-rl-configs/src/prime_rl/configs/trainer.py).
         "prime-rl": {
+            "weight": "token",
+            "cap": 1e4,
+            "reject": (Rejection("binary_tv", high=0.3),),
+        },
+        # What it was from PR 3418 of 27 August 2026 on, with the eps of PRs 1930 and 2798. Its loss
+        # had 1e-3 * x**2 of all tokens beside it, also of rejected ones.
+        "prime-rl-2026-08": {
             "weight": "token",
             "cap": None,
             "reject": (Rejection("binary_tv", high=0.1),),
