@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +15,7 @@ from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
 from klfast.control.reading import STATE_VERSION, KLName, check_state_kind, chosen, plain
 from klfast.control.scheduled import ScheduledKLController
-from klfast.ranks import Ranks
+from klfast.ranks import Ranks, check_same
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class GroupedKLController:
             name: make(coefs[name], target, **options) for name, target in targets.items()
         }
         self._ranks = None if process_group is None else Ranks(process_group)
+        self._are_groups_compared = False
         for name, part in self._parts.items():
             part._group_of_data = name
             part._is_mute = self._ranks is not None and self._ranks.rank != 0
@@ -115,7 +118,8 @@ class GroupedKLController:
         Raises:
             TypeError: ``current`` is not a mapping, or as the controller's ``update``.
             ValueError: a group has no target, or as the controller's ``update``.
-            RuntimeError: the ranks have different coefficients, or a rank has died.
+            RuntimeError: on every rank, the ranks have different groups, which the first update
+                looks at, or different coefficients; or a rank has died.
         """
         if not isinstance(current, Mapping):
             raise TypeError(f"current must be KLs by group, got {type(current).__name__}")
@@ -133,6 +137,8 @@ class GroupedKLController:
             for name, given in current.items():
                 self._parts[name].update(given, sequences[name])
             return self.value
+        if not self._are_groups_compared:
+            self._compare_groups(self._ranks)
         rows = [
             self._row(name, part, current, sequences, self._ranks)
             for name, part in self._parts.items()
@@ -141,6 +147,18 @@ class GroupedKLController:
         for at, part in enumerate(self._parts.values()):
             part._take(table[:, at])
         return self.value
+
+    def _compare_groups(self, ranks: Ranks) -> None:
+        """Raise on every rank unless all have the same groups, in one order: a table whose size
+        differs between ranks ends the process under gloo and hangs under NCCL.
+        """
+        names = [*self._parts]
+        own = [len(names), zlib.crc32(json.dumps(names).encode())]
+        rows = ranks.gather(torch.tensor(own, dtype=torch.float64, device=ranks.device))
+        counts, checksums = rows.long().T.tolist()
+        check_same("the number of groups in targets", counts)
+        check_same("the checksum of the groups in targets", checksums)
+        self._are_groups_compared = True
 
     @staticmethod
     def _row(

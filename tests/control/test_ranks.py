@@ -102,6 +102,7 @@ def work(rank):
     }
     done["numbers"] = numbers(rank, world)
     done["grouped"] = grouped(rank, size, world)
+    done["groups apart"] = groups_apart(rank, world)
     done["monitor"] = monitor(rank, size, world)
     done["others"] = others(rank, world)
     done["apart"] = apart(rank, world)
@@ -231,9 +232,25 @@ def grouped(rank, size, group):
     given = {"chat": 6.0 + rank} if rank % 2 == 0 else {}
     if rank == size - 1:
         given["maths"] = 30.0
-    _, calls = counted_all_reduces(lambda: controller.update(given, 8))
-    assert calls == [(torch.float64, 3 * 6 * size)]
-    return controller.value, controller.skipped
+    of_the_first = (torch.float64, 2 * size)  # which groups the ranks have
+    for expected in ([of_the_first], []):
+        other = copy.deepcopy(controller)
+        _, calls = counted_all_reduces(lambda: controller.update(given, 8))
+        assert calls == [*expected, (torch.float64, 3 * 6 * size)]
+    return other.value, other.skipped
+
+
+def groups_apart(rank, group):
+    """Rank 1 has another group, one more, or the same in another order."""
+    targets = {"chat": 6.0, "maths": 20.0}
+    others = ({"chat": 6.0, "code": 20.0}, {**targets, "code": 1.0}, dict([*targets.items()][::-1]))
+    said = []
+    for other in others:
+        controller = klfast.GroupedKLController(
+            klfast.DualKLController, 0.5, other if rank == 1 else targets, process_group=group
+        )
+        said.append(said_by(lambda controller=controller: controller.update({"chat": 1.0}, 8)))
+    return said
 
 
 def monitor(rank, size, group):
@@ -425,6 +442,15 @@ def test_numbers_weigh_by_their_sequences(ranks, size):
     expected = klfast.AdaptiveKLController(0.5, 6.0).update(mean, total)
     for done in ranks[size]:
         assert done["numbers"] == [expected, expected]
+
+
+@every_size
+def test_ranks_with_other_groups_of_data_all_hear_of_it(ranks, size):
+    for done in ranks[size]:
+        renamed, added, reordered = done["groups apart"]
+        assert added.startswith("the number of groups in targets must be the same on every rank")
+        for said in (renamed, reordered):
+            assert said.startswith("the checksum of the groups in targets must be the same on ev")
 
 
 @every_size
