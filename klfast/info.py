@@ -27,6 +27,9 @@ def info() -> dict[str, Any]:
         if it loaded, else why not. ``cpu``: the instruction set in use, or None. ``devices``: name
         and compute capability of each GPU. ``backends``: for each kind of device, ``auto``: the
         backend's name, and ``why_not``: for each backend, None or why it cannot serve the device.
+        ``first_use``: for each GPU that ``native`` can serve, what this process knows of each
+        family of its kernels from the known answers before their first use: "ok", "failed: ..."
+        (the family serves no call there), "unchecked", or "off" (``KLFAST_SELF_CHECK=0``).
     """
     error = load.load_error()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
@@ -44,6 +47,7 @@ def info() -> dict[str, Any]:
         "cpu": None if error else _instruction_set(),
         "devices": {f"cuda:{index}": _gpu(index) for index in gpus},
         "backends": {device: _choice(torch.device(device)) for device in devices},
+        "first_use": {device: known for device in devices if (known := _first_use(device))},
     }
 
 
@@ -66,6 +70,10 @@ def _instruction_set() -> str:
         return _C.instruction_set()
     except RuntimeError as error:  # KLFAST_CPU asks for what is not here
         return str(error)
+
+
+def _first_use(device: str) -> dict[str, str]:
+    return backends.first_use(torch.device(device))
 
 
 def _choice(device: torch.device) -> dict[str, Any]:

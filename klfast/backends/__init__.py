@@ -11,17 +11,15 @@ import torch
 
 from klfast.backends.backend import Backend
 from klfast.backends.order import ORDER
-from klfast.call import PenaltyCall
 from klfast.callers import caller
+from klfast.calls import Call
 from klfast.checks.arguments import check_choice
 from klfast.checks.values import are_checked
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-from klfast.rollout.call import RolloutCall
 
 BACKENDS = {backend.name: backend for backend in ORDER}
 """In the order that ``auto`` tries them. The last serves every device."""
 
-_told: set[str] = set()
+_told: set[tuple[str, ...]] = set()
 
 
 def why_not(device: torch.device) -> dict[str, str | None]:
@@ -34,45 +32,66 @@ def first_available(reasons: dict[str, str | None]) -> str:
     return next(name for name, reason in reasons.items() if reason is None)
 
 
-def resolve(name: str, device: torch.device) -> Backend:
+def first_use(device: torch.device) -> dict[str, str]:
+    """What is known of the kernels that are checked before they first serve a call on ``device``:
+    each family's outcome.
+    """
+    outcomes: dict[str, str] = {}
+    for backend in BACKENDS.values():
+        if backend.first_use is not None and backend.why_not(device) is None:
+            outcomes |= backend.first_use.results(device)
+    return outcomes
+
+
+def resolve(name: str, device: torch.device, call: Call | None = None) -> Backend:
     """The backend to use. ``auto`` takes the first that can; a name never falls back.
+
+    Args:
+        name: of the backend, or ``auto``.
+        device: that it is to serve.
+        call: the call there, if there is one: kernels may be right for one and wrong for another.
 
     Raises:
         ValueError, TypeError: an unknown name.
         RuntimeError: a backend asked for by name that cannot serve the device, and why.
     """
     check_choice("backend", name, ("auto", *BACKENDS))
-    if name == "auto":
-        backend = next(b for b in BACKENDS.values() if b.why_not(device) is None)
-        if backend.name == "reference" and not torch.compiler.is_compiling():
-            _tell_of_reference(device)
-        return backend
-    backend = BACKENDS[name]
-    if (reason := backend.why_not(device)) is not None:
-        raise RuntimeError(f"backend {name!r} cannot run on {device.type}: {reason}")
-    return backend
+    reasons: dict[str, str] = {}
+    for backend in BACKENDS.values():
+        if name not in ("auto", backend.name):
+            continue
+        reason = backend.why_not(device) if call is None else backend.why_not_call(call)
+        if reason is None:
+            if reasons and not torch.compiler.is_compiling():
+                _tell(backend, device, reasons)
+            return backend
+        reasons[backend.name] = reason
+    raise RuntimeError(f"backend {name!r} cannot run on {device.type}: {reasons[name]}")
 
 
-def choose(
-    name: str, call: PenaltyCall | TokenLogprobsCall | KLDivergenceCall | RolloutCall
-) -> Backend:
+def choose(name: str, call: Call) -> Backend:
     """The backend to use, after the check of the values that it does not check itself."""
-    backend = resolve(name, call.first().device)
+    backend = resolve(name, call.first().device, call)
     in_kernel = call.first().device.type in backend.checks_in_kernel
     if are_checked(call.first(), in_kernel=in_kernel):
         call.check_values()
     return backend
 
 
-def _tell_of_reference(device: torch.device) -> None:
-    """Warn, once for each kind of device, that ``auto`` has only the slow backend left."""
-    if device.type in _told:
+def _tell(backend: Backend, device: torch.device, reasons: dict[str, str]) -> None:
+    """Warn, once for each kind of device, that ``auto`` has only the slow backend left; and of each
+    family of kernels that is refused, whichever backend takes its place.
+    """
+    is_slow = backend.name == "reference"
+    if not is_slow and all(BACKENDS[name].why_not(device) is not None for name in reasons):
         return
-    _told.add(device.type)
-    reasons = why_not(device).items()
-    because = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
+    if (key := (device.type, *reasons.values())) in _told:
+        return
+    _told.add(key)
+    because = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    slow = "slow " if is_slow else ""
     warnings.warn(
-        f"klfast uses its slow reference backend on {device.type} ({because})",
+        f"klfast uses its {slow}{backend.name} backend on {device.type} ({because})",
         RuntimeWarning,
         stacklevel=caller().stacklevel,
     )

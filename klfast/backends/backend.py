@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
+from klfast.calls import Call
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import KLOutputs
 from klfast.ops.direct import Direct
 from klfast.rollout.call import RolloutCall
 from klfast.rollout.outputs import RolloutCorrection
 from klfast.stats import KLStats
+
+
+class FirstUse(Protocol):
+    """Whether kernels compute right on a device, found out before they first serve a call there."""
+
+    def problem(self, call: Call) -> str | None:
+        """Why they must not serve a call; None if they may."""
+
+    def results(self, device: torch.device) -> dict[str, str]:
+        """What is known of each family of kernels: "ok", "failed: ...", "unchecked" or "off"."""
 
 
 class Backend(NamedTuple):
@@ -31,3 +42,12 @@ class Backend(NamedTuple):
     """Types of devices on which its kernels check values in their own read."""
     direct: Direct | None = None
     """The direct road to its kernels, if there is one."""
+    first_use: FirstUse | None = None
+    """What is asked besides of a device that it can serve."""
+
+    def why_not_call(self, call: Call) -> str | None:
+        """Why it cannot serve a call; None if it can."""
+        reason = self.why_not(call.first().device)
+        if reason is None and self.first_use is not None:
+            reason = self.first_use.problem(call)
+        return reason

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from klfast.backends.backend import Backend
+from klfast.backends.backend import Backend, FirstUse
 from klfast.logits import autograd as over_logits
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
@@ -22,6 +22,7 @@ def compiled(
     *,
     checks_in_kernel: frozenset[str] = frozenset(),
     direct: Direct | None = None,
+    first_use: FirstUse | None = None,
 ) -> Backend:
     """The backend of these ops.
 
@@ -31,6 +32,7 @@ def compiled(
         ops: which ``klfast.ops.table.define`` has defined.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
         direct: the direct road to the same kernels, if there is one.
+        first_use: what is asked besides of a device that it can serve.
     """
     if direct is not None:
         ops = direct.ops
@@ -43,4 +45,5 @@ def compiled(
         partial(rollout.rollout_correction, ops=ops),
         checks_in_kernel,
         direct,
+        first_use,
     )

@@ -12,6 +12,7 @@ from klfast.checks.values import checks_requested
 from klfast.ops import load
 from klfast.ops.direct import Direct, Functions, directly
 from klfast.ops.table import Ops
+from klfast.selfcheck.first_use import FirstUse
 
 
 def _why_not(device: torch.device) -> str | None:
@@ -53,7 +54,11 @@ _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _serves(tensor: Tensor) -> bool:
     """A call on the device of ``tensor`` needs nothing before the extension's functions."""
-    return not tensor.is_cuda or (tensor.get_device() in _ready and not checks_requested())
+    return not tensor.is_cuda or (tensor.get_device() in _checked and not checks_requested())
+
+
+_FIRST_USE = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
+_checked = _FIRST_USE.indices
 
 
 def _direct() -> Direct | None:
@@ -70,4 +75,5 @@ NATIVE = compiled(
     Ops.of("klfast"),
     checks_in_kernel=frozenset({"cpu"}),
     direct=_direct(),
+    first_use=_FIRST_USE,
 )

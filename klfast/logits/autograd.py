@@ -278,7 +278,7 @@ class _OneReadKL(torch.autograd.Function):
         ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
         call, ctx.options, ctx.ops = plan
-        ctx.row_weights = _row_weights(call, ctx.ops)
+        ctx.row_weights = row_weights(call, ctx.ops)
         needs = ctx.needs_input_grad[:2]
         rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
             first, second, None, call.keep, *ctx.options, ctx.row_weights, *needs
@@ -315,7 +315,7 @@ class _OneReadKL(torch.autograd.Function):
         return (*autograd.once(grads, *saved[:2], grad_out), None)
 
 
-def _row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
+def row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
     """[R]: by how much the result grows with each row's divergence; 0 where masked."""
     like = call.logits.select(-1, 0).view(call.shape)  # a row's number, of no interest
     is_double = arithmetic_dtype(call.logits, call.ref_logits) == torch.float64

@@ -1,0 +1,1 @@
+"""Known answers and promises, checked on the machine that klfast runs on."""

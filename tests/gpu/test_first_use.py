@@ -1,0 +1,494 @@
+"""Known answers before the first use of a family of kernels, on CPU tensors: kernels that are
+right, kernels that lie, and everything that a user may have around the first call.
+"""
+
+import contextlib
+import itertools
+import json
+import threading
+import warnings
+
+import emulated
+import first_answers
+import pytest
+import torch
+from fresh import run_fresh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import klfast
+from klfast import backends
+from klfast.backends.compiled import compiled
+from klfast.ops.table import Ops
+from klfast.selfcheck import first_calls, first_use
+from klfast.selfcheck.first_use import FirstUse
+
+CPU = torch.device("cpu")
+NATIVE = Ops.of("klfast")
+FUNCTIONS = tuple(first_calls.CALLS)
+FAMILIES = tuple(family for op in FUNCTIONS for family in first_use.families(op))
+CLOSE = 1e-9
+"""Of stored answers and those of this machine's float64, to the same sums."""
+
+
+class Counting:
+    """Ops that count their calls."""
+
+    def __init__(self, ops):
+        self.calls = 0
+        self.ops = Ops(*map(self._counting, ops))
+
+    def _counting(self, op):
+        def count(*args):
+            self.calls += 1
+            return op(*args)
+
+        return count
+
+
+def lying(name, lie, output=None):
+    """The native ops, of which one changes what it returns, or one output of it."""
+
+    def spoil(tensor):
+        if tensor.dtype in (torch.bool, torch.uint8):
+            tensor.logical_not_()
+        elif tensor.numel():
+            lie(tensor)
+        return tensor
+
+    def op(*args):
+        returned = getattr(NATIVE, name)(*args)
+        if returned is None:  # what it wrote in place
+            spoil(args[0])
+        elif isinstance(returned, torch.Tensor):
+            spoil(returned)
+        else:
+            for index, tensor in enumerate(returned):
+                if output in (None, index):
+                    spoil(tensor)
+        return returned
+
+    return NATIVE._replace(**{name: op})
+
+
+def make_nan(tensor):
+    tensor.view(-1)[-1] = float("nan")
+
+
+LIES = {
+    "off": lambda tensor: tensor.mul_(1 + 2e-3),
+    "nan": make_nan,
+    "unwritten": lambda tensor: tensor.fill_(0.125),
+}
+
+
+def checked_by(ops):
+    """Known answers of ops, before they serve CPU tensors."""
+    return FirstUse(ops, lambda device: device.type == "cpu")
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Makes ops the native backend, checked before their first use on a CPU."""
+    native = backends.BACKENDS["native"]
+
+    def use(ops):
+        first = checked_by(ops)
+        direct = native.direct._replace(serves=lambda _: bool(first.indices))
+        kernels = compiled("native", native.why_not, ops, first_use=first)
+        monkeypatch.setitem(backends.BACKENDS, "native", kernels._replace(direct=direct))
+        monkeypatch.setattr(backends, "_told", set())
+        return first
+
+    return use
+
+
+def failures(first, *functions):
+    """The families that fail, of these functions or of all."""
+    for op in functions or FUNCTIONS:
+        first._failure(op, CPU, 2)
+    return [family for family, text in first.results(CPU).items() if text.startswith("failed")]
+
+
+def logprobs(**options):
+    return torch.tensor([[-1.0, -2.0]], **options), torch.tensor([[-1.5, -2.0]])
+
+
+def same(numbers, others):
+    half = len(others) // 2
+    sizes = (*others[half:], *others[half:])
+    return len(numbers) == len(others) and all(
+        abs(a - b) <= CLOSE * size for a, b, size in zip(numbers, others, sizes, strict=True)
+    )
+
+
+def test_the_stored_answers_are_those_of_the_reference():
+    """`python tests/support/first_answers.py` writes them anew."""
+    stored = json.loads(first_use.ANSWERS.read_text())
+    computed = first_answers.all_answers()
+    assert list(stored) == list(computed) == list(FAMILIES)
+    for family, answers in stored.items():
+        assert answers.keys() == computed[family].keys()
+        different = [n for n, numbers in answers.items() if not same(computed[family][n], numbers)]
+        assert not different, family
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_inputs_are_the_same_numbers_in_every_dtype(op):
+    for known in first_calls.CALLS[op](lambda tensor: tensor):
+        for tensor in first_calls.named(known._asdict()).values():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor.bfloat16().double(), tensor.double())
+
+
+@pytest.mark.parametrize("ops", [lambda: NATIVE, emulated.ops], ids=["cpu", "emulated"])
+def test_right_kernels_pass(ops):
+    first = checked_by(ops())
+    assert set(first.results(CPU).values()) == {"unchecked"}
+    assert failures(first) == []
+    assert first.results(CPU) == dict.fromkeys(FAMILIES, "ok")
+    assert first.results(torch.device("meta")) == {}
+
+
+def test_a_function_is_checked_once_with_and_without_gradient(use):
+    counted = Counting(NATIVE)
+    first = use(counted.ops)
+    calls = []
+    for requires_grad in (False, True, False, True):
+        klfast.kl_penalty(*logprobs(requires_grad=requires_grad), coef=torch.tensor(2.0))
+        calls.append(counted.calls)
+    assert calls[0] > 8
+    assert [after - before for before, after in itertools.pairwise(calls)] == [1, 1, 1]
+    known = first.results(CPU)
+    assert [family for family in FAMILIES if known[family] == "ok"] == [
+        "kl_penalty",
+        "kl_penalty, gradient",
+    ]
+
+
+OUTPUTS = {
+    "kl_penalty_fwd": 5,
+    "kl_penalty_bwd": 2,
+    "token_logprobs_fwd": 3,
+    "token_logprobs_bwd": 1,
+    "token_logprobs_bwd_": 1,
+    "kl_divergence_fwd": 7,
+    "kl_divergence_bwd": 2,
+    "token_weights": 1,
+    "scale_": 1,
+    "rollout_correction": 3,
+}
+FAILING = {
+    "kl_penalty_fwd": {
+        "kl_penalty",
+        "kl_penalty, gradient",
+        "kl_divergence",
+        "kl_divergence, gradient",
+    },
+    "kl_penalty_bwd": {"kl_penalty, gradient"},
+    "token_logprobs_fwd": {"token_logprobs", "token_logprobs, gradient"},
+    "token_logprobs_bwd": {"token_logprobs, gradient"},
+    "token_logprobs_bwd_": {"token_logprobs, gradient"},
+    "kl_divergence_fwd": {"kl_divergence", "kl_divergence, gradient"},
+    "kl_divergence_bwd": {"kl_divergence, gradient"},
+    "token_weights": {"kl_divergence, gradient"},
+    "scale_": {"kl_penalty, gradient", "kl_divergence, gradient"},
+    "rollout_correction": {"rollout_correction"},
+}
+"""By op: what a lie in everything that it returns refuses."""
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("name", Ops._fields)
+def test_kernels_that_lie_are_refused_and_no_others(name, lie):
+    assert set(failures(checked_by(lying(name, LIES[lie])))) == FAILING[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "output"), [(name, i) for name, n in OUTPUTS.items() for i in range(n)]
+)
+def test_a_lie_in_one_output_is_found(name, output):
+    """Gradients, or what backward needs of a forward, refuse no forward."""
+    found = set(failures(checked_by(lying(name, LIES["off"], output))))
+    assert found
+    assert found <= FAILING[name]
+
+
+OF_GRADIENTS = lying("kl_penalty_bwd", LIES["off"])
+WRONG = r"known answers of kl_penalty, gradient failed: fp32, packed, seq-mean: grad\w*: got \S+, "
+
+
+def test_auto_goes_on_and_warns_once(use):
+    first = use(OF_GRADIENTS)
+    slow = r"slow reference backend on cpu \(native: the " + WRONG
+    with pytest.warns(RuntimeWarning, match=slow) as caught:
+        klfast.kl_penalty(*logprobs(requires_grad=True))
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        klfast.kl_penalty(*logprobs(requires_grad=True), reduction="token-mean").backward()
+        klfast.token_logprobs(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
+    assert first.results(CPU)["kl_penalty"] == "ok"
+    assert first.results(CPU)["token_logprobs"] == "ok"
+
+
+def test_by_name_a_family_that_fails_raises_and_others_serve(use):
+    use(OF_GRADIENTS)
+    with pytest.raises(RuntimeError, match=WRONG) as caught:
+        klfast.kl_penalty(*logprobs(requires_grad=True), backend="native")
+    message = str(caught.value)
+    assert "backend 'native' cannot run on cpu: the known answers" in message
+    for part in (", expected ", "(relative error ", "run `klfast check` and open an issue"):
+        assert part in message
+    assert klfast.kl_penalty(*logprobs(), backend="native").tolist()[0][1] == 0
+    with torch.no_grad():
+        klfast.kl_penalty(*logprobs(requires_grad=True), backend="native")
+
+
+def raising(error):
+    def op(*args):
+        raise error
+
+    return NATIVE._replace(kl_penalty_bwd=op)
+
+
+def test_kernels_that_raise_are_refused():
+    first = checked_by(raising(RuntimeError("no kernel image\nmore")))
+    assert failures(first, "kl_penalty") == ["kl_penalty, gradient"]
+    assert first.results(CPU)["kl_penalty, gradient"] == "failed: RuntimeError: no kernel image"
+
+
+def test_without_memory_nothing_is_known(use):
+    first = use(raising(torch.OutOfMemoryError("out of memory")))
+    klfast.kl_penalty(*logprobs(requires_grad=True))
+    assert set(first.results(CPU).values()) == {"unchecked"}
+    assert not first.indices
+
+
+def test_nothing_is_checked_while_a_graph_is_captured(use, monkeypatch):
+    counted = Counting(lying("kl_penalty_fwd", LIES["off"]))
+    first = use(counted.ops)
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "_is_capturing", lambda device: True)
+        klfast.kl_penalty(*logprobs(), backend="native")
+    assert counted.calls == 1
+    assert set(first.results(CPU).values()) == {"unchecked"}
+    with pytest.raises(RuntimeError, match="known answers of kl_penalty failed"):
+        klfast.kl_penalty(*logprobs(), backend="native")
+
+
+def test_it_can_be_turned_off(use, monkeypatch):
+    monkeypatch.setenv("KLFAST_SELF_CHECK", "0")
+    counted = Counting(lying("kl_penalty_fwd", LIES["off"]))
+    first = use(counted.ops)
+    assert first.results(CPU) == dict.fromkeys(FAMILIES, "off")
+    klfast.kl_penalty(*logprobs(), backend="native")
+    assert counted.calls == 1
+    assert first.indices == {0}
+
+
+def test_threads_wait_for_one_check(use):
+    counted = Counting(NATIVE)
+    first = use(counted.ops)
+    checks, together = [], threading.Barrier(6)
+    check = first._check
+    first._check = lambda *args: checks.append(args) or check(*args)
+
+    def call():
+        together.wait()
+        klfast.kl_penalty(*logprobs(requires_grad=True))
+
+    threads = [threading.Thread(target=call) for _ in range(together.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(checks) == 1
+    assert first.results(CPU)["kl_penalty, gradient"] == "ok"
+
+
+FORKED = """
+import os, threading, torch
+from klfast.ops.table import Ops
+from klfast.selfcheck import first_use
+import klfast
+first = first_use.FirstUse(Ops.of("klfast"), lambda device: True)
+held = threading.Event()
+def hold():
+    with first_use._lock:
+        held.set()
+        threading.Event().wait(60)
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+torch.set_num_threads(1)
+child = os.fork()
+if child == 0:
+    import signal
+    signal.alarm(30)
+    assert first._failure("kl_penalty", torch.device("cpu"), 2) is None
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_in_the_middle_of_a_check_leaves_the_child_no_lock():
+    assert run_fresh(FORKED).split() == ["0"]
+
+
+OF_TORCH = "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
+
+
+def traced(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.filterwarnings(OF_TORCH)
+def test_torch_compile_has_it_checked_as_it_compiles(use):
+    first = use(NATIVE)
+    loss = traced(lambda *args: klfast.kl_penalty(*args, reduction="token-mean"))
+    arguments = logprobs(requires_grad=True)
+    loss(*arguments).backward()
+    assert first.results(CPU)["kl_penalty, gradient"] == "ok"
+    logits = torch.zeros(1, 2, 3, requires_grad=True)
+    traced(lambda x: klfast.kl_divergence(x, x + 1, reduction="token-mean"))(logits).backward()
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    traced(lambda x: klfast.token_logprobs(x, ids, temperature=0.7))(logits).sum().backward()
+    traced(lambda *args: klfast.rollout_correction(*args).weights)(*logprobs())
+    assert first.results(CPU) == dict.fromkeys(FAMILIES, "ok")
+
+
+@pytest.mark.filterwarnings(OF_TORCH)
+def test_torch_compile_leaves_kernels_that_lie(use):
+    first = use(lying("kl_penalty_fwd", LIES["off"]))
+    loss = traced(lambda *args: klfast.kl_penalty(*args, estimator="k1", reduction="token-sum"))
+    assert loss(*logprobs()).item() == 0.5
+    assert first.results(CPU)["kl_penalty"].startswith("failed")
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Seeing(TorchDispatchMode):
+    """Refuses to see what is of bf16, which the call itself has nothing of."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        flat = first_calls.named(tuple(args))
+        assert not any(tensor.dtype == torch.bfloat16 for tensor in flat.values())
+        return op(*args, **(kwargs or {}))
+
+
+def refuse(tensor):
+    raise AssertionError("the check saves tensors for a backward")
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "device": lambda: torch.device("meta"),
+    "default-dtype": default_dtype,
+    "deterministic": deterministic,
+    "dispatch-mode": Seeing,
+    "anomalies": torch.autograd.detect_anomaly,
+    "forward-mode": torch.autograd.forward_ad.dual_level,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_whatever_is_around_the_first_call(use, around):
+    first = use(NATIVE)
+    arguments = [tensor.double() for tensor in logprobs()]
+    with around():
+        klfast.kl_penalty(*arguments, coef=2.0)
+    for op in FUNCTIONS:
+        with around():
+            first._failure(op, CPU, 2)
+    assert first.results(CPU) == dict.fromkeys(FAMILIES, "ok")
+
+
+def test_it_takes_no_part_in_a_users_autograd(use):
+    """Neither in hooks of saved tensors, nor in what checkpointing counts."""
+    first = use(NATIVE)
+    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+        first._failure("kl_penalty", CPU, 2)
+    first = use(NATIVE)
+    first_input, second = logprobs(requires_grad=True)
+    loss = checkpoint(
+        lambda x: klfast.kl_penalty(x, second, reduction="token-sum"),
+        first_input,
+        use_reentrant=False,
+    )
+    loss.backward()
+    assert first.results(CPU)["kl_penalty"] == "ok"
+
+
+def by_grad():
+    torch.func.grad(lambda x: klfast.kl_penalty(x, x + 1, reduction="token-sum"))(logprobs()[0])
+
+
+def by_vmap():
+    torch.vmap(lambda x: klfast.kl_penalty(x, x + 1))(torch.zeros(2, 3))
+
+
+def by_fakes():
+    with FakeTensorMode() as fake:
+        klfast.kl_penalty(*map(fake.from_tensor, logprobs()))
+
+
+def by_make_fx():
+    torch.fx.experimental.proxy_tensor.make_fx(lambda x: klfast.kl_penalty(x, x + 1))(logprobs()[0])
+
+
+@pytest.mark.parametrize("trace", [by_grad, by_vmap, by_fakes, by_make_fx])
+def test_nothing_is_checked_while_somebody_traces(use, trace):
+    first = use(NATIVE)
+    trace()
+    assert set(first.results(CPU).values()) == {"unchecked"}
+    klfast.kl_penalty(*logprobs())
+    assert first.results(CPU)["kl_penalty"] == "ok"
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_direct_road_is_open_after_the_check(use, is_right):
+    """And is not where a gradient is wrong, as it serves calls with gradients too."""
+    first = use(NATIVE if is_right else OF_GRADIENTS)
+    serves = backends.BACKENDS["native"].direct.serves
+    (tensor, _) = arguments = logprobs()
+    assert not serves(tensor)
+    klfast.kl_penalty(*arguments)
+    assert serves(tensor) == is_right
+    assert first.results(CPU)["kl_penalty"] == "ok"
+
+
+def test_the_native_backend_checks_gpus_alone():
+    native = backends.BACKENDS["native"]
+    assert native.first_use.results(CPU) == {}
+    assert list(native.first_use.results(torch.device("cuda:1"))) == list(FAMILIES)
+
+
+def test_info_tells_what_is_known(use):
+    assert klfast.info()["first_use"] == {}
+    use(OF_GRADIENTS)
+    assert klfast.info()["first_use"]["cpu"] == dict.fromkeys(FAMILIES, "unchecked")
+    klfast.kl_penalty(*logprobs())
+    known = klfast.info()["first_use"]["cpu"]
+    assert known["kl_penalty"] == "ok"
+    assert known["kl_penalty, gradient"].startswith("failed: fp32, packed, seq-mean: grad")

@@ -1,0 +1,59 @@
+"""The known answers before the first use of kernels: `python tests/support/first_answers.py`.
+
+Writes ``klfast/selfcheck/first_answers.json``, by the reference and autograd in float64.
+"""
+
+import json
+
+import torch
+
+from klfast.backends.reference import REFERENCE
+from klfast.selfcheck import first_calls, first_use
+
+
+def wide(tensor):
+    """As the reference takes it: in float64, differentiable."""
+    return tensor.double().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def differentiated(call):
+    """The tensors of a call that get gradients, by what these are named."""
+    _, tensors = first_calls.op_of(call)
+    return dict(zip(("grad", "grad_ref"), tensors, strict=False))
+
+
+def reference_gradients(op, known):
+    """The gradients of a call in the dtypes of its tensors, and the first of its results."""
+    results = list(first_calls.named(getattr(REFERENCE, op)(known.call)).values())
+    outputs = [t for t in results if t.requires_grad]
+    inputs = differentiated(known.call)
+    grads = torch.autograd.grad(outputs, [*inputs.values()], known.incoming)
+    return {"result": results[0], **dict(zip(inputs, grads, strict=True))}
+
+
+def answers_of(op):
+    """The checksums of the families of an op."""
+    calls, narrow = first_calls.CALLS[op](wide), first_calls.CALLS[op](torch.Tensor.clone)
+    found = [{known.name: getattr(REFERENCE, op)(known.call) for known in calls}]
+    if op in first_calls.GRADIENTS:
+        grads = {}
+        for known, small in zip(calls, narrow, strict=True):
+            if known.incoming:
+                grads[known.name] = reference_gradients(op, known)
+                for name, tensor in differentiated(small.call).items():
+                    grads[known.name][name] = grads[known.name][name].to(tensor.dtype)
+        found.append(grads)
+    return {
+        family: {name: first_use.checksums(t.detach()) for name, t in first_calls.named(r).items()}
+        for family, r in zip(first_use.families(op), found, strict=True)
+    }
+
+
+def all_answers():
+    """What the file holds."""
+    return {family: of for op in first_calls.CALLS for family, of in answers_of(op).items()}
+
+
+if __name__ == "__main__":
+    text = json.dumps(all_answers(), indent=1, allow_nan=False)
+    first_use.ANSWERS.write_text(text + "\n", encoding="utf-8")

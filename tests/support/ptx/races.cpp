@@ -1,0 +1,218 @@
+#include "races.h"
+
+#include <algorithm>
+
+#include "memory.h"
+#include "text.h"
+
+namespace ptx {
+namespace {
+
+Stamp stamp_of(const Warp& warp, u32 lane) {
+  const Block& block = *warp.block;
+  return {block.index * block.threads + warp.thread(lane) + 1, block.barriers, warp.syncs,
+          warp.arrivals[lane]};
+}
+
+std::string name_of(const Warp& warp, const Stamp& stamp) {
+  const u32 threads = warp.block->threads;
+  return "thread " + std::to_string((stamp.thread - 1) % threads) + " of block " +
+         std::to_string((stamp.thread - 1) / threads);
+}
+
+// Whether the fences and atomics of two blocks order them.
+bool is_released(const Stamp& before, u32 block, const Warp& warp, u32 thread) {
+  const Meeting &released = warp.launch->released[block], &acquired = warp.block->acquired;
+  if (!released.happened || !acquired.happened || released.number > acquired.number) return false;
+  const bool covers = before.barriers < released.barriers || before.thread == released.thread;
+  return covers && (acquired.barriers < warp.block->barriers || acquired.thread == thread);
+}
+
+bool is_ordered(const Stamp& before, const Warp& warp, u32 lane, bool is_global) {
+  const Block& block = *warp.block;
+  const u32 thread = block.index * block.threads + warp.thread(lane) + 1;
+  if (before.thread == 0 || before.thread == thread) return true;
+  const u32 its_block = (before.thread - 1) / block.threads;
+  if (its_block == block.index) {
+    const u32 its_warp = (before.thread - 1) % block.threads / kLanes;
+    if (its_warp == warp.index && before.syncs < warp.syncs) return true;
+    if (before.barriers < block.barriers) return true;
+  }
+  const u32 of_cluster = warp.launch->shape.of_cluster;
+  if (its_block / of_cluster == block.index / of_cluster && warp.waits[lane] > before.arrivals) {
+    return true;
+  }
+  return is_global && its_block != block.index && is_released(before, its_block, warp, thread);
+}
+
+// Whether all reads since the last write are ordered before what this lane does.
+bool reads_are_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
+  const Stamp& read = shadow.read;
+  if (read.thread == 0) return true;
+  if (shadow.has_remote_readers) return warp.waits[lane] > read.arrivals;
+  const Block& block = *warp.block;
+  const bool is_mine = (read.thread - 1) / block.threads == block.index;
+  if (shadow.has_readers) {
+    if (is_mine && read.barriers < block.barriers) return true;
+    if (warp.waits[lane] > read.arrivals) return true;
+    return is_global && !is_mine && is_ordered(read, warp, lane, true);
+  }
+  const bool is_my_warp = is_mine && (read.thread - 1) % block.threads / kLanes == warp.index;
+  if (is_my_warp && shadow.read_lanes == 1u << lane) return true;
+  Stamp other = read;  // of a lane of that warp but this one, that has the same stamp
+  if (is_my_warp)
+    other.thread = block.index * block.threads + warp.index * kLanes + 1 + (lane == 0);
+  return is_ordered(other, warp, lane, is_global);
+}
+
+void add_read(Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
+  const Stamp mine = stamp_of(warp, lane);
+  const Stamp& read = shadow.read;
+  const u32 threads = warp.block->threads;
+  const bool same_block = read.thread != 0 && (read.thread - 1) / threads == warp.block->index;
+  const bool same_warp = same_block && (read.thread - 1) % threads / kLanes == warp.index;
+  if (same_warp && read.syncs == mine.syncs && read.barriers == mine.barriers &&
+      !shadow.has_readers && read.arrivals == mine.arrivals) {
+    shadow.read_lanes |= 1u << lane;
+    return;
+  }
+  if (reads_are_ordered(shadow, warp, lane, is_global)) {  // and so is what comes after this
+    shadow.has_readers = shadow.has_remote_readers = false;
+    shadow.read = mine;
+    shadow.read_lanes = 1u << lane;
+    return;
+  }
+  shadow.has_readers = true;
+  if (!same_block) shadow.has_remote_readers = true;
+  Stamp all = mine;
+  all.barriers = std::max(all.barriers, read.barriers);
+  all.arrivals = std::max(all.arrivals, read.arrivals);
+  shadow.read = all;
+  shadow.read_lanes = kAllLanes;
+}
+
+struct Event {
+  Warp& warp;
+  const Instruction& in;
+  u32 lane;
+  bool writes, is_global, same;
+  const std::string& place() const {
+    static const std::string names[] = {"shared memory", "global memory"};
+    return names[is_global];
+  }
+};
+
+// The same store, of the same bytes: Triton's lanes share numbers.
+bool is_twin(const Shadow& shadow, const Event& event) {
+  const u32 threads = event.warp.block->threads;
+  return event.writes && event.same && shadow.written_by == &event.in &&
+         (shadow.write.thread - 1) / threads == event.warp.block->index;
+}
+
+void check(const Shadow& shadow, const Event& event, u8 bytes) {
+  const bool meets = shadow.write.thread != 0 && (shadow.written_bytes & bytes) != 0;
+  if (meets && !is_twin(shadow, event) &&
+      !is_ordered(shadow.write, event.warp, event.lane, event.is_global)) {
+    fail(event.warp, event.in, event.lane,
+         std::string(event.writes ? "writes " : "reads ") + event.place() +
+             " in a race with the write by " + name_of(event.warp, shadow.write) + ", " +
+             describe(*event.warp.kernel, *shadow.written_by));
+  }
+  if (event.writes && !is_twin(shadow, event) &&
+      !reads_are_ordered(shadow, event.warp, event.lane, event.is_global)) {
+    fail(event.warp, event.in, event.lane,
+         "writes " + event.place() + " in a race with a read by " +
+             name_of(event.warp, shadow.read));
+  }
+}
+
+void note(Shadow& shadow, const Event& event, u8 bytes) {
+  const Warp& warp = event.warp;
+  const u64 epoch = event.is_global ? warp.launch->epoch : warp.block->cluster->epoch;
+  if (shadow.epoch != epoch) {
+    shadow = Shadow();
+    shadow.epoch = epoch;
+  }
+  if (event.in.is_read_only) shadow.is_read_only = true;
+  if (shadow.is_read_only && (event.writes || shadow.write.thread != 0)) {
+    fail(event.warp, event.in, event.lane,
+         event.writes ? "writes memory that this kernel reads by ld.global.nc"
+                      : "reads by ld.global.nc what this kernel wrote");
+  }
+  check(shadow, event, bytes);
+  if (event.writes) {
+    shadow.write = stamp_of(event.warp, event.lane);
+    shadow.written_by = &event.in;
+    shadow.written_bytes = bytes;
+    shadow.read = {};
+    shadow.read_lanes = 0;
+    shadow.has_readers = shadow.has_remote_readers = false;
+  } else {
+    add_read(shadow, event.warp, event.lane, event.is_global);
+  }
+}
+
+// The bits of those of a word's four bytes that lie in [address, end).
+u8 bytes_in_word(u64 word, u64 address, u64 end) {
+  u8 bytes = 0;
+  for (u64 i = 0; i < 4; ++i) {
+    const u64 at = 4 * word + i;
+    if (at >= address && at < end) bytes = static_cast<u8>(bytes | 1u << i);
+  }
+  return bytes;
+}
+
+constexpr u64 kPageWords = 1024;
+
+Shadow& global_shadow(u64 word) {
+  using Page = std::unique_ptr<Shadow[]>;
+  static auto& pages = *new std::unordered_map<u64, Page>;
+  static u64 last_number = ~u64{0};
+  static Shadow* last = nullptr;
+  const u64 number = word / kPageWords;
+  if (number != last_number) {
+    Page& page = pages[number];
+    if (page == nullptr) page.reset(new Shadow[kPageWords]);
+    last_number = number;
+    last = page.get();
+  }
+  return last[word % kPageWords];
+}
+
+}  // namespace
+
+void note_shared(Block& owner, Warp& warp, const Instruction& in, u32 lane, u64 address, u32 size,
+                 bool writes, bool same) {
+  const Event event{warp, in, lane, writes, false, same};
+  for (u64 word = address / 4; word <= (address + size - 1) / 4; ++word) {
+    note(owner.shadows[word], event, bytes_in_word(word, address, address + size));
+  }
+}
+
+void note_global(Warp& warp, const Instruction& in, u32 lane, u64 address, u32 size, bool writes,
+                 bool same) {
+  const Event event{warp, in, lane, writes, true, same};
+  for (u64 word = address / 4; word <= (address + size - 1) / 4; ++word) {
+    note(global_shadow(word), event, bytes_in_word(word, address, address + size));
+  }
+}
+
+void note_fence(Warp& warp, u32 lanes) {
+  warp.fenced |= lanes;
+  for (u32 rest = lanes & warp.has_counted; rest != 0; rest &= rest - 1) {
+    const auto lane = static_cast<u32>(__builtin_ctz(rest));
+    const Block& block = *warp.block;
+    const u64 number = warp.launch->released[block.index].number;
+    warp.block->acquired = {true, number, block.barriers,
+                            block.index * block.threads + warp.thread(lane) + 1};
+  }
+}
+
+void note_atomic(Warp& warp, u32 lane) {
+  const Block& block = *warp.block;
+  warp.launch->released[block.index] = {true, ++warp.launch->atomics, block.barriers,
+                                        block.index * block.threads + warp.thread(lane) + 1};
+  warp.has_counted |= 1u << lane;
+}
+
+}  // namespace ptx
