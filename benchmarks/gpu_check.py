@@ -79,11 +79,13 @@ ON_CUDA = f"cuda and not (triton and ({' or '.join(MANY_VARIANTS)}))"
 files that ask Triton for many variants, more than there is time to compile: its interpreter runs
 them elsewhere."""
 CUDA_TESTS = [
+    "tests/gpu/test_cuda_first_use.py",  # every family's known answers, before all else
     "tests/gpu/test_cuda.py",
     "tests/gpu/test_cuda_logits.py",
     "tests/gpu/test_cuda_controllers.py",
 ]
-"""Streams, graphs, syncs, memory, large sizes, controllers; among them those for the sanitizers."""
+"""Known answers, streams, graphs, syncs, memory, large sizes, controllers; among them those for the
+sanitizers."""
 NOT_HERE = [
     f"--ignore={path}"
     for path in (

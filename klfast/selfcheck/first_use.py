@@ -113,8 +113,14 @@ class FirstUse:
 
     def _check(self, op: str, device: torch.device) -> Outcome:
         answers = json.loads(ANSWERS.read_text(encoding="utf-8"))
+        kept = []  # until they have been copied
+
+        def place(tensor: Tensor) -> Tensor:
+            kept.append(tensor)
+            return tensor.to(device, non_blocking=True)
+
         with _as_nobody_sees(), _aside(device):
-            calls = first_calls.CALLS[op](lambda tensor: tensor.to(device, non_blocking=True))
+            calls = first_calls.CALLS[op](place)
             found = [_results(first_calls.results, op, calls, self._ops)]
             if op in first_calls.GRADIENTS:
                 found += [_results(first_calls.gradients, op, calls, self._ops)]
@@ -231,14 +237,18 @@ def _as_nobody_sees() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """On a stream that waits for nothing of the user's, who may have forbidden syncs."""
+    """On a stream that waits for nothing of the user's, who may have forbidden syncs. Blocks of a
+    high priority go first on a GPU that is busy, and few share a stream with them.
+    """
     if device.type != "cuda":
         yield
         return
-    allowed = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
+    forbidden = torch.cuda.get_sync_debug_mode()
+    if forbidden:  # or torch would warn of a prototype
+        torch.cuda.set_sync_debug_mode("default")
     try:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
             yield
     finally:
-        torch.cuda.set_sync_debug_mode(allowed)
+        if forbidden:
+            torch.cuda.set_sync_debug_mode(forbidden)

@@ -1,0 +1,126 @@
+"""What only a GPU can show of the known answers before the first use: that every family of kernels
+gives them, what the check waits for, what it takes, and that a capture goes on beside it.
+"""
+
+import time
+
+import gpu
+import pytest
+import torch
+
+import klfast
+from klfast import backends
+from klfast.ops.table import Ops
+from klfast.selfcheck import first_calls, first_use
+from klfast.selfcheck.first_use import FirstUse
+
+pytestmark = gpu.marks
+
+MOST_SECONDS = 0.02
+"""Of a check of one function, when its kernels have been loaded, as the call itself would load
+them."""
+CYCLES = 4_000_000_000
+"""Of a kernel that is busy for a second or two."""
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """Known answers of the native kernels, nothing of which is known yet."""
+    native = backends.BACKENDS[gpu.needed_backend("native")]
+    first = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
+    fresh = native._replace(first_use=first, direct=None)
+    monkeypatch.setitem(backends.BACKENDS, "native", fresh)
+    return first
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check(first, device):
+    """What is known of every family when all have been checked."""
+    for op in first_calls.CALLS:
+        first._failure(op, device, 2)
+    return set(first.results(device).values())
+
+
+def logprobs(**options):
+    return torch.zeros(2, 3, device="cuda", **options), torch.ones(2, 3, device="cuda")
+
+
+@pytest.mark.sanitizer
+def test_every_family_of_kernels_gives_its_known_answers(first):
+    logits = torch.zeros(2, 5, device="cuda", requires_grad=True)
+    klfast.kl_penalty(*logprobs(requires_grad=True), backend="native").sum().backward()
+    klfast.token_logprobs(logits, torch.zeros(2, dtype=torch.long, device="cuda"), backend="native")
+    klfast.kl_divergence(logits, logits + 1, backend="native")
+    klfast.rollout_correction(*logprobs(), backend="native")
+    known = klfast.info()["first_use"][f"cuda:{torch.cuda.current_device()}"]
+    assert known == dict.fromkeys(
+        (family for op in first_calls.CALLS for family in first_use.families(op)), "ok"
+    )
+
+
+@pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
+def test_every_device_is_checked_on_its_own(first, index):
+    assert check(first, torch.device("cuda", index)) == {"ok"}
+    assert first.indices == {index}
+
+
+def test_it_waits_for_nothing_of_the_users(first, device):
+    check(FirstUse(first._ops, lambda _: True), device)  # which loads the kernels
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    assert check(first, device) == {"ok"}
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+# That it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_its_sync_is_allowed_where_syncs_raise(first, device):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert check(first, device) == {"ok"}
+        assert torch.cuda.get_sync_debug_mode() == 2
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_it_takes_milliseconds_and_gives_its_memory_back(first, device):
+    check(first, device)
+    before = torch.cuda.memory_allocated()
+    slowest = []
+    for op in first_calls.CALLS:
+        seconds = []
+        for _ in range(7):
+            begun = time.perf_counter()
+            FirstUse(first._ops, lambda _: True)._failure(op, device, 2)
+            seconds.append(time.perf_counter() - begun)
+        slowest.append((min(seconds), op))
+    print(*(f"{op}: {1000 * least:.1f} ms" for least, op in slowest))
+    assert max(slowest)[0] < MOST_SECONDS
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_nothing_is_checked_in_a_capture_which_goes_on(first):
+    arguments = logprobs()
+    penalty = klfast.kl_penalty(*arguments, backend="native")
+    first._outcomes.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = klfast.kl_penalty(*arguments, backend="native")
+    assert set(first.results(captured.device).values()) == {"unchecked"}
+    graph.replay()
+    assert torch.equal(captured, penalty)
+    klfast.kl_penalty(*arguments, backend="native")
+    assert first.results(captured.device)["kl_penalty"] == "ok"
+
+
+def test_the_direct_road_opens_with_the_first_call():
+    gpu.needed_backend("native")
+    arguments = logprobs()
+    klfast.kl_penalty(*arguments, backend="native")
+    direct = backends.BACKENDS["native"].direct
+    assert direct is None or direct.serves(arguments[0])
