@@ -14,6 +14,7 @@ from klfast.streams import replace_standard_streams
 # A command is a module with HELP, add_arguments(parser) and run(arguments) -> exit code.
 COMMANDS = {
     "bench": "klfast.bench.command",
+    "check": "klfast.selfcheck.command",
     "compare": "klfast.experiment.command",
     "info": "klfast.info",
     "study": "klfast.study.command",

@@ -92,8 +92,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        print("\n".join(_lines(_in_words(facts))))
+        print(text(facts))
     return 0
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The lines of ``klfast info``."""
+    return "\n".join(_lines(_in_words(facts)))
 
 
 def _in_words(facts: dict[str, Any]) -> dict[str, Any]:

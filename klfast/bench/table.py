@@ -81,7 +81,7 @@ def _notes(flagged: Sequence[str], quick: bool) -> Iterator[str]:
 def print_table(headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
     """With rich on a terminal, else plainly: rich would cut lines to the width of no terminal."""
     if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
-        _print_plainly([tuple(headings), *lines])
+        print_plainly([tuple(headings), *lines])
         return
     from rich import box
     from rich.console import Console
@@ -95,7 +95,8 @@ def print_table(headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> No
     Console().print(table)
 
 
-def _print_plainly(lines: Sequence[tuple[str, ...]]) -> None:
+def print_plainly(lines: Sequence[tuple[str, ...]]) -> None:
+    """Lines of cells in columns, the first two from the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         left, right = line[:2], line[2:]

@@ -1,0 +1,226 @@
+"""The truth of a call, how far from it a result may be, and what of a result is further.
+
+The truth is the reference backend's on the stored inputs in float64. A result may be off by
+
+    4 rms + (promise + eps) |truth|
+
+where rms is how far the truth moves when every token is off by what rounding in the arithmetic's
+dtype may do to it (``_moved``), with signs at random, as rounding errors add up; promise is that of
+a token's number near 0, 4e-7 in fp32, or of a sum over a vocabulary, 2e-6; and eps is of the
+result's dtype, whose two roundings a gradient of a scalar takes. At a masked token nothing is
+allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.selfcheck.calls import Call, Tensors, run
+from klfast.stats import OF_TOKENS
+
+PROMISE, OF_LOGITS = 4e-7, 2e-6
+"""Relative errors in fp32: of a token's number for abs(x) <= 1, and of a sum over a vocabulary."""
+
+DIRECTIONS = ((1, 1, 1, 1), (1, -1, 1, -1), (1, 1, -1, -1), (1, -1, -1, 1))
+"""Signs of the four kinds of rounding. As they are orthogonal, no kind hides another: the mean of
+the squares is the sum of each kind's."""
+
+_DEVIATIONS = 4
+
+
+Sign = Callable[[Tensor], Tensor]
+
+
+class Wrong(NamedTuple):
+    """What of a result is wrong; the worst entry."""
+
+    output: str
+    got: str
+    expected: str
+    error: str
+    tolerance: str
+
+
+class Truth(NamedTuple):
+    """Every output of a call in float64, and how far each entry may be from it but for the result's
+    own rounding.
+    """
+
+    values: Tensors
+    moved: Tensors
+    arithmetic: torch.dtype
+
+    def dtype_of(self, call: Call, name: str) -> torch.dtype:
+        """What an output's dtype must be."""
+        if name.startswith("gradient of "):
+            return call.tensors[name.removeprefix("gradient of ")].dtype
+        if call.function == "rollout_correction" and name == "mask":
+            return call.tensors["mask"].dtype if "mask" in call.tensors else torch.bool
+        return self.arithmetic
+
+
+def truth_of(call: Call) -> Truth:
+    """The reference's results, and how far they move."""
+    arithmetic = _arithmetic(call)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
+    values = _results(call, wide)
+    squares = {name: torch.zeros_like(value) for name, value in values.items()}
+    for direction in DIRECTIONS:
+        others = _results(call, wide | _moved(call, wide, arithmetic, direction))
+        for name, value in values.items():
+            difference = torch.where(value == others[name], 0.0, value - others[name])
+            squares[name] += difference.nan_to_num(0.0).square()
+    moved = {n: _DEVIATIONS * (t / len(DIRECTIONS)).sqrt() for n, t in squares.items()}
+    return Truth(values, moved, arithmetic)
+
+
+def _results(call: Call, tensors: Tensors) -> Tensors:
+    return {name: value.double() for name, value in run(call, tensors, "reference").items()}
+
+
+def _arithmetic(call: Call) -> torch.dtype:
+    models = (t for name, t in call.tensors.items() if name.endswith(("logprobs", "logits")))
+    is_double = any(t.dtype == torch.float64 for t in models)
+    return torch.float64 if is_double else torch.float32
+
+
+def _unit(arithmetic: torch.dtype) -> float:
+    return torch.finfo(arithmetic).eps / 2
+
+
+def _scaled(promise: float, arithmetic: torch.dtype) -> float:
+    """A promise in fp32, in a dtype."""
+    return promise * _unit(arithmetic) / _unit(torch.float32)
+
+
+def _moved(
+    call: Call, tensors: Tensors, arithmetic: torch.dtype, direction: tuple[int, ...]
+) -> Tensors:
+    """The inputs, every token off by what it is allowed, with the same random signs every time."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    kinds = iter(direction)
+    unit = _unit(arithmetic)
+    textbook = 16 * unit if arithmetic == torch.float64 else 0.0  # what the reference cancels
+
+    def sign(like: Tensor) -> Tensor:
+        signs = torch.randint(2, like.shape, generator=generator, device="cpu")
+        return next(kinds) * (2.0 * signs - 1)
+
+    first = call.policy
+    if call.words:
+        return _moved_logits(tensors, unit, textbook, arithmetic, sign)
+    names = [name for name in tensors if name.endswith("logprobs")]
+    first, second = (tensors[name] for name in names[:2])
+    promise = _scaled(PROMISE, arithmetic)
+    x = first - second
+    off = promise * x.abs() + textbook * x.abs().clamp(min=1)
+    a = first * (1 + promise * sign(x))  # which a binary divergence depends on
+    found = {names[0]: a, names[1]: a - x - off * sign(x)}
+    if "old_logprobs" in tensors:
+        log_weight = first - tensors["old_logprobs"]
+        off = promise * log_weight.abs().clamp(min=1)
+        found["old_logprobs"] = a - log_weight - off * sign(x)
+    mask = tensors.get("mask", torch.ones_like(first))
+    weight = 1 + (promise + 2 * unit * x.abs()) * sign(x)
+    return found | {"mask": torch.where(mask == 0, 0.0, mask * weight)}
+
+
+def _moved_logits(
+    tensors: Tensors, unit: float, textbook: float, arithmetic: torch.dtype, sign: Sign
+) -> Tensors:
+    """Both models' words off together, and log-ratios by themselves."""
+    first = tensors["logits"]
+    distance = first - first.amax(-1, keepdim=True)
+    distance = torch.where(distance.isfinite(), distance.abs(), 0.0)
+    off = unit * (3 * distance + 16) * sign(first)
+    found = {"logits": first + off}
+    if "ref_logits" in tensors:
+        second = tensors["ref_logits"]
+        apart = second - first
+        largest = torch.where(apart.isfinite(), apart.abs(), 0.0).amax(-1, keepdim=True)
+        promise = _scaled(OF_LOGITS, arithmetic) * largest + textbook * (1 + distance)
+        moved = second + off + promise * sign(first)
+        found["ref_logits"] = torch.where(apart.isfinite(), moved, second)
+        mask = tensors.get("mask", torch.ones(first.shape[:-1], dtype=first.dtype, device="cpu"))
+        weight = 1 + _scaled(OF_LOGITS, arithmetic) * sign(mask)
+        found["mask"] = torch.where(mask == 0, 0.0, mask * weight)
+    return found
+
+
+class Found(NamedTuple):
+    """Results of a backend in float64 on the CPU, and the dtypes that they had."""
+
+    values: Tensors
+    dtypes: dict[str, torch.dtype]
+
+
+def transferred(results: Tensors) -> Found:
+    """Results on any device, with one transfer."""
+    parts = [t.double().flatten() for t in results.values()]
+    whole = torch.split(torch.cat(parts).cpu(), [part.numel() for part in parts])
+    values = {n: p.view(t.shape) for (n, t), p in zip(results.items(), whole, strict=True)}
+    return Found(values, {n: t.dtype for n, t in results.items()})
+
+
+def wrong_of(call: Call, truth: Truth, found: Found) -> list[Wrong]:
+    """What of the results is further from the truth than allowed."""
+    if missing := truth.values.keys() ^ found.values.keys():
+        return [Wrong(name, "missing, or unasked for", "-", "-", "-") for name in sorted(missing)]
+    outcomes = (_wrong_in(call, truth, name, found) for name in truth.values)
+    return [wrong for wrong in outcomes if wrong is not None]
+
+
+def _wrong_in(call: Call, truth: Truth, name: str, found: Found) -> Wrong | None:
+    got, expected, dtype = found.values[name], truth.values[name], found.dtypes[name]
+    if got.shape != expected.shape:
+        return Wrong(name, f"shape {list(got.shape)}", f"shape {list(expected.shape)}", "-", "-")
+    wanted = truth.dtype_of(call, name)
+    if dtype != wanted:
+        return Wrong(name, str(dtype), str(wanted), "-", "-")
+    allowed = _allowed(call, truth, name, dtype)
+    error = (got - expected).abs()
+    right = (got == expected) | (got.isnan() & expected.isnan())
+    right |= expected.isfinite() & (error <= allowed)
+    if dtype.is_floating_point:  # beyond its range, infinity of the right sign
+        beyond = expected.abs() + allowed > torch.finfo(dtype).max
+        right |= beyond & got.isinf() & (got.sign() == expected.sign())
+    if bool(right.all()):
+        return None
+    excess = torch.where(right, -1.0, (error / allowed).nan_to_num(torch.inf, torch.inf))
+    at = tuple(torch.unravel_index(excess.argmax(), got.shape)) if got.dim() else ()
+    where = f"{name}{[int(i) for i in at] if at else ''}, {int((~right).sum())} of {right.numel()}"
+    numbers = (float(t[at]) for t in (got, expected, error, allowed))
+    return Wrong(where, *(f"{number:.9g}" for number in numbers))
+
+
+def _allowed(call: Call, truth: Truth, name: str, dtype: torch.dtype) -> Tensor:
+    expected = truth.values[name].nan_to_num(0.0)
+    info = torch.finfo(dtype if dtype.is_floating_point else truth.arithmetic)
+    relative = _scaled(OF_LOGITS if call.words else PROMISE, truth.arithmetic) + info.eps
+    allowed = truth.moved[name] + relative * expected.abs()
+    allowed += info.smallest_normal * info.eps + 1e3 * torch.finfo(torch.float32).tiny  # underflow
+    unit = _unit(truth.arithmetic)
+    if expected.numel():  # the reference's own rounding
+        allowed += 64 * _unit(torch.float64) * (1 + expected.abs().amax())
+    if call.words:
+        allowed += unit * _absolute(call, name)
+    kept = call.kept
+    if kept is not None and kept.dim() and expected.shape[: kept.dim()] == kept.shape:
+        allowed[~kept] = 0.0
+    return allowed
+
+
+def _absolute(call: Call, name: str) -> float:
+    """How far log-probs, entropies and what is said of the tokens are off, in units: log(1 + small)
+    has no more digits than 1, and a log-ratio of tokens is of two log-probs.
+    """
+    if name.endswith(("logprobs", "entropy")) and "gradient" not in name:
+        return 8.0
+    if name.removeprefix("stats.") in OF_TOKENS:
+        return 64.0 * max(1, math.prod(call.policy.shape[:-1]))
+    return 0.0
