@@ -1,7 +1,9 @@
 """The CUDA kernels on CPU tensors: their own source, compiled against an emulation of CUDA.
 
 ``tests/support/emulator/cuda_emulator.h`` runs every thread of a block as a fiber. What this
-cannot show is speed, memory ordering and what nvcc makes of the source; that is for a GPU.
+cannot show is speed, memory ordering and what nvcc makes of the source. With ``KLFAST_PTX_ARCH`` it
+is instead nvcc's PTX that runs, in an interpreter (``tests/support/ptx/options.h``), behind the
+same ops.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+import ptx_build
 from torch.utils import cpp_extension
 
 from klfast.backends.compiled import compiled
@@ -20,6 +23,7 @@ from klfast.ops.table import Ops, define
 
 ROOT = Path(__file__).parents[2]
 EMULATOR = Path(__file__).with_name("emulator")
+PTX_ARCH = os.environ.get("KLFAST_PTX_ARCH")
 SOURCES = [str(path) for path in sorted(EMULATOR.glob("*.cpp"))]
 FLAGS = (
     "-O1",
@@ -51,6 +55,9 @@ def extension():
     library = define("klfast_emulated")
     for name in ("last_launch", "launches"):
         library.define(f"{name}(Tensor like) -> Tensor")
+    if PTX_ARCH:
+        folder = os.environ.get("KLFAST_PTX_FOLDER")
+        return ptx_build.load(Path(folder) if folder else ptx_build.build(PTX_ARCH))
     folder = ROOT / "build" / f"emulator-{sys.implementation.cache_tag}"
     before = os.environ["PATH"]
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])  # for ninja
@@ -81,3 +88,13 @@ def backend():
     roads = directly(extension(), ops())
     direct = Direct(extension(), roads, serves=lambda _: False)  # the checks are to be done
     return compiled("native", NATIVE.why_not, ops(), direct=direct)
+
+
+def allow(tensor):
+    """Says of a tensor in memory that torch has not allocated that kernels may touch it."""
+    if PTX_ARCH:
+        extension().add_allocation(tensor.data_ptr(), tensor.nbytes)
+
+
+if PTX_ARCH:
+    extension()  # before a test makes a tensor, of which the interpreter must know

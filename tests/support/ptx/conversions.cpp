@@ -78,7 +78,7 @@ u64 bits_of_floating(Type type, f64 x, const Conversion& how) {
     rounded = to_f32(x, 'z');
     rounded = bits_as<f32>(bits_as<u32>(rounded) | 1);
   }
-  if (how.saturates) rounded = x != x ? 0.0f : std::min(std::max(rounded, 0.0f), 1.0f);
+  if (how.saturates) rounded = !(x > 0) ? 0.0f : std::min(rounded, 1.0f);
   if (type == Type::kF16) return to_f16(rounded);
   if (type == Type::kBF16) return to_bf16(rounded);
   if (how.flushes) rounded = flush(rounded);

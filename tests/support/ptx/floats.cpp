@@ -62,7 +62,7 @@ T max_nan(T a, T b) {
 // .sat: to [0, 1], and NaN to 0.
 template <bool kFlush>
 f32 saturated(f32 x) {
-  return x != x || x < 0 ? 0.0f : x > 1 ? 1.0f : flush_if<kFlush>(x);
+  return !(x > 0) ? 0.0f : x > 1 ? 1.0f : flush_if<kFlush>(x);
 }
 template <bool kFlush>
 f32 add_sat(f32 a, f32 b) {

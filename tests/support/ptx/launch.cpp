@@ -115,7 +115,7 @@ void begin(Warp& warp) {
   warp.live = warp.lanes;
   warp.ready.assign(1, {0, warp.live});
   warp.waiting.clear();
-  warp.syncs = warp.fenced = warp.has_counted = 0;
+  warp.syncs = warp.exchanges = warp.fenced = warp.has_counted = 0;
   warp.instructions = 0;
   for (u32 lane = 0; lane < kLanes; ++lane) {
     warp.arrivals[lane] = warp.waits[lane] = warp.committed[lane] = 0;

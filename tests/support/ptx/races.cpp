@@ -11,7 +11,7 @@ namespace {
 Stamp stamp_of(const Warp& warp, u32 lane) {
   const Block& block = *warp.block;
   return {block.index * block.threads + warp.thread(lane) + 1, block.barriers, warp.syncs,
-          warp.arrivals[lane]};
+          warp.arrivals[lane], warp.exchanges};
 }
 
 std::string name_of(const Warp& warp, const Stamp& stamp) {
@@ -59,6 +59,7 @@ bool reads_are_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is
   }
   const bool is_my_warp = is_mine && (read.thread - 1) % block.threads / kLanes == warp.index;
   if (is_my_warp && shadow.read_lanes == 1u << lane) return true;
+  if (is_my_warp && read.exchanges < warp.exchanges) return true;
   Stamp other = read;  // of a lane of that warp but this one, that has the same stamp
   if (is_my_warp)
     other.thread = block.index * block.threads + warp.index * kLanes + 1 + (lane == 0);
@@ -72,7 +73,7 @@ void add_read(Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
   const bool same_block = read.thread != 0 && (read.thread - 1) / threads == warp.block->index;
   const bool same_warp = same_block && (read.thread - 1) % threads / kLanes == warp.index;
   if (same_warp && read.syncs == mine.syncs && read.barriers == mine.barriers &&
-      !shadow.has_readers && read.arrivals == mine.arrivals) {
+      read.exchanges == mine.exchanges && !shadow.has_readers && read.arrivals == mine.arrivals) {
     shadow.read_lanes |= 1u << lane;
     return;
   }

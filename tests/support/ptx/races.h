@@ -1,7 +1,8 @@
 // Whether accesses to memory are ordered. bar.sync orders a block's threads, bar.warp.sync of all
 // lanes a warp's, a cluster's barrier those that arrived before it and waited for it; a fence and
-// an atomic order a block's writes before what another does after its atomic and a fence. shfl and
-// vote order nothing.
+// an atomic order a block's writes before what another does after its atomic and a fence. An
+// exchange of all lanes orders what they read before what they write after it, as what is exchanged
+// has been read by then, and nothing else.
 
 #pragma once
 

@@ -266,6 +266,7 @@ class Runner {
     }
     if (named != met) fail(warp_, in, first, "names a lane that has ended");
     in.run(warp_, in, met);
+    if (met == warp_.live) ++warp_.exchanges;
     return met;
   }
 

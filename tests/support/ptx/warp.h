@@ -19,10 +19,11 @@ struct Fault : std::runtime_error {
 
 // When a thread touched memory: enough to say whether that happens before what another thread does.
 struct Stamp {
-  u32 thread = 0;    // of the grid, + 1; 0: nobody
-  u32 barriers = 0;  // of its block, so far
-  u32 syncs = 0;     // of its warp
-  u32 arrivals = 0;  // of the thread, at its cluster's barrier
+  u32 thread = 0;     // of the grid, + 1; 0: nobody
+  u32 barriers = 0;   // of its block, so far
+  u32 syncs = 0;      // of its warp
+  u32 arrivals = 0;   // of the thread, at its cluster's barrier
+  u32 exchanges = 0;  // of all lanes of its warp
 };
 
 // The last accesses to 4 bytes of memory, in one launch.
@@ -65,7 +66,7 @@ struct Warp {
   u32 index = 0;
   u32 lanes = 0, live = 0;  // that the warp began with; that have not ended
   std::vector<Group> ready, waiting;
-  u32 syncs = 0;
+  u32 syncs = 0, exchanges = 0;  // in which all lanes met
   u32 arrivals[kLanes] = {}, waits[kLanes] = {};
   u32 fenced = 0;       // lanes that have written nothing since a fence
   u32 has_counted = 0;  // lanes that have done an atomic, for the fence after it
