@@ -1,0 +1,340 @@
+"""``klfast check``: it passes here, and a backend that lies makes it fail and name the case."""
+
+import json
+import time
+from itertools import combinations
+
+import pytest
+import torch
+from fresh import run_fresh
+
+from klfast import backends
+from klfast.__main__ import main
+from klfast.formulas import FORMULAS
+from klfast.names import DIRECTIONS, ESTIMATORS, NAMES
+from klfast.reduction import REDUCTIONS
+from klfast.rollout.rejection import OVER, STATISTICS
+from klfast.selfcheck import command
+from klfast.selfcheck.cases import FAMILIES
+from klfast.selfcheck.covering import covering
+
+SLIGHTLY = 1 + 2e-5
+
+FRESH = """
+import sys
+for name in ("triton", "numpy", "rich", "matplotlib", "jinja2"):
+    sys.modules[name] = None  # from here on, importing it raises
+import warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own
+from klfast.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Of a whole check in a process that has torch alone, with its seconds."""
+    begin = time.perf_counter()
+    printed = run_fresh(FRESH, arguments=["check", "--json", "--time"], timeout=300)
+    return json.loads(printed) | {"whole": time.perf_counter() - begin}
+
+
+def checked(capsys, *options):
+    """(exit code, the report) of ``klfast check --json`` on the CPU."""
+    code = main(["check", "--json", "--device", "cpu", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.long
+def test_every_backend_of_the_cpu_passes(report):
+    assert report["passed"], report["failures"]
+    on_cpu = [tally for tally in report["checks"] if tally["device"] == "cpu"]
+    for name in ("native", "reference"):
+        cases = {t["family"]: t["cases"] for t in on_cpu if t["backend"] == name}
+        assert cases.keys() == FAMILIES.keys()
+        assert min(cases.values()) > 40
+    assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
+    assert report["whole"] < 120  # alone on two cores 13
+
+
+@pytest.mark.long
+def test_the_report_says_what_software_it_ran_on(report):
+    assert report["info"]["versions"]["torch"] == torch.__version__
+    assert report["info"]["backends"]["cpu"]["auto"] == "native"
+    (missing,) = (m for m in report["not_available"] if m["device"] == "cpu")
+    assert missing == {
+        "device": "cpu",
+        "backend": "triton",
+        "reason": "triton is not installed; run pip install triton",
+    }
+
+
+@pytest.mark.long
+def test_six_sizes_are_timed(report):
+    rows = [row for row in report["times"] if row["device"] == "cpu"]
+    assert len({row["case"] for row in rows}) == 6
+    assert {row["backend"] for row in rows} == {"native"}
+    for row in rows:
+        assert min(row[name] for name in ("ms", "gb_per_s", "copy_share", "eager_ms")) > 0
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
+
+
+def test_any_two_values_of_a_familys_options_meet():
+    for family in FAMILIES.values():
+        rows, basic = covering(family.options)
+        for (first, values), (second, others) in combinations(family.options.items(), 2):
+            met = {(id(row[first]), id(row[second])) for row in rows}
+            assert met >= {(id(a), id(b)) for a in values for b in others}, (first, second)
+        for name, values in family.options.items():
+            assert {id(row[name]) for row in rows[:basic]} == {id(value) for value in values}
+
+
+def test_the_options_are_klfasts_own_tables():
+    assert FAMILIES["penalty"].options["estimator"] == NAMES
+    assert FAMILIES["penalty"].options["reduction"] == tuple(REDUCTIONS)
+    assert FAMILIES["divergences"].options["direction"] == DIRECTIONS
+    rollout = FAMILIES["rollout"].options
+    assert (rollout["statistic"][1:], rollout["over"]) == (STATISTICS, OVER)
+
+
+def test_the_inputs_are_the_same_in_every_run():
+    case = next(iter(FAMILIES["rollout"].cases("rollout")))
+    first, second = case.call().tensors, case.call().tensors
+    assert all(a.equal(b) for a, b in zip(first.values(), second.values(), strict=True))
+    assert first["logprobs"].double().sum().item() == pytest.approx(-285.11897687652197)
+
+
+# --- backends that lie -------------------------------------------------------------------------
+
+
+def of_penalty(change):
+    """The penalty's (result, stats), changed."""
+    return {"kl_penalty": lambda honest: lambda call: change(call, *honest(call))}
+
+
+def of_divergence(change):
+    return {"kl_divergence": lambda honest: lambda call: change(call, *honest(call))}
+
+
+def with_other_gradient(result, by=SLIGHTLY):
+    if result.requires_grad:
+        result.register_hook(lambda grad: grad * by)
+    return result
+
+
+def leaking(call, result, stats):
+    """NaN where NaN is, whatever the mask says."""
+    if result.shape == call.first().shape:
+        result = result + 0 * call.first().detach().to(result.dtype)
+    return result, stats
+
+
+def other_bits_under_padding(call, result, stats):
+    """A step of the last bit, where there is a mask."""
+    if call.layout.mask is not None:
+        value = result.detach()
+        step = torch.nextafter(value, torch.full_like(value, torch.inf)) - value
+        result = result + torch.where(value == 0, 0, step)
+    return result, stats
+
+
+def with_textbook_k3(call, result, stats):
+    """fp32 without a series: all digits lost near 0."""
+    plain = call.spec.estimator.name == "k3" and call.scores is None
+    if not plain or result.shape != call.first().shape or call.layout.mask is not None:
+        return result, stats
+    x = call.first().float() - call.source.ref_logprobs.float()
+    return (torch.exp(-x) - 1 + x).to(result.dtype), stats
+
+
+def refusing(call, result, stats):
+    raise RuntimeError("no kernel image is available for this device")
+
+
+def other_statistic(call, result, stats):
+    return result, stats and stats._replace(k2=stats.k2 * SLIGHTLY)
+
+
+def other_extreme(call, result, stats):
+    return result, stats and stats._replace(clipped=stats.clipped + 1)
+
+
+def with_other_rewards(call, result, stats):
+    return (result if call.scores is None else result * SLIGHTLY), stats
+
+
+def other_rollout(**changes):
+    def lie(honest):
+        def rollout_correction(call):
+            found = honest(call)
+            changed = {name: change(getattr(found, name)) for name, change in changes.items()}
+            return found._replace(**changed)
+
+        return rollout_correction
+
+    return {"rollout_correction": lie}
+
+
+LIES = {
+    "gradient": (
+        "penalty",
+        of_penalty(lambda call, result, stats: (with_other_gradient(result), stats)),
+        "gradient of",
+    ),
+    "leak": ("penalty", of_penalty(leaking), "penalty["),
+    "bits": ("penalty", of_penalty(other_bits_under_padding), "penalty of sequence"),
+    "near-0": ("penalty", of_penalty(with_textbook_k3), "near 0"),
+    "statistic": ("penalty", of_penalty(other_statistic), "stats.k2"),
+    "count": ("penalty", of_penalty(other_extreme), "stats.clipped"),
+    "error": ("penalty", of_penalty(refusing), "the call"),
+    "rewards": ("rewards", of_penalty(with_other_rewards), "rewards["),
+    "dtype": (
+        "penalty",
+        of_penalty(lambda call, result, stats: (result.double(), stats)),
+        "penalty",
+    ),
+    "shape": (
+        "penalty",
+        of_penalty(lambda call, result, stats: (result[None], stats)),
+        "penalty",
+    ),
+    "divergence": (
+        "divergences",
+        of_divergence(lambda call, result, *others: (result * SLIGHTLY, *others)),
+        "divergence",
+    ),
+    "divergence-gradient": (
+        "divergences",
+        of_divergence(lambda call, result, *others: (with_other_gradient(result), *others)),
+        "gradient of",
+    ),
+    "entropy": (
+        "token log-probs",
+        {
+            "token_logprobs": lambda honest: (
+                lambda call: (
+                    honest(call)[0],
+                    t if (t := honest(call)[1]) is None else t * SLIGHTLY,
+                )
+            )
+        },
+        "entropy",
+    ),
+    "weights": (
+        "rollout",
+        other_rollout(weights=lambda weights: None if weights is None else weights * SLIGHTLY),
+        "weights",
+    ),
+    "rollout-mask": ("rollout", other_rollout(mask=torch.zeros_like), "mask["),
+    "rollout-statistic": (
+        "rollout",
+        other_rollout(stats=lambda stats: stats._replace(chi2=stats.chi2 * SLIGHTLY)),
+        "stats.chi2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "lies", "output"), LIES.values(), ids=LIES)
+def test_a_backend_that_lies_is_seen(monkeypatch, capsys, family, lies, output):
+    honest = backends.BACKENDS["native"]
+    told = {name: lie(getattr(honest, name)) for name, lie in lies.items()}
+    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(direct=None, **told))
+    others = [other for other in FAMILIES if other != family]
+    for other in others:
+        monkeypatch.delitem(command.FAMILIES, other)
+    monkeypatch.setattr(command, "promises", promises_of(family, command.promises))
+    code, report = checked(capsys, "--backend", "native")
+    assert code == 1
+    assert not report["passed"]
+    outputs = {failure["output"] for failure in report["failures"]}
+    assert any(name.startswith(output) for name in outputs), outputs
+    assert sum(tally["failed"] for tally in report["checks"]) == len(report["failures"])
+    assert {f["family"] for f in report["failures"]} == {family}
+
+
+def promises_of(family, promises):
+    return lambda *target: (promise for promise in promises(*target) if promise[0] == family)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """The basic cases of one family, for what does not depend on them."""
+    for other in [name for name in FAMILIES if name != "token log-probs"]:
+        monkeypatch.delitem(command.FAMILIES, other)
+    monkeypatch.setattr(command, "promises", lambda *target: ())
+
+
+def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
+    honest = backends.BACKENDS["native"]
+
+    def wrong(call):
+        logprobs, entropy = honest.token_logprobs(call)
+        return logprobs + 1, entropy
+
+    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(token_logprobs=wrong))
+    assert main(["info"]) == 0
+    info = capsys.readouterr().out
+    assert main(["check"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith(info)
+    (heading,) = (line for line in printed.splitlines() if line.startswith("case "))
+    assert heading.split() == ["case", "output", "got", "expected", "error", "tolerance"]
+    lines = [
+        line for line in printed.splitlines() if line.startswith("cpu native token log-probs ")
+    ]
+    assert len(lines) == command.SHOWN
+    assert "logprobs[" in lines[0]
+    assert "more, which --json has" in printed
+    assert printed.rstrip().endswith("FAILED")
+
+
+def test_the_text_has_a_row_for_each_function_and_the_times(monkeypatch, capsys, few):
+    row = {"device": "cpu", "case": "forward fp32 4x64", "backend": "native", "ms": 0.008}
+    row |= {"gb_per_s": 1.0, "copy_share": 0.5, "eager_ms": 0.016, "bytes": 8000}
+    monkeypatch.setattr(command, "time_on", lambda *_: [command.TimeRow(**row)])
+    assert main(["check", "--time", "--backend", "native", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (times,) = (number for number, line in enumerate(lines) if "eager / klfast" in line)
+    assert lines[times].split("  ")[0] == "device"
+    assert lines[times + 1].split()[-5:] == ["0.008", "1", "50%", "0.016", "2"]
+    assert lines[-1].startswith("59 cases in ") or lines[-1].startswith("57 cases in ")
+    assert lines[-1].endswith("all right")
+
+
+def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, capsys, few):
+    monkeypatch.setattr(command, "COMPILED_AT_FIRST_USE", ("native",))
+    code, report = checked(capsys)
+    cases = {tally["backend"]: tally["cases"] for tally in report["checks"]}
+    assert code == 0
+    assert cases["native"] == max(map(len, FAMILIES["token log-probs"].options.values()))
+    assert cases["native"] < cases["reference"]
+    _, named = checked(capsys, "--backend", "native")
+    assert [tally["cases"] for tally in named["checks"]] == [cases["reference"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cuda:7"], "device must be one of cpu, got 'cuda:7'"),
+        (["--device", "cuda"], "device must be one of cpu, got 'cuda'"),
+        (["--backend", "jax"], "unknown backend 'jax'; expected one of 'native', 'triton'"),
+        (["--backend", "triton"], "backend 'triton' cannot run here: cpu: Triton kernels run on"),
+    ],
+)
+def test_what_is_not_here_is_one_line_and_exit_code_2(monkeypatch, capsys, options, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["check", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"klfast check: error: {message}")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_an_unknown_option_is_an_error_of_usage(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--speed"])
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_new_estimator_is_checked_without_an_edit():
+    assert set(ESTIMATORS) == set(FORMULAS) <= set(FAMILIES["penalty"].options["estimator"])
