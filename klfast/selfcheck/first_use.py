@@ -63,14 +63,22 @@ class FirstUse:
         self._outcomes: dict[tuple[str, torch.device], Outcome] = {}
         self.indices: set[int] = set()
         """Of the devices on which every family of ``kl_penalty`` may be used."""
+        self._passed: set[tuple[type, torch.device]] = set()
+        """The kinds of calls of which every family may be used: no more is asked."""
 
     def problem(self, call: Call) -> str | None:
         """Why the ops must not serve a call; None if they may. Checks what has not been checked."""
         device = call.first().device
         if not self._applies(device):
             return None
+        is_compiling = torch.compiler.is_compiling()  # which would guard a set
+        if not is_compiling and (type(call), device) in self._passed:
+            return None
         op, differentiated = first_calls.op_of(call)
-        return self._failure(op, device, 2 if may_need_gradient(*differentiated) else 1)
+        reason = self._failure(op, device, 2 if may_need_gradient(*differentiated) else 1)
+        if not is_compiling and _is_right(self._outcomes.get((op, device), ())):
+            self._passed.add((type(call), device))
+        return reason
 
     def results(self, device: torch.device) -> dict[str, str]:
         """What is known of each family on a device: its outcome, or "unchecked"."""
@@ -106,7 +114,7 @@ class FirstUse:
                     outcome = ("off",) * 2 if _is_off() else self._check(op, device)
                 except torch.OutOfMemoryError:
                     return ()
-                if op == "kl_penalty" and not any(map(_has_failed, outcome)):
+                if op == "kl_penalty" and _is_right(outcome):
                     self.indices.add(device.index or 0)
                 self._outcomes[op, device] = outcome
         return self._outcomes[op, device]
@@ -171,8 +179,12 @@ def judge(results: Results, answers: Mapping[str, Sequence[float]]) -> str:
     return "ok"
 
 
-def _has_failed(outcome: str) -> bool:
-    return outcome.startswith("failed")
+def _has_failed(text: str) -> bool:
+    return text.startswith("failed")
+
+
+def _is_right(outcome: Outcome) -> bool:
+    return bool(outcome) and not any(map(_has_failed, outcome))
 
 
 def _results(run: Callable[..., dict[str, Tensor]], *arguments: object) -> Results:
