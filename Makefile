@@ -13,6 +13,8 @@
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make test-aarch64     the tests of the CPU kernels on aarch64, under qemu
+#   make test-ptx     the tests of the CUDA kernels on nvcc's PTX, which an interpreter runs: needs nvcc
+#                     and no GPU; TEST_PTX_OPTIONS=--short runs a part
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
@@ -36,7 +38,7 @@ PEERS := build/peers/trl/installed build/peers/verl/installed build/peers/hub/in
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 # Each process runs a stretch of neighbours, whose fixtures it makes once, and takes over from the other.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
-CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/formulas/*.cpp)
+CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/support/ptx/* tests/formulas/*.cpp)
 
 .PHONY: demo test test-rest test-all test-peers lint bench bench-peers gpu-check sass asan test-break docs hub sdist wheel wheel-check format clean
 .DELETE_ON_ERROR:
@@ -98,6 +100,7 @@ asan: $(VENV)/built
 	  tests/logits/test_logits_extreme.py
 
 include tests/aarch64/aarch64.mk
+include tests/ptx/ptx.mk
 
 test-break: $(VENV)/built
 	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)

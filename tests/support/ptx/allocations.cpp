@@ -1,5 +1,6 @@
 #include "allocations.h"
 
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -20,8 +21,12 @@ Allocations& allocations() {
 void add_allocation(const void* address, u64 size) {
   Allocations& all = allocations();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const u64 begin = reinterpret_cast<u64>(address);
-  all.ends[begin] = begin + size;
+  const u64 begin = reinterpret_cast<u64>(address), end = begin + size;
+  // What lay there before has been freed unseen.
+  auto next = all.ends.lower_bound(begin);
+  if (next != all.ends.begin() && std::prev(next)->second > begin) --next;
+  while (next != all.ends.end() && next->first < end) next = all.ends.erase(next);
+  all.ends[begin] = end;
 }
 
 void remove_allocation(const void* address) {

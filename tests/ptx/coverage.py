@@ -1,0 +1,160 @@
+"""Which instructions of the kernels the runs have reached, and why not the others.
+
+``python tests/ptx/coverage.py`` merges what the parts of ``make test-ptx`` left in
+build/ptx/coverage and writes benchmarks/results/ptx-coverage-sm90.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import ptx_build  # noqa: E402
+import ptx_run  # noqa: E402
+
+ARCH = "90"
+RESULT = ROOT / "benchmarks" / "results" / f"ptx-coverage-sm{ARCH}.json"
+MOST_LINES = 40  # that the result names
+
+
+class Kernel(NamedTuple):
+    """The instructions of a kernel: (line of source, text) each."""
+
+    name: str
+    code: list[tuple[str, str]]
+
+
+def kernels_of(folder):
+    """Every kernel of a folder of PTX, with the functions that it calls."""
+    text = ptx_run.library().klfast_ptx_describe_folder(str(folder).encode())
+    if text is None:
+        raise RuntimeError(ptx_run.library().klfast_ptx_error().decode())
+    found = []
+    for line in text.decode().splitlines():
+        if line.startswith("kernel "):
+            found.append(Kernel(line.removeprefix("kernel "), []))
+        else:
+            source, _, instruction = line.partition("\t")
+            found[-1].code.append((source, instruction))
+    return found
+
+
+def reached_in(folder):
+    """Kernel -> a digit for each instruction, 1 where some process ran it."""
+    merged = {}
+    for path in folder.glob("*"):
+        for line in path.read_text().splitlines():
+            name, _, digits = line.partition(" ")
+            before = merged.get(name)
+            if before is None:
+                merged[name] = digits
+            elif len(before) == len(digits):
+                pairs = zip(before, digits, strict=True)
+                merged[name] = "".join("1" if "1" in pair else "0" for pair in pairs)
+    return merged
+
+
+def readable(names):
+    """Kernels' names as C++ has them, without what all have in common."""
+    bare = [
+        re.sub(r"_GLOBAL__N__[0-9a-f]+_\d+_\w+?_cu_[0-9a-f]{8}", "_GLOBAL__N_1", name)
+        for name in names
+    ]
+    bare = [re.sub(r"\d+_GLOBAL__N_1", "12_GLOBAL__N_1", name) for name in bare]
+    done = subprocess.run(
+        ["c++filt"], input="\n".join(bare), capture_output=True, text=True, check=True
+    )
+    common = r"\(anonymous namespace\)::|klfast::|cuda::|formulas::|^void "
+    return [re.sub(common, "", line).partition("(")[0] for line in done.stdout.splitlines()]
+
+
+def reason(instruction, line):
+    """Why an instruction was not reached, as far as it says so itself."""
+    if re.match(r"(@!?%p\d+ )?(trap|brkpt)", instruction):
+        return "never to be reached"
+    if "__internal" in line or "math_functions" in line or line == "":
+        return "a case of division or of CUDA's own functions"
+    return "a case that no call has brought about"
+
+
+def table_of(folder, coverage):
+    """The result, without what the runs themselves say."""
+    kernels = kernels_of(folder)
+    reached = reached_in(coverage)
+    rows, lines, reasons = [], Counter(), Counter()
+    for kernel, name in zip(kernels, readable([each.name for each in kernels]), strict=True):
+        digits = reached.get(kernel.name, "0" * len(kernel.code))
+        assert len(digits) == len(kernel.code), f"{kernel.name} is not what ran"
+        rows.append({"kernel": name, "instructions": len(digits), "reached": digits.count("1")})
+        for digit, (line, instruction) in zip(digits, kernel.code, strict=True):
+            if digit == "0":
+                lines[line or "(no line of source)"] += 1
+                reasons[reason(instruction, line)] += 1
+    total = sum(row["instructions"] for row in rows)
+    done = sum(row["reached"] for row in rows)
+    return {
+        "arch": f"sm_{ARCH}",
+        "instructions": total,
+        "reached": done,
+        "share": round(done / total, 4),
+        "kernels": sorted(rows, key=lambda row: row["reached"] - row["instructions"]),
+        "not_reached": {
+            "reasons": dict(reasons.most_common()),
+            "lines": dict(lines.most_common(MOST_LINES)),
+        },
+    }
+
+
+def commit():
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or None
+
+
+def write(coverage, runs, path=RESULT):
+    """The result, with the runs (part -> counts of cases) that it comes from."""
+    table = table_of(ptx_build.build(ARCH), coverage)
+    data = {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "nvcc": ptx_build.nvcc_version(),
+        "cases": sum(run["cases"] for run in runs.values()),
+        "passed": sum(run["passed"] for run in runs.values()),
+        "runs": runs,
+        **table,
+    }
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return data
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coverage", type=Path, default=ptx_build.FOLDER / "coverage")
+    parser.add_argument("--lines", type=int, default=20, help="of source, to print")
+    arguments = parser.parse_args()
+    table = table_of(ptx_build.build(ARCH), arguments.coverage)
+    for row in table["kernels"]:
+        print(f"{row['reached']:7} of {row['instructions']:7}  {row['kernel'][:110]}")
+    for line, count in list(table["not_reached"]["lines"].items())[: arguments.lines]:
+        print(f"{count:7} not reached of {line}")
+    print(table["not_reached"]["reasons"])
+    print(f"{table['reached']} of {table['instructions']}: {100 * table['share']:.1f} %")
+
+
+if __name__ == "__main__":
+    main()

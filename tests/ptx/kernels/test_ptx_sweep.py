@@ -1,0 +1,313 @@
+"""Calls of every combination of dtypes, masks, layouts, scalars, estimators and rules that kernels
+have code of their own for, against the CPU's kernels: what the other tests leave out of the PTX.
+
+A case is a number. Its dtypes and its mask follow from the number, so that cases in their order
+go through all pairs of them; the rest is drawn.
+"""
+
+import itertools
+import random
+import warnings
+
+import emulated
+import pytest
+import torch
+
+import klfast
+from klfast import backends
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MASKS = (
+    None,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    *FLOATS,
+)
+REDUCTIONS = (
+    "none",
+    "seq-sum",
+    "seq-mean",
+    "token-sum",
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+)
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_ref", "r_log_r", "k1+", "k2+", "k3+")
+RULES = tuple(
+    itertools.product(
+        ("ratio", "k1", "abs", "k2", "k3", "binary_kl", "binary_kl_reverse", "binary_tv"),
+        ("token", "seq-sum", "seq-mean", "seq-max"),
+    )
+)
+TOLERANCES = {
+    torch.bfloat16: 2**-7,
+    torch.float16: 2**-9,
+    torch.float32: 1e-5,
+    torch.float64: 1e-9,
+}
+
+
+class Draw(random.Random):
+    """What a case draws."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.number = number
+        self.dtype = FLOATS[number % len(FLOATS)]
+        self.mask_dtype = MASKS[number // len(FLOATS) % len(MASKS)]
+        self.is_mixed = self.random() < 0.3
+        self.tensors = torch.Generator().manual_seed(number)
+
+    def floats(self):
+        """The dtype of one input: of most calls all have one."""
+        return self.choice(FLOATS) if self.is_mixed else self.dtype
+
+    def normal(self, *shape):
+        return torch.randn(*shape, generator=self.tensors)
+
+    def uniform(self, *shape):
+        return torch.rand(*shape, generator=self.tensors)
+
+    def laid_out(self, tensor):
+        """The same values: dense, cut out of wider rows, in strides of two, or transposed."""
+        how = self.choice(("dense", "dense", "sliced", "strided", "transposed"))
+        if how == "sliced":
+            start = self.randrange(1, 9)
+            wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + start)
+            wide[..., start:] = tensor
+            return wide[..., start:]
+        if how == "strided":
+            return torch.stack([tensor, tensor], -1)[..., 0]
+        if how == "transposed":
+            return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        return tensor
+
+    def scalar(self, value):
+        """A number, or a tensor of any dtype."""
+        if self.random() < 0.3:
+            return value
+        return torch.tensor(value, dtype=self.choice(FLOATS))
+
+    def mask(self, shape):
+        if self.mask_dtype is None:
+            return None
+        kept = (self.uniform(*shape) < 0.7).to(self.mask_dtype)
+        if self.mask_dtype.is_floating_point and self.random() < 0.5:
+            kept = kept * 0.5
+        return self.laid_out(kept)
+
+    def packing(self, tokens):
+        """Ends of sequences, one of them empty."""
+        ends = sorted(self.randrange(tokens + 1) for _ in range(3))
+        dtype = self.choice((torch.int32, torch.int64))
+        return torch.tensor([0, *ends, ends[-1], tokens], dtype=dtype)
+
+    def shape(self, sizes):
+        """A padded or a packed batch of tokens, with its cu_seqlens."""
+        size = self.choice(sizes)
+        if self.random() < 0.35:
+            return (size,), self.packing(size)
+        return (self.choice((1, 2, 5)), size), None
+
+
+def _flat(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [tensor for each in result for tensor in _flat(each)]
+    return []
+
+
+def _gradients(outputs, leaves):
+    wanted = [output for output in _flat(outputs) if output.requires_grad]
+    if not wanted:
+        return []
+    given = [torch.full_like(output, 0.5) for output in wanted]
+    return [
+        each
+        for each in torch.autograd.grad(wanted, leaves, given, allow_unused=True)
+        if each is not None
+    ]
+
+
+def _tokens(draw, count=3):
+    spread = draw.choice((0.05, 0.5, 3.0))
+    shape, cu_seqlens = draw.shape((1, 5, 33, 300, 1025, 2500, 8200, 9000))
+    base = -3 * draw.uniform(*shape)
+    inputs = [
+        draw.laid_out((base + spread * draw.normal(*shape)).to(draw.floats())) for _ in range(count)
+    ]
+    return inputs, draw.mask(shape), cu_seqlens
+
+
+def penalty(draw):
+    (logprobs, ref, old), mask, cu_seqlens = _tokens(draw)
+    limits = draw.choice(
+        ({}, {}, {"kl_clip": 0.5}, {"log_ratio_clip": 1.5}, {"clip_weighted": True, "kl_clip": 0.5})
+    )
+    estimator = klfast.Estimator(draw.choice(ESTIMATORS), **limits)
+    reduction = draw.choice(REDUCTIONS)
+    options = {"coef": draw.scalar(1.5), "return_stats": draw.random() < 0.5}
+    if reduction.startswith("token-mean"):
+        options["normalizer"] = draw.choice((None, draw.scalar(3.0)))
+    if draw.random() < 0.3:
+        options["old_logprobs"] = old
+    leaves = [each.detach().requires_grad_() for each in (logprobs, ref)]
+
+    def call():
+        made = klfast.kl_penalty(
+            *leaves,
+            mask,
+            estimator=estimator,
+            reduction=reduction,
+            cu_seqlens=cu_seqlens,
+            backend="native",
+            **options,
+        )
+        return _flat(made) + _gradients(made, leaves)
+
+    return call
+
+
+def rewards(draw):
+    (logprobs, ref, _), mask, cu_seqlens = _tokens(draw)
+    shape = logprobs.shape
+    coef, estimator = draw.scalar(0.3), klfast.Estimator(draw.choice(ESTIMATORS[:6]))
+    given = draw.laid_out(draw.normal(*shape).to(draw.floats()))
+    return lambda: _flat(
+        klfast.kl_rewards(
+            given,
+            logprobs,
+            ref,
+            mask,
+            coef=coef,
+            estimator=estimator,
+            cu_seqlens=cu_seqlens,
+            backend="native",
+        )
+    )
+
+
+def rollout(draw):
+    (logprobs, sampler, _), mask, cu_seqlens = _tokens(draw)
+    drawn = draw.sample(RULES, draw.choice((0, 0, 1, 2, 4, 7)))
+    rules = [klfast.Rejection(statistic, over=over, high=1.3) for statistic, over in drawn]
+    options = {
+        "weight": draw.choice(("token", "sequence", "geometric", None)),
+        "outside": draw.choice(("truncate", "mask")),
+        "floor": draw.choice((None, 0.5)),
+        "cap": draw.choice((None, 2.0)),
+    }
+    return lambda: _flat(
+        klfast.rollout_correction(
+            logprobs,
+            sampler,
+            mask,
+            reject=rules,
+            cu_seqlens=cu_seqlens,
+            backend="native",
+            **options,
+        )
+    )
+
+
+def _logits(draw):
+    words = draw.choice((1, 3, 8, 31, 64, 257, 1024, 3001, 20000))
+    rows = draw.choice((1, 3)) if words > 2000 else draw.choice((2, 5))
+    packed = draw.random() < 0.35
+    shape = (rows,) if packed else (1, rows)
+    cu_seqlens = torch.tensor([0, rows]) if packed else None
+    logits = draw.choice((0.3, 3.0)) * draw.normal(*shape, words)
+    if draw.random() < 0.2 and words > 3:
+        logits[..., ::3] = -float("inf")
+    if draw.random() < 0.15:
+        logits[..., 0] = 500.0
+    others = logits + draw.choice((0.01, 1.0)) * draw.normal(*shape, words)
+    ids = torch.randint(0, words, shape, generator=draw.tensors)
+    ids = ids.to(draw.choice((torch.int64, torch.int32)))
+    pair = [draw.laid_out(each.to(draw.floats())) for each in (logits, others)]
+    return pair, ids, draw.mask(shape), cu_seqlens
+
+
+def divergence(draw):
+    pair, ids, mask, cu_seqlens = _logits(draw)
+    options = {
+        "direction": draw.choice(("reverse", "forward", "jsd")),
+        "reduction": draw.choice(REDUCTIONS),
+        "temperature": draw.choice((1.0, 0.8)),
+        "coef": draw.scalar(1.5),
+        "return_entropy": draw.random() < 0.4,
+        "return_stats": draw.random() < 0.3,
+    }
+    if draw.random() < 0.3:
+        options["token_ids"] = ids
+    leaves = [each.detach().requires_grad_() for each in pair]
+
+    def call():
+        made = klfast.kl_divergence(
+            *leaves, mask, cu_seqlens=cu_seqlens, backend="native", **options
+        )
+        return _flat(made) + _gradients(made, leaves)
+
+    return call
+
+
+def tokens(draw):
+    (logits, _), ids, mask, _ = _logits(draw)
+    leaf = logits.detach().requires_grad_()
+    entropy, temperature = draw.random() < 0.5, draw.choice((1.0, 0.8))
+
+    def call():
+        made = klfast.token_logprobs(
+            leaf, ids, mask, temperature=temperature, return_entropy=entropy, backend="native"
+        )
+        return _flat(made) + _gradients(made, [leaf])
+
+    return call
+
+
+KINDS = {each.__name__: each for each in (penalty, rewards, rollout, divergence, tokens)}
+CALLS = 6  # of a case
+
+
+def _on(backend, call, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(backends.BACKENDS, "native", backend)
+        try:
+            return call()
+        except (ValueError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def _compare(expected, got):
+    if isinstance(expected, str) or isinstance(got, str):
+        assert expected == got
+        return
+    assert len(expected) == len(got)
+    for own, other in zip(expected, got, strict=True):
+        assert own.dtype == other.dtype
+        tolerance = TOLERANCES.get(own.dtype, 0)
+        a, b = own.double(), other.double()
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.isinf(), b.isinf())
+        finite = a.isfinite()
+        a, b = a[finite], b[finite]
+        if a.numel():
+            # Rounding of numbers much greater than their sum is of the greatest.
+            most = a.abs() + 0.01 * a.abs().max() + (0.05 if tolerance < 1e-4 else 1e-3)
+            assert ((a - b).abs() <= tolerance * most).all()
+
+
+@pytest.mark.parametrize("number", range(132))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_is_the_cpus(kind, number, monkeypatch):
+    warnings.simplefilter("ignore")
+    cpu = backends.BACKENDS["native"]
+    for i in range(CALLS):
+        call = KINDS[kind](Draw(number + 132 * i))
+        expected, got = (_on(each, call, monkeypatch) for each in (cpu, emulated.backend()))
+        _compare(expected, got)
