@@ -1,6 +1,7 @@
 """``klfast check``: it passes here, and a backend that lies makes it fail and name the case."""
 
 import json
+import re
 import time
 from itertools import combinations
 
@@ -15,7 +16,7 @@ from klfast.names import DIRECTIONS, ESTIMATORS, NAMES
 from klfast.reduction import REDUCTIONS
 from klfast.rollout.rejection import OVER, STATISTICS
 from klfast.selfcheck import command
-from klfast.selfcheck.cases import FAMILIES
+from klfast.selfcheck.cases import FAMILIES, Case, Draw
 from klfast.selfcheck.covering import covering
 
 SLIGHTLY = 1 + 2e-5
@@ -54,7 +55,7 @@ def test_every_backend_of_the_cpu_passes(report):
         assert cases.keys() == FAMILIES.keys()
         assert min(cases.values()) > 40
     assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
-    assert report["whole"] < 120  # alone on two cores 13
+    assert report["whole"] < 240  # 13 s of two idle cores
 
 
 @pytest.mark.long
@@ -98,8 +99,9 @@ def test_the_options_are_klfasts_own_tables():
 
 
 def test_the_inputs_are_the_same_in_every_run():
-    case = next(iter(FAMILIES["rollout"].cases("rollout")))
-    first, second = case.call().tensors, case.call().tensors
+    family = FAMILIES["rollout"]
+    case = next(iter(family.cases("rollout")))
+    first, second = (family.build(case.row, Draw(case.seed)).tensors for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first.values(), second.values(), strict=True))
     assert first["logprobs"].double().sum().item() == pytest.approx(-285.11897687652197)
 
@@ -252,6 +254,26 @@ def test_a_backend_that_lies_is_seen(monkeypatch, capsys, family, lies, output):
     assert {f["family"] for f in report["failures"]} == {family}
 
 
+@pytest.fixture(autouse=True)
+def truths_are_kept(monkeypatch):
+    """From test to test, as they take longer than what they are compared with."""
+
+    def call(case):
+        return CALLS.setdefault((case.family, case.seed), make(case))
+
+    def truth_of(call):
+        if id(call) not in TRUTHS:
+            TRUTHS[id(call)] = compute(call)
+        return TRUTHS[id(call)]
+
+    make, compute = Case.call, command.truth_of
+    monkeypatch.setattr(Case, "call", call)
+    monkeypatch.setattr(command, "truth_of", truth_of)
+
+
+CALLS, TRUTHS = {}, {}
+
+
 def promises_of(family, promises):
     return lambda *target: (promise for promise in promises(*target) if promise[0] == family)
 
@@ -297,8 +319,7 @@ def test_the_text_has_a_row_for_each_function_and_the_times(monkeypatch, capsys,
     (times,) = (number for number, line in enumerate(lines) if "eager / klfast" in line)
     assert lines[times].split("  ")[0] == "device"
     assert lines[times + 1].split()[-5:] == ["0.008", "1", "50%", "0.016", "2"]
-    assert lines[-1].startswith("59 cases in ") or lines[-1].startswith("57 cases in ")
-    assert lines[-1].endswith("all right")
+    assert re.fullmatch(r"\d+ cases in [\d.]+ s: all right", lines[-1])
 
 
 def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, capsys, few):
@@ -308,6 +329,9 @@ def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, caps
     assert code == 0
     assert cases["native"] == max(map(len, FAMILIES["token log-probs"].options.values()))
     assert cases["native"] < cases["reference"]
+    monkeypatch.setattr(command, "BUDGET", -1.0)
+    _, late = checked(capsys)
+    assert [t["left_out"] for t in late["checks"]] == [cases["native"], 0]
     _, named = checked(capsys, "--backend", "native")
     assert [tally["cases"] for tally in named["checks"]] == [cases["reference"]]
 
