@@ -19,7 +19,7 @@ from klfast.__main__ import COMMANDS, main
 
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+|[a-z]+)=.*")
 """Of the environment, or the shell's own, in small letters."""
-RULES = (ROOT / "Makefile", ROOT / "tests" / "aarch64" / "aarch64.mk")
+RULES = (ROOT / "Makefile", *sorted(ROOT.glob("tests/*/*.mk")))
 
 
 def checked(command):

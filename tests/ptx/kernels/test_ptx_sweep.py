@@ -256,6 +256,33 @@ def divergence(draw):
     return call
 
 
+def weights(draw):
+    """Divergences of few words and many tokens: what is done with masks counts."""
+    shape, cu_seqlens = draw.shape((1, 33, 100, 300))
+    logits = draw.normal(*shape, 4)
+    pair = [
+        (logits + 0.3 * draw.normal(*shape, 4)).to(draw.dtype).requires_grad_() for _ in range(2)
+    ]
+    mask = draw.mask(shape)
+    reduction = draw.choice(REDUCTIONS[1:])
+    options = {"coef": draw.scalar(1.5)}
+    if reduction.startswith("token-mean"):
+        options["normalizer"] = draw.choice((None, draw.scalar(3.0)))
+
+    def call():
+        made = klfast.kl_divergence(
+            *pair,
+            mask,
+            reduction=reduction,
+            cu_seqlens=cu_seqlens,
+            backend="native",
+            **options,
+        )
+        return _flat(made) + _gradients(made, pair)
+
+    return call
+
+
 def tokens(draw):
     (logits, _), ids, mask, _ = _logits(draw)
     leaf = logits.detach().requires_grad_()
@@ -270,7 +297,7 @@ def tokens(draw):
     return call
 
 
-KINDS = {each.__name__: each for each in (penalty, rewards, rollout, divergence, tokens)}
+KINDS = {each.__name__: each for each in (divergence, weights, penalty, rollout, tokens, rewards)}
 CALLS = 6  # of a case
 
 
