@@ -57,8 +57,15 @@ NEAR = (
     "tests/penalty/test_accuracy.py",
 )
 
+# Triton compiles its kernels itself, up to the PTX.
+TRITON = ("-p", "ptx_triton", "-k", "triton", "-m", "not exhaustive")
+OF_TRITON = tuple(
+    f"tests/gpu/triton_interpreted_{kind}suite.py" for kind in ("", "logits_", "rollout_")
+)
+
 PARTS = {
     "short": Part(KINDS, is_short=True),
+    "short, Triton": Part(OF_TRITON[:1], (*TRITON, "-k", "triton and reductions"), is_short=True),
     "sm_90, H200": Part(FOLDERS),
     "every dtype, mask and rule": Part(("tests/ptx/kernels/test_ptx_sweep.py",), ()),
     "random schedule, races in global memory": Part(
@@ -70,6 +77,7 @@ PARTS = {
     "sm_80, A100": Part(KINDS, environment={"ARCH": "80", "CHIP": "a100"}),
     "sm_80, L4": Part(LOGITS, environment={"ARCH": "80", "CHIP": "l4"}),
     "sm_100, B200": Part(KINDS, environment={"ARCH": "100", "CHIP": "b200"}),
+    "sm_90, Triton": Part(OF_TRITON, TRITON),
     "faults": Part(("tests/ptx/kernels/test_ptx_faults.py",), ()),
 }
 
@@ -81,7 +89,8 @@ def chosen(arguments):
 
 
 def environment_of(part):
-    made = {"KLFAST_PTX_ARCH": "90", **os.environ}
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    made = {"KLFAST_PTX_ARCH": "90", **os.environ, "PYTHONPATH": path}
     made |= {f"KLFAST_PTX_{name}": value for name, value in part.environment.items()}
     if part.arch == coverage.ARCH:
         made["KLFAST_PTX_COVERAGE"] = str(COVERAGE / "part")

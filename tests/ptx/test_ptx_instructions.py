@@ -692,6 +692,27 @@ def test_shuffles(mode):
     assert inside == [int(not each) for each in own]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices(count):
+    """Lane i gets two of the eight numbers in row i // 4, which lane i // 4 has the address of."""
+    numbers, registers = np.arange(count * 64, dtype=np.uint16), [f"%r{k}" for k in range(count)]
+    given, got = ptx_run.aligned(count * 64, np.uint16), ptx_run.aligned(count * 32, np.uint32)
+    given[:] = numbers
+    stores = "".join(f"st.global.u32 [%rd1 + {128 * k}], %r{k};\n" for k in range(count))
+    made = ptx_run.kernel(
+        "mul.wide.u32 %rd2, %tid, 16;\nadd.u64 %rd0, %rd0, %rd2;\ncvt.u32.u64 %r5, %rd2;\n"
+        f"setp.lt.u32 %p0, %tid, {8 * count};\nmov.u32 %r7, tile;\nadd.u32 %r7, %r7, %r5;\n"
+        "@%p0 ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%rd0];\n"
+        "@%p0 st.shared.v4.u32 [%r7], {%r0, %r1, %r2, %r3};\nbar.sync 0;\n"
+        f"ldmatrix.sync.aligned.m8n8.x{count}.shared.b16 {{{', '.join(registers)}}}, [%r7];\n"
+        f"mul.wide.u32 %rd3, %tid, 4;\nadd.u64 %rd1, %rd1, %rd3;\n{stores}",
+        parameters=2,
+        variables=".shared .align 16 .b8 tile[512];",
+    )
+    ptx_run.launch(made, given, got)
+    assert got.view(np.uint16).tolist() == numbers.tolist()
+
+
 def test_reductions():
     numbers = [(0x9E3779B9 * (i + 1)) & 0xFFFFFFFF for i in LANES]
     signed = [number_of(bits, "s32") for bits in numbers]

@@ -166,9 +166,53 @@ void bind_vote(Operands& operands, const Words& words, Instruction& in) {
   in.members = operands.value(words.arguments.at(2), 4);
 }
 
+// Rows of 16 bytes, whose addresses eight lanes give for each matrix; four lanes share a row.
+void load_matrices(Warp& warp, const Instruction& in, u32 lanes) {
+  if (lanes != kAllLanes) fail(warp, in, 0, "is not executed by the whole warp");
+  constexpr u32 kRows = 8, kRowBytes = 16;
+  const u32 giving = in.count == 4 ? kAllLanes : (1u << (kRows * in.count)) - 1;
+  require_written(warp, in, in.address.base, giving, "an address");
+  for (u32 k = 0; k < in.count; ++k) {
+    const Operand& to = in.elements[k];
+    u32 written = 0;
+    for (u32 row = 0; row < kRows; ++row) {
+      const u32 giver = k * kRows + row;
+      const u64 address = address_of_lane(warp, in.address, giver);
+      const Place from = place_of(warp, in, giver, address, kRowBytes, Access::kRead);
+      for (u32 part = 0; part < kRowBytes / in.size; ++part) {
+        const u32 lane = row * 4 + part;
+        std::memcpy(values<u32>(warp, to) + lane, from.bytes + part * in.size, in.size);
+        const u8* const known = from.written + part * in.size;
+        written |= static_cast<u32>(std::find(known, known + in.size, 0) == known + in.size)
+                   << lane;
+      }
+    }
+    set_written(warp, to, lanes, written);
+  }
+}
+
+// ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r2];
+void bind_matrices(Operands& operands, const Words& words, Instruction& in) {
+  const auto parts = Operands::elements(words.arguments.at(0));
+  const std::string count = "x" + std::to_string(parts.size());
+  if (words.name != "ldmatrix.sync.aligned.m8n8." + count + ".shared.b16") {
+    throw std::runtime_error("unknown load of matrices");
+  }
+  in.kind = Kind::kExchange;
+  in.run = load_matrices;
+  in.space = Space::kShared;
+  in.count = static_cast<u8>(parts.size());
+  in.size = 4;  // bytes that a lane gets of a matrix
+  in.defined = Defined::kByItself;
+  for (size_t k = 0; k < parts.size(); ++k) in.elements[k] = operands.reg(parts[k]);
+  in.address = operands.address(words.arguments.at(1));
+  in.members = operands.value("-1", 4);
+}
+
 }  // namespace
 
 void add_exchanges(Table& table) {
+  table.add_form("ldmatrix", bind_matrices);
   table.add_form("shfl", bind_shuffle);
   table.add_form("redux", bind_reduction);
   table.add_form("vote", bind_vote);
