@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
 import warnings
@@ -85,6 +87,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextlib.contextmanager
+def _refusing_nothing() -> Iterator[None]:
+    """Let kernels that fail the known answers before their first use be called: their numbers are
+    the report.
+    """
+    before = os.environ.get("KLFAST_SELF_CHECK")
+    os.environ["KLFAST_SELF_CHECK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["KLFAST_SELF_CHECK"]
+        if before is not None:
+            os.environ["KLFAST_SELF_CHECK"] = before
+
+
 def run(arguments: argparse.Namespace) -> int:
     """0 if all is right, 1 if something is not, 2 for a device or backend that is not here."""
     begin = time.perf_counter()
@@ -97,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if not arguments.json:
         print(text(facts), flush=True)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _refusing_nothing():
         warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
         tallies, failures = check(targets)
         times = _times(targets) if arguments.time else []
