@@ -75,7 +75,7 @@ def readable(names):
         ["c++filt"], input="\n".join(bare), capture_output=True, text=True, check=True
     )
     common = r"\(anonymous namespace\)::|klfast::|cuda::|formulas::|^void "
-    return [re.sub(common, "", line).partition("(")[0] for line in done.stdout.splitlines()]
+    return [re.sub(common, "", line).rpartition("(")[0] for line in done.stdout.splitlines()]
 
 
 def reason(instruction, line):
