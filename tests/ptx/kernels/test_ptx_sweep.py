@@ -38,6 +38,8 @@ REDUCTIONS = (
 )
 # With clusters, and with none of some kind: then rows are read twice.
 CHIPS = ("h200", "h200", "mig", "a100", "rtx5090")
+# Statistics of a sampler are exponentials too, which enlarge the rounding of their exponent.
+OF_EXPONENTIALS = 1e-4
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_ref", "r_log_r", "k1+", "k2+", "k3+")
 RULES = tuple(
     itertools.product(
@@ -315,14 +317,14 @@ def _on(backend, call, monkeypatch):
             return f"{type(error).__name__}: {error}"
 
 
-def _compare(expected, got):
+def _compare(expected, got, least=0):
     if isinstance(expected, str) or isinstance(got, str):
         assert expected == got
         return
     assert len(expected) == len(got)
     for own, other in zip(expected, got, strict=True):
         assert own.dtype == other.dtype
-        tolerance = TOLERANCES.get(own.dtype, 0)
+        tolerance = max(TOLERANCES.get(own.dtype, 0), least)
         a, b = own.double(), other.double()
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.isinf(), b.isinf())
@@ -343,4 +345,4 @@ def test_a_call_is_the_cpus(kind, number, monkeypatch):
         monkeypatch.setenv("KLFAST_EMULATED_CHIP", draw.choice(CHIPS))
         call = KINDS[kind](draw)
         expected, got = (_on(each, call, monkeypatch) for each in (cpu, emulated.backend()))
-        _compare(expected, got)
+        _compare(expected, got, OF_EXPONENTIALS if kind == "rollout" else 0)
