@@ -7,6 +7,7 @@ divides eight will do.
 import copy
 
 import torch
+import torch.distributed.nn  # before there is a group, which it would keep; DDP imports it
 from torch import distributed
 
 import klfast
@@ -49,4 +50,6 @@ for step in range(1, 101):
         kl, coef = numbers["kl/sequence_mean"], numbers["kl/coef"]
         print(f"step {step}: KL {kl:.2f}, coefficient {coef:.4f}", flush=True)
 
+# The group ends with the last that has it. One that outlives Python may abort the process.
+del policy
 distributed.destroy_process_group()

@@ -7,6 +7,8 @@ the curves are those of one process but for rounding.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,8 +198,13 @@ def assembled(parallel: str | None, timeout: float = TIMEOUT) -> Iterator[Team]:
             )
         yield ALONE
         return
+    # Torch imports it for DDP; its defaults would keep a group that is there by then.
+    importlib.import_module("torch.distributed.nn")
     distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         yield Team(parallel or "ddp")
     finally:
+        # The group's threads end with the last model that has it (FSDP2's last, in torch's caches).
+        # A thread that gives a tensor back while Python ends aborts the process.
+        gc.collect()
         distributed.destroy_process_group()

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import pickle
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fresh import run_fresh
 from kinds import STEERING, make
 from ranks import results_of_ranks, run_rank
 from torch.distributed.device_mesh import init_device_mesh
@@ -659,3 +661,18 @@ def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid(tmp_path, 
     resumed = klfast.NuPIKLController(0.5, 6.0)
     resumed.load_state_dict(json.loads(path.read_text()))
     assert resumed.value == klfast.NuPIKLController(0.5, 6.0).update(9.5)
+
+
+ONE_RANK = """
+import atexit, sys
+from ranks import run_rank
+atexit.register(print, "Python's end")
+run_rank(0, str, sys.argv[1], 1, 30)
+"""
+
+
+def test_a_rank_ends_before_python_does(tmp_path):
+    """A thread of gloo that gives a tensor back while Python ends aborts the process."""
+    path = os.pathsep.join(sys.path)
+    assert run_fresh(ONE_RANK, arguments=[str(tmp_path)], PYTHONPATH=path) == ""
+    assert torch.load(tmp_path / "0.pt") == "0"

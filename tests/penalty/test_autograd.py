@@ -546,6 +546,7 @@ def test_a_kept_nan_is_nan_in_the_gradient_too(backend, reduction, name, dtype, 
 
 PARALLEL = """
 import sys, torch, klfast
+import torch.distributed.nn  # before there is a group, which it would keep
 torch.distributed.init_process_group(
     "gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1
 )
@@ -564,6 +565,7 @@ for _ in range(2):
     parallel.zero_grad(set_to_none=False)
     loss(parallel).backward()
 torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
+del parallel
 torch.distributed.destroy_process_group()
 print("equal")
 """

@@ -1,6 +1,8 @@
 """Real processes over gloo, each of them a rank."""
 
 import datetime
+import os
+import sys
 
 import torch
 
@@ -18,7 +20,11 @@ class OnRanks:
 
 
 def run_rank(rank, work, folder, world_size, timeout):
-    """A process of the group, which saves what ``work(rank)`` returns."""
+    """A process of the group, which saves what ``work(rank)`` returns, and ends.
+
+    It ends without Python's own end, which a thread of gloo that still has a tensor would abort.
+    Groups that a DTensor or a model has had last to the end of the process.
+    """
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -29,6 +35,9 @@ def run_rank(rank, work, folder, world_size, timeout):
     )
     torch.save(work(rank), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def results_of_ranks(work, folder, world_size=WORLD_SIZE, timeout=30):

@@ -55,6 +55,9 @@ options = Options(
     chosen, Path(out), resume=resume, bench=False, parallel=parallel, timeout=timeout
 )
 compare(options, stop=stop)
+if sys.platform == "linux" and parallel != "fsdp2":  # whose meshes torch keeps
+    threads = Path("/proc/self/task").glob("*/comm")
+    assert not [name for name in map(Path.read_text, threads) if "gloo" in name]
 """
 
 
