@@ -318,3 +318,11 @@ def test_an_exchange_orders_reads_before_writes_of_the_warp():
     assert "race with a read" in report(body.replace("EXCHANGE", ""), variables=SHARED)
     exchange = "shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;"
     launch(kernel(body.replace("EXCHANGE", exchange), variables=SHARED), aligned(1, "u4"))
+
+
+def test_what_all_blocks_read_and_the_last_one_writes():
+    body = counted().replace("st.global.u32 [%rd4], %tid;", "ld.global.u32 %r4, [%rd0];")
+    body = body.replace("@%p2 ld.global.u32 %r3, [%rd0+4];", "@%p2 st.global.u32 [%rd0], %r2;")
+    launch(kernel(body), aligned(257, np.uint32), blocks=4)
+    early = body.replace("bar.sync 0;", "")
+    assert "race with a read" in report(early, array=aligned(257, "u4"), blocks=4)

@@ -45,51 +45,70 @@ bool is_ordered(const Stamp& before, const Warp& warp, u32 lane, bool is_global)
   return is_global && its_block != block.index && is_released(before, its_block, warp, thread);
 }
 
-// Whether all reads since the last write are ordered before what this lane does.
-bool reads_are_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
+bool is_of_block(const Stamp& stamp, const Warp& warp) {
+  return stamp.thread != 0 && (stamp.thread - 1) / warp.block->threads == warp.block->index;
+}
+
+bool is_of_warp(const Stamp& stamp, const Warp& warp) {
+  return is_of_block(stamp, warp) &&
+         (stamp.thread - 1) % warp.block->threads / kLanes == warp.index;
+}
+
+// Whether the reads that `read` stands for are ordered before what this lane does.
+bool is_read_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
   const Stamp& read = shadow.read;
   if (read.thread == 0) return true;
-  if (shadow.has_remote_readers) return warp.waits[lane] > read.arrivals;
-  const Block& block = *warp.block;
-  const bool is_mine = (read.thread - 1) / block.threads == block.index;
-  if (shadow.has_readers) {
-    if (is_mine && read.barriers < block.barriers) return true;
-    if (warp.waits[lane] > read.arrivals) return true;
-    return is_global && !is_mine && is_ordered(read, warp, lane, true);
+  if (shadow.has_readers && is_of_block(read, warp)) {
+    return read.barriers < warp.block->barriers || warp.waits[lane] > read.arrivals;
   }
-  const bool is_my_warp = is_mine && (read.thread - 1) % block.threads / kLanes == warp.index;
-  if (is_my_warp && shadow.read_lanes == 1u << lane) return true;
-  if (is_my_warp && read.exchanges < warp.exchanges) return true;
+  const bool is_mine = is_of_warp(read, warp);
+  if (is_mine && shadow.read_lanes == 1u << lane) return true;
+  if (is_mine && read.exchanges < warp.exchanges) return true;
   Stamp other = read;  // of a lane of that warp but this one, that has the same stamp
-  if (is_my_warp)
-    other.thread = block.index * block.threads + warp.index * kLanes + 1 + (lane == 0);
+  if (is_mine) {
+    other.thread = warp.block->index * warp.block->threads + warp.thread(lane == 0 ? 1 : 0) + 1;
+  }
   return is_ordered(other, warp, lane, is_global);
+}
+
+// Whether all reads since the last write are.
+bool reads_are_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
+  return is_read_ordered(shadow, warp, lane, is_global) &&
+         std::all_of(shadow.others.begin(), shadow.others.end(),
+                     [&](const Stamp& read) { return is_ordered(read, warp, lane, is_global); });
+}
+
+void begin_reads(Shadow& shadow, const Stamp& stamp, u32 lane) {
+  shadow.read = stamp;
+  shadow.read_lanes = 1u << lane;
+  shadow.has_readers = false;
 }
 
 void add_read(Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
   const Stamp mine = stamp_of(warp, lane);
   const Stamp& read = shadow.read;
-  const u32 threads = warp.block->threads;
-  const bool same_block = read.thread != 0 && (read.thread - 1) / threads == warp.block->index;
-  const bool same_warp = same_block && (read.thread - 1) % threads / kLanes == warp.index;
-  if (same_warp && read.syncs == mine.syncs && read.barriers == mine.barriers &&
-      read.exchanges == mine.exchanges && !shadow.has_readers && read.arrivals == mine.arrivals) {
+  if (is_of_warp(read, warp) && !shadow.has_readers && read.syncs == mine.syncs &&
+      read.barriers == mine.barriers && read.exchanges == mine.exchanges &&
+      read.arrivals == mine.arrivals) {
     shadow.read_lanes |= 1u << lane;
     return;
   }
-  if (reads_are_ordered(shadow, warp, lane, is_global)) {  // and so is what comes after this
-    shadow.has_readers = shadow.has_remote_readers = false;
-    shadow.read = mine;
-    shadow.read_lanes = 1u << lane;
-    return;
+  // What comes after this read comes after those before it, too.
+  if (is_read_ordered(shadow, warp, lane, is_global)) return begin_reads(shadow, mine, lane);
+  if (!is_of_block(read, warp)) {
+    Stamp other = read;
+    // Of several threads, none is the one whose fence orders what it has done itself.
+    if (shadow.has_readers || shadow.read_lanes != (shadow.read_lanes & -shadow.read_lanes)) {
+      other.thread = (read.thread - 1) / warp.block->threads * warp.block->threads + 2;
+    }
+    shadow.others.push_back(other);
+    return begin_reads(shadow, mine, lane);
   }
-  shadow.has_readers = true;
-  if (!same_block) shadow.has_remote_readers = true;
   Stamp all = mine;
   all.barriers = std::max(all.barriers, read.barriers);
   all.arrivals = std::max(all.arrivals, read.arrivals);
   shadow.read = all;
-  shadow.read_lanes = kAllLanes;
+  shadow.has_readers = true;
 }
 
 struct Event {
@@ -147,7 +166,8 @@ void note(Shadow& shadow, const Event& event, u8 bytes) {
     shadow.written_bytes = bytes;
     shadow.read = {};
     shadow.read_lanes = 0;
-    shadow.has_readers = shadow.has_remote_readers = false;
+    shadow.has_readers = false;
+    shadow.others.clear();
   } else {
     add_read(shadow, event.warp, event.lane, event.is_global);
   }

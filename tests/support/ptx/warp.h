@@ -31,9 +31,9 @@ struct Shadow {
   u64 epoch = 0;  // of the launch or cluster in which all else here was noted
   Stamp write, read;
   const Instruction* written_by = nullptr;
-  u32 read_lanes = 0;        // of the warp of `read`, between the same barriers
-  bool has_readers = false;  // `read` stands for threads of more warps
-  bool has_remote_readers = false;
+  u32 read_lanes = 0;         // of the warp of `read`, between the same barriers
+  bool has_readers = false;   // `read` stands for threads of more warps of its block
+  std::vector<Stamp> others;  // the reads by other blocks
   bool is_read_only = false;  // was read by ld.global.nc
   u8 written_bytes = 0;       // of the last write, a bit each
 };
