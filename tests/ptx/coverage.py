@@ -78,13 +78,18 @@ def readable(names):
     return [re.sub(common, "", line).rpartition("(")[0] for line in done.stdout.splitlines()]
 
 
-def reason(instruction, line):
-    """Why an instruction was not reached, as far as it says so itself."""
-    if re.match(r"(@!?%p\d+ )?(trap|brkpt)", instruction):
-        return "never to be reached"
-    if "__internal" in line or "math_functions" in line or line == "":
-        return "a case of division or of CUDA's own functions"
-    return "a case that no call has brought about"
+def place(line):
+    """A line of the project by its path; one of another project's header by its name alone."""
+    return line if line.startswith("csrc/") else line.rpartition("/")[2] or "(no line of source)"
+
+
+def reason(reached, line):
+    """Why an instruction was not reached, as far as its kernel and its line say."""
+    if "1" not in reached:
+        return "a kernel that no call has launched"
+    if line.startswith("csrc/"):
+        return "a case of the project's code that no call has brought about"
+    return "a case of CUDA's or the host's headers that no call has brought about"
 
 
 def table_of(folder, coverage):
@@ -96,10 +101,10 @@ def table_of(folder, coverage):
         digits = reached.get(kernel.name, "0" * len(kernel.code))
         assert len(digits) == len(kernel.code), f"{kernel.name} is not what ran"
         rows.append({"kernel": name, "instructions": len(digits), "reached": digits.count("1")})
-        for digit, (line, instruction) in zip(digits, kernel.code, strict=True):
+        for digit, (line, _) in zip(digits, kernel.code, strict=True):
             if digit == "0":
-                lines[line or "(no line of source)"] += 1
-                reasons[reason(instruction, line)] += 1
+                lines[place(line)] += 1
+                reasons[reason(digits, line)] += 1
     total = sum(row["instructions"] for row in rows)
     done = sum(row["reached"] for row in rows)
     return {
