@@ -8,13 +8,15 @@ go through all pairs of them; the rest is drawn.
 import itertools
 import random
 import warnings
+from typing import get_args
 
 import emulated
 import pytest
 import torch
 
 import klfast
-from klfast import backends
+from klfast import backends, names
+from klfast.rollout import rejection
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKS = (
@@ -27,25 +29,14 @@ MASKS = (
     torch.int64,
     *FLOATS,
 )
-REDUCTIONS = (
-    "none",
-    "seq-sum",
-    "seq-mean",
-    "token-sum",
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-)
 # With clusters, and with none of some kind: then rows are read twice.
 CHIPS = ("h200", "h200", "mig", "a100", "rtx5090")
 # Statistics of a sampler are exponentials too, which enlarge the rounding of their exponent.
 OF_EXPONENTIALS = 1e-4
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_ref", "r_log_r", "k1+", "k2+", "k3+")
+REDUCTIONS = get_args(names.ReductionName)
+ESTIMATORS = (*names.ESTIMATORS, *names.PLUS)
 RULES = tuple(
-    itertools.product(
-        ("ratio", "k1", "abs", "k2", "k3", "binary_kl", "binary_kl_reverse", "binary_tv"),
-        ("token", "seq-sum", "seq-mean", "seq-max"),
-    )
+    itertools.product(rejection.STATISTICS, (over for over in rejection.OVER if over != "seq-min"))
 )
 # Of two backends, each of which may be off by half of it: relative to a number, and to the greatest
 # of those beside it, as sums cancel.
