@@ -1,8 +1,9 @@
 """Checks that one wheel per Python runs on every torch: `make wheel-check`.
 
-For each pair of an interpreter and a torch: a fresh environment, the wheel, and
-`release/check_installed.py`. A wheel that the folder lacks is built from the folder's sdist, or one
-that is made, against the first torch of the list, and `release/check_wheel.py` looks at it.
+For each pair of an interpreter and a torch: a fresh environment, the wheel, `klfast check` beside
+nothing but torch, and `release/check_installed.py`. A wheel that the folder lacks is built from the
+folder's sdist, or one that is made, against the first torch of the list, and
+`release/check_wheel.py` looks at it.
 
 Prints what was checked and what was not. A failed check is an error, and so is an interpreter or a
 torch that was asked for by name and is not to be had; of those that stand for "all that klfast
@@ -67,6 +68,9 @@ class Environment:
         command = [self.python, "-W", "ignore", "-c", code]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
+    def passes(self, *arguments: str) -> bool:
+        return subprocess.run([self.python, *arguments], check=False).returncode == 0
+
 
 def run(*command: str | Path) -> None:
     subprocess.run([*map(str, command)], check=True)
@@ -112,15 +116,17 @@ def checked(interpreter: str, torch: str, folder: Path) -> dict[str, Any]:
         environment = Environment(path, Path(made))
         installed = environment.install_torch(torch)
         wheel = the_wheel(folder, environment)
-        environment.install(*TOOLS, wheel)
+        environment.install(wheel)
+        has_answers = environment.passes("-m", "klfast", "check")
+        environment.install(*TOOLS)
         if environment.says("import torch; print(torch.__version__)") != installed:
             raise SystemExit(f"{wheel.name} brought another torch than {installed}")
         check = Path(__file__).with_name("check_installed.py")
-        status = subprocess.run([environment.python, str(check)], check=False).returncode
+        has_passed = environment.passes(str(check))
         return {
             "python": environment.says("import platform; print(platform.python_version())"),
             "torch": installed,
-            "result": FAILED if status else OK,
+            "result": OK if has_answers and has_passed else FAILED,
             "wheel": wheel.name.removesuffix(".whl").split("-")[-1],
             "commit": commit_of(wheel),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
