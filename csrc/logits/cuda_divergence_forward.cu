@@ -392,6 +392,7 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     return Near(words.of[0], words.of[1], exact, limit);
   }
   __device__ __forceinline__ void add_near(const Words& words, const Near& near) {
+    if constexpr (base == Base::kE) return;  // has no near chunks, by the limit
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       const Acc u = near.of[i];
@@ -687,18 +688,21 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T, of>)
 }
 
 // The same for a row whose first pass stages it in the shared memory of a cluster, and the row's
-// gradients.
+// gradients, of which there are none beside an entropy.
 template <typename T, Divergence divergence, EntropyOf of>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
+  constexpr bool kWritesGradient = of == EntropyOf::kNone;
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   char* const memory = dynamic_shared() + kState<AccOf<T>, false>;
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
   const Part place = part_at(call.in.in.shape.words, task.plan.part, task.plan.rank_of_block());
   if (!call.in.in.keeps(index)) {
-    const int64_t first = index * call.in.in.shape.words + place.begin;
-    write_zeros(call.grad_first, first, place.size);
-    write_zeros(call.grad_second, first, place.size);
+    if constexpr (kWritesGradient) {
+      const int64_t first = index * call.in.in.shape.words + place.begin;
+      write_zeros(call.grad_first, first, place.size);
+      write_zeros(call.grad_second, first, place.size);
+    }
     return skip_row<of, AccOf<T>>(task, index);
   }
   auto team = team_of<AccOf<T>, false>(task.plan);
@@ -714,12 +718,14 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     store_row(task, shared);
     finish_entropy<of>(task, shared);
   }
-  const auto part_at = [&](int64_t zero) {
-    return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
-                                      place, shared.basis.frame.if_any()),
-                     staged);
-  };
-  write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
+  if constexpr (kWritesGradient) {
+    const auto part_at = [&](int64_t zero) {
+      return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
+                                        place, shared.basis.frame.if_any()),
+                       staged);
+    };
+    write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
+  }
   team.end();
 }
 

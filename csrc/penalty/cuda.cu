@@ -141,9 +141,11 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       });
   if (!arrives_last(task.arrivals)) return;
   finish_lengths<Acc>(task, scalars, partials);
-  if (task.grad_logprobs.data == nullptr) return;
-  __syncthreads();
-  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
+  if constexpr (W <= 4) {  // wider lanes serve calls with log-probs of 16 bits, which want no such
+    if (task.grad_logprobs.data == nullptr) return;
+    __syncthreads();
+    store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
+  }
 }
 
 template <typename Acc>

@@ -1,0 +1,387 @@
+"""Products of what the kernels over log-probs have code of their own for, against the CPU's
+kernels: every dtype of a mask and of a scalar, every layout, estimator and rule, in every copy of
+a kernel. Nothing is drawn but numbers.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import emulated
+import pytest
+import torch
+from ptx_against import (
+    FLOATS,
+    MASKS_OR_NONE,
+    OF_EXPONENTIALS,
+    check,
+    compare,
+    flat,
+    gradients,
+    laid_out,
+    named,
+    on,
+)
+
+import klfast
+from klfast import backends, names
+from klfast.call import Spec
+from klfast.dtypes import INTEGERS, MASKS
+from klfast.estimator import as_estimator
+from klfast.ops import autograd
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.rollout.call import OUTSIDE
+from klfast.rollout.rejection import OVER, STATISTICS
+
+# The dtypes of the log-probs: one kernel each, and one for those that differ, in fp32 and in fp64.
+DTYPES = (
+    *((dtype, dtype) for dtype in FLOATS),
+    (torch.bfloat16, torch.float16),
+    (torch.float32, torch.float64),
+)
+LAYOUTS = ("dense", "shifted", "strided")
+# The layouts of log-probs, with the dtype of cu_seqlens, or None of padded ones.
+TOKENS = (
+    ("dense", None),
+    ("shifted", None),
+    ("strided", None),
+    ("dense", torch.int32),
+    ("shifted", torch.int64),
+)
+
+
+class Tokens(NamedTuple):
+    """Log-probs under three models, padded or packed."""
+
+    logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+    def mask(self, dtype, layout="dense"):
+        """Weights that are 0 at some tokens, and of floats neither 0 nor 1 at others."""
+        if dtype is None:
+            return None
+        numbers = torch.arange(self.logprobs.numel()).view(self.logprobs.shape)
+        kept = (numbers % 3 != 1).to(dtype)
+        if dtype.is_floating_point:
+            kept[..., ::5] *= 0.5
+        return laid_out(kept, layout)
+
+
+def tokens_of(dtypes, shape, *, layout="dense", spread=0.5, index=None):
+    """Of two sequences, or, with a dtype of ``index``, of those and an empty one, packed."""
+    first, second = dtypes
+    generator = torch.Generator().manual_seed(1)
+    shape = (shape[0] * shape[1],) if index else shape
+    base = -3 * torch.rand(*shape, generator=generator)
+    made = [
+        laid_out((base + spread * torch.randn(*shape, generator=generator)).to(dtype), layout)
+        for dtype in (first, second, first)
+    ]
+    size = shape[0]
+    ends = [0, size // 3, size // 3, size]
+    return Tokens(*made, torch.tensor(ends, dtype=index) if index else None)
+
+
+# Calls of kl_penalty that take each variant of the kernel (csrc/penalty/cuda_task.h).
+PLAIN, GRADIENT, STATISTICS_TOO, LIMITED = "plain", "gradient", "statistics", "limited"
+VARIANTS = (PLAIN, GRADIENT, STATISTICS_TOO, LIMITED)
+LIMITS = (
+    {"kl_clip": 0.5},
+    {"log_ratio_clip": 1.5, "importance": "detached"},
+    {"clip_weighted": True, "kl_clip": 0.5, "importance_cap": 1.5},
+    {"linear_tail": 1.0},
+)
+
+
+def penalty(tokens, mask, variant, estimator, reduction, limits=LIMITS[0], **options):
+    """A call of kl_penalty as ``check`` takes it."""
+    leaves = [each.detach() for each in tokens[:2]]
+    if variant != PLAIN:
+        leaves = [each.requires_grad_() for each in leaves]
+    if variant == LIMITED:
+        options |= {"old_logprobs": tokens.old_logprobs}
+        estimator = klfast.Estimator(estimator, **limits)
+    options |= {"return_stats": variant in (STATISTICS_TOO, LIMITED)}
+
+    def call():
+        made = klfast.kl_penalty(
+            *leaves,
+            mask,
+            estimator=estimator,
+            reduction=reduction,
+            cu_seqlens=tokens.cu_seqlens,
+            backend="native",
+            **options,
+        )
+        return flat(made) + gradients(made, leaves)
+
+    return call
+
+
+@pytest.fixture
+def gradients_of_fp16(monkeypatch):
+    """Lets a forward write gradients in fp16, as the ops may be told to."""
+    monkeypatch.setattr(autograd, "holds_unit_gradient", lambda _: True)
+
+
+@pytest.mark.parametrize("mask_dtype", MASKS_OR_NONE, ids=named)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.usefixtures("gradients_of_fp16")
+def test_masks_of_a_penalty(dtypes, variant, mask_dtype, monkeypatch):
+    """In every layout. A backward reads the inputs again where results are of tokens or sequences,
+    and a forward writes the gradient where they are scalars.
+    """
+    options = itertools.cycle(itertools.product(names.ESTIMATORS, LIMITS))
+    scalar = itertools.cycle(SCALAR_REDUCTIONS)
+    other = itertools.cycle(name for name in REDUCTIONS if name not in SCALAR_REDUCTIONS)
+    for layout, index in TOKENS:
+        tokens = tokens_of(dtypes, (2, 556), layout=layout, index=index)
+        for mask_layout in LAYOUTS:
+            mask = tokens.mask(mask_dtype, mask_layout)
+            for reduction in (next(scalar), next(other)):
+                estimator, limits = next(options)
+                call = penalty(tokens, mask, variant, estimator, reduction, limits)
+                check(call, monkeypatch)
+            if mask is None:
+                break
+
+
+@pytest.mark.parametrize("spread", [0.05, 3.0, 60.0])
+@pytest.mark.parametrize("estimator", [*names.ESTIMATORS, *names.PLUS])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.usefixtures("gradients_of_fp16")
+def test_estimators(dtypes, variant, estimator, spread, monkeypatch):
+    """Of near and far tokens, and of those that are computed again in fp64."""
+    tokens = tokens_of(dtypes, (2, 556), spread=spread)
+    for limits, reduction in zip(LIMITS, REDUCTIONS, strict=False):
+        check(penalty(tokens, None, variant, estimator, reduction, limits), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=named)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.usefixtures("gradients_of_fp16")
+def test_scalars_of_a_penalty(dtypes, variant, dtype, monkeypatch):
+    tokens = tokens_of(dtypes, (2, 5))
+    coef, normalizer = torch.tensor(2, dtype=dtype), torch.tensor(3, dtype=dtype)
+    for reduction in NORMALIZED_REDUCTIONS:
+        options = {"coef": coef, "normalizer": normalizer}
+        check(penalty(tokens, None, variant, "k3", reduction, **options), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", MASKS, ids=named)
+@pytest.mark.parametrize("is_limited", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+def test_scores(dtypes, is_limited, dtype, monkeypatch):
+    for size, index in itertools.product((5, 9000), (None, torch.int32)):
+        tokens = tokens_of(dtypes, (2, size), index=index)
+        scores = torch.ones(3 if index else 2).to(dtype)
+        estimator = klfast.Estimator("k3", kl_clip=0.5 if is_limited else None)
+
+        def call(tokens=tokens, scores=scores, estimator=estimator):
+            return flat(
+                klfast.kl_rewards(
+                    scores,
+                    *tokens[:2],
+                    tokens.mask(torch.bool),
+                    kl_coef=0.1,
+                    estimator=estimator,
+                    cu_seqlens=tokens.cu_seqlens,
+                    backend="native",
+                )
+            )
+
+        check(call, monkeypatch)
+
+
+@pytest.mark.parametrize("index", [None, torch.int32, torch.int64], ids=named)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.usefixtures("gradients_of_fp16")
+def test_long_sequences_of_a_penalty(dtypes, variant, index, monkeypatch):
+    """Of several tiles and segments, read by one warp or by several."""
+    reductions = itertools.cycle(REDUCTIONS)
+    for size, chip in ((2100, "h200"), (9000, "h200"), (9000, "hopper")):
+        tokens = tokens_of(dtypes, (2, size), layout="shifted", index=index)
+        for mask_dtype in (None, torch.bool):
+            mask = tokens.mask(mask_dtype)
+            check(penalty(tokens, mask, variant, "k3", next(reductions)), monkeypatch, chip=chip)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.usefixtures("gradients_of_fp16")
+def test_many_sequences(dtypes, variant, reduction, monkeypatch):
+    """More than a block has threads, of which one has two segments: padded and packed."""
+    padded = tokens_of(dtypes, (600, 3))
+    check(penalty(padded, padded.mask(torch.bool), variant, "k3", reduction), monkeypatch)
+    packed = tokens_of(dtypes, (1, 9000 + 599), index=torch.int32)
+    ends = torch.cat([torch.arange(300), torch.arange(9299, 9600)]).int()
+    for mask in (None, packed.mask(torch.uint8)):
+        tokens = packed._replace(cu_seqlens=ends)
+        check(penalty(tokens, mask, variant, "k3", reduction), monkeypatch)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Lets tokens follow the last sequence, as on a device, where nobody reads cu_seqlens."""
+    for module in ("klfast.call", "klfast.rollout.call"):
+        monkeypatch.setattr(f"{module}.check_cu_seqlens_values", lambda *_: None)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.usefixtures("gradients_of_fp16", "unchecked")
+def test_tokens_of_no_sequence(dtypes, monkeypatch):
+    """Their results are 0, and those of all others what they are alone."""
+    for size in (60, 9000):
+        whole = tokens_of(dtypes, (2, size), index=torch.int32)
+        whole = whole._replace(cu_seqlens=torch.tensor([0, 7, 20]))
+        alone = Tokens(*(each[:20] for each in whole[:3]), whole.cu_seqlens)
+        for variant, reduction in itertools.product(VARIANTS, REDUCTIONS):
+            calls = [penalty(own, None, variant, "k3", reduction) for own in (alone, whole)]
+            compare_alone(*calls, monkeypatch)
+        rules = [klfast.Rejection("k1", high=0.1)]
+        for mask_dtype, weight in itertools.product(MASKS_OR_NONE, ("token", "sequence", None)):
+            for reject in ([], rules):
+                calls = [
+                    rollout(own, own.mask(mask_dtype), reject, weight=weight)
+                    for own in (alone, whole)
+                ]
+                compare_alone(*calls, monkeypatch)
+
+
+def compare_alone(alone, whole, monkeypatch):
+    """Fails where a call's results on the PTX are not the CPU's of its first tokens, and then 0."""
+    expected = on(backends.BACKENDS["native"], alone, monkeypatch)
+    got = on(emulated.backend(), whole, monkeypatch)
+    cut = [b[: a.shape[0]] if a.dim() else b for a, b in zip(expected, got, strict=True)]
+    assert not any(b[a.shape[0] :].any() for a, b in zip(expected, got, strict=True) if a.dim())
+    compare(expected, cut, OF_EXPONENTIALS)
+
+
+@pytest.mark.parametrize("mask_dtype", MASKS_OR_NONE, ids=named)
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("is_double", [False, True])
+def test_weights_of_tokens(is_double, is_wide, mask_dtype, monkeypatch):
+    """Of so few tokens that one block stores them, and of more than a grid stores at once, on a
+    chip of one processor.
+    """
+    monkeypatch.setenv("KLFAST_EMULATED_CHIP", "hopper")
+    dtype = torch.bfloat16 if is_wide else torch.float32
+    for reduction, size, index in itertools.product(
+        SCALAR_REDUCTIONS, (1000, 4200), (None, torch.int32, torch.int64)
+    ):
+        tokens = tokens_of((dtype, dtype), (2, size), index=index)
+        for mask_layout in LAYOUTS:
+            mask = tokens.mask(mask_dtype, mask_layout)
+            spec = Spec(as_estimator("k1"), REDUCTIONS[reduction])
+            arguments = (mask, tokens.cu_seqlens, *spec.tensors(), *spec.encoded(), is_double)
+            compare(*weights_on_both(tokens.logprobs, *arguments))
+            if mask is None:
+                break
+
+
+def weights_on_both(*arguments):
+    """What ``token_weights`` returns on the CPU and on the PTX."""
+    both = torch.ops.klfast, emulated.ops()
+    return ([each.token_weights(*arguments)] for each in both)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=named)
+@pytest.mark.parametrize("is_double", [False, True])
+def test_scalars_of_weights(is_double, dtype):
+    """Behind a pass over the lengths, and without one."""
+    coef, normalizer = torch.tensor(2, dtype=dtype), torch.tensor(3, dtype=dtype)
+    for own, reduction in itertools.product(FLOATS[:2], NORMALIZED_REDUCTIONS):
+        tokens = tokens_of((own, own), (2, 5))
+        spec = Spec(as_estimator("k1"), REDUCTIONS[reduction], coef, normalizer)
+        for mask in (None, tokens.mask(torch.bool)):
+            arguments = (mask, None, *spec.tensors(), *spec.encoded(), is_double)
+            compare(*weights_on_both(tokens.logprobs, *arguments))
+
+
+@pytest.mark.parametrize("factor_dtype", MASKS, ids=named)
+@pytest.mark.parametrize("dtype", FLOATS, ids=named)
+def test_scale(dtype, factor_dtype):
+    """Of whole vectors and of a tail, aligned and not."""
+    for factor, start in itertools.product((1, 3), (0, 1)):
+        made = [torch.linspace(-1, 1, 2100).to(dtype)[start:] for _ in range(2)]
+        for ops, tensor in zip((torch.ops.klfast, emulated.ops()), made, strict=True):
+            ops.scale_(tensor, torch.tensor(factor).to(factor_dtype))
+        compare(*([each] for each in made))
+
+
+def rollout(tokens, mask, rules=(), **options):
+    """A call of rollout_correction as ``check`` takes it."""
+    return lambda: flat(
+        klfast.rollout_correction(
+            *tokens[:2],
+            mask,
+            reject=rules,
+            cu_seqlens=tokens.cu_seqlens,
+            backend="native",
+            **options,
+        )
+    )
+
+
+def with_nonfinite(tokens):
+    """The same with tokens whose log-ratio is infinite or NaN."""
+    logprobs = tokens.logprobs.clone()
+    logprobs.view(-1)[::97] = float("nan")
+    logprobs.view(-1)[50::97] = -float("inf")
+    return tokens._replace(logprobs=logprobs)
+
+
+@pytest.mark.parametrize("mask_dtype", MASKS_OR_NONE, ids=named)
+@pytest.mark.parametrize("has_rule", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+def test_masks_of_a_rollout(dtypes, has_rule, mask_dtype, monkeypatch):
+    """In every layout, with near and far tokens, and some that are not finite."""
+    rules = [klfast.Rejection("k1", low=-0.5, high=0.5)] if has_rule else []
+    weights = itertools.cycle(("token", "sequence", "geometric", None))
+    for layout, index in TOKENS:
+        tokens = tokens_of(dtypes, (2, 556), layout=layout, index=index)
+        for mask_layout in LAYOUTS:
+            mask = tokens.mask(mask_dtype, mask_layout)
+            for own in (tokens, with_nonfinite(tokens)):
+                call = rollout(own, mask, rules, weight=next(weights))
+                check(call, monkeypatch, least=OF_EXPONENTIALS)
+            if mask is None:
+                break
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+def test_rules(dtypes, statistic, monkeypatch):
+    """Over tokens and sequences, of near and far tokens, beside each kind of weight."""
+    for over, spread, outside in itertools.product(OVER, (0.1, 3.0), OUTSIDE):
+        tokens = tokens_of(dtypes, (2, 556), spread=spread)
+        rule = klfast.Rejection(statistic, over, high=0.01 if spread < 1 else 1.0)
+        options = {"outside": outside, "floor": 0.5, "cap": 2.0}
+        call = rollout(tokens, tokens.mask(torch.bool), rule, **options)
+        check(call, monkeypatch, least=OF_EXPONENTIALS)
+    rule = klfast.Rejection(statistic, high=0.01, outward_only=True)
+    of_tokens = torch.linspace(-1, 1, 2 * 556).view(2, 556)
+    for dtype, given in itertools.product(FLOATS, (of_tokens, of_tokens[:, 0])):
+        call = rollout(tokens, None, rule, advantages=given.to(dtype))
+        check(call, monkeypatch, least=OF_EXPONENTIALS)
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence", "geometric", None])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+def test_long_sequences_of_a_rollout(dtypes, weight, monkeypatch):
+    """Of several tiles and segments, read by one warp or by several."""
+    rules = [klfast.Rejection("k1", over, high=0.01) for over in OVER[:4]]
+    for (size, chip), index, has_rules in itertools.product(
+        [(2100, "h200"), (9000, "h200"), (9000, "hopper")], (None, torch.int32), (False, True)
+    ):
+        tokens = tokens_of(dtypes, (2, size), layout="shifted", index=index)
+        options = {"weight": weight, "outside": "mask"}
+        options |= {"floor": 0.5, "cap": 2.0} if weight else {}
+        call = rollout(tokens, None, rules if has_rules else [], **options)
+        check(call, monkeypatch, chip=chip, least=OF_EXPONENTIALS)
