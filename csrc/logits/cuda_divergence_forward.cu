@@ -601,16 +601,16 @@ __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index)
   for (int field = 0; field < Saved::kCount; ++field) call.saved[field * rows + index] = 0;
 }
 
-// Computes the row's value, and the constants of its gradient. Run by the first thread of every
-// block.
-template <typename Acc>
+// Computes the row's value, and the constants of the gradient that the kernel writes. Run by the
+// first thread of every block.
+template <Divergence divergence, bool kWritesGradient, typename Acc>
 __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, double slope,
                                         Shared<Acc>& shared) {
   const DivergenceForward& call = task.call;
-  const bool is_kl = call.in.divergence == Divergence::kKl;
+  constexpr bool is_kl = divergence == Divergence::kKl;
   const PairRow row = shared.row;
   const GuessOf<Acc>& guess = shared.basis.guess;
-  if (is_kl) {
+  if constexpr (is_kl) {
     jsd = row.kl;
   } else {
     const bool exists = row.lse == row.lse && row.shift == row.shift;
@@ -624,19 +624,19 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
   }
   shared.value = static_cast<Acc>(jsd);
   shared.slope = slope;
-  if (call.row_weights == nullptr) return;
+  if (!kWritesGradient || call.row_weights == nullptr) return;
   const double scale = call.in.in.scale();
   const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
   const auto constants = divergences::gradient_of(
       is_kl, guess, call.in.beta,
       {shared.value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
-  shared.gradient = PairGradient<Acc>::of(constants, call.in.divergence,
-                                          call.grad_second.data == nullptr, shared.basis.frame);
+  shared.gradient = PairGradient<Acc>::of(constants, divergence, call.grad_second.data == nullptr,
+                                          shared.basis.frame);
 }
 
 // Everything of a row but its gradient and what is stored.
-template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Team,
-          typename Acc>
+template <Divergence divergence, EntropyOf of, bool kWritesGradient, typename T, typename Parts,
+          typename Team, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts, Team& team,
                                         Shared<Acc>& shared) {
   sum_row<divergence, of, T>(parts, task, team, shared);
@@ -650,7 +650,9 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
     });
   }
   team.leave();  // finish_row reads nothing of other blocks
-  if (threadIdx.x == 0) finish_row(task, jsd_sums[0], jsd_sums[1], shared);
+  if (threadIdx.x == 0) {
+    finish_row<divergence, kWritesGradient>(task, jsd_sums[0], jsd_sums[1], shared);
+  }
 }
 
 // Finds where a row starts, for the warp.
@@ -679,7 +681,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T, of>)
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
-  run_row<divergence, of, T>(task, RowParts{parts, parts}, team, shared);
+  run_row<divergence, of, false, T>(task, RowParts{parts, parts}, team, shared);
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
     store_row(task, shared);
     finish_entropy<of>(task, shared);
@@ -712,7 +714,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   const auto kept = [&](int) { return staged; };
-  run_row<divergence, of, T>(task, RowParts{staging, kept}, team, shared);
+  run_row<divergence, of, kWritesGradient, T>(task, RowParts{staging, kept}, team, shared);
   __syncthreads();
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
     store_row(task, shared);

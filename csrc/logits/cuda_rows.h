@@ -165,9 +165,11 @@ __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t 
   return loaded.raw;
 }
 
+// The bytes of a word, whose dtype is floating.
 template <typename T>
 __device__ __forceinline__ int64_t size_of(DType dtype) {
-  return is_any_dtype<T> ? element_size(dtype) : static_cast<int64_t>(sizeof(T));
+  if constexpr (!is_any_dtype<T>) return sizeof(T);
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
 // A chunk of a row that starts at `first`, of any alignment and stride.

@@ -83,10 +83,56 @@ def place(line):
     return line if line.startswith("csrc/") else line.rpartition("/")[2] or "(no line of source)"
 
 
-def reason(reached, line):
-    """Why an instruction was not reached, as far as its kernel and its line say."""
-    if "1" not in reached:
+class Reason(NamedTuple):
+    """Why instructions of some lines are not reached in some kernels: patterns, and a sentence."""
+
+    kernels: str
+    lines: str
+    text: str
+
+
+# The first that fits.
+REASONS = (
+    Reason(
+        r"rollout_kernel<.*, false,",
+        r"csrc/rollout/(totals|cuda_rules)\.h",
+        "rules, in a kernel of calls that have none",
+    ),
+    Reason(
+        r"divergence_(forward|backward)",
+        r"csrc/formulas/divergences\.h:36[35]",
+        "exp of 1e-4 nats or more, by which no row's log-sum-exp is rounded",
+    ),
+    Reason(
+        r"divergence_forward",
+        r"csrc/formulas/divergences\.h:(328|340|355|357|481)",
+        "logarithms of CUDA's library, of numbers that are 0, subnormal or infinite",
+    ),
+    Reason(
+        "",
+        r"csrc/tensors/(convert\.h:1[34]\d|view\.h:(2\d|3\d|0))|csrc/rollout/cuda_far\.h:44"
+        r"|csrc/penalty/cuda_tile\.h:304|csrc/logits/cuda_team\.h:197",
+        "a dtype among those of a switch that the kernel's tensors do not have",
+    ),
+)
+
+
+def operation(text):
+    """An instruction without its operands."""
+    return re.sub(r"^@\S+ ", "", text).split()[0]
+
+
+def reason(kernel, line, is_copied, is_launched):
+    """Why an instruction was not reached, as far as its kernel and its line say; ``is_copied``:
+    the same instruction of the same line has run elsewhere in the kernel.
+    """
+    if not is_launched:
         return "a kernel that no call has launched"
+    for each in REASONS:
+        if re.search(each.kernels, kernel) and re.search(each.lines, line):
+            return each.text
+    if is_copied:
+        return "a copy of what has run elsewhere in the kernel, of code inlined or unrolled twice"
     if line.startswith("csrc/"):
         return "a case of the project's code that no call has brought about"
     return "a case of CUDA's or the host's headers that no call has brought about"
@@ -101,10 +147,13 @@ def table_of(folder, coverage):
         digits = reached.get(kernel.name, "0" * len(kernel.code))
         assert len(digits) == len(kernel.code), f"{kernel.name} is not what ran"
         rows.append({"kernel": name, "instructions": len(digits), "reached": digits.count("1")})
-        for digit, (line, _) in zip(digits, kernel.code, strict=True):
+        pairs = list(zip(digits, kernel.code, strict=True))
+        have_run = {(line, operation(text)) for digit, (line, text) in pairs if digit == "1"}
+        for digit, (line, text) in pairs:
             if digit == "0":
+                is_copied = (line, operation(text)) in have_run
                 lines[place(line)] += 1
-                reasons[reason(digits, line)] += 1
+                reasons[reason(name, line, is_copied, bool(have_run))] += 1
     total = sum(row["instructions"] for row in rows)
     done = sum(row["reached"] for row in rows)
     return {

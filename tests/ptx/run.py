@@ -51,6 +51,10 @@ KINDS = (
     "tests/logits/test_logits_tokens.py",
 )
 LOGITS = ("tests/logits/test_logits_kl.py", "tests/logits/test_logits_tokens.py")
+PRODUCTS = (
+    "tests/ptx/kernels/test_ptx_products.py",
+    "tests/ptx/kernels/test_ptx_logits_products.py",
+)
 NEAR = (
     "tests/logits/test_logits_accuracy.py",
     "tests/logits/test_logits_tokens.py",
@@ -67,7 +71,8 @@ PARTS = {
     "short": Part(KINDS, is_short=True),
     "short, Triton": Part(OF_TRITON[:1], (*TRITON, "-k", "triton and reductions"), is_short=True),
     "sm_90, H200": Part(FOLDERS),
-    "every dtype, mask and rule": Part(("tests/ptx/kernels/test_ptx_sweep.py",), ()),
+    "every dtype, mask and rule": Part(PRODUCTS, ()),
+    "random options": Part(("tests/ptx/kernels/test_ptx_sweep.py",), ()),
     "random schedule, races in global memory": Part(
         KINDS, environment={"SCHEDULE": "random", "RACES": "all", "SEED": "2"}
     ),

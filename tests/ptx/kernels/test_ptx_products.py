@@ -220,9 +220,9 @@ def test_many_sequences(dtypes, variant, reduction, monkeypatch):
     padded = tokens_of(dtypes, (600, 3))
     check(penalty(padded, padded.mask(torch.bool), variant, "k3", reduction), monkeypatch)
     packed = tokens_of(dtypes, (1, 9000 + 599), index=torch.int32)
-    ends = torch.cat([torch.arange(300), torch.arange(9299, 9600)]).int()
-    for mask in (None, packed.mask(torch.uint8)):
-        tokens = packed._replace(cu_seqlens=ends)
+    ends = torch.cat([torch.arange(300), torch.arange(9299, 9600)])
+    for mask, index in ((None, torch.int32), (packed.mask(torch.uint8), torch.int64)):
+        tokens = packed._replace(cu_seqlens=ends.to(index))
         check(penalty(tokens, mask, variant, "k3", reduction), monkeypatch)
 
 
@@ -359,17 +359,18 @@ def test_masks_of_a_rollout(dtypes, has_rule, mask_dtype, monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 def test_rules(dtypes, statistic, monkeypatch):
     """Over tokens and sequences, of near and far tokens, beside each kind of weight."""
-    for over, spread, outside in itertools.product(OVER, (0.1, 3.0), OUTSIDE):
-        tokens = tokens_of(dtypes, (2, 556), spread=spread)
-        rule = klfast.Rejection(statistic, over, high=0.01 if spread < 1 else 1.0)
-        options = {"outside": outside, "floor": 0.5, "cap": 2.0}
-        call = rollout(tokens, tokens.mask(torch.bool), rule, **options)
-        check(call, monkeypatch, least=OF_EXPONENTIALS)
-    rule = klfast.Rejection(statistic, high=0.01, outward_only=True)
+    outward = klfast.Rejection(statistic, high=0.01, outward_only=True)
     of_tokens = torch.linspace(-1, 1, 2 * 556).view(2, 556)
-    for dtype, given in itertools.product(FLOATS, (of_tokens, of_tokens[:, 0])):
-        call = rollout(tokens, None, rule, advantages=given.to(dtype))
-        check(call, monkeypatch, least=OF_EXPONENTIALS)
+    for layout in ("dense", "strided"):
+        for over, spread, outside in itertools.product(OVER, (0.1, 3.0), OUTSIDE):
+            tokens = tokens_of(dtypes, (2, 556), layout=layout, spread=spread)
+            rule = klfast.Rejection(statistic, over, high=0.01 if spread < 1 else 1.0)
+            options = {"outside": outside, "floor": 0.5, "cap": 2.0}
+            call = rollout(tokens, tokens.mask(torch.bool), rule, **options)
+            check(call, monkeypatch, least=OF_EXPONENTIALS)
+        for dtype, given in itertools.product(FLOATS, (of_tokens, of_tokens[:, 0])):
+            call = rollout(tokens, None, outward, advantages=given.to(dtype))
+            check(call, monkeypatch, least=OF_EXPONENTIALS)
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence", "geometric", None])
