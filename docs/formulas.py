@@ -15,6 +15,11 @@ FORMULAS = {
         r"\mathrm{KL}(p \,\|\, q) = \sum_v p_v \log \frac{p_v}{q_v}, \qquad"
         r" p = \operatorname{softmax}(z / T),\quad q = \operatorname{softmax}(z_{\mathrm{ref}} / T)"
     ),
+    "reduce": (
+        r"\mathrm{token\text{-}mean} = c\, \frac{\sum_t m_t\, v_t}{\sum_t m_t}, \qquad"
+        r" \mathrm{seq\text{-}mean\text{-}token\text{-}mean} ="
+        r" \frac{c}{S} \sum_s \frac{\sum_{t \in s} m_t\, v_t}{\sum_{t \in s} m_t}"
+    ),
     "token_logprobs": (
         r"\log p_k = \frac{z_k}{T} - \log \sum_v e^{z_v / T}, \qquad H = -\sum_v p_v \log p_v"
     ),

@@ -2,7 +2,7 @@
 
 import klfast.interrupt  # noqa: F401  # before torch
 from klfast import compat, names
-from klfast.api import kl_penalty, kl_rewards
+from klfast.api import kl_penalty, kl_rewards, reduce
 from klfast.control.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
@@ -27,6 +27,7 @@ from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs
+from klfast.logits.outputs import KLDivergence, TokenLogprobs
 from klfast.names import (
     BackendName,
     DirectionName,
@@ -57,6 +58,7 @@ __all__ = [
     "GradientName",
     "GroupedKLController",
     "KLAdaptiveLR",
+    "KLDivergence",
     "KLDriftAlarm",
     "KLEarlyStop",
     "KLLog",
@@ -72,6 +74,7 @@ __all__ = [
     "RolloutCorrection",
     "RolloutStats",
     "ScheduledKLController",
+    "TokenLogprobs",
     "__version__",
     "compat",
     "data_parallel_normalizer",
@@ -82,6 +85,7 @@ __all__ = [
     "kl_rewards",
     "log_ratio_profile",
     "names",
+    "reduce",
     "rollout_correction",
     "token_logprobs",
 ]

@@ -1,4 +1,5 @@
-"""The public functions over log-probs: validate, choose a backend, compute.
+"""The public functions over log-probs and other numbers per token: validate, choose a backend,
+compute.
 
 Shapes: B sequences of T tokens, or N packed tokens; S sequences (B, or ``len(cu_seqlens) - 1``).
 """
@@ -10,7 +11,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from klfast import backends, shortcut
-from klfast.call import penalty_call, rewards_call
+from klfast.call import penalty_call, reduce_call, rewards_call
 from klfast.checks import hints
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
@@ -261,3 +262,50 @@ def kl_rewards(
     rewards, stats = backends.choose(backend, call).kl_penalty(call)
     hints.of_rewards(logprobs, ref_logprobs, mask)
     return rewards if stats is None else (rewards, stats)
+
+
+@serves_dtensors
+def reduce(
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    reduction: ReductionName,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+) -> Tensor:
+    """``coef`` times the reduction of any number per token, such as a loss, in its unit (nats of
+    a KL).
+
+    Masks, packed sequences, denominators and their edge cases are those of :func:`kl_penalty`, so
+    that a policy loss and a KL are averaged alike. Per kept token ``mask * values``.
+
+    Args:
+        values: [B, T], or packed [N] with ``cu_seqlens``; [N] without it is one sequence. fp64,
+            fp32, bf16 or fp16, any strides. Gradients reach them in their own dtype.
+        mask: as in :func:`kl_penalty`, like all that follow: which tokens exist, and their
+            weights. At a zero a value is selected away: NaN there reaches neither result nor
+            gradient.
+        reduction: see there.
+        cu_seqlens: see there.
+        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
+        coef: see there.
+
+    Returns:
+        The reduced values, fp32 (fp64 for fp64 values).
+
+    Raises:
+        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
+            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+        TypeError: an argument of the wrong type or dtype.
+
+    Warns once a process of [N] values without ``cu_seqlens`` under a reduction by sequences.
+
+    Differentiable once, but on the ``reference``.
+
+    Source: klfast's own; the names of the scalar means are those of verl's ``loss_agg_mode``.
+    """
+    call = reduce_call(values, mask, reduction, cu_seqlens, normalizer, coef)
+    result, _ = backends.choose("auto", call).kl_penalty(call)
+    hints.of_reduce(values, reduction, cu_seqlens)
+    return result

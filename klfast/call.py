@@ -50,10 +50,16 @@ class Values(NamedTuple):
     """A source of numbers per token: the numbers themselves, which may carry a graph."""
 
     values: Tensor
+    of_rows: bool = False
+    """One number a row of logits: so few that a second read costs less than a gradient scaled."""
 
     def tensors(self) -> tuple[Tensor, None, None]:
         """The source as the ops take it: no reference is a log-ratio that is there already."""
         return self.values, None, None
+
+
+AS_IT_IS = Estimator("k1")
+"""The estimator of ``Values``."""
 
 
 class Layout(NamedTuple):
@@ -178,7 +184,7 @@ def penalty_call(
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
     check_reduction(reduction, normalizer)
-    check_layout(logprobs, cu_seqlens)
+    check_layout("logprobs", logprobs, cu_seqlens)
     check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
     if old_logprobs is not None:
         check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
@@ -229,33 +235,63 @@ def rewards_call(
     )
 
 
+def reduce_call(
+    values: Tensor,
+    mask: Tensor | None,
+    reduction: ReductionName,
+    cu_seqlens: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: Coefficient,
+) -> PenaltyCall:
+    """The arguments of ``reduce`` after every check that needs no data."""
+    check_reduction(reduction, normalizer)
+    check_layout("values", values, cu_seqlens)
+    if mask is not None:
+        check_like("mask", mask, values, MASKS, of="values")
+    spec = Spec(
+        AS_IT_IS,
+        REDUCTIONS[reduction],
+        coef_argument("coef", coef, values, of="values"),
+        check_normalizer(normalizer, values, of="values"),
+    )
+    return PenaltyCall(Values(values), layout_of(mask, cu_seqlens), spec, return_stats=False)
+
+
 def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
     """The layout that checked arguments say."""
     return Layout(without_graph(mask), None if cu_seqlens is None else cu_seqlens.contiguous())
 
 
-def check_layout(logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
-    """The shapes of padded or packed log-probs, and what needs no data of cu_seqlens."""
-    check_tensor("logprobs", logprobs, FLOATS)
+def check_layout(
+    argument: str,
+    tokens: Tensor,
+    cu_seqlens: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+) -> None:
+    """The shapes of padded or packed tokens, and what needs no data of cu_seqlens."""
+    check_tensor(argument, tokens, dtypes)
     if cu_seqlens is None:
-        if logprobs.dim() not in (1, 2):
-            raise ValueError(f"logprobs must have shape [B, T] or [N], got {shape_text(logprobs)}")
+        if tokens.dim() not in (1, 2):
+            raise ValueError(f"{argument} must have shape [B, T] or [N], got {shape_text(tokens)}")
         return
-    if logprobs.dim() != 1:
+    if tokens.dim() != 1:
         raise ValueError(
-            f"logprobs must be packed, of shape [N], with cu_seqlens, got {shape_text(logprobs)}"
+            f"{argument} must be packed, of shape [N], with cu_seqlens, got {shape_text(tokens)}"
         )
-    check_cu_seqlens(cu_seqlens, logprobs)
+    check_cu_seqlens(cu_seqlens, tokens, of=argument)
 
 
 def check_like(
-    argument: str, value: object, logprobs: Tensor, dtypes: tuple[torch.dtype, ...]
+    argument: str,
+    value: object,
+    like: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    of: str = "logprobs",
 ) -> None:
-    """A tensor of one of the dtypes, with the shape and on the device of ``logprobs``."""
+    """A tensor of one of the dtypes, with the shape and on the device of the argument ``of``."""
     tensor = check_tensor(argument, value, dtypes)
-    if tensor.shape != logprobs.shape:
+    if tensor.shape != like.shape:
         raise ValueError(
-            f"{argument} must have the shape of logprobs, {shape_text(logprobs)}, got "
-            f"{shape_text(tensor)}"
+            f"{argument} must have the shape of {of}, {shape_text(like)}, got {shape_text(tensor)}"
         )
-    check_device(argument, tensor, logprobs)
+    check_device(argument, tensor, like, of)

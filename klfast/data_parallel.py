@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from klfast.call import check_layout
 from klfast.checks.arguments import (
     check_choice,
-    check_cu_seqlens,
-    check_tensor,
-    shape_text,
 )
 from klfast.checks.values import are_checked, check_cu_seqlens_values, check_mask_values
 from klfast.dtensors import refuse_dtensors
@@ -106,16 +104,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
     refuse_dtensors(mask=mask)
-    check_tensor("mask", mask, MASKS)
-    if cu_seqlens is None:
-        if mask.dim() not in (1, 2):
-            raise ValueError(f"mask must have shape [B, T] or [N], got {shape_text(mask)}")
-    elif mask.dim() != 1:
-        raise ValueError(
-            f"mask must be packed, of shape [N], with cu_seqlens, got {shape_text(mask)}"
-        )
-    else:
-        check_cu_seqlens(cu_seqlens, mask, of="mask")
+    check_layout("mask", mask, cu_seqlens, MASKS)
     if are_checked(mask, in_kernel=False):
         check_mask_values(mask, torch.float64)
         if cu_seqlens is not None:

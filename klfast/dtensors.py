@@ -6,7 +6,7 @@ over the ranks (``Partial``), for which a mean divides by the count of all of th
 of all sequences, on every rank.
 
 =============================================== ====================================================
-placement of logprobs or logits                 what happens
+placement of logprobs, values or logits         what happens
 =============================================== ====================================================
 ``Replicate``                                   every rank computes the same
 ``Shard`` over sequences (dimension 0 of        nothing is moved but the count that a mean divides
@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 _PER_TOKEN = (
     *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
-    *("mask", "token_ids"),
+    *("values", "mask", "token_ids"),
 )
 _PER_SEQUENCE = ("scores",)
 
@@ -139,7 +139,7 @@ class _Shards(NamedTuple):
         return moved.to_local(grad_placements=placements)
 
     def _check_shape(self, name: str, value: Tensor) -> None:
-        """That no rank but some raises: shards of equal tensors are equal on all of them."""
+        """All ranks raise, or none: shards of equal tensors are equal on all of them."""
         if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in self.dimensions):
             raise ValueError(
                 f"{name} must have the shape of {self.name}, {list(self.of.shape)}, where that is "
@@ -177,20 +177,21 @@ def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any
     result = function(**local)
     if isinstance(result, tuple):
         first, *others = result
-        return (_whole_result(shards, first, reduction), *(_whole(shards, o) for o in others))
-    return _whole_result(shards, result, reduction)
+        parts = (_whole_result(shards, first), *(_whole(shards, o) for o in others))
+        return type(result)(*parts) if hasattr(result, "_fields") else parts
+    return _whole_result(shards, result)
 
 
 def _shards_of(arguments: dict[str, Any]) -> _Shards:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    name = "logits" if "logits" in arguments else "logprobs"
+    name = next(name for name in ("logits", "logprobs", "values") if name in arguments)
     of = arguments[name]
     if not isinstance(of, DTensor):
         other = next(n for n, value in arguments.items() if isinstance(value, DTensor))
         raise TypeError(f"{name} must be a DTensor as {other} is, got {type(of).__name__}")
     rank = of.dim() - (name == "logits")
-    sequences, tokens = _may_shard(arguments, rank)
+    sequences, tokens = _may_shard(arguments)
 
     def serves(placement: Placement) -> bool:
         if type(placement) is not Shard or placement.dim >= rank:
@@ -201,14 +202,14 @@ def _shards_of(arguments: dict[str, Any]) -> _Shards:
     return _Shards(name, of, rank, placements)
 
 
-def _may_shard(arguments: dict[str, Any], rank: int) -> tuple[bool, bool]:
+def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:
     """Whether (sequences, the tokens of a sequence) may be on several ranks."""
     if "token_ids" in arguments and "ref_logits" not in arguments:
         return True, True  # token_logprobs knows no sequences
     if arguments["cu_seqlens"] is not None:
         return False, False
     by_token = arguments.get("reduction", "none") in TOKENWISE_REDUCTIONS
-    return True, by_token and not arguments["return_stats"] and "scores" not in arguments
+    return True, by_token and not arguments.get("return_stats") and "scores" not in arguments
 
 
 def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
@@ -222,17 +223,19 @@ def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tens
         return torch.where(count == 0, 1.0, count)
 
 
-def _whole_result(shards: _Shards, local: Tensor, reduction: str) -> DTensor:
+def _whole_result(shards: _Shards, local: Tensor) -> DTensor:
     return shards.total(local) if local.dim() == 0 else shards.whole(local, shards.placements)
 
 
-def _whole(shards: _Shards, local: Tensor | KLStats) -> Any:
+def _whole(shards: _Shards, local: Tensor | KLStats | None) -> Any:
     """What is returned beside the first: per token, and statistics per sequence.
 
     Those of all sequences, on every rank: ``if`` and ``item()`` look at a DTensor's own part alone.
     """
     from torch.distributed.tensor import Replicate
 
+    if local is None:
+        return None
     if not isinstance(local, KLStats):
         return shards.whole(local, shards.placements)
     together = shards.whole(torch.stack(local, -1), shards.placements)

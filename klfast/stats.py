@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Divide: TypeAlias = "Callable[[Any, Any], Any]"
 
-OF_TOKENS = ("k1", "k2", "k3", "max_log_ratio")
+OF_TOKENS = ("k1", "k2", "k3", "max_abs_log_ratio")
 """The statistics of the log-ratio, which of distributions only the tokens in ``token_ids`` have."""
 
 
@@ -36,13 +36,13 @@ class KLStats(NamedTuple):
         k1: sum of x.
         k2: sum of x**2 / 2.
         k3: sum of expm1(-x) + x.
-        max_log_ratio: max of abs(x); 0 for an empty sequence, NaN if a kept x is NaN.
+        max_abs_log_ratio: max of abs(x); 0 for an empty sequence, NaN if a kept x is NaN.
         clipped: number of tokens where ``log_ratio_clip``, ``kl_clip`` or ``importance_cap`` acted.
         nonfinite: number of tokens whose x is NaN or infinite.
 
     Of :func:`klfast.kl_divergence`, ``kl`` sums the exact divergences and ``nonfinite`` counts the
-    tokens whose divergence is NaN or infinite; ``k1``, ``k2``, ``k3`` and ``max_log_ratio`` are of
-    the tokens in ``token_ids``, and NaN without them; ``clipped`` is 0.
+    tokens whose divergence is NaN or infinite; ``k1``, ``k2``, ``k3`` and ``max_abs_log_ratio`` are
+    of the tokens in ``token_ids``, and NaN without them; ``clipped`` is 0.
 
     ``torch.load(weights_only=True)`` loads statistics that ``torch.save`` wrote, once klfast is
     imported.
@@ -53,7 +53,7 @@ class KLStats(NamedTuple):
     k1: Tensor
     k2: Tensor
     k3: Tensor
-    max_log_ratio: Tensor
+    max_abs_log_ratio: Tensor
     clipped: Tensor
     nonfinite: Tensor
 
@@ -122,7 +122,7 @@ class KLStats(NamedTuple):
             return _of_table(ranks.side_by_side(table, told))
         check_same("with sharded=True, the number of sequences", told.columns)
         tables = ranks.gather(table.double())
-        whole, at = folded(tables), self._fields.index("max_log_ratio")
+        whole, at = folded(tables), self._fields.index("max_abs_log_ratio")
         whole[at] = tables[:, at].amax(0)
         return _of_table(whole.to(torch.float64 if any(told.is_double) else table.dtype))
 
@@ -130,12 +130,12 @@ class KLStats(NamedTuple):
         """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
 
         Names begin with ``prefix``. ``k1``, ``k2`` and ``k3`` are means per token, ``length`` the
-        mean over sequences, ``max_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the
+        mean over sequences, ``max_abs_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the
         totals.
         """
         sums = torch.stack((*self, self.length.sign())).sum(1)
         sequences = self.kl.numel()
-        largest = self.max_log_ratio.max() if sequences else sums.new_zeros(())
+        largest = self.max_abs_log_ratio.max() if sequences else sums.new_zeros(())
         if sums.dtype in _CODES and holds_values(self.kl):  # a quarter of the time of torch's
             numbers = _scalars(sums.tolist(), largest.item(), sequences, _quotient)
             memory = array(_CODES[sums.dtype], numbers)
@@ -148,8 +148,8 @@ class KLStats(NamedTuple):
         """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
 
         Names begin with ``prefix``. What is not known is left out: ``k1``, ``k2``, ``k3`` and
-        ``max_log_ratio`` of exact divergences without ``token_ids``, and what is NaN or infinite,
-        which ``nonfinite`` counts.
+        ``max_abs_log_ratio`` of exact divergences without ``token_ids``, and what is NaN or
+        infinite, which ``nonfinite`` counts.
         """
         return finite_floats(self.as_dict(prefix))
 
@@ -178,7 +178,7 @@ def _of_table(table: Tensor) -> KLStats:
 
 _NUMBERS = (
     *("token_mean", "sequence_mean", "k1", "k2", "k3"),
-    *("length", "max_log_ratio", "clipped", "nonfinite"),
+    *("length", "max_abs_log_ratio", "clipped", "nonfinite"),
 )
 """The names of ``as_dict``."""
 
@@ -192,7 +192,7 @@ def _scalars(sums: Sequence[Any], largest: Any, sequences: int, divide: Divide) 
     Args:
         sums: over the sequences, of each field and, last, 1 for each that keeps a token. Quotients
             of fp32 numbers have the same bits rounded from fp64.
-        largest: the greatest ``max_log_ratio``.
+        largest: the greatest ``max_abs_log_ratio``.
         sequences: how many.
         divide: the quotient, 0 where the denominator is 0.
     """

@@ -73,7 +73,7 @@ struct k3 : Statistic<Sum, Depth::kWanted> {
   KLFAST_TERM { return token.weight * estimators::k3::at<range>(token.log_ratio).value; }
 };
 
-struct max_log_ratio : Statistic<Greatest, Depth::kWanted> {
+struct max_abs_log_ratio : Statistic<Greatest, Depth::kWanted> {
   KLFAST_TERM { return math::magnitude(token.log_ratio); }
 };
 
@@ -92,7 +92,7 @@ struct nonfinite : Statistic<Sum, Depth::kWanted> {
 #undef KLFAST_TERM
 
 // In the order of KLStats' fields.
-using Table = List<kl, length, k1, k2, k3, max_log_ratio, clipped, nonfinite>;
+using Table = List<kl, length, k1, k2, k3, max_abs_log_ratio, clipped, nonfinite>;
 
 }  // namespace statistics
 

@@ -220,8 +220,9 @@ struct PairTotals {
   double totals[Field::kCount] = {};
   Moment<Acc, of> moment = {};
 
+  template <bool kMayBeFirst>
   __device__ __forceinline__ void start() {
-    open_row<T>(task, shared);
+    if constexpr (kMayBeFirst) open_row<T>(task, shared);
     guess = shared.basis.guess;
     limit = shared.basis.limit;
   }
@@ -325,8 +326,9 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   __device__ __forceinline__ MassTotals(const ForwardTask& task, Shared<Acc>& shared)
       : task(task), shared(shared) {}
 
+  template <bool kMayBeFirst>
   __device__ __forceinline__ void start() {
-    open_row<T>(task, shared);
+    if constexpr (kMayBeFirst) open_row<T>(task, shared);
     guess = shared.basis.guess;
     is_placed = shared.basis.frame.if_any() == nullptr;
   }
@@ -384,6 +386,7 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const JsdFit& fit)
       : basis(basis), beta(beta), fit(fit) {}
 
+  template <bool>
   __device__ __forceinline__ void start() {
     exact = basis.guess;
     limit = base == Base::kTwo ? basis.limit : Acc(-1);

@@ -38,7 +38,8 @@ __device__ __forceinline__ Acc near_limit(const GuessOf<Acc>& guess, const Frame
 
 // Sums over the thread's chunks of all rounds, which `rows` loads and keeps (cuda_rows.h). `sums`
 // has
-//   start()                 called once, when the first whole rounds are on their way
+//   start<kMayBeFirst>()    called once, when the first whole rounds are on their way; kMayBeFirst:
+//                           in the row's first pass, perhaps
 //   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
 //   add_near(words, near)   adds a near chunk
 //   add_far(words)          adds any chunk
@@ -57,7 +58,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
     for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
   };
   if (rows.whole_rounds() >= kGroup) load_group(0);
-  sums.start();
+  sums.template start<Rows::kMayBeFirst>();
 #pragma unroll 1
   for (int span = 0; span < rows.rounds.some; span += kSpan) {
     const int end = min(span + kSpan, rows.rounds.some);

@@ -250,6 +250,7 @@ template <typename T, int kModels>
 struct ReadRows {
   using Type = T;
   static constexpr int kOf = kModels;
+  static constexpr bool kMayBeFirst = true;  // the row's first pass may read them
   const Logits* logits[kModels];
   const char* own[kModels];  // the thread's first chunk, if the part is dense
   Rounds rounds;             // `whole` is 0 where chunks are not aligned, or must be converted
@@ -320,6 +321,7 @@ template <typename T, int kModels>
 struct StagedRows {
   using Type = T;
   static constexpr int kOf = kModels;
+  static constexpr bool kMayBeFirst = false;
   char* first[kModels];
   Rounds rounds;
 

@@ -80,14 +80,15 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   if (task.weights_out != nullptr) store<Acc>(task.weights_out, sequence, weight);
   if constexpr (depth != Depth::kAlways) {
     if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);
+    // The upper bound guards against cu_seqlens that overlap: sums may then be uninitialised
+    // memory.
+    if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
+      Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
+      *reward += static_cast<Acc>(read_element(task.scores, sequence));
+    }
   }
   if (in.reduction.result == Result::kSequence) {
     store<Acc>(task.result, sequence, scalars.coef * term);
-  }
-  // The upper bound guards against cu_seqlens that overlap: sums may then be uninitialised memory.
-  if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
-    Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
-    *reward += static_cast<Acc>(read_element(task.scores, sequence));
   }
   return term;
 }

@@ -25,21 +25,28 @@ __device__ __forceinline__ auto read(const View& view, int64_t index) {
   }
 }
 
+// The dtype of a mask. kBools: it is known to be of bools, so that no other dtype has code.
+template <bool kBools>
+__device__ __forceinline__ DType mask_dtype(DType dtype) {
+  return kBools ? DType::kBool : dtype;
+}
+
 // A token's weight in the mask, 1 without one.
-template <typename Acc>
+template <typename Acc, bool kBools>
 __device__ __forceinline__ Acc read_mask(const View& mask, int64_t index) {
   Acc weight = 1;
   if (mask.data == nullptr) return weight;
-  visit_dtype(mask.dtype, [&](auto zero) {
+  visit_dtype(mask_dtype<kBools>(mask.dtype), [&](auto zero) {
     using From = decltype(zero);
     weight = convert<Acc>(static_cast<const From*>(mask.data)[index]);
   });
   return weight;
 }
 
+template <bool kBools = false>
 __device__ __forceinline__ void store_zero(const Output& output, int64_t index) {
   if (output.data == nullptr) return;
-  visit_dtype(output.dtype, [&](auto zero) {
+  visit_dtype(mask_dtype<kBools>(output.dtype), [&](auto zero) {
     using To = decltype(zero);
     static_cast<To*>(output.data)[index] = To{};
   });
@@ -95,7 +102,7 @@ __device__ __forceinline__ Acc add_far_token(const TokenBounds<Acc>& bounds, Acc
 
 // Adds the far tokens of a tile, whose first token is at `first` in the segment, and stores their
 // weights.
-template <typename T, typename Acc>
+template <typename T, bool kBools, typename Acc>
 __device__ __forceinline__ void add_far(const Task<Acc>& task, const Span& span, int first,
                                         LaneSums<Acc>& sums) {
   const Call& call = task.call;
@@ -106,13 +113,13 @@ __device__ __forceinline__ void add_far(const Task<Acc>& task, const Span& span,
     const Acc a = read<T>(in.logprobs, span.logprobs + position * in.logprobs.column_stride);
     const Acc b = read<T>(in.rollout_logprobs,
                           span.rollout_logprobs + position * in.rollout_logprobs.column_stride);
-    const Acc m = read_mask<Acc>(in.mask, span.mask + position * in.mask.column_stride);
+    const Acc m = read_mask<Acc, kBools>(in.mask, span.mask + position * in.mask.column_stride);
     const Acc x = a - b;
     const Acc weight = add_far_token(task.bounds, a, x, m, sums);
     const int64_t index = span.index + position;
     if (in.options.weight == Weight::kToken)
       static_cast<Acc*>(call.out.weights.data)[index] = weight;
-    if (!(magnitude(x) < Acc(INFINITY))) store_zero(call.out.mask, index);
+    if (!(magnitude(x) < Acc(INFINITY))) store_zero<kBools>(call.out.mask, index);
   }
 }
 

@@ -139,13 +139,15 @@ __device__ __forceinline__ unsigned load_rising(const rollout::Inputs& in, const
   return rising;
 }
 
-template <typename T, int W, typename Acc = typename Source<T>::Acc>
+template <typename T, bool kBools, int W, typename Acc = typename Source<T>::Acc>
 __device__ __forceinline__ RuleTokens<Acc, W> load_tokens(const rollout::Inputs& in,
                                                           const Span& span, const Place& at) {
   const auto a = fetch<T, W>(in.logprobs, span.logprobs, span.size, at);
   const auto b = fetch<T, W>(in.rollout_logprobs, span.rollout_logprobs, span.size, at);
   Chunk<Acc, W> weights;
-  load_weights(in.mask, span.mask, span.size, at, weights);
+  View mask = in.mask;
+  mask.dtype = mask_dtype<kBools>(mask.dtype);
+  load_weights(mask, span.mask, span.size, at, weights);
   RuleTokens<Acc, W> tokens;
   tokens.rising = 0;
 #pragma unroll
@@ -187,7 +189,7 @@ __device__ __forceinline__ void add_lanes_to(const Rule& rule, const RuleSums<Ac
 }
 
 // Zeroes the masks of lost tokens of a tile, a bit each, and adds them to the rows of a warp.
-template <typename T, typename Acc>
+template <typename T, bool kBools, typename Acc>
 __device__ __forceinline__ void reject(const Task<Acc>& task, const Span& span, int first,
                                        unsigned lost, double* rows) {
   const View& mask = task.call.in.mask;
@@ -197,8 +199,8 @@ __device__ __forceinline__ void reject(const Task<Acc>& task, const Span& span, 
 #pragma unroll 1
   for (unsigned bits = lost; bits != 0; bits &= bits - 1) {
     const int position = position_of<T>(first, bits);
-    sum += read_mask<Acc>(mask, span.mask + position * mask.column_stride);
-    store_zero(task.call.out.mask, span.index + position);
+    sum += read_mask<Acc, kBools>(mask, span.mask + position * mask.column_stride);
+    store_zero<kBools>(task.call.out.mask, span.index + position);
   }
   sum = add_lanes(sum);
   if (threadIdx.x % kWarp == 0) {
@@ -208,7 +210,7 @@ __device__ __forceinline__ void reject(const Task<Acc>& task, const Span& span, 
 }
 
 // Adds the tokens [first, end) of a tile under all rules to the rows of a warp, and rejects some.
-template <typename T, typename Acc>
+template <typename T, bool kBools, typename Acc>
 __device__ __forceinline__ void run_rules(const Task<Acc>& task, const Span& segment, int first,
                                           int end, double* rows) {
   constexpr int W = kWidth<T>;
@@ -220,7 +222,7 @@ __device__ __forceinline__ void run_rules(const Task<Acc>& task, const Span& seg
     RuleSums<Acc> sums;
     visit_chunks<W>(
         segment, first, end, [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
-          RuleTokens<Acc, W> tokens = load_tokens<T, W>(in, span, at);
+          RuleTokens<Acc, W> tokens = load_tokens<T, kBools, W>(in, span, at);
           if (rule.outward_only) {
             tokens.rising = load_rising<W>(in, span, at.position);
           }
@@ -230,7 +232,7 @@ __device__ __forceinline__ void run_rules(const Task<Acc>& task, const Span& seg
         });
     add_lanes_to(rule, sums, rows + kWarpRules + i * kRuleTotals);
   }
-  reject<T>(task, segment, first, lost, rows);
+  reject<T, kBools>(task, segment, first, lost, rows);
 }
 
 }  // namespace klfast::rollout::cuda

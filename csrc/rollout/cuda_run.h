@@ -77,8 +77,9 @@ __device__ __forceinline__ Tokens<float, n * W> tokens_of(const Loaded<W, n>& lo
   return tokens;
 }
 
-// Reads the whole chunks of a smooth segment, and calls end_tile(tile, sums) after every tile. If
-// tokens are left after the last chunk, its tile has not ended, and its sums are in `sums`.
+// Reads the whole chunks of a smooth segment, and calls end_tile(true, tile, sums) after every
+// tile: its mask is of bools. If tokens are left after the last chunk, its tile has not ended, and
+// its sums are in `sums`.
 template <typename T, bool kRules, typename End>
 __device__ __forceinline__ void run_smooth(const Task<float>& task, const Span& span, Turns& turns,
                                            LaneSums<float>& sums, const End& end_tile) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void run_smooth(const Task<float>& task, const Span& 
       turns.done = end - turns.first();
       return;
     }
-    end_tile(turns.tile, sums);
+    end_tile(std::true_type(), turns.tile, sums);
     turns = turns.after();
     if (!is_alone && turns.first() < whole) {
       position = turns.first();
@@ -207,14 +208,16 @@ __device__ __forceinline__ void run_tiles(const Task<Acc>& task, const Span& seg
                                           const SegmentSums<Acc, kRules>& segment_sums) {
   constexpr int W = kWidth<T>;
   LaneSums<Acc> sums;
-  const auto end_tile = [&](int tile, LaneSums<Acc>& of_lane) KLFAST_INLINE_LAMBDA {
+  const auto end_tile = [&](auto has_bools, int tile, LaneSums<Acc>& of_lane) KLFAST_INLINE_LAMBDA {
+    constexpr bool kBools = decltype(has_bools)::value;
     const int first = tile * static_cast<int>(kTileTokens);
-    if (of_lane.far != 0) add_far<T>(task, segment, first, of_lane);
+    if (of_lane.far != 0) add_far<T, kBools>(task, segment, first, of_lane);
     segment_sums.end_tile(tile, of_lane);
     of_lane.empty_tile();
     if constexpr (kRules) {
-      run_rules<T>(task, segment, first, min(segment.size, first + static_cast<int>(kTileTokens)),
-                   segment_sums.begin_rules(tile));
+      run_rules<T, kBools>(task, segment, first,
+                           min(segment.size, first + static_cast<int>(kTileTokens)),
+                           segment_sums.begin_rules(tile));
     }
   };
   if constexpr (kHasSmooth<T>) {
@@ -225,7 +228,7 @@ __device__ __forceinline__ void run_tiles(const Task<Acc>& task, const Span& seg
     visit_chunks<W>(segment, turns.position(), turns.end(segment.size),
                     [&](const Span& span, const Place& at)
                         KLFAST_INLINE_LAMBDA { run_chunk<T, W>(task, span, at, sums); });
-    end_tile(turns.tile, sums);
+    end_tile(std::false_type(), turns.tile, sums);
   }
   segment_sums.end(sums);
 }

@@ -124,7 +124,7 @@ def test_statistics(batch, backend):
         torch.testing.assert_close(getattr(stats, name).double(), ESTIMATORS[name](x).sum(1))
     assert torch.equal(stats.kl, stats.k2)
     assert torch.equal(stats.length, mask.sum(1).float())
-    assert torch.equal(stats.max_log_ratio.double(), x.float().abs().amax(1).double())
+    assert torch.equal(stats.max_abs_log_ratio.double(), x.float().abs().amax(1).double())
     controller = klfast.AdaptiveKLController(0.1, target=1e-3)
     controller.update(stats)
     assert controller.value > 0.1

@@ -11,7 +11,7 @@ from torch import Tensor
 from klfast.call import PenaltyCall
 from klfast.calls import Call
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-from klfast.logits.outputs import KLOutputs
+from klfast.logits.outputs import KLDivergence
 from klfast.ops.direct import Direct
 from klfast.rollout.call import RolloutCall
 from klfast.rollout.outputs import RolloutCorrection
@@ -36,7 +36,7 @@ class Backend(NamedTuple):
     """Why it cannot serve a device, with what to install; None if it can."""
     kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
     token_logprobs: Callable[[TokenLogprobsCall], tuple[Tensor, Tensor | None]]
-    kl_divergence: Callable[[KLDivergenceCall], KLOutputs]
+    kl_divergence: Callable[[KLDivergenceCall], KLDivergence]
     rollout_correction: Callable[[RolloutCall], RolloutCorrection]
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""

@@ -269,7 +269,7 @@ def eager_stats(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> tuple[T
         k1=(x * mask).sum(-1),
         k2=(x * x / 2 * mask).sum(-1),
         k3=kl,
-        max_log_ratio=(x.abs() * mask).amax(-1),
+        max_abs_log_ratio=(x.abs() * mask).amax(-1),
         clipped=torch.zeros_like(kl),
         nonfinite=(~x.isfinite() & mask).sum(-1),
     )

@@ -79,6 +79,14 @@ def of_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None) -> N
         _of_logprobs("kl_rewards", mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
 
 
+def of_reduce(values: Tensor, reduction: str, cu_seqlens: Tensor | None) -> None:
+    """All hints of a call of ``reduce``."""
+    if torch.compiler.is_compiling():
+        return
+    if cu_seqlens is None and values.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence("reduce", "values", values, f"reduction {reduction!r}")
+
+
 def of_rollout(
     logprobs: Tensor,
     rollout_logprobs: Tensor,

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty
-from klfast.compat.common import zeros_like
+from klfast.api import reduce
 from klfast.compat.divergences import FORWARD, check_per_token, check_same_shape, distill
 from klfast.compat.logits import entropy
 
@@ -60,15 +59,7 @@ def draft_soft_ce(
         normalizer=normalizer,
     )
     entropies = entropy(teacher_logits, mask=mask)
-    mean_entropy = kl_penalty(
-        entropies,
-        zeros_like(entropies),
-        mask,
-        estimator="k1",
-        reduction="token-mean",
-        normalizer=normalizer,
-    )
-    return divergence + mean_entropy
+    return divergence + reduce(entropies, mask, reduction="token-mean", normalizer=normalizer)
 
 
 def draft_soft_ce_topk(

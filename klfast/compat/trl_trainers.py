@@ -35,7 +35,7 @@ class GRPOMixin:
     ones. NaN and inf in the reference's log-probs stay under the mask.
 
     ``log_kl_stats = True`` in the class logs all of the KL's statistics too, as ``kl/k1``,
-    ``kl/max_log_ratio`` and so on (``KLStats.as_dict``), of the completions of all ranks; like
+    ``kl/max_abs_log_ratio`` and so on (``KLStats.as_dict``), of the completions of all ranks; like
     TRL's own metrics they are means over the batches since the last log. It costs one more gather
     and one more transfer a batch.
 

@@ -8,15 +8,16 @@ Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of ver
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
+from klfast.api import reduce
 from klfast.checks.arguments import check_choice, check_number
 from klfast.compat import logits as over_logits
-from klfast.compat.common import choose, per_token, zeros_like
+from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
@@ -32,7 +33,7 @@ from klfast.compat.verl_rollout import (
 from klfast.compat.verl_rollout_options import RULES as ROLLOUT_RULES
 from klfast.control.base import CoefficientController
 from klfast.estimator import Estimator
-from klfast.names import EstimatorName, ReductionName
+from klfast.names import ReductionName
 
 __all__ = [
     "ROLLOUT_RULES",
@@ -117,10 +118,7 @@ def agg_loss(
         ValueError: an unknown ``loss_agg_mode``; a count that is <= 0, or is missing where
             ``dp_size`` > 1.
     """
-    return _aggregated(
-        loss_mat,
-        zeros_like(loss_mat),
-        "k1",  # against zeros: the loss as it is
+    options = _aggregation(
         loss_mask,
         loss_agg_mode,
         dp_size,
@@ -128,6 +126,7 @@ def agg_loss(
         global_batch_size,
         loss_scale_factor,
     )
+    return reduce(loss_mat, loss_mask, **options)
 
 
 def kl_loss(
@@ -142,10 +141,7 @@ def kl_loss(
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """``agg_loss(kl_penalty(...), ...)``, 0-dim, in nats, by one read; arguments as there."""
-    return _aggregated(
-        logprob,
-        ref_logprob,
-        _estimator(kl_penalty),
+    options = _aggregation(
         loss_mask,
         loss_agg_mode,
         dp_size,
@@ -153,20 +149,27 @@ def kl_loss(
         global_batch_size,
         loss_scale_factor,
     )
+    loss: Tensor = fused_kl_penalty(
+        logprob, ref_logprob, loss_mask, estimator=_estimator(kl_penalty), **options
+    )
+    return loss
 
 
-def _aggregated(
-    logprob: Tensor,
-    ref_logprob: Tensor,
-    estimator: EstimatorName | Estimator,
+class _Aggregation(TypedDict):
+    reduction: ReductionName
+    normalizer: float | Tensor | None
+    coef: float
+
+
+def _aggregation(
     mask: Tensor,
     mode: str,
     dp_size: int,
     batch_num_tokens: float | Tensor | None,
     global_batch_size: float | Tensor | None,
     loss_scale_factor: float | None,
-) -> Tensor:
-    """``klfast.kl_penalty`` reduced as ``agg_loss`` says."""
+) -> dict[str, Any]:
+    """Klfast's ``reduction``, ``normalizer`` and ``coef`` for the arguments of ``agg_loss``."""
     check_choice("loss_agg_mode", mode, tuple(REDUCTIONS))
     coef, count, name = float(dp_size), global_batch_size, "global_batch_size"
     if mode == "token-mean":
@@ -180,15 +183,7 @@ def _aggregated(
     if mode == "seq-mean-token-sum-norm":
         scale = max(1, mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
         coef /= check_number("loss_scale_factor", scale, above=0)
-    return fused_kl_penalty(
-        logprob,
-        ref_logprob,
-        mask,
-        estimator=estimator,
-        reduction=REDUCTIONS[mode],
-        normalizer=count,
-        coef=coef,
-    )
+    return {"reduction": REDUCTIONS[mode], "normalizer": count, "coef": coef}
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -391,6 +391,16 @@ class CoefficientController(KLReader):
         return {name: checked.get(name, 0.0) for name in own}
 
 
+class TargetOptions(TypedDict, total=False):
+    """The options of every controller with a target beside its unit and its bounds."""
+
+    device: str | torch.device | None
+    process_group: ProcessGroup | None
+    dead_band: float
+    ema: float
+    floor: float | None
+
+
 class TargetController(CoefficientController):
     """A controller with a target, and the options that all of those have.
 
@@ -419,6 +429,7 @@ class TargetController(CoefficientController):
         unit: Unit,
         min_coef: float,
         max_coef: float | None,
+        *,
         device: str | torch.device | None = None,
         process_group: ProcessGroup | None = None,
         dead_band: float = 0.0,

@@ -28,12 +28,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from klfast.control import rules
-from klfast.control.base import CoefficientController, TargetController
+from klfast.control.base import CoefficientController, TargetController, TargetOptions
 from klfast.control.reading import Unit
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 __all__ = [
     "AdaptiveKLController",
@@ -42,18 +43,8 @@ __all__ = [
     "get_kl_controller",
 ]
 
-ADAPTIVE_OPTIONS = (
-    "clip",
-    "unit",
-    "min_coef",
-    "max_coef",
-    "device",
-    "process_group",
-    "dead_band",
-    "ema",
-    "floor",
-)
 FIXED_OPTIONS = ("device", "process_group")
+ADAPTIVE_OPTIONS = ("clip", "unit", "min_coef", "max_coef", *TargetOptions.__annotations__)
 
 
 class FixedKLController(CoefficientController):
@@ -104,8 +95,8 @@ class AdaptiveKLController(TargetController):
             each sequence) or ``"token"`` (over all tokens).
         min_coef: the lower bound, > 0.
         max_coef: the upper bound, >= ``min_coef``; None for none.
-        device, process_group, dead_band, ema, floor: options of every controller with a target; see
-            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``, of every
+            controller with a target: see :class:`klfast.control.base.TargetController`.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -132,15 +123,9 @@ class AdaptiveKLController(TargetController):
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
         max_coef: float | None = None,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         self._set(above=0, horizon=horizon, clip=clip)
         self._begin("init_kl_coef", init_kl_coef)
 
@@ -166,8 +151,8 @@ class ExponentialKLController(TargetController):
             ``"sequence"`` (of the sums over each sequence).
         min_coef: the lower bound, > 0.
         max_coef: the upper bound, >= ``min_coef``; None for none.
-        device, process_group, dead_band, ema, floor: options of every controller with a target; see
-            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``, of every
+            controller with a target: see :class:`klfast.control.base.TargetController`.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -191,15 +176,9 @@ class ExponentialKLController(TargetController):
         unit: Unit = "token",
         min_coef: float = 1e-4,
         max_coef: float | None = 10.0,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         self._set(above=0, gain=gain)
         self._begin("init_kl_coef", init_kl_coef)
 

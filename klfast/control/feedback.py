@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from klfast.checks.arguments import check_choice
 from klfast.control import rules
 from klfast.control.arithmetic import Number
-from klfast.control.base import TargetController, check_part
+from klfast.control.base import TargetController, TargetOptions, check_part
 from klfast.control.reading import Unit, check_count
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 __all__ = [
     "ControlVAEKLController",
@@ -49,8 +48,9 @@ class NuPIKLController(TargetController):
         scale: ``"log"``: gains mean the same for small and large coefficients. ``"linear"``: the
             coefficient is the published multiplier, and gains are in its units.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, device, process_group, dead_band, ema, floor: options of every
-            controller with a target; see :class:`klfast.control.base.TargetController`.
+        unit, min_coef, max_coef, **options: of every controller with a target: see
+            :class:`klfast.control.base.TargetController`, which also has ``device``,
+            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -81,15 +81,9 @@ class NuPIKLController(TargetController):
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
         max_coef: float | None = None,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         check_choice("scale", scale, get_args(Scale))
         self.scale = scale
         self._set(least=0, kp=kp)
@@ -120,8 +114,9 @@ class PIDLagrangianKLController(TargetController):
         p_ema, d_ema: the weights of the past in P and J, in [0, 1).
         d_delay: updates, >= 1.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, device, process_group, dead_band, ema, floor: options of every
-            controller with a target; see :class:`klfast.control.base.TargetController`.
+        unit, min_coef, max_coef, **options: of every controller with a target: see
+            :class:`klfast.control.base.TargetController`, which also has ``device``,
+            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -156,15 +151,9 @@ class PIDLagrangianKLController(TargetController):
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
         max_coef: float | None = 100.0,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         self._set(least=0, kp=kp, kd=kd)
         self._set(above=0, ki=ki, clip=clip)
         self.p_ema = check_part("p_ema", p_ema)
@@ -188,8 +177,9 @@ class DualKLController(TargetController):
         target: the KL to hold, > 0, in nats per ``unit``.
         lr: > 0; the change of ``log(value)`` per relative error of 1.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, device, process_group, dead_band, ema, floor: options of every
-            controller with a target; see :class:`klfast.control.base.TargetController`.
+        unit, min_coef, max_coef, **options: of every controller with a target: see
+            :class:`klfast.control.base.TargetController`, which also has ``device``,
+            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -218,15 +208,9 @@ class DualKLController(TargetController):
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
         max_coef: float | None = None,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         self._set(above=0, lr=lr, clip=clip)
         self._begin("init_kl_coef", init_kl_coef)
 
@@ -246,8 +230,9 @@ class DoublingKLController(TargetController):
         factor: > 1.
         threshold: >= 1; the band without a change is ``[target / threshold, threshold * target]``.
         every: updates per change, >= 1.
-        unit, min_coef, max_coef, device, process_group, dead_band, ema, floor: options of every
-            controller with a target; see :class:`klfast.control.base.TargetController`.
+        unit, min_coef, max_coef, **options: of every controller with a target: see
+            :class:`klfast.control.base.TargetController`, which also has ``device``,
+            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -274,15 +259,9 @@ class DoublingKLController(TargetController):
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
         max_coef: float | None = None,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         self._set(above=1, factor=factor)
         self._set(least=1, threshold=threshold)
         self.every = check_count("every", every, least=1)
@@ -304,8 +283,9 @@ class ControlVAEKLController(TargetController):
         target: the KL to hold, > 0, in nats per ``unit``.
         kp, ki: the gains, > 0. The published ones have the opposite sign of e, and ki < 0.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, device, process_group, dead_band, ema, floor: options of every
-            controller with a target; see :class:`klfast.control.base.TargetController`.
+        unit, min_coef, max_coef, **options: of every controller with a target: see
+            :class:`klfast.control.base.TargetController`, which also has ``device``,
+            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -334,15 +314,9 @@ class ControlVAEKLController(TargetController):
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
         max_coef: float | None = 100.0,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        **options: Unpack[TargetOptions],
     ) -> None:
-        super().__init__(
-            target, unit, min_coef, max_coef, device, process_group, dead_band, ema, floor
-        )
+        super().__init__(target, unit, min_coef, max_coef, **options)
         self._set(above=0, kp=kp, ki=ki, clip=clip)
         self._begin("init_kl_coef", init_kl_coef)
 

@@ -260,9 +260,12 @@ def compare_models(policy: nn.Module, reference: GPT, batch: Batch) -> Compariso
     logits = continuation_logits(policy, batch.prompts, batch.continuations)
     with torch.no_grad():
         ref_logits = continuation_logits(reference, batch.prompts, batch.continuations)
-    exact, logprobs, ref_logprobs, stats = kl_divergence(
+    exact, logprobs, ref_logprobs, _, stats = kl_divergence(
         logits, ref_logits, batch.mask, token_ids=batch.continuations, return_stats=True
     )
+    assert logprobs is not None
+    assert ref_logprobs is not None
+    assert stats is not None
     return Comparison(logprobs, ref_logprobs, exact.detach(), stats)
 
 
@@ -313,7 +316,7 @@ def kl_record(stats: KLStats) -> Row:
     for name in SAMPLED:
         error = totals[name].double() - stats.kl.double()
         record[f"kl_per_sequence_{name}_error_std"] = float(error.std())
-    record["max_log_ratio"] = float(stats.max_log_ratio.max())
+    record["max_log_ratio"] = float(stats.max_abs_log_ratio.max())
     record["mean_length"] = tokens / len(stats.length)
     return record
 

@@ -6,7 +6,7 @@ or ``len(cu_seqlens) - 1``). On a GPU V is at most 2^30.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -15,8 +15,20 @@ from klfast.checks import hints
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
+from klfast.logits.outputs import KLDivergence, TokenLogprobs
 from klfast.names import BackendName, DirectionName, ReductionName
-from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _TokenOptions(TypedDict, total=False):
+    """The options of ``token_logprobs`` that change no type."""
+
+    temperature: float
+    ignore_index: int | None
+    inplace_backward: bool
+    backend: BackendName
 
 
 @overload
@@ -25,11 +37,8 @@ def token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
     return_entropy: Literal[False] = False,
-    inplace_backward: bool = False,
-    backend: BackendName = "auto",
+    **options: Unpack[_TokenOptions],
 ) -> Tensor: ...
 
 
@@ -39,12 +48,9 @@ def token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
     return_entropy: Literal[True],
-    inplace_backward: bool = False,
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor]: ...
+    **options: Unpack[_TokenOptions],
+) -> TokenLogprobs: ...
 
 
 @overload
@@ -53,12 +59,9 @@ def token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
     return_entropy: bool,
-    inplace_backward: bool = False,
-    backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    **options: Unpack[_TokenOptions],
+) -> Tensor | TokenLogprobs: ...
 
 
 @serves_dtensors
@@ -72,7 +75,7 @@ def token_logprobs(
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | TokenLogprobs:
     """Log-probs of tokens under ``softmax(logits / temperature)``, in nats.
 
     ``logits[t, k] / temperature - log(sum_v exp(logits[t, v] / temperature))`` at k =
@@ -103,7 +106,7 @@ def token_logprobs(
             works or raises.
 
     Returns:
-        The log-probs [...], or (log-probs, entropies).
+        The log-probs [...]; with ``return_entropy`` :class:`klfast.TokenLogprobs`.
 
     Raises:
         ValueError: a wrong shape, device, layout or value; the message names the argument. An id
@@ -121,7 +124,20 @@ def token_logprobs(
     )
     logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
     hints.of_token_logprobs(logits, mask)
-    return logprobs if entropy is None else (logprobs, entropy)
+    return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
+
+
+class _DivergenceOptions(TypedDict, total=False):
+    """The options of ``kl_divergence`` that change no type."""
+
+    direction: DirectionName
+    jsd_beta: float
+    temperature: float
+    reduction: ReductionName
+    cu_seqlens: Tensor | None
+    normalizer: float | Tensor | None
+    coef: Coefficient
+    backend: BackendName
 
 
 @overload
@@ -130,17 +146,10 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     token_ids: None = None,
-    return_stats: Literal[False] = False,
     return_entropy: Literal[False] = False,
-    backend: BackendName = "auto",
+    return_stats: Literal[False] = False,
+    **options: Unpack[_DivergenceOptions],
 ) -> Tensor: ...
 
 
@@ -150,198 +159,50 @@ def kl_divergence(
     ref_logits: Tensor,
     mask: Tensor | None = None,
     *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: None = None,
-    return_stats: Literal[True],
-    return_entropy: Literal[False] = False,
-    backend: BackendName = "auto",
-) -> tuple[Tensor, KLStats]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: None = None,
-    return_stats: bool,
-    return_entropy: Literal[False] = False,
-    backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor, KLStats]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     token_ids: Tensor,
-    return_stats: Literal[False] = False,
-    return_entropy: Literal[False] = False,
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: Tensor,
-    return_stats: Literal[True],
-    return_entropy: Literal[False] = False,
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor, Tensor, KLStats]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: Tensor,
-    return_stats: bool,
-    return_entropy: Literal[False] = False,
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, KLStats]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: None = None,
-    return_stats: Literal[False] = False,
-    return_entropy: Literal[True],
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: None = None,
-    return_stats: Literal[True],
-    return_entropy: Literal[True],
-    backend: BackendName = "auto",
-) -> tuple[Tensor, KLStats, Tensor]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: Tensor,
-    return_stats: Literal[False] = False,
-    return_entropy: Literal[True],
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: Tensor,
-    return_stats: Literal[True],
-    return_entropy: Literal[True],
-    backend: BackendName = "auto",
-) -> tuple[Tensor, Tensor, Tensor, KLStats, Tensor]: ...
-
-
-@overload
-def kl_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    direction: DirectionName = "reverse",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
-    token_ids: Tensor | None = None,
-    return_stats: bool = False,
     return_entropy: bool = False,
-    backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor | KLStats, ...]: ...
+    return_stats: bool = False,
+    **options: Unpack[_DivergenceOptions],
+) -> KLDivergence: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    token_ids: Tensor | None = None,
+    return_entropy: Literal[True],
+    return_stats: bool = False,
+    **options: Unpack[_DivergenceOptions],
+) -> KLDivergence: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    token_ids: Tensor | None = None,
+    return_entropy: bool = False,
+    return_stats: Literal[True],
+    **options: Unpack[_DivergenceOptions],
+) -> KLDivergence: ...
+
+
+@overload
+def kl_divergence(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    token_ids: Tensor | None = None,
+    return_entropy: bool = False,
+    return_stats: bool = False,
+    **options: Unpack[_DivergenceOptions],
+) -> Tensor | KLDivergence: ...
 
 
 @serves_dtensors
@@ -353,15 +214,15 @@ def kl_divergence(
     direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
     temperature: float = 1.0,
+    token_ids: Tensor | None = None,
+    return_entropy: bool = False,
     reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
-    token_ids: Tensor | None = None,
     return_stats: bool = False,
-    return_entropy: bool = False,
     backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor | KLStats, ...]:
+) -> Tensor | KLDivergence:
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats.
 
     With p = softmax(logits / temperature) and q = softmax(ref_logits / temperature), per kept token
@@ -397,23 +258,23 @@ def kl_divergence(
         direction: see above.
         jsd_beta: b, the reference's weight in the mixture, between 0 and 1.
         temperature: of both, a number > 0.
-        reduction: as in :func:`kl_penalty`, like the next three.
-        cu_seqlens: see there.
-        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
-        coef: see there.
         token_ids: [B, T] or [N], any integer dtype: also return the log-probs of these tokens under
             both models, from the same read, each with its gradient; 0 where masked.
-        return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         return_entropy: also return the entropies of the policy, ``-sum p log p``, [B, T] or [N]
             whatever the reduction, from the same read, with their gradient to ``logits``, as
             :func:`token_logprobs` returns them: ``mask`` only leaves tokens out, and ``coef``
             does not scale them. NaN where D is.
+        reduction: as in :func:`kl_penalty`, like the next three.
+        cu_seqlens: see there.
+        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
+        coef: see there.
+        return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
 
     Returns:
-        The divergence; with ``token_ids`` (divergence, logprobs, ref_logprobs); with
-        ``return_stats`` the statistics behind these; with ``return_entropy`` the entropies last.
+        The divergence; where anything else is asked for, :class:`klfast.KLDivergence`, with None
+        for what was not.
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
@@ -444,8 +305,7 @@ def kl_divergence(
         return_stats,
         return_entropy,
     )
-    chosen = backends.choose(backend, call)
-    divergence, *others = chosen.kl_divergence(call)
+    outputs = backends.choose(backend, call).kl_divergence(call)
     hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
-    beside = [other for other in others if other is not None]
-    return (divergence, *beside) if beside else divergence
+    asks_for_more = token_ids is not None or return_entropy or return_stats
+    return outputs if asks_for_more else outputs.kl

@@ -18,7 +18,7 @@ from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES, ENTROPIES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import BesideDivergences, KLOutputs, outputs_of
+from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
@@ -46,7 +46,7 @@ def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | 
     return logprobs.view(call.shape), entropy.view(call.shape) if call.return_entropy else None
 
 
-def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLOutputs:
+def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLDivergence:
     """The reduced divergence, differentiable once, and what else was asked for."""
     try:
         reduced, beside = _run(call, ops)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import Layout, LogProbs, PenaltyCall, Spec, Values, layout_of
+from klfast.call import AS_IT_IS, Layout, LogProbs, PenaltyCall, Spec, Values, layout_of
 from klfast.checks.arguments import (
     check_choice,
     check_cu_seqlens,
@@ -25,20 +25,18 @@ from klfast.checks.arguments import (
 from klfast.checks.values import are_tracing, check_keeping_mask, check_token_ids
 from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
-from klfast.estimator import Estimator
 from klfast.logits.inplace import check_inplace
 from klfast.names import DIRECTIONS, DirectionName, ReductionName
 from klfast.reduction import REDUCTIONS
 
 MOST_WORDS_ON_GPU = 2**30
 """The CUDA kernels' places in a row are 32-bit numbers."""
-_VALUES = Estimator("k1")
 _NO_VOCABULARY = "logits without the vocabulary"
 DIVERGENCES = ("kl", "jsd")
 """What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 ENTROPIES = ("none", "first", "second")
 """Of which model these ops return entropies, in the order of ``EntropyOf`` in
-``csrc/formulas/divergences.h``."""
+``csrc/formulas/entropy.h``."""
 
 
 class TokenLogprobsCall(NamedTuple):
@@ -116,7 +114,7 @@ class KLDivergenceCall(NamedTuple):
 
     def reduce(self, rows: Tensor) -> PenaltyCall:
         """The call that reduces [R] divergences."""
-        source = Values(rows.view(self.shape))
+        source = Values(rows.view(self.shape), of_rows=True)
         return PenaltyCall(source, self.layout, self.spec, self.return_stats)
 
     def reduce_zeros(self) -> PenaltyCall:
@@ -207,7 +205,7 @@ def kl_divergence_call(
     if token_ids is not None:
         _check_per_token("token_ids", token_ids, logits, INTEGERS)
     spec = Spec(
-        _VALUES,
+        AS_IT_IS,
         REDUCTIONS[reduction],
         coef_argument("coef", coef, logits, of="logits"),
         check_normalizer(normalizer, logits, of="logits"),

@@ -1,10 +1,11 @@
-"""From the divergences of rows to what ``kl_divergence`` returns."""
+"""What the functions over logits return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
@@ -12,9 +13,43 @@ from klfast.logits.call import KLDivergenceCall
 from klfast.stats import KLStats, with_tokens_of, without_tokens
 
 Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
-KLOutputs = tuple[Tensor, Tensor | None, Tensor | None, KLStats | None, Tensor | None]
-"""The divergence, the tokens' log-probs under both models, the statistics, the policy's entropies;
-None for what was not asked for."""
+
+
+class TokenLogprobs(NamedTuple):
+    """What :func:`klfast.token_logprobs` returns with ``return_entropy``.
+
+    Attributes:
+        logprobs: of the tokens, in nats, [...].
+        entropy: of the distributions, ``-sum p log p``, in nats, [...].
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class KLDivergence(NamedTuple):
+    """What :func:`klfast.kl_divergence` returns where more than the divergence is asked for.
+
+    A function that torch.func transforms must return tensors: those of its fields that are not
+    None.
+
+    Attributes:
+        kl: ``coef`` times the reduced divergence, in nats: what the function returns alone.
+        logprobs: of the tokens in ``token_ids`` under the policy, in nats, [B, T] or [N]; None
+            without ``token_ids``.
+        ref_logprobs: the same under the reference.
+        entropy: of the policy, in nats, [B, T] or [N]; None without ``return_entropy``.
+        stats: :class:`klfast.KLStats`; None without ``return_stats``.
+    """
+
+    kl: Tensor
+    logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    stats: KLStats | None = None
+
+
+torch.serialization.add_safe_globals([TokenLogprobs, KLDivergence])
 
 
 class BesideDivergences(NamedTuple):
@@ -32,7 +67,7 @@ def outputs_of(
     reduced: tuple[Tensor, KLStats | None],
     beside: BesideDivergences,
     kl_penalty: Penalty,
-) -> KLOutputs:
+) -> KLDivergence:
     """The results in the call's shapes, of the rows' and of the reduced divergence.
 
     What statistics say of tokens is of those that were taken, and NaN where they are not known.
@@ -42,8 +77,8 @@ def outputs_of(
         None if rows is None else rows.view(call.shape) for rows in beside
     )
     if logprobs is None or ref_logprobs is None:
-        return result, None, None, stats and without_tokens(stats), entropies
+        return KLDivergence(result, None, None, entropies, stats and without_tokens(stats))
     if stats is not None:
         _, taken = kl_penalty(call.compare_tokens(logprobs, ref_logprobs))
         stats = taken and with_tokens_of(stats, taken)
-    return result, logprobs, ref_logprobs, stats, entropies
+    return KLDivergence(result, logprobs, ref_logprobs, entropies, stats)

@@ -43,8 +43,8 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
         wants = (False, False, False, call.return_stats)
         outputs = ops.kl_penalty_fwd(first, second, *constants, *encoded, call.scores, *wants)
         return outputs[0], outputs[2]
-    # A second read costs less than to scale a gradient where there is one number a row of logits.
-    is_one_read = call.spec.reduction.is_scalar() and not isinstance(call.source, Values)
+    is_few = isinstance(call.source, Values) and call.source.of_rows
+    is_one_read = call.spec.reduction.is_scalar() and not is_few
     plan = Plan(ops.kl_penalty_fwd, ops, encoded, is_one_read, call.return_stats)
     if are_tracing():
         outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)

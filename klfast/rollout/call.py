@@ -177,7 +177,7 @@ def rollout_call(
         check_choice("normalize", normalize, NORMALIZE)
         if weight is None:
             raise ValueError(f"normalize must be None without weights, got {normalize!r}")
-    check_layout(logprobs, cu_seqlens)
+    check_layout("logprobs", logprobs, cu_seqlens)
     check_like("rollout_logprobs", rollout_logprobs, logprobs, FLOATS)
     if mask is not None:
         check_like("mask", mask, logprobs, MASKS)

@@ -13,6 +13,14 @@ import klfast
 
 Tensors = dict[str, Tensor]
 
+OUTPUTS = {
+    "kl_penalty": ("penalty", "stats"),
+    "kl_rewards": ("rewards", "stats"),
+    "token_logprobs": ("logprobs",),
+    "kl_divergence": ("kl",),
+}
+"""Names of what functions return, but for named tuples, which have their own."""
+
 MEMORIES = ("dense", "transposed", "gaps", "unaligned")
 """How the tensors of a call lie in memory."""
 
@@ -26,7 +34,6 @@ class Call:
         tensors: on the CPU, by argument.
         options: the other arguments.
         leaves: the arguments that gradients are taken of.
-        outputs: names of what it returns, in order.
         memory: one of ``MEMORIES``.
         words: whether the tensors of log-probs are logits, with a vocabulary behind.
     """
@@ -35,7 +42,6 @@ class Call:
     tensors: Tensors
     options: Mapping[str, Any]
     leaves: tuple[str, ...]
-    outputs: tuple[str, ...]
     memory: str = "dense"
     words: bool = False
     kept: Tensor | None = field(default=None)
@@ -56,7 +62,7 @@ def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tenso
     if call.options.get("inplace_backward") and leaves:
         given |= {name: leaf.clone() for name, leaf in leaves.items()}  # leaves are refused
     returned = getattr(klfast, call.function)(**given, **call.options, backend=backend)
-    found = dict(_named(returned, call.outputs))
+    found = dict(_named(returned, OUTPUTS.get(call.function, ())))
     graded = [output for output in found.values() if output.requires_grad]
     if graded and leaves:
         numbers = (torch.linspace(1, most, t.numel(), dtype=t.dtype, device="cpu") for t in graded)

@@ -214,10 +214,7 @@ def _penalty(row: Row, draw: Draw) -> Call:
         clip_weighted=row["clip_weighted"],
         **row["limits"],
     )
-    outputs = ("penalty", "stats")
-    return Call(
-        "kl_penalty", tensors | scalars, options, row["leaves"], outputs, row["memory"], kept=kept
-    )
+    return Call("kl_penalty", tensors | scalars, options, row["leaves"], row["memory"], kept=kept)
 
 
 def _rewards(row: Row, draw: Draw) -> Call:
@@ -226,8 +223,7 @@ def _rewards(row: Row, draw: Draw) -> Call:
     options["return_stats"] = row["return_stats"]
     options["estimator"] = klfast.Estimator(row["estimator"], **row["limits"])
     tensors["scores"] = (3 * draw.uniform(sequences)).to(row["scores"])
-    outputs = ("rewards", "stats")
-    return Call("kl_rewards", tensors | scalars, options, (), outputs, row["memory"], kept=kept)
+    return Call("kl_rewards", tensors | scalars, options, (), row["memory"], kept=kept)
 
 
 def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor]]:
@@ -256,8 +252,7 @@ def _token_logprobs(row: Row, draw: Draw) -> Call:
     if row["ignore_index"] is not None:
         kept = kept & (tensors["token_ids"] != row["ignore_index"])
     memory = "dense" if row["inplace_backward"] else row["memory"]  # which must be contiguous
-    outputs = ("logprobs", "entropy")
-    return Call("token_logprobs", tensors, options, row["leaves"], outputs, memory, True, kept)
+    return Call("token_logprobs", tensors, options, row["leaves"], memory, True, kept)
 
 
 def _kl_divergence(row: Row, draw: Draw) -> Call:
@@ -270,18 +265,8 @@ def _kl_divergence(row: Row, draw: Draw) -> Call:
     scalars, options = _scalars(row)
     names = ("direction", "jsd_beta", "temperature", "reduction", "return_stats", "return_entropy")
     options |= {name: row[name] for name in names}
-    outputs = ["divergence"]
-    outputs += [] if row["ids"] is None else ["logprobs", "ref_logprobs"]
-    outputs += ["stats"] * row["return_stats"] + ["entropy"] * row["return_entropy"]
     return Call(
-        "kl_divergence",
-        tensors | scalars,
-        options,
-        row["leaves"],
-        tuple(outputs),
-        row["memory"],
-        True,
-        kept,
+        "kl_divergence", tensors | scalars, options, row["leaves"], row["memory"], True, kept
     )
 
 
@@ -302,14 +287,14 @@ def _rollout(row: Row, draw: Draw) -> Call:
             of = shape if row["outward_only"] == "token" else (sequences,)
             tensors["advantages"] = draw.bell(*of).to(row["dtypes"][0])
     options["reject"] = tuple(rules)
-    return Call("rollout_correction", tensors, options, (), (), row["memory"], kept=kept)
+    return Call("rollout_correction", tensors, options, (), row["memory"], kept=kept)
 
 
 def _rule(row: Row, tensors: Tensors) -> Rejection:
     """A rule whose bounds lie between the least and the greatest number that it sees."""
     statistic, over = row["statistic"], row["over"]
     lax = Rejection(statistic, over, high=1e30)
-    call = Call("rollout_correction", tensors, {"reject": lax}, (), ())
+    call = Call("rollout_correction", tensors, {"reject": lax}, ())
     found = run(call, tensors, "reference")
     seen = torch.stack([found["stats.rules.0.least"], found["stats.rules.0.greatest"]]).double()
     least, greatest = float(seen.min()), float(seen.max())

@@ -43,7 +43,7 @@ def calls():
 
 
 def flat(outputs):
-    return torch.utils._pytree.tree_leaves(outputs)
+    return [part for part in torch.utils._pytree.tree_leaves(outputs) if part is not None]
 
 
 def inputs(shape, first=torch.float32, second=torch.float32, **options):

@@ -919,7 +919,7 @@ class AcceleratePPOTrainer:
 
 
 def test_trlx_s_inline_formula_is_replaced(package):
-    """With what peers.md says of trlx for its code: trlx itself cannot be installed."""
+    """With the lines of trlx v0.7 for its code: trlx itself cannot be installed."""
     models, trainer = package(
         {"trlx.models.modeling_ppo": TRLX, "trlx.trainer.accelerate_ppo_trainer": TRLX_TRAINER}
     )

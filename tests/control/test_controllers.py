@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import in_threads
 
+from klfast.control.base import TargetController, TargetOptions
 from klfast.control.controllers import (
     ADAPTIVE_OPTIONS,
     AdaptiveKLController,
@@ -448,9 +449,12 @@ def test_factory_with_target_is_adaptive():
 
 
 def test_factory_knows_every_option_of_the_adaptive_controller():
-    parameters = inspect.signature(AdaptiveKLController).parameters.values()
-    keywords = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    assert keywords == ADAPTIVE_OPTIONS
+    own, shared = (
+        [p.name for p in inspect.signature(each).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        for each in (AdaptiveKLController, TargetController)
+    )
+    assert (*own, *shared) == ADAPTIVE_OPTIONS
+    assert shared == [*TargetOptions.__annotations__]
 
 
 @pytest.mark.parametrize("target", [None, 6.0])

@@ -7,6 +7,7 @@ skipped is said in ``test_cuda``.
 import gpu
 import pytest
 import torch
+from agreement_logits import tensors_of
 from gpu import assert_same_bits, capture, different_bits, overwrite
 
 import klfast
@@ -74,7 +75,7 @@ def compute(backend, inputs, case, backward=True):
         if options.pop("with_ids", False):
             options["token_ids"] = ids
         results = klfast.kl_divergence(*models, mask, **options)
-    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    results = tensors_of(results)
     outputs = [result.detach() for result in results]
     if backward:
         upstream = [uneven(result) for result in results]
@@ -254,10 +255,9 @@ def test_ids_outside_of_the_vocabulary_reach_no_memory(backend):
     mask[:] = True
     logits.requires_grad_()
     logprobs = klfast.token_logprobs(logits, ids, backend=backend)
-    _, of_policy, of_reference = klfast.kl_divergence(
-        logits, ref_logits, token_ids=ids, backend=backend
-    )
-    for found in (logprobs, of_policy, of_reference):
-        assert found.isnan().nonzero().tolist() == [[0, 0], [1, 0]]
+    found = klfast.kl_divergence(logits, ref_logits, token_ids=ids, backend=backend)
+    of_policy, of_reference = found.logprobs, found.ref_logprobs
+    for of in (logprobs, of_policy, of_reference):
+        assert of.isnan().nonzero().tolist() == [[0, 0], [1, 0]]
     (grad,) = torch.autograd.grad((logprobs + of_policy + of_reference).sum(), logits)
     assert grad[:, 1:].isfinite().all()

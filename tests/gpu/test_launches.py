@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from agreement_logits import tensors_of
 from targets import TARGETS, serving
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,18 +212,15 @@ def launches():
 def run(case):
     """The forward and the backward of a case, as a function, with its tensors made before."""
     first = case.first.clone().requires_grad_(bool(case.differentiated))
-    results = case.call(first, backend="native")
-    incoming = [
-        torch.ones_like((results if isinstance(results, tuple) else (results,))[i])
-        for i in case.differentiated
-    ]
+    results = tensors_of(case.call(first, backend="native"))
+    incoming = [torch.ones_like(results[i]) for i in case.differentiated]
     if case.grad_is_expanded:
         incoming = [torch.ones(()).expand_as(grad) for grad in incoming]
 
     def forward_and_backward():
         results = case.call(first, backend="native")
-        results = results if isinstance(results, tuple) else (results,)
-        outputs = [results[i] for i in case.differentiated]
+        tensors = tensors_of(results)
+        outputs = [tensors[i] for i in case.differentiated]
         return results, torch.autograd.grad(outputs, first, incoming) if outputs else None
 
     return forward_and_backward

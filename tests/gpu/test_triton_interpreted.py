@@ -37,6 +37,15 @@ pytestmark = pytest.mark.skipif(
 exhaustive = pytest.mark.exhaustive
 
 
+def passed(process):
+    """How many tests passed, in a run of which none failed."""
+    assert process.returncode == 0, process.stdout + process.stderr
+    summary = process.stdout.strip().splitlines()[-1]
+    found = re.search(r"\b([1-9]\d*) passed", summary)
+    assert found, process.stdout
+    return int(found[1])
+
+
 def run_interpreted(*arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_interpreter", *arguments]
     path = os.pathsep.join([str(HERE.with_name("support")), os.environ.get("PYTHONPATH", "")])
@@ -50,20 +59,16 @@ def run_interpreted(*arguments):
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
 @pytest.mark.parametrize("suite", [*OF_TRITON, pytest.param("every-backend", marks=exhaustive)])
-def test_kernels_pass_in_the_interpreter(suite, part):
+def test_kernels_pass_in_the_interpreter(suite, part, record_property):
     process = run_interpreted("-m", part, *SUITES[suite])
-    assert process.returncode == 0, process.stdout + process.stderr
-    summary = process.stdout.strip().splitlines()[-1]
-    assert re.search(r"\b[1-9]\d* passed", summary), process.stdout
-    assert "skipped" not in summary
+    record_property("interpreted", passed(process))
+    assert "skipped" not in process.stdout.strip().splitlines()[-1]
 
 
 @pytest.mark.long
 @exhaustive
-def test_other_tests_of_rollout_correction_pass_in_the_interpreter():
+def test_other_tests_of_rollout_correction_pass_in_the_interpreter(record_property):
     """The oracle's and the compiler's are among those of every backend, above."""
     files = ("bits", "by_hand", "errors", "layouts", "masking", "metrics", "presets")
     paths = [f"../rollout/test_rollout_{name}.py" for name in files]
-    process = run_interpreted("-m", "not exhaustive", *paths)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert re.search(r"\b[1-9]\d* passed", process.stdout.strip().splitlines()[-1])
+    record_property("interpreted", passed(run_interpreted("-m", "not exhaustive", *paths)))

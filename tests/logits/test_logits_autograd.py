@@ -3,7 +3,7 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import COMPILED, DIRECTIONS, leaves, random_ids, random_logits
+from agreement_logits import COMPILED, DIRECTIONS, leaves, random_ids, random_logits, tensors_of
 
 import klfast
 from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
@@ -30,7 +30,8 @@ def test_gradcheck_of_divergences(backend, direction, reduction):
     if reduction == "none":
         options["token_ids"] = ids
     assert torch.autograd.gradcheck(
-        lambda *logits: klfast.kl_divergence(*logits, mask, **options, backend=backend), inputs
+        lambda *logits: tensors_of(klfast.kl_divergence(*logits, mask, **options, backend=backend)),
+        inputs,
     )
 
 
@@ -70,7 +71,7 @@ def test_log_probs_and_entropies_that_send_no_gradient_count_as_zeros(backend, s
 def test_divergences_that_send_no_gradient_count_as_zeros(backend, direction, sent):
     inputs = models()
     options = {"token_ids": random_ids(inputs[0]), "direction": direction, "backend": backend}
-    outputs = klfast.kl_divergence(*inputs, **options)
+    outputs = tensors_of(klfast.kl_divergence(*inputs, **options))
     for alone, with_zeros in zip(*both_ways(outputs, sent, inputs), strict=True):
         # The reference's own graph does not reach a model of which no output sends a gradient.
         alone = torch.zeros_like(with_zeros) if alone is None else alone
@@ -103,8 +104,7 @@ def test_without_a_need_there_is_no_graph(backend, reduction, with_ids):
     options = {"reduction": reduction, "token_ids": ids, "backend": backend}
 
     def call(*logits):
-        outputs = klfast.kl_divergence(*logits, **options)
-        return outputs if with_ids else (outputs,)
+        return tensors_of(klfast.kl_divergence(*logits, **options))
 
     expected = call(*logits)
     assert all(t.requires_grad for t in expected)
@@ -300,9 +300,9 @@ def test_a_result_may_be_used_twice_and_changed_in_place(backend, reduction):
 
 FUNCTIONS = {
     "token_logprobs": lambda logits, ref, ids: klfast.token_logprobs(logits, ids, backend="native"),
-    "entropy": lambda logits, ref, ids: klfast.token_logprobs(
-        logits, ids, return_entropy=True, backend="native"
-    )[1],
+    "entropy": lambda logits, ref, ids: (
+        klfast.token_logprobs(logits, ids, return_entropy=True, backend="native").entropy
+    ),
     "per-token": lambda logits, ref, ids: klfast.kl_divergence(logits, ref, backend="native"),
     "one-read": lambda logits, ref, ids: klfast.kl_divergence(
         logits, ref, reduction="token-sum", backend="native"
@@ -310,12 +310,14 @@ FUNCTIONS = {
     "jsd": lambda logits, ref, ids: klfast.kl_divergence(
         logits, ref, direction="jsd", reduction="token-sum", backend="native"
     ),
-    "kl-entropy": lambda logits, ref, ids: klfast.kl_divergence(
-        logits, ref, direction="forward", return_entropy=True, backend="native"
-    )[1],
-    "ref-log-probs": lambda logits, ref, ids: klfast.kl_divergence(
-        logits, ref, token_ids=ids, backend="native"
-    )[2],
+    "kl-entropy": lambda logits, ref, ids: (
+        klfast.kl_divergence(
+            logits, ref, direction="forward", return_entropy=True, backend="native"
+        ).entropy
+    ),
+    "ref-log-probs": lambda logits, ref, ids: (
+        klfast.kl_divergence(logits, ref, token_ids=ids, backend="native").ref_logprobs
+    ),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -395,9 +397,10 @@ def test_ids_and_masks_changed_in_between_do_not_change_the_gradient(backend):
     inputs = models()
     ids, mask = random_ids(inputs[0]).to(torch.int32), torch.rand(2, 3) + 0.5
     outputs = klfast.kl_divergence(*inputs, mask, token_ids=ids, backend=backend)
-    expected = torch.autograd.grad([o.sum() for o in outputs[1:]], inputs, retain_graph=True)
+    loss = outputs.logprobs.sum() + outputs.ref_logprobs.sum()
+    expected = torch.autograd.grad(loss, inputs, retain_graph=True)
     ids.fill_(0)
-    found = torch.autograd.grad([o.sum() for o in outputs[1:]], inputs)
+    found = torch.autograd.grad(loss, inputs)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -464,10 +467,10 @@ def test_only_what_is_asked_of_three_results_comes_back(backend):
     """Gradients of some of a call's results, and of none of the others."""
     inputs = models()
     ids = random_ids(inputs[0])
-    outputs = klfast.kl_divergence(*inputs, token_ids=ids, backend=backend)
+    found = klfast.kl_divergence(*inputs, token_ids=ids, backend=backend)
     alone = klfast.token_logprobs(inputs[1], ids, backend=backend)
     expected = torch.autograd.grad(alone.sum(), inputs[1])[0]
-    grads = torch.autograd.grad(outputs[2].sum(), inputs, retain_graph=True, materialize_grads=True)
+    grads = torch.autograd.grad(found.ref_logprobs.sum(), inputs, materialize_grads=True)
     assert not grads[0].any()
     torch.testing.assert_close(grads[1], expected, rtol=3e-6, atol=1e-9)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import FAST, NOT_EMULATED, leaves, random_ids, random_logits
+from agreement_logits import FAST, NOT_EMULATED, leaves, random_ids, random_logits, tensors_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
@@ -54,7 +54,7 @@ def compiled(function, backend="aot_eager", **options):
 def run(function, tensors, *arguments):
     """Outputs, flat, and gradients of what has one."""
     outputs = function(*tensors, *arguments)
-    flat = torch.utils._pytree.tree_leaves(outputs)
+    flat = [part for part in torch.utils._pytree.tree_leaves(outputs) if part is not None]
     with_graph = [t for t in flat if t.requires_grad]
     grads = torch.autograd.grad([t.sum() for t in with_graph], tensors) if with_graph else ()
     return [t.detach() for t in (*flat, *grads)]
@@ -158,7 +158,7 @@ def test_dynamic_shapes_compile_once(backend, packed):
             logits, ref_logits, cu_seqlens=cu_seqlens, token_ids=ids, backend=backend
         )
         logprobs = klfast.token_logprobs(logits, ids, backend=backend)
-        return sum(output.sum() for output in outputs) + logprobs.sum()
+        return sum(output.sum() for output in tensors_of(outputs)) + logprobs.sum()
 
     function = compiled(loss, counter, dynamic=True)
     compilations = []

@@ -5,7 +5,15 @@ import threading
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import COMPILED, DIRECTIONS, FAST, leaves, random_ids, random_logits
+from agreement_logits import (
+    COMPILED,
+    DIRECTIONS,
+    FAST,
+    leaves,
+    random_ids,
+    random_logits,
+    tensors_of,
+)
 from fresh import run_fresh
 
 import klfast
@@ -26,7 +34,7 @@ def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlen
     """What each token gets, of every output: results, log-probs, entropies and gradients."""
     models = leaves(logits, ref_logits)
     options = {"direction": direction, "cu_seqlens": cu_seqlens, "backend": backend}
-    outputs = klfast.kl_divergence(*models, mask, token_ids=ids, **options)
+    outputs = tensors_of(klfast.kl_divergence(*models, mask, token_ids=ids, **options))
     both = torch.autograd.grad([t.sum() for t in outputs], models, retain_graph=True)
     alone = torch.autograd.grad(outputs[0].sum(), models)
     one_read = klfast.kl_divergence(*models, mask, reduction="token-sum", **options)
@@ -98,11 +106,12 @@ def test_asking_for_a_gradient_or_for_log_probs_changes_no_value(direction):
     plain = klfast.kl_divergence(logits, ref_logits, **options)
     for asked in (models, (models[0], ref_logits), (logits, models[1])):
         assert same_bits(klfast.kl_divergence(*asked, **options).detach(), plain)
-        _, stats = klfast.kl_divergence(*asked, reduction="token-sum", return_stats=True, **options)
-        _, expected = klfast.kl_divergence(logits, ref_logits, return_stats=True, **options)
-        assert same_bits(stats.kl, expected.kl)
+        stats = {"return_stats": True, **options}
+        found = klfast.kl_divergence(*asked, reduction="token-sum", **stats)
+        expected = klfast.kl_divergence(logits, ref_logits, **stats)
+        assert same_bits(found.stats.kl, expected.stats.kl)
     with_ids = klfast.kl_divergence(*models, token_ids=random_ids(logits), **options)
-    assert same_bits(with_ids[0].detach(), plain)
+    assert same_bits(with_ids.kl.detach(), plain)
 
 
 @pytest.mark.parametrize("backend", FAST, indirect=True)
@@ -200,10 +209,10 @@ def test_every_output_is_written(backend, direction, shape, mask):
         found += torch.autograd.grad(inplace.sum(), leaf)
         for reduction in ("seq-mean", "token-mean"):
             options = {"direction": direction, "reduction": reduction, "return_stats": True}
-            *results, stats = klfast.kl_divergence(
+            results = klfast.kl_divergence(
                 logits, ref_logits, mask_of, token_ids=ids, backend=backend, **options
             )
-            found += [*results, *stats]
+            found += [*tensors_of(results), *results.stats]
         assert not any(t.isnan().any() for t in found)
 
 

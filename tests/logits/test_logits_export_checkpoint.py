@@ -3,7 +3,7 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import DIRECTIONS, FAST, leaves, random_ids, random_logits
+from agreement_logits import DIRECTIONS, FAST, leaves, random_ids, random_logits, tensors_of
 from torch.export import Dim, export
 from torch.utils.checkpoint import checkpoint
 
@@ -115,7 +115,7 @@ class Everything(torch.nn.Module):
     def forward(self, logits, ref_logits, ids):
         return (
             klfast.kl_divergence(logits, ref_logits, reduction="token-mean"),
-            *klfast.kl_divergence(logits, ref_logits, direction="jsd", token_ids=ids),
+            *tensors_of(klfast.kl_divergence(logits, ref_logits, direction="jsd", token_ids=ids)),
             *klfast.token_logprobs(logits, ids, return_entropy=True, temperature=0.7),
         )
 

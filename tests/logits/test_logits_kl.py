@@ -16,6 +16,7 @@ from agreement_logits import (
     leaves,
     random_ids,
     random_logits,
+    tensors_of,
     uneven,
 )
 
@@ -177,7 +178,9 @@ def test_token_ids_give_the_log_probs_of_both_models(backend, direction, reducti
         logits = leaves(*random_logits(2, 3, 37, dtype=dtype))
         ids = random_ids(logits[0])
         options = {"direction": direction, "reduction": reduction, "temperature": 0.7}
-        outputs = klfast.kl_divergence(*logits, mask, token_ids=ids, **options, backend=backend)
+        outputs = tensors_of(
+            klfast.kl_divergence(*logits, mask, token_ids=ids, **options, backend=backend)
+        )
         without = klfast.kl_divergence(*logits, mask, **options, backend=backend)
         assert same_bits(outputs[0].detach(), without.detach())
         for found, own in zip(outputs[1:], logits, strict=True):
@@ -211,6 +214,50 @@ def test_token_ids_give_the_log_probs_of_both_models(backend, direction, reducti
                 agreement_logits.assert_gradient(grad, leaf, exact, tolerance, f"grad {wanted}")
 
 
+@pytest.mark.parametrize("return_stats", [False, True], ids=["no-stats", "stats"])
+@pytest.mark.parametrize("return_entropy", [False, True], ids=["no-entropy", "entropy"])
+@pytest.mark.parametrize("with_ids", [False, True], ids=["no-ids", "ids"])
+def test_what_was_not_asked_for_is_none(backend, with_ids, return_entropy, return_stats):
+    """A tensor comes back where nothing is asked for beside it, else all fields by their names."""
+    logits, ref_logits = random_logits(2, 3, 11)
+    ids = random_ids(logits)
+    options = {"reduction": "token-mean", "backend": backend}
+    alone = klfast.kl_divergence(logits, ref_logits, **options)
+    found = klfast.kl_divergence(
+        logits,
+        ref_logits,
+        token_ids=ids if with_ids else None,
+        return_entropy=return_entropy,
+        return_stats=return_stats,
+        **options,
+    )
+    if not (with_ids or return_entropy or return_stats):
+        assert type(found) is torch.Tensor
+        found = klfast.KLDivergence(found)
+    assert type(found) is klfast.KLDivergence
+    assert found._fields == ("kl", "logprobs", "ref_logprobs", "entropy", "stats")
+    assert same_bits(found.kl, alone)
+    known = {
+        "logprobs": with_ids,
+        "ref_logprobs": with_ids,
+        "entropy": return_entropy,
+        "stats": return_stats,
+    }
+    assert {name: getattr(found, name) is not None for name in known} == known
+    of_policy = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
+    of_reference = klfast.token_logprobs(ref_logits, ids, backend=backend)
+    for own, expected in (
+        (found.logprobs, of_policy.logprobs),
+        (found.ref_logprobs, of_reference),
+        (found.entropy, of_policy.entropy),
+    ):
+        if own is not None:
+            torch.testing.assert_close(own, expected, rtol=2e-6, atol=2e-6)
+    if return_stats:
+        assert type(found.stats) is klfast.KLStats
+        assert found.stats.k1.isnan().all() != with_ids
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_token_ids_of_any_dtype_and_layout(backend, dtype):
     logits = random_logits(2, 3, 37)
@@ -218,7 +265,8 @@ def test_token_ids_of_any_dtype_and_layout(backend, dtype):
     expected = klfast.kl_divergence(*logits, token_ids=ids, backend=backend)
     for laid_out in (ids.to(dtype), ids.to(dtype).t().contiguous().t()):
         found = klfast.kl_divergence(*logits, token_ids=laid_out, backend=backend)
-        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        pairs = zip(tensors_of(found), tensors_of(expected), strict=True)
+        assert all(same_bits(a, b) for a, b in pairs)
 
 
 @pytest.mark.grid
@@ -230,19 +278,20 @@ def test_empty_batches_are_zero(backend, reduction, shape, edges):
     for direction in DIRECTIONS:
         logits = leaves(torch.zeros(*shape, 5), torch.zeros(*shape, 5))
         ids = torch.zeros(shape, dtype=torch.int64)
-        outputs = klfast.kl_divergence(
+        found = klfast.kl_divergence(
             *logits, direction=direction, token_ids=ids, return_stats=True, **options
         )
         without = klfast.kl_divergence(*logits, direction=direction, **options)
         sequences = oracle_logits.Sums(shape, "seq-sum", cu_seqlens).shape
         sums = {"none": shape, "seq-sum": sequences, "seq-mean": sequences}
-        for result in (outputs[0], without):
+        for result in (found.kl, without):
             assert torch.equal(result, torch.zeros(sums.get(reduction, ())))
             grads = torch.autograd.grad(result.sum(), logits)
             assert all(torch.equal(grad, torch.zeros(*shape, 5)) for grad in grads)
-        assert all(torch.equal(found, torch.zeros(shape)) for found in outputs[1:3])
-        assert torch.equal(outputs[3].kl, torch.zeros(sequences))
-        assert torch.equal(outputs[3].length, torch.zeros(sequences))
+        for logprobs in (found.logprobs, found.ref_logprobs):
+            assert torch.equal(logprobs, torch.zeros(shape))
+        assert torch.equal(found.stats.kl, torch.zeros(sequences))
+        assert torch.equal(found.stats.length, torch.zeros(sequences))
 
 
 @pytest.mark.grid
@@ -253,13 +302,13 @@ def test_fully_masked_batches_are_zero(backend, direction, reduction):
     ids = torch.full((2, 3), -100)
     for mask in (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)):
         options = {"direction": direction, "reduction": reduction, "backend": backend}
-        result, stats = klfast.kl_divergence(*logits, mask, return_stats=True, **options)
-        outputs = klfast.kl_divergence(*logits, mask, token_ids=ids, **options)
-        for found in (result, *outputs):
+        with_stats = klfast.kl_divergence(*logits, mask, return_stats=True, **options)
+        with_ids = klfast.kl_divergence(*logits, mask, token_ids=ids, **options)
+        for found in (with_stats.kl, *tensors_of(with_ids)):
             assert torch.equal(found, torch.zeros(found.shape))
             grads = torch.autograd.grad(
                 found.sum(), logits, retain_graph=True, materialize_grads=True
             )
             assert all(torch.equal(grad, torch.zeros(2, 3, 9)) for grad in grads)
-        assert not stats.kl.any()
-        assert not stats.nonfinite.any()
+        assert not with_stats.stats.kl.any()
+        assert not with_stats.stats.nonfinite.any()

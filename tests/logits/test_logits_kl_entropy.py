@@ -16,11 +16,11 @@ from agreement_logits import (
     leaves,
     random_ids,
     random_logits,
+    tensors_of,
 )
 from extreme_logits import assert_close, heights, ordinary_rows, pairs, rows_at, tokens
 
 import klfast
-from klfast import KLStats
 from klfast.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +120,7 @@ def test_words_left_out_by_either_model(backend, direction):
     assert_entropy_agrees(backend, logits, ref_logits, direction=direction)
     leaf = logits.requires_grad_()
     options = {"direction": direction, "return_entropy": True, "backend": backend}
-    _, entropy = klfast.kl_divergence(leaf, ref_logits, **options)
+    entropy = klfast.kl_divergence(leaf, ref_logits, **options).entropy
     assert entropy.isfinite().all()
     (grad,) = torch.autograd.grad(entropy.sum(), leaf)
     assert grad.isfinite().all()
@@ -136,7 +136,7 @@ def test_logits_of_any_height(backend, direction, dtype):
     logits, ref_logits = pairs(7, dtype)
     (leaf,) = leaves(logits)
     options = {"direction": direction, "temperature": 0.7, "backend": backend}
-    _, entropy = klfast.kl_divergence(leaf, ref_logits, return_entropy=True, **options)
+    entropy = klfast.kl_divergence(leaf, ref_logits, return_entropy=True, **options).entropy
     truth = tokens(logits, logits.argmax(-1), 0.7)
     everywhere = torch.ones(len(logits), dtype=torch.bool)
     assert_close(entropy, truth.entropy, everywhere, "entropy")
@@ -150,9 +150,8 @@ def test_logits_of_any_height_beyond_the_first_look(backend, direction):
     rows = [rows_at(height, 3000, torch.float32) for height in heights(torch.float32)]
     logits = torch.cat([*rows, ordinary_rows(3000, torch.float32)])[::3]
     for ref_logits in (logits.flip(0), logits):
-        _, entropy = klfast.kl_divergence(
-            logits, ref_logits, direction=direction, return_entropy=True, backend=backend
-        )
+        options = {"direction": direction, "return_entropy": True, "backend": backend}
+        entropy = klfast.kl_divergence(logits, ref_logits, **options).entropy
         truth = tokens(logits, logits.argmax(-1))
         assert_close(entropy, truth.entropy, torch.ones(len(logits), dtype=torch.bool), "entropy")
 
@@ -165,7 +164,7 @@ def test_by_hand(backend):
     for direction in DIRECTIONS:
         for ref_logits in (logits, logits.flip(0), torch.zeros(3, 4)):
             options = {"direction": direction, "return_entropy": True, "backend": backend}
-            _, entropy = klfast.kl_divergence(logits, ref_logits, **options)
+            entropy = klfast.kl_divergence(logits, ref_logits, **options).entropy
             expected = torch.tensor([4.0, 1.0, 2.0]).log()
             torch.testing.assert_close(entropy, expected, rtol=4e-7, atol=6e-8)
             assert (entropy >= 0).all()
@@ -183,13 +182,11 @@ def test_the_entropy_is_that_of_token_logprobs(backend, direction, dtype):
     _, expected = klfast.token_logprobs(logits, ids, return_entropy=True, **options)
     for apart in (1.0, 5.0):
         models = (logits, ref_logits * apart)
-        found, entropy = klfast.kl_divergence(
-            *models, direction=direction, return_entropy=True, **options
-        )
-        unit = torch.finfo(entropy.dtype).eps
-        torch.testing.assert_close(entropy, expected, rtol=8 * unit, atol=8 * unit)
+        found = klfast.kl_divergence(*models, direction=direction, return_entropy=True, **options)
+        unit = torch.finfo(found.entropy.dtype).eps
+        torch.testing.assert_close(found.entropy, expected, rtol=8 * unit, atol=8 * unit)
         alone = klfast.kl_divergence(*models, direction=direction, **options)
-        assert same_bits(found, alone)
+        assert same_bits(found.kl, alone)
 
 
 @every_direction
@@ -206,37 +203,13 @@ def test_asking_for_the_entropy_changes_no_other_bit(backend, direction):
             results = klfast.kl_divergence(
                 *inputs, mask, reduction=reduction, **options, **asked, backend=backend
             )
-            kl, logprobs, ref_logprobs, stats = results[:4]
+            kl, logprobs, ref_logprobs, _, stats = results
             loss = [kl.sum(), logprobs.sum(), (0.3 * ref_logprobs).sum()]
             grads = torch.autograd.grad(loss, inputs)
             found.append([kl, logprobs, ref_logprobs, *stats, *grads])
         for without, beside in zip(*found, strict=True):
             assert torch.equal(without.isnan(), beside.isnan())
             assert same_bits(without.detach().nan_to_num(), beside.detach().nan_to_num())
-
-
-def test_what_is_returned_in_which_order(backend):
-    logits, ref_logits = random_logits(2, 3, 11)
-    ids = random_ids(logits)
-    _, expected = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
-    for with_ids in (False, True):
-        for with_stats in (False, True):
-            results = klfast.kl_divergence(
-                logits,
-                ref_logits,
-                token_ids=ids if with_ids else None,
-                return_stats=with_stats,
-                return_entropy=True,
-                reduction="token-mean",
-                backend=backend,
-            )
-            assert len(results) == 2 + 2 * with_ids + with_stats
-            assert results[0].shape == ()
-            if with_ids:
-                assert results[1].shape == results[2].shape == (2, 3)
-            if with_stats:
-                assert isinstance(results[-2], KLStats)
-            torch.testing.assert_close(results[-1], expected, rtol=2e-6, atol=2e-6)
 
 
 @every_direction
@@ -249,9 +222,8 @@ def test_masked_rows_have_entropy_0_and_no_gradient(backend, direction):
     assert_divergence_agrees(backend, *inputs, mask, direction=direction)
     inputs = leaves(*inputs)
     for nothing in (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)):
-        _, entropy = klfast.kl_divergence(
-            *inputs, nothing, direction=direction, return_entropy=True, backend=backend
-        )
+        options = {"direction": direction, "return_entropy": True, "backend": backend}
+        entropy = klfast.kl_divergence(*inputs, nothing, **options).entropy
         assert same_bits(entropy.detach(), torch.zeros(2, 3))
         grads = torch.autograd.grad(entropy.sum(), inputs, materialize_grads=True)
         assert not any(grad.any() for grad in grads)
@@ -262,16 +234,11 @@ def test_empty_batches(backend, shape):
     inputs = leaves(torch.zeros(*shape, 5), torch.zeros(*shape, 5))
     for direction in DIRECTIONS:
         for reduction in ("none", "token-mean"):
-            result, entropy = klfast.kl_divergence(
-                *inputs,
-                direction=direction,
-                reduction=reduction,
-                return_entropy=True,
-                backend=backend,
-            )
-            assert torch.equal(entropy, torch.zeros(shape))
+            options = {"direction": direction, "reduction": reduction, "backend": backend}
+            found = klfast.kl_divergence(*inputs, return_entropy=True, **options)
+            assert torch.equal(found.entropy, torch.zeros(shape))
             grads = torch.autograd.grad(
-                [result.sum(), entropy.sum()], inputs, materialize_grads=True
+                [found.kl.sum(), found.entropy.sum()], inputs, materialize_grads=True
             )
             assert all(torch.equal(grad, torch.zeros(*shape, 5)) for grad in grads)
 
@@ -284,10 +251,10 @@ def test_the_entropy_is_nan_where_the_divergence_is(backend, direction, side, po
     """In that row alone, whichever model has it."""
     models = list(random_logits(1, 4, 1500))
     options = {"direction": direction, "return_entropy": True, "backend": backend}
-    _, clean = klfast.kl_divergence(*models, **options)
+    clean = klfast.kl_divergence(*models, **options).entropy
     models[side][0, 1, 700] = poison
     models[side][0, 2] = -INF
-    found, entropy = klfast.kl_divergence(*models, **options)
+    found, entropy = tensors_of(klfast.kl_divergence(*models, **options))
     assert found.isnan().tolist() == entropy.isnan().tolist() == [[False, True, True, False]]
     assert same_bits(entropy[:, ::3], clean[:, ::3])
 
@@ -300,7 +267,7 @@ def test_gradcheck(backend, direction, reduction):
     options = {"direction": direction, "reduction": reduction, "jsd_beta": 0.3, "temperature": 0.7}
     options |= {"token_ids": ids, "return_entropy": True, "backend": backend}
     assert torch.autograd.gradcheck(
-        lambda *logits: klfast.kl_divergence(*logits, mask, **options), inputs
+        lambda *logits: tensors_of(klfast.kl_divergence(*logits, mask, **options)), inputs
     )
 
 
@@ -308,7 +275,7 @@ def test_gradcheck(backend, direction, reduction):
 def test_only_the_policy_gets_a_gradient_of_its_entropy(backend, direction):
     inputs = leaves(*random_logits(2, 3, 37))
     options = {"direction": direction, "return_entropy": True, "backend": backend}
-    _, entropy = klfast.kl_divergence(*inputs, **options)
+    entropy = klfast.kl_divergence(*inputs, **options).entropy
     grads = torch.autograd.grad(entropy.sum(), inputs, materialize_grads=True, retain_graph=True)
     (leaf,) = leaves(inputs[0])
     ids = random_ids(leaf)
@@ -325,7 +292,7 @@ def test_only_the_policy_gets_a_gradient_of_its_entropy(backend, direction):
 def test_results_that_send_no_gradient_count_as_zeros(backend, direction, sent):
     inputs = leaves(*random_logits(2, 3, 37))
     options = {"token_ids": random_ids(inputs[0]), "direction": direction, "backend": backend}
-    outputs = klfast.kl_divergence(*inputs, return_entropy=True, **options)
+    outputs = tensors_of(klfast.kl_divergence(*inputs, return_entropy=True, **options))
     ones = [torch.rand_like(output) for output in outputs]
     zeros = [one if i in sent else torch.zeros_like(one) for i, one in enumerate(ones)]
     both = {"materialize_grads": True}
@@ -347,7 +314,7 @@ def test_a_masked_mean_has_the_gradient_of_one_read(backend, direction):
     for asked in (False, True):
         inputs = leaves(logits, ref_logits)
         result = klfast.kl_divergence(*inputs, mask, return_entropy=asked, **options)
-        loss = result[0] if asked else result
+        loss = result.kl if asked else result
         grads.append(torch.autograd.grad(loss, inputs))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-9)
 
@@ -356,14 +323,17 @@ def test_a_masked_mean_has_the_gradient_of_one_read(backend, direction):
 def test_without_a_need_there_is_no_graph(backend, direction):
     inputs = leaves(*random_logits(2, 3, 37))
     options = {"direction": direction, "return_entropy": True, "backend": backend}
-    expected = klfast.kl_divergence(*inputs, **options)
+
+    def call(*models):
+        return tensors_of(klfast.kl_divergence(*models, **options))
+
+    expected = call(*inputs)
     assert all(t.requires_grad for t in expected)
-    detached = [t.detach() for t in inputs]
     with torch.no_grad():
-        in_no_grad = klfast.kl_divergence(*inputs, **options)
+        in_no_grad = call(*inputs)
     with torch.inference_mode():
-        in_inference = klfast.kl_divergence(*inputs, **options)
-    for outputs in (klfast.kl_divergence(*detached, **options), in_no_grad, in_inference):
+        in_inference = call(*inputs)
+    for outputs in (call(*(t.detach() for t in inputs)), in_no_grad, in_inference):
         assert not any(t.requires_grad for t in outputs)
         assert all(same_bits(a, b.detach()) for a, b in zip(outputs, expected, strict=True))
 
@@ -380,6 +350,6 @@ def test_strided_and_transposed_logits(backend):
 def test_a_row_does_not_depend_on_its_company(backend, direction, words):
     logits, ref_logits = random_logits(1, 5, words)
     options = {"direction": direction, "return_entropy": True, "backend": backend}
-    _, together = klfast.kl_divergence(logits, ref_logits, **options)
-    _, alone = klfast.kl_divergence(logits[:, 3:4], ref_logits[:, 3:4], **options)
+    together = klfast.kl_divergence(logits, ref_logits, **options).entropy
+    alone = klfast.kl_divergence(logits[:, 3:4], ref_logits[:, 3:4], **options).entropy
     assert same_bits(together[:, 3:4], alone)

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import COMPILED, DIRECTIONS, FAST, leaves, random_ids, random_logits
+from agreement_logits import (
+    COMPILED,
+    DIRECTIONS,
+    FAST,
+    leaves,
+    random_ids,
+    random_logits,
+    tensors_of,
+)
 
 import klfast
 
@@ -85,7 +93,7 @@ def divergences(backend, logits, ref_logits, ids):
     models = leaves(logits, ref_logits)
     for direction in ("reverse", "jsd"):  # the forward one is the reverse of the other's
         options = {"direction": direction, "backend": backend}
-        outputs = klfast.kl_divergence(*models, token_ids=ids, **options)
+        outputs = tensors_of(klfast.kl_divergence(*models, token_ids=ids, **options))
         scalar = klfast.kl_divergence(*models, reduction="token-sum", **options)
         found += [*outputs, scalar]
         found += torch.autograd.grad([output.sum() for output in outputs], models)
@@ -173,7 +181,8 @@ def test_grad_outputs_of_any_layout(backend, layout):
     plain = [g.contiguous() for g in grad_outputs]
     models = leaves(logits, ref_logits)
     for direction in DIRECTIONS:
-        outputs = klfast.kl_divergence(*models, direction=direction, token_ids=ids, backend=backend)
+        options = {"direction": direction, "backend": backend}
+        outputs = tensors_of(klfast.kl_divergence(*models, token_ids=ids, **options))
         for count in (1, 3):
             found, expected = (
                 torch.autograd.grad(outputs[:count], models, g[:count], retain_graph=True)
@@ -242,11 +251,11 @@ def test_more_rows_than_a_16_bit_index_counts(backend):
     mask[0, -1] = True
     ids = mask.long()
     one = klfast.kl_divergence(logits[:, -1:], ref_logits[:, -1:], backend=backend)
-    found, logprobs, _ = klfast.kl_divergence(
+    found = klfast.kl_divergence(
         logits, ref_logits, mask, token_ids=ids, reduction="token-sum", backend=backend
     )
-    assert found == one.item()
-    assert not logprobs[0, :-1].any()
+    assert found.kl == one.item()
+    assert not found.logprobs[0, :-1].any()
     assert same_bits(
-        logprobs[:, -1:], klfast.token_logprobs(logits[:, -1:], ids[:, -1:], backend=backend)
+        found.logprobs[:, -1:], klfast.token_logprobs(logits[:, -1:], ids[:, -1:], backend=backend)
     )

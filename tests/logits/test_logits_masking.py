@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits
+from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits, tensors_of
 
 import klfast
 from klfast.reduction import REDUCTIONS
@@ -56,8 +56,8 @@ def everything(backend, logits, ref_logits, ids, mask, direction, reduction, gra
         outputs = klfast.kl_divergence(
             *models, mask, token_ids=token_ids, return_stats=True, **options
         )
-        *results, stats = outputs
-        found += [*results, *stats]
+        results = tensors_of(outputs)
+        found += [*results, *outputs.stats]
         for result in results:
             upstream = torch.full_like(result, grad_out)
             found += torch.autograd.grad(
@@ -142,8 +142,8 @@ def test_masked_gradients_are_0_under_any_upstream_gradient(backend, direction, 
 def test_an_upstream_gradient_under_the_mask_does_not_count(backend, direction, poison):
     logits, ref_logits, ids, keep = inputs()
     models = leaves(logits, ref_logits)
-    outputs = klfast.kl_divergence(
-        *models, keep, direction=direction, token_ids=ids, backend=backend
+    outputs = tensors_of(
+        klfast.kl_divergence(*models, keep, direction=direction, token_ids=ids, backend=backend)
     )
     clean_out = [torch.randn(3, 5) for _ in outputs]
     dirty_out = [torch.where(keep, out, poison) for out in clean_out]

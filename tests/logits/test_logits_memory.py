@@ -12,11 +12,11 @@ torch.set_num_threads(2)
 
 def divergence(logits, ref_logits, ids, **options):
     outputs = klfast.kl_divergence(logits, ref_logits, backend="native", **options)
-    return sum(outputs) if isinstance(outputs, tuple) else outputs
+    return outputs if isinstance(outputs, torch.Tensor) else sum(outputs[:3])
 
 def log_probs(logits, ref_logits, ids, **options):
     outputs = klfast.token_logprobs(logits, ids, backend="native", **options)
-    return sum(outputs) if isinstance(outputs, tuple) else outputs
+    return outputs if isinstance(outputs, torch.Tensor) else sum(outputs)
 
 CALLS = {
     "log-probs": lambda *t: log_probs(*t),

@@ -11,6 +11,7 @@ from agreement_logits import (
     leaves,
     random_ids,
     random_logits,
+    tensors_of,
 )
 
 import klfast
@@ -106,8 +107,8 @@ def test_one_word_is_certain(backend, temperature):
     ids = torch.zeros(3, dtype=torch.int64)
     options = {"temperature": temperature, "backend": backend}
     outputs = klfast.token_logprobs(logits, ids, return_entropy=True, **options)
-    kl, *beside = klfast.kl_divergence(logits, logits * 2, token_ids=ids, **options)
-    for found in (*outputs, kl, *beside):
+    divergence = klfast.kl_divergence(logits, logits * 2, token_ids=ids, **options)
+    for found in (*outputs, *tensors_of(divergence)):
         torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=OF_ONE_WORD)
     (grad,) = torch.autograd.grad([found.sum() for found in outputs], logits)
     torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from ranks import WORLD_SIZE, results_of_ranks
+from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
@@ -59,9 +60,7 @@ class Case:
             tensor.requires_grad_() for name, tensor in tensors.items() if name in DIFFERENTIATED
         ]
         result = getattr(klfast, self.function)(**tensors, **self.options)
-        outputs = list(result) if isinstance(result, tuple) else [result]
-        if isinstance(outputs[-1], klfast.KLStats):
-            outputs[-1:] = outputs[-1]
+        outputs = [part for part in tree_leaves(result) if part is not None]
         roots = [output for output in outputs if output.requires_grad]
         if roots:
             # Other gradients than ones: the outputs' own values.
@@ -163,6 +162,20 @@ def refusals(mesh):
             yield name, f"{type(error).__name__}: {error}"
 
 
+def fields(mesh):
+    """Class and field names of what each function returns over logits, but for those of None."""
+    place = placed(mesh, "sequences")
+    batch = {name: place(name, tensor) for name, tensor in make_batch().items()}
+    logits, ref_logits, ids = (batch[name] for name in (*MODELS, "token_ids"))
+    for result in (
+        klfast.token_logprobs(logits, ids, return_entropy=True),
+        klfast.kl_divergence(logits, ref_logits, return_entropy=True),
+        klfast.kl_divergence(logits, ref_logits, token_ids=ids, return_stats=True),
+    ):
+        found = result._asdict().items()
+        yield type(result).__name__, [name for name, part in found if part is not None]
+
+
 def controlled(mesh):
     """An adaptive controller after an update with the statistics of all ranks."""
     controller = klfast.AdaptiveKLController(0.1, 6.0)
@@ -186,6 +199,7 @@ def work(rank):
             [gradient.full_tensor() for gradient in gradients],
             [str(output.placements[0]) for output in outputs],
         )
+    left["fields"] = list(fields(mesh))
     left["refusals"] = dict(refusals(mesh))
     left["controller"] = controlled(mesh)
     return left
@@ -210,6 +224,15 @@ def test_ranks_together_have_what_one_process_has(left, name, kind):
         assert len(ours) == len(outputs)
         same(ours, [output.detach() for output in outputs])
         same(our_gradients, gradients)
+
+
+def test_named_tuples_come_back(left):
+    for rank in left:
+        assert rank["fields"] == [
+            ("TokenLogprobs", ["logprobs", "entropy"]),
+            ("KLDivergence", ["kl", "entropy"]),
+            ("KLDivergence", ["kl", "logprobs", "ref_logprobs", "stats"]),
+        ]
 
 
 @pytest.mark.parametrize(

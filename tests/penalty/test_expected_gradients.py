@@ -1,7 +1,7 @@
 """What each estimator's value and gradient estimate, in expectation over a small categorical.
 
 With the sampling probabilities as weights, a sum over the vocabulary is the expectation itself:
-nothing here is sampled. design.md section 2 is the table.
+nothing here is sampled. docs/estimators.md has the table.
 """
 
 import pytest

@@ -163,17 +163,17 @@ def test_what_is_not_finite_on_kept_tokens_is_counted(backend, side, poison):
     stats = everything(backend, tensors, keep, Estimator("k1"), "none")[3:]
     stats = klfast.KLStats(*stats)
     assert stats.nonfinite.tolist() == [0, 0, 2, 0]
-    largest = stats.max_log_ratio
+    largest = stats.max_abs_log_ratio
     assert largest[[0, 1, 3]].isfinite().all()
     assert largest[2].isnan() if math.isnan(poison) else largest[2] == math.inf
 
 
-def test_nan_outranks_infinity_in_max_log_ratio(backend):
+def test_nan_outranks_infinity_in_max_abs_log_ratio(backend):
     for values in ([math.inf, math.nan, 1.0], [math.nan, 1.0, math.inf]):
         _, stats = klfast.kl_penalty(
             torch.tensor(values), torch.zeros(3), return_stats=True, backend=backend
         )
-        assert stats.max_log_ratio.isnan()
+        assert stats.max_abs_log_ratio.isnan()
         assert stats.nonfinite == 2
 
 

@@ -65,7 +65,7 @@ def test_fields_by_hand(backend):
     k3 = torch.expm1(-k3) + k3
     expected = torch.stack([k3[0] + k3[1] / 2, k3[2], torch.zeros(())])
     torch.testing.assert_close(stats.k3.double(), expected, rtol=1e-6, atol=0)
-    assert stats.max_log_ratio.tolist() == [2, 4, 0]
+    assert stats.max_abs_log_ratio.tolist() == [2, 4, 0]
     assert stats.clipped.tolist() == [0, 1, 0]
     assert stats.nonfinite.tolist() == [0, 0, 0]
 
@@ -123,7 +123,7 @@ def example():
         "k1": [5.0, -1.0, 0.0],
         "k2": [2.0, 0.5, 0.0],
         "k3": [7.5, 2.5, 0.0],
-        "max_log_ratio": [1.5, 8.0, 0.0],
+        "max_abs_log_ratio": [1.5, 8.0, 0.0],
         "clipped": [1.0, 2.0, 0.0],
         "nonfinite": [0.0, 3.0, 0.0],
     }
@@ -192,7 +192,7 @@ def test_as_dict_is_flat_and_0_dim():
         "kl/k2": 0.5,
         "kl/k3": 2.0,
         "kl/length": pytest.approx(5 / 3),
-        "kl/max_log_ratio": 8.0,
+        "kl/max_abs_log_ratio": 8.0,
         "kl/clipped": 3.0,
         "kl/nonfinite": 3.0,
     }

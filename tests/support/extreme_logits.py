@@ -264,8 +264,9 @@ def assert_divergence(backend, logits, ref_logits, direction, temperature=1.0):
         assert_close(grad, of, finite, f"gradient of {direction}")
 
     ids = logits.argmin(-1).where(torch.arange(len(logits)) % 2 == 0, ref_logits.argmax(-1))
-    outputs = klfast.kl_divergence(*inputs, token_ids=ids, **options)
-    for leaf, own, model in zip(inputs, outputs[1:], (logits, ref_logits), strict=True):
+    found = klfast.kl_divergence(*inputs, token_ids=ids, **options)
+    logprobs = (found.logprobs, found.ref_logprobs)
+    for leaf, own, model in zip(inputs, logprobs, (logits, ref_logits), strict=True):
         of = tokens(model, ids, temperature)
         everywhere = torch.ones(len(model), dtype=torch.bool)
         assert_close(own, of.logprobs, everywhere, "log-prob")

@@ -72,7 +72,7 @@ def _logits_calls(dtype, layout, words):
         made = klfast.kl_divergence(
             *leaves, place(keep), direction=direction, backend="native", **options
         )
-        made = made[0] if isinstance(made, tuple) else made
+        made = made if isinstance(made, torch.Tensor) else made.kl
         return made, *torch.autograd.grad(made.sum(), leaves)
 
     for entropy in (False, True):

@@ -33,10 +33,9 @@ def results(klfast, backend):
     values = klfast.token_logprobs(logits, ids, mask, return_entropy=True, backend=backend)
     yield from (*values, *torch.autograd.grad(sum(value.sum() for value in values), logits))
     for direction in ("reverse", "forward", "jsd"):
-        value, stats = klfast.kl_divergence(
-            logits, ref_logits, mask, direction=direction, **options
-        )
-        yield from (value, *stats, *torch.autograd.grad(value, (logits, ref_logits)))
+        found = klfast.kl_divergence(logits, ref_logits, mask, direction=direction, **options)
+        yield from (found.kl, *found.stats)
+        yield from torch.autograd.grad(found.kl, (logits, ref_logits))
 
 
 def agreeing(modules, backend):

@@ -5,8 +5,8 @@ the value at 100 digits, limits are minima and maxima, reductions are loops. An 
 not in ``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in
 mpmath as well: it is tested like the others without a line here.
 
-Tolerances come with the truth. A token is allowed promise 1 of design.md on each term that its
-formula adds up, a reduction the sum of what its tokens are allowed and the rounding of its sum.
+Tolerances come with the truth. A token is allowed what docs/measured.md promises on each term that
+its formula adds up, a reduction the sum of what its tokens are allowed and the rounding of its sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTRACT = {
     "k3_ref": lambda x: mpmath.exp(x) - 1 - x,
     "r_log_r": lambda x: mpmath.exp(x) * x,
 }
-"""f(x) of the estimators that design.md names."""
+"""f(x) of the estimators in the table of klfast.Estimator."""
 
 
 def _clamp(x, min=-mpmath.inf, max=mpmath.inf):  # noqa: A002
@@ -119,7 +119,7 @@ def unit_roundoff(dtype):
 
 
 def promise(x, dtype):
-    """Relative error that design.md allows a token at log-ratio x, scaled from fp32 to dtype."""
+    """Relative error of a token at log-ratio x by docs/measured.md, scaled from fp32 to dtype."""
     bound = 4e-7 if abs(x) <= 1 else (2 + abs(x)) * 1.2e-7
     return float(bound) * unit_roundoff(dtype) / unit_roundoff(torch.float32)
 
@@ -351,8 +351,8 @@ def _stats(kept, columns, weight, sequences, lengths, dtype):
         per_sequence = [[term(t) for t in sequence if t in kept] for sequence in sequences]
         stats[name], tolerance[name] = _sums(per_sequence, dtype)
     ratios = [[abs(log_ratio[t]) for t in sequence if t in kept] for sequence in sequences]
-    stats["max_log_ratio"] = _tensor([max(r, default=0) for r in ratios])
-    tolerance["max_log_ratio"] = unit_roundoff(dtype) * stats["max_log_ratio"]
+    stats["max_abs_log_ratio"] = _tensor([max(r, default=0) for r in ratios])
+    tolerance["max_abs_log_ratio"] = unit_roundoff(dtype) * stats["max_abs_log_ratio"]
     clipped = [sum(kept[t].clipped for t in sequence if t in kept) for sequence in sequences]
     stats["clipped"] = _tensor(clipped)
     stats["nonfinite"] = torch.zeros(len(sequences), dtype=torch.float64)

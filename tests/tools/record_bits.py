@@ -21,6 +21,7 @@ import sys
 import torch
 from agreement import INTEGERS, random_inputs
 from targets import TARGETS, serving
+from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Estimator, Rejection
@@ -97,8 +98,7 @@ def outputs_of(function, *differentiable, **options):
     """Hash of results, statistics and gradients, of the first backward and of a second."""
     leaves = [tensor.detach().requires_grad_() for tensor in differentiable]
     results = function(*leaves, **options)
-    results = results if isinstance(results, tuple) else (results,)
-    flat = [t for r in results for t in (r if isinstance(r, klfast.KLStats) else (r,))]
+    flat = [part for part in tree_leaves(results) if part is not None]
     roots = [t for t in flat if t.requires_grad]
     grads = []
     if roots:

@@ -115,7 +115,16 @@ def of_penalty(change):
 
 
 def of_divergence(change):
-    return {"kl_divergence": lambda honest: lambda call: change(call, *honest(call))}
+    """What ``kl_divergence`` returns, with its ``kl`` changed."""
+
+    def lying(honest):
+        def lie(call):
+            found = honest(call)
+            return found._replace(kl=change(found.kl))
+
+        return lie
+
+    return {"kl_divergence": lying}
 
 
 def with_other_gradient(result, by=SLIGHTLY):
@@ -202,12 +211,12 @@ LIES = {
     ),
     "divergence": (
         "divergences",
-        of_divergence(lambda call, result, *others: (result * SLIGHTLY, *others)),
-        "divergence",
+        of_divergence(lambda kl: kl * SLIGHTLY),
+        "kl",
     ),
     "divergence-gradient": (
         "divergences",
-        of_divergence(lambda call, result, *others: (with_other_gradient(result), *others)),
+        of_divergence(with_other_gradient),
         "gradient of",
     ),
     "entropy": (

@@ -15,6 +15,7 @@ WITHOUT_FORMULA = {
     *("FixedKLController", "GroupedKLController", "get_kl_controller"),
     *("KLDriftAlarm", "ReferenceReset", "KLLog", "info"),
     *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats"),
+    *("KLDivergence", "TokenLogprobs"),
 }
 """Bookkeeping, rules in words, and results, whose fields say what they are."""
 REFERENCE = readme.ROOT / "docs" / "api" / "index.rst"

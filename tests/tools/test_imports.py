@@ -26,12 +26,13 @@ controller = klfast.AdaptiveKLController(0.1, 6.0)
 controller.update(stats)
 print(penalty.item(), logprobs.grad.tolist(), controller.value < 0.1)
 logits = torch.zeros(1, 2, requires_grad=True)
-divergence, logprobs, _ = klfast.kl_divergence(
+found = klfast.kl_divergence(
     logits, torch.tensor([[0.0, 30.0]]), direction="jsd", token_ids=torch.tensor([0])
 )
-entropy = klfast.token_logprobs(logits, torch.tensor([0]), return_entropy=True)[1]
-(divergence + logprobs + entropy).sum().backward()
-print(*(round(t.item(), 4) for t in (divergence, logprobs, entropy)), logits.grad.isfinite().all())
+entropy = klfast.token_logprobs(logits, torch.tensor([0]), return_entropy=True).entropy
+results = found.kl, found.logprobs, entropy
+sum(results).sum().backward()
+print(*(round(t.item(), 4) for t in results), logits.grad.isfinite().all())
 """
 
 

@@ -162,6 +162,23 @@ def test_a_loop_across_ranks(tmp_path):
     assert left["controller"].value == pytest.approx(expected.value, rel=1e-6)
 
 
+def test_a_policy_loss_is_averaged_as_the_kl_is():
+    logprobs = -torch.rand(3, 7, dtype=torch.float64)
+    mask = torch.rand(3, 7) < 0.7
+    advantages = torch.randn(3, 7, dtype=torch.float64)
+    left = readme.run(
+        "reduce",
+        torch=torch,
+        klfast=klfast,
+        logprobs=logprobs,
+        old_logprobs=logprobs + 0.3 * torch.randn(3, 7, dtype=torch.float64),
+        advantages=advantages,
+        mask=mask,
+        normalizer=8.0,
+    )
+    torch.testing.assert_close(left["policy_loss"], left["surrogate"][mask].sum() / 8)
+
+
 def test_everything_from_logits():
     logits = torch.randn(2, 5, 11, requires_grad=True)
     left = readme.run(
@@ -172,11 +189,13 @@ def test_everything_from_logits():
         ref_logits=logits.detach() + 0.1 * torch.randn(2, 5, 11),
         token_ids=torch.randint(11, (2, 5)),
         mask=torch.ones(2, 5, dtype=torch.bool),
+        advantages=torch.randn(2, 5),
     )
-    torch.testing.assert_close(left["loss_kl"], 0.05 * left["kl"].mean())
+    found = left["found"]
+    torch.testing.assert_close(left["loss_kl"], 0.05 * found.kl.mean())
     assert left["controller"].value != 0.05
-    assert left["entropy"].shape == left["ref_logprobs"].shape == (2, 5)
-    left["loss_kl"].backward()
+    assert found.entropy.shape == found.ref_logprobs.shape == (2, 5)
+    (left["loss_kl"] + left["policy_loss"]).backward()
     assert logits.grad.isfinite().all()
 
 

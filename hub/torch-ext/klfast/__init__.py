@@ -2,7 +2,7 @@
 
 from . import _requirements as _requirements  # first: it raises where torch is too old
 from . import names
-from .api import kl_penalty, kl_rewards
+from .api import kl_penalty, kl_rewards, reduce
 from .control.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
@@ -25,6 +25,7 @@ from .control.scheduled import ScheduledKLController
 from .data_parallel import data_parallel_normalizer
 from .estimator import Estimator
 from .logits.api import kl_divergence, token_logprobs
+from .logits.outputs import KLDivergence, TokenLogprobs
 from .names import (
     BackendName,
     DirectionName,
@@ -55,6 +56,7 @@ __all__ = [
     "GradientName",
     "GroupedKLController",
     "KLAdaptiveLR",
+    "KLDivergence",
     "KLDriftAlarm",
     "KLEarlyStop",
     "KLMonitor",
@@ -69,6 +71,7 @@ __all__ = [
     "RolloutCorrection",
     "RolloutStats",
     "ScheduledKLController",
+    "TokenLogprobs",
     "__version__",
     "data_parallel_normalizer",
     "get_kl_controller",
@@ -77,6 +80,7 @@ __all__ = [
     "kl_rewards",
     "log_ratio_profile",
     "names",
+    "reduce",
     "rollout_correction",
     "token_logprobs",
 ]

@@ -15,7 +15,7 @@ from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import BesideDivergences, KLOutputs, outputs_of
+from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 
 
 def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
@@ -30,7 +30,7 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     return taken.to(arithmetic).view(call.shape), entropy
 
 
-def kl_divergence(call: KLDivergenceCall) -> KLOutputs:
+def kl_divergence(call: KLDivergenceCall) -> KLDivergence:
     """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
     rows, beside = _rows_of(call)
     return outputs_of(call, kl_penalty(call.reduce(rows)), beside, kl_penalty)

@@ -184,7 +184,7 @@ def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
         k1=total(weight * FORMULAS["k1"](x)),
         k2=total(weight * FORMULAS["k2"](x)),
         k3=total(weight * FORMULAS["k3"](x)),
-        max_log_ratio=tokens.max_by_sequence(x.abs()).to(tokens.dtype),
+        max_abs_log_ratio=tokens.max_by_sequence(x.abs()).to(tokens.dtype),
         clipped=total(clipped & tokens.keep),
         nonfinite=total(~x.isfinite()),
     )

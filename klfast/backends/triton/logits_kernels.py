@@ -1,4 +1,4 @@
-"""The kernels over logits; ``triton_logits_launch`` is their host side.
+"""The kernels over logits; ``logits_launch`` is their host side.
 
 Shapes: R rows of V words, R = A * T of logits [A, T, V]. A row is cut into segments, a segment is
 read tile by tile into sums of every lane, and a pairwise tree adds the lanes up, once. Sums of

@@ -16,7 +16,7 @@ COMBINATIONS = {
     "k1": "sum",
     "k2": "sum",
     "k3": "sum",
-    "max_log_ratio": "greatest",
+    "max_abs_log_ratio": "greatest",
     "clipped": "count",
     "nonfinite": "count",
 }

@@ -21,7 +21,7 @@ from kernels.variants import get_variants_local, resolve_variant
 import klfast
 
 BACKENDS = ("cpu", "cuda", "rocm")
-FOREIGN = {"torch", "triton"}
+FOREIGN = {"torch", "triton", "typing_extensions"}  # the last for type checkers alone
 """The rules allow the standard library and torch, with which Triton comes."""
 ABSENT = ("bench", "compat", "experiment", "study", "backends/native", "info", "log", "ops/load")
 

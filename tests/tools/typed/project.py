@@ -18,11 +18,13 @@ from klfast import (
     Estimator,
     EstimatorName,
     GradientName,
+    KLDivergence,
     KLStats,
     ReductionName,
     Rejection,
     RolloutCorrection,
     RolloutStats,
+    TokenLogprobs,
 )
 
 
@@ -48,6 +50,7 @@ def penalties(
         klfast.kl_penalty(logprobs, ref_logprobs, return_stats=flag),
         Tensor | tuple[Tensor, KLStats],
     )
+    assert_type(klfast.reduce(loss, mask, reduction=reduction, coef=0.1), Tensor)
     scores = torch.zeros(logprobs.shape[0])
     rewards = klfast.kl_rewards(scores, logprobs, ref_logprobs, mask, kl_coef=0.1)
     assert_type(rewards, Tensor)
@@ -98,32 +101,39 @@ def of_logits(
 ) -> None:
     """``token_logprobs`` and ``kl_divergence``."""
     assert_type(klfast.token_logprobs(logits, token_ids, mask), Tensor)
-    logprobs, entropy = klfast.token_logprobs(logits, token_ids, return_entropy=True)
+    taken = klfast.token_logprobs(logits, token_ids, return_entropy=True)
+    assert_type(taken, TokenLogprobs)
+    logprobs, entropy = taken
     assert_type(logprobs, Tensor)
     assert_type(entropy, Tensor)
     assert_type(
         klfast.token_logprobs(logits, token_ids, return_entropy=flag),
-        Tensor | tuple[Tensor, Tensor],
+        Tensor | TokenLogprobs,
     )
     assert_type(klfast.kl_divergence(logits, ref_logits, mask, direction=direction), Tensor)
-    kl, stats = klfast.kl_divergence(logits, ref_logits, return_stats=True)
-    assert_type(kl, Tensor)
-    assert_type(stats, KLStats)
+    found = klfast.kl_divergence(logits, ref_logits, return_stats=True)
+    assert_type(found, KLDivergence)
+    assert_type(found.kl, Tensor)
+    assert_type(found.logprobs, Tensor | None)
+    assert_type(found.ref_logprobs, Tensor | None)
+    assert_type(found.entropy, Tensor | None)
+    assert_type(found.stats, KLStats | None)
+    assert_type(klfast.kl_divergence(logits, ref_logits, return_entropy=True), KLDivergence)
+    assert_type(klfast.kl_divergence(logits, ref_logits, token_ids=token_ids), KLDivergence)
     assert_type(
-        klfast.kl_divergence(logits, ref_logits, return_stats=flag),
-        Tensor | tuple[Tensor, KLStats],
+        klfast.kl_divergence(
+            logits, ref_logits, token_ids=token_ids, return_entropy=flag, return_stats=flag
+        ),
+        KLDivergence,
+    )
+    assert_type(klfast.kl_divergence(logits, ref_logits, return_stats=flag), Tensor | KLDivergence)
+    assert_type(
+        klfast.kl_divergence(logits, ref_logits, return_entropy=flag, return_stats=flag),
+        Tensor | KLDivergence,
     )
     assert_type(
-        klfast.kl_divergence(logits, ref_logits, token_ids=token_ids),
-        tuple[Tensor, Tensor, Tensor],
-    )
-    assert_type(
-        klfast.kl_divergence(logits, ref_logits, token_ids=token_ids, return_stats=True),
-        tuple[Tensor, Tensor, Tensor, KLStats],
-    )
-    assert_type(
-        klfast.kl_divergence(logits, ref_logits, token_ids=token_ids, return_stats=flag),
-        tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, KLStats],
+        klfast.kl_divergence(logits, ref_logits, token_ids=None, return_entropy=flag),
+        Tensor | KLDivergence,
     )
 
 

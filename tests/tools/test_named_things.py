@@ -1,0 +1,119 @@
+"""What comments, docstrings and pages name is there: files, dotted names, and what a file has."""
+
+import functools
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ("*.py", "*.pyi", "*.h", "*.cpp", "*.cu", "*.md", "*.rst", "*.mk", "Makefile", "*.yml")
+KINDS = "cpp|cu|h|html|ipynb|json|md|mk|png|py|pyi|rst|toml|txt|yml"
+TICKS = "`{1,2}"
+FILE = re.compile(rf"{TICKS}((?:[\w.*-]+/)*[\w*-]+\.(?:{KINDS}))(?:[:#][^`]*)?{TICKS}")
+DOTTED = re.compile(rf"{TICKS}~?(klfast(?:\.\w+)+)(?:\([^`]*\))?{TICKS}")
+HAS = re.compile(
+    rf"{TICKS}(?P<name>[A-Za-z_]\w+)(?:\(\))?{TICKS}\s+(?:in|of)\s+{TICKS}"
+    rf"(?P<file>(?:[\w.-]+/)*[\w-]+\.(?:{KINDS})){TICKS}"
+)
+MADE = {
+    *("compare.json", "settings.json", "study.json", "study.md", "metrics.jsonl", "speed.json"),
+    *("bench.json", "report.html", "report.md", "frontier.png", "gpu.json", "gpu-logits.json"),
+    *("gpu.md", "gpu-check.json", "_build_info.json", "curves.png", "sampler.png"),
+    *("metadata.json", "trainer_state.json"),
+}
+"""Files that programs write."""
+ELSEWHERE = re.compile(
+    r"trl|verl|openrlhf|roll|areal|slime|skyrl|nemo_rl|swift|open_instruct|torch"
+)
+"""Folders of other projects."""
+
+
+@functools.cache
+def tracked(*patterns):
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def texts():
+    """Of sources without the marks of comments, which part what a line goes on with."""
+    for name in tracked(*TEXTS):
+        if Path(name).name == Path(__file__).name or name.startswith("docs/upstream/"):
+            continue  # which names what is not there, and a report's own files
+        text = (ROOT / name).read_text()
+        yield name, re.sub(r"\n[ \t]*(?://|#(?!#)|\*)?[ \t]*", "\n", text)
+
+
+def files_of(name):
+    """The tracked files that a text may mean by a name: whole paths, or how they end."""
+    pattern = re.compile("(?:.*/)?" + re.escape(name).replace(r"\*", "[^/]*"))
+    return [file for file in tracked() if pattern.fullmatch(file)]
+
+
+def missing_files(text):
+    for match in FILE.finditer(text):
+        name = match[1]
+        if name.rpartition("/")[2] in MADE or ELSEWHERE.match(name):
+            continue
+        if not files_of(name):
+            yield name
+
+
+def resolves(dotted):
+    """Whether a name is of a module, or of what a module or a class has."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            fields = getattr(found, "__annotations__", {})
+            if not hasattr(found, part):
+                return part in fields and part == parts[-1]
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def missing_names(text):
+    yield from (m[1] for m in DOTTED.finditer(text) if not resolves(m[1]))
+    for match in HAS.finditer(text):
+        files = files_of(match["file"])
+        is_type = match["name"][0].isupper() and match["file"].endswith(".h")
+        of_type = r"(?:struct|class|enum|using|concept)\s+" if is_type else ""
+        pattern = re.compile(rf"\b{of_type}{match['name']}\b")
+        if files and not any(pattern.search((ROOT / file).read_text()) for file in files):
+            yield f"{match['name']} in {match['file']}"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="asks git which files there are")
+@pytest.mark.parametrize("missing", [missing_files, missing_names])
+def test_what_a_text_names_is_there(missing):
+    wrong = {name: [*dict.fromkeys(missing(text))] for name, text in texts()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "missing", "expected"),
+    [
+        ("see `csrc/formulas/estimators.h`", missing_files, []),
+        ("see ``estimators.h``", missing_files, []),
+        ("see `formulas/estimates.h`", missing_files, ["formulas/estimates.h"]),
+        ("see :func:`klfast.kl_penalty`", missing_names, []),
+        ("see ``klfast.stats.KLStats.kl``", missing_names, []),
+        ("see `klfast.kl_penality`", missing_names, ["klfast.kl_penality"]),
+        ("``k3_ref`` in `estimators.h`", missing_names, []),
+        ("``k7`` in `estimators.h`", missing_names, ["k7 in estimators.h"]),
+    ],
+)
+def test_what_is_not_there_is_found(text, missing, expected):
+    assert [*missing(text)] == expected
