@@ -51,7 +51,7 @@ _PER_TOKEN = (
 _PER_SEQUENCE = ("scores",)
 
 
-def gathered(value: Any) -> Any:
+def made_whole(value: Any) -> Any:
     """Plain tensors in place of a DTensor, or of ``KLStats`` that hold some; all else as it is.
 
     Nothing is moved where every rank has the whole already, as of statistics.

@@ -15,7 +15,7 @@ from torch import Tensor
 from klfast.checks.arguments import check_choice
 from klfast.control.grouped import GroupedKLController
 from klfast.control.reading import NUMBER, check_count, number_of
-from klfast.dtensors import gathered
+from klfast.dtensors import made_whole
 from klfast.profile import LogRatioProfile
 from klfast.stats import KLStats
 from klfast.transfer import floats
@@ -111,7 +111,7 @@ class KLLog:
         step = check_count("step", step, least=0)
         own: dict[str, Any] = {}
         if stats is not None:
-            own |= KLStats(*map(gathered, stats)).as_dict("")
+            own |= KLStats(*map(made_whole, stats)).as_dict("")
         if controller is not None:
             own |= _of_controller(controller)
         if monitor is not None:
@@ -119,7 +119,7 @@ class KLLog:
             own["alarm"] = float(monitor.status != "ok")
         if profile is not None:
             own |= profile.as_dict("")
-        extras = {name: gathered(value) for name, value in (extra or {}).items()}
+        extras = {name: made_whole(value) for name, value in (extra or {}).items()}
         numbers = _floats({**own, **{f"={name}": value for name, value in extras.items()}})
         written = {self.prefix + name: numbers[name] for name in own}
         written |= self._of_framework({name: numbers[name] for name in own})

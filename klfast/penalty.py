@@ -15,8 +15,8 @@ from klfast.control.base import CoefficientController
 from klfast.control.controllers import FixedKLController
 from klfast.control.reading import STATE_VERSION, Unit, check_state_kind
 from klfast.estimator import Estimator, as_estimator
-from klfast.gathered import Gathered, are_whole, merged, parts_of, state_of
 from klfast.names import BackendName, EstimatorName, ReductionName
+from klfast.pending import PendingStats, are_whole, merged, parts_of, state_of
 from klfast.ranks import Ranks, ranks_of
 from klfast.reduction import REDUCTIONS
 from klfast.stats import KLStats
@@ -88,7 +88,7 @@ class KLPenalty:
             _check_unit(unit, self.controller)
         self.cu_seqlens = cu_seqlens
         self.backend = backend
-        self._gathered = Gathered([])
+        self._pending = PendingStats([])
 
     @property
     def coef(self) -> Any:
@@ -111,7 +111,7 @@ class KLPenalty:
         micro-batches' losses the mean of the whole batch: :func:`klfast.data_parallel_normalizer`.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is gathered.
+            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is kept.
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
         is_traced = torch.compiler.is_dynamo_compiling()
@@ -134,9 +134,9 @@ class KLPenalty:
             backend=self.backend,
         )
         if is_traced:
-            self._gathered = Gathered([stats], self._gathered)
+            self._pending = PendingStats([stats], self._pending)
         else:
-            self._gathered.newest.append(stats)
+            self._pending.newest.append(stats)
         return loss
 
     def _coef_of_call(self) -> Any:
@@ -169,14 +169,14 @@ class KLPenalty:
                 statistics every rank has whole.
             TypeError: ``group`` is not a process group that this process is in.
         """
-        parts = self._gathered.parts()
+        parts = self._pending.parts()
         own, ranks = self.controller.process_group, self._ranks(group, parts)
         if ranks is None and not parts:
             raise RuntimeError("step() must come after a call; none was made since the last")
         stats = merged(parts, self.controller.device or torch.device("cpu"))
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
-        self._gathered = self._gathered.without(len(parts))
+        self._pending = self._pending.without(len(parts))
         coefficient = {"kl/coef": self.controller.value, "kl/skipped": self.controller.skipped}
         return finite_floats({**whole.as_dict(), **coefficient})
 
@@ -196,16 +196,16 @@ class KLPenalty:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the controller's state, and what was gathered since the last step.
+        """Return the controller's state, and the statistics since the last step.
 
-        Plain JSON, without settings. What was gathered is this rank's own; after ``step`` there is
+        Plain JSON, without settings. The statistics are this rank's own; after ``step`` there is
         none, and the states of all ranks are the same. ``torch.distributed.checkpoint`` keeps one
         rank's state of all that have one name: between steps, every rank needs a name of its own.
         This waits for the device.
         """
         frame = {"kind": "penalty", "version": STATE_VERSION}
-        controller, gathered = self.controller.state_dict(), state_of(self._gathered.parts())
-        return {**frame, "controller": controller, "gathered": gathered}
+        controller, pending = self.controller.state_dict(), state_of(self._pending.parts())
+        return {**frame, "controller": controller, "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
@@ -216,22 +216,22 @@ class KLPenalty:
                 or an entry is out of its range. The object is then unchanged.
         """
         check_state_kind(state, "penalty")
-        keys = {"kind", "version", "controller", "gathered"}
+        keys = {"kind", "version", "controller", "pending"}
         if state.keys() != keys:
             raise ValueError(f"state must have keys {sorted(keys)}, got {[*state]}")
-        restored = parts_of("state['gathered']", state["gathered"])
+        restored = parts_of("state['pending']", state["pending"])
         self.controller.load_state_dict(state["controller"])
-        self._gathered = Gathered(restored)
+        self._pending = PendingStats(restored)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_gathered": self._gathered.parts()}
+        return {**vars(self), "_pending": self._pending.parts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _gathered=Gathered(state["_gathered"]))
+        vars(self).update(state, _pending=PendingStats(state["_pending"]))
 
     def __repr__(self) -> str:
         settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"
-        return f"KLPenalty({settings}, calls={len(self._gathered.parts())})"
+        return f"KLPenalty({settings}, calls={len(self._pending.parts())})"
 
 
 def _check_unit(unit: str, controller: CoefficientController) -> None:

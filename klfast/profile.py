@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klfast.api import kl_penalty
 from klfast.checks.arguments import check_number
-from klfast.dtensors import gathered
+from klfast.dtensors import made_whole
 from klfast.names import BackendName
 
 __all__ = ["LogRatioProfile", "log_ratio_profile"]
@@ -93,7 +93,7 @@ def log_ratio_profile(
         ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; a level is not in [0, 1].
     """
     levels = _levels(quantiles)
-    logprobs, ref_logprobs, mask = map(gathered, (logprobs, ref_logprobs, mask))
+    logprobs, ref_logprobs, mask = map(made_whole, (logprobs, ref_logprobs, mask))
     k3 = kl_penalty(
         logprobs, ref_logprobs, mask, estimator="k3", cu_seqlens=cu_seqlens, backend=backend
     )

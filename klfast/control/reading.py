@@ -20,7 +20,7 @@ from klfast.callers import caller
 from klfast.checks.arguments import check_choice, check_number, shown
 from klfast.control.diagnosis import Means, is_far, is_of_other_unit, is_young, unit_question
 from klfast.control.measured import Measured
-from klfast.dtensors import gathered
+from klfast.dtensors import made_whole
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
@@ -82,7 +82,7 @@ def _digest(content: Any) -> float:
 
 def plain(current: Any, ranks: Ranks | None) -> Any:
     """``current`` as plain tensors, which every rank has whole where it was a DTensor."""
-    whole = gathered(current)
+    whole = made_whole(current)
     if ranks is not None and whole is not current:
         raise ValueError(
             "process_group must be None for statistics of DTensors, which are of all sequences on "

@@ -367,7 +367,7 @@ def test_memory_is_that_of_the_statistics():
     for _ in range(50):
         penalty(leaf, ref_logprobs).backward()
     storages = set()
-    for part in penalty._gathered.parts():
+    for part in penalty._pending.parts():
         for field in part:
             assert field.grad_fn is None
             storages.add((field.untyped_storage().data_ptr(), field.untyped_storage().nbytes()))
@@ -479,7 +479,7 @@ def test_a_state_holds_what_is_not_a_number():
     state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
     resumed = KLPenalty()
     resumed.load_state_dict(state)
-    (before,), (after,) = penalty._gathered.parts(), resumed._gathered.parts()
+    (before,), (after,) = penalty._pending.parts(), resumed._pending.parts()
     for a, b in zip(before, after, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -490,18 +490,18 @@ def test_a_state_holds_what_is_not_a_number():
         ({"kind": "adaptive"}, ValueError, "state\\['kind'\\] must be 'penalty'"),
         ({"version": 2}, ValueError, "state\\['version'\\] must be 1, got 2"),
         ({"more": 1}, ValueError, "state must have keys"),
-        ({"gathered": None}, TypeError, "state\\['gathered'\\] must be a list, got NoneType"),
-        ({"gathered": ["int8"]}, ValueError, "unknown state\\['gathered'\\]\\[0\\] 'int8'"),
-        ({"gathered": ["float32", 3]}, TypeError, "\\[1\\] must be a list of numbers, got int"),
-        ({"gathered": ["float32", [True]]}, TypeError, "\\[1\\] must be a finite number, got True"),
+        ({"pending": None}, TypeError, "state\\['pending'\\] must be a list, got NoneType"),
+        ({"pending": ["int8"]}, ValueError, "unknown state\\['pending'\\]\\[0\\] 'int8'"),
+        ({"pending": ["float32", 3]}, TypeError, "\\[1\\] must be a list of numbers, got int"),
+        ({"pending": ["float32", [True]]}, TypeError, "\\[1\\] must be a finite number, got True"),
         (
-            {"gathered": ["float32", [], ["x"]]},
+            {"pending": ["float32", [], ["x"]]},
             TypeError,
             "\\[2\\] must be a finite number, got 'x'",
         ),
-        ({"gathered": ["float32"]}, ValueError, "8 lists of one length, got lists of \\[\\]"),
-        ({"gathered": ["float32", *[[1.0]] * 7]}, ValueError, "8 lists of one length, got"),
-        ({"gathered": ["float32", *[[1.0]] * 7, []]}, ValueError, "got lists of .*, 1, 0\\]"),
+        ({"pending": ["float32"]}, ValueError, "8 lists of one length, got lists of \\[\\]"),
+        ({"pending": ["float32", *[[1.0]] * 7]}, ValueError, "8 lists of one length, got"),
+        ({"pending": ["float32", *[[1.0]] * 7, []]}, ValueError, "got lists of .*, 1, 0\\]"),
         ({"controller": {"kind": "nupi"}}, ValueError, "state\\['kind'\\] must be 'adaptive'"),
     ],
 )

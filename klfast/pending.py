@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from klfast.checks.arguments import check_choice, check_number
-from klfast.dtensors import gathered as whole
+from klfast.dtensors import made_whole
 from klfast.stats import KLStats
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
-class Gathered:
-    """Statistics of calls: a list that any thread may append to, and what was gathered before it.
+class PendingStats:
+    """Statistics of calls: a list that any thread may append to, and what came before it.
 
     torch.compile guards the lengths of lists and looks into tuples, so that every micro-batch would
     compile a call anew. Of an object it looks at the class alone: a compiled call makes one.
@@ -25,34 +25,34 @@ class Gathered:
         newest: the list; appending to it and taking from it is atomic.
     """
 
-    def __init__(self, newest: list[KLStats], before: Gathered | None = None) -> None:
+    def __init__(self, newest: list[KLStats], before: PendingStats | None = None) -> None:
         self.newest, self._before = newest, before
 
     def parts(self) -> list[KLStats]:
-        """What was gathered, in its order."""
+        """All statistics, in their order."""
         lists: list[list[KLStats]] = []
-        node: Gathered | None = self
+        node: PendingStats | None = self
         while node is not None:
             lists.append(node.newest[:])
             node = node._before
         return [part for newest in reversed(lists) for part in newest]
 
-    def without(self, count: int) -> Gathered:
+    def without(self, count: int) -> PendingStats:
         """This without its first parts."""
         if self._before is not None:
-            return Gathered(self.parts()[count:])
+            return PendingStats(self.parts()[count:])
         del self.newest[:count]
         return self
 
 
 def are_whole(parts: list[KLStats]) -> bool:
     """Whether there are statistics of DTensors, which every rank has whole."""
-    return any(whole(part) is not part for part in parts)
+    return any(made_whole(part) is not part for part in parts)
 
 
 def merged(parts: list[KLStats], where: torch.device) -> KLStats:
     """The statistics of all sequences on a device, in one transfer from another one."""
-    parts = [whole(part) for part in parts]
+    parts = [made_whole(part) for part in parts]
     if not parts:
         return KLStats(*torch.zeros(len(KLStats._fields), 0, device=where))
     if len({part.kl.device for part in parts}) > 1:
@@ -61,7 +61,7 @@ def merged(parts: list[KLStats], where: torch.device) -> KLStats:
 
 
 def state_of(parts: list[KLStats]) -> list[Any]:
-    """What was gathered as plain JSON; waits for the device.
+    """Statistics as plain JSON; waits for the device.
 
     A list without a dict or a tensor, as ``torch.distributed.checkpoint`` stores one under one key,
     whatever it holds: the dtype, then the numbers of each field; empty for nothing.
