@@ -45,7 +45,7 @@ CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
 demo: $(VENV)/built
-	$(BIN)/klfast compare $(DEMO_OPTIONS)
+	$(BIN)/python -m lab compare $(DEMO_OPTIONS)
 
 test: lint
 	$(PYTEST) -m "not exhaustive"
@@ -74,21 +74,21 @@ lint: $(VENV)/built
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
 bench: $(VENV)/built
-	$(BIN)/klfast bench
+	$(BIN)/python -m benchmarks
 
 bench-peers: $(VENV)/built $(PEERS)
 	for peers in verl trl; do \
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
-	    $(BIN)/python -W ignore benchmarks/drop_in.py $$peers $(BENCH_PEERS_OPTIONS) || exit 1; \
+	    $(BIN)/python -W ignore -m benchmarks.drop_in $$peers $(BENCH_PEERS_OPTIONS) || exit 1; \
 	done
 
 # GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK_OPTIONS)
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_OPTIONS)
 
 sass: $(VENV)/built
 	FORCE_CUDA=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/sass .
-	$(BIN)/python benchmarks/sass.py build/sass/klfast/_C*.so $(SASS_OPTIONS)
+	$(BIN)/python -m benchmarks.sass build/sass/klfast/_C*.so $(SASS_OPTIONS)
 
 # The sanitizers' runtimes must be there before Python starts. Leaks are Python's own.
 asan: $(VENV)/built

@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
-from klfast.bench.candidates import candidate, compiled_forward
-from klfast.bench.cases import DTYPES, EAGER, Case, make_inputs
-from klfast.bench.logits import OPS
-from klfast.bench.measure import check_candidates
+from benchmarks.candidates import candidate, compiled_forward
+from benchmarks.cases import DTYPES, EAGER, Case, make_inputs
+from benchmarks.logits import OPS
+from benchmarks.measure import check_candidates
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.bench.tokens import eager_seq_sum, eager_stats, eager_token_mean
+from benchmarks.tokens import eager_seq_sum, eager_stats, eager_token_mean
 
 SHAPE = (4, 64)
 EAGER = {"token-mean": eager_token_mean, "seq-sum": eager_seq_sum}

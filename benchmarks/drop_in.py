@@ -23,18 +23,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import drop_in_logits
-import drop_in_rollout
 import torch
-from pairs import Batch, Function, Pair, from_tests, gradient, make_batch, make_vocabulary
 from torch import Tensor
 
+from benchmarks import allocator, drop_in_logits, drop_in_rollout, idle, outcome
+from benchmarks.cases import DTYPES
+from benchmarks.command import REMEDY
+from benchmarks.measure import ATTEMPTS, Plan, time_idle
+from benchmarks.pairs import (
+    Batch,
+    Function,
+    Pair,
+    from_tests,
+    gradient,
+    make_batch,
+    make_vocabulary,
+)
+from benchmarks.timing import Timing
 from klfast import compat
-from klfast.bench import allocator, idle, report
-from klfast.bench.cases import DTYPES
-from klfast.bench.command import REMEDY
-from klfast.bench.measure import ATTEMPTS, Plan, time_idle
-from klfast.bench.timing import Timing
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 20
@@ -205,7 +211,7 @@ def grpo_pairs() -> Iterator[Pair]:
 
     tiny = from_tests("tiny")
 
-    class Fused(compat.trl.GRPOMixin, GRPOTrainer):
+    class Fused(compat.trl.GRPOMixin, GRPOTrainer):  # type: ignore[misc]  # of no type here
         pass
 
     def loss(trainer_class: Any, loss_type: str) -> Function:
@@ -249,7 +255,7 @@ def grpo_pairs() -> Iterator[Pair]:
         )
 
 
-PEERS = {
+PEERS: dict[str, dict[Any, tuple[Callable[[], Iterator[Pair]], ...]]] = {
     "verl": {
         OVER_LOGPROBS: (
             verl_pairs,
@@ -317,7 +323,7 @@ def conditions(plan: Plan) -> dict[str, Any]:
     """Where, when and how, and the versions of the frameworks; estimators are each pair's own."""
     names = ("verl", "openrlhf", "trl")
     peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
-    where = report.conditions(replace(plan, reused=True))
+    where = outcome.conditions(replace(plan, reused=True))
     del where["estimator"]
     return {**where, "versions": {**where["versions"], **peers}}
 
@@ -338,8 +344,8 @@ def main() -> int:
     parser.add_argument("peers", choices=PEERS, help="which set of frameworks is importable")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for its JSON")
     parser.add_argument("--quick", action="store_true", help="toy size: does it run?")
-    parser.add_argument("--keep-memory", action="store_true", help="as of klfast bench")
-    parser.add_argument("--allow-load", action="store_true", help="as of klfast bench")
+    parser.add_argument("--keep-memory", action="store_true", help="as of python -m benchmarks")
+    parser.add_argument("--allow-load", action="store_true", help="as of python -m benchmarks")
     arguments = parser.parse_args()
     if arguments.keep_memory:
         allocator.keep_memory()
@@ -351,7 +357,7 @@ def main() -> int:
     torch.manual_seed(0)
     if arguments.peers == "verl":
         from_tests("stand_ins").install()  # for what OpenRLHF imports and no CPU has
-    results = report.Results()
+    results = outcome.Results()
     for pair, shape, dtype in cases(arguments.peers, arguments.quick):
         (theirs, ours), load = measure(pair, dtype, shape, plan)
         results.rows += (theirs, ours)
@@ -361,11 +367,11 @@ def main() -> int:
             f"{theirs.ratio:.2g}x",
             flush=True,
         )
-    loaded = report.loaded_text(results.loads)
+    loaded = outcome.loaded_text(results.loads)
     if loaded is not None and not arguments.allow_load:
         print(f"nothing was written: {loaded}; {REMEDY}", file=sys.stderr)
         return 3
-    where = {**conditions(plan), **report.load_conditions(results, arguments.allow_load)}
+    where = {**conditions(plan), **outcome.load_conditions(results, arguments.allow_load)}
     data = {"conditions": where, "rows": [asdict(row) for row in results.rows]}
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"drop-in-{arguments.peers}.json"

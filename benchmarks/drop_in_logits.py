@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from pairs import Function, Pair, from_tests, gradient
 from torch import Tensor
 
+from benchmarks.pairs import Function, Pair, from_tests, gradient
 from klfast import compat
 
 Logprobs = Callable[[Tensor, Tensor], Tensor]
@@ -29,6 +31,11 @@ def _logprobs_gradient(function: Logprobs) -> Function:
 
 def _entropy_gradient(function: Callable[[Tensor], Tensor]) -> Function:
     return gradient(lambda x, b: function(x).sum())
+
+
+def _sum_of(function: Callable[..., Any], logits: Tensor, ids: Tensor) -> Any:
+    """The sum of its results."""
+    return sum(function(logits, ids))
 
 
 def verl_pairs() -> Iterator[Pair]:
@@ -100,7 +107,7 @@ def trl_pairs() -> Iterator[Pair]:
     yield Pair(
         "TRL",
         "`selective_log_softmax_and_entropy`" + FORWARD_BACKWARD,
-        *(_logprobs_gradient(lambda x, i, of=of: sum(of(x, i))) for of in joint),
+        *(_logprobs_gradient(partial(_sum_of, of)) for of in joint),
     )
     yield Pair(
         "TRL",

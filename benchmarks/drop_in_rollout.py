@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from pairs import Batch, Function, Pair
 from torch import Tensor
 
+from benchmarks.pairs import Batch, Function, Pair
 from klfast import compat
 
 RULES = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.2_5.0,1.0"}
@@ -44,11 +44,11 @@ def verl_pairs() -> Iterator[Pair]:
         ("token weights, a rule over tokens, one over sequences, all metrics", RULES),
         ("token weights and all metrics", {}),
     ):
-        options = {"rollout_is": "token", "rollout_is_threshold": 2.0, **options}
+        chosen: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 2.0, **options}
         yield Pair(
             "verl",
             f"`compute_rollout_correction_and_rejection_mask`, {what}",
-            correction(theirs, **options),
-            correction(compat.verl, **options),
+            correction(theirs, **chosen),
+            correction(compat.verl, **chosen),
         )
     yield Pair("verl", "`compute_offpolicy_metrics`", drift(theirs), drift(compat.verl))

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import report
+from benchmarks import report
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "gpu-check"
@@ -50,7 +50,7 @@ BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
 
 LOGITS = ["--suite", "logits", "--dtypes", "bf16", "--shapes", "8192x151936,2048x32000"]
-"""What there is time for. ``klfast bench --device cuda --suite logits`` measures the rest."""
+"""What there is time for. ``python -m benchmarks --device cuda --suite logits`` has the rest."""
 
 LAST_WORDS = 5
 """Seconds for a step that is ended to say what it has found."""
@@ -58,8 +58,12 @@ LAST_WORDS = 5
 Environment = Mapping[str, str]
 
 INSTALLED = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")])),
-    "PYTHONSAFEPATH": "1",  # or python -m would take klfast from the sources, without its extension
+    # The sources, for lab and benchmarks, after the build: without PYTHONSAFEPATH python -m would
+    # put them first, and take klfast from there, without its extension.
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")])
+    ),
+    "PYTHONSAFEPATH": "1",
     "PYTHONUNBUFFERED": "1",
     "KLFAST_REQUIRE_CUDA": "1",
 }
@@ -167,8 +171,8 @@ def suite(name: str, *arguments: str) -> Step:
 
 
 def benchmark(name: str, out: Path, *arguments: str) -> Step:
-    """``klfast bench`` on the GPU, within what time it has."""
-    command = [sys.executable, "-m", "klfast", "bench", "--device", "cuda", "--budget", "{budget}"]
+    """``python -m benchmarks`` on the GPU, within what time it has."""
+    command = [sys.executable, "-m", "benchmarks", "--device", "cuda", "--budget", "{budget}"]
     command += [*arguments, "--out", str(out), "--force"]
     return Step(name, command, INSTALLED, must_print=r"JSON: .*")
 
@@ -177,7 +181,7 @@ def phases(work: Path) -> list[Phase]:
     """All that is run."""
     pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
     pip += ["--no-index", "--disable-pip-version-check", "--target", str(SITE), "."]
-    this = [sys.executable, __file__]
+    this = [sys.executable, "-m", "benchmarks.gpu_check"]
     return [
         Phase(40, [[Step("environment", [*this, "--environment"], needed=True)]]),
         Phase(140, [[Step("build", pip, {"FORCE_CUDA": "1"}, needed=True)]]),

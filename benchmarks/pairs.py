@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.bench.cases import KEPT, SPREAD
+from benchmarks.cases import KEPT, SPREAD
 
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -59,8 +59,7 @@ def make_batch(shape: tuple[int, ...], dtype: torch.dtype) -> Batch:
     old_logprobs = logprobs + SPREAD * torch.randn(shape)
     lengths = torch.linspace(2 * KEPT - 1, 1, shape[0]) * shape[1]
     mask = torch.arange(shape[1]) < lengths[:, None]
-    tensors = (t.to(dtype) for t in (logprobs, ref_logprobs, old_logprobs))
-    return Batch(*tensors, mask.long())
+    return Batch(logprobs.to(dtype), ref_logprobs.to(dtype), old_logprobs.to(dtype), mask.long())
 
 
 def make_vocabulary(shape: tuple[int, ...], dtype: torch.dtype) -> Vocabulary:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import gpu_check
-import report
-
-from klfast.bench import command
-from klfast.bench.candidates import MODES
-from klfast.bench.cases import Case, Suite
-from klfast.bench.suites import SUITES
+from benchmarks import command, gpu_check, report
+from benchmarks.candidates import MODES
+from benchmarks.cases import Case, Suite
+from benchmarks.suites import SUITES
 
 PENDING = "*pending*"
 COMMAND = "`make gpu-check PYTHON=python3`"
@@ -19,7 +16,7 @@ BUDGET = str(gpu_check.BENCH_BUDGET)
 
 
 def suite_and_cases(options: list[str]) -> tuple[Suite, list[Case]]:
-    """The cases that `klfast bench` with these options measures on a GPU."""
+    """The cases that `python -m benchmarks` with these options measures on a GPU."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = parser.parse_args(options)
@@ -32,8 +29,8 @@ def planned() -> dict[str, tuple[Suite, list[Case]]]:
     found = {}
     for phase in gpu_check.phases(Path()):
         for step in phase.steps:
-            if "--out" in step.command and "bench" in step.command:
-                options = step.command[step.command.index("bench") + 1 :]
+            if "--out" in step.command and "benchmarks" in step.command:
+                options = step.command[step.command.index("benchmarks") + 1 :]
                 name = Path(options[options.index("--out") + 1]).stem
                 found[name] = suite_and_cases([each.format(budget=BUDGET) for each in options])
     return found

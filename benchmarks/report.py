@@ -3,7 +3,7 @@
 Between ``<!-- benchmark:NAME -->`` and ``<!-- end -->`` a page holds the numbers that this script
 writes from those files; ``--check`` (a test) tells whether a page is out of date::
 
-    python benchmarks/report.py
+    python -m benchmarks.report
 
 With a ``gpu.json`` or a ``gpu-logits.json`` it also writes ``gpu.md``, all their cases, and a
 picture of each. What has not been measured on a GPU is pending, case by case (``pending.py``).
@@ -396,7 +396,7 @@ def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
 
 def gpu_part(results: Path) -> str:
     """The part of docs/measured.md on GPUs: what was measured, and what is pending."""
-    import pending
+    from benchmarks import pending
 
     measured = gpu_results(results)
     parts = [] if measured else [NO_GPU]
@@ -414,7 +414,7 @@ def gpu_summary(results: Path) -> str:
     wheres = [data["conditions"] for data in gpu_results(results).values()]
     measured = dict.fromkeys(f"{where['device']}, {where['date'][:10]}" for where in wheres)
     if not measured:
-        import pending
+        from benchmarks import pending
 
         count = sum(len(cases) for _, cases in pending.planned().values())
         return f"{NO_GPU} The [{count} cases](docs/measured.md#on-a-gpu) of one are *pending*."
@@ -563,7 +563,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in stale:
-            print(f"{path.name} is not what the results say: run python benchmarks/report.py")
+            print(f"{path.name} is not what the results say: run python -m benchmarks.report")
         return 1 if stale else 0
     for path in stale:
         path.write_text(texts[path])

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import report
-from machine_code import Block, Kernel, functions_of
+from benchmarks import report
+from benchmarks.machine_code import Block, Kernel, functions_of
 
 RESULTS = Path(__file__).parent / "results"
 ASSUMPTIONS = (
@@ -339,7 +339,7 @@ def _only(kernels: dict[str, Any], pattern: str) -> Any:
 
 
 # Triton's kernel for a case: how tests/support/triton_variants.py builds it, and the loops.
-TRITON = {
+TRITON: dict[str, tuple[str, dict[str, Any] | None, tuple[Loop, ...]]] = {
     "k3-forward-bf16": ("bf16", {}, (Loop(BF16 | {"series": 8}, 8),)),
     "k3-forward-fp32": ("fp32", {}, (Loop({"LDG.128": 4, "LDG.64": 1, "series": 8}, 8),)),
     "k3-gradient-bf16": (

@@ -1,4 +1,4 @@
-"""A controller of your own beside klfast's, on the plant of ``klfast study``.
+"""A controller of your own beside klfast's, on the plant of ``python -m lab study``.
 
 ``python examples/controllers.py`` draws docs/rules.png.
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import klfast
-from klfast.experiment.drawing import dress, new_figure, set_ticks, zero_line
-from klfast.experiment.palette import BLUE, GREEN, INK, LINE, SHADE, TITLE, VERMILION
-from klfast.study.plant import Plant, Policy
+from lab.drawing import dress, new_figure, set_ticks, zero_line
+from lab.palette import BLUE, GREEN, INK, LINE, SHADE, TITLE, VERMILION
+from lab.study.plant import Plant, Policy
 
 ROOT = Path(__file__).parents[1]
 STUDY = json.loads((ROOT / "benchmarks" / "results" / "study.json").read_text())

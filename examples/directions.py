@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import klfast
-from klfast.experiment.drawing import dress, new_figure
-from klfast.experiment.palette import BLUE, GREEN, GRID, VERMILION
+from lab.drawing import dress, new_figure
+from lab.palette import BLUE, GREEN, GRID, VERMILION
 
 PICTURE = Path(__file__).parents[1] / "docs" / "directions.png"
 STYLES = {

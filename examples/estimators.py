@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 import klfast
-from klfast.experiment.drawing import dress, new_figure
-from klfast.experiment.palette import BLUE, GREEN, TITLE, VERMILION
+from lab.drawing import dress, new_figure
+from lab.palette import BLUE, GREEN, TITLE, VERMILION
 
 PICTURE = Path(__file__).parents[1] / "docs" / "estimators.png"
 WORDS, DRAWS = 512, 64

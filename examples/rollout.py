@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from klfast import rollout_correction, token_logprobs
-from klfast.experiment.drawing import dress, new_figure
-from klfast.experiment.palette import (
+from klfast.rollout.presets import PRESETS
+from lab.drawing import dress, new_figure
+from lab.palette import (
     BLUE,
     FAINT,
     GREEN,
@@ -38,7 +39,6 @@ from klfast.experiment.palette import (
     VERMILION,
     Styles,
 )
-from klfast.rollout.presets import PRESETS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

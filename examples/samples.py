@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import klfast
-from klfast.experiment.drawing import dress, new_figure, set_shares
-from klfast.experiment.palette import BLUE, GREEN, LINE, TITLE, VERMILION
+from lab.drawing import dress, new_figure, set_shares
+from lab.palette import BLUE, GREEN, LINE, TITLE, VERMILION
 
 PICTURE = Path(__file__).parents[1] / "docs" / "samples.png"
 WORDS = 512

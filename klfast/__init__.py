@@ -1,7 +1,10 @@
 """klfast: the KL penalty of reinforcement learning for language models."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 import klfast.interrupt  # noqa: F401  # before torch
-from klfast import compat, names
+from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
 from klfast.control.controllers import (
     AdaptiveKLController,
@@ -43,6 +46,9 @@ from klfast.rollout.rejection import Rejection
 from klfast.rollout.stats import RolloutStats
 from klfast.stats import KLStats
 from klfast.version import __version__
+
+if TYPE_CHECKING:
+    from klfast import compat
 
 __all__ = [
     "AdaptiveKLController",
@@ -89,6 +95,13 @@ __all__ = [
     "rollout_correction",
     "token_logprobs",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """``klfast.compat`` is imported when it is first asked for."""
+    if name == "compat":
+        return importlib.import_module("klfast.compat")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import NamedTuple
 
 _PACKAGE = __name__.partition(".")[0]
-_INTERNAL = tuple(f"{_PACKAGE}.{name}" for name in ("bench", "compat", "experiment", "study"))
+_INTERNAL = f"{_PACKAGE}.compat"
 
 
 class Caller(NamedTuple):

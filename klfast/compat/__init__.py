@@ -9,27 +9,31 @@ controller that can be poisoned), and what ``exact=True`` takes back of that.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from klfast.checks.arguments import check_choice
-from klfast.compat import (
-    areal,
-    ms_swift,
-    nemo_rl,
-    open_instruct,
-    openrlhf,
-    patching,
-    presets,
-    roll,
-    skyrl,
-    slime,
-    trl,
-    trlx,
-    verl,
-)
+from klfast.compat import patching
 from klfast.compat.patching import Modules, Patch
 from klfast.compat.patching.fingerprints import PatchError
-from klfast.compat.patching.sites import Target
 from klfast.compat.reports import Left, Replaced
-from klfast.compat.targets import TARGETS
+
+if TYPE_CHECKING:
+    from klfast.compat import (
+        areal,
+        ms_swift,
+        nemo_rl,
+        open_instruct,
+        openrlhf,
+        presets,
+        roll,
+        skyrl,
+        slime,
+        trl,
+        trlx,
+        verl,
+    )
+    from klfast.compat.patching.sites import Target
 
 __all__ = [
     "Left",
@@ -52,7 +56,30 @@ __all__ = [
     "verl",
 ]
 
-FRAMEWORKS = tuple(TARGETS)
+FRAMEWORKS = (
+    "areal",
+    "ms_swift",
+    "nemo_rl",
+    "open_instruct",
+    "openrlhf",
+    "roll",
+    "skyrl",
+    "slime",
+    "trl",
+    "trlx",
+    "verl",
+)
+
+
+def __getattr__(name: str) -> object:
+    """A framework's module is imported when it is first asked for."""
+    if name in FRAMEWORKS or name == "presets":
+        return importlib.import_module(f"klfast.compat.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def patch(
@@ -115,4 +142,6 @@ def unpatch(framework: str) -> tuple[Left, ...]:
 
 def _targets(framework: str) -> tuple[Target, ...]:
     check_choice("framework", framework, FRAMEWORKS)
+    from klfast.compat.targets import TARGETS  # which import every framework's module
+
     return TARGETS[framework]

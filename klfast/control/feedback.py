@@ -59,7 +59,7 @@ class NuPIKLController(TargetController):
     Source: M. Sohrabi et al., "On PI Controllers for Updating Lagrange Multipliers in Constrained
     Optimization" (ICML 2024, arXiv:2406.04558), algorithm 1, with the error in units of the target;
     the first step is that of cooper's ``nuPI`` with ``InitType.SGD``. The rule is the paper's, the
-    default gains are klfast's, from ``klfast study``.
+    default gains are klfast's, from the study in docs/controllers.md.
     """
 
     _kind = "nupi"
@@ -125,7 +125,7 @@ class PIDLagrangianKLController(TargetController):
     Source: A. Stooke et al., "Responsive Safety in Reinforcement Learning by PID Lagrangian
     Methods" (ICML 2020, arXiv:2007.03964), algorithm 2; averages, delay, kp and kd are by default
     those of omnisafe's ``PIDLagrangian``, with the cost in units of its limit. Its ki is 0.01, at
-    which ``klfast study`` does not hold a KL.
+    which the study in docs/controllers.md does not hold a KL.
     """
 
     _kind = "pid-lagrangian"

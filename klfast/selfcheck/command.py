@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from klfast import backends
-from klfast.bench.table import print_plainly
 from klfast.checks.arguments import check_choice
 from klfast.info import info, text
 from klfast.selfcheck import calls
@@ -258,3 +257,13 @@ def _print(report: dict[str, Any]) -> None:
 def _print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     print()
     print_plainly([tuple(headings), *(tuple(map(str, row)) for row in rows)])
+
+
+def print_plainly(lines: Sequence[tuple[str, ...]]) -> None:
+    """Lines of cells in columns, the first two from the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        left, right = line[:2], line[2:]
+        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:2], strict=True)]
+        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[2:], strict=True)]
+        print("  ".join(padded).rstrip())

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+import timeit
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from klfast.bench import logits, tokens
-from klfast.bench.candidates import Candidate, candidate
-from klfast.bench.cases import Case, make_inputs
-from klfast.bench.gpu_timing import Cuda, alternate
-from klfast.bench.measure import rotation
-from klfast.bench.timing import interleave
+from klfast.api import kl_penalty
+from klfast.logits.api import kl_divergence, token_logprobs
+from klfast.selfcheck import eager
+from klfast.selfcheck.clock import Cuda, alternate, calls_per_timing, rotation, timers_of
 
 ROUNDS = 7
 _COPY, _EAGER = "copy", "eager"
 _ROWS = {"cpu": 256}
 _MANY_ROWS = 4096
+_SPREAD = 0.1  # standard deviation of the log-ratio, in nats
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class TimeRow:
-    """A backend's time of a size: medians, ``bytes`` as ``klfast bench`` counts them, and the
-    bandwidth as a share of what a copy of the inputs has in the same rounds.
+    """A backend's time of a size: medians, ``bytes`` that must move at the least, and the bandwidth
+    as a share of what a copy of the inputs has in the same rounds.
     """
 
     device: str
@@ -38,67 +42,162 @@ class TimeRow:
     bytes: int
 
 
-def sizes(device: str) -> list[Case]:
+class Inputs(NamedTuple):
+    """A set of inputs: tensors that lie one after the other in ``storage``."""
+
+    tensors: tuple[Tensor, ...]
+    storage: Tensor
+
+
+@dataclass(frozen=True)
+class Size:
+    """A call and the size of its inputs.
+
+    Attributes:
+        name: the call's.
+        ours, eager: klfast's function, which takes a ``backend`` too, and what eager PyTorch has in
+            its place.
+        dtype: of the first two tensors, or of the first, if the second holds token ids.
+        shape: sequences x tokens, or tokens x words.
+        over: ``"logprobs"``, ``"pairs"`` or ``"tokens"``: what the tensors are.
+        reads: how often the inputs must be read at the least; 0 without a gradient, which reads
+            them once and writes nothing of their size.
+    """
+
+    name: str
+    ours: Callable[..., Tensor]
+    eager: Callable[..., Tensor]
+    dtype: str
+    shape: tuple[int, int]
+    over: str
+    reads: int = 0
+
+    @property
+    def case(self) -> str:
+        return f"{self.name} {self.dtype} {self.shape[0]}x{self.shape[1]}"
+
+    @property
+    def layout(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor."""
+        large = (_DTYPES[self.dtype], self.shape)
+        if self.over == "tokens":
+            return [large, (torch.int64, self.shape[:1])]
+        return [large, large, *([(torch.bool, self.shape)] * (self.over == "logprobs"))]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [math.prod(shape) * dtype.itemsize for dtype, shape in self.layout]
+
+    @property
+    def least_bytes(self) -> int:
+        """What must move whoever computes it: the reads, and the gradient if there is one."""
+        return max(1, self.reads) * sum(self.sizes) + self.sizes[0] * bool(self.reads)
+
+    def inputs(self, device: str) -> Inputs:
+        """Random ones."""
+        storage = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
+        parts = zip(storage.split(self.sizes), self.layout, strict=True)
+        tensors = tuple(part.view(dtype).view(shape) for part, (dtype, shape) in parts)
+        tensors[0].uniform_(-8, 0)
+        if self.over == "tokens":
+            tensors[1].random_(self.shape[1])
+        else:
+            tensors[1].normal_(std=_SPREAD).add_(tensors[0])
+        for mask in tensors[2:]:
+            mask.bernoulli_(0.8)
+        tensors[0].requires_grad_(bool(self.reads))
+        return Inputs(tensors, storage)
+
+    def run(self, function: Callable[..., Tensor], inputs: Inputs) -> Any:
+        """A call, and the backward behind it if there is one."""
+        result = function(*inputs.tensors)
+        if not self.reads:
+            return result
+        return torch.autograd.grad(result, inputs.tensors[0], torch.ones_like(result))
+
+
+def sizes(device: str) -> list[Size]:
     """The six sizes."""
     words = (_ROWS.get(device, _MANY_ROWS), 32_000)
+    sums = partial(kl_penalty, reduction="seq-sum")
+    mean = partial(kl_penalty, reduction="token-mean")
+    mean_kl = partial(kl_divergence, reduction="token-mean")
+    kl = partial(kl_divergence, reduction="none")
     return [
-        Case(tokens.OPS["forward"], "fp32", (4, 64)),
-        Case(tokens.OPS["one-read"], "fp32", (512, 8192)),
-        Case(tokens.OPS["one-read"], "bf16", (512, 8192)),
-        Case(logits.OPS["kl-one-read"], "bf16", words),
-        Case(logits.OPS["kl"], "fp32", words),
-        Case(logits.OPS["logprob-two-pass"], "bf16", words),
+        Size("forward", sums, eager.k3_seq_sum, "fp32", (4, 64), "logprobs"),
+        Size("one-read", mean, eager.k3_token_mean, "fp32", (512, 8192), "logprobs", 1),
+        Size("one-read", mean, eager.k3_token_mean, "bf16", (512, 8192), "logprobs", 1),
+        Size("kl-one-read", mean_kl, eager.mean_kl, "bf16", words, "pairs", 1),
+        Size("kl", kl, eager.kl, "fp32", words, "pairs"),
+        Size("logprob-two-pass", token_logprobs, eager.token_logprobs, "bf16", words, "tokens", 2),
     ]
 
 
 def time_on(device: str, backends: Sequence[Any]) -> list[TimeRow]:
     """The rows of a device's backends, but for the reference where there is another."""
     fast = [backend for backend in backends if backend != "reference"] or list(backends)
-    return [row for case in sizes(device) for row in _rows(case, device, fast)]
+    return [row for size in sizes(device) for row in _rows(size, device, fast)]
 
 
-def _rows(case: Case, device: str, backends: Sequence[Any]) -> list[TimeRow]:
-    inputs = make_inputs(case, rotation(case.input_bytes) if device == "cpu" else 1, device)
+def _rows(size: Size, device: str, backends: Sequence[Any]) -> list[TimeRow]:
+    input_bytes = sum(size.sizes)
+    copies = rotation(input_bytes) if device == "cpu" else 1
+    inputs = [size.inputs(device) for _ in range(copies)]
     memory = torch.empty_like(inputs[0].storage)
-    eager = next(iter(case.op.eager().values()))
-    candidates: dict[str, Candidate] = {
-        **{backend: candidate(case.op, case.op.klfast(backend)) for backend in backends},
-        _EAGER: candidate(case.op, eager),
-        _COPY: lambda given: memory.copy_(given.storage),
+    candidates: dict[str, Callable[[Inputs], Any]] = {
+        backend: partial(size.run, partial(size.ours, backend=backend)) for backend in backends
     }
-    if device == "cpu":
-        timings = interleave(candidates, inputs, ROUNDS)
-        seconds = {name: timing.median for name, timing in timings.items()}
-    else:
-        seconds = _on_gpu(candidates, inputs[0], torch.device(device))
-    copied = 2 * case.input_bytes / seconds[_COPY]
+    candidates[_EAGER] = partial(size.run, size.eager)
+    candidates[_COPY] = lambda given: memory.copy_(given.storage)
+    seconds = (_on_cpu if device == "cpu" else _on_gpu)(candidates, inputs)
+    copied = 2 * input_bytes / seconds[_COPY]
     return [
         TimeRow(
             device,
-            case.name,
+            size.case,
             backend,
             seconds[backend] * 1e3,
-            case.least_bytes / seconds[backend] / 1e9,
-            case.least_bytes / seconds[backend] / copied,
+            size.least_bytes / seconds[backend] / 1e9,
+            size.least_bytes / seconds[backend] / copied,
             seconds[_EAGER] * 1e3,
-            case.least_bytes,
+            size.least_bytes,
         )
         for backend in backends
     ]
 
 
-def _on_gpu(candidates: dict[str, Candidate], inputs: Any, place: torch.device) -> dict[str, float]:
+def _on_cpu(
+    candidates: dict[str, Callable[[Inputs], Any]], inputs: Sequence[Inputs]
+) -> dict[str, float]:
+    def timed(timer: timeit.Timer, calls: int) -> Callable[[], float]:
+        seconds = timer.timeit(calls) / calls
+        return lambda: seconds
+
+    timers = timers_of(candidates, inputs)
+    measures = {name: partial(timed, each, calls_per_timing(each)) for name, each in timers.items()}
+    return _medians(alternate(measures, ROUNDS))
+
+
+def _on_gpu(
+    candidates: dict[str, Callable[[Inputs], Any]], inputs: Sequence[Inputs]
+) -> dict[str, float]:
     """By the device's clock, with cold caches."""
+    place = inputs[0].storage.device
     with torch.cuda.device(place):
         gpu = Cuda(place)
-        for call in candidates.values():
-            call(inputs)
+        calls = {name: partial(call, inputs[0]) for name, call in candidates.items()}
+        for call in calls.values():
+            call()
         queued = {
-            name: partial(gpu.queue, partial(call, inputs), cold=True, head_start=1e-4)
-            for name, call in candidates.items()
+            name: partial(gpu.queue, call, cold=True, head_start=1e-4)
+            for name, call in calls.items()
         }
-        timed = alternate(queued, ROUNDS, gpu.synchronize)
-    return {name: sorted(rounds)[len(rounds) // 2] for name, rounds in timed.items()}
+        return _medians(alternate(queued, ROUNDS, gpu.synchronize))
+
+
+def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 TIMES = ("device", "case", "backend", "ms", "GB/s", "of a copy", "eager ms", "eager / klfast")

@@ -14,7 +14,9 @@ import pytest
 from experiment import metrics, no_pictures, one_corpus, without_times
 
 import klfast
-from klfast.__main__ import main
+from benchmarks.__main__ import main as benchmarks_main
+from klfast.__main__ import main as klfast_main
+from lab.__main__ import main as lab_main
 
 CATEGORY = "command line"
 SHORT = ["--steps", "6", "--pretrain-steps", "2", "--arms", "none,adaptive", "--no-bench"]
@@ -33,7 +35,7 @@ def _quick():
         yield
 
 
-def outcome(*arguments):
+def outcome(*arguments, main=lab_main):
     """(exit code, standard error) of a command in this process."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -92,14 +94,15 @@ def test_bad_options_are_refused_and_nothing_is_written(hunt, tmp_path):
         hunt.check(not out.exists(), options)
         hunt.check("Traceback" not in errors, options, got=errors)
         shutil.rmtree(out, ignore_errors=True)
-    for arguments in (
-        ["dance"],
-        [],
-        ["bench", "--rounds", "x"],
-        ["bench", "--dtypes", "fp7"],
-        ["info", "x"],
+    for main, *arguments in (
+        (lab_main, "dance"),
+        (lab_main,),
+        (benchmarks_main, "--rounds", "x"),
+        (benchmarks_main, "--dtypes", "fp7"),
+        (klfast_main, "info", "x"),
+        (klfast_main, "compare"),
     ):
-        code, errors = outcome(*arguments)
+        code, errors = outcome(*arguments, main=main)
         hunt.equal(code, 2, arguments)
         hunt.check("error" in errors and "Traceback" not in errors, arguments, got=errors)
 
@@ -119,7 +122,7 @@ def finished(tmp_path_factory):
 
 
 def started(out, at_least, **options):
-    command = [sys.executable, "-m", "klfast", "compare", "--out", str(out), *SHORT]
+    command = [sys.executable, "-m", "lab", "compare", "--out", str(out), *SHORT]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options
     )
@@ -227,21 +230,21 @@ def test_damaged_folders_are_refused_and_left_as_they_are(hunt, finished, tmp_pa
 @pytest.mark.parametrize(
     "line",
     [
-        "info | true",
-        "info >&-",
-        whole("info >&- 2>&-"),
-        whole("--help | head -n 1"),
-        whole(f"compare --out out {' '.join(SHORT)} >&-"),
-        whole(f"compare --out out {' '.join(SHORT)} | true"),
+        "klfast info | true",
+        "klfast info >&-",
+        whole("klfast info >&- 2>&-"),
+        whole("klfast --help | head -n 1"),
+        whole(f"lab compare --out out {' '.join(SHORT)} >&-"),
+        whole(f"lab compare --out out {' '.join(SHORT)} | true"),
     ],
 )
 def test_an_output_that_goes_away_ends_nothing(hunt, tmp_path, line):
     process = subprocess.run(
-        ["bash", "-c", f"$KLFAST {line}; exit ${{PIPESTATUS[0]}}"],
+        ["bash", "-c", f"$PYTHON -m {line}; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
         timeout=240,
         cwd=tmp_path,
-        env={**os.environ, "KLFAST": f"{sys.executable} -m klfast"},
+        env={**os.environ, "PYTHON": sys.executable},
     )
     hunt.equal(process.returncode, 0, line, process.stderr.decode())
     hunt.check(b"Traceback" not in process.stderr, line, got=process.stderr)

@@ -16,11 +16,9 @@ import torch
 from filelock import FileLock
 from fresh import run_fresh
 
+from benchmarks import sass
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import sass  # noqa: E402
-
 HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
 pytestmark = [

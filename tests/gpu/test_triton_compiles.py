@@ -3,8 +3,6 @@
 import inspect
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton_compile import assert_no_spills, build, build_nvidia, instructions, recorded
 from triton_variants import PLAIN, constants, token_kernel, unit_gradient_kernel
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import sass
-
+from benchmarks import sass
 from klfast import Estimator
 from klfast.backends.triton import penalty_kernels as triton_kernels
 from klfast.backends.triton import penalty_launch as triton_launch

@@ -1,4 +1,4 @@
-"""No option falls off a cliff. How fast things are is for `klfast bench` to say."""
+"""No option falls off a cliff. How fast things are is for `python -m benchmarks` to say."""
 
 import timeit
 

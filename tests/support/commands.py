@@ -15,7 +15,9 @@ import pytest
 from readme import ROOT
 from setuptools.command.build_ext import build_ext
 
-from klfast.__main__ import COMMANDS, main
+from benchmarks import __main__ as benchmarks_program
+from klfast import __main__ as klfast_program
+from lab import __main__ as lab_program
 
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+|[a-z]+)=.*")
 """Of the environment, or the shell's own, in small letters."""
@@ -63,24 +65,52 @@ def make(words):
 
 def klfast(words):
     """The options are the command's. What ends at once is run."""
+    command = klfast_program.COMMANDS.get(words[0]) if words != ["info"] else None
+    _program_of(klfast_program.main, command, words)
+
+
+def lab(words):
+    """The options are the command's."""
+    _program_of(lab_program.main, lab_program.COMMANDS.get(words[0]), words)
+
+
+def benchmarks(words):
+    """The options are those of the benchmark."""
+    _program_of(benchmarks_program.main, "benchmarks.command", words)
+
+
+def _program_of(main, module, words):
+    """A command line, whose module's ``run`` does nothing, ends well."""
     with pytest.MonkeyPatch.context() as patch:
-        if words[0] in COMMANDS and words != ["info"]:
-            patch.setattr(f"{COMMANDS[words[0]]}.run", lambda arguments: 0)
+        if module is not None:
+            patch.setattr(f"{module}.run", lambda arguments: 0)
         try:
             code = main(words)
         except SystemExit as ended:  # --version; a mistake is 2
             code = ended.code
-    assert code in (0, None), f"klfast {shlex.join(words)} ends with {code}"
+    assert code in (0, None), f"{main.__module__} {shlex.join(words)} ends with {code}"
+
+
+def module(name):
+    """A module of the laboratory or the benchmarks that tests import, run without options."""
+
+    def check(words):
+        assert words == []
+        tests = [test.read_text() for test in ROOT.glob("tests/**/test_*.py")]
+        package, _, last = name.rpartition(".")
+        assert any(name in text or f"from {package} import {last}" in text for text in tests), name
+
+    return check
 
 
 def torchrun(words):
-    """Torchrun takes its options; the program is klfast's, or one that a test runs."""
+    """Torchrun takes its options; the program is the laboratory's, or one that a test runs."""
     from torch.distributed.run import parse_args
 
     arguments = parse_args(words)
     if arguments.module:
-        assert arguments.training_script == "klfast"
-        klfast(arguments.training_script_args)
+        assert arguments.training_script == "lab"
+        lab(arguments.training_script_args)
     else:
         _program(arguments.training_script)
 
@@ -177,7 +207,16 @@ CHECKS = {
     "torchrun": torchrun,
 }
 
-MODULES = {"klfast": klfast, "pip": pip, "pytest": pytest_, "venv": venv}
+MODULES = {
+    "benchmarks": benchmarks,
+    "benchmarks.report": module("benchmarks.report"),
+    "klfast": klfast,
+    "lab": lab,
+    "lab.study.experiment": module("lab.study.experiment"),
+    "pip": pip,
+    "pytest": pytest_,
+    "venv": venv,
+}
 """Of ``python -m``."""
 
 
@@ -191,6 +230,7 @@ def _code():
         ".github/workflows/*.yml",
         "klfast/**/*.py",
         "csrc/**/*",
+        "lab/**/*.py",
         "benchmarks/*.py",
         "tests/**/conftest.py",
     ):

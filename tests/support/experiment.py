@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from klfast.experiment import compare as compare_module
-from klfast.experiment import folder
-from klfast.experiment.pictures import Picture
-from klfast.experiment.text import load_corpus
+from lab import compare as compare_module
+from lab import folder
+from lab.pictures import Picture
+from lab.text import load_corpus
 
 TINY = {
     "pretrain_steps": 3,

@@ -2,7 +2,7 @@
 
 import time
 
-from klfast.bench.gpu_timing import Cuda
+from benchmarks.gpu_timing import Cuda
 
 
 class FakeGpu:

@@ -1,7 +1,7 @@
 """Records of the experiment with chosen numbers."""
 
-from klfast.experiment.accuracy import Accuracy, Bin
-from klfast.experiment.errors import EDGES, SAMPLED
+from lab.accuracy import Accuracy, Bin
+from lab.errors import EDGES, SAMPLED
 
 
 def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):

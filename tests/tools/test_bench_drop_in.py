@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import drop_in, idle
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import drop_in  # noqa: E402
-
-from klfast.bench import idle  # noqa: E402
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

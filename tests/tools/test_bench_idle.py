@@ -7,15 +7,15 @@ import types
 
 import pytest
 
-from klfast.__main__ import main
-from klfast.bench import idle, measure
-from klfast.bench.idle import LIMIT, NOTHING, SLACK, Load, Reading, between, parse_stat
-from klfast.bench.measure import ATTEMPTS, Plan, time_idle
-from klfast.bench.report import loaded_text
+from benchmarks import idle, measure
+from benchmarks.__main__ import main
+from benchmarks.idle import LIMIT, NOTHING, SLACK, Load, Reading, between, parse_stat
+from benchmarks.measure import ATTEMPTS, Plan, time_idle
+from benchmarks.outcome import loaded_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = ["bench", "--quick", "--no-compile", "--rounds", "1", "--ops", "forward"]
+QUICK = ["--quick", "--no-compile", "--rounds", "1", "--ops", "forward"]
 CASES = ["forward fp32 16x256", "forward bf16 16x256"]
 BUSY = Load(others=3.0, capacity=10.0, all_others=3.0, all_capacity=20.0)
 IDLE = Load(others=0.1, capacity=10.0, all_others=0.1, all_capacity=20.0)
@@ -130,8 +130,8 @@ def test_a_load_before_is_refused_before_anything_is_measured(loads, tmp_path, c
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == (
-        f"klfast bench: error: {out} cannot be written: other processes take 30% of the cores' "
-        "time; measure when they are done, or pass --allow-load, which the file will say\n"
+        f"python -m benchmarks: error: {out} cannot be written: other processes take 30% of the "
+        "cores' time; measure when they are done, or pass --allow-load, which the file will say\n"
     )
     assert (loads["looked"], out.exists()) == (0, False)
 

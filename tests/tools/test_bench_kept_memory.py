@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from klfast.__main__ import main
-from klfast.bench import allocator, timing
-from klfast.bench.timing import interleave
+from benchmarks import allocator, timing
+from benchmarks.__main__ import main
+from benchmarks.timing import interleave
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
@@ -26,7 +26,7 @@ LARGE_PAGE = 2 << 20
 def fill_faults(keep):
     """Page faults of a fill of a new gradient of each size, in a process of its own."""
     code = (
-        "import json, torch; from klfast.bench import allocator, timing\n"
+        "import json, torch; from benchmarks import allocator, timing\n"
         f"if {keep}: allocator.keep_memory()\n"
         "def call(size): return torch.empty(size, dtype=torch.uint8).fill_(1)\n"
         "def faults(size):\n"
@@ -58,7 +58,7 @@ def test_by_default_a_large_gradient_is_new_memory_every_time():
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "given-back"])
 def test_every_candidate_of_the_command_meets_the_same_memory(tmp_path, keep):
     out = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "klfast", "bench", "--ops", "one-read", "--dtypes", "fp32"]
+    command = [sys.executable, "-m", "benchmarks", "--ops", "one-read", "--dtypes", "fp32"]
     command += ["--shapes", "320x32768", "--rounds", "5", "--no-compile", "--reuse-inputs"]
     command += ["--allow-load", "--out", str(out), *["--keep-memory"] * keep]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -94,10 +94,10 @@ def test_an_allocator_that_keeps_nothing_is_a_mistake(monkeypatch, capsys, libc,
     faults = iter(range(0, 10**9, 10**6))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(allocator, "page_faults", lambda: next(faults))
-    assert main(["bench", "--quick", "--keep-memory"]) == 2
+    assert main(["--quick", "--keep-memory"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"klfast bench: error: {message}\n"
+    assert printed.err == f"python -m benchmarks: error: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from klfast.__main__ import main
-from klfast.bench import measure, memory
-from klfast.bench.cases import Case
-from klfast.bench.suites import OPS
+from benchmarks import measure, memory
+from benchmarks.__main__ import main
+from benchmarks.cases import Case
+from benchmarks.suites import OPS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -35,7 +35,7 @@ KNOWN = {
 def test_known_peaks_are_found():
     calls = ", ".join(f"peak_of(lambda: {call})" for call in KNOWN)
     code = (
-        "import torch; from klfast.bench.memory import peak_of; MIB = 1 << 20\n"
+        "import torch; from benchmarks.memory import peak_of; MIB = 1 << 20\n"
         "def ones(size): return torch.ones(size, dtype=torch.uint8)\n"
         f"print([{calls}])"
     )
@@ -78,7 +78,7 @@ def test_the_command_shows_and_writes_peaks(monkeypatch, tmp_path, capsys):
     out = tmp_path / "bench.json"
     options = ["--suite", "logits", "--ops", "logprob", "--dtypes", "bf16", "--out", str(out)]
     options += ["--shapes", "9x70000"]
-    assert main(["bench", "--quick", "--no-compile", "--allow-load", *options]) == 0
+    assert main(["--quick", "--no-compile", "--allow-load", *options]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[-2:] == ["MB", "flags"]
     unflagged = [re.sub("( +(noisy|busy|noisy, busy))?$", "", line) for line in lines]

@@ -2,17 +2,13 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import pending, report
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import pending  # noqa: E402
-import report  # noqa: E402
-
 BYTES_PER_TOKEN = {"forward": 9, "one-read": 13}
 SPEEDS = {"native": 900.0, "triton": 800.0, "eager": 100.0, "torch.compile": 450.0, "read": 1000.0}
 
@@ -44,7 +40,7 @@ def made_up_row(op, shape, impl, packed=False):
 
 @pytest.fixture
 def made_up():
-    """Results such as `klfast bench --device cuda` writes."""
+    """Results such as `python -m benchmarks --device cuda` writes."""
     places = [([8, 512], False), ([256, 8192], False), ([256, 8192], True)]
     return {
         "conditions": {
@@ -115,7 +111,7 @@ def made_up_logits_rows(kind):
 
 @pytest.fixture
 def made_up_logits(made_up):
-    """Results such as `klfast bench --suite logits` writes."""
+    """Results such as `python -m benchmarks --suite logits` writes."""
     of_inputs = {"suite": "logits", "logits_std": 2.5, "inputs": "rotated", "threads": 2}
     return {
         "conditions": {**made_up["conditions"], **of_inputs},

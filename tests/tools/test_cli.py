@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import klfast
-from klfast.__main__ import main
-from klfast.experiment import run
-from klfast.experiment.text import load_corpus
+from klfast.__main__ import main as klfast_main
+from lab import run
+from lab.__main__ import main
+from lab.text import load_corpus
 
 ROOT = Path(klfast.__file__).parents[1]
 SHORT = ["--steps", "2", "--arms", "adaptive", "--pretrain-steps", "2", "--no-bench"]
@@ -51,18 +52,25 @@ def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, capsys, ar
     out = tmp_path / "out"
     assert main(["compare", "--out", str(out), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("klfast compare: error: ")
+    assert error.startswith("python -m lab compare: error: ")
     assert message in error
     assert error.count("\n") == 1
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    "arguments", [["compare", "--steps", "many"], ["compare", "--speed", "1"], ["dance"], []]
+    ("program", "arguments"),
+    [
+        (main, ["compare", "--steps", "many"]),
+        (main, ["compare", "--speed", "1"]),
+        (main, ["dance"]),
+        (main, []),
+        *((klfast_main, [moved]) for moved in ("bench", "compare", "study")),
+    ],
 )
-def test_an_unknown_word_is_an_error_of_usage(capsys, arguments):
+def test_an_unknown_word_is_an_error_of_usage(capsys, program, arguments):
     with pytest.raises(SystemExit, match="2"):
-        main(arguments)
+        program(arguments)
     assert "error:" in capsys.readouterr().err
 
 
@@ -86,7 +94,7 @@ def test_a_read_only_output_folder_is_refused(tmp_path, capsys):
 @pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
-    command = [sys.executable, "-m", "klfast", "compare", "--steps", "1000", "--arms"]
+    command = [sys.executable, "-m", "lab", "compare", "--steps", "1000", "--arms"]
     command += ["none,adaptive", "--pretrain-steps", "2", "--no-bench", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "metrics.jsonl"
@@ -111,7 +119,7 @@ INTERRUPTED = {
     "raised": "raise KeyboardInterrupt",
     "signal": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
 }
-ENTRY = "import sys; from klfast.__main__ import main; sys.exit(main())"
+ENTRY = "import sys; from lab.__main__ import main; sys.exit(main())"
 
 
 def while_importing_torch(folder, source, *command):
@@ -128,7 +136,11 @@ def while_importing_torch(folder, source, *command):
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 @pytest.mark.parametrize("source", INTERRUPTED.values(), ids=INTERRUPTED)
-@pytest.mark.parametrize("command", [("klfast",), ("-m", "klfast"), ("-mklfast",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [("klfast",), ("-m", "klfast"), ("-mklfast",), ("-m", "lab"), ("-m", "benchmarks")],
+    ids=" ".join,
+)
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, command, source):
     ended = while_importing_torch(tmp_path, source, *command, "info")
     assert (ended.stdout, ended.stderr) == ("", "")
@@ -157,7 +169,7 @@ def test_ctrl_c_while_commands_are_imported_is_no_traceback(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("klfast.__main__.importlib.import_module", interrupt)
-    assert main(["info"]) == 130
+    assert klfast_main(["info"]) == 130
 
 
 def shell(line, **environment):
@@ -166,7 +178,7 @@ def shell(line, **environment):
         ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
         timeout=120,
-        env={**os.environ, "KLFAST": f"{sys.executable} -m klfast", **environment},
+        env={**os.environ, "PYTHON": sys.executable, **environment},
     )
     return process.returncode, process.stdout.decode(), process.stderr.decode()
 
@@ -182,11 +194,11 @@ OUTPUTS = {
     "all-closed": (">&- 2>&-", {}),
 }
 COMMANDS = {
-    "compare": "compare --out out " + " ".join(SHORT),
-    "bench": "bench --quick --no-compile --rounds 1 --dtypes fp32 --ops forward --out bench.json "
-    "--allow-load",
-    "info": "info",
-    "help": "--help",
+    "compare": "lab compare --out out " + " ".join(SHORT),
+    "bench": "benchmarks --quick --no-compile --rounds 1 --dtypes fp32 --ops forward "
+    "--out bench.json --allow-load",
+    "info": "klfast info",
+    "help": "klfast --help",
 }
 
 
@@ -204,7 +216,7 @@ COMMANDS = {
 )
 def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
     command, (redirection, environment) = COMMANDS[name], OUTPUTS[output]
-    code, _, errors = shell(f"cd {tmp_path}; $KLFAST {command} {redirection}", **environment)
+    code, _, errors = shell(f"cd {tmp_path}; $PYTHON -m {command} {redirection}", **environment)
     assert (code, "Traceback" in errors, "rror:" in errors) == (0, False, False), errors
     if name == "compare":
         assert "Settings" in (tmp_path / "out" / "report.html").read_text()
@@ -217,7 +229,7 @@ def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
 def test_what_an_encoding_lacks_is_a_question_mark(tmp_path):
     code, printed, _ = shell(
-        f"cd {tmp_path}; $KLFAST {COMMANDS['compare']}", PYTHONIOENCODING="ascii"
+        f"cd {tmp_path}; $PYTHON -m {COMMANDS['compare']}", PYTHONIOENCODING="ascii"
     )
     assert code == 0
     assert "?adaptive (Ziegler)?" in printed
@@ -227,21 +239,12 @@ def test_what_an_encoding_lacks_is_a_question_mark(tmp_path):
 def test_the_version_is_said_with_its_commit(monkeypatch, capsys):
     monkeypatch.setenv("KLFAST_COMMIT", "abc1234")
     with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+        klfast_main(["--version"])
     assert capsys.readouterr().out == f"klfast {klfast.__version__}, commit abc1234\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full device")
 def test_a_full_disk_behind_the_output_is_still_an_error():
-    code, _, errors = shell("$KLFAST info > /dev/full")
+    code, _, errors = shell("$PYTHON -m klfast info > /dev/full")
     assert code != 0
     assert "No space left on device" in errors
-
-
-def test_importing_klfast_leaves_the_experiment_alone():
-    heavy = ["klfast.experiment", "rich", "matplotlib"]
-    code = f"import klfast, sys; print([name for name in {heavy} if name in sys.modules])"
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() == "[]"

@@ -5,12 +5,12 @@ import torch
 from made_up_run import rows
 
 import klfast
-from klfast.experiment.answer import answer
-from klfast.experiment.arms import ARMS
-from klfast.experiment.recipe import controller_text, estimator_text, recipe
-from klfast.experiment.settings import ARM_NAMES, Settings
-from klfast.experiment.summary import summarise
-from klfast.experiment.train import ESTIMATOR, estimator
+from lab.answer import answer
+from lab.arms import ARMS
+from lab.recipe import controller_text, estimator_text, recipe
+from lab.settings import ARM_NAMES, Settings
+from lab.summary import summarise
+from lab.train import ESTIMATOR, estimator
 
 # The last third of 6 steps is 2.
 NONE = rows("none", [0, 20, 40, 60, 80, 100], coefficient=0.0, reward=0.9)

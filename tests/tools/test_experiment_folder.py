@@ -16,10 +16,10 @@ import time
 import pytest
 from experiment import contents, no_pictures, one_corpus
 
-from klfast.__main__ import main
-from klfast.experiment import folder, run
-from klfast.experiment.lock import LOCK, locked
-from klfast.experiment.settings import CompareError
+from lab import folder, run
+from lab.__main__ import main
+from lab.lock import LOCK, locked
+from lab.settings import CompareError
 
 SHORT = ["--steps", "2", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
 LONG = ["--steps", "1000", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
@@ -42,7 +42,7 @@ def fail(text):
 
 def started(out, *arguments):
     """A process that compares, and has made its first step."""
-    command = [sys.executable, "-m", "klfast", "compare", *LONG, "--out", str(out), *arguments]
+    command = [sys.executable, "-m", "lab", "compare", *LONG, "--out", str(out), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     metrics = out / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -196,7 +196,7 @@ def test_a_folder_that_is_not_klfasts_is_refused_untouched(tmp_path, capsys, put
     assert main(["compare", "--out", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
     if arguments != ["--resume"]:
-        assert f"no folder of klfast compare, which did not write its {named};" in error
+        assert f"no folder of python -m lab compare, which did not write its {named};" in error
     assert error.count("\n") == 1
     assert contents(tmp_path) == before
     assert sorted(tmp_path.rglob("*")) == names

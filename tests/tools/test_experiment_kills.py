@@ -14,8 +14,8 @@ import pytest
 import torch
 from experiment import TINY, metrics, no_pictures, one_corpus, without_times
 
-from klfast.experiment import folder, run
-from klfast.experiment.compare import Options, compare
+from lab import folder, run
+from lab.compare import Options, compare
 
 KILLS = 20
 ARMS = ("none", "adaptive", "nupi")

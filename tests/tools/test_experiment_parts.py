@@ -9,14 +9,14 @@ import torch
 from made_up_run import FAR, NEAR, bins, rows
 
 import klfast
-from klfast.experiment import folder, summary, train
-from klfast.experiment.accuracy import measure, read_accuracy
-from klfast.experiment.errors import SAMPLED, token_errors
-from klfast.experiment.means import number
-from klfast.experiment.model import GPT, continuation_logits, perplexity, sample
-from klfast.experiment.plots import STYLES
-from klfast.experiment.reading import reading
-from klfast.experiment.settings import (
+from lab import folder, summary, train
+from lab.accuracy import measure, read_accuracy
+from lab.errors import SAMPLED, token_errors
+from lab.means import number
+from lab.model import GPT, continuation_logits, perplexity, sample
+from lab.plots import STYLES
+from lab.reading import reading
+from lab.settings import (
     ARM_NAMES,
     DEFAULT_ARMS,
     CompareError,
@@ -25,7 +25,7 @@ from klfast.experiment.settings import (
     settings_from_json,
     settings_to_json,
 )
-from klfast.experiment.text import build_corpus, load_corpus, prose_paragraphs, random_prompts
+from lab.text import build_corpus, load_corpus, prose_paragraphs, random_prompts
 
 PARAGRAPHS = [f"the {word} is a kind of thing that one sees" for word in "abcdefghijklmnopqrst"]
 

@@ -9,15 +9,15 @@ from made_up_run import FAR, NEAR, bins, rows
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from klfast.experiment import drawing, folder, palette
-from klfast.experiment.accuracy_plot import _draw_bias, _draw_std
-from klfast.experiment.drawing import Panel, png, spread, svg
-from klfast.experiment.errors import SAMPLED
-from klfast.experiment.frontier_plot import frontier_panel, path
-from klfast.experiment.pictures import draw_pictures
-from klfast.experiment.plots import STYLES, curve_panels
-from klfast.experiment.settings import ARM_NAMES, OFF_POLICY_ARMS, Settings
-from klfast.experiment.summary import summarise
+from lab import drawing, folder, palette
+from lab.accuracy_plot import _draw_bias, _draw_std
+from lab.drawing import Panel, png, spread, svg
+from lab.errors import SAMPLED
+from lab.frontier_plot import frontier_panel, path
+from lab.pictures import draw_pictures
+from lab.plots import STYLES, curve_panels
+from lab.settings import ARM_NAMES, OFF_POLICY_ARMS, Settings
+from lab.summary import summarise
 
 ARMS = ("none", "fixed-low", "adaptive")
 SETTINGS = Settings(steps=6, arms=ARMS, target=6.0)

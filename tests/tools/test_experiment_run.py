@@ -13,10 +13,10 @@ import torch
 from experiment import contents, metrics, no_pictures, one_corpus, without_times
 
 from klfast import provenance
-from klfast.experiment import compare as compare_module
-from klfast.experiment import folder, run
-from klfast.experiment.compare import Options, compare
-from klfast.experiment.settings import CompareError
+from lab import compare as compare_module
+from lab import folder, run
+from lab.compare import Options, compare
+from lab.settings import CompareError
 
 TINY = {**experiment.TINY, "steps": 4, "arms": ("none", "adaptive")}
 
@@ -376,7 +376,7 @@ def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsy
         row = {"case": "this run [4, 6]", "impl": "eager", "median_ms": 1.5, "min_ms": 0.75}
         return [{**row, "ratio": 12.5, "busy": True}]
 
-    monkeypatch.setitem(sys.modules, "klfast.bench", SimpleNamespace(time_kl_step=timed))
+    monkeypatch.setitem(sys.modules, "benchmarks.kl_step", SimpleNamespace(time_kl_step=timed))
     assert compare(options(tmp_path, bench=True))
     assert seen == [((4, 6),) * 3]
     rows_timed = (tmp_path / "speed.json").read_bytes()

@@ -9,15 +9,15 @@ import torch
 from experiment import corpus, metrics, no_pictures, one_corpus, without_times
 
 import klfast
-from klfast.experiment import folder, off_policy, train
-from klfast.experiment.arms import PARTNER
-from klfast.experiment.compare import Options, compare
-from klfast.experiment.model import continuation_logits, frozen_copy
-from klfast.experiment.pretrain import new_pretraining, pretrain_step
-from klfast.experiment.sampler_summary import read_drift, summarise_drift
-from klfast.experiment.settings import OFF_POLICY_ARMS, CompareError, Settings, check_settings
-from klfast.experiment.summary import summarise
 from klfast.rollout.presets import PRESETS
+from lab import folder, off_policy, train
+from lab.arms import PARTNER
+from lab.compare import Options, compare
+from lab.model import continuation_logits, frozen_copy
+from lab.pretrain import new_pretraining, pretrain_step
+from lab.sampler_summary import read_drift, summarise_drift
+from lab.settings import OFF_POLICY_ARMS, CompareError, Settings, check_settings
+from lab.summary import summarise
 
 TINY = {
     **experiment.TINY,

@@ -12,14 +12,14 @@ import pytest
 import torch
 from experiment import metrics
 
-from klfast.__main__ import main
-from klfast.experiment import compare as compare_module
-from klfast.experiment import folder, train
-from klfast.experiment.compare import Options, compare
-from klfast.experiment.settings import CompareError
-from klfast.experiment.team import ALONE, Team, assembled
-from klfast.experiment.text import load_corpus
 from klfast.stats import KLStats
+from lab import compare as compare_module
+from lab import folder, train
+from lab.__main__ import main
+from lab.compare import Options, compare
+from lab.settings import CompareError
+from lab.team import ALONE, Team, assembled
+from lab.text import load_corpus
 
 exhaustive = pytest.mark.exhaustive
 
@@ -32,8 +32,8 @@ SMALL = {"layers": 1, "width": 16, "heads": 2, "held_out_windows": 4, "continuat
 LAUNCHED = """
 import json, os, signal, sys, time
 from pathlib import Path
-from klfast.experiment import compare as module, run
-from klfast.experiment.compare import Options, compare
+from lab import compare as module, run
+from lab.compare import Options, compare
 module.draw_pictures = lambda *of: {}
 chosen, out, resume, parallel, timeout, checks, end = json.loads(sys.argv[1])
 chosen |= {"arms": tuple(chosen["arms"])} if chosen else {}
@@ -175,9 +175,9 @@ def test_an_error_of_the_first_rank_ends_all_with_one_sentence(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    finished = torchrun(2, ["-m", "klfast", "compare", "--out", str(out)])
+    finished = torchrun(2, ["-m", "lab", "compare", "--out", str(out)])
     assert finished.returncode != 0
-    assert finished.stderr.count("klfast compare: error:") == 1
+    assert finished.stderr.count("python -m lab compare: error:") == 1
     assert "did not write its notes.txt" in finished.stderr
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
@@ -242,7 +242,7 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(tmp_path, monkeypatch
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("RANK", "1")
     assert main(["compare", "--resume", "--out", str(tmp_path)]) == 2
-    assert "klfast compare: error on rank 1: nothing to resume" in capsys.readouterr().err
+    assert "python -m lab compare: error on rank 1: nothing to resume" in capsys.readouterr().err
 
 
 def test_more_processes_than_prompts_are_refused(tmp_path, monkeypatch):
@@ -269,7 +269,7 @@ def test_shares_are_all_of_the_batch(size, count):
 def test_a_shares_samples_are_those_of_the_whole_batch():
     corpus = load_corpus()
     settings = train.Settings(**{**SMALL, "prompts": 4, "group": 2, "pretrain_steps": 1})
-    from klfast.experiment.pretrain import new_pretraining
+    from lab.pretrain import new_pretraining
 
     world = train.build_world(corpus, new_pretraining(corpus, settings).model, settings)
     whole = train.sample_batch(train.new_arm("none", world, settings), world, settings)

@@ -9,18 +9,19 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
+from benchmarks import gpu, gpu_timing, rivals, tokens
+from benchmarks.__main__ import main
+from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
+from benchmarks.cases import DTYPES, Case, make_inputs
+from benchmarks.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
+from benchmarks.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
+from benchmarks.logits import OPS as LOGITS_OPS
+from benchmarks.measure import Skip, check_candidates
+from benchmarks.suites import OPS, SUITES
+from benchmarks.timing import Timing
+from benchmarks.tokens import boundaries
 from klfast import backends
-from klfast.__main__ import main
-from klfast.bench import gpu, gpu_timing, rivals, tokens
-from klfast.bench.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
-from klfast.bench.cases import DTYPES, Case, make_inputs
-from klfast.bench.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
-from klfast.bench.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
-from klfast.bench.logits import OPS as LOGITS_OPS
-from klfast.bench.measure import Skip, check_candidates
-from klfast.bench.suites import OPS, SUITES
-from klfast.bench.timing import Timing
-from klfast.bench.tokens import boundaries
+from klfast.selfcheck import clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,12 +31,12 @@ token_ops = pytest.mark.parametrize(
     "op", [OPS[name] for name in TOKENS.gpu_ops], ids=TOKENS.gpu_ops
 )
 logits_ops = pytest.mark.parametrize("op", LOGITS_OPS.values(), ids=LOGITS_OPS)
-LOGITS_COMMAND = ["bench", "--device", "cuda", "--suite", "logits", "--quick", "--no-compile"]
+LOGITS_COMMAND = ["--device", "cuda", "--suite", "logits", "--quick", "--no-compile"]
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """`klfast bench --device cuda`, on the CPU."""
+    """`python -m benchmarks --device cuda`, on the CPU."""
     monkeypatch.setattr(gpu, "find_place", lambda: CPU)
     monkeypatch.setattr(gpu, "Cuda", FakeGpu)
     monkeypatch.setattr(gpu, "_CEILING_BYTES", 1 << 20)
@@ -149,7 +150,7 @@ def test_events_enclose_the_call_alone_behind_a_head_start(monkeypatch, cold):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("sleep", cycles)))
-    monkeypatch.setattr(gpu_timing, "LEAST_FLUSH", 1)
+    monkeypatch.setattr(clock, "LEAST_FLUSH", 1)
     device = gpu_timing.Cuda(CPU)
     assert device._flush.nbytes == 2 * cache.L2_cache_size
     read_back = SimpleNamespace(amax=lambda: log.append("read"))
@@ -219,7 +220,7 @@ def test_a_promised_gpu_needs_every_backend(monkeypatch):
 
 def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
     out = tmp_path / "gpu.json"
-    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
+    command = ["--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
     assert main(command) == 0
     data = json.loads(out.read_text())
     assert data["finished"]
@@ -244,7 +245,7 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
 def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tokens, "eager_token_mean", lambda a, b, mask, cu=None: (a - b).sum())
     out = tmp_path / "gpu.json"
-    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
     assert main([*command, "--out", str(out)]) == 1
     data = json.loads(out.read_text())
     cases = ["one-read fp32 16x256", "one-read fp32 16x256 packed"]
@@ -270,7 +271,7 @@ def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_p
 
     monkeypatch.setattr(tokens.TokensOp, "klfast", broken)
     out = tmp_path / "gpu.json"
-    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
     assert main([*command, "--out", str(out)]) == 1
     data = json.loads(out.read_text())
     assert data["failed"]["two-pass fp32 16x256"] == "NoBackend: no backend of klfast works"
@@ -280,7 +281,7 @@ def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_p
 
 def test_what_does_not_fit_is_left_out_visibly(fake_gpu, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "Cuda", lambda place: FakeGpu(place, free=1 << 16))
-    command = ["bench", "--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
+    command = ["--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
     assert main(command) == 0
     assert "left out: forward fp32 16x256: needs 0.0 GiB of memory" in capsys.readouterr().out
 
@@ -383,14 +384,14 @@ def test_a_device_that_does_not_fit_the_options_is_a_mistake(
     monkeypatch, capsys, arguments, message
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsys):
     monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
     monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("missing",))
-    assert main(["bench", "--device", "cuda", "--quick"]) == 1
+    assert main(["--device", "cuda", "--quick"]) == 1
     assert "klfast cannot be timed on cpu: missing: why" in capsys.readouterr().err
 
 

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import command, gpu_check
+from benchmarks.gpu_check import Check, Phase, Step, judge
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import gpu_check  # noqa: E402
-from gpu_check import Check, Phase, Step, judge  # noqa: E402
-
-from klfast.bench import command  # noqa: E402
-
 # A script finds its neighbours only without this, which `make gpu-check` sets for the tests.
 WITHOUT_SAFEPATH = {k: value for k, value in os.environ.items() if k != "PYTHONSAFEPATH"}
 
@@ -83,7 +79,8 @@ def test_every_step_names_what_is_there(tmp_path):
     command.add_arguments(parser)
     suites = {}
     for step in steps[-2:]:
-        given = [part.format(budget=60) for part in step.command[step.command.index("bench") + 1 :]]
+        options = step.command[step.command.index("benchmarks") + 1 :]
+        given = [part.format(budget=60) for part in options]
         arguments = parser.parse_args(given)
         suites[arguments.out.name] = (arguments.device, arguments.suite, arguments.budget)
     assert suites == {"gpu.json": ("cuda", "tokens", 60), "gpu-logits.json": ("cuda", "logits", 60)}

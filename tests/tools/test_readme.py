@@ -23,7 +23,7 @@ from klfast.compat.patching.fingerprints import fingerprint
 from klfast.compat.patching.sites import Target, known
 from klfast.compat.targets import TARGETS
 from klfast.estimator import as_estimator
-from klfast.study.plant import Plant, Policy
+from lab.study.plant import Plant, Policy
 
 PAGES = [
     readme.README,
@@ -288,8 +288,8 @@ def test_the_example_of_an_early_stop():
 
 @pytest.mark.parametrize(
     "source",
-    [readme.code("plant"), readme.code("klfast.study.plant")],
-    ids=["docs/controllers.md", "klfast/study/plant.py"],
+    [readme.code("plant"), readme.code("lab.study.plant")],
+    ids=["docs/controllers.md", "lab/study/plant.py"],
 )
 def test_the_plant_moves_as_it_is_written(source):
     plant = Plant(-2.6, 1.3, 0.003, 0.1, 0.03, 0, -0.006, first=2.7, noise=0.3, wander=0.0)

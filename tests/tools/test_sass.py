@@ -1,19 +1,15 @@
 """The counter of machine code, on code that is short enough to count by hand."""
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks.machine_code import Kernel, feature_of, functions_of, pipe_of
 from klfast.backends import BACKENDS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from machine_code import Kernel, feature_of, functions_of, pipe_of  # noqa: E402
-
 # Reads vectors in a loop, adds their series where a vote allows, and stores a sum at the end.
 LISTING = """
 	.section	.text.sum,"ax",@progbits

@@ -12,13 +12,13 @@ from klfast import (
     NuPIKLController,
     PIDLagrangianKLController,
 )
-from klfast.__main__ import main
-from klfast.study.candidates import CANDIDATES, Candidate
-from klfast.study.measure import FACTORS, _octaves, judge, mean_miss
-from klfast.study.plant import Plant, Policy, fit, without_noise
-from klfast.study.records import Records, load_records, read_run, save_records
-from klfast.study.simulate import Course, simulate
-from klfast.study.table import ranked, reading, table
+from lab.__main__ import main
+from lab.study.candidates import CANDIDATES, Candidate
+from lab.study.measure import FACTORS, _octaves, judge, mean_miss
+from lab.study.plant import Plant, Policy, fit, without_noise
+from lab.study.records import Records, load_records, read_run, save_records
+from lab.study.simulate import Course, simulate
+from lab.study.table import ranked, reading, table
 
 PLANT = Plant(
     level=-2.5,
@@ -335,7 +335,7 @@ def test_the_sentences_follow_from_the_numbers(out):
         (["--target", "1e300"], "target must be a KL that the plant can be held at, between"),
         (["--target", "1e-300"], "target must be a KL that the plant can be held at, between"),
         (["--jump", "-1"], "jump must be a finite number > 0, got -1.0"),
-        (["--fit", "nowhere"], "not the folder of a run of klfast compare"),
+        (["--fit", "nowhere"], "not the folder of a run of python -m lab compare"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -357,8 +357,8 @@ def test_an_earlier_study_is_refused_untouched_and_kept_with_force(tmp_path, cap
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == (
-        f"klfast study: error: {tmp_path} holds an earlier study (study.md, study.json): move it "
-        f"to {tmp_path / 'earlier'} (--force), or choose another folder\n"
+        f"python -m lab study: error: {tmp_path} holds an earlier study (study.md, study.json): "
+        f"move it to {tmp_path / 'earlier'} (--force), or choose another folder\n"
     )
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == earlier
     assert main([*short, "--seed", "1", "--force"]) == 0
@@ -374,7 +374,7 @@ def test_a_study_that_cannot_be_written_is_refused_before_it_is_made(tmp_path, c
     assert main(["study", "--out", str(tmp_path / "file")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("klfast study: error: cannot write to the output folder")
+    assert printed.err.startswith("python -m lab study: error: cannot write to the output folder")
     assert printed.err.count("\n") == 1
 
 

@@ -1,25 +1,22 @@
 """docs/controllers.md has the numbers of the recorded study."""
 
 import json
-import runpy
 from pathlib import Path
 
 import torch
 
-from klfast.study.plant import fit
-from klfast.study.records import load_records
+from lab.settings import Settings
+from lab.study import experiment, report
+from lab.study.plant import fit
+from lab.study.records import load_records
 
 ROOT = Path(__file__).parents[2]
 
 
-def report():
-    return runpy.run_path(str(ROOT / "benchmarks" / "study_report.py"))
-
-
 def test_the_page_has_the_results():
     page = (ROOT / "docs" / "controllers.md").read_text()
-    assert report()["filled"](page) == page
-    assert all(block in page for block in report()["blocks"]().values())
+    assert report.filled(page) == page
+    assert all(block in page for block in report.blocks().values())
 
 
 def test_the_plant_of_the_page_is_the_fit_to_the_recorded_runs(set_num_threads):
@@ -31,3 +28,12 @@ def test_the_plant_of_the_page_is_the_fit_to_the_recorded_runs(set_num_threads):
     expected = json.loads((ROOT / "benchmarks" / "results" / "study.json").read_text())["plant"]
     for name, number in vars(fit(records)).items():
         assert abs(number - expected[name]) <= 1e-3 * abs(expected[name]) + 1e-6, name
+
+
+def test_the_experiment_has_every_rule_and_the_gains_of_its_runs():
+    study = json.loads(report.RESULTS.read_text())
+    recorded = json.loads(report.EXPERIMENT.read_text())
+    cases = [
+        (case.source, experiment.gains_of(case, Settings())) for case in experiment.cases(study)
+    ]
+    assert cases == [(rule["source"], rule["gains"]) for rule in recorded["rules"]]

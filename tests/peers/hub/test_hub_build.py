@@ -23,7 +23,7 @@ import klfast
 BACKENDS = ("cpu", "cuda", "rocm")
 FOREIGN = {"torch", "triton", "typing_extensions"}  # the last for type checkers alone
 """The rules allow the standard library and torch, with which Triton comes."""
-ABSENT = ("bench", "compat", "experiment", "study", "backends/native", "info", "log", "ops/load")
+ABSENT = ("compat", "backends/native", "info", "log", "ops/load")
 
 
 def contents(folder):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from klfast.bench import rivals
+from benchmarks import rivals
 
 # Liger's KLDiv calls a method of a scalar that only a compiled kernel's has.
 NOT_INTERPRETED = {("Liger", "kl")}
@@ -20,11 +20,11 @@ def test_both_libraries_are_here():
 @pytest.mark.parametrize(("library", "op"), [c for c in CALLS if c not in NOT_INTERPRETED])
 def test_a_call_is_right(library, op):
     code = f"""
-from klfast.bench import rivals
-from klfast.bench.cases import DTYPES, Case, make_inputs
-from klfast.bench.candidates import candidate
-from klfast.bench.measure import check_candidates
-from klfast.bench.suites import OPS
+from benchmarks import rivals
+from benchmarks.cases import DTYPES, Case, make_inputs
+from benchmarks.candidates import candidate
+from benchmarks.measure import check_candidates
+from benchmarks.suites import OPS
 
 op = OPS[{op!r}]
 call = candidate(op, rivals.installed()[0][{library!r}][{op!r}])

@@ -1,0 +1,1 @@
+"""How fast klfast is, and what its kernels cost: programs over the library, run from a checkout."""

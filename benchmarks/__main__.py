@@ -1,0 +1,30 @@
+"""``python -m benchmarks``: klfast timed against eager PyTorch and ``torch.compile``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+try:
+    from benchmarks import command
+    from klfast.streams import replace_standard_streams
+except KeyboardInterrupt:  # while torch is imported
+    sys.exit(130)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times what the options say, and returns the exit code: 2 for a mistake among them, 130 after
+    Ctrl-C.
+    """
+    try:
+        replace_standard_streams()
+        parser = argparse.ArgumentParser(prog="python -m benchmarks", description=command.HELP)
+        command.add_arguments(parser)
+        return command.run(parser.parse_args(argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

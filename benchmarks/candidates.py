@@ -1,0 +1,86 @@
+"""Who is timed: klfast, what is written without it, and ``torch.compile`` of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case, Forward, Inputs, Op
+from klfast.backends import BACKENDS
+from klfast.names import BackendName
+
+Candidate = Callable[[Any], Any]
+"""What is called with inputs in a timing. Returns what its forward does, or with a backward (that,
+gradient)."""
+
+KLFAST = "klfast"
+COMPILE = "torch.compile"
+AUTOTUNED = "torch.compile max-autotune"
+
+MODES = {COMPILE: None, AUTOTUNED: "max-autotune-no-cudagraphs"}
+"""Name -> ``mode`` of ``torch.compile``. CUDA graphs are timed apart, for every candidate."""
+
+
+def is_ours(name: str) -> bool:
+    """Whether a candidate is klfast, or a backend of it."""
+    return name == KLFAST or name in BACKENDS
+
+
+def compiled_forward(op: Op) -> Forward:
+    """Compiled for one shape, and alone in dynamo's cache: the rival at its best."""
+    torch.compiler.reset()
+    return _compiled(_first(op.eager()))
+
+
+def _first(forwards: Mapping[str, Forward]) -> Forward:
+    return next(iter(forwards.values()))
+
+
+def _compiled(forward: Forward, mode: str | None = None) -> Forward:
+    compiled: Forward = torch.compile(forward, fullgraph=True, dynamic=False, mode=mode)
+    return compiled
+
+
+def candidate(op: Op, forward: Forward) -> Candidate:
+    """A forward, with the backward behind it if the op has one."""
+
+    def run_forward(inputs: Inputs) -> Any:
+        return forward(*inputs.arguments)
+
+    def run_both(inputs: Inputs) -> Any:
+        result = run_forward(inputs)
+        return result, torch.autograd.grad(result, inputs.arguments[0], inputs.grad_out)[0]
+
+    return run_both if op.backward else run_forward
+
+
+def build_candidates(op: Op, with_compile: bool) -> dict[str, Candidate]:
+    """Name -> candidate; klfast first."""
+    forwards = {KLFAST: op.klfast(), **op.eager()}
+    if with_compile:
+        forwards[COMPILE] = compiled_forward(op)
+    return {name: candidate(op, forward) for name, forward in forwards.items()}
+
+
+def build_gpu_candidates(
+    case: Case,
+    backends: Sequence[BackendName],
+    modes: Sequence[str],
+    others: Mapping[str, Forward] | None = None,
+) -> dict[str, Candidate]:
+    """Name -> candidate: klfast's backends by their names, eager, compiled in each mode, others.
+
+    Args:
+        case: what they compute.
+        backends: of klfast.
+        modes: keys of ``MODES``.
+        others: other libraries' forwards.
+    """
+    torch.compiler.reset()  # alone in dynamo's cache
+    eager = case.op.eager(case.packed)
+    forwards = {backend: case.op.klfast(backend) for backend in backends} | eager
+    forwards |= {name: _compiled(_first(eager), MODES[name]) for name in modes}
+    forwards |= others or {}
+    return {name: candidate(case.op, forward) for name, forward in forwards.items()}

@@ -1,0 +1,102 @@
+"""Nothing is timed before its result is right: outputs against klfast's reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.candidates import candidate
+from benchmarks.cases import Inputs, Op, largest
+
+TOLERANCE = 1e-4
+"""Of the largest entry. Wide: it tells wrong from right, not good from better."""
+
+ROUNDING = 1e-6
+"""Of the terms: ``exp(-x) - 1`` in fp32 has lost its digits where x is small, and is not wrong."""
+
+_NUMBERS_PER_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
+
+
+class WrongResult(Exception):  # noqa: N818  # said in the words of the message
+    """A candidate that computes something else; its text is the whole message."""
+
+
+def named_outputs(op: Op, outputs: Any) -> dict[str, Tensor]:
+    """What a candidate returned, by name."""
+    if op.backward:
+        return {**op.named(outputs[0]), "gradient": outputs[1]}
+    return op.named(outputs)
+
+
+def truth(op: Op, inputs: Inputs) -> dict[str, Tensor]:
+    """The outputs in float64, a block of rows at a time, as float64 graphs are large.
+
+    The gradient is kept in fp32: of a whole vocabulary it is large, too.
+    """
+    call = candidate(op, op.klfast("reference", op.normalizer(inputs)))
+    blocks = [
+        {
+            name: output.detach().to(torch.float32 if name == "gradient" else torch.float64)
+            for name, output in named_outputs(op, call(block)).items()
+        }
+        for block in inputs.in_float64(_numbers_per_block(inputs.arguments[0]))
+    ]
+    joined = {name: [block[name] for block in blocks] for name in blocks[0]}
+    return {
+        name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
+        for name, parts in joined.items()
+    }
+
+
+def _numbers_per_block(tensor: Tensor) -> int:
+    return _NUMBERS_PER_BLOCK[tensor.device.type]
+
+
+def tolerances(op: Op, inputs: Inputs, expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each output may be from the truth, absolutely."""
+    value_size, gradient_size = op.sizes(inputs)
+    allowed = {}
+    for name, want in expected.items():
+        is_gradient = name == "gradient"
+        relative = torch.finfo(inputs.arguments[0].dtype).eps if is_gradient else 0.0
+        size = gradient_size if is_gradient else value_size
+        allowed[name] = max(TOLERANCE, relative) * largest(want) + ROUNDING * size
+    return allowed
+
+
+def check_outputs(
+    name: str,
+    op: Op,
+    outputs: Any,
+    expected: dict[str, Tensor],
+    allowed: dict[str, float],
+) -> None:
+    """Raises :class:`WrongResult` if what the candidate ``name`` returned is not the truth."""
+    for output, actual in named_outputs(op, outputs).items():
+        try:
+            for part, want in _in_blocks(actual.detach(), expected[output]):
+                if not _is_close(part, want, allowed[output]):  # which takes a tenth of the time
+                    torch.testing.assert_close(
+                        part.double(), want.double(), rtol=0, atol=allowed[output]
+                    )
+        except AssertionError as error:
+            detail = " ".join(str(error).split())
+            raise WrongResult(f"{name} computes a wrong {output} ({op.name}): {detail}") from None
+
+
+def _is_close(actual: Tensor, expected: Tensor, allowed: float) -> bool:
+    if actual.shape != expected.shape:
+        return False
+    return bool(((actual - expected).abs() <= allowed).all())
+
+
+def _in_blocks(actual: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of rows; the whole if there is nothing to pair or to split."""
+    if actual.shape != expected.shape or expected.dim() < 2:
+        yield actual, expected
+        return
+    rows = max(1, _numbers_per_block(expected) // max(1, expected.shape[1]))
+    yield from zip(torch.split(actual, rows), torch.split(expected, rows), strict=True)

@@ -1,0 +1,389 @@
+"""The ``bench`` subcommand: its options, the loop over the cases, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks import allocator, gpu, gpu_report, idle
+from benchmarks.cases import DTYPES, Case, Op, Suite
+from benchmarks.check import WrongResult
+from benchmarks.measure import ATTEMPTS, ROUNDS, Measured, Plan, Skip, measure, one_line
+from benchmarks.outcome import (
+    Results,
+    conditions,
+    load_conditions,
+    loaded_text,
+    print_cpu_results,
+    to_json,
+)
+from benchmarks.output import Output, cannot_write
+from benchmarks.progress import Begin, Tick, progress
+from benchmarks.suites import SUITES
+
+HELP = "time klfast against eager PyTorch and torch.compile on this machine"
+
+DEVICES = ("cpu", "cuda")
+
+CPU_OPTIONS = {
+    "reuse_inputs": "on a GPU the cache is always flushed",
+    "keep_memory": "on a GPU torch always keeps what is freed",
+    "allow_load": "a GPU's time is not that of other processes on the CPU",
+}
+"""Flags, and why a GPU has no use for them."""
+
+QUICK_ROUNDS = 3
+
+REMEDY = "measure when they are done, or pass --allow-load, which the file will say"
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _defaults()
+    parser.add_argument(
+        "--suite",
+        choices=tuple(SUITES),
+        default="tokens",
+        help="tokens: the k3 penalty of log-probs (default); options: its limits, weights and "
+        "gradient rules beside plain k3; logits: divergences and log-probs over the whole "
+        "vocabulary",
+    )
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where (default cpu)")
+    parser.add_argument(
+        "--shapes",
+        type=_list_of(_shape),
+        metavar="RxC,...",
+        help="; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values()),
+    )
+    parser.add_argument(
+        "--packed",
+        type=_list_of(_shape),
+        metavar="BxT,...",
+        help="packed, sequences x mean tokens (tokens on cuda only; none with --shapes)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=_list_of(_one_of(tuple(DTYPES))),
+        default=tuple(DTYPES),
+        metavar="A,B,...",
+        help=f"of the inputs (default {','.join(DTYPES)})",
+    )
+    parser.add_argument(
+        "--ops",
+        type=_list_of(str),
+        metavar="A,B,...",
+        help="of the suite. one-read and two-pass: forward+backward of a mean, of its terms",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_whole_number,
+        metavar="N",
+        help=f"rounds of timings (default {ROUNDS}; on cuda see below)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=_whole_number,
+        metavar="SECONDS",
+        help="what comes later is left out (cuda only)",
+    )
+    parser.add_argument(
+        "--reuse-inputs",
+        action="store_true",
+        help="time on one set of inputs, kept in cache, instead of rotating several",
+    )
+    parser.add_argument(
+        "--keep-memory",
+        action="store_true",
+        help="the process keeps the memory that is freed, and takes it again without page faults, "
+        "as a training process comes to do; else malloc gives large blocks back (cpu, glibc)",
+    )
+    parser.add_argument(
+        "--no-compile",
+        dest="compile",
+        action="store_false",
+        help="leave torch.compile out (compiling takes most of the time of small shapes)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="toy shapes and few rounds: shows that it works, and prints no ratios",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help=f"also write JSON, unless other processes took more than {idle.LIMIT:.0%} of the "
+        "cores' time (cpu)".replace("%", "%%"),
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the file of an earlier run, else refused"
+    )
+    parser.add_argument(
+        "--allow-load", action="store_true", help="write JSON all the same; it says so (cpu)"
+    )
+
+
+def _defaults() -> str:
+    """What is timed if nothing is said, for each suite and device."""
+    lines = ["defaults:"]
+    for suite in SUITES.values():
+        lines += [
+            f"  {suite.name} on cpu",
+            f"    --ops {','.join(suite.ops)}",
+            f"    --shapes {_text(suite.shapes)}",
+            f"  {suite.name} on cuda",
+            f"    --ops {','.join(suite.gpu_ops)}",
+            f"    --shapes {_text(suite.gpu_shapes)}",
+            *([f"    --packed {_text(suite.gpu_packed_shapes)}"] * bool(suite.gpu_packed_shapes)),
+            f"    --rounds {suite.gpu_rounds} --budget {suite.gpu_budget:.0f}",
+        ]
+    return "\n".join(lines)
+
+
+def _text(shapes: Sequence[tuple[int, int]]) -> str:
+    return ",".join(f"{rows}x{columns}" for rows, columns in shapes)
+
+
+def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    def parse(text: str) -> tuple[T, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return parse
+
+
+def _shape(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"a shape must be rows x columns, such as 512x8192, got {text!r}"
+        )
+    return int(match[1]), int(match[2])
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if (reason := _not_one_of(names, text)) is not None:
+            raise argparse.ArgumentTypeError(reason)
+        return text
+
+    return parse
+
+
+def _not_one_of(names: Iterable[str], text: str) -> str | None:
+    if text in names:
+        return None
+    return f"expected some of {', '.join(map(repr, names))}, got {text!r}"
+
+
+def _whole_number(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What differs between devices.
+
+    Attributes:
+        cases, rounds: what is measured, and how often.
+        measure: (case, called after each round) -> what was measured.
+        where: the conditions of the results so far.
+        show: prints results and conditions.
+        keep_going: whether the cases behind one that fails are measured.
+        notes: what a reader must know before there is a result.
+        failed: what goes wrong within a case that is measured; filled as it does.
+    """
+
+    cases: list[Case]
+    rounds: int
+    measure: Callable[[Case, Tick], Measured]
+    where: Callable[[Results], dict[str, Any]]
+    show: Callable[[Results, dict[str, Any]], None]
+    keep_going: bool = False
+    notes: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: measured. 130: interrupted, what was done is shown. 1: a wrong result. 2: a mistake. 3: a
+    load, under which nothing is written.
+    """
+    if (mistake := _mistake(arguments)) is not None:
+        return _fail(mistake, 2)
+    if _refuses_load(arguments) and (reason := _load_now()) is not None:
+        return _fail(f"{arguments.out} cannot be written: {reason}; {REMEDY}", 3)
+    try:
+        bench = (_gpu_bench if arguments.device == "cuda" else _cpu_bench)(arguments)
+    except gpu.NoBackend as error:
+        return _fail(str(error), 1)
+    except allocator.NotKept as error:
+        return _fail(str(error), 2)
+    results = Results(notes=list(bench.notes), failed=bench.failed)
+    output = None if arguments.out is None else Output(arguments.out)
+    try:
+        with progress(len(bench.cases), bench.rounds) as begin:
+            for case in bench.cases:
+                _measure_into(results, case, bench, begin)
+                if output is not None:
+                    output.write(to_json(results, bench.where(results)))
+        results.finished = True
+    except WrongResult as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        results.notes.append("Interrupted: the cases that follow were not measured.")
+    bench.show(results, bench.where(results))
+    if output is not None:
+        if _refuses_load(arguments) and (reason := loaded_text(results.loads)) is not None:
+            output.withdraw()
+            return _fail(f"{arguments.out} was not written: {reason}; {REMEDY}", 3)
+        output.write(to_json(results, bench.where(results)))
+        print(f"JSON: {arguments.out}")
+    if results.failed:
+        return 1
+    return 0 if results.finished else 130
+
+
+def _refuses_load(arguments: argparse.Namespace) -> bool:
+    """Whether a load keeps the results from being written. A GPU's times are its own clock's."""
+    return arguments.out is not None and not arguments.allow_load and arguments.device == "cpu"
+
+
+def _load_now() -> str | None:
+    """What is wrong with the load before anything is measured; None if nothing is."""
+    load = idle.sample()
+    if load is None:
+        return "what other processes take is not known here without psutil"
+    if load.is_idle:
+        return None
+    return f"other processes take {load.share:.0%} of the cores' time"
+
+
+def _mistake(arguments: argparse.Namespace) -> str | None:
+    """What cannot be done, before anything is; None if all can."""
+    suite = SUITES[arguments.suite]
+    for name in arguments.ops or ():
+        if (reason := _not_one_of(suite.ops, name)) is not None:
+            return f"--ops of --suite {suite.name}: {reason}"
+    if arguments.out is not None and (reason := cannot_write(arguments.out)) is not None:
+        return f"cannot write to {arguments.out}: {reason}"
+    if arguments.out is not None and arguments.out.exists() and not arguments.force:
+        return f"{arguments.out} is there already: replace it (--force), or name another file"
+    if arguments.device == "cpu":
+        given = [name for name in ("packed", "budget") if getattr(arguments, name) is not None]
+        return f"--{given[0]} needs --device cuda" if given else None
+    if arguments.packed is not None and suite.name != "tokens":
+        return "--packed needs --suite tokens"
+    for name, reason in CPU_OPTIONS.items():
+        if getattr(arguments, name):
+            return f"--{name.replace('_', '-')} needs --device cpu: {reason}"
+    return None if gpu.find_place() else "--device cuda: torch sees no CUDA device here"
+
+
+def _cpu_bench(arguments: argparse.Namespace) -> Bench:
+    if arguments.keep_memory:
+        allocator.keep_memory()
+    suite = SUITES[arguments.suite]
+    plan = Plan(
+        rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS),
+        reused=arguments.reuse_inputs,
+        with_compile=arguments.compile,
+        with_memory=suite.with_memory,
+        keeps_memory=arguments.keep_memory,
+        attempts=ATTEMPTS if _refuses_load(arguments) else 1,
+    )
+    shapes = arguments.shapes or (suite.quick_shapes if arguments.quick else suite.shapes)
+    where = conditions(plan, suite, arguments.quick)
+    return Bench(
+        cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
+        rounds=plan.rounds,
+        measure=lambda case, after_round: measure(case, plan, after_round),
+        where=lambda results: {**where, **load_conditions(results, arguments.allow_load)},
+        show=lambda results, where: print_cpu_results(results, where, suite),
+    )
+
+
+def _gpu_bench(arguments: argparse.Namespace) -> Bench:
+    suite = SUITES[arguments.suite]
+    plan = gpu.GpuPlan(
+        rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else suite.gpu_rounds),
+        budget=arguments.budget or suite.gpu_budget,
+        with_compile=arguments.compile,
+    )
+    cases = gpu_cases(arguments, suite)
+    place = gpu.find_place()
+    assert place is not None  # _mistake has looked
+    bench = gpu.GpuBench(place, plan, cases)
+    return Bench(
+        cases=cases,
+        rounds=plan.rounds,
+        measure=lambda case, after_round: Measured(*bench.measure(case, after_round)),
+        where=lambda results: gpu_report.gpu_conditions(
+            place, plan, bench.ceilings, suite, arguments.quick
+        ),
+        show=lambda results, where: gpu_report.print_gpu_results(results, where, suite),
+        failed=bench.failed,
+        keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
+        notes=tuple(f"not timed: {reason}" for reason in bench.missing),
+    )
+
+
+def gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
+    """Unpacked, then packed; with shapes that are given, no others."""
+    ops = _chosen(arguments.ops or suite.gpu_ops, suite)
+    given = arguments.shapes or (suite.quick_shapes if arguments.quick else None)
+    default = given if arguments.quick else () if given else suite.gpu_packed_shapes
+    packable = [op for op in ops if op.can_pack]
+    return [
+        *_cases(given or suite.gpu_shapes, ops, arguments.dtypes),
+        *_cases(arguments.packed or default or (), packable, arguments.dtypes, packed=True),
+    ]
+
+
+def _chosen(names: Iterable[str], suite: Suite) -> list[Op]:
+    return [suite.ops[name] for name in names]
+
+
+def _cases(
+    shapes: Sequence[tuple[int, int]],
+    ops: Sequence[Op],
+    dtypes: Sequence[str],
+    packed: bool = False,
+) -> list[Case]:
+    chosen = itertools.product(shapes, ops, dtypes)
+    return [Case(op, dtype, shape, packed) for shape, op, dtype in chosen]
+
+
+def _measure_into(results: Results, case: Case, bench: Bench, begin: Begin) -> None:
+    after_round = begin(case.name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            measured = bench.measure(case, after_round)
+        except Skip as reason:
+            results.skipped[case.name] = str(reason)
+            return
+        except Exception as error:
+            if not bench.keep_going:
+                raise
+            results.failed[case.name] = one_line(error)
+            return
+    results.rows += measured.rows
+    results.loads[case.name] = measured.load
+    results.notes += [f"{case.name}: {warning.message}" for warning in caught]
+    if measured.probe is not None:
+        results.probes[case.name] = measured.probe
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"python -m benchmarks: error: {message}", file=sys.stderr)
+    return code

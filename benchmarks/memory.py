@@ -1,0 +1,86 @@
+"""The most memory that a call holds at once above its inputs, on a CPU.
+
+Resident memory is a whole process's: each candidate is called in one of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.candidates import COMPILE, build_candidates
+from benchmarks.cases import Case, make_inputs
+from benchmarks.suites import OPS
+
+SMALLEST_INPUTS = 32 << 20
+"""Below this the peak is the allocator's business: it keeps what was freed."""
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+def peak_bytes(case: Case, name: str) -> int | None:
+    """Of the call of a candidate, named as in ``build_candidates``; None for small inputs, and with
+    a warning where it cannot be known.
+    """
+    if case.input_bytes < SMALLEST_INPUTS:
+        return None
+    rows, columns = case.shape
+    arguments = [case.op.name, case.dtype, f"{rows}x{columns}", name]
+    done = subprocess.run(
+        [sys.executable, "-c", "from benchmarks.memory import main; main()", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return int(done.stdout.split()[-1])
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    warnings.warn(f"no peak memory of {name} is known: {reason}", stacklevel=2)
+    return None
+
+
+def main() -> None:
+    """Prints the peak of the candidate that the command line names."""
+    op, dtype, shape, name = sys.argv[1:]
+    rows, columns = map(int, shape.split("x"))
+    case = Case(OPS[op], dtype, (rows, columns))
+    inputs = make_inputs(case, 1)[0]
+    call = build_candidates(case.op, with_compile=name == COMPILE)[name]
+    print(peak_of(lambda: call(inputs)))
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """Of a second call, when what is made once has been made.
+
+    Raises:
+        OSError: the system does not tell; Linux does.
+    """
+    call()
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # or what the first call has freed would hide what the second takes
+    _RESET.write_text("5")
+    before = _resident("VmRSS")
+    kept = call()
+    peak = _resident("VmHWM") - before
+    del kept
+    return peak
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{_STATUS} has no {name}")
+    return int(found[1]) << 10

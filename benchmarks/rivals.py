@@ -1,0 +1,61 @@
+"""Other libraries' kernels over logits, on GPUs, where they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from benchmarks.cases import Forward
+from benchmarks.logits import JSD_BETA
+
+Forwards = dict[str, Forward]
+"""Op -> its forward. What a library does not have is not there."""
+
+
+def _liger() -> Forwards:
+    """Of log-probs, which torch makes of the logits. A reverse KL is its JSD at beta = 1; its
+    KLDiv has no gradient to the policy.
+    """
+    functions = import_module("liger_kernel.transformers.functional")
+
+    def both(logits: Tensor, ref_logits: Tensor) -> tuple[Tensor, Tensor]:
+        return log_softmax(logits.float(), -1), log_softmax(ref_logits.float(), -1)
+
+    def kl(logits: Tensor, ref_logits: Tensor) -> Any:
+        logprobs, ref_logprobs = both(logits, ref_logits)
+        words = functions.liger_kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
+        return words.sum(-1)
+
+    def mean(beta: float) -> Forward:
+        return lambda logits, ref_logits: functions.liger_jsd(*both(logits, ref_logits), beta=beta)
+
+    return {"kl": kl, "kl-one-read": mean(1.0), "jsd-one-read": mean(JSD_BETA)}
+
+
+def _trl() -> Forwards:
+    """From logits."""
+    module = import_module("trl.kernels.logprob_entropy")
+    both: Forward = module.selective_log_softmax_and_entropy
+
+    def logprobs(logits: Tensor, token_ids: Tensor) -> Any:
+        return both(logits, token_ids)[0]
+
+    return {"logprob": logprobs, "logprob-entropy": both, "logprob-two-pass": logprobs}
+
+
+LIBRARIES: dict[str, Callable[[], Forwards]] = {"Liger": _liger, "TRL": _trl}
+
+
+def installed() -> tuple[dict[str, Forwards], dict[str, str]]:
+    """Library -> its forwards; and why the others are not here."""
+    found, missing = {}, {}
+    for name, load in LIBRARIES.items():
+        try:
+            found[name] = load()
+        except Exception as error:  # with another torch or Triton an import fails in many ways
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found, missing

@@ -1,0 +1,12 @@
+"""What there is to time, by name."""
+
+from __future__ import annotations
+
+from benchmarks import logits, options, tokens
+from benchmarks.cases import Op, Suite
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite for suite in (tokens.SUITE, options.SUITE, logits.SUITE)
+}
+
+OPS: dict[str, Op] = {name: op for suite in SUITES.values() for name, op in suite.ops.items()}

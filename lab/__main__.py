@@ -1,0 +1,24 @@
+"""The command line of the laboratory: ``python -m lab compare`` and ``python -m lab study``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+try:
+    from klfast.__main__ import run_command
+except KeyboardInterrupt:  # while torch is imported
+    sys.exit(130)
+
+COMMANDS = {"compare": "lab.command", "study": "lab.study.command"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code, as those of ``klfast``."""
+    parser = argparse.ArgumentParser(prog="python -m lab", description="Experiments with the KL.")
+    return run_command(parser, COMMANDS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

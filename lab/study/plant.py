@@ -1,0 +1,197 @@
+"""The plant: how the KL of a policy answers to the coefficient of its penalty.
+
+In every update the logarithm of the KL moves towards a goal that falls with the coefficient::
+
+    goal = level - gain * log(value + least) + drift * t + w  # value: of `delay` updates ago
+    log_kl += (rise if goal > log_kl else fall) * (goal - log_kl)
+    current = exp(log_kl) * exp(noise * n - noise**2 / 2)  # what the controller measures
+
+with standard normal n, and w a slow random walk back to 0:
+``w = 0.95 * w + sqrt(1 - 0.95**2) * wander * n``. The KL is 0 before the first update and ``first``
+after it, in which Adam moves every weight by a whole step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.study.records import Records
+
+_SLOW = 0.95
+_DELAYS = range(4)
+_LEAST_STEPS = 10
+_FAR = 0.3
+"""Where a residual counts no longer by its square: single wild updates do not decide the fit."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """The numbers of the plant; see the module.
+
+    Attributes:
+        level: the goal at a coefficient of 1, log nats.
+        gain: what the goal falls by when the coefficient is multiplied by e.
+        least: the coefficient far below which the goal rises no further.
+        rise, fall: the parts of the way to the goal that an update makes, up and down.
+        delay: updates until a coefficient acts.
+        drift: of the goal in an update.
+        first: the KL after the first update, in nats.
+        noise: standard deviation of the logarithm of a measured KL.
+        wander: standard deviation of w.
+    """
+
+    level: float
+    gain: float
+    least: float
+    rise: float
+    fall: float
+    delay: int
+    drift: float
+    first: float
+    noise: float
+    wander: float
+
+    def held_by(self, value: float) -> float:
+        """The KL that a coefficient holds at first."""
+        return math.exp(self.level - self.gain * math.log(value + self.least))
+
+    def balance(self, target: float) -> float:
+        """The coefficient that holds the target at first."""
+        return max(1e-6, math.exp((self.level - math.log(target)) / self.gain) - self.least)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The numbers that are fitted, as tensors."""
+
+    level: Tensor
+    gain: Tensor
+    least: Tensor
+    rise: Tensor
+    fall: Tensor
+    drift: Tensor
+
+
+def goal_of(plant: Plant | Fitted, value: Tensor, t: int) -> Tensor:
+    """What the logarithm of the KL moves towards in update t."""
+    return plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
+
+
+def moved(plant: Plant | Fitted, log_kl: Tensor, goal: Tensor) -> Tensor:
+    """The logarithm of the KL after an update."""
+    gap = goal - log_kl
+    return log_kl + torch.where(gap > 0, plant.rise * gap, plant.fall * gap)
+
+
+class Policy:
+    """Policies on the plant, of any shape, from their reference on."""
+
+    def __init__(self, plant: Plant, shape: tuple[int, ...]) -> None:
+        self.plant = plant
+        self.kl = torch.zeros(shape, dtype=torch.float64)
+        self._w = torch.zeros(shape, dtype=torch.float64)
+        self._values: list[Tensor] = []
+
+    def measured(self, n: Tensor) -> Tensor:
+        """What a batch says the KL is, of standard normal n."""
+        noise = self.plant.noise
+        return self.kl * torch.exp(noise * n - noise**2 / 2)
+
+    def update(self, value: Tensor, n: Tensor | float = 0.0, push: float = 1.0) -> None:
+        """Move under a coefficient.
+
+        Args:
+            value: of the shape of the policies.
+            n: standard normal, moves w.
+            push: multiplies the KL that the policies go to, a change of the task.
+        """
+        plant, t = self.plant, len(self._values)
+        self._values.append(value)
+        self._w = _SLOW * self._w + math.sqrt(1 - _SLOW**2) * plant.wander * n
+        if t == 0:
+            self.kl = torch.full_like(self.kl, plant.first)
+            return
+        acting = self._values[max(0, t - plant.delay)]
+        goal = goal_of(plant, acting, t) + self._w + math.log(push)
+        self.kl = torch.exp(moved(plant, torch.log(self.kl), goal))
+
+
+def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
+    """The KL [A, T] before each update under coefficients [A, T], where nothing is random."""
+    policy = Policy(plant, (len(coefficient),))
+    kl = []
+    for value in coefficient.unbind(1):
+        kl.append(policy.kl)
+        policy.update(value)
+    return torch.stack(kl, 1)
+
+
+# The fit
+
+
+def fit(records: Records) -> Plant:
+    """The plant whose KL is nearest to the recorded ones, by the Huber loss of the logarithm.
+
+    Arms without a penalty are left out: they leave the region that controllers work in. The noise
+    of measuring is that of the recorded estimates around the exact KL; what the recorded exact KL
+    does beside the fitted one is taken for the goal's wandering.
+
+    Raises:
+        ValueError: no arm has a penalty in all of its steps, or the arms are shorter than 10 steps.
+    """
+    steered = (records.coefficient > 0).all(1)
+    if not steered.any():
+        raise ValueError("the run must have an arm with a coefficient > 0 in every step, got none")
+    if records.kl.shape[1] < _LEAST_STEPS:
+        raise ValueError(
+            f"the run's arms must have at least {_LEAST_STEPS} steps, got {records.kl.shape[1]}"
+        )
+    coefficient, kl = records.coefficient[steered], records.kl[steered]
+    first = float(kl[:, 1].mean())
+    found = [_fit(coefficient, kl, first, delay) for delay in _DELAYS]
+    _, numbers, wander, delay = min(found, key=lambda one: one[0])
+    of_estimate = torch.log(records.measured[steered][:, 1:] / kl[:, 1:])
+    return Plant(**numbers, delay=delay, first=first, noise=float(of_estimate.std()), wander=wander)
+
+
+def _fit(
+    coefficient: Tensor, kl: Tensor, first: float, delay: int
+) -> tuple[float, dict[str, Any], float, int]:
+    """(loss, fitted numbers, standard deviation of what is left, delay)."""
+    raw = torch.tensor([-2.5, 0.3, -5.0, -2.0, -2.5, 0.0], dtype=torch.float64, requires_grad=True)
+
+    def fitted() -> Fitted:
+        level, drift = raw[0], 0.01 * raw[5]
+        return Fitted(level, raw[1].exp(), raw[2].exp(), raw[3].sigmoid(), raw[4].sigmoid(), drift)
+
+    def residual() -> Tensor:
+        numbers = fitted()
+        log_kl, rows = torch.full_like(kl[:, 0], math.log(first)), []
+        for t in range(1, kl.shape[1]):
+            rows.append(log_kl)
+            goal = goal_of(numbers, coefficient[:, max(0, t - delay)], t)
+            log_kl = moved(numbers, log_kl, goal)
+        return torch.stack(rows, 1) - torch.log(kl[:, 1:])
+
+    optimizer = torch.optim.LBFGS(
+        [raw], max_iter=100, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        off = residual()
+        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+        torch.autograd.backward(error)
+        return error
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        off = residual()
+        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+        numbers = {name: float(value) for name, value in asdict(fitted()).items()}
+    return float(error), numbers, float(off.std()), delay
