@@ -1,6 +1,6 @@
 """What is timed: an op, a dtype and a shape; and the inputs it is timed on.
 
-What there is to time of log-probs is in ``tokens``, of logits in ``logits``.
+The ops over log-probs are in ``tokens``, those over logits in ``logits``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,27 +39,41 @@ Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]
 Shapes = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Inputs:
     """One set of inputs.
 
     Attributes:
-        grad_out: what the backward starts from; None (one) for a scalar.
-        storage: the memory that holds the other tensors and nothing else, int64; None if they are
-            not laid out together.
+        arguments: what a forward takes; the gradient is of the first.
+        grad_out: what the backward starts from, a number a row; None (one) for a scalar.
+        storage: the memory that holds what is read and nothing else, int64.
+        packed: whether the rows of the arguments are no sequences.
     """
 
+    arguments: tuple[Tensor, ...]
     grad_out: Tensor | None = None
     storage: Tensor | None = None
-
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        """What a forward takes; the gradient is of the first."""
-        raise NotImplementedError
+    packed: bool = False
 
     def in_float64(self, numbers: int) -> Iterator[Inputs]:
-        """The same in float64, in parts of so many numbers of the first tensor."""
-        raise NotImplementedError
+        """The same in float64, in parts of so many numbers of the first tensor, which are rows."""
+        first = self.arguments[0]
+        size = len(first) if self.packed else max(1, numbers // max(1, first.shape[1]))
+        for begin in range(0, len(first), size):
+            rows = slice(None) if self.packed else slice(begin, begin + size)
+            yield replace(
+                self,
+                arguments=tuple(_wide(tensor, rows) for tensor in self.arguments),
+                grad_out=None if self.grad_out is None else _wide(self.grad_out, rows),
+                storage=None,
+            )
+
+
+def _wide(tensor: Tensor, rows: slice) -> Tensor:
+    """Some rows in float64, which ask for a gradient if the tensor does; integers stay."""
+    if not tensor.is_floating_point():
+        return tensor[rows]
+    return tensor[rows].detach().double().requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -81,23 +95,21 @@ class Op(ABC):
     check."""
     gpu_working_bytes: ClassVar[int]
     """The same on a GPU, of what must not fail there."""
-
-    @property
-    def can_pack(self) -> bool:
-        """Whether it is timed on packed sequences too. Packed tokens over logits are rows."""
-        return False
+    can_pack: ClassVar[bool] = False
+    """Whether it is timed on packed sequences too. Packed tokens over logits are rows."""
 
     @abstractmethod
     def layout(self, case: Case) -> Layout:
         """The tensors that are read."""
 
     @abstractmethod
-    def inputs(self, case: Case, tensors: Sequence[Tensor], storage: Tensor) -> Inputs:
-        """The inputs made of tensors of that layout, which lie in ``storage``."""
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Puts random values into them."""
 
+    @property
     @abstractmethod
-    def fill(self, inputs: Any) -> None:
-        """Puts random values into inputs."""
+    def is_scalar(self) -> bool:
+        """Whether the result is a number, and not one a row."""
 
     @abstractmethod
     def klfast(self, backend: BackendName = "auto", normalizer: Any = None) -> Forward:
@@ -107,7 +119,7 @@ class Op(ABC):
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         """Name -> what is written without klfast; the first is what is compiled, too."""
 
-    def beside(self, inputs: Any) -> dict[str, Callable[[Any], Any]]:
+    def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
         """Name -> what is timed with the candidates, and not checked, as it computes something
         else; it is given ``inputs`` or others like them.
         """
@@ -118,11 +130,11 @@ class Op(ABC):
         """What a forward returned, by name."""
 
     @abstractmethod
-    def normalizer(self, inputs: Any) -> Any:
+    def normalizer(self, inputs: Inputs) -> Any:
         """What a mean divides by: the same in any part of the inputs; None without a mean."""
 
     @abstractmethod
-    def sizes(self, inputs: Any) -> tuple[float, float]:
+    def sizes(self, inputs: Inputs) -> tuple[float, float]:
         """How large the terms are that a value, and a gradient, is made of."""
 
 
@@ -149,8 +161,13 @@ class Case:
         return math.prod(self.shape)
 
     @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [math.prod(shape) * dtype.itemsize for dtype, shape in self.op.layout(self)]
+
+    @property
     def input_bytes(self) -> int:
-        return sum(_sizes(self))
+        return sum(self.sizes)
 
     @property
     def gradient_bytes(self) -> int:
@@ -185,20 +202,35 @@ class Suite:
     quick_shapes: Shapes
     gpu_ops: tuple[str, ...]
     gpu_shapes: Shapes
-    gpu_packed_shapes: Shapes
     gpu_rounds: int
     gpu_budget: float
-    with_memory: bool
     facts: Mapping[str, Any]
     text: str
+    gpu_packed_shapes: Shapes = ()
+    with_memory: bool = False
 
 
-def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> list[Any]:
+def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> list[Inputs]:
     """Sets of random inputs: the same values, each in memory of its own."""
-    storage = torch.zeros(sum(map(_padded, _sizes(case))), dtype=torch.uint8, device=device)
-    first = _inputs_in(storage, case)
-    case.op.fill(first)
-    return [first, *(_inputs_in(storage.clone(), case) for _ in range(copies - 1))]
+    size = sum(map(_padded, case.sizes))
+    storage = torch.zeros(size, dtype=torch.uint8, device=device)
+    case.op.fill(_tensors_in(storage, case))
+    rest = [storage.clone() for _ in range(copies - 1)]
+    return [_inputs_in(each, case) for each in (storage, *rest)]
+
+
+def boundaries(sequences: int, tokens: int) -> Tensor:
+    """[sequences + 1], int32: lengths around ``tokens``, in a random order that never changes."""
+    steps = torch.arange(sequences, device="cpu") * 2 - (sequences - 1)  # what they add cancels
+    lengths = tokens + torch.round(steps * (UNEVEN * tokens / max(1, sequences - 1))).to(
+        torch.int32
+    )
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(0), device="cpu")
+    return torch.cat([lengths.new_zeros(1), lengths[order].cumsum(0, dtype=torch.int32)])
+
+
+UNEVEN = 0.75
+"""Packed sequences have evenly spread lengths, from 1 - UNEVEN to 1 + UNEVEN times their mean."""
 
 
 def largest(tensor: Tensor) -> float:
@@ -206,26 +238,26 @@ def largest(tensor: Tensor) -> float:
     return max(abs(float(end)) for end in tensor.detach().aminmax()) if tensor.numel() else 0.0
 
 
-def in_float64(leaf: Tensor, rows: slice) -> Tensor:
-    """Some rows of a tensor, which ask for a gradient if it does."""
-    return leaf[rows].detach().double().requires_grad_(leaf.requires_grad)
-
-
-def _sizes(case: Case) -> list[int]:
-    """Bytes of each tensor."""
-    return [math.prod(shape) * dtype.itemsize for dtype, shape in case.op.layout(case)]
-
-
 def _padded(size: int) -> int:
     return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
 
 
-def _inputs_in(storage: Tensor, case: Case) -> Inputs:
-    """The inputs as views of one block of bytes, so that a plain read can read the same bytes."""
-    sizes = _sizes(case)
-    blocks = torch.split(storage.view(torch.uint8), [_padded(size) for size in sizes])
-    tensors = [
+def _tensors_in(storage: Tensor, case: Case) -> list[Tensor]:
+    """Views of one block of bytes, so that a plain read can read the same bytes."""
+    blocks = torch.split(storage, [_padded(size) for size in case.sizes])
+    return [
         block[:size].view(dtype).view(shape)
-        for block, size, (dtype, shape) in zip(blocks, sizes, case.op.layout(case), strict=True)
+        for block, size, (dtype, shape) in zip(
+            blocks, case.sizes, case.op.layout(case), strict=True
+        )
     ]
-    return case.op.inputs(case, tensors, storage.view(torch.int64))
+
+
+def _inputs_in(storage: Tensor, case: Case) -> Inputs:
+    tensors, device = _tensors_in(storage, case), storage.device
+    tensors[0].requires_grad_(case.op.backward)
+    if case.packed:
+        tensors.append(boundaries(*case.shape).to(device))
+    given = case.op.backward and not case.op.is_scalar
+    grad_out = torch.rand(case.shape[0], device=device) if given else None
+    return Inputs(tuple(tensors), grad_out, storage.view(torch.int64), case.packed)

@@ -172,7 +172,7 @@ def measure_ceilings(device: Device, place: torch.device) -> Ceilings:
     """The read and the copy bandwidth of a device, by the fastest of torch's plain ones."""
     size = min(_CEILING_BYTES, device.free_bytes() // 4) // 8 * 8
     storage = torch.ones(size // 8, dtype=torch.int64, device=place)
-    inputs = Inputs(storage=storage)
+    inputs = Inputs((), storage=storage)
     copy = torch.empty_like(storage)
     calls: dict[str, Call] = {name: partial(probe, inputs) for name, probe in GPU_PROBES.items()}
     calls[COPY] = partial(copy.copy_, storage)

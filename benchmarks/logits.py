@@ -6,8 +6,8 @@ Shapes: R rows (tokens) over V words.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 import klfast
-from benchmarks.candidates import Candidate
 from benchmarks.cases import (
     DTYPES,
     EAGER,
@@ -28,9 +27,9 @@ from benchmarks.cases import (
     Layout,
     Op,
     Suite,
-    in_float64,
     largest,
 )
+from klfast.selfcheck import eager
 
 LOGIT_STD = 2.5
 """Standard deviation of the logits, in nats."""
@@ -44,59 +43,23 @@ CHUNK = 128
 
 
 @dataclass(frozen=True)
-class LogitsInputs(Inputs):
-    """Inputs of an op over logits; ``grad_out`` is [R] where the result is.
-
-    Attributes:
-        logits: [R, V].
-        other: ``ref_logits`` [R, V], or ``token_ids`` [R].
-    """
-
-    logits: Tensor
-    other: Tensor
-
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        return (self.logits, self.other)
-
-    def in_float64(self, numbers: int) -> Iterator[LogitsInputs]:
-        """Parts are rows."""
-        size = max(1, numbers // self.logits.shape[1])
-        for first in range(0, self.logits.shape[0], size):
-            rows = slice(first, first + size)
-            yield replace(
-                self,
-                logits=in_float64(self.logits, rows),
-                other=self.other[rows].double() if self.other.dim() == 2 else self.other[rows],
-                grad_out=None if self.grad_out is None else self.grad_out[rows].double(),
-                storage=None,
-            )
-
-
-@dataclass(frozen=True)
 class LogitsOp(Op):
-    """An op over logits: a result for each row, or with ``mean`` their mean."""
+    """An op over logits [R, V]: a result for each row, or with ``mean`` their mean."""
 
     mean: bool = False
 
     working_bytes = 80
     gpu_working_bytes = 20  # of klfast and the check: a rival may run out of memory there
 
-    def inputs(self, case: Case, tensors: Sequence[Tensor], storage: Tensor) -> LogitsInputs:
-        logits, other = tensors
-        needed = self.backward and not self.mean
-        return LogitsInputs(
-            logits.requires_grad_(self.backward),
-            other,
-            grad_out=torch.rand(case.shape[0], device=storage.device) if needed else None,
-            storage=storage,
-        )
+    @property
+    def is_scalar(self) -> bool:
+        return self.mean
 
-    def normalizer(self, inputs: LogitsInputs) -> int | None:
-        return inputs.logits.shape[0] if self.mean else None
+    def normalizer(self, inputs: Inputs) -> int | None:
+        return len(inputs.arguments[0]) if self.mean else None
 
-    def sizes(self, inputs: LogitsInputs) -> tuple[float, float]:
-        term = 1 + largest(inputs.logits)
+    def sizes(self, inputs: Inputs) -> tuple[float, float]:
+        term = 1 + largest(inputs.arguments[0])
         grad_out = 1.0 if inputs.grad_out is None else largest(inputs.grad_out)
         return term, term * grad_out / (self.normalizer(inputs) or 1)
 
@@ -110,26 +73,23 @@ class DivergenceOp(LogitsOp):
     def layout(self, case: Case) -> Layout:
         return [(DTYPES[case.dtype], case.shape)] * 2
 
-    def fill(self, inputs: LogitsInputs) -> None:
-        inputs.logits.detach().normal_(std=LOGIT_STD)
-        inputs.other.normal_(std=SPREAD).add_(inputs.logits.detach())
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        logits, ref_logits = tensors
+        logits.normal_(std=LOGIT_STD)
+        ref_logits.normal_(std=SPREAD).add_(logits)
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
-        def forward(logits: Tensor, ref_logits: Tensor) -> Tensor:
-            return klfast.kl_divergence(
-                logits,
-                ref_logits,
-                direction=self.direction,
-                jsd_beta=JSD_BETA,
-                reduction="token-mean" if self.mean else "none",
-                normalizer=normalizer,
-                backend=backend,
-            )
-
-        return forward
+        return partial(
+            klfast.kl_divergence,
+            direction=self.direction,
+            jsd_beta=JSD_BETA,
+            reduction="token-mean" if self.mean else "none",
+            normalizer=normalizer,
+            backend=backend,
+        )
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
-        rows = {"reverse": eager_kl, "jsd": eager_jsd}[self.direction]
+        rows = {"reverse": eager.kl, "jsd": eager_jsd}[self.direction]
         return {EAGER: _mean_of(rows) if self.mean else rows}
 
     def named(self, outputs: Any) -> dict[str, Tensor]:
@@ -145,35 +105,31 @@ class TokenLogprobsOp(LogitsOp):
     def layout(self, case: Case) -> Layout:
         return [(DTYPES[case.dtype], case.shape), (torch.int64, case.shape[:1])]
 
-    def fill(self, inputs: LogitsInputs) -> None:
-        inputs.logits.detach().normal_(std=LOGIT_STD)
-        inputs.other.random_(inputs.logits.shape[1])
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        logits, token_ids = tensors
+        logits.normal_(std=LOGIT_STD)
+        token_ids.random_(logits.shape[1])
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
-        def forward(logits: Tensor, token_ids: Tensor) -> Any:
-            return klfast.token_logprobs(
-                logits, token_ids, return_entropy=self.entropy, backend=backend
-            )
-
-        return forward
+        return partial(klfast.token_logprobs, return_entropy=self.entropy, backend=backend)
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
-        return {
-            EAGER: partial(eager_logprobs, with_entropy=self.entropy),
-            SELECTIVE: partial(selective_logprobs, with_entropy=self.entropy),
-        }
+        if self.entropy:
+            return {EAGER: eager_entropy, SELECTIVE: selective_entropy}
+        return {EAGER: eager.token_logprobs, SELECTIVE: selective_logprobs}
 
-    def beside(self, inputs: LogitsInputs) -> dict[str, Candidate]:
+    def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
         """The backward into the logits' memory, on a copy of its own that the first call spoils:
         what follows takes gradients for logits, which costs the same.
         """
-        if not self.backward or self.entropy:
+        if not self.backward:
             return {}
-        memory, weight = inputs.logits.detach().clone(), torch.zeros((), requires_grad=True)
+        memory = inputs.arguments[0].detach().clone()
+        weight = torch.zeros((), requires_grad=True)
 
-        def in_place(given: LogitsInputs) -> tuple[Tensor, Tensor]:
+        def in_place(given: Inputs) -> tuple[Tensor, Tensor]:
             logits = _Computed.apply(weight, memory)
-            logprobs = klfast.token_logprobs(logits, given.other, inplace_backward=True)
+            logprobs = klfast.token_logprobs(logits, given.arguments[1], inplace_backward=True)
             return logprobs, torch.autograd.grad(logprobs, logits, given.grad_out)[0]
 
         return {IN_PLACE: in_place}
@@ -218,7 +174,6 @@ SUITE = Suite(
     quick_shapes=((8, 1000),),
     gpu_ops=tuple(OPS),
     gpu_shapes=((8192, 151936), (2048, 32000), (16, 262144), (8192, 50257), (8192, 128256)),
-    gpu_packed_shapes=(),
     gpu_rounds=20,
     gpu_budget=480.0,
     with_memory=True,
@@ -231,12 +186,6 @@ def _mean_of(rows: Callable[[Tensor, Tensor], Tensor]) -> Forward:
     return lambda logits, ref_logits: rows(logits, ref_logits).mean()
 
 
-def eager_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(policy || reference) as the frameworks write it, upcast to fp32: sum p (log p - log q)."""
-    p, q = (log_softmax(x.float(), -1) for x in (logits, ref_logits))
-    return (p.exp() * (p - q)).sum(-1)
-
-
 def eager_jsd(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """Generalised JSD as TRL's GKD writes it."""
     p, q = (log_softmax(x.float(), -1) for x in (logits, ref_logits))
@@ -246,23 +195,26 @@ def eager_jsd(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return ((1 - JSD_BETA) * of_p + JSD_BETA * of_q).sum(-1)
 
 
-def eager_logprobs(logits: Tensor, token_ids: Tensor, *, with_entropy: bool) -> Any:
-    """log_softmax in fp32, gathered."""
+def eager_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """log_softmax in fp32, gathered, and its entropies."""
     logprobs = log_softmax(logits.float(), -1)
-    taken = logprobs.gather(-1, token_ids[:, None])[:, 0]
-    return (taken, _entropy(logprobs)) if with_entropy else taken
+    return logprobs.gather(-1, token_ids[:, None])[:, 0], _entropy(logprobs)
 
 
-def selective_logprobs(logits: Tensor, token_ids: Tensor, *, with_entropy: bool) -> Any:
-    """In little memory, as TRL's ``selective_log_softmax`` and ``entropy_from_logits``: no
-    log_softmax is made of all rows at once. In fp32; theirs of bf16 stays bf16.
+def selective_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """In little memory, as TRL's ``selective_log_softmax``: no log_softmax is made of all rows at
+    once. In fp32; theirs of bf16 stays bf16.
     """
     chosen = logits.gather(-1, token_ids[:, None])[:, 0].float()
     parts = torch.split(logits, CHUNK)
-    taken = chosen - torch.cat([part.float().logsumexp(-1) for part in parts])
-    if not with_entropy:
-        return taken
-    return taken, torch.cat([_entropy(log_softmax(part.float(), -1)) for part in parts])
+    return chosen - torch.cat([part.float().logsumexp(-1) for part in parts])
+
+
+def selective_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and the entropies as TRL's ``entropy_from_logits``."""
+    parts = torch.split(logits, CHUNK)
+    entropies = [_entropy(log_softmax(part.float(), -1)) for part in parts]
+    return selective_logprobs(logits, token_ids), torch.cat(entropies)
 
 
 def _entropy(logprobs: Tensor) -> Tensor:

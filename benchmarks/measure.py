@@ -294,10 +294,3 @@ def available_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line), None)
-
-
-def time_inputs(
-    op: Op, inputs: Sequence[Inputs], plan: Plan
-) -> tuple[dict[str, Timing], idle.Load | None]:
-    """Checks and times the candidates on given sets of inputs; also the load beside them."""
-    return time_idle(checked_candidates(op, inputs[0], plan.with_compile), inputs, plan)

@@ -1,11 +1,11 @@
-"""The k3 penalty of log-probs, timed.
+"""The k3 penalty of log-probs, plain and with its options, timed.
 
 Shapes: B sequences of T tokens; packed, N = B * T tokens of B sequences whose lengths differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,132 +13,94 @@ import torch
 from torch import Tensor
 
 import klfast
-from benchmarks.candidates import Candidate, candidate
+from benchmarks.candidates import candidate
 from benchmarks.cases import (
     DTYPES,
     EAGER,
     KEPT,
     SPREAD,
+    UNEVEN,
     Case,
     Forward,
     Inputs,
     Layout,
     Op,
     Suite,
-    in_float64,
 )
+from klfast.estimator import Estimator
+from klfast.selfcheck import eager
 from klfast.stats import KLStats
-
-UNEVEN = 0.75
-"""Packed sequences have evenly spread lengths, from 1 - UNEVEN to 1 + UNEVEN times their mean."""
 
 PLAIN = "plain k3"
 """klfast without what a case adds to it, timed beside."""
 
+LOG_RATIO_CLIP = 20.0
+KL_CLIP = 10.0
+"""Limits that frameworks set, and that random log-ratios of ``SPREAD`` nats do not reach."""
 
-@dataclass(frozen=True)
-class TokenInputs(Inputs):
-    """Inputs of the penalty; ``grad_out`` is [B] for ``seq-sum``.
-
-    Attributes:
-        logprobs, ref_logprobs, mask: [B, T], or packed [N].
-        old_logprobs: the same, of an op with weights; else None.
-        cu_seqlens: [B+1], int32, of packed inputs; else None.
-    """
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    mask: Tensor
-    old_logprobs: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        others = (self.old_logprobs, self.cu_seqlens)
-        given = (tensor for tensor in others if tensor is not None)
-        return (self.logprobs, self.ref_logprobs, self.mask, *given)
-
-    def in_float64(self, numbers: int) -> Iterator[TokenInputs]:
-        """Parts are rows; packed tokens stay together."""
-        if self.cu_seqlens is not None:
-            yield self._rows_in_float64(slice(None))
-            return
-        rows = max(1, numbers // max(1, self.mask.shape[1]))
-        for first in range(0, self.mask.shape[0], rows):
-            yield self._rows_in_float64(slice(first, first + rows))
-
-    def _rows_in_float64(self, rows: slice) -> TokenInputs:
-        return replace(
-            self,
-            logprobs=in_float64(self.logprobs, rows),
-            ref_logprobs=self.ref_logprobs[rows].double(),
-            mask=self.mask[rows],
-            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[rows].double(),
-            grad_out=None if self.grad_out is None else self.grad_out[rows].double(),
-            storage=None,
-        )
+TOKEN_MEAN: klfast.ReductionName = "token-mean"
+K3 = Estimator("k3")
+LIMITS = Estimator("k3", log_ratio_clip=LOG_RATIO_CLIP, kl_clip=KL_CLIP)
+K2_GRADIENT = Estimator("k3", gradient="k2")
 
 
 @dataclass(frozen=True)
 class TokensOp(Op):
-    """One way of asking for the k3 penalty.
+    """One way of asking for the k3 penalty of ``logprobs``, ``ref_logprobs`` and a ``mask``, [B, T]
+    each or packed [N], and of ``old_logprobs`` or ``cu_seqlens`` [B+1] behind them.
 
     Attributes:
         reduction: of :func:`klfast.kl_penalty`.
         stats: whether the statistics are computed too.
+        estimator: a k3, with options.
+        weighted: whether ``old_logprobs`` are given.
+        other: the op that is timed beside, by its name.
     """
 
     reduction: klfast.ReductionName = "seq-sum"
     stats: bool = False
+    estimator: Estimator = K3
+    weighted: bool = False
+    other: str = ""
 
     working_bytes = 48
     gpu_working_bytes = 400  # of all: float64 graphs of the check, and of the candidates
 
     @property
-    def can_pack(self) -> bool:
-        """Eager's statistics are of rows."""
-        return not self.stats
+    def can_pack(self) -> bool:  # type: ignore[override]  # eager's statistics are of rows
+        return not self.stats and not self.other
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.reduction != "seq-sum"
 
     def layout(self, case: Case) -> Layout:
-        """Two log-probs and a boolean mask."""
+        """Two log-probs and a boolean mask; with weights a third log-prob."""
         shape = (case.numbers,) if case.packed else case.shape
-        dtype = DTYPES[case.dtype]
-        return [(dtype, shape), (dtype, shape), (torch.bool, shape)]
+        logprobs = (DTYPES[case.dtype], shape)
+        return [logprobs, logprobs, (torch.bool, shape), *[logprobs] * self.weighted]
 
-    def inputs(self, case: Case, tensors: Sequence[Tensor], storage: Tensor) -> TokenInputs:
-        logprobs, ref_logprobs, mask = tensors
-        return TokenInputs(
-            logprobs.requires_grad_(self.backward),
-            ref_logprobs,
-            mask,
-            cu_seqlens=boundaries(*case.shape).to(storage.device) if case.packed else None,
-            grad_out=self.grad_out(case.shape[0], storage.device),
-            storage=storage,
-        )
-
-    def grad_out(self, sequences: int, device: torch.device) -> Tensor | None:
-        """[sequences] for per-sequence sums that have a backward."""
-        needed = self.backward and self.reduction == "seq-sum"
-        return torch.rand(sequences, device=device) if needed else None
-
-    def fill(self, inputs: TokenInputs) -> None:
-        inputs.logprobs.detach().uniform_(-5, -1)
-        inputs.ref_logprobs.normal_(std=SPREAD).add_(inputs.logprobs.detach())
-        inputs.mask.bernoulli_(KEPT)
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        logprobs, ref_logprobs, mask, *old = tensors
+        logprobs.uniform_(-5, -1)
+        for other in (ref_logprobs, *old):
+            other.normal_(std=SPREAD).add_(logprobs)
+        mask.bernoulli_(KEPT)
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
-        def forward(
-            logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor | None = None
-        ) -> Any:
+        name = "old_logprobs" if self.weighted else "cu_seqlens"
+
+        def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *last: Tensor) -> Any:
             return klfast.kl_penalty(
                 logprobs,
                 ref_logprobs,
                 mask,
+                estimator=self.estimator,
                 reduction=self.reduction,
-                cu_seqlens=cu_seqlens,
                 normalizer=normalizer,
                 return_stats=self.stats,
                 backend=backend,
+                **dict(zip((name,), last, strict=False)),
             )
 
         return forward
@@ -146,43 +108,121 @@ class TokensOp(Op):
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         if self.stats:
             return {EAGER: eager_stats}
-        seq_sum = eager_packed_seq_sum if packed else eager_seq_sum
-        return {EAGER: {"seq-sum": seq_sum, "token-mean": eager_token_mean}[self.reduction]}
+        reduce = eager_packed_sum if packed and not self.is_scalar else SUMS[self.reduction]
 
-    def beside(self, inputs: TokenInputs) -> dict[str, Candidate]:
-        """The same without statistics."""
-        return {PLAIN: candidate(self, replace(self, stats=False).klfast())} if self.stats else {}
+        def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *last: Tensor) -> Tensor:
+            tokens = eager_tokens(logprobs.float() - ref_logprobs.float(), self.estimator)
+            if self.weighted:
+                tokens = tokens * torch.exp(logprobs.float() - last[0].float())
+            return reduce(tokens * mask, mask, *last)
+
+        return {EAGER: forward}
+
+    def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
+        if not self.other:
+            return {}
+        mean = self.other == TOKEN_MEAN
+        plain = replace(self, stats=False, estimator=K3, weighted=False).klfast()
+        if mean:
+            plain = replace(self, reduction=TOKEN_MEAN).klfast()
+
+        def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *_: Tensor) -> Any:
+            return plain(logprobs, ref_logprobs, mask)
+
+        return {self.other: candidate(self, forward)}
 
     def named(self, outputs: Any) -> dict[str, Tensor]:
         if self.stats:
             return {"penalty": outputs[0], **outputs[1]._asdict()}
         return {"penalty": outputs}
 
-    def normalizer(self, inputs: TokenInputs) -> Tensor | None:
-        return inputs.mask.sum() if self.reduction == "token-mean" else None
+    def normalizer(self, inputs: Inputs) -> Tensor | None:
+        return inputs.arguments[2].sum() if self.reduction == TOKEN_MEAN else None
 
-    def sizes(self, inputs: TokenInputs) -> tuple[float, float]:
-        x = torch.where(inputs.mask, inputs.logprobs.detach() - inputs.ref_logprobs, 0)
-        term = 1 + float(x.abs().max())
-        if self.reduction == "token-mean":
-            return term, 1 / max(1, int(inputs.mask.sum()))
+    def sizes(self, inputs: Inputs) -> tuple[float, float]:
+        logprobs, ref_logprobs, mask, *last = (each.detach() for each in inputs.arguments)
+        term = 1 + float(torch.where(mask, logprobs - ref_logprobs, 0).abs().max())
+        weight = 1.0
+        if self.weighted:
+            weight = float((logprobs.float() - last[0].float()).max().exp())
+        if self.reduction == TOKEN_MEAN:
+            return term, 1 / max(1, int(mask.sum()))
         grad_out = 1.0 if inputs.grad_out is None else float(inputs.grad_out.abs().max())
-        packed = inputs.cu_seqlens
-        longest = inputs.mask.sum(-1) if packed is None else packed.diff()
-        return term * int(longest.max()), grad_out
+        longest = last[0].diff() if inputs.packed else mask.sum(-1)
+        return term * int(longest.max()) * weight, grad_out * weight
+
+
+def eager_tokens(x: Tensor, estimator: Estimator) -> Tensor:
+    """k3 of log-ratios as the frameworks write it, with these limits and this gradient rule."""
+    near = x if estimator.log_ratio_clip is None else x.clamp(*estimator.log_ratio_bounds)
+    value = eager.k3(near)
+    if estimator.kl_clip is not None:
+        value = value.clamp(-estimator.kl_clip, estimator.kl_clip)
+    if estimator.gradient == "k2":
+        k2 = x * x / 2
+        value = value.detach() + k2 - k2.detach()
+    return value
+
+
+def eager_packed_sum(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Per-sequence sums of packed tokens by ``index_add``, which torch.compile can fuse."""
+    position = torch.arange(len(tokens), dtype=cu_seqlens.dtype, device=tokens.device)
+    sequence = torch.bucketize(position, cu_seqlens[1:], out_int32=True, right=True)
+    return tokens.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, tokens)
+
+
+SUMS: dict[str, Callable[..., Tensor]] = {
+    "seq-sum": lambda tokens, mask, *_: tokens.sum(-1),
+    "token-mean": lambda tokens, mask, *_: tokens.sum() / mask.sum(),
+    "token-sum": lambda tokens, mask, *_: tokens.sum(),
+}
+"""Reduction -> what it makes of masked tokens and their mask."""
+
+
+def eager_stats(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, KLStats]:
+    """The same statistics; ``k3`` is the penalty, and without limits nothing is ``clipped``."""
+    x = logprobs.float() - ref_logprobs.float()
+    kl = (eager_tokens(x, K3) * mask).sum(-1)
+    stats = KLStats(
+        kl=kl,
+        length=mask.sum(-1),
+        k1=(x * mask).sum(-1),
+        k2=(x * x / 2 * mask).sum(-1),
+        k3=kl,
+        max_abs_log_ratio=(x.abs() * mask).amax(-1),
+        clipped=torch.zeros_like(kl),
+        nonfinite=(~x.isfinite() & mask).sum(-1),
+    )
+    return kl, stats
 
 
 OPS = {
     op.name: op
     for op in (
         TokensOp("forward"),
-        TokensOp("stats", stats=True),
-        TokensOp("one-read", backward=True, reduction="token-mean"),
-        TokensOp("two-pass", backward=True, reads=2),
+        TokensOp("stats", stats=True, other=PLAIN),
+        TokensOp("one-read", True, reduction=TOKEN_MEAN),
+        TokensOp("two-pass", True, reads=2),
     )
 }
 """``one-read`` and ``two-pass`` are forward+backward: of a scalar, where the forward can write the
 gradient as it reads, and of per-sequence sums, where the backward must read again."""
+
+OPTIONS = {
+    op.name: op
+    for op in (
+        TokensOp("limits", estimator=LIMITS, other=PLAIN),
+        TokensOp("weights", weighted=True, other=PLAIN),
+        TokensOp("limits-one-read", True, 1, "token-sum", estimator=LIMITS, other=PLAIN),
+        TokensOp("weights-one-read", True, 1, "token-sum", weighted=True, other=PLAIN),
+        TokensOp("k2-one-read", True, 1, "token-sum", estimator=K2_GRADIENT, other=PLAIN),
+        TokensOp("sum-one-read", True, 1, "token-sum", other=TOKEN_MEAN),
+    )
+}
+"""The options, timed beside plain k3 in the same rounds: forward to per-sequence sums, and
+forward+backward of the sum over tokens."""
+
+_FACTS = {"estimator": "k3", "mask_kept": KEPT, "log_ratio_std": SPREAD}
 
 SUITE = Suite(
     name="tokens",
@@ -195,82 +235,21 @@ SUITE = Suite(
     gpu_packed_shapes=((256, 8192),),
     gpu_rounds=30,
     gpu_budget=210.0,  # compiling takes most of them
-    with_memory=False,
-    facts={
-        "estimator": "k3",
-        "mask_kept": KEPT,
-        "log_ratio_std": SPREAD,
-        "packed_lengths": [1 - UNEVEN, 1 + UNEVEN],
-    },
+    facts={**_FACTS, "packed_lengths": [1 - UNEVEN, 1 + UNEVEN]},
     text=f"k3, random mask that keeps {KEPT:.0%}, log-ratio of {SPREAD} nats",
 )
 
-
-def copy_inputs(
-    op: TokensOp, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, copies: int
-) -> list[TokenInputs]:
-    """Sets of inputs that are copies of the given tensors."""
-    return [
-        TokenInputs(
-            logprobs.detach().clone().requires_grad_(op.backward),
-            ref_logprobs.detach().clone(),
-            mask.clone(),
-            grad_out=op.grad_out(logprobs.shape[0], logprobs.device),
-        )
-        for _ in range(copies)
-    ]
-
-
-def boundaries(sequences: int, tokens: int) -> Tensor:
-    """[sequences + 1], int32: lengths around ``tokens``, in a random order that never changes."""
-    steps = torch.arange(sequences, device="cpu") * 2 - (sequences - 1)  # what they add cancels
-    lengths = tokens + torch.round(steps * (UNEVEN * tokens / max(1, sequences - 1))).to(
-        torch.int32
-    )
-    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(0), device="cpu")
-    cu_seqlens = torch.zeros(sequences + 1, dtype=torch.int32, device="cpu")
-    cu_seqlens[1:] = lengths[order].cumsum(0)
-    return cu_seqlens
-
-
-def eager_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """k3 as the frameworks write it, upcast to fp32: (exp(-x) - 1 + x) * mask."""
-    x = logprobs.float() - ref_logprobs.float()
-    return (torch.exp(-x) - 1 + x) * mask
-
-
-def eager_seq_sum(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    return eager_tokens(logprobs, ref_logprobs, mask).sum(-1)
-
-
-def eager_token_mean(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    return eager_tokens(logprobs, ref_logprobs, mask).sum() / mask.sum()
-
-
-def eager_packed_seq_sum(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    """Per-sequence sums of packed tokens by ``index_add``, which torch.compile can fuse."""
-    tokens = eager_tokens(logprobs, ref_logprobs, mask)
-    position = torch.arange(len(tokens), dtype=cu_seqlens.dtype, device=tokens.device)
-    sequence = torch.bucketize(position, cu_seqlens[1:], out_int32=True, right=True)
-    return tokens.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, tokens)
-
-
-def eager_stats(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, KLStats]:
-    """The same statistics; ``k3`` is the penalty, and without limits nothing is ``clipped``."""
-    x = logprobs.float() - ref_logprobs.float()
-    kl = ((torch.exp(-x) - 1 + x) * mask).sum(-1)
-    stats = KLStats(
-        kl=kl,
-        length=mask.sum(-1),
-        k1=(x * mask).sum(-1),
-        k2=(x * x / 2 * mask).sum(-1),
-        k3=kl,
-        max_abs_log_ratio=(x.abs() * mask).amax(-1),
-        clipped=torch.zeros_like(kl),
-        nonfinite=(~x.isfinite() & mask).sum(-1),
-    )
-    return kl, stats
+OPTIONS_SUITE = Suite(
+    name="options",
+    ops=OPTIONS,
+    rows_by_columns="sequences x tokens",
+    shapes=((512, 8192),),
+    quick_shapes=((16, 256),),
+    gpu_ops=tuple(OPTIONS),
+    gpu_shapes=((256, 8192),),
+    gpu_rounds=30,
+    gpu_budget=210.0,
+    facts={**_FACTS, "log_ratio_clip": LOG_RATIO_CLIP, "kl_clip": KL_CLIP},
+    text=f"k3, random mask that keeps {KEPT:.0%}, log-ratios and log-weights of {SPREAD} nats, "
+    f"limits of {LOG_RATIO_CLIP:g} on the log-ratio and {KL_CLIP:g} on the value",
+)

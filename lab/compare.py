@@ -18,7 +18,6 @@ import torch
 from lab import folder, run
 from lab.accuracy import measure, read_accuracy
 from lab.answer import answer
-from lab.arms import on_policy
 from lab.lock import locked
 from lab.model import count_parameters
 from lab.pictures import draw_pictures
@@ -31,7 +30,6 @@ from lab.settings import CompareError, Settings, check_settings
 from lab.summary import summarise
 from lab.team import TIMEOUT, Team, assembled
 from lab.text import Corpus, load_corpus, prompt_starts
-from lab.train import build_world, compare_models, new_arm, sample_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -282,12 +280,12 @@ def _add_speed(experiment: Run, console: Console) -> bool:
     from benchmarks.kl_step import time_kl_step
     from lab.terminal import print_speed
 
-    path = experiment.out / folder.SPEED
+    path, settings = experiment.out / folder.SPEED, experiment.settings
     speed: list[SpeedRow] | None = folder.read_json(path)
     if speed is None:
         try:
             with console.status("Timing the KL step against eager PyTorch and torch.compile ..."):
-                speed = time_kl_step(*own_tensors(experiment))
+                speed = time_kl_step((settings.batch, settings.continuation_length))
         except KeyboardInterrupt:
             console.print("Interrupted: the report is complete but for the speed table.")
             return False
@@ -296,15 +294,3 @@ def _add_speed(experiment: Run, console: Console) -> bool:
             write_report(experiment)
     print_speed(console, speed)
     return True
-
-
-@torch.no_grad()
-def own_tensors(experiment: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``logprobs``, ``ref_logprobs``, ``mask`` ``[B, T]``, one more batch of the last such arm."""
-    settings = experiment.settings
-    world = build_world(experiment.corpus, experiment.reference, settings)
-    arm = new_arm(on_policy(settings.arms)[-1], world, settings)
-    arm.policy.load_state_dict(experiment.arms[arm.name].policy.state_dict())
-    batch = sample_batch(arm, world, settings)
-    both = compare_models(arm.policy, world.reference, batch)
-    return both.logprobs, both.ref_logprobs, batch.mask

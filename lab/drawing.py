@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PANEL_SIZE = (4.2, 3.2)
 """Inches of a panel on a page: as wide as a phone, whose text then is of the usual size."""
 
+Ends = list[tuple[str, dict[str, Any], float]]
+"""Label, style and height of lines where they end."""
+
 _LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the panel's height
 _SVG_COLOR = re.compile(r"(?<=: )#[0-9a-f]{6}\b")
 
@@ -75,7 +78,8 @@ def swatch(style: dict[str, Any], salt: str = "") -> str:
     from matplotlib.lines import Line2D
 
     figure = new_figure(0.5, 0.16, layout=None)
-    line = Line2D([0.02, 0.5, 0.98], [0.5] * 3, linewidth=1.6, markersize=6, markevery=[1], **style)
+    look = {"linewidth": 1.6, "markersize": 6} | style
+    line = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1], **look)
     line.set_transform(figure.transFigure)
     figure.add_artist(line)
     return _to_svg(figure, "", salt + str(sorted(style.items())))
@@ -165,27 +169,23 @@ def set_shares(axis: Axis) -> None:
     axis.set_major_formatter(PercentFormatter(1))
 
 
-def label_ends(
-    panel: Axes,
-    ends: Iterable[tuple[str, dict[str, Any], float]],
-    leads: Iterable[tuple[float, float]] | None = None,
-) -> None:
+def label_ends(panel: Axes, ends: Ends, leads: Sequence[tuple[float, float]] | None = None) -> None:
     """Writes a label, in its line's style, at each line's end; none touches another.
 
     ``leads``: a point for each, from which a thin line leads to its label.
     """
     to_share = panel.transScale + panel.transLimits
-    ends = list(ends)
-    points = list(leads) if leads is not None else [None] * len(ends)
     heights = [
         (float(to_share.transform((1, value))[1]), i) for i, (_, _, value) in enumerate(ends)
     ]
     for height, i in spread(heights):
         label, style, _ = ends[i]
+        lead: dict[str, Any] = {"xy": (1.01, height), "xycoords": "axes fraction"}
+        if leads is not None:
+            arrow = {"arrowstyle": "-", "color": style["color"], "alpha": 0.4, "linewidth": 0.8}
+            lead = {"xy": leads[i], "arrowprops": arrow}
         panel.annotate(
             label,
-            (1.01, height) if points[i] is None else points[i],
-            xycoords="axes fraction" if points[i] is None else "data",
             xytext=(1.02, height),
             textcoords="axes fraction",
             color=text_color(style["color"]),
@@ -193,9 +193,7 @@ def label_ends(
             fontweight="bold",
             va="center",
             annotation_clip=False,
-            arrowprops=None
-            if points[i] is None
-            else {"arrowstyle": "-", "color": style["color"], "alpha": 0.4, "linewidth": 0.8},
+            **lead,
         )
 
 

@@ -49,6 +49,29 @@ VARIABLES = {light.lower(): f"--{name}" for name, (light, _) in COLORS.items()}
 
 Styles = dict[str, dict[str, Any]]
 
+STYLES: Styles = {
+    "none": {"color": GREY, "linestyle": ":", "marker": "x"},
+    "fixed-low": {"color": ORANGE, "linestyle": "--", "marker": "v"},
+    "fixed-high": {"color": SKY, "linestyle": "--", "marker": "^"},
+    "adaptive": {"color": BLUE, "linestyle": "-", "marker": "o"},
+    "exponential": {"color": VERMILION, "linestyle": "-", "marker": "s"},
+    "nupi": {"color": GREEN, "linestyle": "-", "marker": "D"},
+    "pid": {"color": PURPLE, "linestyle": "-", "marker": "P"},
+    "dual": {"color": INK, "linestyle": "-", "marker": "*"},
+    "doubling": {"color": ORANGE, "linestyle": "-.", "marker": "<"},
+    "control-vae": {"color": SKY, "linestyle": "-.", "marker": ">"},
+    "stale": {"color": VERMILION, "linestyle": "-", "marker": "X"},
+    "corrected": {"color": GREEN, "linestyle": "-", "marker": "d"},
+}
+"""The arms' lines."""
+
+ESTIMATORS: Styles = {
+    "exact KL": {"color": INK, "linestyle": "-", "marker": "", "linewidth": 2.4},
+    "k1": {"color": BLUE, "linestyle": "--", "marker": "o"},
+    "k2": {"color": VERMILION, "linestyle": ":", "marker": "s"},
+    "k3": {"color": GREEN, "linestyle": "-", "marker": "^"},
+}
+
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5.5}
 SHADE = 0.08
 """How much ink there is in a band."""

@@ -6,20 +6,19 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 
-def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """k3 of each token: (exp(-x) - 1 + x) * mask."""
-    x = logprobs.float() - ref_logprobs.float()
-    return ((-x).exp() - 1 + x) * mask
+def k3(x: Tensor) -> Tensor:
+    """k3 of log-ratios: exp(-x) - 1 + x."""
+    return (-x).exp() - 1 + x
 
 
 def k3_seq_sum(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """k3 summed over each sequence."""
-    return k3(logprobs, ref_logprobs, mask).sum(-1)
+    return (k3(logprobs.float() - ref_logprobs.float()) * mask).sum(-1)
 
 
 def k3_token_mean(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """The mean of k3 over all tokens."""
-    return k3(logprobs, ref_logprobs, mask).sum() / mask.sum()
+    return (k3(logprobs.float() - ref_logprobs.float()) * mask).sum() / mask.sum()
 
 
 def kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
@@ -28,11 +27,11 @@ def kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The log-prob of each row's token: log_softmax, gathered."""
-    return log_softmax(logits.float(), -1).gather(-1, token_ids[:, None])[:, 0]
-
-
 def mean_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """The mean of :func:`kl` over the rows."""
     return kl(logits, ref_logits).mean()
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The log-prob of each row's token: log_softmax, gathered."""
+    return log_softmax(logits.float(), -1).gather(-1, token_ids[:, None])[:, 0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from lab.folder import EARLIER, check_writable, set_aside, write_atomic, write_json
 from lab.settings import CompareError
 from lab.study.candidates import CANDIDATES, MAX_COEF, MIN_COEF
-from lab.study.measure import study, study_json
+from lab.study.measure import WITHIN, runs_of, study, study_json
 from lab.study.plant import fit
 from lab.study.records import load_records, read_run
 from lab.study.simulate import Course
@@ -144,9 +144,10 @@ def _study(arguments: argparse.Namespace) -> None:
     for sentence in reading(numbers):
         print(f"- {sentence}")
     if arguments.plot:
-        from lab.study.plot import draw_study
+        from lab.pictures import draw_study
 
-        write_atomic(out / PLOT, draw_study(studied, plant, course))
+        runs = {rule.name: runs_of(rule, plant, course) for rule in studied}
+        write_atomic(out / PLOT, draw_study(studied, runs, course, WITHIN))
     best = ",".join(rule["name"] for rule in ranked(numbers)[:3])
     print(f"\nThe best three with klfast's default gains on the real experiment: {_COMPARE} {best}")
     print(f"Written to {out}: {', '.join([NUMBERS, TABLE, *([PLOT] if arguments.plot else [])])}")

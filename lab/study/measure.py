@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.study.candidates import Candidate, Gains
+from lab.study.candidates import CANDIDATES, Candidate, Gains
 from lab.study.plant import Plant
 from lab.study.simulate import Course, simulate
 
@@ -157,6 +157,14 @@ def _octaves(misses: Tensor) -> float:
     while high < len(FACTORS) - 1 and good[high + 1]:
         high += 1
     return math.log2(FACTORS[high] / FACTORS[low])
+
+
+def runs_of(rule: Studied, plant: Plant, course: Course) -> tuple[Tensor, Tensor]:
+    """The KL [seeds, updates] under the rule's first and its tuned gains, in targets."""
+    candidate = next(c for c in CANDIDATES if c.name == rule.name)
+    gains = (rule.first_gains, rule.tuned_gains)
+    first, tuned = (simulate(candidate, each, plant, course)[0] for each in gains)
+    return first / course.target, tuned / course.target
 
 
 def study_json(studied: list[Studied], plant: Plant, course: Course) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lab.accuracy import measure, read_accuracy
 from lab.errors import SAMPLED, token_errors
 from lab.means import number
 from lab.model import GPT, continuation_logits, perplexity, sample
-from lab.plots import STYLES
+from lab.palette import STYLES
 from lab.reading import reading
 from lab.settings import (
     ARM_NAMES,

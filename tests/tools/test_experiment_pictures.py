@@ -10,12 +10,10 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from lab import drawing, folder, palette
-from lab.accuracy_plot import _draw_bias, _draw_std
 from lab.drawing import Panel, png, spread, svg
 from lab.errors import SAMPLED
-from lab.frontier_plot import frontier_panel, path
-from lab.pictures import draw_pictures
-from lab.plots import STYLES, curve_panels
+from lab.palette import STYLES
+from lab.pictures import curve_panels, draw_bias, draw_noise, draw_pictures, frontier_panel, path
 from lab.settings import ARM_NAMES, OFF_POLICY_ARMS, Settings
 from lab.summary import summarise
 
@@ -143,8 +141,8 @@ def test_a_path_is_the_means_over_as_many_steps_as_the_last_ones():
 
 def test_the_picture_shows_bias_and_noise_of_every_bin():
     bias, noise = Figure().subplots(1, 2)
-    _draw_bias(bias, bins(NEAR, FAR))
-    _draw_std(noise, bins(NEAR, FAR))
+    draw_bias(bias, bins(NEAR, FAR))
+    draw_noise(noise, bins(NEAR, FAR))
     shown = {line.get_label(): line for line in noise.get_lines()}
     for i, name in enumerate(SAMPLED, start=1):
         assert list(shown[name].get_xdata()) == [0.03, 3.0]

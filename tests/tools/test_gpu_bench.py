@@ -12,14 +12,13 @@ from fake_gpu import FakeGpu
 from benchmarks import gpu, gpu_timing, rivals, tokens
 from benchmarks.__main__ import main
 from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
-from benchmarks.cases import DTYPES, Case, make_inputs
+from benchmarks.cases import DTYPES, Case, boundaries, make_inputs
 from benchmarks.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
 from benchmarks.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
 from benchmarks.logits import OPS as LOGITS_OPS
 from benchmarks.measure import Skip, check_candidates
 from benchmarks.suites import OPS, SUITES
 from benchmarks.timing import Timing
-from benchmarks.tokens import boundaries
 from klfast import backends
 from klfast.selfcheck import clock
 
@@ -243,7 +242,7 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
 
 
 def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tokens, "eager_token_mean", lambda a, b, mask, cu=None: (a - b).sum())
+    monkeypatch.setitem(tokens.SUMS, "token-mean", lambda masked, *_: masked.sum())
     out = tmp_path / "gpu.json"
     command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
     assert main([*command, "--out", str(out)]) == 1
