@@ -16,12 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import klfast
+
+sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
+
 from lab.drawing import dress, new_figure, set_ticks, zero_line
 from lab.palette import BLUE, GREEN, INK, LINE, SHADE, TITLE, VERMILION
 from lab.study.plant import Plant, Policy

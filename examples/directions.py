@@ -10,12 +10,16 @@ divergence cover both and what is between them.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import klfast
+
+sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
+
 from lab.drawing import dress, new_figure
 from lab.palette import BLUE, GREEN, GRID, VERMILION
 

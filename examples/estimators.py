@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 import klfast
+
+sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
+
 from lab.drawing import dress, new_figure
 from lab.palette import BLUE, GREEN, TITLE, VERMILION
 

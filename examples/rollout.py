@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from klfast import rollout_correction, token_logprobs
 from klfast.rollout.presets import PRESETS
+
+sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
+
 from lab.drawing import dress, new_figure
 from lab.palette import (
     BLUE,

@@ -14,12 +14,16 @@ more however many tokens there are, and k3 needs less than half of the tokens th
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import klfast
+
+sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
+
 from lab.drawing import dress, new_figure, set_shares
 from lab.palette import BLUE, GREEN, LINE, TITLE, VERMILION
 

@@ -82,7 +82,8 @@ def blocks():
     for page in PAGES:
         found += blocks_of_page(page.read_text(), page.relative_to(ROOT).as_posix())
     found += blocks_of_page(framework_page("verl"), FRAMEWORK_PAGES.relative_to(ROOT).as_posix())
-    for path in sorted(ROOT.glob("klfast/**/*.py")):
+    packages = ("klfast", "lab", "benchmarks")
+    for path in sorted(path for name in packages for path in ROOT.glob(f"{name}/**/*.py")):
         place = path.relative_to(ROOT)
         parts = [part for part in place.with_suffix("").parts if part != "__init__"]
         found += blocks_of_module(path.read_text(), ".".join(parts), place.as_posix())

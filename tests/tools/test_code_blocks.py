@@ -13,7 +13,7 @@ import readme
 SHELL = ("bash", "console", "sh", "shell")
 RUNNERS = ("code", "run")
 """Of `readme`, and tests' own functions of these names that pass a name on."""
-COMMAND = re.compile(r"(?<!`)`((?:make|klfast|torchrun) [^`]+)`(?!`)")
+COMMAND = re.compile(r"(?<!`)`((?:make|klfast|torchrun|python -m) [^`]+)`(?!`)")
 PROGRAM = re.compile(r"(?<!`)`python ([\w/]+\.py)[^`]*`(?!`)")
 VARIABLE = re.compile(r"(?<!`)`((?:KLFAST|CUDA|NVCC|TORCH|MAX)_[A-Z_]+|[A-Z_]+(?==))[^`]*`(?!`)")
 
