@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import gpu_plan, tables
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "gpu-check"
@@ -39,18 +39,14 @@ LOG_BYTES = 1 << 20
 SHOWN_LINES = 12
 """Of the log of a step that failed."""
 
-RESULTS = tuple(f"{name}.json" for name in report.PICTURES)
+RESULTS = tuple(f"{name}.json" for name in gpu_plan.OPTIONS)
 """What the benchmarks write."""
 
 LARGEST_SHARE = 0.6
 """Of a lane's time that a step may take while others wait for theirs."""
 
-BENCH_BUDGET = 210
 BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
-
-LOGITS = ["--suite", "logits", "--dtypes", "bf16", "--shapes", "8192x151936,2048x32000"]
-"""What there is time for. ``python -m benchmarks --device cuda --suite logits`` has the rest."""
 
 LAST_WORDS = 5
 """Seconds for a step that is ended to say what it has found."""
@@ -170,10 +166,10 @@ def suite(name: str, *arguments: str) -> Step:
     return Step(name, command, environment, must_print=PASSED, must_not_print=SKIPPED_GPU)
 
 
-def benchmark(name: str, out: Path, *arguments: str) -> Step:
+def benchmark(name: str, work: Path, results: str) -> Step:
     """``python -m benchmarks`` on the GPU, within what time it has."""
-    command = [sys.executable, "-m", "benchmarks", "--device", "cuda", "--budget", "{budget}"]
-    command += [*arguments, "--out", str(out), "--force"]
+    command = [sys.executable, "-m", "benchmarks", *gpu_plan.OPTIONS[results]]
+    command += ["--budget", "{budget}", "--out", str(work / f"{results}.json"), "--force"]
     return Step(name, command, INSTALLED, must_print=r"JSON: .*")
 
 
@@ -195,8 +191,8 @@ def phases(work: Path) -> list[Phase]:
                 *([sanitizer(t)] for t in ("memcheck", "racecheck", "initcheck", "synccheck")),
             ],
         ),
-        Phase(400, [[benchmark("benchmark", work / "gpu.json")]]),
-        Phase(535, [[benchmark("logits", work / "gpu-logits.json", *LOGITS)]]),
+        Phase(400, [[benchmark("benchmark", work, "gpu")]]),
+        Phase(535, [[benchmark("logits", work, "gpu-logits")]]),
     ]
 
 
@@ -253,7 +249,7 @@ class Check:
             return Outcome(step.name, "not run", detail=self.broken)
         if left <= 1:
             return Outcome(step.name, "not run", detail="no time was left")
-        budget = int(max(1, min(BENCH_BUDGET, left - BENCH_OVERHEAD)))
+        budget = int(max(1, min(gpu_plan.BUDGET, left - BENCH_OVERHEAD)))
         command = [
             part.format(budget=budget) if part == "{budget}" else part for part in step.command
         ]
@@ -424,12 +420,13 @@ def show_results(check: Check) -> None:
             print(f"\n--- {outcome.name}")
             log = check.log(outcome.name).decode(errors="replace").splitlines()
             print("\n".join(log[-SHOWN_LINES:]))
-    for data in report.gpu_results(check.work).values():
+    for path in (check.work / name for name in RESULTS):
+        data = json.loads(path.read_text()) if path.exists() else {"rows": []}
         if data["rows"]:
-            print("\n" + report.gpu_block(data))
+            print("\n" + tables.gpu_block(data))
     headings = ["step", "", "s", ""]
     lines = [[o.name, o.status, f"{o.seconds:.0f}", o.detail] for o in check.outcomes]
-    print("\n" + report.table(headings, lines))
+    print("\n" + tables.table(headings, lines))
     print(f"\n{'passed' if check.passed else 'FAILED'} in {check.elapsed:.0f} s; {check.out}")
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import tables
 from benchmarks.machine_code import Block, Kernel, functions_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -410,7 +410,7 @@ def main() -> int:
         "cases": {name: asdict(each) for name, each in counts.items()},
         "triton": {name: triton_loops(name) for name in TRITON},
     }
-    print(report.machine_code_table(data))
+    print(tables.machine_code_table(data))
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"sass-sm{arguments.arch}.json"
     file.write_text(json.dumps(data, indent=2) + "\n")

@@ -82,7 +82,7 @@ def blocks():
     for page in PAGES:
         found += blocks_of_page(page.read_text(), page.relative_to(ROOT).as_posix())
     found += blocks_of_page(framework_page("verl"), FRAMEWORK_PAGES.relative_to(ROOT).as_posix())
-    packages = ("klfast", "lab", "benchmarks")
+    packages = ("klfast", "lab")
     for path in sorted(path for name in packages for path in ROOT.glob(f"{name}/**/*.py")):
         place = path.relative_to(ROOT)
         parts = [part for part in place.with_suffix("").parts if part != "__init__"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pending, report
+from benchmarks import report, tables
 
 ROOT = Path(__file__).parents[2]
 BYTES_PER_TOKEN = {"forward": 9, "one-read": 13}
@@ -153,11 +153,11 @@ def test_the_summary_is_of_the_files(folder, made_up_logits):
     assert report.NOT_MEASURED in (folder / "README.md").read_text()
     (folder / "cpu-logits.json").write_text(json.dumps(made_up_logits))
     assert run(folder) == 0
-    tables = [line for line in (folder / "README.md").read_text().splitlines() if line[:2] == "| "]
-    lines = {cells[0]: cells[1:] for cells in map(cells_of, tables[1:])}
+    found = [line for line in (folder / "README.md").read_text().splitlines() if line[:2] == "| "]
+    lines = {cells[0]: cells[1:] for cells in map(cells_of, found[1:])}
     data = json.loads((folder / "cpu.json").read_text())
     for shape in ([512, 8192], [4, 64]):
-        for op in report.SUMMARY["cpu"]:
+        for op in tables.SUMMARY["cpu"]:
             rows = [row for row in data["rows"] if (row["shape"], row["op"]) == (shape, op)]
             expected = [
                 row["median_ms"] if impl == "klfast" else row["ratio"]
@@ -166,9 +166,9 @@ def test_the_summary_is_of_the_files(folder, made_up_logits):
                 for row in rows
                 if (row["dtype"], row["impl"]) == (dtype, impl)
             ]
-            shown = [float(cell.rstrip("x")) for cell in lines.pop(f"k3 {shape} {report.OPS[op]}")]
+            shown = [float(cell.rstrip("x")) for cell in lines.pop(f"k3 {shape} {tables.OPS[op]}")]
             assert shown == pytest.approx(expected, rel=0.05)
-    assert list(lines) == [f"[2048, 32000] {report.OPS[op]}" for op in ("kl-one-read", "logprob")]
+    assert list(lines) == [f"[2048, 32000] {tables.OPS[op]}" for op in ("kl-one-read", "logprob")]
     assert lines["[2048, 32000] log-prob forward"] == ["2.5", "20x", "2x"] * 2
 
 
@@ -202,7 +202,7 @@ def test_every_number_of_a_table_is_of_the_file(folder):
     assert len(lines) == len(ours) + 1
     for line, row in zip(lines[1:], ours, strict=True):
         assert f"| {row['dtype']} | {row['median_ms']:.3g} |" in line
-        assert line.startswith(f"| {row['shape']} {report.OPS[row['op']]} |")
+        assert line.startswith(f"| {row['shape']} {tables.OPS[row['op']]} |")
 
 
 def part_on_gpus(folder):
@@ -217,10 +217,10 @@ def planned_lines(name):
     """(label, dtype) of each case that `make gpu-check` measures."""
     return [
         (
-            ("packed " if case.packed else "") + f"{[*case.shape]} {report.OPS[case.op.name]}",
+            ("packed " if case.packed else "") + f"{[*case.shape]} {tables.OPS[case.op.name]}",
             case.dtype,
         )
-        for case in pending.planned()[name][1]
+        for case in report.planned()[name][1]
     ]
 
 
@@ -230,13 +230,13 @@ def test_without_a_gpus_results_every_case_is_pending(folder):
     assert text.startswith(report.NO_GPU)
     assert "`make gpu-check PYTHON=python3`" in text
     assert list(lines) == planned_lines("gpu") + planned_lines("gpu-logits")
-    assert {cell for cells in lines.values() for cell in cells} == {pending.PENDING, ""}
-    assert all(cells[:2] == [pending.PENDING] * 2 for cells in lines.values())
+    assert {cell for cells in lines.values() for cell in cells} == {report.PENDING, ""}
+    assert all(cells[:2] == [report.PENDING] * 2 for cells in lines.values())
     assert not (folder / "gpu.md").exists()
 
 
 def test_the_cases_that_are_pending_are_those_of_gpu_check():
-    planned = pending.planned()
+    planned = report.planned()
     assert list(planned) == list(report.PICTURES)
     suite, cases = planned["gpu"]
     shapes = {(case.shape, case.packed) for case in cases}
@@ -254,14 +254,14 @@ def test_what_was_measured_takes_the_place_of_what_was_pending(folder, made_up):
     assert run(folder, "--check") == 0
     text, lines = part_on_gpus(folder)
     assert report.NO_GPU not in text
-    of_logits = [place for place, cells in lines.items() if pending.PENDING in cells]
+    of_logits = [place for place, cells in lines.items() if report.PENDING in cells]
     assert of_logits == planned_lines("gpu-logits")
 
 
 def test_what_is_pending_has_the_columns_of_what_was_measured(
     folder, made_up, made_up_gpu_logits, monkeypatch
 ):
-    monkeypatch.setattr(report, "SOME_RIVALS", {"selective": "selective"})
+    monkeypatch.setattr(tables, "SOME_RIVALS", {"selective": "selective"})
     run(folder)
     before = [line for line in part_on_gpus(folder)[0].splitlines() if "| dtype |" in line]
     (folder / "gpu.json").write_text(json.dumps(made_up))
@@ -339,8 +339,8 @@ def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
 
 
 def test_a_line_of_kernels(made_up):
-    case = next(c for c in report.cases_of(made_up) if "256x8192" in report.ours(c)["case"])
-    line = report.kernel_table([case]).splitlines()[-1]
+    case = next(c for c in tables.cases_of(made_up) if "256x8192" in tables.ours(c)["case"])
+    line = tables.kernel_table([case]).splitlines()[-1]
     cells = cells_of(line)
     row = case["native"]
     assert cells[:2] == ["[256, 8192] forward to per-sequence sums", "fp32"]
@@ -351,7 +351,7 @@ def test_a_line_of_kernels(made_up):
 
 
 def test_a_line_of_launches(made_up):
-    line = report.launch_table(report.cases_of(made_up)[:1]).splitlines()[-1]
+    line = tables.launch_table(tables.cases_of(made_up)[:1]).splitlines()[-1]
     assert cells_of(line)[2:] == [
         "2 / 12.5",
         "2 / 12.5",
@@ -379,7 +379,7 @@ def test_results_that_are_not_there_are_named(folder):
     ],
 )
 def test_numbers_have_three_digits_and_no_exponent(value, text):
-    assert report.number(value) == text
+    assert tables.number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -396,15 +396,15 @@ def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
 ):
     state = {"memory": "kept by the process", "others_share": others, "load_allowed": allowed}
     made_up_logits["conditions"].update(state, suite=suite)
-    text = report.cpu_block(made_up_logits)
+    text = tables.cpu_block(made_up_logits)
     assert text.endswith(f"Freed memory: kept by the process. What other processes took {load}")
 
 
 def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):
-    assert "a fill of the gradient" not in report.cpu_table(made_up_logits)
+    assert "a fill of the gradient" not in tables.cpu_table(made_up_logits)
     for row in made_up_logits["rows"]:
         row["floor_ratio"] = 1.234
-    heading, _, line, *_ = report.cpu_table(made_up_logits).splitlines()
+    heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
     cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
     assert cells["times a read, and a fill of the gradient"] == "1.23"
 
@@ -412,5 +412,5 @@ def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):
 def test_what_is_timed_beside_is_a_column(made_up_logits):
     row = next(row for row in made_up_logits["rows"] if row["impl"] == "eager")
     made_up_logits["rows"].append({**row, "impl": "klfast in place", "ratio": 0.5})
-    heading, *_ = report.cpu_table(made_up_logits).splitlines()
+    heading, *_ = tables.cpu_table(made_up_logits).splitlines()
     assert "vs klfast's `inplace_backward`" in heading

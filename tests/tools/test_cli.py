@@ -119,7 +119,7 @@ INTERRUPTED = {
     "raised": "raise KeyboardInterrupt",
     "signal": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
 }
-ENTRY = "import sys; from lab.__main__ import main; sys.exit(main())"
+ENTRY = "import sys; from klfast.__main__ import main; sys.exit(main())"
 
 
 def while_importing_torch(folder, source, *command):

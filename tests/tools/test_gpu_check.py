@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command, gpu_check
+from benchmarks import command, gpu_check, gpu_plan
 from benchmarks.gpu_check import Check, Phase, Step, judge
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -171,7 +171,7 @@ def test_the_benchmark_is_told_what_time_it_has(run):
     code = "import sys; print('budget', sys.argv[1])"
     step = Step("bench", [sys.executable, "-c", code, "{budget}"], must_print=r"budget \d+")
     assert int(run((100, [step])).outcomes[0].detail.split()[1]) in range(50, 61)
-    assert run((1000, [step])).outcomes[0].detail == f"budget {gpu_check.BENCH_BUDGET}"
+    assert run((1000, [step])).outcomes[0].detail == f"budget {gpu_plan.BUDGET}"
 
 
 def test_results_replace_older_ones_at_the_end(run, tmp_path):

@@ -1,0 +1,400 @@
+"""Results as tables in Markdown: of a CPU, of a GPU, of frameworks' functions, of machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Case = dict[str, Row]
+"""Implementation -> its row."""
+
+OPS = {
+    "forward": "forward to per-sequence sums",
+    "stats": "the same with `KLStats`",
+    "one-read": "forward + backward, one read",
+    "two-pass": "forward + backward, two passes",
+    "limits": "k3 with limits, forward to per-sequence sums",
+    "weights": "k3 with importance weights, forward to per-sequence sums",
+    "limits-one-read": "k3 with limits, sum, forward + backward, one read",
+    "weights-one-read": "k3 with importance weights, sum, forward + backward, one read",
+    "k2-one-read": "k3 with k2's gradient, sum, forward + backward, one read",
+    "sum-one-read": "k3, sum, forward + backward, one read",
+    "kl": "KL forward",
+    "kl-one-read": "mean KL, forward + backward, one read",
+    "kl-two-pass": "KL, forward + backward, two passes",
+    "jsd-one-read": "mean JSD, forward + backward, one read",
+    "logprob": "log-prob forward",
+    "logprob-entropy": "log-prob and entropy forward",
+    "logprob-two-pass": "log-prob, forward + backward",
+}
+HEADINGS = {
+    "tokens": "k3, random boolean mask",
+    "options": "random boolean mask",
+    "logits": "tokens x vocabulary, every token kept",
+}
+"""Suite -> what its ops are of."""
+SHOWN_OPS = ("forward", "one-read")
+"""What docs/measured.md shows of a GPU's results over log-probs; ``gpu.md`` has all."""
+SUMMARY = {
+    "cpu": ("forward", "one-read"),
+    "cpu-logits": ("kl", "kl-one-read", "logprob", "logprob-two-pass"),
+}
+"""Results on a CPU -> the ops of the README's table."""
+LAUNCH_TOKENS = 1 << 18
+"""Cases of fewer tokens are about launches, not about bytes."""
+
+BACKENDS = {"native": "CUDA C++", "triton": "Triton"}
+RIVALS = {
+    "eager": "eager",
+    "torch.compile": "`torch.compile`",
+    "torch.compile max-autotune": "max-autotune",
+}
+SOME_RIVALS = {
+    "selective": "selective",
+    "Liger": "Liger",
+    "TRL": "TRL's Triton",
+    "plain k3": "klfast's plain k3",
+    "token-mean": "klfast's `token-mean`",
+    "klfast in place": "klfast's `inplace_backward`",
+}
+"""Of some ops, or where they are installed."""
+
+
+COMPARED = {"tokens": (), "logits": ("eager", "torch.compile")}
+"""Suite -> whose memory stands beside klfast's in a GPU's table."""
+
+
+def cases_of(data: dict[str, Any]) -> list[Case]:
+    """The cases in their order, each as its rows by implementation."""
+    cases: dict[str, Case] = {}
+    for row in data["rows"]:
+        cases.setdefault(row["case"], {})[row["impl"]] = row
+    return list(cases.values())
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    heading, *rows = [f"| {' | '.join(line)} |" for line in (headings, *lines)]
+    return "\n".join([heading, "|" + "---|" * len(headings), *rows])
+
+
+def number(value: float | None) -> str:
+    """Three digits, never an exponent; nothing for None."""
+    if value is None:
+        return ""
+    if 0 < value < 1e-3:
+        return "<0.001"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def times(ratio: float | None) -> str:
+    """How many times, in two digits."""
+    if ratio is None:
+        return ""
+    return f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
+
+
+def share(value: float | None) -> str:
+    """A share in per cent."""
+    return "" if value is None else f"{value:.0%}".replace("%", " %")
+
+
+def label(row: Row, with_shape: bool) -> str:
+    """What a case computes, and on what."""
+    layout = "packed " if row.get("packed") else ""
+    return f"{layout}{row['shape']} {OPS[row['op']]}" if with_shape else OPS[row["op"]]
+
+
+def suite_of(data: dict[str, Any]) -> str:
+    suite: str = data["conditions"].get("suite", "tokens")
+    return suite
+
+
+def rivals_of(cases: Sequence[Case], always: Sequence[str]) -> dict[str, str]:
+    """Name -> title of those that a table has a column for: some always, others where they are."""
+    named = {**RIVALS, **SOME_RIVALS}
+    return {n: t for n, t in named.items() if n in always or any(n in case for case in cases)}
+
+
+def ratios(case: Case, names: Iterable[str]) -> list[str]:
+    """How many times klfast's time each takes; nothing for one that is not there."""
+    return [times(case[name]["ratio"]) if name in case else "" for name in names]
+
+
+def peaks(case: Case, names: Iterable[str]) -> str:
+    """Megabytes above the inputs, of each."""
+    known = [case.get(name, {}).get("peak_bytes") for name in names]
+    return " / ".join("-" if peak is None else number(peak / 1e6) for peak in known)
+
+
+def cpu_table(data: dict[str, Any]) -> str:
+    """Time, ratios and bandwidth of each case, and memory where it was measured."""
+    cases = cases_of(data)
+    rows = [case["klfast"] for case in cases]
+    several = len({tuple(row["shape"]) for row in rows}) > 1
+    rivals = rivals_of(cases, always=("eager", "torch.compile"))
+    with_memory = any(row.get("peak_bytes") is not None for row in rows)
+    with_floor = any(row.get("floor_ratio") is not None for row in rows)
+    lines = [
+        [
+            label(row, several),
+            row["dtype"],
+            number(row["median_ms"]),
+            *ratios(case, rivals),
+            "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}",
+            share(row["read_share"]),
+            *([number(row.get("floor_ratio"))] * with_floor),
+            *([peaks(case, ("klfast", "eager", "torch.compile"))] * with_memory),
+        ]
+        for case, row in zip(cases, rows, strict=True)
+    ]
+    headings = [HEADINGS[suite_of(data)], "dtype", "klfast, ms"]
+    headings += [f"vs {title}" for title in rivals.values()]
+    headings += ["GB/s", "of read bandwidth"]
+    headings += ["times a read, and a fill of the gradient"] * with_floor
+    headings += ["MB above the inputs: klfast / eager / `torch.compile`"] * with_memory
+    return table(headings, lines)
+
+
+def state(where: dict[str, Any]) -> str:
+    """The machine's state, in a sentence: its memory's, and the load; of results that say it."""
+    if "memory" not in where:
+        return ""
+    others = where["others_share"]
+    load = "is not known" if others is None else f"was {100 * others:.1f} % of the cores' time"
+    allowed = " (a load was allowed)" if where["load_allowed"] else ""
+    return f"Freed memory: {where['memory']}. What other processes took {load}{allowed}."
+
+
+def cpu_block(data: dict[str, Any]) -> str:
+    """The table of a CPU's results; of logits, where, when and how too."""
+    if suite_of(data) != "logits":
+        return "\n\n".join(filter(None, (cpu_table(data), state(data["conditions"]))))
+    where = data["conditions"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
+    return (
+        f"{cpu_table(data)}\n\n"
+        f"{shapes}, {where['device']}, {where['threads']} threads; {versions}; commit "
+        f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
+        f"rounds, inputs {where['inputs']}, checked against float64 first; logits with a deviation "
+        f"of {where['logits_std']} nats, {where['log_ratio_std']} apart. Memory: the peak of what "
+        "is resident, each in a process of its own. selective: eager PyTorch without a log_softmax "
+        "of all rows at once, as TRL's `selective_log_softmax`. "
+        f"{state(where)}".rstrip()
+    )
+
+
+def memory_of(where: dict[str, Any]) -> str:
+    """The state of the memory as the end of a list of conditions; nothing where none is said."""
+    return f", freed memory {where['memory']}" if "memory" in where else ""
+
+
+def by_dtype(
+    cases: Iterable[tuple[tuple[str, ...], Case]],
+    headings: Sequence[str],
+    of_dtype: Sequence[str],
+    cells: Callable[[Case], list[str]],
+) -> str:
+    """A line for each label, and in it for each dtype the cells of that case.
+
+    ``of_dtype``: the headings of those cells; ``{}`` is the dtype.
+    """
+    lines: dict[tuple[str, ...], dict[str, Case]] = {}
+    for what, case in cases:
+        lines.setdefault(what, {})[case["klfast"]["dtype"]] = case
+    dtypes = list(dict.fromkeys(dtype for line in lines.values() for dtype in line))
+    return table(
+        [*headings, *(each.format(dtype) for dtype in dtypes for each in of_dtype)],
+        [
+            [*what, *(cell for dtype in dtypes for cell in cells(line[dtype]))]
+            for what, line in lines.items()
+        ],
+    )
+
+
+def summary(parts: Sequence[dict[str, Any]]) -> str:
+    """The README's table of a CPU: time, and times those of eager and ``torch.compile``."""
+    cases = []
+    for name, data in zip(SUMMARY, parts, strict=True):
+        estimator = "k3 " if suite_of(data) == "tokens" else ""
+        for case in cases_of(data):
+            if case["klfast"]["op"] in SUMMARY[name]:
+                cases.append(((estimator + label(case["klfast"], with_shape=True),), case))
+    rivals = ("eager", "torch.compile")
+    lines = by_dtype(
+        cases,
+        ["on a CPU"],
+        ["{}, ms", *(f"vs {RIVALS[name]}" for name in rivals)],
+        lambda case: [number(case["klfast"]["median_ms"]), *ratios(case, rivals)],
+    )
+    wheres = [
+        f"{suite}: {where['device']}, {where['threads']} threads, torch "
+        f"{where['versions']['torch']}, {where['date'][:10]}, medians of {where['rounds']} "
+        f"interleaved rounds, inputs {where['inputs']}" + memory_of(where)
+        for suite, where in zip(
+            ("Log-probs", "Logits"), (data["conditions"] for data in parts), strict=True
+        )
+    ]
+    return (
+        f"{lines}\n\n{'. '.join(wheres)}. [docs/measured.md](docs/measured.md) "
+        "has all conditions, bandwidths, memory, and the goals that were missed."
+    )
+
+
+def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
+    """Frameworks' own functions and klfast's in their place: milliseconds, and how many times."""
+
+    def cells(case: Case) -> list[str]:
+        theirs, mine = case["framework"], case["klfast"]
+        return [number(theirs["median_ms"]), number(mine["median_ms"]), times(theirs["ratio"])]
+
+    cases = [
+        ((case["klfast"]["framework"], case["klfast"]["what"]), case)
+        for data in parts
+        for case in cases_of(data)
+    ]
+    of_dtype = ["theirs {}, ms", "klfast, ms", "faster"]
+    lines = by_dtype(cases, ["framework", "function"], of_dtype, cells)
+    return f"{lines}\n\n{drop_in_conditions(parts)}"
+
+
+def drop_in_conditions(parts: Sequence[dict[str, Any]]) -> str:
+    """Where, when and how they were measured, in one paragraph."""
+    wheres = [data["conditions"] for data in parts]
+    where = wheres[0]
+    versions = dict.fromkeys(
+        f"{name} {version}" for each in wheres for name, version in each["versions"].items()
+    )
+    shape = parts[0]["rows"][0]["shape"]
+    return (
+        f"{shape}, {where['device']}, {where['threads']} threads; {', '.join(versions)}; commit "
+        f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
+        f"rounds, results compared first{memory_of(where)}. "
+        "`GRPOTrainer._compute_loss` is TRL's whole loss around a model that costs nothing; ROLL's "
+        "and trlx's side is their formula in eager PyTorch."
+    )
+
+
+def ours(case: Case) -> Row:
+    """The row of klfast's first backend, to which ratios are."""
+    return next(case[name] for name in BACKENDS if name in case)
+
+
+def microseconds(row: Row | None, kind: str) -> str:
+    return number(None if row is None or row[kind] is None else row[kind] * 1e3)
+
+
+def kernel_headings(suite: str, rivals: dict[str, str]) -> list[str]:
+    """The columns of a GPU's table."""
+    return [
+        HEADINGS[suite],
+        "dtype",
+        *(f"{title}, us" for title in BACKENDS.values()),
+        *(f"vs {title}" for title in rivals.values()),
+        *("GB/s", "of read", "of copy"),
+        " / ".join(["MB above inputs", *(RIVALS[name] for name in COMPARED[suite])]),
+    ]
+
+
+def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
+    """Times on the device with cold caches; of rivals, how many times klfast's first backend's."""
+    rivals = rivals_of(cases, always=tuple(RIVALS))
+    lines = []
+    for case in cases:
+        row = ours(case)
+        lines.append(
+            [
+                label(row, with_shape=True),
+                row["dtype"],
+                *(microseconds(case.get(name), "kernel_ms") for name in BACKENDS),
+                *ratios(case, rivals),
+                number(row["gb_per_s"]),
+                share(row["read_share"]),
+                share(row["copy_share"]),
+                peaks(case, (row["impl"], *COMPARED[suite])),
+            ]
+        )
+    return table(kernel_headings(suite, rivals), lines)
+
+
+def launch_table(cases: Sequence[Case]) -> str:
+    """Microseconds of a call in a CUDA graph, and of the host to queue it."""
+    names = {**BACKENDS, **rivals_of(cases, always=tuple(RIVALS))}
+    headings = ["us: in a CUDA graph / of the host", "dtype", *names.values()]
+    lines = []
+    for case in cases:
+        row = ours(case)
+        pairs = [
+            " / ".join(
+                microseconds(case.get(name), kind) or "-" for kind in ("graph_ms", "host_ms")
+            )
+            for name in names
+        ]
+        lines.append([label(row, with_shape=True), row["dtype"], *pairs])
+    return table(headings, lines)
+
+
+def gpu_conditions(data: dict[str, Any]) -> str:
+    """Where, when and how it was measured, in one paragraph."""
+    where = data["conditions"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    clocks = where["clocks"] or {}
+    running = "".join(f", {name} {value}" for name, value in clocks.items())
+    ceilings = where["ceilings"]
+    return (
+        f"{where['device']}{running}; {versions}; commit {where['commit']}, {where['date'][:10]}. "
+        f"Medians of {where['rounds']} rounds with L2 flushed, all candidates interleaved in one "
+        f"process and checked against float64 first; log-ratios of {where['log_ratio_std']} nats. "
+        f"Times are of the device; ratios, GB/s (the least bytes of the case), shares and memory "
+        f"are of the first backend in the table. In the same run a plain read reached "
+        f"{ceilings['read_gb_per_s']:.0f} GB/s and a copy {ceilings['copy_gb_per_s']:.0f} GB/s, "
+        f"and no call at all {ceilings['nothing_us']:.2g} us. In "
+        f"a graph of {where['graph_calls']} calls small inputs stay in L2."
+    )
+
+
+def is_shown(row: Row, suite: str) -> bool:
+    """Whether docs/measured.md shows a case that was measured on a GPU."""
+    if suite == "logits":
+        return bool(row["dtype"] == "bf16")
+    return row["op"] in SHOWN_OPS and not row["packed"]
+
+
+def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
+    """The measurements on a GPU: those that docs/measured.md shows, or all."""
+    suite = suite_of(data)
+    cases = cases_of(data)
+    if only_some:
+        cases = [case for case in cases if is_shown(ours(case), suite)]
+    small = [c for c in cases if ours(c)["shape"][0] * ours(c)["shape"][1] < LAUNCH_TOKENS]
+    parts = [kernel_table(cases, suite)]
+    if small or not only_some:
+        parts.append(launch_table(small if only_some else cases))
+    parts.append(gpu_conditions(data))
+    left_out = {**data.get("failed", {}), **data["skipped"]}
+    parts += [f"Left out: {case}: {reason}." for case, reason in left_out.items()]
+    return "\n\n".join(parts)
+
+
+def machine_code_table(data: dict[str, Any]) -> str:
+    """The counts of benchmarks/sass.py."""
+    chips = list(data["chips"])
+    head = ["case", "loops", "Triton's", "in all", "bound"]
+    head += ["registers", "warps", "KB in flight", *chips]
+    rows = [
+        [
+            name,
+            f"{case['loop']:.1f}",
+            f"{data['triton'][name]:.1f}" if name in data["triton"] else "",
+            f"{case['whole']:.1f}",
+            f"{case['bound']:.1f}",
+            str(case["registers"]),
+            str(case["warps"]),
+            f"{case['in_flight']:.0f}",
+            *(f"{100 * case['share'][chip]:.0f} %" for chip in chips),
+        ]
+        for name, case in data["cases"].items()
+    ]
+    return f"{table(head, rows)}\n\nAssumed: {'; '.join(data['assumptions'])}."
