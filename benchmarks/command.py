@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import re
 import sys
@@ -12,20 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import allocator, gpu, gpu_report, idle
+from benchmarks import allocator, gpu, idle
 from benchmarks.cases import DTYPES, Case, Op, Suite
 from benchmarks.check import WrongResult
 from benchmarks.measure import ATTEMPTS, ROUNDS, Measured, Plan, Skip, measure, one_line
 from benchmarks.outcome import (
+    Output,
     Results,
+    cannot_write,
     conditions,
+    gpu_conditions,
     load_conditions,
     loaded_text,
     print_cpu_results,
-    to_json,
+    print_gpu_results,
 )
-from benchmarks.output import Output, cannot_write
-from benchmarks.progress import Begin, Tick, progress
 from benchmarks.suites import SUITES
 
 HELP = "time klfast against eager PyTorch and torch.compile on this machine"
@@ -195,9 +197,9 @@ class Bench:
     """What differs between devices.
 
     Attributes:
-        cases, rounds: what is measured, and how often.
-        measure: (case, called after each round) -> what was measured.
-        where: the conditions of the results so far.
+        cases: what is measured.
+        measure: what was measured of a case.
+        where: the conditions.
         show: prints results and conditions.
         keep_going: whether the cases behind one that fails are measured.
         notes: what a reader must know before there is a result.
@@ -205,10 +207,9 @@ class Bench:
     """
 
     cases: list[Case]
-    rounds: int
-    measure: Callable[[Case, Tick], Measured]
-    where: Callable[[Results], dict[str, Any]]
-    show: Callable[[Results, dict[str, Any]], None]
+    measure: Callable[[Case], Measured]
+    where: Callable[[], dict[str, Any]]
+    show: Callable[[Results, dict[str, Any], Suite], None]
     keep_going: bool = False
     notes: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
@@ -222,31 +223,38 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(mistake, 2)
     if _refuses_load(arguments) and (reason := _load_now()) is not None:
         return _fail(f"{arguments.out} cannot be written: {reason}; {REMEDY}", 3)
+    suite = SUITES[arguments.suite]
     try:
-        bench = (_gpu_bench if arguments.device == "cuda" else _cpu_bench)(arguments)
+        bench = (_gpu_bench if arguments.device == "cuda" else _cpu_bench)(arguments, suite)
     except gpu.NoBackend as error:
         return _fail(str(error), 1)
     except allocator.NotKept as error:
         return _fail(str(error), 2)
     results = Results(notes=list(bench.notes), failed=bench.failed)
     output = None if arguments.out is None else Output(arguments.out)
+
+    def where() -> dict[str, Any]:
+        load = {} if arguments.device == "cuda" else load_conditions(results, arguments.allow_load)
+        facts = {"suite": suite.name, **suite.facts, "quick": arguments.quick}
+        return {**bench.where(), **facts, **load}
+
     try:
-        with progress(len(bench.cases), bench.rounds) as begin:
-            for case in bench.cases:
-                _measure_into(results, case, bench, begin)
-                if output is not None:
-                    output.write(to_json(results, bench.where(results)))
+        for number, case in enumerate(bench.cases, start=1):
+            print(f"[{number}/{len(bench.cases)}] {case.name}", file=sys.stderr, flush=True)
+            _measure_into(results, case, bench)
+            if output is not None:
+                output.write(results, where())
         results.finished = True
     except WrongResult as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         results.notes.append("Interrupted: the cases that follow were not measured.")
-    bench.show(results, bench.where(results))
+    bench.show(results, where(), suite)
     if output is not None:
         if _refuses_load(arguments) and (reason := loaded_text(results.loads)) is not None:
             output.withdraw()
             return _fail(f"{arguments.out} was not written: {reason}; {REMEDY}", 3)
-        output.write(to_json(results, bench.where(results)))
+        output.write(results, where())
         print(f"JSON: {arguments.out}")
     if results.failed:
         return 1
@@ -262,7 +270,7 @@ def _load_now() -> str | None:
     """What is wrong with the load before anything is measured; None if nothing is."""
     load = idle.sample()
     if load is None:
-        return "what other processes take is not known here without psutil"
+        return "what other processes take is not known here"
     if load.is_idle:
         return None
     return f"other processes take {load.share:.0%} of the cores' time"
@@ -289,10 +297,9 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
     return None if gpu.find_place() else "--device cuda: torch sees no CUDA device here"
 
 
-def _cpu_bench(arguments: argparse.Namespace) -> Bench:
+def _cpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
     if arguments.keep_memory:
         allocator.keep_memory()
-    suite = SUITES[arguments.suite]
     plan = Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS),
         reused=arguments.reuse_inputs,
@@ -302,18 +309,15 @@ def _cpu_bench(arguments: argparse.Namespace) -> Bench:
         attempts=ATTEMPTS if _refuses_load(arguments) else 1,
     )
     shapes = arguments.shapes or (suite.quick_shapes if arguments.quick else suite.shapes)
-    where = conditions(plan, suite, arguments.quick)
     return Bench(
         cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
-        rounds=plan.rounds,
-        measure=lambda case, after_round: measure(case, plan, after_round),
-        where=lambda results: {**where, **load_conditions(results, arguments.allow_load)},
-        show=lambda results, where: print_cpu_results(results, where, suite),
+        measure=lambda case: measure(case, plan),
+        where=functools.cache(lambda: conditions(plan)),
+        show=print_cpu_results,
     )
 
 
-def _gpu_bench(arguments: argparse.Namespace) -> Bench:
-    suite = SUITES[arguments.suite]
+def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
     plan = gpu.GpuPlan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else suite.gpu_rounds),
         budget=arguments.budget or suite.gpu_budget,
@@ -325,12 +329,9 @@ def _gpu_bench(arguments: argparse.Namespace) -> Bench:
     bench = gpu.GpuBench(place, plan, cases)
     return Bench(
         cases=cases,
-        rounds=plan.rounds,
-        measure=lambda case, after_round: Measured(*bench.measure(case, after_round)),
-        where=lambda results: gpu_report.gpu_conditions(
-            place, plan, bench.ceilings, suite, arguments.quick
-        ),
-        show=lambda results, where: gpu_report.print_gpu_results(results, where, suite),
+        measure=bench.measure,
+        where=lambda: gpu_conditions(place, plan, bench.ceilings),
+        show=print_gpu_results,
         failed=bench.failed,
         keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
         notes=tuple(f"not timed: {reason}" for reason in bench.missing),
@@ -363,12 +364,11 @@ def _cases(
     return [Case(op, dtype, shape, packed) for shape, op, dtype in chosen]
 
 
-def _measure_into(results: Results, case: Case, bench: Bench, begin: Begin) -> None:
-    after_round = begin(case.name)
+def _measure_into(results: Results, case: Case, bench: Bench) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            measured = bench.measure(case, after_round)
+            measured = bench.measure(case)
         except Skip as reason:
             results.skipped[case.name] = str(reason)
             return

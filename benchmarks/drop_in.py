@@ -324,7 +324,6 @@ def conditions(plan: Plan) -> dict[str, Any]:
     names = ("verl", "openrlhf", "trl")
     peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
     where = outcome.conditions(replace(plan, reused=True))
-    del where["estimator"]
     return {**where, "versions": {**where["versions"], **peers}}
 
 

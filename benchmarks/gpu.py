@@ -15,9 +15,9 @@ from benchmarks import rivals
 from benchmarks.bandwidth import GPU_PROBES
 from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
 from benchmarks.cases import Case, Inputs, make_inputs
-from benchmarks.gpu_timing import Call, Cuda, Device, GpuTiming, time_on
+from benchmarks.gpu_timing import Call, Cuda, GpuTiming, time_on
 from benchmarks.logits import LogitsOp
-from benchmarks.measure import READ, Skip, check_candidates
+from benchmarks.measure import READ, Measured, Row, Skip, check_candidates
 from benchmarks.timing import is_noisy
 from klfast import backends
 from klfast.names import BackendName
@@ -34,45 +34,25 @@ _AUTOTUNING_SECONDS = 5.0
 """A case with less time than this left to it does without the autotuned rival."""
 
 
-@dataclass(frozen=True)
-class GpuRow:
-    """One candidate of one case.
+@dataclass(frozen=True, kw_only=True)
+class GpuRow(Row):
+    """On a GPU.
 
     Attributes:
-        case: name of the case.
-        op, dtype, shape, packed: the case.
-        impl: a backend of klfast, ``eager``, ``selective``, a key of ``MODES``, a library of
-            ``rivals``, ``read`` or ``copy``.
+        packed: whether the case is.
         kernel_ms, kernel_min_ms: on the device with cold caches, over the rounds.
         graph_ms: on the device in a CUDA graph, where inputs that fit stay in cache; None if it
             cannot be captured, or is too long for launches to matter.
         host_ms: of the host, to queue a call.
-        ratio: this candidate's kernel time over that of klfast's first backend here; None for
-            ``read`` and ``copy``.
-        rounds: how many timings of the kernels.
-        bytes: the least that must move.
-        gb_per_s: ``bytes`` over ``kernel_ms``, in 1e9 bytes per second.
-        read_share, copy_share: ``gb_per_s`` as shares of the measured ceilings.
-        peak_bytes: memory above the inputs.
+        copy_share: ``gb_per_s`` as a share of the copy's ceiling.
     """
 
-    case: str
-    op: str
-    dtype: str
-    shape: list[int]
     packed: bool
-    impl: str
     kernel_ms: float
     kernel_min_ms: float
     graph_ms: float | None
     host_ms: float
-    ratio: float | None
-    rounds: int
-    bytes: int
-    gb_per_s: float
-    read_share: float
     copy_share: float
-    peak_bytes: int
 
     @property
     def is_noisy(self) -> bool:
@@ -168,7 +148,7 @@ def usable_backends(place: torch.device) -> tuple[list[BackendName], str]:
     return usable, missing
 
 
-def measure_ceilings(device: Device, place: torch.device) -> Ceilings:
+def measure_ceilings(device: Cuda, place: torch.device) -> Ceilings:
     """The read and the copy bandwidth of a device, by the fastest of torch's plain ones."""
     size = min(_CEILING_BYTES, device.free_bytes() // 4) // 8 * 8
     storage = torch.ones(size // 8, dtype=torch.int64, device=place)
@@ -185,7 +165,7 @@ def measure_ceilings(device: Device, place: torch.device) -> Ceilings:
     )
 
 
-def few_rounds(device: Device, calls: Mapping[str, Call]) -> dict[str, float]:
+def few_rounds(device: Cuda, calls: Mapping[str, Call]) -> dict[str, float]:
     """A few cold rounds of each call: the median."""
     for call in calls.values():
         call()
@@ -201,7 +181,7 @@ class GpuBench:
 
     def __init__(self, place: torch.device, plan: GpuPlan, cases: Sequence[Case]):
         self.place, self.plan = place, plan
-        self.device: Device = Cuda(place)
+        self.device = Cuda(place)
         self.backends, missing = usable_backends(place)
         self.libraries: dict[str, rivals.Forwards] = {}
         without: dict[str, str] = {}
@@ -214,9 +194,7 @@ class GpuBench:
         self.failed: dict[str, str] = {}
         """Case and candidate -> what went wrong; the others of the case are measured."""
 
-    def measure(
-        self, case: Case, after_round: Callable[[], None] = lambda: None
-    ) -> tuple[list[GpuRow], str]:
+    def measure(self, case: Case) -> Measured:
         """The rows of a case, klfast first; and the name of the probe behind its ``read``.
 
         Raises:
@@ -240,13 +218,11 @@ class GpuBench:
         if not set(self.backends) & set(candidates):
             raise NoBackend("no backend of klfast works")
         calls: dict[str, Call] = {name: partial(call, inputs) for name, call in candidates.items()}
-        timings = time_on(
-            self.device, {**calls, **plain}, self.plan.rounds, after_round=after_round
-        )
+        timings = time_on(self.device, {**calls, **plain}, self.plan.rounds)
         for name, timing in timings.items():
             if timing.capture_error is not None:
                 warnings.warn(f"{name} is in no CUDA graph: {timing.capture_error}", stacklevel=2)
-        return gpu_rows(case, timings, self.ceilings), probe
+        return Measured(gpu_rows(case, timings, self.ceilings), probe)
 
     def _plain(self, inputs: Inputs) -> tuple[str, dict[str, Call]]:
         """The fastest plain read of the inputs' bytes by name; it, and the plain copy of them."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -34,35 +33,11 @@ LONG_CALL = 5e-3
 less often."""
 
 
-class Device(Protocol):
-    """What a measurement asks of a device. Tests put one of their own in its place."""
-
-    def queue(self, call: Call, *, cold: bool, head_start: float) -> Read:
-        """Queues a timed call.
-
-        Args:
-            call: what is timed.
-            cold: whether its inputs are to be out of the caches.
-            head_start: seconds that the host needs to queue it.
-        """
+class Cuda(clock.Cuda):
+    """A CUDA device. Tests put one of their own in its place."""
 
     def capture(self, call: Call, calls: int) -> Call:
         """A CUDA graph of so many calls; what is returned replays it."""
-
-    def synchronize(self) -> None:
-        """Waits for what was queued."""
-
-    def peak_bytes(self, call: Call) -> int:
-        """The most memory that a call holds at once, above what is held already."""
-
-    def free_bytes(self) -> int:
-        """Memory that can be had."""
-
-
-class Cuda(clock.Cuda):
-    """A CUDA device."""
-
-    def capture(self, call: Call, calls: int) -> Call:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):  # lazy initialization must be over before a capture
@@ -75,6 +50,7 @@ class Cuda(clock.Cuda):
         return graph.replay
 
     def peak_bytes(self, call: Call) -> int:
+        """The most memory that a call holds at once, above what is held already."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -83,6 +59,7 @@ class Cuda(clock.Cuda):
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def free_bytes(self) -> int:
+        """Memory that can be had."""
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + unused
 
@@ -107,13 +84,7 @@ class GpuTiming:
     capture_error: str | None = None
 
 
-def time_on(
-    device: Device,
-    calls: Mapping[str, Call],
-    rounds: int,
-    *,
-    after_round: Callable[[], None] = lambda: None,
-) -> dict[str, GpuTiming]:
+def time_on(device: Cuda, calls: Mapping[str, Call], rounds: int) -> dict[str, GpuTiming]:
     """Times every call, side by side in each of its three ways. First calls are not timed."""
     for call in calls.values():
         call()
@@ -129,7 +100,7 @@ def time_on(
         name: partial(device.queue, call, cold=True, head_start=statistics.median(host[name]))
         for name, call in calls.items()
     }
-    kernel = alternate(kernels, rounds, device.synchronize, after_round)
+    kernel = alternate(kernels, rounds, device.synchronize)
     replays, errors = _capture_all(device, short)
     graphs = {
         name: partial(device.queue, replay, cold=False, head_start=0.0)
@@ -148,12 +119,12 @@ def time_on(
     }
 
 
-def _is_short(device: Device, call: Call) -> bool:
+def _is_short(device: Cuda, call: Call) -> bool:
     """Whether one of three calls is: another process may delay one of them."""
     return any(_seconds(device, call) < LONG_CALL for _ in range(3))
 
 
-def _seconds(device: Device, call: Call) -> float:
+def _seconds(device: Cuda, call: Call) -> float:
     """About what a call takes, the host's part and the device's."""
     device.synchronize()
     begin = time.perf_counter()
@@ -162,7 +133,7 @@ def _seconds(device: Device, call: Call) -> float:
     return time.perf_counter() - begin
 
 
-def _queue_many(device: Device, call: Call, calls: int) -> Read:
+def _queue_many(device: Cuda, call: Call, calls: int) -> Read:
     """The host's seconds for a call, of several that it queues without waiting for them."""
     device.synchronize()
     begin = time.perf_counter()
@@ -173,9 +144,7 @@ def _queue_many(device: Device, call: Call, calls: int) -> Read:
     return lambda: seconds
 
 
-def _capture_all(
-    device: Device, calls: Mapping[str, Call]
-) -> tuple[dict[str, Call], dict[str, str]]:
+def _capture_all(device: Cuda, calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
     """Replays of the calls that can be captured, and why the others cannot."""
     replays, errors = {}, {}
     for name, call in calls.items():

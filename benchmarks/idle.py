@@ -1,6 +1,6 @@
 """Whether the machine was idle but for the benchmark: the CPU time that others took.
 
-The system's counts of busy time (``/proc/stat``; psutil's where that does not exist) less the
+The system's counts of busy time (``/proc/stat``; elsewhere nothing is known) less the
 process's own time. Time that a hypervisor stole counts as others'. The load average reacts within
 minutes, these counts within 10 ms.
 """
@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 LIMIT = 0.05
@@ -126,7 +125,7 @@ def _busy_by_core() -> dict[int, float] | None:
     try:
         text = _STAT.read_text()
     except OSError:
-        return _busy_by_psutil()
+        return None
     return parse_stat(text, os.sysconf("SC_CLK_TCK"))
 
 
@@ -137,16 +136,4 @@ def parse_stat(text: str, ticks: int) -> dict[int, float]:
     return {
         int(words[0][3:]): sum(int(words[field]) for field in _BUSY_FIELDS) / ticks
         for words in cores
-    }
-
-
-def _busy_by_psutil() -> dict[int, float] | None:
-    try:
-        psutil = import_module("psutil")
-    except ImportError:
-        return None
-    names = ("user", "nice", "system", "irq", "softirq", "steal")  # those that the system has
-    return {
-        core: sum(getattr(times, name, 0.0) for name in names)
-        for core, times in enumerate(psutil.cpu_times(percpu=True))
     }

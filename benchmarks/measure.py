@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,28 +41,24 @@ class Skip(Exception):  # noqa: N818  # not an error: the case is left out, visi
     """Why a case cannot be measured here."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One candidate of one case.
 
     Attributes:
         case: name of the case.
         op, dtype, shape: the case.
-        impl: ``klfast``, ``eager``, ``selective``, ``torch.compile``, ``read``, ``read + fill``, or
-            what the op has beside.
-        median_ms, min_ms: of a call, over the rounds.
-        ratio: this candidate's median over klfast's: how many times faster klfast is; 1 for klfast
-            itself. None for ``read`` and ``read + fill``.
-        rounds, calls: how many timings, and calls in each.
+        impl: ``klfast`` or a backend of it, ``eager``, ``selective``, a key of ``MODES``, a library
+            of ``rivals``, ``read``, ``read + fill``, ``copy``, or what the op has beside.
+        ratio: this candidate's median over that of klfast (of its first backend): how many times
+            faster klfast is. None for plain reads, fills and copies.
+        rounds: how many timings.
         bytes: the least that must move.
-        gb_per_s: ``bytes`` over the median, in 1e9 bytes per second; None where the inputs are so
-            small that the call is measured, not the memory.
-        read_share: ``gb_per_s`` as a share of that of ``read`` in the same rounds.
-        floor_ratio: this candidate's median over that of ``read + fill``, or without a backward of
-            ``read``; None for small inputs as well.
-        page_faults: of a call, the median over the rounds: 0 in memory that the process has kept.
-        peak_bytes: of resident memory above the inputs, in a process of its own; None where that
-            was not measured.
+        gb_per_s: ``bytes`` over the median, in 1e9 bytes per second.
+        read_share: ``gb_per_s`` as a share of that of a plain read: on a CPU in the same rounds, on
+            a GPU the ceiling's.
+        peak_bytes: memory above the inputs; on a CPU resident memory, in a process of its own, None
+            where that was not measured.
     """
 
     case: str
@@ -70,17 +66,32 @@ class Row:
     dtype: str
     shape: list[int]
     impl: str
-    median_ms: float
-    min_ms: float
     ratio: float | None
     rounds: int
-    calls: int
     bytes: int
     gb_per_s: float | None
     read_share: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuRow(Row):
+    """On a CPU. ``gb_per_s`` and what follows from it are None where the inputs are so small that
+    the call is measured, not the memory.
+
+    Attributes:
+        median_ms, min_ms: of a call, over the rounds.
+        calls: in each timing.
+        floor_ratio: this candidate's median over that of ``read + fill``, or without a backward of
+            ``read``.
+        page_faults: of a call, the median over the rounds: 0 in memory that the process has kept.
+    """
+
+    median_ms: float
+    min_ms: float
+    calls: int
     floor_ratio: float | None
     page_faults: float | None
-    peak_bytes: int | None
 
     @property
     def is_noisy(self) -> bool:
@@ -120,14 +131,14 @@ class Measured(NamedTuple):
     load: idle.Load | None = None
 
 
-def measure(case: Case, plan: Plan, after_round: Callable[[], None] = lambda: None) -> Measured:
+def measure(case: Case, plan: Plan) -> Measured:
     """Checks and times a case.
 
     Raises:
         Skip: the case does not fit into memory.
         WrongResult: a candidate computes something else.
     """
-    timed = _time(case, plan, after_round)
+    timed = _time(case, plan)
     peaks = {}
     if plan.with_memory:  # now that this process holds no inputs any more
         peaks = {name: peak_bytes(case, name) for name in timed.candidates}
@@ -143,14 +154,14 @@ class _Timed(NamedTuple):
     load: idle.Load | None
 
 
-def _time(case: Case, plan: Plan, after_round: Callable[[], None]) -> _Timed:
+def _time(case: Case, plan: Plan) -> _Timed:
     copies = 1 if plan.reused else rotation(case.input_bytes)
     check_memory(case, copies)
     inputs = make_inputs(case, copies)
     candidates = checked_candidates(case.op, inputs[0], plan.with_compile)
     plain, probe = _plain(case, inputs, plan)
     everyone = {**candidates, **case.op.beside(inputs[0]), **plain}
-    timings, load = time_idle(everyone, inputs, plan, after_round)
+    timings, load = time_idle(everyone, inputs, plan)
     return _Timed(timings, list(candidates), probe, load)
 
 
@@ -170,10 +181,7 @@ def _plain(
 
 
 def time_idle(
-    candidates: Mapping[str, Candidate],
-    inputs: Sequence[Any],
-    plan: Plan,
-    after_round: Callable[[], None] = lambda: None,
+    candidates: Mapping[str, Candidate], inputs: Sequence[Any], plan: Plan
 ) -> tuple[dict[str, Timing], idle.Load | None]:
     """Timings and the load beside them, of the first attempt that the machine was idle in, or of
     the last.
@@ -186,7 +194,6 @@ def time_idle(
             plan.rounds,
             warm=plan.reused,
             settle=plan.keeps_memory,
-            after_round=after_round,
         )
         load = idle.since(begin)
         if load is None or load.is_idle or attempt == plan.attempts:
@@ -247,11 +254,11 @@ def one_line(error: Exception) -> str:
 
 def rows_of(
     case: Case, timings: Mapping[str, Timing], peaks: Mapping[str, int | None] | None = None
-) -> list[Row]:
+) -> list[CpuRow]:
     return [_row(case, name, timings, (peaks or {}).get(name)) for name in timings]
 
 
-def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None) -> Row:
+def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None) -> CpuRow:
     timing = timings[name]
     read = timings.get(READ)
     floor = timings.get(FLOOR, read)
@@ -259,7 +266,7 @@ def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None)
     moved = plain_bytes.get(name, case.least_bytes)
     read_speed = None if read is None else case.input_bytes / read.median
     speed = None if read is None else moved / timing.median
-    return Row(
+    return CpuRow(
         case=case.name,
         op=case.op.name,
         dtype=case.dtype,

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
+import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import allocator, idle, tokens
+from benchmarks import allocator, idle
 from benchmarks.cases import Suite
+from benchmarks.gpu import Ceilings, GpuPlan
+from benchmarks.gpu_timing import GRAPH_CALLS, LONG_CALL
 from benchmarks.measure import Plan
-from benchmarks.table import Column, print_rows
+from benchmarks.timing import NOISY
+from klfast import info
 from klfast.provenance import commit
-from klfast.version import __version__
+from klfast.selfcheck.command import print_plainly
 
-COLUMNS = (
-    Column("impl", lambda row: row.impl),
-    Column("median ms", lambda row: f"{row.median_ms:.4g}"),
-    Column("min ms", lambda row: f"{row.min_ms:.4g}"),
-    Column(
-        "ratio",
-        lambda row: "" if row.ratio is None or row.impl == "klfast" else f"{row.ratio:.3g}x",
-        compares=True,
-    ),
-    Column("GB/s", lambda row: "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}"),
-    Column(
-        "of read",
-        lambda row: "" if row.read_share is None else f"{row.read_share:.0%}",
-        compares=True,
-    ),
-    Column(
-        "of floor",
-        lambda row: "" if row.floor_ratio is None else f"{row.floor_ratio:.2f}",
-        compares=True,
-    ),
+NOISY_FLAG, BUSY_FLAG = "noisy", "busy"
+
+_CLOCKS = (
+    *("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem"),
+    *("temperature.gpu", "power.draw"),
 )
-MEMORY = Column("MB", lambda row: "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}")
 
 
 @dataclass
@@ -67,24 +56,66 @@ class Results:
     finished: bool = False
 
 
-def conditions(plan: Plan, suite: Suite = tokens.SUITE, quick: bool = False) -> dict[str, Any]:
-    """Where, when and how it is measured; ``quick``: whether that is too little for ratios."""
+# Conditions
+
+
+def conditions(plan: Plan) -> dict[str, Any]:
+    """Where, when and how it is measured on a CPU."""
     return {
         "date": now(),
         "device": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "instruction_set": instruction_set(),
+        "instruction_set": info()["cpu"],
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "versions": versions(),
+        "versions": versions("klfast", "torch", "python"),
         "commit": commit(),
-        "suite": suite.name,
-        **suite.facts,
-        "quick": quick,
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
         "memory": allocator.KEPT if plan.keeps_memory else allocator.GIVEN_BACK,
     }
+
+
+def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> dict[str, Any]:
+    """The same on a GPU. To be asked for while the clocks are still up."""
+    return {
+        "date": now(),
+        **device_facts(place),
+        "clocks": clocks(place),
+        "host": {"processor": cpu_model(), "cores": os.cpu_count()},
+        "versions": versions("klfast", "torch", "python", "triton", "cuda"),
+        "commit": commit(),
+        "rounds": plan.rounds,
+        "graph_calls": GRAPH_CALLS,
+        "budget_s": plan.budget,
+        "ceilings": asdict(ceilings),
+    }
+
+
+def device_facts(place: torch.device) -> dict[str, Any]:
+    """The name and the measures of the chip; of no GPU, the processor's name."""
+    if place.type != "cuda":
+        return {"device": cpu_model()}
+    properties = torch.cuda.get_device_properties(place)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+    }
+
+
+def clocks(place: torch.device) -> dict[str, str] | None:
+    """What nvidia-smi says of the driver, the clocks, the heat and the power; None without it."""
+    if place.type != "cuda" or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
+    command += ["--id", f"GPU-{torch.cuda.get_device_properties(place).uuid}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return None
+    return dict(zip(_CLOCKS, done.stdout.strip().split(", "), strict=False))
 
 
 def load_conditions(results: Results, allowed: bool) -> dict[str, Any]:
@@ -116,12 +147,9 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def versions() -> dict[str, str | None]:
-    return {
-        "klfast": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+def versions(*names: str) -> dict[str, str | None]:
+    known = info()["versions"]
+    return {name: known[name] for name in names}
 
 
 def cpu_model() -> str:
@@ -133,40 +161,149 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def instruction_set() -> str | None:
-    """What the extension's kernels use here; None without the extension."""
-    try:
-        from klfast import _C
-    except ImportError:
-        return None
-    return _C.instruction_set()
+# The table
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+@dataclass(frozen=True)
+class Column:
+    """A heading, and the text of a row's cell.
+
+    Attributes:
+        key: the row's attribute.
+        pattern: its format.
+        scale: what it is multiplied by.
+        compares: whether it holds one time against another, which takes more rounds than
+            ``--quick`` has.
+        none: the cell of None.
+    """
+
+    heading: str
+    key: str
+    pattern: str = "{:.4g}"
+    scale: float = 1
+    compares: bool = False
+    none: str = ""
+
+    def text(self, row: Any) -> str:
+        value = getattr(row, self.key)
+        if value is None or (self.key == "ratio" and row.impl == "klfast"):
+            return self.none
+        return value if isinstance(value, str) else self.pattern.format(value * self.scale)
 
 
-def to_json(results: Results, where: dict[str, Any]) -> dict[str, Any]:
-    """Loads as shares."""
-    shares = {
-        name: None if load is None else round(load.share, 4) for name, load in results.loads.items()
-    }
-    return {"conditions": where, **asdict(results), "loads": shares}
+IMPL = Column("impl", "impl")
+RATIO = Column("ratio", "ratio", "{:.3g}x", compares=True)
+SPEED = Column("GB/s", "gb_per_s", "{:.1f}")
+READ = Column("of read", "read_share", "{:.0%}", compares=True)
+COLUMNS = (
+    IMPL,
+    Column("median ms", "median_ms"),
+    Column("min ms", "min_ms"),
+    RATIO,
+    SPEED,
+    READ,
+    Column("of floor", "floor_ratio", "{:.2f}", compares=True),
+)
+MEMORY = Column("MB", "peak_bytes", "{:.1f}", 1e-6)
+GPU_COLUMNS = (
+    IMPL,
+    Column("kernel us", "kernel_ms", scale=1e3),
+    Column("min us", "kernel_min_ms", scale=1e3),
+    RATIO,
+    Column("graph us", "graph_ms", scale=1e3, none="-"),
+    Column("host us", "host_ms", scale=1e3),
+    SPEED,
+    READ,
+    Column("of copy", "copy_share", "{:.0%}", compares=True),
+    Column("MB", "peak_bytes", scale=1e-6),
+)
 
 
-def summary(where: dict[str, Any], suite: Suite) -> str:
+def flags_text(noisy: bool, busy: bool) -> str:
+    """What speaks against a row's times: their spread, and the load beside its case."""
+    return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
+
+
+def _flags(row: Any, loads: Mapping[str, idle.Load | None]) -> str:
+    load = loads.get(row.case)
+    return flags_text(row.is_noisy, load is not None and not load.is_idle)
+
+
+def print_results(
+    results: Results, where: dict[str, Any], summary: str, columns: Sequence[Column]
+) -> None:
+    """The table, with a case's name on the first of its rows; what is flagged and was left out, and
+    the conditions.
+    """
+    quick, rows = where["quick"], results.rows
+    shown = [column for column in columns if not (quick and column.compares)]
+    before = [None, *(row.case for row in rows)]
+    flagged = [_flags(row, results.loads) for row in rows]
+    lines = [
+        ("" if row.case == last else row.case, *(column.text(row) for column in shown), flags)
+        for row, last, flags in zip(rows, before, flagged, strict=False)
+    ]
+    print_plainly([("case", *(column.heading for column in shown), "flags"), *lines])
+    for sentence in _notes(flagged, quick):
+        print(sentence)
+    for case, reason in results.skipped.items():
+        print(f"left out: {case}: {reason}")
+    for case, reason in results.failed.items():
+        print(f"failed: {case}: {reason}")
+    for note in results.notes:
+        print(note)
+    print(summary)
+
+
+def _notes(flagged: Sequence[str], quick: bool) -> Iterator[str]:
+    noisy, busy = (sum(flag in text for text in flagged) for flag in (NOISY_FLAG, BUSY_FLAG))
+    if noisy:
+        yield (
+            f"{NOISY_FLAG}: in {noisy} of {len(flagged)} rows the median is {NOISY:g} times the "
+            "minimum or more. Measure these again."
+        )
+    if busy:
+        yield (
+            f"{BUSY_FLAG}: beside {busy} of {len(flagged)} rows other processes took more than "
+            f"{idle.LIMIT:.0%} of the cores' time."
+        )
+    if quick:
+        yield (
+            "--quick shows that it works: its rounds are too few, and its shapes too small, for "
+            "ratios, which are left out."
+        )
+
+
+def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
+    """Also whether the machine was idle."""
+    columns = (*COLUMNS, MEMORY) if suite.with_memory else COLUMNS
+    print_results(results, where, _summary(where, suite), columns)
+    loaded = loaded_text(results.loads)
+    if loaded is not None:
+        print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
+    else:
+        share = where["others_share"]
+        verdict = "idle" if share <= idle.LIMIT else "too short to tell whether it was idle"
+        print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
+
+
+def print_gpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
+    print_results(results, where, _gpu_summary(where, suite), GPU_COLUMNS)
+
+
+def _named(where: dict[str, Any]) -> str:
+    named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    return f"{named}, commit {where['commit']}; {where['date']}"
+
+
+def _summary(where: dict[str, Any], suite: Suite) -> str:
     """The conditions in one paragraph."""
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     text = (
-        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; {versions}, "
-        f"commit {where['commit']}; {where['date']}. {suite.text}; "
-        f"{where['rounds']} interleaved rounds, inputs {where['inputs']}; memory: "
-        f"{where['memory']}. GB/s: the least bytes of the case over the median. read: torch's "
-        f"fastest plain reduction of the inputs' bytes. read + fill: that and the fastest plain "
-        f"fill of a gradient."
+        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; "
+        f"{_named(where)}. {suite.text}; {where['rounds']} interleaved rounds, inputs "
+        f"{where['inputs']}; memory: {where['memory']}. GB/s: the least bytes of the case over the "
+        "median. read: torch's fastest plain reduction of the inputs' bytes. read + fill: that and "
+        "the fastest plain fill of a gradient."
     )
     if not where["quick"]:
         text += (
@@ -178,28 +315,59 @@ def summary(where: dict[str, Any], suite: Suite) -> str:
     return text
 
 
-def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
-    """The table, what was left out and why, and the conditions."""
-    columns = (*COLUMNS, MEMORY) if suite.with_memory else COLUMNS
-    print_results(results, where, summary(where, suite), columns)
-    loaded = loaded_text(results.loads)
-    if loaded is not None:
-        print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
-    else:
-        share = where["others_share"]
-        verdict = "idle" if share <= idle.LIMIT else "too short to tell whether it was idle"
-        print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
+def _gpu_summary(where: dict[str, Any], suite: Suite) -> str:
+    ceilings = where["ceilings"]
+    of_ratios = (
+        ""
+        if where["quick"]
+        else f" of read, of copy: of {ceilings['read_gb_per_s']:.0f} GB/s read and "
+        f"{ceilings['copy_gb_per_s']:.0f} GB/s copied in the same run, where no call took "
+        f"{ceilings['nothing_us']:.2g} us. ratio: the kernel's median over the first line's."
+    )
+    return (
+        f"{where['device']}, clocks {where['clocks']}; {_named(where)}. {suite.text}; "
+        f"{where['rounds']} interleaved rounds. kernel: on the device, L2 flushed. graph: per call "
+        f"in a CUDA graph of {where['graph_calls']}, inputs in L2 where they fit; for calls of "
+        f"less than {LONG_CALL * 1e3:.0f} ms. host: to queue a call. GB/s: the least bytes of the "
+        f"case over the kernel's median.{of_ratios} MB: memory above the inputs."
+    )
 
 
-def print_results(
-    results: Results, where: dict[str, Any], summary_text: str, columns: Sequence[Column]
-) -> None:
-    """The table, what was left out and why, and the conditions."""
-    print_rows(results.rows, columns, results.loads, where["quick"])
-    for case, reason in results.skipped.items():
-        print(f"left out: {case}: {reason}")
-    for case, reason in results.failed.items():
-        print(f"failed: {case}: {reason}")
-    for note in results.notes:
-        print(note)
-    print(summary_text)
+# The file
+
+
+class Output:
+    """A JSON file that is written after every case, as a benchmark that is stopped from outside has
+    no end to write at.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._earlier = path.read_bytes() if path.exists() else None
+
+    def write(self, results: Results, where: dict[str, Any]) -> None:
+        """Loads as shares."""
+        shares = {
+            name: None if load is None else round(load.share, 4)
+            for name, load in results.loads.items()
+        }
+        data = {"conditions": where, **asdict(results), "loads": shares}
+        self.path.write_text(json.dumps(data, indent=2) + "\n")
+
+    def withdraw(self) -> None:
+        """Makes the file again what it was before the run."""
+        if self._earlier is not None:
+            self.path.write_bytes(self._earlier)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def cannot_write(path: Path) -> str | None:
+    """Why a file cannot be written, before there is anything to write; None if it can."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "permission denied"
+    return None

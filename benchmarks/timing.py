@@ -65,7 +65,6 @@ def interleave(
     *,
     warm: bool = False,
     settle: bool = False,
-    after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Times every candidate once a round, in alternating order.
 
@@ -79,7 +78,6 @@ def interleave(
         rounds: how many.
         warm: call once, untimed, before every timing, for inputs that stay in cache.
         settle: begin with untimed rounds until they make no page faults, for memory that is kept.
-        after_round: called after each, to show progress.
     """
     timers = timers_of(candidates, inputs)
     calls = {name: calls_per_timing(timer) for name, timer in timers.items()}
@@ -94,9 +92,7 @@ def interleave(
         faults = page_faults() - before
         return lambda: (seconds / calls[name], faults / calls[name])
 
-    rounds_of = alternate(
-        {name: partial(timed, name) for name in candidates}, rounds, after_round=after_round
-    )
+    rounds_of = alternate({name: partial(timed, name) for name in candidates}, rounds)
     return {
         name: Timing([s for s, _ in each], calls[name], [f for _, f in each])
         for name, each in rounds_of.items()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import idle
-from benchmarks.table import flags_text
+from benchmarks.outcome import flags_text
 from benchmarks.timing import NOISY, is_noisy
 from lab import folder
 from lab.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, read_accuracy

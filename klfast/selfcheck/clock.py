@@ -57,7 +57,6 @@ def alternate(
     measures: Mapping[str, Callable[[], Callable[[], T]]],
     rounds: int,
     synchronize: Callable[[], None] = lambda: None,
-    after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[T]]:
     """Starts every measurement once a round, in alternating order, and reads them at its end.
 
@@ -65,7 +64,6 @@ def alternate(
         measures: name -> what starts a measurement, and returns what reads it.
         rounds: how many.
         synchronize: waits for what was queued.
-        after_round: called after each, to show progress.
     """
     measured: dict[str, list[T]] = {name: [] for name in measures}
     order = list(measures)
@@ -75,7 +73,6 @@ def alternate(
         for name, read in reads.items():
             measured[name].append(read())
         order.reverse()
-        after_round()
     return measured
 
 
