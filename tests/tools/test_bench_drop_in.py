@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import drop_in, idle
+from benchmarks import drop_in, idle, peers
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -16,7 +16,7 @@ def one_pair():
     def value(batch):
         return batch.logprobs - batch.ref_logprobs
 
-    yield drop_in.Pair("nobody's", "`value`", value, value)
+    yield peers.Pair("nobody's", "`value`", value, value)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def run(monkeypatch, tmp_path):
     def run(others, *options):
         load = idle.Load(others * 100, 100, others * 100, 1000)
         monkeypatch.setattr(idle, "since", lambda begin: load)
-        monkeypatch.setitem(drop_in.PEERS, "trl", {drop_in.OVER_LOGPROBS: (one_pair,)})
+        monkeypatch.setitem(drop_in.PEERS, "trl", {peers.OVER_LOGPROBS: (one_pair,)})
         command = ["drop_in.py", "trl", "--quick", "--out", str(tmp_path), *options]
         monkeypatch.setattr(sys, "argv", command)
         code = drop_in.main()
