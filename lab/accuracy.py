@@ -1,4 +1,9 @@
-"""How far the sampled estimators were from the exact KL: bias and noise, and what they say."""
+"""How far the sampled estimators were from the exact KL: bias and noise, and what they say.
+
+The exact KL at a token sums over the vocabulary, given the tokens before it; an estimator knows the
+drawn token alone. Errors are summed over tokens that are alike in their exact KL. As that is
+settled before the token is drawn, binning by it leaves an unbiased estimator unbiased.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,42 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lab.errors import EDGES, SAMPLED, Errors
-from lab.means import number
-from lab.train import Row
+import torch
+from torch import Tensor
+
+from klfast import EstimatorName, kl_penalty
+from lab.folder import Row
+from lab.words import number
+
+SAMPLED: tuple[EstimatorName, ...] = ("k1", "k2", "k3")
+"""The estimators that are recorded beside the exact KL."""
+
+EDGES = tuple(float(f"{digit}e{power}") for power in range(-8, 4) for digit in (1, 2, 5))
+"""Where the bins begin, in nats per token. A token at the first edge or below is in none."""
+
+Errors = dict[str, list[float]]
+"""Columns with one entry for each bin that holds a token: where it begins (``low``), how many
+``tokens`` it holds, and sums over these, in nats: of the ``exact`` KL, of each estimator's error
+(``k1``, ...) and of the error's square (``k1_squared``, ...)."""
+
+
+def token_errors(exact: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Errors:
+    """Those of one batch, from the exact KL and the log-probs of the drawn tokens, ``[B, T]``."""
+    logprobs = logprobs.detach()
+    binned = mask & (exact > EDGES[0])
+    kl = exact[binned].double()
+    values = {"tokens": torch.ones_like(kl), "exact": kl}
+    for name in SAMPLED:
+        estimate = kl_penalty(logprobs, ref_logprobs, mask, estimator=name)
+        error = estimate[binned].double() - kl
+        values |= {name: error, f"{name}_squared": error.square()}
+    bins = torch.bucketize(kl, torch.tensor(EDGES, dtype=kl.dtype)) - 1
+    present = torch.bincount(bins).nonzero()[:, 0]
+    sums = {
+        key: torch.bincount(bins, weights=value)[present].tolist() for key, value in values.items()
+    }
+    return {"low": [EDGES[i] for i in present.tolist()], **sums}
+
 
 ENOUGH_TOKENS, ENOUGH_STEPS = 1000, 10
 """What a bin needs for its numbers to be shown: tokens, and steps that they come from."""

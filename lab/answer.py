@@ -1,15 +1,15 @@
-"""The answer of a run: which rule held the target best, and what a fixed coefficient got."""
+"""A run in words: which rule held the target best, what a fixed coefficient got, and the rest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import hypot
+from statistics import median
 
-from lab.arms import on_policy
-from lab.means import number
-from lab.reading import mid, name_of, off, steps_of
+from lab.arms import ARMS, on_policy
 from lab.settings import Settings
 from lab.summary import HELD_WITHIN, Summary
+from lab.words import number
 
 _SURE = 2.0
 """Standard errors that two means must be apart to be told apart."""
@@ -159,3 +159,84 @@ def _without_steering(fixed: list[Summary], settings: Settings) -> Answer:
         closest.name,
         closest.held(settings.target),
     )
+
+
+def reading(summaries: list[Summary], settings: Settings) -> list[str]:
+    """What the tables do not say: every statement follows from the numbers, none is pre-written."""
+    if not summaries:
+        return ["The run was stopped before any arm made a step: there is nothing to read yet."]
+    sentences = [_unfinished(summaries, settings)]
+    sentences += [_steering(s, settings) for s in summaries if s.steers]
+    sentences += [_clips(summaries, settings), _nonfinite(summaries), _cost(summaries)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _unfinished(summaries: list[Summary], settings: Settings) -> str:
+    done = {s.name: s.steps for s in summaries}
+    missing = [
+        f"{ARMS[name].label} made {done.get(name, 0)} of {settings.steps} steps"
+        for name in on_policy(settings.arms)
+        if done.get(name, 0) < settings.steps
+    ]
+    return f"The run is not finished: {'; '.join(missing)}." if missing else ""
+
+
+def _steering(s: Summary, settings: Settings) -> str:
+    verdict = "held" if s.held(settings.target) else "did not hold"
+    start = (
+        f"It first came that close at step {s.settled}"
+        if s.settled
+        else f"No step of it came within {HELD_WITHIN:.0%} of the target"
+    )
+    spread = f", and its KL varied by ±{number(s.kl_spread)} a step" if s.window > 1 else ""
+    return (
+        f"{name_of(s)} {verdict} the target: over the last {steps_of(s.window)} its KL was "
+        f"{number(s.kl)} nats per sequence, {off(s, settings.target)}. {start}{spread}."
+    )
+
+
+def _clips(summaries: list[Summary], settings: Settings) -> str:
+    if not settings.clip:
+        return ""
+    most = max(summaries, key=lambda s: s.clipped)
+    if not most.clipped:
+        return f"The clip at {number(settings.clip)} nats acted on no token."
+    return (
+        f"The clip at {number(settings.clip)} nats acted most in {mid(most)}, on "
+        f"{most.clipped:.2%} of the tokens; the gradient of the penalty is 0 there."
+    )
+
+
+def _nonfinite(summaries: list[Summary]) -> str:
+    bad = [f"{s.nonfinite:,} in {mid(s)}" for s in summaries if s.nonfinite]
+    return f"Tokens with a log-ratio that is NaN or infinite: {', '.join(bad)}." if bad else ""
+
+
+def _cost(summaries: list[Summary]) -> str:
+    kl = median(s.kl_seconds for s in summaries)
+    step = median(s.step_seconds for s in summaries)
+    return (
+        f"The KL step (penalty, gradient and statistics) took {number(kl * 1e3)} ms, "
+        f"{kl / step:.1%} of a training step of {number(step * 1e3)} ms (medians)."
+    )
+
+
+def off(s: Summary, target: float) -> str:
+    miss = s.miss(target)
+    if miss >= 1:
+        return f"{number(s.kl / target)} times the target of {number(target)}"
+    if abs(miss) < 0.005:
+        return f"on the target of {number(target)}"
+    return f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} the target of {number(target)}"
+
+
+def name_of(s: Summary) -> str:
+    return s.label[0].upper() + s.label[1:]
+
+
+def mid(s: Summary) -> str:
+    return f"the arm “{s.label}”"
+
+
+def steps_of(count: int) -> str:
+    return f"{count} steps" if count > 1 else "step"

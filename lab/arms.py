@@ -75,11 +75,22 @@ def _exponential(settings: Settings, group: ProcessGroup | None) -> CoefficientC
     )
 
 
-def _rule(controller: type[TargetController]) -> Build:
+def _rule(name: str) -> Build:
     """The rule with its own defaults, of nats per sequence."""
-    make: Any = controller
+    make: Any = RULES[name]
     return lambda s, group: make(s.init_coef, s.target, unit="sequence", process_group=group)
 
+
+RULES: dict[str, type[TargetController]] = {
+    "adaptive": AdaptiveKLController,
+    "exponential": ExponentialKLController,
+    "nupi": NuPIKLController,
+    "pid": PIDLagrangianKLController,
+    "dual": DualKLController,
+    "doubling": DoublingKLController,
+    "control-vae": ControlVAEKLController,
+}
+"""The arms that steer, in the study too."""
 
 ARMS = {
     arm.name: arm
@@ -89,11 +100,11 @@ ARMS = {
         Arm("fixed-high", "fixed, high", False, _fixed(lambda s: s.high_coef)),
         Arm("adaptive", "adaptive (Ziegler)", True, _adaptive),
         Arm("exponential", "exponential", True, _exponential),
-        Arm("nupi", "nuPI", True, _rule(NuPIKLController)),
-        Arm("pid", "PID Lagrangian", True, _rule(PIDLagrangianKLController)),
-        Arm("dual", "dual ascent", True, _rule(DualKLController)),
-        Arm("doubling", "doubling", True, _rule(DoublingKLController)),
-        Arm("control-vae", "ControlVAE", True, _rule(ControlVAEKLController)),
+        Arm("nupi", "nuPI", True, _rule("nupi")),
+        Arm("pid", "PID Lagrangian", True, _rule("pid")),
+        Arm("dual", "dual ascent", True, _rule("dual")),
+        Arm("doubling", "doubling", True, _rule("doubling")),
+        Arm("control-vae", "ControlVAE", True, _rule("control-vae")),
         Arm("stale", "stale sampler", False, _fixed(lambda s: s.low_coef), True),
         Arm("corrected", "stale, corrected", False, _fixed(lambda s: s.low_coef), True, True),
     )

@@ -17,17 +17,15 @@ import torch
 
 from lab import folder, run
 from lab.accuracy import measure, read_accuracy
-from lab.answer import answer
+from lab.answer import answer, reading
 from lab.lock import locked
 from lab.model import count_parameters
 from lab.pictures import draw_pictures
-from lab.reading import reading
 from lab.report import ReportData, SpeedRow, render_report
 from lab.run import Run
-from lab.sampler_summary import read_drift, summarise_drift
 from lab.samples import sample_texts
 from lab.settings import CompareError, Settings, check_settings
-from lab.summary import summarise
+from lab.summary import read_drift, summarise, summarise_drift
 from lab.team import TIMEOUT, Team, assembled
 from lab.text import Corpus, load_corpus, prompt_starts
 

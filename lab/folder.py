@@ -18,6 +18,9 @@ import torch
 from lab.lock import LOCK
 from lab.settings import CompareError
 
+Row = dict[str, Any]
+"""The record of a step, a line of ``METRICS``."""
+
 SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
 FRONTIER = "frontier.png"

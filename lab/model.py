@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,6 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lab.team import Share
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sampled continuations. ``mask`` ``[B, T]`` ends with the token that ends the paragraph."""
+
+    prompts: Tensor
+    continuations: Tensor
+    mask: Tensor
 
 
 class Attention(nn.Module):

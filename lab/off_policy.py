@@ -17,8 +17,7 @@ from klfast import (
     token_logprobs,
 )
 from klfast.rollout.presets import PRESETS
-from lab.batch import Batch
-from lab.model import GPT, continuation_logits
+from lab.model import GPT, Batch, continuation_logits
 from lab.team import whole_weights
 
 FP8 = torch.float8_e4m3fn

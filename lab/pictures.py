@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab import folder
-from lab.accuracy import Bin
+from lab.accuracy import SAMPLED, Bin
 from lab.arms import ARMS, off_policy, on_policy
 from lab.drawing import (
     Ends,
@@ -31,8 +31,7 @@ from lab.drawing import (
     to_png,
     zero_line,
 )
-from lab.errors import SAMPLED
-from lab.means import last_third, mean_of, number, rows_by_arm, window_of
+from lab.folder import Row
 from lab.palette import (
     BLUE,
     ESTIMATORS,
@@ -46,10 +45,9 @@ from lab.palette import (
     VERMILION,
     Styles,
 )
-from lab.sampler_summary import compared
 from lab.settings import Settings
-from lab.summary import HELD_WITHIN, Summary
-from lab.train import Row
+from lab.summary import HELD_WITHIN, Summary, compared, last_third, mean_of, rows_by_arm, window_of
+from lab.words import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

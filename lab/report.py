@@ -9,19 +9,16 @@ from benchmarks import idle
 from benchmarks.outcome import flags_text
 from benchmarks.timing import NOISY, is_noisy
 from lab import folder
-from lab.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, read_accuracy
-from lab.answer import answer
+from lab.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, SAMPLED, Bin, read_accuracy
+from lab.answer import answer, reading
 from lab.arms import off_policy
-from lab.errors import SAMPLED
-from lab.means import number
 from lab.palette import style_sheet
 from lab.pictures import Picture
-from lab.reading import reading
 from lab.recipe import recipe
-from lab.sampler_summary import Drift, read_drift
 from lab.samples import Sample
 from lab.settings import Settings, settings_to_json
-from lab.summary import Summary
+from lab.summary import Drift, Summary, read_drift
+from lab.words import number
 
 SpeedRow = dict[str, Any]
 """A dict of ``benchmarks.time_kl_step``."""

@@ -22,6 +22,7 @@ import torch
 from klfast.provenance import commit
 from klfast.version import __version__
 from lab import folder
+from lab.folder import Row
 from lab.model import GPT, frozen_copy
 from lab.pretrain import PretrainState, new_pretraining, pretrain_step
 from lab.settings import (
@@ -32,7 +33,7 @@ from lab.settings import (
 )
 from lab.team import ALONE, Team, load_whole_state, whole_state
 from lab.text import Corpus
-from lab.train import ArmState, Row, World, build_world, new_arm, train_step
+from lab.train import ArmState, World, build_world, new_arm, train_step
 
 VERSION = 4
 """Of what a run records and how it computes it: a run goes on under the version it began with."""

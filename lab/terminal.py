@@ -19,11 +19,11 @@ from rich.progress import (
 from rich.table import Table
 
 from lab.answer import Answer
-from lab.means import number
+from lab.folder import Row
 from lab.report import SpeedRow, speed_flags
 from lab.settings import Settings
 from lab.summary import Summary
-from lab.train import Row
+from lab.words import number
 
 
 @dataclass

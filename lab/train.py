@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 from klfast import Estimator, KLStats, RolloutCorrection, kl_divergence, kl_penalty
 from klfast.control.base import CoefficientController
 from klfast.names import ReductionName
+from lab.accuracy import SAMPLED, token_errors
 from lab.arms import ARMS
-from lab.batch import Batch
-from lab.errors import SAMPLED, token_errors
+from lab.folder import Row
 from lab.model import (
     GPT,
+    Batch,
     continuation_logits,
     frozen_copy,
     perplexity,
@@ -36,8 +36,6 @@ from lab.off_policy import (
 from lab.settings import CompareError, Settings
 from lab.team import ALONE, Share, Team
 from lab.text import Corpus, even_windows, random_prompts
-
-Row = dict[str, Any]
 
 ESTIMATOR = Estimator("k3+")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's

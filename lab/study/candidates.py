@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from klfast.control.base import TargetController
-from klfast.control.controllers import AdaptiveKLController, ExponentialKLController
-from klfast.control.feedback import (
-    ControlVAEKLController,
-    DoublingKLController,
-    DualKLController,
-    NuPIKLController,
-    PIDLagrangianKLController,
-)
+from lab.arms import ARMS, RULES
 
 BATCH = 40
 """Sequences in an update, as in ``python -m lab compare``."""
@@ -35,8 +28,6 @@ class Candidate:
 
     Attributes:
         name: as of ``python -m lab compare --arms``.
-        label: as printed.
-        controller: the class.
         source: what the first gains are: ``"published"`` or ``"default"``, of klfast's own.
         gains: those.
         scaled: (gains, factor, balance) -> the gains with all of them times factor, and those that
@@ -45,17 +36,20 @@ class Candidate:
     """
 
     name: str
-    label: str
-    controller: type[TargetController]
     source: str
     gains: Gains
     scaled: Callable[[Gains, Tensor, Tensor], Gains]
     balanced: bool = False
 
+    @property
+    def label(self) -> str:
+        """As printed."""
+        return ARMS[self.name].label
+
     def make(self, target: float) -> TargetController:
         """A controller with the first gains; the coefficient that it begins with is set later."""
         bounds = {"min_coef": MIN_COEF, "max_coef": MAX_COEF}
-        make: Any = self.controller
+        make: Any = RULES[self.name]
         made: TargetController = make(1.0, target, **{"unit": "sequence", **bounds, **self.gains})
         return made
 
@@ -80,59 +74,22 @@ def _larger_factor(gains: Gains, factor: Tensor, balance: Tensor) -> Gains:
 
 CANDIDATES = (
     # lm-human-preferences: 512 sequences a batch, a horizon of 10,000
-    Candidate(
-        "adaptive",
-        "adaptive (Ziegler)",
-        AdaptiveKLController,
-        "published",
-        {"horizon": 10_000 * BATCH / 512},
-        _faster_horizon,
-    ),
-    Candidate(
-        "exponential",
-        "exponential",
-        ExponentialKLController,
-        "default",
-        {"gain": 0.1},
-        _scale("gain"),
-    ),
-    Candidate(
-        "nupi",
-        "nuPI",
-        NuPIKLController,
-        "default",
-        {"kp": 1.0, "ki": 0.1},
-        _scale("kp", integral="ki"),
-        balanced=True,
-    ),
+    Candidate("adaptive", "published", {"horizon": 10_000 * BATCH / 512}, _faster_horizon),
+    Candidate("exponential", "default", {"gain": 0.1}, _scale("gain")),
+    Candidate("nupi", "default", {"kp": 1.0, "ki": 0.1}, _scale("kp", integral="ki"), True),
     # omnisafe's PIDLagrangian, for costs whose limit is 25; klfast's ki is a quarter of it
     Candidate(
         "pid",
-        "PID Lagrangian",
-        PIDLagrangianKLController,
         "published",
         {"kp": 0.1, "ki": 0.01, "kd": 0.01},
         _scale("kp", "kd", integral="ki"),
-        balanced=True,
+        True,
     ),
-    Candidate("dual", "dual ascent", DualKLController, "default", {"lr": 0.03}, _scale("lr")),
+    Candidate("dual", "default", {"lr": 0.03}, _scale("lr")),
     # Schulman et al. 2017: after every batch
-    Candidate(
-        "doubling",
-        "doubling",
-        DoublingKLController,
-        "published",
-        {"factor": 2.0, "every": 1},
-        _larger_factor,
-    ),
+    Candidate("doubling", "published", {"factor": 2.0, "every": 1}, _larger_factor),
     # Shao et al. 2020, the language model: ki is 1e-4 a nat, and the target here 6 nats
     Candidate(
-        "control-vae",
-        "ControlVAE",
-        ControlVAEKLController,
-        "published",
-        {"kp": 0.01, "ki": 6e-4},
-        _scale("kp", integral="ki"),
-        balanced=True,
+        "control-vae", "published", {"kp": 0.01, "ki": 6e-4}, _scale("kp", integral="ki"), True
     ),
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from klfast.control.base import CoefficientController
-from lab.arms import ARMS
+from lab.arms import ARMS, RULES
 from lab.model import frozen_copy
 from lab.pretrain import new_pretraining, pretrain_step
 from lab.run import environment
@@ -50,7 +50,7 @@ class Case:
     def controller(self, settings: Settings) -> CoefficientController:
         if self.gains is None:
             return ARMS[self.arm].controller(settings, None)
-        make: Any = next(c.controller for c in CANDIDATES if c.name == self.arm)
+        make: Any = RULES[self.arm]
         made: CoefficientController = make(
             settings.init_coef, settings.target, unit="sequence", **self.gains
         )

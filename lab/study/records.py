@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.folder import METRICS, Row, read_rows
+
 RECORDED = Path(__file__).with_name("recorded.json")
 """Runs with the default settings, which the default plant is fitted to."""
 
-_METRICS = "metrics.jsonl"
 _KL = "kl_per_sequence_exact"
 _MEASURED = "kl_per_sequence_k3"
 _DRIFT = "rollout"  # of the arms whose sampler is not the policy
@@ -42,15 +42,14 @@ def read_run(folder: Path) -> Records:
     Raises:
         ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
     """
-    path = folder / _METRICS
+    path = folder / METRICS
     if not path.is_file():
         raise ValueError(f"there is no {path}: not the folder of a run of python -m lab compare")
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    rows: dict[str, list[Row]] = {}
+    for row in read_rows(path):
         missing = [name for name in ("arm", "coefficient", _KL, _MEASURED) if name not in row]
         if missing:
-            raise ValueError(f"{path} must have {missing[0]} in every line, got {line[:60]!r}")
+            raise ValueError(f"{path} must have {missing[0]} in every line, got {str(row)[:60]!r}")
         if _DRIFT not in row:
             rows.setdefault(row["arm"], []).append(row)
     if not rows or len({len(own) for own in rows.values()}) > 1:

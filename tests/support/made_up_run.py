@@ -1,7 +1,6 @@
 """Records of the experiment with chosen numbers."""
 
-from lab.accuracy import Accuracy, Bin
-from lab.errors import EDGES, SAMPLED
+from lab.accuracy import EDGES, SAMPLED, Accuracy, Bin
 
 
 def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):

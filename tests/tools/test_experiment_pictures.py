@@ -10,8 +10,8 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from lab import drawing, folder, palette
+from lab.accuracy import SAMPLED
 from lab.drawing import Panel, png, spread, svg
-from lab.errors import SAMPLED
 from lab.palette import STYLES
 from lab.pictures import curve_panels, draw_bias, draw_noise, draw_pictures, frontier_panel, path
 from lab.settings import ARM_NAMES, OFF_POLICY_ARMS, Settings

@@ -15,9 +15,8 @@ from lab.arms import PARTNER
 from lab.compare import Options, compare
 from lab.model import continuation_logits, frozen_copy
 from lab.pretrain import new_pretraining, pretrain_step
-from lab.sampler_summary import read_drift, summarise_drift
 from lab.settings import OFF_POLICY_ARMS, CompareError, Settings, check_settings
-from lab.summary import summarise
+from lab.summary import read_drift, summarise, summarise_drift
 
 TINY = {
     **experiment.TINY,

@@ -6,13 +6,8 @@ import math
 import pytest
 import torch
 
-from klfast import (
-    ControlVAEKLController,
-    DualKLController,
-    NuPIKLController,
-    PIDLagrangianKLController,
-)
 from lab.__main__ import main
+from lab.arms import RULES
 from lab.study.candidates import CANDIDATES, Candidate
 from lab.study.measure import FACTORS, _octaves, judge, mean_miss
 from lab.study.plant import Plant, Policy, fit, without_noise
@@ -141,16 +136,16 @@ def test_many_gains_at_once_are_each_of_them_alone():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("cls", "error"),
+    ("name", "error"),
     [
-        (NuPIKLController, 0.15),
-        (PIDLagrangianKLController, 0.2),
-        (ControlVAEKLController, 0.15),
-        (DualKLController, 0.35),
+        ("nupi", 0.15),
+        ("pid", 0.2),
+        ("control-vae", 0.15),
+        ("dual", 0.35),
     ],
 )
-def test_default_gains_hold_the_plant_of_the_recorded_runs(cls, error):
-    defaults = Candidate("", "", cls, "default", {}, scaled=None)
+def test_default_gains_hold_the_plant_of_the_recorded_runs(name, error):
+    defaults = Candidate(name, "default", {}, scaled=None)
     course = Course(updates=400, seeds=32, seed=5)
     held = judge(simulate(defaults, {}, fit(load_records()), course)[0], course)
     assert held.lost <= 0.05
@@ -171,7 +166,7 @@ def test_nupis_default_is_the_calmer_one_where_a_coefficient_acts_late():
 
 def test_first_gains_that_are_klfasts_are_its_defaults():
     for candidate in CANDIDATES:
-        plain = candidate.controller(1.0, 6.0)
+        plain = RULES[candidate.name](1.0, 6.0)
         if candidate.source == "default":
             for name, gain in candidate.gains.items():
                 assert getattr(plain, name) == gain
