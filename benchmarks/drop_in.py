@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import allocator, idle, outcome
-from benchmarks.cases import DTYPES
+from benchmarks.cases import DTYPES, KEPT, SPREAD
 from benchmarks.command import REMEDY
 from benchmarks.measure import ATTEMPTS, Plan, time_idle
 from benchmarks.peers import PEERS, QUICK, Pair, from_tests, make_batch, make_vocabulary
@@ -79,7 +79,8 @@ def conditions(plan: Plan) -> dict[str, Any]:
     names = ("verl", "openrlhf", "trl")
     peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
     where = outcome.conditions(replace(plan, reused=True))
-    return {**where, "versions": {**where["versions"], **peers}}
+    facts = {"mask_kept": KEPT, "log_ratio_std": SPREAD}
+    return {**where, **facts, "versions": {**where["versions"], **peers}}
 
 
 def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]]:

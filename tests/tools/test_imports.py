@@ -6,7 +6,8 @@ from pathlib import Path
 
 from fresh import run_fresh
 
-PACKAGE = Path(__file__).parents[2] / "klfast"
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("klfast", "lab", "benchmarks")
 
 HEAVY = ["triton", "numpy", "matplotlib", "rich", "jinja2"]
 
@@ -64,8 +65,8 @@ def test_everything_public_is_named_once():
 
 def modules():
     """Dotted name -> file."""
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
         yield ".".join(parts).removesuffix(".__init__"), path
 
 
@@ -83,6 +84,22 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If | ast.Try):
             nodes += ast.iter_child_nodes(node)
+
+
+def test_the_library_imports_no_program_over_it():
+    for name, path in modules():
+        above = {"klfast": {"lab", "benchmarks"}, "benchmarks": {"lab"}, "lab": set()}
+        tops = {other.partition(".")[0] for other in every_import(path)}
+        assert not tops & above[name.partition(".")[0]], name
+
+
+def every_import(path):
+    """The modules that a file names in imports, wherever they stand."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
 
 
 def test_no_module_imports_in_a_circle():
