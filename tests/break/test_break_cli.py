@@ -100,7 +100,6 @@ def test_bad_options_are_refused_and_nothing_is_written(hunt, tmp_path):
         (benchmarks_main, "--rounds", "x"),
         (benchmarks_main, "--dtypes", "fp7"),
         (klfast_main, "info", "x"),
-        (klfast_main, "compare"),
     ):
         code, errors = outcome(*arguments, main=main)
         hunt.equal(code, 2, arguments)
