@@ -14,9 +14,9 @@ import pytest
 from benchmarks import command, gpu_check, gpu_plan
 from benchmarks.gpu_check import Check, Phase, Step, judge
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-# A script finds its neighbours only without this, which `make gpu-check` sets for the tests.
-WITHOUT_SAFEPATH = {k: value for k, value in os.environ.items() if k != "PYTHONSAFEPATH"}
+ROOT = Path(__file__).parents[2]
+# As in a checkout where nothing is installed: the sources are the folder that it runs in.
+WITHOUT_PATHS = {k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")}
 
 STEPS = ["environment", "build", "cuda", "tests"]
 STEPS += ["memcheck", "racecheck", "initcheck", "synccheck", "benchmark", "logits"]
@@ -46,8 +46,9 @@ def statuses(check):
 def test_a_dry_run_lists_every_step_and_does_nothing(tmp_path):
     """On a machine without a GPU."""
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "gpu_check.py", "--dry-run"],
-        env={**WITHOUT_SAFEPATH, "OUT": str(tmp_path / "out")},
+        [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run"],
+        cwd=ROOT,
+        env={**WITHOUT_PATHS, "OUT": str(tmp_path / "out")},
         capture_output=True,
         text=True,
         check=True,
@@ -74,7 +75,7 @@ def test_every_step_names_what_is_there(tmp_path):
     steps = [step for phase in gpu_check.phases(tmp_path) for step in phase.steps]
     for step in steps:
         paths = [part.removeprefix("--ignore=") for part in step.command if part.endswith(".py")]
-        assert all((BENCHMARKS.parent / path).is_file() for path in paths), step.name
+        assert all((ROOT / path).is_file() for path in paths), step.name
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     suites = {}
@@ -91,7 +92,7 @@ def test_the_sanitizers_see_every_file():
     tests = gpu_check.CUDA_TESTS
     assert gpu_check.sanitizer("memcheck").command[-len(tests) :] == tests
     for path in gpu_check.CUDA_TESTS:
-        assert "@pytest.mark.sanitizer" in (BENCHMARKS.parent / path).read_text()
+        assert "@pytest.mark.sanitizer" in (ROOT / path).read_text()
 
 
 def test_no_step_reaches_for_a_network(tmp_path):
@@ -252,8 +253,9 @@ def test_the_end_is_a_table(run, capsys):
 
 def test_without_a_gpu_the_environment_fails():
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "gpu_check.py", "--environment"],
-        env={**WITHOUT_SAFEPATH, "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "benchmarks.gpu_check", "--environment"],
+        cwd=ROOT,
+        env={**WITHOUT_PATHS, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
