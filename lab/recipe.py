@@ -53,7 +53,7 @@ def controller_text(controller: CoefficientController) -> str:
     chosen = {}
     own = inspect.signature(type(controller)).parameters
     shared = inspect.signature(TargetController).parameters if "options" in own else {}
-    for parameter in {**shared, **own}.values():
+    for parameter in {**own, **shared, **own}.values():  # in the order of its own
         if parameter.name in _OF_A_PLACE or parameter.kind is parameter.VAR_KEYWORD:
             continue
         attribute = "value" if parameter.name in _FIRST else parameter.name
