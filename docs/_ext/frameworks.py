@@ -1,34 +1,21 @@
-"""A page for each framework: its rows of the table in drop_in.md, and its module's functions."""
+"""A page for each framework of klfast's table: its rows in drop_in.md, its module's functions."""
 
 import re
 from pathlib import Path
 
+from klfast.compat import FRAMEWORKS
+
 COLUMNS = ("release", "theirs", "mine", "differs")
 HEADER = "| framework | their line | your line | what differs |"
-TITLES = {
-    "areal": "AReaL",
-    "ms_swift": "ms-swift",
-    "nemo_rl": "NeMo-RL",
-    "open_instruct": "open-instruct",
-    "openrlhf": "OpenRLHF",
-    "roll": "ROLL",
-    "skyrl": "SkyRL",
-    "slime": "slime",
-    "trl": "TRL",
-    "trlx": "trlx",
-    "verl": "verl",
-}
 PAGE = """# From {title}
 
-<!-- example: framework -->
+<!-- example: {example} -->
 ```python
-import klfast
-
-print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why
+{code}
 ```
 
-or, without a patch, by the imports below. [In place of a framework's KL](../drop_in.md)
-says what `patch` replaces, and what holds for all frameworks.
+{served}. [In place of a framework's KL](../drop_in.md) says what holds for all frameworks.
+The code of {title} {releases} was read.
 
 {rows}
 
@@ -42,6 +29,26 @@ says what `patch` replaces, and what holds for all frameworks.
 Its controllers are those of :mod:`klfast.compat.controllers`.
 ```
 """
+PATCHED = {
+    "example": "framework",
+    "code": """import klfast
+
+print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why""",
+    "served": "Or, without a patch, by the imports below",
+}
+IMPORTED = {
+    "example": "imported-framework",
+    "code": "from klfast.compat import {name}  # its functions have the framework's names",
+    "served": "`patch` does not serve it: its functions are to be imported",
+}
+
+
+def page_of(name, rows=""):
+    """The page of a framework of klfast's table."""
+    row = FRAMEWORKS[name]
+    kind = PATCHED if row.is_patched else IMPORTED
+    code = kind["code"].format(name=name)
+    return PAGE.format(**{**kind, "code": code}, **row._asdict(), name=name, rows=rows)
 
 
 ROW = """:::{{admonition}} {release}
@@ -74,11 +81,10 @@ def write_pages(app):
     table = lines[: lines.index("")]
     folder = here / "frameworks"
     folder.mkdir(exist_ok=True)
-    for name, title in TITLES.items():
-        rows = [*rows_of(table, title)]
-        assert len(rows) > 1, f"no row of {title} in drop_in.md"
-        page = PAGE.format(title=title, name=name, rows="\n".join(rows))
-        (folder / f"{name}.md").write_text(page)
+    for name, framework in FRAMEWORKS.items():
+        rows = [*rows_of(table, framework.title)]
+        assert len(rows) > 1, f"no row of {framework.title} in drop_in.md"
+        (folder / f"{name}.md").write_text(page_of(name, "\n".join(rows)))
 
 
 def setup(app):

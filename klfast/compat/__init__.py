@@ -1,7 +1,8 @@
-"""Drop-in replacements for the KL penalty code of eleven frameworks, named below.
+"""Drop-in replacements for the KL penalty code of the frameworks in ``FRAMEWORKS``.
 
 ``klfast.compat.<framework>`` has functions and classes with the framework's own names, argument
-names and return shapes; ``patch("<framework>")`` puts them into the installed framework. Values
+names and return shapes, to be imported; ``patch("<framework>")`` puts them into the installed
+framework, where klfast has met it as a real package (``Framework.is_patched``). Values
 are the framework's own, but for rounding, in which klfast keeps more digits; each docstring names
 what differs, which are faults for the most part (NaN let through masks, NaN gradients, a
 controller that can be poisoned), and what ``exact=True`` takes back of that.
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from klfast.checks.arguments import check_choice
 from klfast.compat import patching
+from klfast.compat.frameworks import FRAMEWORKS, PATCHED, Framework
 from klfast.compat.patching import Modules, Patch
 from klfast.compat.patching.fingerprints import PatchError
 from klfast.compat.reports import Left, Replaced
+from klfast.compat.targets import targets_of
 
 if TYPE_CHECKING:
     from klfast.compat import (
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
         trlx,
         verl,
     )
-    from klfast.compat.patching.sites import Target
 
 __all__ = [
+    "FRAMEWORKS",
+    "Framework",
     "Left",
     "Patch",
     "PatchError",
@@ -55,20 +59,6 @@ __all__ = [
     "unpatch",
     "verl",
 ]
-
-FRAMEWORKS = (
-    "areal",
-    "ms_swift",
-    "nemo_rl",
-    "open_instruct",
-    "openrlhf",
-    "roll",
-    "skyrl",
-    "slime",
-    "trl",
-    "trlx",
-    "verl",
-)
 
 
 def __getattr__(name: str) -> object:
@@ -90,8 +80,7 @@ def patch(
     The code decides, not the version: what klfast was proved equal to is replaced, what it does not
     know is left alone, and ``print(patch(...))`` names both. Functions that were proved equal
     together are replaced together or not at all. Where there is a GPU, and the framework's own code
-    runs there as a fused kernel, it is left alone too, also where that is all there is (slime): no
-    measurement says that klfast's is faster.
+    runs there as a fused kernel, it is left alone too: no measurement says that klfast's is faster.
 
     Every module of the framework that imported what is replaced by name gets the replacement. Names
     in other modules, ``__main__`` too, stay as they are and are listed in ``Patch.left``, unless
@@ -100,7 +89,7 @@ def patch(
     their own, in Ray for example ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
 
     Args:
-        framework: one of ``klfast.compat.FRAMEWORKS``.
+        framework: a name in ``klfast.compat.FRAMEWORKS`` whose row ``is_patched``.
         exact: give it to the replacements that have one: the framework's dtypes and faults too.
             The KL in GRPO's loss and sums over a sequence have none.
         strict: all that klfast knows of the framework or nothing: code that is not known is an
@@ -113,11 +102,13 @@ def patch(
 
     Raises:
         PatchError: the framework is not installed or is already patched; or nothing of it is known,
-            or, if ``strict``, not all; or ``exact`` is asked of replacements none of which has it.
-            Nothing is changed.
-        ValueError, TypeError: an unknown framework; ``modules`` is not a sequence of names.
+            or, if ``strict``, not all. Nothing is changed.
+        ValueError, TypeError: an unknown framework, or one whose functions are to be imported;
+            ``modules`` is not a sequence of names.
     """
-    return patching.apply(framework, _targets(framework), exact, strict, modules)
+    _check_patched(framework)
+    targets = targets_of(framework)
+    return patching.apply(framework, FRAMEWORKS[framework], targets, exact, strict, modules)
 
 
 def unpatch(framework: str) -> tuple[Left, ...]:
@@ -134,14 +125,16 @@ def unpatch(framework: str) -> tuple[Left, ...]:
         PatchError: it is not patched; or somebody has wrapped or replaced what is klfast's since,
             where it is defined or where a module imported it by name, whose wrapper would be lost:
             nothing is changed.
-        ValueError, TypeError: an unknown framework.
+        ValueError, TypeError: as :func:`patch`.
     """
-    _targets(framework)
+    _check_patched(framework)
     return patching.undo(framework)
 
 
-def _targets(framework: str) -> tuple[Target, ...]:
-    check_choice("framework", framework, FRAMEWORKS)
-    from klfast.compat.targets import TARGETS  # which import every framework's module
-
-    return TARGETS[framework]
+def _check_patched(framework: str) -> None:
+    if framework in [*FRAMEWORKS] and framework not in PATCHED:
+        raise ValueError(
+            f"framework must be one that patch serves, {', '.join(map(repr, PATCHED))}; got "
+            f"{framework!r}, whose functions are to be imported from klfast.compat.{framework}"
+        )
+    check_choice("framework", framework, PATCHED)

@@ -59,7 +59,7 @@ class GRPOMixin:
         if fingerprint(getattr(function, ORIGINAL, function)) != COMPUTE_LOSS:
             raise PatchError(
                 f"{cls.__name__} must derive from GRPOMixin and the GRPOTrainer that klfast knows, "
-                f"got {owner.__name__}'s _compute_loss; with {versioned('trl', 'trl')} this code "
+                f"got {owner.__name__}'s _compute_loss; with {versioned('trl')} this code "
                 f"is not known to klfast, which knows trl {RELEASES}"
             )
 

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from importlib import metadata
+from types import ModuleType
 
 import packages
 import pytest
@@ -18,11 +19,12 @@ import torch
 from fresh import run_fresh
 
 import klfast
-from klfast.compat import Left, PatchError, Replaced, patch, patching, trlx, unpatch
+from klfast.compat import FRAMEWORKS, Left, PatchError, Replaced, patch, patching, trlx, unpatch
+from klfast.compat.frameworks import PATCHED
 from klfast.compat.patching.fingerprints import fingerprint, fingerprint_of_tree
 from klfast.compat.patching.replacements import replacement, replacement_of_compiled, rewriting
-from klfast.compat.patching.sites import Form, Site, Target, known, stays
-from klfast.compat.targets import TARGETS
+from klfast.compat.patching.sites import KnownCode, Site, known, stays
+from klfast.compat.targets import targets_of
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_patched")
 
@@ -87,18 +89,16 @@ class Fixed(klfast.FixedKLController):
 
 def target(core, **changes):
     """What to replace in the made-up framework: ``penalty`` with its callee, and two more."""
-    package = core.__name__.partition(".")[0]
     where = f"{core.__name__}:{{}}".format
     sites = {
         "penalty": known(where("penalty"), fingerprint(core.penalty), doubled, "1.0"),
         "helper": stays(where("helper"), fingerprint(core.helper), "1.0"),
         "Controller": known(where("Controller"), fingerprint(core.Controller), Fixed, "1.0"),
-        "step": Site(where("KLTrainer.step"), (Form(None, "1.0", TRIPLE),)),
+        "step": Site(where("KLTrainer.step"), (KnownCode(None, "1.0", TRIPLE),)),
         **changes,
     }
     penalty, helper, *others = sites.values()
-    groups = ((penalty, helper), *((site,) for site in others))
-    return Target((package,), "1.0", groups, exact=True)
+    return ((penalty, helper), *((site,) for site in others))
 
 
 class Inline:
@@ -113,7 +113,8 @@ TRIPLE = rewriting({"kl = log_ratio*2": "kl = klfast.triple(log_ratio)"}, Inline
 
 
 def apply(core, *, exact=False, strict=False, modules=(), **changes):
-    return patching.apply("made_up", [target(core, **changes)], exact, strict, modules)
+    made_up = target(core, **changes)
+    return packages.apply("made_up", made_up, exact=exact, strict=strict, modules=modules)
 
 
 def undo():
@@ -225,9 +226,9 @@ def test_an_inner_unpatch_ends_it_for_the_block_too(framework):
 
 def test_twice_is_an_error_and_so_is_undoing_nothing(framework):
     core = framework()
-    known = [target(core)]
+    known = target(core)
     with apply(core), pytest.raises(PatchError, match="already patched; unpatch"):
-        patching.apply("made_up", known)
+        packages.apply("made_up", known)
     with pytest.raises(PatchError, match="made_up is not patched"):
         undo()
 
@@ -258,7 +259,7 @@ def left_alone(core, where, reason, with_it=(), **changes):
 )
 def test_other_code_is_left_alone_with_what_was_proved_equal_with_it(framework, site, with_it):
     core = framework()
-    wrong = Site(f"made_up.core:{site}", (Form("0" * 16, "0.9", replacement(Fixed)),))
+    wrong = Site(f"made_up.core:{site}", (KnownCode("0" * 16, "0.9", replacement(Fixed)),))
     if site == "helper":
         wrong = stays("made_up.core:helper", "0" * 16, "0.9")
     reason = r"its code is none of those that klfast knows \(0.9\)"
@@ -268,21 +269,21 @@ def test_other_code_is_left_alone_with_what_was_proved_equal_with_it(framework, 
 def test_a_group_is_replaced_together_or_not_at_all(framework):
     core = framework()
     made_up = target(core)
-    together = made_up._replace(groups=(tuple(site for group in made_up.groups for site in group),))
+    together = tuple(site for group in made_up for site in group)
     gone = stays("made_up.core:gone", "0" * 16, "1.0")
-    with patching.apply("made_up", [together]) as made:
+    with packages.apply("made_up", (together,)) as made:
         assert len(made.replaced) == 3
     with pytest.raises(PatchError, match=r"nothing of made_up is known.*core:gone: .* has none"):
-        patching.apply("made_up", [together._replace(groups=((*together.groups[0], gone),))])
+        packages.apply("made_up", ((*together, gone),))
 
 
 def test_a_site_may_have_one_of_several_codes(framework):
     core = framework()
-    forms = (
-        Form("0" * 16, "0.9", replacement(Fixed)),
-        Form(fingerprint(core.penalty), "1.0", replacement(doubled)),
+    codes = (
+        KnownCode("0" * 16, "0.9", replacement(Fixed)),
+        KnownCode(fingerprint(core.penalty), "1.0", replacement(doubled)),
     )
-    with apply(core, penalty=Site("made_up.core:penalty", forms)) as made:
+    with apply(core, penalty=Site("made_up.core:penalty", codes)) as made:
         assert core.penalty(1, 2) == ("klfast", 1.0)
         assert made.replaced[0] == Replaced("made_up.core:penalty", "1.0", ("made_up.user",))
 
@@ -438,7 +439,7 @@ def test_what_somebody_has_wrapped_before_is_left_alone(framework, name):
     original = getattr(owner, name.rpartition(".")[2])
     wrapper = functools.wraps(original)(lambda *args: original(*args))
     setattr(owner, name.rpartition(".")[2], wrapper)
-    with patching.apply("made_up", [known_there]) as made:
+    with packages.apply("made_up", known_there) as made:
         (left,) = made.left
         assert left == Left(
             f"made_up.core:{name}",
@@ -446,7 +447,7 @@ def test_what_somebody_has_wrapped_before_is_left_alone(framework, name):
         )
         assert getattr(owner, name.rpartition(".")[2]) is wrapper
     with pytest.raises(PatchError, match=f"is wrapped by {__name__}"):
-        patching.apply("made_up", [known_there], strict=True)
+        packages.apply("made_up", known_there, strict=True)
 
 
 def wrapping(function, carefully):
@@ -518,7 +519,7 @@ def test_an_interrupt_leaves_no_half_of_a_patch(framework, monkeypatch, error):
 
     monkeypatch.setattr(patching, "_held", interrupted)
     with pytest.raises(error):
-        patching.apply("made_up", [known_there])
+        packages.apply("made_up", known_there)
     assert (dict(vars(core)), dict(vars(sys.modules["made_up.user"]))) == before
 
 
@@ -557,15 +558,15 @@ COMPILED = CORE.replace("def penalty(", "import torch\n\n\n@torch.compile\ndef p
 def compiled_target(core):
     """A target of ``penalty``, recognised by its own code."""
     make = replacement_of_compiled(doubled, fingerprint(core.penalty.__wrapped__))
-    site = Site("made_up.core:penalty", (Form(None, "1.0", make),))
-    return Target(("made_up",), "1.0", ((site,),), exact=True)
+    site = Site("made_up.core:penalty", (KnownCode(None, "1.0", make),))
+    return ((site,),)
 
 
 @import_dynamo
 def test_a_function_that_torch_compile_decorates_is_replaced_by_one_that_it_does_not(framework):
     core = framework(core=COMPILED)
     user, before = sys.modules["made_up.user"], core.penalty
-    with patching.apply("made_up", [compiled_target(core)], True):
+    with packages.apply("made_up", compiled_target(core), exact=True):
         assert user.renamed(1, 2, scale=3.0) == ("exact", 3.0)
         assert not any("compile" in name for name in vars(core.penalty))
     assert core.penalty is user.renamed is before
@@ -590,7 +591,7 @@ def test_what_is_not_that_function_is_refused(framework, instead, match):
     core.penalty = instead(core)
     before = dict(vars(core))
     with pytest.raises(PatchError, match=match):
-        patching.apply("made_up", [known])
+        packages.apply("made_up", known)
     assert vars(core) == before
 
 
@@ -614,31 +615,24 @@ def test_if_a_replacement_fails_half_way_the_first_half_is_undone(framework):
     original, refuses = vars(core.KLTrainer)["step"], True
     before = dict(vars(core))
     with pytest.raises(PatchError, match="does not let itself be patched"):
-        patching.apply("made_up", [known_there])
+        packages.apply("made_up", known_there)
     assert vars(core) == before
-
-
-def test_exact_is_refused_where_nothing_has_it(framework):
-    core = framework()
-    with pytest.raises(PatchError, match="nothing that klfast replaces in made_up has an exact"):
-        patching.apply("made_up", [target(core)._replace(exact=False)], True)
-    assert not any(target.exact for target in TARGETS["slime"])
 
 
 def test_what_has_no_source_is_left_alone(framework):
     core = framework(core=CORE + "\n\nfrom math import sqrt as helper\n")
     site = stays("made_up.core:helper", "0" * 16, "1.0")
     known_there = target(framework("same"))
-    penalty = known("made_up.core:penalty", known_there.groups[0][0].forms[0].code, doubled, "1.0")
+    penalty = known("made_up.core:penalty", known_there[0][0].known[0].code, doubled, "1.0")
     changes = {"penalty": penalty, "helper": site}
-    with patching.apply("made_up", [_with(known_there, core, **changes)]) as made:
+    with packages.apply("made_up", _with(core, **changes)) as made:
         assert "its source cannot be read" in made.left[0].reason
         assert [each.where for each in made.left] == ["made_up.core:helper", penalty.where]
 
 
-def _with(known_there, core, *, penalty, helper):
+def _with(core, *, penalty, helper):
     other = known("made_up.core:Controller", fingerprint(core.Controller), Fixed, "1.0")
-    return known_there._replace(packages=("made_up",), groups=((penalty, helper), (other,)))
+    return ((penalty, helper), (other,))
 
 
 # What it says
@@ -665,11 +659,10 @@ def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(fram
     sites = [
         known(f"made_up.core:{name}", "0" * 16, Fixed, "1.0") for name in ("penalty", "helper")
     ]
-    targets = [Target(("made_up",), "1.0", ((site,),)) for site in sites]
-    targets[1] = targets[1]._replace(releases="0.1 to 0.8")
+    targets = [((site,),) for site in sites]
     before = dict(vars(core))
     with pytest.raises(PatchError) as caught:
-        patching.apply("made_up", targets)
+        packages.apply("made_up", *targets, releases="1.0, 0.1 to 0.8")
     assert str(caught.value) == (
         "nothing of made_up 2.0 is known to klfast, which knows made_up 1.0, 0.1 to 0.8; "
         "made_up.core:penalty: its code is none of those that klfast knows (1.0)"
@@ -680,8 +673,8 @@ def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(fram
 @pytest.mark.parametrize("strict", [False, True])
 def test_of_several_targets_the_first_of_which_something_is_known_decides(framework, strict):
     core = framework()
-    of_other_releases = Target(("made_up",), "9", ((stays("made_up.new:x", "0", "9"),),))
-    with patching.apply("made_up", [of_other_releases, target(core)], strict=strict) as made:
+    of_other_releases = ((stays("made_up.new:x", "0", "9"),),)
+    with packages.apply("made_up", of_other_releases, target(core), strict=strict) as made:
         assert len(made.replaced) == 3
         assert made.left == ()
 
@@ -817,19 +810,36 @@ def test_where_all_that_is_known_is_left_alone_so_nothing_is_replaced(
     code, why = fingerprint(core.penalty), "on a GPU it is fused"
     site = known("made_up.core:penalty", code, doubled, "1.0", fused=lambda _: why)
     before = dict(vars(core))
-    fused = Target(("made_up",), "1.0", ((site,),))
-    of_other_releases = Target(("made_up",), "9", ((stays("made_up.new:x", "0", "9"),),))
-    with patching.apply("made_up", [of_other_releases, fused], strict=strict) as made:
+    fused = ((site,),)
+    of_other_releases = ((stays("made_up.new:x", "0", "9"),),)
+    with packages.apply("made_up", of_other_releases, fused, strict=strict) as made:
         assert (made.replaced, made.left) == ((), (Left(site.where, why),))
         assert vars(core) == before
     other = known("made_up.core:Controller", "0" * 16, Fixed, "1.0")
-    beside_other_code = fused._replace(groups=((site,), (other,)))
+    beside_other_code = ((site,), (other,))
     if strict:
         with pytest.raises(PatchError, match=r"not all of made_up is known.*core:Controller"):
-            patching.apply("made_up", [beside_other_code], strict=True)
+            packages.apply("made_up", beside_other_code, strict=True)
     else:
-        with patching.apply("made_up", [beside_other_code]) as made:
+        with packages.apply("made_up", beside_other_code) as made:
             assert [each.where for each in made.left] == [site.where, other.where]
+
+
+def test_a_flash_attn_without_a_spec_is_there(monkeypatch):
+    """As others' tests put one into ``sys.modules``; None there blocks an import."""
+    fused = next(
+        code.fused
+        for group in targets_of("openrlhf")[0]
+        for site in group
+        for code in site.known
+        if site.where.endswith(":log_probs_from_logits")
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert fused(sys) == (
+        "on a GPU it calls flash-attn's cross entropy; no measurement shows klfast to be faster"
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert fused(sys) is None
 
 
 # What a release lacks
@@ -843,49 +853,79 @@ def test_strict_takes_what_a_known_release_lacks(framework, where):
         assert made.left == (Left(site.where, "the installed made_up has none (as until 0.9)"),)
         assert len(made.replaced) == 2
     with pytest.raises(PatchError, match="nothing of made_up is known"):
-        patching.apply("made_up", [Target(("made_up",), "1.0", ((site,),))])
+        packages.apply("made_up", ((site,),))
 
 
 # The frameworks that it knows
 
 
-@pytest.mark.parametrize("name", ["verl", "trl", "openrlhf"])
+@pytest.mark.parametrize("name", PATCHED)
 def test_a_framework_that_is_not_installed_is_said_to_be(name):
-    with pytest.raises(PatchError, match=f"{name} is not installed"):
-        patch(name)
-
-
-@pytest.mark.parametrize("name", ["roll", "trlx"])
-def test_so_is_one_without_releases(name):
     with pytest.raises(PatchError, match=f"^{name} is not installed$"):
         patch(name)
+    with pytest.raises(PatchError, match=f"^{name} is not patched$"):
+        unpatch(name)
 
 
 @pytest.mark.parametrize("call", [patch, unpatch])
-def test_an_unknown_framework_lists_the_known_ones(call):
-    with pytest.raises(ValueError, match="unknown framework 'verll'; expected one of 'areal'"):
-        call("verll")
+@pytest.mark.parametrize("name", sorted({*FRAMEWORKS} - {*PATCHED}))
+def test_where_there_is_no_patch_the_error_says_what_to_import(call, name):
+    with pytest.raises(ValueError, match=r"^framework must be one that patch serves, ") as caught:
+        call(name)
+    assert all(repr(patched) in str(caught.value) for patched in PATCHED)
+    told = f"; got '{name}', whose functions are to be imported from klfast.compat.{name}"
+    assert str(caught.value).endswith(told)
 
 
-def test_unpatch_of_what_is_not_patched():
-    with pytest.raises(PatchError, match="verl is not patched"):
-        unpatch("verl")
+@pytest.mark.parametrize("call", [patch, unpatch])
+@pytest.mark.parametrize(("name", "error"), [("verll", ValueError), ([], TypeError)], ids=str)
+def test_an_unknown_framework_lists_the_known_ones(call, name, error):
+    with pytest.raises(error, match=r"unknown framework .*; expected one of 'trlx', 'trl', 'verl'"):
+        call(name)
 
 
-def test_every_framework_has_targets_with_sites():
-    assert sorted(TARGETS) == sorted(klfast.compat.FRAMEWORKS)
-    for targets in TARGETS.values():
-        sites = [site for target in targets for group in target.groups for site in group]
-        replaced = [site.where for site in sites if any(form.make for form in site.forms)]
-        assert replaced
-        assert len(set(replaced)) == len(replaced)
-        for group in (group for target in targets for group in target.groups):
-            assert any(form.make for site in group for form in site.forms)
-        for site in sites:
-            codes = [form.code for form in site.forms]
-            assert len(set(codes)) == len(codes)
-            assert codes == [None] or all(codes)
-            assert all(form.releases for form in site.forms)
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_framework_s_targets_have_sites(name):
+    targets = targets_of(name)
+    sites = [site for target in targets for group in target for site in group]
+    replaced = [site.where for site in sites if any(code.make for code in site.known)]
+    assert len(set(replaced)) == len(replaced)
+    for group in (group for target in targets for group in target):
+        assert any(code.make for site in group for code in site.known)
+    for site in sites:
+        codes = [code.code for code in site.known]
+        assert len(set(codes)) == len(codes)
+        assert codes == [None] or all(codes)
+        assert all(code.releases for code in site.known)
+        assert site.where.partition(".")[0] == FRAMEWORKS[name].package
+
+
+def test_the_picture_of_what_patch_knows_is_of_what_it_knows():
+    codes = {
+        code.code: site.where.partition(":")[2]
+        for group in targets_of("verl")[0]
+        for site in group
+        for code in site.known
+    }
+    shown = re.findall(r" ([0-9a-f]{16}), in", patching.__doc__)
+    assert [codes[code] for code in shown] == ["kl_penalty"] * 3 + ["kl_penalty_forward"]
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_other_code_than_theirs_is_left_alone(package, name):
+    """Functions of the same names, whose fingerprints are not the frameworks'."""
+    sites = {site.where for target in targets_of(name) for group in target for site in group}
+    modules = {}
+    for where in sorted(sites):
+        module, _, path = where.partition(":")
+        head, _, method = path.partition(".")
+        body = f"class {head}:\n    def {method or '__init__'}(self):\n        return 1\n"
+        if not method and not head.endswith("Controller"):
+            body = f"def {head}(*args):\n    return 1\n"
+        modules.setdefault(module, []).append(body)
+    package({module: "\n\n".join(bodies) for module, bodies in modules.items()})
+    with pytest.raises(PatchError, match=f"nothing of {name} is known to klfast, which knows"):
+        patch(name)
 
 
 def test_importing_patches_nothing_and_loads_no_framework():
@@ -923,20 +963,18 @@ def test_trlx_s_inline_formula_is_replaced(package):
     models, trainer = package(
         {"trlx.models.modeling_ppo": TRLX, "trlx.trainer.accelerate_ppo_trainer": TRLX_TRAINER}
     )
-    (known_there,) = TARGETS["trlx"]
-    _, make_experience = known_there.groups
+    ((_, make_experience),) = targets_of("trlx")
     controllers = tuple(
         known(f"trlx.models.modeling_ppo:{name}", fingerprint(getattr(models, name)), new, "0.7")
         for name, new in (("AdaptiveKLController", trlx.AdaptiveKLController),)
     )
-    known_there = known_there._replace(groups=(controllers, make_experience))
     trainer = trainer.AcceleratePPOTrainer()
     logprobs = -torch.rand(3, 6)
     ref_logprobs = logprobs - torch.randn(3, 6)
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0, 0] + [1] * 5])
     theirs = trainer.make_experience(logprobs, ref_logprobs, mask)
     ref_logprobs[1, 5] = torch.nan
-    with patching.apply("trlx", [known_there], strict=True):
+    with packages.apply("trlx", (controllers, make_experience), strict=True):
         ours = trainer.make_experience(logprobs, ref_logprobs, mask)
         assert issubclass(models.AdaptiveKLController, trlx.AdaptiveKLController)
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)

@@ -12,11 +12,11 @@ import packages
 import pytest
 import torch
 
-from klfast.compat import PatchError, patching, roll, trl
+from klfast.compat import PatchError, roll, trl
 from klfast.compat.patching.fingerprints import fingerprint
 from klfast.compat.patching.replacements import replacement_of_static
-from klfast.compat.patching.sites import Form, Site, Target
-from klfast.compat.targets import TARGETS
+from klfast.compat.patching.sites import KnownCode, Site
+from klfast.compat.targets import targets_of
 
 GKD_TRAINER = """
 class GKDTrainer:
@@ -84,13 +84,12 @@ def made_up(package):
 
     def make(framework):
         modules = dict(zip(MODULES[framework], package(MODULES[framework]), strict=True))
-        target = TARGETS[framework][0]
         groups = [
             tuple(_recognising(site, modules) for site in group)
-            for group in target.groups
+            for group in targets_of(framework)[0]
             if group[0].where.partition(":")[0] in modules
         ]
-        return modules, target._replace(groups=tuple(groups))
+        return modules, groups
 
     return make
 
@@ -101,11 +100,11 @@ def _recognising(site, modules):
     found = modules[module]
     for name in path.split("."):
         found = inspect.getattr_static(found, name)
-    (form,) = site.forms
+    (code,) = site.known
     if isinstance(found, staticmethod):
         make = replacement_of_static(trl.generalized_jsd_loss, fingerprint(found.__func__))
-        return site._replace(forms=(form._replace(make=make),))
-    return site._replace(forms=(form._replace(code=fingerprint(found)),))
+        return site._replace(known=(code._replace(make=make),))
+    return site._replace(known=(code._replace(code=fingerprint(found)),))
 
 
 def test_gkd_trainers_take_klfast_s_loss(made_up):
@@ -114,7 +113,7 @@ def test_gkd_trainers_take_klfast_s_loss(made_up):
     before = vars(module.GKDTrainer)["generalized_jsd_loss"]
     student, teacher = torch.randn(2, 2, 3, 7)
     labels = torch.tensor([[1, -100, 1], [-100, 1, 1]])
-    with patching.apply("trl", [target]):
+    with packages.apply("trl", target):
         for trainer in (module.GKDTrainer(), module.Child()):
             loss = trainer.compute_loss(student, teacher, labels, 5)
             expected = trl.generalized_jsd_loss(student, teacher, labels, 0.9, num_items_in_batch=5)
@@ -132,7 +131,7 @@ def test_self_distillation_s_trainers_take_klfast_s_losses(made_up, of):
     modules, target = made_up("trl")
     trainer = modules[f"trl.experimental.{of}.{of}_trainer"]
     student, teacher = torch.randn(2, 2, 3, 7).log_softmax(-1)
-    with patching.apply("trl", [target]):
+    with packages.apply("trl", target):
         value = trainer.compute_divergence(student, teacher, 0.3)
         assert torch.equal(value, trl.compute_divergence(student, teacher, 0.3))
         full = trainer.compute_full_logit_self_distillation_loss
@@ -156,7 +155,7 @@ def test_roll_s_divergences_are_klfast_s_where_it_has_them(made_up, objective):
     def divergence(cls, kd_objective):
         return cls(SimpleNamespace(kd_temperature=2.0, kd_objective=kd_objective))(*given)
 
-    with patching.apply("roll", [target]):
+    with packages.apply("roll", target):
         value = divergence(module.VariousDivergence, objective)
         assert torch.equal(value, divergence(roll.VariousDivergence, METHODS[objective]))
         skewed = divergence(module.VariousDivergence, "skewed_forward_kl")
@@ -183,9 +182,9 @@ def test_what_is_not_that_static_method_is_refused(made_up, monkeypatch, change,
         file.write(other)
     module = importlib.import_module("trl.experimental.gkd.gkd_trainer")
     before = dict(vars(module.GKDTrainer))
-    gkd = [group for group in target.groups if ".gkd." in group[0].where]
+    gkd = [group for group in target if ".gkd." in group[0].where]
     with pytest.raises(PatchError, match=match):
-        patching.apply("trl", [target._replace(groups=tuple(gkd))])
+        packages.apply("trl", gkd)
     assert dict(vars(module.GKDTrainer)) == before
 
 
@@ -194,8 +193,7 @@ def test_a_static_method_hears_of_exact(package):
     (module,) = package({"made_up_static": text})
     code = fingerprint(vars(module.Owner)["loss"].__func__)
     make = replacement_of_static(lambda x, *, exact=False: (x, exact), code)
-    site = Site("made_up_static:Owner.loss", (Form(None, "1.0", make),))
-    target = Target(("made_up_static",), "1.0", ((site,),), exact=True)
-    with patching.apply("made_up_static", [target], True):
+    site = Site("made_up_static:Owner.loss", (KnownCode(None, "1.0", make),))
+    with packages.apply("made_up_static", ((site,),), exact=True):
         assert module.Owner.loss(3) == module.Owner().loss(3) == (3, True)
     assert module.Owner().loss(3) == 3

@@ -1,14 +1,18 @@
-"""The table of docs/drop_in.md: its frameworks, names and releases are those of the code."""
+"""Pages that name frameworks: their names, functions and releases are those of the code."""
 
 import importlib
 import re
+from pathlib import Path
 from typing import NamedTuple
 
+import frameworks
 import pytest
-from readme import DROP_IN
+from readme import DROP_IN, README
 
-from klfast.compat import FRAMEWORKS
-from klfast.compat.targets import TARGETS
+from klfast import compat
+from klfast.compat import targets
+from klfast.compat.frameworks import FRAMEWORKS, PATCHED
+from klfast.compat.targets import targets_of
 
 HEADER = "| framework | their line | your line | what differs |"
 IMPORT = re.compile(r"`from (\S+) import ([^`]+)`")
@@ -71,9 +75,9 @@ def sites(row):
     named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", row.theirs))))
     public = {name.lstrip("_") for name in named}
     return [
-        releases(", ".join(form.releases for form in site.forms))
-        for target in TARGETS[row.framework]
-        for group in target.groups
+        releases(", ".join(code.releases for code in site.known))
+        for target in targets_of(row.framework)
+        for group in target
         for site in group
         if public & {part.lstrip("_") for part in site.where.partition(":")[2].split(".")}
     ]
@@ -83,12 +87,24 @@ def test_every_framework_has_a_row():
     assert {row.framework for row in ROWS} == set(FRAMEWORKS)
 
 
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_framework_has_its_files(name):
+    """The recipe of DESIGN.md: functions, estimators, their formula, targets; its name in pages."""
+    assert getattr(compat, name) is importlib.import_module(f"klfast.compat.{name}")
+    assert name in compat.__all__
+    assert any(each.startswith(name.upper()) for each in vars(compat.presets))
+    assert any(each.startswith(name) for each in vars(frameworks))
+    assert (Path(targets.__file__).parent / f"{name}.py").exists() == (name in PATCHED)
+    (line,) = re.findall(r"^\| the KL of (.*)", README.read_text(), re.MULTILINE)
+    served, _, imported = line.partition("; ")
+    assert FRAMEWORKS[name].title in (served if name in PATCHED else imported)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_what_their_line_imports_klfast_has(row):
     here = importlib.import_module(f"klfast.compat.{row.framework}")
     for module, names in IMPORT.findall(row.theirs):
-        packages = [package for target in TARGETS[row.framework] for package in target.packages]
-        assert module.partition(".")[0] in packages
+        assert module.partition(".")[0] == FRAMEWORKS[row.framework].package
         for name in names.split(", "):
             assert hasattr(here, name)
 
@@ -100,14 +116,30 @@ def test_what_your_line_names_there_is(row):
     for module, names in imported + named:
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name)
-    assert set(re.findall(r'patch\("(\w+)"\)', row.mine)) <= {row.framework}
+    assert set(re.findall(r'patch\("(\w+)"\)', row.mine)) <= {row.framework} & {*PATCHED}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_the_releases_are_those_whose_code_is_known(row):
+    if row.framework not in PATCHED:
+        assert row.releases == releases(FRAMEWORKS[row.framework].releases)
+        return
     known = sites(row)
     assert bool(known) == ((row.framework, row.theirs) not in WITHOUT_SITES)
     for first, last, main in known:
         assert first <= row.releases.first or first in row.notes
         assert (last, main) == (row.releases.last, row.releases.main)
     assert not known or row.releases.first in [each.first for each in known]
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_the_framework_s_releases_are_those_of_its_sites(name):
+    """Of the known codes together, but for the word in brackets."""
+    codes = [
+        code.releases
+        for target in targets_of(name)
+        for group in target
+        for site in group
+        for code in site.known
+    ]
+    assert releases(", ".join(codes)) == releases(FRAMEWORKS[name].releases)

@@ -1,11 +1,10 @@
 """Packages made up for tests of ``patch``: written to a folder, imported, and forgotten."""
 
-import functools
 import importlib
 import sys
 
-from klfast.compat.patching.fingerprints import fingerprint
-from klfast.compat.targets import TARGETS
+from klfast.compat import patching
+from klfast.compat.frameworks import Framework
 
 
 def write(folder, sources):
@@ -33,18 +32,6 @@ def forget(packages):
             del sys.modules[name]
 
 
-def retargeted(framework, *modules):
-    """The framework's targets, knowing the functions of made-up modules as what stays."""
-    sources = {module.__name__: module for module in modules}
-
-    def knowing(site):
-        module, _, path = site.where.partition(":")
-        if module not in sources or any(form.make for form in site.forms):
-            return site
-        found = functools.reduce(getattr, path.split("."), sources[module])
-        return site._replace(forms=(site.forms[0]._replace(code=fingerprint(found)),))
-
-    return tuple(
-        target._replace(groups=tuple(tuple(map(knowing, group)) for group in target.groups))
-        for target in TARGETS[framework]
-    )
+def apply(name, *targets, releases="1.0", **options):
+    """``patch`` of a framework of these targets, whose package has its name."""
+    return patching.apply(name, Framework(name, name, releases, True), targets, **options)

@@ -52,8 +52,7 @@ def blocks_of_page(text, place):
 
 def framework_page(name):
     """The page of a framework, as docs/_ext/frameworks.py makes it."""
-    makes = runpy.run_path(str(FRAMEWORK_PAGES))
-    return makes["PAGE"].format(title=makes["TITLES"][name], name=name, rows="")
+    return runpy.run_path(str(FRAMEWORK_PAGES))["page_of"](name)
 
 
 def blocks_of_module(source, module, place):
@@ -81,7 +80,8 @@ def blocks():
     found = []
     for page in PAGES:
         found += blocks_of_page(page.read_text(), page.relative_to(ROOT).as_posix())
-    found += blocks_of_page(framework_page("verl"), FRAMEWORK_PAGES.relative_to(ROOT).as_posix())
+    for name in ("verl", "areal"):  # with a patch, and without
+        found += blocks_of_page(framework_page(name), FRAMEWORK_PAGES.relative_to(ROOT).as_posix())
     packages = ("klfast", "lab")
     for path in sorted(path for name in packages for path in ROOT.glob(f"{name}/**/*.py")):
         place = path.relative_to(ROOT)

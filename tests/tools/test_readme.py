@@ -19,9 +19,9 @@ from fresh import run_fresh
 
 import klfast
 from klfast.compat import FRAMEWORKS, PatchError, presets
+from klfast.compat.frameworks import PATCHED
 from klfast.compat.patching.fingerprints import fingerprint
-from klfast.compat.patching.sites import Target, known
-from klfast.compat.targets import TARGETS
+from klfast.compat.patching.sites import known
 from klfast.estimator import as_estimator
 from lab.study.plant import Plant, Policy
 
@@ -218,17 +218,24 @@ def test_the_patch_needs_the_framework():
 
 
 @pytest.mark.usefixtures("nothing_stays_patched")
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", PATCHED)
 def test_the_page_of_a_framework_patches_it(framework, package, monkeypatch, capsys):
     """A stand-in of one function has the framework's name; tests/peers has the frameworks."""
-    name = TARGETS[framework][0].packages[0]
+    name = FRAMEWORKS[framework].package
     (core,) = package({f"{name}.core": "def penalty(x):\n    return x\n"})
     site = known(f"{name}.core:penalty", fingerprint(core.penalty), torch.neg, "0")
-    monkeypatch.setitem(TARGETS, framework, (Target((name,), "0", ((site,),)),))
+    monkeypatch.setattr(f"klfast.compat.targets.{framework}.TARGETS", (((site,),),))
     (block,) = readme.blocks_of_page(readme.framework_page(framework), framework)
     readme.run("framework", source=block.code)
     assert f"{name}.core:penalty" in capsys.readouterr().out
     klfast.compat.unpatch(framework)
+
+
+@pytest.mark.parametrize("framework", sorted({*FRAMEWORKS} - {*PATCHED}))
+def test_the_page_of_a_framework_without_a_patch_imports_its_functions(framework):
+    (block,) = readme.blocks_of_page(readme.framework_page(framework), framework)
+    left = readme.run("imported-framework", source=block.code)
+    assert left[framework] is getattr(klfast.compat, framework)
 
 
 def test_the_options_of_an_estimator():

@@ -2,6 +2,28 @@
 
 A site is recognised by its code, not by a version: comments, docstrings and annotations left out,
 it must be one that klfast was proved equal to. What is not is left alone, with its whole group.
+What ``patch`` knows of verl, of which ``klfast/compat/targets/verl.py`` is the whole:
+
+    Target                  verl; a framework has one target, or one for each era
+      Group                 sites that are replaced together or not at all
+        Site                "verl.trainer.ppo.core_algos:kl_penalty"
+          KnownCode         54a41f26e292a888, in 0.6 and 0.7.0: klfast.compat.verl.kl_penalty
+          KnownCode         26e3aa9865ad925b, in 0.7.1: the same
+          KnownCode         3194e8e3a0b07d41, in 0.8 and 0.9: the same
+        Site                "verl.trainer.ppo.core_algos:kl_penalty_forward", which it calls
+          KnownCode         21b857ef8d407206, in every release: stays as it is
+      Group
+        Site                "verl.trainer.ppo.core_algos:agg_loss"
+        ...
+
+Had verl changed ``kl_penalty_forward``, ``kl_penalty`` would be left alone, and ``agg_loss``
+replaced.
+
+``patch`` goes through the target first and changes nothing: each site becomes a ``_Holder`` (who
+holds the code under which name, the old and the new), or a reason why its group is left. Then all
+holders are put in place, in every module of the framework that has the name. Both steps, and
+``unpatch``, run under one lock; an error or an interrupt halfway puts everything back. A patch is
+in place as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -16,8 +38,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from klfast.compat.frameworks import Framework
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
-from klfast.compat.patching.sites import Form, Group, Site, Target, is_there, versioned
+from klfast.compat.patching.sites import Group, KnownCode, Site, Target, is_there, versioned
 from klfast.compat.reports import Left, Replaced, report
 
 Modules = tuple[str, ...] | str
@@ -28,7 +51,7 @@ class _Holder(NamedTuple):
     """What is put where."""
 
     site: Site
-    form: Form
+    code: KnownCode
     owner: Any
     name: str
     old: Any
@@ -107,7 +130,7 @@ class Patch:
                 self._reached.append((holder, each))
             modules = dict.fromkeys(each.module for each in reached)
             modules.pop(holder.site.where.partition(":")[0], None)
-            self.replaced += (Replaced(holder.site.where, holder.form.releases, tuple(modules)),)
+            self.replaced += (Replaced(holder.site.where, holder.code.releases, tuple(modules)),)
             self.left += tuple(
                 Left(f"{module}:{name}", _outside(module))
                 for module, _, name in held
@@ -161,11 +184,12 @@ _ACTIVE: dict[str, Patch] = {}
 """By framework: what is patched now."""
 
 _LOCK = threading.RLock()
-"""Of whoever changes that."""
+"""Held by whoever changes a framework or ``_ACTIVE``."""
 
 
 def apply(
-    framework: str,
+    name: str,
+    framework: Framework,
     targets: Sequence[Target],
     exact: bool = False,
     strict: bool = False,
@@ -174,21 +198,20 @@ def apply(
     """Replace every group of the target whose code is known, or of ``strict`` all of them."""
     _check_modules(modules)
     with _LOCK:
-        if framework in _ACTIVE:
-            raise PatchError(f"{framework} is already patched; unpatch({framework!r}) comes first")
-        target, holders, failures = _choose(framework, targets, exact, strict)
+        if name in _ACTIVE:
+            raise PatchError(f"{name} is already patched; unpatch({name!r}) comes first")
+        holders, failures = _choose(name, framework, targets, exact, strict)
         left = [Left(where, str(failure)) for where, failure in failures.items()]
         left += _absent(modules)
-        reaches = _reach(target.packages, modules)
-        patch = Patch(framework, _versioned(framework, target), holders, left, reaches)
-        _ACTIVE[framework] = patch
+        patch = Patch(name, versioned(name), holders, left, _reach(framework.package, modules))
+        _ACTIVE[name] = patch
         try:
             patch._apply()
         except BaseException as error:  # an interrupt too must not leave half of it
             patch._put_back()
             if not isinstance(error, Exception):
                 raise
-            raise PatchError(f"{framework} does not let itself be patched: {error!r}") from error
+            raise PatchError(f"{name} does not let itself be patched: {error!r}") from error
         return patch
 
 
@@ -205,38 +228,34 @@ Failures = dict[str, PatchError]
 
 
 def _choose(
-    framework: str, targets: Sequence[Target], exact: bool, strict: bool
-) -> tuple[Target, list[_Holder], Failures]:
-    """The first target of which something is known here, what to put where, and what is left."""
-    if not is_there(targets[0].packages[0]):
-        raise PatchError(f"{framework} is not installed")
+    name: str, framework: Framework, targets: Sequence[Target], exact: bool, strict: bool
+) -> tuple[list[_Holder], Failures]:
+    """What to put where, and what is left: of the first target of which something is known here."""
+    if not is_there(framework.package):
+        raise PatchError(f"{name} is not installed")
     found = []
     for target in targets:
-        holders, failures = _prepare(framework, target, exact)
-        found.append((target, holders, failures))
+        holders, failures = _prepare(name, target, exact)
+        found.append((holders, failures))
         known = bool(holders) or any(isinstance(each, _FusedError) for each in failures.values())
         if known:
             break
-    target, holders, failures = found[-1] if known else found[0]
-    installed = _versioned(framework, target)
-    releases = ", ".join(each.releases for each in targets)
+    holders, failures = found[-1] if known else found[0]
     for where, failure in failures.items():
         if not known or (strict and not isinstance(failure, _ExpectedError)):
             what = "not all" if known else "nothing"
             raise PatchError(
-                f"{what} of {installed} is known to klfast, which knows {framework} {releases}; "
-                f"{where}: {failure}"
+                f"{what} of {versioned(name)} is known to klfast, which knows {name} "
+                f"{framework.releases}; {where}: {failure}"
             )
-    if exact and not target.exact:
-        raise PatchError(f"nothing that klfast replaces in {framework} has an exact=True")
-    return target, holders, failures
+    return holders, failures
 
 
 def _prepare(framework: str, target: Target, exact: bool) -> tuple[list[_Holder], Failures]:
     """What to put where, and why not in the groups where something is not what it should be."""
     holders: list[_Holder] = []
     failures: Failures = {}
-    for group in target.groups:
+    for group in target:
         of_group, why_not = _prepare_group(framework, group, exact)
         holders += of_group
         failures.update(why_not)
@@ -256,7 +275,7 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[_Hol
     if not failures:
         return holders, {}
     # What stays is named only where nothing else says why.
-    of_replaced = {site.where for site in group if any(form.make for form in site.forms)}
+    of_replaced = {site.where for site in group if any(code.make for code in site.known)}
     failures = {where: why for where, why in failures.items() if where in of_replaced} or failures
     first = next(iter(failures))
     for holder in holders:
@@ -273,15 +292,15 @@ def _recognise(framework: str, site: Site, exact: bool) -> _Holder | None:
         if site.absent is None:
             raise
         raise _ExpectedAbsentError(f"{error} ({site.absent})") from error
-    form = _form(site, old)
-    if form.make is None:
+    code = _known_code(site, old)
+    if code.make is None:
         return None
-    new = form.make(old, exact)
-    if form.fused is not None and torch.cuda.is_available():
-        reason = form.fused(sys.modules[site.where.partition(":")[0]])
+    new = code.make(old, exact)
+    if code.fused is not None and torch.cuda.is_available():
+        reason = code.fused(sys.modules[site.where.partition(":")[0]])
         if reason is not None:
             raise _FusedError(reason)
-    return _Holder(site, form, owner, name, old, new)
+    return _Holder(site, code, owner, name, old, new)
 
 
 def _find(framework: str, where: str) -> tuple[Any, str, Any]:
@@ -297,17 +316,17 @@ def _find(framework: str, where: str) -> tuple[Any, str, Any]:
         raise _AbsentError(f"the installed {framework} has none") from None
 
 
-def _form(site: Site, old: Any) -> Form:
-    """Which of the known codes it has."""
-    codes = [form.code for form in site.forms]
+def _known_code(site: Site, old: Any) -> KnownCode:
+    """The one of the known codes that it has."""
+    codes = [known.code for known in site.known]
     if codes == [None]:
-        return site.forms[0]
+        return site.known[0]
     is_code = inspect.isroutine(old) or inspect.isclass(old) or hasattr(old, "__wrapped__")
     found = fingerprint(old) if is_code else repr(old)
     if found not in codes:
-        releases = ", ".join(form.releases for form in site.forms)
+        releases = ", ".join(known.releases for known in site.known)
         raise PatchError(f"its code is none of those that klfast knows ({releases})")
-    return site.forms[codes.index(found)]
+    return site.known[codes.index(found)]
 
 
 def _import(framework: str, module: str) -> Any:
@@ -321,10 +340,6 @@ def _import(framework: str, module: str) -> Any:
         raise PatchError(f"importing {module} failed: {error!r}") from error
 
 
-def _versioned(framework: str, target: Target) -> str:
-    return versioned(framework, target.distribution or target.packages[0])
-
-
 def _check_modules(modules: Modules) -> None:
     if isinstance(modules, str):
         good = modules == "all"
@@ -334,11 +349,11 @@ def _check_modules(modules: Modules) -> None:
         raise TypeError(f'modules must be "all" or a sequence of module names, got {modules!r}')
 
 
-def _reach(packages: tuple[str, ...], modules: Modules) -> Callable[[str], bool]:
+def _reach(package: str, modules: Modules) -> Callable[[str], bool]:
     """Whether names in a module, by its name, are replaced."""
     if modules == "all":
         return lambda module: True
-    reached = (*packages, *modules)
+    reached = (package, *modules)
     return lambda module: any(f"{module}.".startswith(f"{name}.") for name in reached)
 
 

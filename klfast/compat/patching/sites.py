@@ -1,4 +1,4 @@
-"""The shape of what ``patch`` knows of a framework: targets, groups, sites and forms."""
+"""The shape of what ``patch`` knows of a framework: targets, groups, sites and known codes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Fused = Callable[[ModuleType], str | None]
 """The module of a site -> why its own code is left alone on a GPU, where it is fused there."""
 
 
-class Form(NamedTuple):
-    """One code that a site is known to have, and what takes its place.
+class KnownCode(NamedTuple):
+    """A code that a site is known to have, and what takes its place.
 
     Attributes:
         code: its fingerprint (of a constant: its ``repr``); None where ``make`` itself looks for
@@ -38,13 +38,13 @@ class Site(NamedTuple):
 
     Attributes:
         where: ``"package.module:Class.method"``.
-        forms: the codes that it is known to have in one release or another.
+        known: the codes that it is known to have in one release or another.
         absent: which of the known releases or installations lack it, for messages; None: none.
             Where it is absent so, it is left alone, ``strict`` or not.
     """
 
     where: str
-    forms: tuple[Form, ...]
+    known: tuple[KnownCode, ...]
     absent: str | None = None
 
 
@@ -52,27 +52,13 @@ Group = tuple[Site, ...]
 """Sites that are replaced together or not at all, with the callees they were proved equal with."""
 
 
-class Target(NamedTuple):
-    """A framework, or an era of it that shares few sites with another.
-
-    Attributes:
-        packages: its own top-level packages; the first is the one that must be installed.
-        releases: those that are known, for messages.
-        groups: what is replaced.
-        exact: whether any of the replacements has an ``exact``.
-        distribution: the name under which it is installed, if not that of the first package.
-    """
-
-    packages: tuple[str, ...]
-    releases: str
-    groups: tuple[Group, ...]
-    exact: bool = False
-    distribution: str | None = None
+Target = tuple[Group, ...]
+"""What is replaced in a framework, or in an era of it that shares few sites with another."""
 
 
 def known(where: str, code: str, new: object, releases: str, *, fused: Fused | None = None) -> Site:
     """A function or class of one known code, and klfast's in its place."""
-    return Site(where, (Form(code, releases, replacement(new), fused),))
+    return Site(where, (KnownCode(code, releases, replacement(new), fused),))
 
 
 def left_on_gpu(what: str) -> str:
@@ -94,11 +80,9 @@ def flash_attn(calls_it: Callable[[ModuleType], bool]) -> Fused:
     return fused
 
 
-def known_compiled(
-    where: str, code: str, new: object, releases: str, *, fused: Fused = compiled
-) -> Site:
+def known_compiled(where: str, code: str, new: object, releases: str) -> Site:
     """A function that ``torch.compile`` decorates; ``code`` is its own, and klfast's in place."""
-    return Site(where, (Form(None, releases, replacement_of_compiled(new, code), fused),))
+    return Site(where, (KnownCode(None, releases, replacement_of_compiled(new, code), compiled),))
 
 
 def is_there(package: str) -> bool:
@@ -108,14 +92,14 @@ def is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def versioned(framework: str, distribution: str) -> str:
+def versioned(framework: str) -> str:
     """The framework's name, with its version if it was installed as a distribution."""
     try:
-        return f"{framework} {metadata.version(distribution)}"
+        return f"{framework} {metadata.version(framework)}"
     except metadata.PackageNotFoundError:
         return framework
 
 
 def stays(where: str, code: str, releases: str) -> Site:
     """What a replaced function of the same group calls, and was proved equal with."""
-    return Site(where, (Form(code, releases),))
+    return Site(where, (KnownCode(code, releases),))

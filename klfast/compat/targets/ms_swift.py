@@ -10,7 +10,7 @@ from typing import Any
 
 from klfast.compat import ms_swift
 from klfast.compat.patching.replacements import Make, rewriting
-from klfast.compat.patching.sites import Form, Site, Target, known, stays
+from klfast.compat.patching.sites import KnownCode, Site, known, stays
 
 _ALL = "4.3 to 4.6, main"
 _SINCE_44 = "4.4 to 4.6, main"
@@ -47,7 +47,7 @@ _DISTILLATION = {
     "student_logits, teacher_output, shifted_labels, self.beta, self.temperature)": (
         "total, num_valid = klfast.gkd_loss("
         "student_logits, teacher_output, shifted_labels, self.beta, self.temperature)"
-    ),
+    )
 }
 
 
@@ -64,7 +64,7 @@ def _under_its_decorator(make: Make) -> Make:
 def _rewritten(where: str, statements: dict[str, str], releases: str) -> Site:
     make = _under_its_decorator(rewriting(statements, ms_swift))
     absent = "as without Megatron" if where.startswith(_MEGATRON) else None
-    return Site(where, (Form(None, releases, make),), absent)
+    return Site(where, (KnownCode(None, releases, make),), absent)
 
 
 # ``gkd_loss`` and its callees; ``extract_active`` of 4.3 takes the teacher's labels from elsewhere.
@@ -83,41 +83,28 @@ _DISTILLATION_STAYS = (
     ),
     Site(  # since 4.6 the loss of no tokens has a gradient of 0, as klfast's has
         f"{_GKD_LOSS}:jsd_loss",
-        (Form("f37af55da6c0da61", "4.4, 4.5, main"), Form("c87210fc29b0826e", "4.6")),
+        (KnownCode("f37af55da6c0da61", "4.4, 4.5, main"), KnownCode("c87210fc29b0826e", "4.6")),
     ),
 )
 
-TARGETS = (
-    Target(
-        ("swift",),
-        _ALL,
-        (
-            (_rewritten(f"{_TRAINER}._compute_loss_and_metrics", _IN_LOSS, _ALL),),
-            (_rewritten(f"{_TRAINER}._compute_advantages", _in_reward("kl"), _SINCE_44),),
-            (_rewritten(f"{_MEGATRON}.loss_func", _IN_LOSS, _ALL),),
-            (
-                _rewritten(
-                    f"{_MEGATRON}._compute_kl_from_batches", _in_reward("sample_kl"), _SINCE_44
-                ),
-            ),
-            (
-                _rewritten(
-                    "swift.rlhf_trainers.gkd_trainer:GKDTrainer._compute_jsd_loss",
-                    _DISTILLATION,
-                    _SINCE_44,
-                ),
-                *_DISTILLATION_STAYS,
-            ),
-            (
-                known(
-                    "swift.rlhf_trainers.utils:entropy_from_logits",
-                    "c140de4fb9cb830a",
-                    ms_swift.entropy_from_logits,
-                    _ALL,
-                ),
-            ),
+_GROUPS = (
+    (_rewritten(f"{_TRAINER}._compute_loss_and_metrics", _IN_LOSS, _ALL),),
+    (_rewritten(f"{_TRAINER}._compute_advantages", _in_reward("kl"), _SINCE_44),),
+    (_rewritten(f"{_MEGATRON}.loss_func", _IN_LOSS, _ALL),),
+    (_rewritten(f"{_MEGATRON}._compute_kl_from_batches", _in_reward("sample_kl"), _SINCE_44),),
+    (
+        _rewritten(
+            "swift.rlhf_trainers.gkd_trainer:GKDTrainer._compute_jsd_loss", _DISTILLATION, _SINCE_44
         ),
-        exact=True,
-        distribution="ms-swift",
+        *_DISTILLATION_STAYS,
+    ),
+    (
+        known(
+            "swift.rlhf_trainers.utils:entropy_from_logits",
+            "c140de4fb9cb830a",
+            ms_swift.entropy_from_logits,
+            _ALL,
+        ),
     ),
 )
+TARGETS = (_GROUPS,)

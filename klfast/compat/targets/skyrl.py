@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from klfast.compat import skyrl
 from klfast.compat.patching.replacements import replacement
-from klfast.compat.patching.sites import Form, Site, Target, flash_attn, known, stays
+from klfast.compat.patching.sites import KnownCode, Site, flash_attn, known, stays
 
 _PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _TORCH = "skyrl.backends.skyrl_train.utils.torch_utils"
@@ -18,58 +18,43 @@ _ENTROPY = replacement(skyrl.chunked_entropy_from_logits)
 
 _flash_attn = flash_attn(lambda module: module.FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE)
 
-TARGETS = (
-    Target(
-        ("skyrl",),
-        _ALL,
-        (
-            (Site(f"{_PPO}:compute_approx_kl", tuple(Form(*code, _KL) for code in _KL_CODES)),),
+_GROUPS = (
+    (Site(f"{_PPO}:compute_approx_kl", tuple(KnownCode(*code, _KL) for code in _KL_CODES)),),
+    (
+        known(f"{_PPO}:AdaptiveKLController", "4599c61cfbfc12a6", skyrl.AdaptiveKLController, _ALL),
+        known(f"{_PPO}:FixedKLController", "a71d6a7c80f4a142", skyrl.FixedKLController, _ALL),
+        known(f"{_PPO}:get_kl_controller", "58fcc7e7adac9233", skyrl.get_kl_controller, _ALL),
+    ),
+    (
+        Site(
+            "skyrl.train.trainer:RayPPOTrainer.apply_reward_kl_penalty",
             (
-                known(
-                    f"{_PPO}:AdaptiveKLController",
-                    "4599c61cfbfc12a6",
-                    skyrl.AdaptiveKLController,
-                    _ALL,
-                ),
-                known(
-                    f"{_PPO}:FixedKLController", "a71d6a7c80f4a142", skyrl.FixedKLController, _ALL
-                ),
-                known(
-                    f"{_PPO}:get_kl_controller", "58fcc7e7adac9233", skyrl.get_kl_controller, _ALL
-                ),
-            ),
-            (
-                Site(
-                    "skyrl.train.trainer:RayPPOTrainer.apply_reward_kl_penalty",
-                    (
-                        Form("db9cb4e3ee26b812", "0.2, 0.3", _REWARD),
-                        Form("07965a90601894bd", "main", _REWARD),
-                    ),
-                ),
-                Site(f"{_PPO}:compute_approx_kl", tuple(Form(*code) for code in _KL_CODES)),
-                stays(f"{_TORCH}:masked_mean", "41d4c44f9a8a85f8", _ALL),
-            ),
-            (
-                known(
-                    f"{_TORCH}:logprobs_from_logits",
-                    "d2bd2e7d0b976a6a",
-                    skyrl.logprobs_from_logits,
-                    _ALL,
-                    fused=_flash_attn,
-                ),
-                stays(f"{_TORCH}:logprobs_from_logits_v2", "870d349960e72b17", _ALL),
-                stays(f"{_TORCH}:logprobs_from_logits_flash_attn", "eea9cff2f93bb845", _ALL),
-            ),
-            (
-                Site(
-                    f"{_TORCH}:chunked_entropy_from_logits",
-                    (
-                        Form("a4cf7868d2d45825", "0.1, 0.2", _ENTROPY),
-                        Form("d5213f3f61bd6ab4", "0.3, main", _ENTROPY),
-                    ),
-                ),
+                KnownCode("db9cb4e3ee26b812", "0.2, 0.3", _REWARD),
+                KnownCode("07965a90601894bd", "main", _REWARD),
             ),
         ),
-        exact=True,
+        Site(f"{_PPO}:compute_approx_kl", tuple(KnownCode(*code) for code in _KL_CODES)),
+        stays(f"{_TORCH}:masked_mean", "41d4c44f9a8a85f8", _ALL),
+    ),
+    (
+        known(
+            f"{_TORCH}:logprobs_from_logits",
+            "d2bd2e7d0b976a6a",
+            skyrl.logprobs_from_logits,
+            _ALL,
+            fused=_flash_attn,
+        ),
+        stays(f"{_TORCH}:logprobs_from_logits_v2", "870d349960e72b17", _ALL),
+        stays(f"{_TORCH}:logprobs_from_logits_flash_attn", "eea9cff2f93bb845", _ALL),
+    ),
+    (
+        Site(
+            f"{_TORCH}:chunked_entropy_from_logits",
+            (
+                KnownCode("a4cf7868d2d45825", "0.1, 0.2", _ENTROPY),
+                KnownCode("d5213f3f61bd6ab4", "0.3, main", _ENTROPY),
+            ),
+        ),
     ),
 )
+TARGETS = (_GROUPS,)

@@ -11,7 +11,7 @@ from klfast.compat.patching.replacements import (
     replacement_of_static,
     rewriting,
 )
-from klfast.compat.patching.sites import Form, Group, Site, Target, known, left_on_gpu
+from klfast.compat.patching.sites import Group, KnownCode, Site, known, left_on_gpu
 
 _UTILS = "trl.trainer.utils"
 
@@ -51,14 +51,16 @@ def _triton(module: ModuleType) -> str | None:
     return _TRITON if module.is_triton_available() else None
 
 
-def _from_logits(new: object, until_113: str | None, of_114: str, of_116: str) -> tuple[Form, ...]:
-    """The three codes of a function over logits: without a kernel, and two ways to ask for it."""
+def _from_logits(
+    new: object, until_113: str | None, of_114: str, of_116: str
+) -> tuple[KnownCode, ...]:
+    """The codes of a function over logits: without a kernel, and two ways to ask for it."""
     make = replacement(new)
-    forms = (
-        Form(of_114, "1.14, 1.15", make, _triton_of_114),
-        Form(of_116, "1.16", make, _triton),
+    codes = (
+        KnownCode(of_114, "1.14, 1.15", make, _triton_of_114),
+        KnownCode(of_116, "1.16", make, _triton),
     )
-    return forms if until_113 is None else (Form(until_113, "1.10 to 1.13", make), *forms)
+    return codes if until_113 is None else (KnownCode(until_113, "1.10 to 1.13", make), *codes)
 
 
 def _self_distillation(module: str) -> Group:
@@ -75,120 +77,101 @@ def _self_distillation(module: str) -> Group:
     )
 
 
-_TRAINERS = Target(
-    ("trl",),
-    "1.10 to 1.16",
+_TRAINERS = (
     (
-        (
-            Site(
-                "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
-                (
-                    Form(
-                        trl_trainers.COMPUTE_LOSS,
-                        trl_trainers.RELEASES,
-                        trl_trainers.with_fused_kl,
-                    ),
+        Site(
+            "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
+            (
+                KnownCode(
+                    trl_trainers.COMPUTE_LOSS, trl_trainers.RELEASES, trl_trainers.with_fused_kl
                 ),
             ),
         ),
-        (
-            Site(
-                "trl.trainer.grpo_trainer:GRPOTrainer._generate_and_score_completions",
-                (
-                    Form(
-                        None,
-                        trl_trainers.RELEASES,
-                        rewriting({}, trl_sampling_trainers.GRPO, blocks=_SAMPLING),
-                    ),
-                ),
-            ),
-        ),
-        (
-            Site(
-                "trl.trainer.rloo_trainer:RLOOTrainer._generate_and_score_completions",
-                (Form(None, "0.22 to 1.16", rewriting(_RLOO, trl_trainers.RLOO)),),
-            ),
-        ),
-        (
-            Site(
-                f"{_UTILS}:selective_log_softmax",
-                _from_logits(
-                    trl.selective_log_softmax,
-                    "f6a28cfc3de7a663",
-                    "36b19856545f3678",
-                    "5108000636856a85",
-                ),
-            ),
-        ),
-        (
-            Site(
-                f"{_UTILS}:entropy_from_logits",
-                _from_logits(
-                    trl.entropy_from_logits,
-                    "c835cc3db16586be",
-                    "40cd8bc08dcf4ff9",
-                    "a12b11326fe0f653",
-                ),
-            ),
-        ),
-        (
-            Site(
-                f"{_UTILS}:selective_log_softmax_and_entropy",
-                _from_logits(
-                    trl.selective_log_softmax_and_entropy,
+    ),
+    (
+        Site(
+            "trl.trainer.grpo_trainer:GRPOTrainer._generate_and_score_completions",
+            (
+                KnownCode(
                     None,
-                    "bbc5e71b87ab2182",
-                    "0194eb27f740d629",
-                ),
-                absent="as TRL until 1.13",
-            ),
-        ),
-        (
-            Site(
-                "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss",
-                (
-                    Form(
-                        None,
-                        "1.7 to 1.16",
-                        replacement_of_static(trl.generalized_jsd_loss, "208d0b50cb51ec1e"),
-                    ),
+                    trl_trainers.RELEASES,
+                    rewriting({}, trl_sampling_trainers.GRPO, blocks=_SAMPLING),
                 ),
             ),
         ),
-        _self_distillation("trl.experimental.sdft.loss_utils"),
-        _self_distillation("trl.experimental.sdpo.loss_utils"),
     ),
-    exact=True,
-)
-
-_PPO = Target(
-    ("trl",),
-    "0.6 to 0.11 (PPO)",
     (
-        (
-            known(
-                "trl.trainer.ppo_trainer:PPOTrainer._kl_penalty",
-                "e8aa6467725bf91c",
-                trl_trainers.kl_penalty_of_ppo,
-                "0.6 to 0.11",
-            ),
+        Site(
+            "trl.trainer.rloo_trainer:RLOOTrainer._generate_and_score_completions",
+            (KnownCode(None, "0.22 to 1.16", rewriting(_RLOO, trl_trainers.RLOO)),),
         ),
-        (
-            known(
-                f"{_UTILS}:AdaptiveKLController",
-                "4599c61cfbfc12a6",
-                trl.AdaptiveKLController,
-                "0.6 to 0.11",
-            ),
-            known(
-                f"{_UTILS}:FixedKLController",
-                "a71d6a7c80f4a142",
-                trl.FixedKLController,
-                "0.6 to 0.11",
+    ),
+    (
+        Site(
+            f"{_UTILS}:selective_log_softmax",
+            _from_logits(
+                trl.selective_log_softmax,
+                "f6a28cfc3de7a663",
+                "36b19856545f3678",
+                "5108000636856a85",
             ),
         ),
     ),
-    exact=True,
+    (
+        Site(
+            f"{_UTILS}:entropy_from_logits",
+            _from_logits(
+                trl.entropy_from_logits, "c835cc3db16586be", "40cd8bc08dcf4ff9", "a12b11326fe0f653"
+            ),
+        ),
+    ),
+    (
+        Site(
+            f"{_UTILS}:selective_log_softmax_and_entropy",
+            _from_logits(
+                trl.selective_log_softmax_and_entropy, None, "bbc5e71b87ab2182", "0194eb27f740d629"
+            ),
+            absent="as TRL until 1.13",
+        ),
+    ),
+    (
+        Site(
+            "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss",
+            (
+                KnownCode(
+                    None,
+                    "1.7 to 1.16",
+                    replacement_of_static(trl.generalized_jsd_loss, "208d0b50cb51ec1e"),
+                ),
+            ),
+        ),
+    ),
+    _self_distillation("trl.experimental.sdft.loss_utils"),
+    _self_distillation("trl.experimental.sdpo.loss_utils"),
 )
+"""Of 1.10 to 1.16."""
+
+_PPO = (
+    (
+        known(
+            "trl.trainer.ppo_trainer:PPOTrainer._kl_penalty",
+            "e8aa6467725bf91c",
+            trl_trainers.kl_penalty_of_ppo,
+            "0.6 to 0.11",
+        ),
+    ),
+    (
+        known(
+            f"{_UTILS}:AdaptiveKLController",
+            "4599c61cfbfc12a6",
+            trl.AdaptiveKLController,
+            "0.6 to 0.11",
+        ),
+        known(
+            f"{_UTILS}:FixedKLController", "a71d6a7c80f4a142", trl.FixedKLController, "0.6 to 0.11"
+        ),
+    ),
+)
+"""Of 0.6 to 0.11 (PPO)."""
 
 TARGETS = (_TRAINERS, _PPO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from klfast.compat import trlx
 from klfast.compat.patching.replacements import rewriting
-from klfast.compat.patching.sites import Form, Site, Target, known
+from klfast.compat.patching.sites import KnownCode, Site, known
 
 _MODELS = "trlx.models.modeling_ppo"
 
@@ -20,32 +20,26 @@ _MAKE_EXPERIENCE = {
     "mean_kl = kl.sum(1).mean()": "mean_kl = kl.mean_kl",
 }
 
-TARGETS = (
-    Target(
-        ("trlx",),
-        "v0.6.0, v0.7.0, main",
-        (
-            (
-                known(
-                    f"{_MODELS}:AdaptiveKLController",
-                    "69113a2064d3257d",
-                    trlx.AdaptiveKLController,
-                    "v0.6.0, v0.7.0, main",
-                ),
-                known(
-                    f"{_MODELS}:FixedKLController",
-                    "a71d6a7c80f4a142",
-                    trlx.FixedKLController,
-                    "v0.6.0, v0.7.0, main",
-                ),
-            ),
-            (
-                Site(
-                    "trlx.trainer.accelerate_ppo_trainer:AcceleratePPOTrainer.make_experience",
-                    (Form(None, "v0.7.0, main", rewriting(_MAKE_EXPERIENCE, trlx)),),
-                ),
-            ),
+_GROUPS = (
+    (
+        known(
+            f"{_MODELS}:AdaptiveKLController",
+            "69113a2064d3257d",
+            trlx.AdaptiveKLController,
+            "v0.6.0, v0.7.0, main",
         ),
-        exact=True,
+        known(
+            f"{_MODELS}:FixedKLController",
+            "a71d6a7c80f4a142",
+            trlx.FixedKLController,
+            "v0.6.0, v0.7.0, main",
+        ),
+    ),
+    (
+        Site(
+            "trlx.trainer.accelerate_ppo_trainer:AcceleratePPOTrainer.make_experience",
+            (KnownCode(None, "v0.7.0, main", rewriting(_MAKE_EXPERIENCE, trlx)),),
+        ),
     ),
 )
+TARGETS = (_GROUPS,)

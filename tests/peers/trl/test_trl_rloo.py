@@ -1,5 +1,6 @@
 """Real RLOOTrainer runs: with klfast's KL in the reward, every number logged is the same."""
 
+import packages
 import pytest
 import tiny
 import torch
@@ -7,8 +8,8 @@ from agreement_of_runs import assert_same_logs, assert_same_training
 from trl import RLOOTrainer
 
 import klfast
-from klfast.compat import PatchError, patching
-from klfast.compat.targets import TARGETS
+from klfast.compat import PatchError
+from klfast.compat.targets import targets_of
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,8 @@ def test_nan_in_the_padding_stays_there(tmp_path):
 
 def test_a_trainer_without_the_statements_is_refused():
     before = vars(RLOOTrainer)["_generate_and_score_completions"]
-    trainers = TARGETS["trl"][0]
-    (rloo,) = (site for (site, *_) in trainers.groups if "rloo" in site.where)
+    (rloo,) = (site for (site, *_) in targets_of("trl")[0] if "rloo" in site.where)
     elsewhere = rloo._replace(where="trl.trainer.rloo_trainer:RLOOTrainer._compute_loss")
     with pytest.raises(PatchError, match=r"per_token_kl = .* once, got 0"):
-        patching.apply("trl", [trainers._replace(groups=((elsewhere,),))])
+        packages.apply("trl", ((elsewhere,),))
     assert vars(RLOOTrainer)["_generate_and_score_completions"] is before
