@@ -4,8 +4,8 @@
 #   make test     lint and the tests that show a fault soonest: of a grid of options a part in which
 #                 any two meet
 #   make test-all     make test, and then make test-rest: the rest of the grids, the CUDA build
-#   make test-peers   tests against trl, Liger, verl and OpenRLHF themselves, which it installs, the
-#                     newest and older releases
+#   make test-peers   tests against trl, Liger, verl, OpenRLHF, SkyRL and ms-swift themselves, which
+#                     it installs, the newest and older releases
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
 #   make bench-peers    time klfast against the frameworks' own functions
@@ -33,7 +33,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := $(shell sed -n s/^torch==//p constraints.txt)
 BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* csrc/*/*/*)
-PEERS := build/peers/trl/installed build/peers/verl/installed build/peers/hub/installed
+PEERS := $(patsubst %,build/peers/%/installed,trl verl hub skyrl ms_swift)
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 # Each process runs a stretch of neighbours, whose fixtures it makes once, and takes over from the other.
@@ -60,6 +60,10 @@ test-peers: $(VENV)/built $(PEERS)
 	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
 	PYTHONPATH="$(CURDIR)/build/peers/verl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/verl
 	PYTHONPATH="$(CURDIR)/build/peers/hub/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/hub
+	for peer in skyrl ms_swift; do \
+	  PYTHONPATH="$(CURDIR)/build/peers/$$peer/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
+	    $(BIN)/pytest -p no:benchmark tests/peers/$$peer || exit 1; \
+	done
 	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)
 
 # Older code beside what the newest imports. TRL 0.x has tests of its own, and wants transformers 5.10.

@@ -112,7 +112,8 @@ def main() -> int:
     )
     torch.manual_seed(0)
     if arguments.peers == "verl":
-        from_tests("stand_ins").install()  # for what OpenRLHF imports and no CPU has
+        stand_ins = from_tests("stand_ins")  # for what OpenRLHF imports and no CPU has
+        stand_ins.install(*stand_ins.OF_OPENRLHF)
     results = outcome.Results()
     for pair, shape, dtype in cases(arguments.peers, arguments.quick):
         (theirs, ours), load = measure(pair, dtype, shape, plan)

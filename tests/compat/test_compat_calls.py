@@ -1,4 +1,7 @@
-"""Functions of klfast.compat as the frameworks call them: arguments, their order and defaults."""
+"""Functions of klfast.compat that are imported: their arguments are the framework's.
+
+Of frameworks that ``patch`` serves, tests/peers compares them with the real ones.
+"""
 
 import inspect
 from types import SimpleNamespace
@@ -6,23 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from klfast.compat import areal, ms_swift, nemo_rl, open_instruct, skyrl, slime
+from klfast.compat import areal, ms_swift, nemo_rl, open_instruct, slime
 
 CALLS = {
-    "skyrl": (
-        skyrl.compute_approx_kl,
-        {"log_probs": ..., "log_probs_base": ..., "loss_mask": None, "kl_estimator_type": "k3"},
-    ),
-    "skyrl-reward": (skyrl.apply_reward_kl_penalty, {"self": ..., "data": ...}),
-    "skyrl-controller": (skyrl.get_kl_controller, {"algorithm_cfg": ...}),
-    "skyrl-logprobs": (
-        skyrl.logprobs_from_logits,
-        {"logits": ..., "labels": ..., "inplace_backward": True},
-    ),
-    "skyrl-entropy": (
-        skyrl.chunked_entropy_from_logits,
-        {"logits": ..., "requires_grad": False, "attention_mask": None, "chunk_size": 1024},
-    ),
     "nemo-rl": (
         nemo_rl.calculate_kl,
         {

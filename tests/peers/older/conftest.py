@@ -17,7 +17,7 @@ sys.path[:0] = [str(PEERS / "verl"), str(PEERS / "trl")]
 if NAME != "trl":
     import stand_ins
 
-    stand_ins.install()
+    stand_ins.install(*stand_ins.OF_OPENRLHF)
 
 
 @pytest.fixture(scope="session")

@@ -2,4 +2,4 @@
 
 import stand_ins
 
-stand_ins.install()
+stand_ins.install(*stand_ins.OF_OPENRLHF)

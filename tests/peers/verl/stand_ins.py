@@ -1,22 +1,25 @@
-"""Stand-ins for what OpenRLHF imports at its top and no CPU has."""
+"""Stand-ins for what frameworks import at their top and no CPU has."""
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from unittest.mock import MagicMock
 
-STAND_INS = ("deepspeed", "flash_attn", "vllm")
+OF_OPENRLHF = ("deepspeed", "flash_attn", "vllm")
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds each of these packages, with any submodule and any name in it.
+    """Finds each of the packages, with any submodule and any name in it.
 
     They have no metadata, and by that transformers, accelerate and peft know that they are not
     installed. ``test_versions.py`` asks them.
     """
 
+    def __init__(self, packages):
+        self.packages = packages
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in STAND_INS:
+        if name.partition(".")[0] in self.packages:
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -27,6 +30,7 @@ class StandIns(MetaPathFinder, Loader):
         pass
 
 
-def install():
+def install(*packages):
     """Serve them to whoever imports them from now on."""
-    sys.meta_path.append(StandIns())  # after all others: a package that is there comes first
+    # After all others: a package that is there comes first.
+    sys.meta_path.append(StandIns(packages))
