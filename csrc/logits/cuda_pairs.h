@@ -57,7 +57,8 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
   };
-  if (rows.whole_rounds() >= kGroup) load_group(0);
+  constexpr bool kHasWhole = !is_any_dtype<T>;
+  if (kHasWhole && rows.whole_rounds() >= kGroup) load_group(0);
   sums.template start<Rows::kMayBeFirst>();
 #pragma unroll 1
   for (int span = 0; span < rows.rounds.some; span += kSpan) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
     const int whole = min(end, rows.whole_rounds()) / kGroup * kGroup;
     unsigned far_rounds = 0;
     int round = span;
-    if (round < whole) {
+    if (kHasWhole && round < whole) {
       if (span > 0) load_group(span);
 #pragma unroll 1
       for (; round < whole; round += kGroup) {

@@ -158,7 +158,7 @@ __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
   if constexpr (has_gradient<pass>) {
     const auto store = [&](const Output& output, float factor) KLFAST_INLINE_LAMBDA {
       Chunk<float, W> gradient = scaled<W>(results.derivative, c, factor);
-      if ((task.stored & kTimesGradOut) != 0) {
+      if (serves_backward<pass> && (task.stored & kTimesGradOut) != 0) {
         const auto grad_out =
             load_dense<float, W>(static_cast<const float*>(task.grad_out.data) + span.grad_out +
                                  position + threadIdx.x % kWarp * W);

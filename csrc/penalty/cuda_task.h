@@ -20,6 +20,9 @@ inline constexpr Depth depth_of = pass == Pass::kAny               ? Depth::kLim
                                                                    : Depth::kAlways;
 template <Pass pass>
 inline constexpr bool has_gradient = pass != Pass::kPlain;
+// A backward has no statistics.
+template <Pass pass>
+inline constexpr bool serves_backward = has_gradient<pass> && pass != Pass::kPlainStatistics;
 
 // What a call stores of each token.
 enum Stored : unsigned {

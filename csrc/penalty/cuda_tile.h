@@ -283,7 +283,7 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
   Chunk<Acc, W> grad_out;
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
-  if ((task.stored & kTimesGradOut) != 0) {
+  if (serves_backward<pass> && (task.stored & kTimesGradOut) != 0) {
     grad_out = load_grad_out<Acc, W>(task, span, at);
   }
   if (task.grad_logprobs.data != nullptr) {

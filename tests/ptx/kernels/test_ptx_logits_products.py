@@ -42,8 +42,9 @@ def rows_of(words):
     first[5] = second[5] = -INFINITY
     second[6] += 20  # a ratio that is an offset of its logits
     first[7] += 3000  # an origin
-    first[8, -1] += 200  # a word that a sample misses, by which its sum is useless
-    second[9, -1] += 30  # or poor
+    for row, more in ((8, 200), (9, 30)):  # a sum that is useless, or poor: a sample misses a word
+        first[row, -1] += more
+        second[row, -1] += more
     return first[None], second[None]
 
 
@@ -102,9 +103,11 @@ def test_divergences(dtypes, direction, chip, monkeypatch):
 def test_long_rows(dtypes, direction, chip, layout, monkeypatch):
     """Of several rounds of a block, and of far words between near ones."""
     generator = torch.Generator().manual_seed(1)
-    first = torch.randn(1, 1, 12_000, generator=generator)
-    second = first + 0.02 * torch.randn(1, 1, 12_000, generator=generator)
+    first = torch.randn(1, 2, 12_000, generator=generator)
+    second = first + 0.02 * torch.randn(1, 2, 12_000, generator=generator)
     second[..., 5000:5100] += 5
+    first[0, 1, -1] += 30  # then the row is summed again
+    second[0, 1, -1] += 30
     models = zip((first, second), dtypes, strict=True)
     pair = [laid_out(each.to(dtype), layout) for each, dtype in models]
     for options in ({"reduction": "token-sum"}, {"return_entropy": True}):

@@ -358,12 +358,12 @@ def test_masks_of_a_rollout(dtypes, has_rule, mask_dtype, monkeypatch):
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 def test_rules(dtypes, statistic, monkeypatch):
-    """Over tokens and sequences, of near and far tokens, beside each kind of weight."""
+    """Over tokens and sequences, of near and far tokens, in vectors alone and one by one."""
     outward = klfast.Rejection(statistic, high=0.01, outward_only=True)
-    of_tokens = torch.linspace(-1, 1, 2 * 556).view(2, 556)
+    of_tokens = torch.linspace(-1, 1, 2 * 512).view(2, 512)
     for layout in ("dense", "strided"):
         for over, spread, outside in itertools.product(OVER, (0.1, 3.0), OUTSIDE):
-            tokens = tokens_of(dtypes, (2, 556), layout=layout, spread=spread)
+            tokens = tokens_of(dtypes, (2, 512), layout=layout, spread=spread)
             rule = klfast.Rejection(statistic, over, high=0.01 if spread < 1 else 1.0)
             options = {"outside": outside, "floor": 0.5, "cap": 2.0}
             call = rollout(tokens, tokens.mask(torch.bool), rule, **options)
