@@ -48,9 +48,9 @@ class NuPIKLController(TargetController):
         scale: ``"log"``: gains mean the same for small and large coefficients. ``"linear"``: the
             coefficient is the published multiplier, and gains are in its units.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, **options: of every controller with a target: see
-            :class:`klfast.control.base.TargetController`, which also has ``device``,
-            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
+        unit, min_coef, max_coef: of every controller with a target, see
+            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -114,9 +114,9 @@ class PIDLagrangianKLController(TargetController):
         p_ema, d_ema: the weights of the past in P and J, in [0, 1).
         d_delay: updates, >= 1.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, **options: of every controller with a target: see
-            :class:`klfast.control.base.TargetController`, which also has ``device``,
-            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
+        unit, min_coef, max_coef: of every controller with a target, see
+            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -177,9 +177,9 @@ class DualKLController(TargetController):
         target: the KL to hold, > 0, in nats per ``unit``.
         lr: > 0; the change of ``log(value)`` per relative error of 1.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, **options: of every controller with a target: see
-            :class:`klfast.control.base.TargetController`, which also has ``device``,
-            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
+        unit, min_coef, max_coef: of every controller with a target, see
+            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -230,9 +230,9 @@ class DoublingKLController(TargetController):
         factor: > 1.
         threshold: >= 1; the band without a change is ``[target / threshold, threshold * target]``.
         every: updates per change, >= 1.
-        unit, min_coef, max_coef, **options: of every controller with a target: see
-            :class:`klfast.control.base.TargetController`, which also has ``device``,
-            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
+        unit, min_coef, max_coef: of every controller with a target, see
+            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -283,9 +283,9 @@ class ControlVAEKLController(TargetController):
         target: the KL to hold, > 0, in nats per ``unit``.
         kp, ki: the gains, > 0. The published ones have the opposite sign of e, and ki < 0.
         clip: > 0; the largest relative error that counts.
-        unit, min_coef, max_coef, **options: of every controller with a target: see
-            :class:`klfast.control.base.TargetController`, which also has ``device``,
-            ``process_group``, ``dead_band``, ``ema`` and ``floor``.
+        unit, min_coef, max_coef: of every controller with a target, see
+            :class:`klfast.control.base.TargetController`.
+        **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
         TypeError: a setting is of the wrong type.
