@@ -56,6 +56,13 @@ RULES = {
         Rejection("ratio", "seq-min", low=1e-4),
         Rejection("binary_tv", "seq-max", high=0.5),
     ],
+    "others": [
+        Rejection("abs", high=0.7),
+        Rejection("k2", "seq-mean", high=0.4),
+        Rejection("k3", "seq-sum", high=90.0),
+        Rejection("binary_kl", high=0.2),
+        Rejection("binary_kl_reverse", "seq-max", high=2.0),
+    ],
 }
 
 
@@ -224,8 +231,10 @@ def over_logits(vocabularies):
             yield name, call
 
 
-def record(run, every=1):
-    """Case -> hash, of one run in this process and of each ``every``-th case."""
+def record(run, every=1, function=""):
+    """Case -> hash, of one run in this process and of each ``every``-th case whose name begins with
+    ``function``.
+    """
     target = TARGETS[run if run in TARGETS else "native"]
     is_slow = run == "triton"
     layouts = ("padded", "packed") if is_slow else ("padded", "packed", "strided", "long")
@@ -235,6 +244,7 @@ def record(run, every=1):
         *corrections(layouts),
         *over_logits((37,) if is_slow else (1, 37, 4_099)),
     ]
+    cases = [case for case in cases if case[0].startswith(function)]
     with serving(target):
         kept = cases[:: 97 if is_slow else every]
         return {f"{run} {name}": call(backend=target.backend) for name, call in kept}
@@ -250,15 +260,18 @@ def main():
         "--only", help="one of the runs, in this process; prints JSON", choices=RUNS
     )
     parser.add_argument("--every", type=int, default=1, help="of the cases: 37 takes each 37th")
+    parser.add_argument(
+        "--function", default="", help='the first word of cases: "rollout", "kl_penalty"'
+    )
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=RUNS)
     options = parser.parse_args()
     if options.only:
-        json.dump(record(options.only, options.every), sys.stdout)
+        json.dump(record(options.only, options.every, options.function), sys.stdout)
         return
     hashes = {}
     for run in options.runs:
         command = [sys.executable, __file__, options.file, "--only", run]
-        command += ["--every", str(options.every)]
+        command += ["--every", str(options.every), "--function", options.function]
         done = subprocess.run(
             command, env=os.environ | RUNS[run], check=True, stdout=subprocess.PIPE
         )
