@@ -71,8 +71,6 @@ PYTEST = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "no:cachep
 MANY_VARIANTS = (
     "test_fuzz",
     "test_estimator_options",
-    "test_rollout_masking",
-    "test_rollout_oracle",
 )
 ON_CUDA = f"cuda and not (triton and ({' or '.join(MANY_VARIANTS)}))"
 """The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
@@ -92,7 +90,6 @@ NOT_HERE = [
         *CUDA_TESTS,
         "tests/gpu/test_cuda_build.py",
         "tests/gpu/test_triton_compiles.py",
-        "tests/gpu/test_triton_rollout_compiles.py",
         "tests/gpu/test_triton_interpreted.py",
     )
 ]

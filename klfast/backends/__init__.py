@@ -63,7 +63,7 @@ def resolve(name: str, device: torch.device, call: Call | None = None) -> Backen
         reason = backend.why_not(device) if call is None else backend.why_not_call(call)
         if reason is None:
             if reasons and not torch.compiler.is_compiling():
-                _tell(backend, device, reasons)
+                _tell(backend, device, reasons, call)
             return backend
         reasons[backend.name] = reason
     raise RuntimeError(f"backend {name!r} cannot run on {device.type}: {reasons[name]}")
@@ -78,12 +78,19 @@ def choose(name: str, call: Call) -> Backend:
     return backend
 
 
-def _tell(backend: Backend, device: torch.device, reasons: dict[str, str]) -> None:
+def _tell(
+    backend: Backend, device: torch.device, reasons: dict[str, str], call: Call | None
+) -> None:
     """Warn, once for each kind of device, that ``auto`` has only the slow backend left; and of each
     family of kernels that is refused, whichever backend takes its place.
+
+    The reference's own functions are no cause: where a backend that serves the device has no
+    kernels for a call, the reference is what is meant to serve it.
     """
-    is_slow = backend.name == "reference"
-    if not is_slow and all(BACKENDS[name].why_not(device) is not None for name in reasons):
+    serving = [name for name in reasons if BACKENDS[name].why_not(device) is None]
+    refused = [name for name in serving if call is None or not BACKENDS[name].lacks_call(call)]
+    is_slow = backend.name == "reference" and serving == refused
+    if not is_slow and not refused:
         return
     if (key := (device.type, *reasons.values())) in _told:
         return

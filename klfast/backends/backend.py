@@ -37,7 +37,8 @@ class Backend(NamedTuple):
     kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
     token_logprobs: Callable[[TokenLogprobsCall], tuple[Tensor, Tensor | None]]
     kl_divergence: Callable[[KLDivergenceCall], KLDivergence]
-    rollout_correction: Callable[[RolloutCall], RolloutCorrection]
+    rollout_correction: Callable[[RolloutCall], RolloutCorrection] | None
+    """None of a backend that has no kernels for it."""
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""
     direct: Direct | None = None
@@ -45,9 +46,19 @@ class Backend(NamedTuple):
     first_use: FirstUse | None = None
     """What is asked besides of a device that it can serve."""
 
+    def lacks(self, function: str) -> bool:
+        """Whether it has no kernels for a public function, on any device."""
+        return function == "rollout_correction" and self.rollout_correction is None
+
+    def lacks_call(self, call: Call) -> bool:
+        """The same of the function whose call this is."""
+        return isinstance(call, RolloutCall) and self.lacks("rollout_correction")
+
     def why_not_call(self, call: Call) -> str | None:
         """Why it cannot serve a call; None if it can."""
         reason = self.why_not(call.first().device)
+        if reason is None and self.lacks_call(call):
+            return "it has no kernels for rollout_correction; 'auto' takes a backend that serves it"
         if reason is None and self.first_use is not None:
             reason = self.first_use.problem(call)
         return reason

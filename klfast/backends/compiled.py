@@ -42,7 +42,7 @@ def compiled(
         partial(over_logprobs.kl_penalty, ops=ops),
         partial(over_logits.token_logprobs, ops=ops),
         partial(over_logits.kl_divergence, ops=ops),
-        partial(rollout.rollout_correction, ops=ops),
+        None if ops.rollout_correction is None else partial(rollout.rollout_correction, ops=ops),
         checks_in_kernel,
         direct,
         first_use,

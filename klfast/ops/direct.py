@@ -45,8 +45,8 @@ class Direct(NamedTuple):
 
 def directly(functions: Functions, dispatched: Ops) -> Ops:
     """The ops by ``functions``; what these decline, and under torch.compile, by the dispatcher."""
-    named = (getattr(functions, name) for name in Ops._fields)
-    return Ops(*map(_directly, named, dispatched))
+    roads = ((getattr(functions, name), getattr(dispatched, name)) for name in Ops._fields)
+    return Ops(*(_directly(*pair) for pair in roads))
 
 
 def _directly(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ def rollout_correction(call: RolloutCall, ops: Ops) -> RolloutCorrection:
 
 def _run(call: RolloutCall, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     choices, numbers = call.spec.encoded()
+    assert ops.rollout_correction is not None  # or the backend would have no such function
     return ops.rollout_correction(
         call.logprobs,
         call.rollout_logprobs,

@@ -7,7 +7,7 @@ Choices are positions in lists: torch's conversion of a string argument to std::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -90,13 +90,15 @@ class Ops(NamedTuple):
     kl_divergence_bwd: Callable[..., tuple[Tensor, Tensor]]
     token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
-    rollout_correction: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    rollout_correction: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    """None in a namespace that was defined without it."""
 
     @classmethod
     def of(cls, namespace: str) -> Ops:
         """Those of ``torch.ops.<namespace>``."""
         ops = getattr(torch.ops, namespace)
-        return cls(*(getattr(ops, name).default for name in cls._fields))
+        there = {name: getattr(ops, name).default for name in _DEFINED[namespace]}
+        return cls(**({"rollout_correction": None} | there))
 
 
 def _empty_gradient(tensor: Tensor | None, wanted: bool, like: Tensor) -> Tensor:
@@ -295,13 +297,16 @@ def _vmap_by_element(op: Any) -> Any:
 
 
 _LIBRARIES: list[torch.library.Library] = []
+_DEFINED: dict[str, tuple[str, ...]] = {}
+"""The ops of each namespace."""
 
 
-def define(namespace: str) -> torch.library.Library:
-    """Define the ops in a namespace, for the life of the process."""
+def define(namespace: str, names: Iterable[str] = SCHEMAS) -> torch.library.Library:
+    """Define the ops in a namespace, for the life of the process: all, or those that are named."""
+    _DEFINED[namespace] = tuple(names)
     library = torch.library.Library(namespace, "DEF")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema)
+    for name in _DEFINED[namespace]:
+        library.define(name + SCHEMAS[name])
         torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
         if not name.endswith("_"):  # which changes a tensor that no transform sees
             op = getattr(getattr(torch.ops, namespace), name).default

@@ -81,8 +81,9 @@ def rollout_correction(
             has both shapes is per token.
         process_group: the ranks over whose weights ``normalize`` takes the mean (data parallelism);
             None: this process's alone.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
-            works or raises.
+        backend: ``"auto"``, ``"native"`` or ``"reference"``: one asked for by name works or raises.
+            ``"triton"`` has no kernels for this function: beside it ``"auto"`` takes the reference,
+            in torch ops without a sync.
 
     Returns:
         :class:`RolloutCorrection`: (weights, mask, stats).
@@ -117,7 +118,9 @@ def rollout_correction(
     )
     if process_group is not None:
         Ranks(process_group)  # raises unless it is one, also where nothing is normalized
-    corrected = backends.choose(backend, call).rollout_correction(call)
+    compute = backends.choose(backend, call).rollout_correction
+    assert compute is not None  # why_not_call has been asked
+    corrected = compute(call)
     hints.of_rollout(logprobs, rollout_logprobs, mask, cu_seqlens, call.spec.by_sequence())
     if normalize is None or corrected.weights is None:
         return corrected

@@ -326,8 +326,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Family:
-    """A function's options, and the call of a row."""
+    """A function, its options, and the call of a row."""
 
+    function: str
     options: Mapping[str, Sequence[Any]]
     build: Callable[[Row, Draw], Call]
 
@@ -339,11 +340,11 @@ class Family:
 
 
 FAMILIES = {
-    "penalty": Family(PENALTY, _penalty),
-    "rewards": Family(REWARDS, _rewards),
-    "token log-probs": Family(LOGPROBS, _token_logprobs),
-    "divergences": Family(DIVERGENCES, _kl_divergence),
-    "rollout": Family(ROLLOUT, _rollout),
+    "penalty": Family("kl_penalty", PENALTY, _penalty),
+    "rewards": Family("kl_rewards", REWARDS, _rewards),
+    "token log-probs": Family("token_logprobs", LOGPROBS, _token_logprobs),
+    "divergences": Family("kl_divergence", DIVERGENCES, _kl_divergence),
+    "rollout": Family("rollout_correction", ROLLOUT, _rollout),
 }
 
 

@@ -167,7 +167,9 @@ def _targets(
 
 def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
     """Checks every case on every target, in one thread: what is checked is small."""
-    tallies = {(t, f): Tally(t.device, t.backend, f) for t in targets for f in FAMILIES}
+    tallies = {
+        (t, f): Tally(t.device, t.backend, f) for t in targets for f in FAMILIES if _has(t, f)
+    }
     spent = dict.fromkeys(targets, 0.0)
     failures = []
     threads = torch.get_num_threads()
@@ -192,6 +194,11 @@ def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
     return list(tallies.values()), failures
 
 
+def _has(target: Target, family: str) -> bool:
+    """Whether a backend has kernels for the function of a family."""
+    return not backends.BACKENDS[target.backend].lacks(FAMILIES[family].function)
+
+
 _Outcome = Callable[[], list[Wrong]]
 
 
@@ -199,7 +206,11 @@ def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Ou
     """(target, family, case, what says what is wrong); the truth of a case serves all targets."""
     cases = (case for name, family in FAMILIES.items() for case in family.cases(name))
     for case in sorted(cases, key=lambda case: case.seed):  # the basic ones of every function first
-        asked = [target for target in targets if case.is_basic or target.thorough]
+        asked = [
+            target
+            for target in targets
+            if (case.is_basic or target.thorough) and _has(target, case.family)
+        ]
         if asked:
             call = case.call()
             truth = truth_of(call)
@@ -207,7 +218,8 @@ def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Ou
             yield target, case.family, case.name, partial(_of_call, call, truth, target)
     for target in targets:
         for promise in promises(target.backend, torch.device(target.device)):
-            yield target, *promise
+            if _has(target, promise[0]):
+                yield target, *promise
 
 
 def _of_call(call: calls.Call, truth: Truth, target: Target) -> list[Wrong]:

@@ -43,7 +43,10 @@ def rewards(tensor, ref=None, **options):
     )
 
 
-def rollout(tensor, ref=None, **options):
+def rollout(tensor, ref=None, backend="auto", **options):
+    if backend != "auto" and klfast.backends.BACKENDS[backend].lacks("rollout_correction"):
+        backend = "auto"
+    options["backend"] = backend
     return klfast.rollout_correction(tensor, tensor - 0.2 if ref is None else ref, **options)
 
 

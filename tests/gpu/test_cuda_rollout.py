@@ -16,9 +16,15 @@ RULES = (Rejection("ratio", low=0.6, high=1.6), Rejection("k3", "seq-mean", high
 SHAPES = {"short": (33, 1000), "long": (3, 30_000)}
 
 
-@pytest.fixture(params=gpu.BACKENDS)
+@pytest.fixture
+def native():
+    """The name of the backend that has kernels for this."""
+    return gpu.needed_backend("native")
+
+
+@pytest.fixture(params=["native", "reference"])
 def backend(request):
-    """The name of every backend that is to serve a GPU."""
+    """The name of every backend that may serve a GPU."""
     return gpu.needed_backend(request.param)
 
 
@@ -58,9 +64,9 @@ def over_calls(test):
 
 
 @over_calls
-def test_replays_give_the_bits_of_eager_calls(backend, shape, packed, weight, rules, dtype):
+def test_replays_give_the_bits_of_eager_calls(native, shape, packed, weight, rules, dtype):
     inputs = inputs_of(shape, dtype, packed)
-    call = call_of(backend, inputs, weight, rules)
+    call = call_of(native, inputs, weight, rules)
     graph, outputs = capture(call)
     for _ in range(3):
         overwrite(inputs, inputs_of(shape, dtype, packed))
@@ -79,13 +85,14 @@ def test_no_call_waits_for_the_device(backend, shape, packed, weight, rules, dty
         different = different_bits(call(), expected)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert different.item() == 0
+    if backend == "native":  # the reference's sums are atomic
+        assert different.item() == 0
 
 
 @over_calls
-def test_results_are_the_reference_s(backend, shape, packed, weight, rules, dtype):
+def test_results_are_the_reference_s(native, shape, packed, weight, rules, dtype):
     inputs = inputs_of(shape, dtype, packed)
-    found = call_of(backend, inputs, weight, rules)()
+    found = call_of(native, inputs, weight, rules)()
     on_cpu = [None if t is None else t.cpu() for t in inputs]
     expected = call_of("reference", on_cpu, weight, rules)()
     for one, other in zip(found, expected, strict=True):

@@ -16,14 +16,10 @@ HERE = Path(__file__).parent
 OF_TRITON = {
     "logits": ["triton_interpreted_logits_suite.py"],
     "penalty": ["triton_interpreted_suite.py"],
-    "rollout": ["triton_interpreted_rollout_suite.py"],
 }
 OF_EVERY_BACKEND = [
     "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
     "../penalty/test_rewards.py::test_scores_of_any_dtype",
-    "../rollout/test_rollout_oracle.py::test_every_weight",
-    "../rollout/test_rollout_oracle.py::test_every_rule",
-    "../rollout/test_rollout_compile.py::test_every_option_compiles",
 ]
 """Of these, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
 
@@ -63,12 +59,3 @@ def test_kernels_pass_in_the_interpreter(suite, part, record_property):
     process = run_interpreted("-m", part, *SUITES[suite])
     record_property("interpreted", passed(process))
     assert "skipped" not in process.stdout.strip().splitlines()[-1]
-
-
-@pytest.mark.long
-@exhaustive
-def test_other_tests_of_rollout_correction_pass_in_the_interpreter(record_property):
-    """The oracle's and the compiler's are among those of every backend, above."""
-    files = ("bits", "by_hand", "errors", "layouts", "masking", "metrics", "presets")
-    paths = [f"../rollout/test_rollout_{name}.py" for name in files]
-    record_property("interpreted", passed(run_interpreted("-m", "not exhaustive", *paths)))

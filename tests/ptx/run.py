@@ -63,9 +63,7 @@ NEAR = (
 
 # Triton compiles its kernels itself, up to the PTX.
 TRITON = ("-p", "ptx_triton", "-k", "triton", "-m", "not exhaustive")
-OF_TRITON = tuple(
-    f"tests/gpu/triton_interpreted_{kind}suite.py" for kind in ("", "logits_", "rollout_")
-)
+OF_TRITON = tuple(f"tests/gpu/triton_interpreted_{kind}suite.py" for kind in ("", "logits_"))
 
 PARTS = {
     "short": Part(KINDS, is_short=True),

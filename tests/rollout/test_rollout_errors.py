@@ -221,11 +221,3 @@ def test_a_rule_is_a_frozen_value():
         rule.low = 1.0
     with pytest.raises(TypeError):
         Rejection("ratio", "token", 0.5)
-
-
-@pytest.mark.parametrize("name", ["native", "triton"])
-def test_a_backend_by_name_works_or_says_why(name):
-    pair = zeros(2, 3), zeros(2, 3)
-    if klfast.backends.BACKENDS[name].rollout_correction is None:
-        with pytest.raises(RuntimeError, match=f"backend '{name}' cannot run"):
-            klfast.rollout_correction(*pair, backend=name)

@@ -33,6 +33,12 @@ def _all_targets():
 
 
 TARGETS = _all_targets()
+OF_ROLLOUT = {
+    name: target
+    for name, target in TARGETS.items()
+    if not backends.BACKENDS[target.backend].lacks("rollout_correction")
+}
+"""Those that serve ``rollout_correction``."""
 
 
 @contextlib.contextmanager

@@ -244,6 +244,8 @@ def record(run, every=1, function=""):
         *corrections(layouts),
         *over_logits((37,) if is_slow else (1, 37, 4_099)),
     ]
+    if klfast.backends.BACKENDS[target.backend].lacks("rollout_correction"):
+        cases = [case for case in cases if not case[0].startswith("rollout")]
     cases = [case for case in cases if case[0].startswith(function)]
     with serving(target):
         kept = cases[:: 97 if is_slow else every]

@@ -1,5 +1,7 @@
 """The Triton kernels: NVIDIA and AMD GPUs, without a compiler at installation.
 
+``rollout_correction`` has none: a step calls it once, and the reference serves it in torch ops.
+
 Their ops stand in a namespace of their own (``klfast.ops.table``), as the extension may be absent.
 Triton is imported when the first of them runs: it takes its time.
 """
@@ -33,8 +35,9 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def _implement() -> None:
-    library = define(NAMESPACE)
-    for name in SCHEMAS:
+    names = [name for name in SCHEMAS if name != "rollout_correction"]
+    library = define(NAMESPACE, names)
+    for name in names:
         for key in ("CUDA", "CPU"):
             library.impl(name, _run(name), key)
 
@@ -43,9 +46,9 @@ def _run(name: str) -> Any:
     """The implementation of an op, imported when it is first called."""
 
     def run(*args: Any) -> Any:
-        from klfast.backends.triton import logits_launch, penalty_launch, rollout_launch
+        from klfast.backends.triton import logits_launch, penalty_launch
 
-        modules = (penalty_launch, logits_launch, rollout_launch)
+        modules = (penalty_launch, logits_launch)
         return next(getattr(module, name) for module in modules if hasattr(module, name))(*args)
 
     return run
