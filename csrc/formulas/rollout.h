@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "formulas/estimators.h"
 #include "formulas/list.h"
 #include "math/log_series.h"
 
@@ -69,9 +70,10 @@ struct Exponentials {
 };
 
 // e^x - 1 - x, where x is limited above alone.
-template <typename T>
+template <Range range, typename T>
 KLFAST_HOST_DEVICE T k3_of(T x) {
-  return expm1_minus_argument<Range::kAnywhere>(at_most(x, T(kExponentLimit)));
+  if constexpr (range == Range::kAnywhere) x = at_most(x, T(kExponentLimit));
+  return estimators::k3_ref::at<range>(x).value;
 }
 
 // One reduction and one series serve e^x and e^-x.
@@ -97,7 +99,7 @@ KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
   const T error = select(y < T(0), fma(inverse, shrinkage, inverse - T(1)), growth);
   T k3 = select(near, e.k3, growth - at_most(x, limit));
   // Beyond the limit e^x is lost beside 1 in fp32, and not in fp64.
-  if constexpr (std::is_same_v<T, double>) k3 = select(x < -limit, k3_of(x), k3);
+  if constexpr (std::is_same_v<T, double>) k3 = select(x < -limit, k3_of<range>(x), k3);
   return {power * (T(1) + e.growth), growth, k3, error};
 }
 
@@ -145,25 +147,19 @@ KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
   return select(kl > T(0), kl, T(0));
 }
 
-// Statistics of rules.
-#define KLFAST_STATISTIC \
-  template <typename T>  \
-  static KLFAST_HOST_DEVICE T at([[maybe_unused]] const Pair<T>& token, [[maybe_unused]] T k3)
+// Statistics of rules; x lies in `range`.
+#define KLFAST_STATISTIC             \
+  template <Range range, typename T> \
+  static KLFAST_HOST_DEVICE T at(const Pair<T>& token)
 
-struct of_k1 {
-  KLFAST_STATISTIC { return token.x; }
-};
-
-struct of_abs {
-  KLFAST_STATISTIC { return magnitude(token.x); }
-};
-
-struct of_k2 {
-  KLFAST_STATISTIC { return T(0.5) * token.x * token.x; }
+// An estimator of x.
+template <typename Estimator>
+struct of_estimator {
+  KLFAST_STATISTIC { return Estimator::template at<range>(token.x).value; }
 };
 
 struct of_k3 {
-  KLFAST_STATISTIC { return k3; }
+  KLFAST_STATISTIC { return k3_of<range>(token.x); }
 };
 
 struct of_binary_kl {
@@ -187,6 +183,8 @@ struct of_binary_tv {
 #undef KLFAST_STATISTIC
 
 // In the order of klfast.rollout.formulas.TOKEN_STATISTICS.
-using Table = List<of_k1, of_abs, of_k2, of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv>;
+using Table =
+    List<of_estimator<estimators::k1>, of_estimator<estimators::abs>, of_estimator<estimators::k2>,
+         of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv>;
 
 }  // namespace klfast::rollout

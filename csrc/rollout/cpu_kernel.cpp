@@ -298,7 +298,7 @@ __attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, cons
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const Pair<Acc> pair = {logprobs[lane], group.rollout_logprobs[lane], log_ratios[lane]};
-    const Acc number = F::at(pair, k3_of(pair.x));
+    const Acc number = F::template at<Range::kAnywhere>(pair);
     const Acc m = group.counted[lane];
     const bool counted = m != Acc(0);
     numbers[lane] = number;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void numbers_at_once(const RuleTokens<Acc, n>& tokens
   for (int i = 0; i < n; ++i) {
     const Acc x = tokens.x(i);
     const Pair<Acc> pair = {tokens.logprob[i], tokens.rollout_logprob[i], x};
-    numbers[i] = F::at(pair, expm1_minus_argument<Range::kNear>(x));
+    numbers[i] = F::template at<Range::kNear>(pair);
   }
 }
 
@@ -57,20 +57,20 @@ __device__ __forceinline__ void numbers_one_by_one(const RuleTokens<Acc, n>& tok
   for (int i = 0; i < n; ++i) {
     const Acc a = pick_of<Acc, n>(i, [&](int j) { return tokens.logprob[j]; });
     const Acc b = pick_of<Acc, n>(i, [&](int j) { return tokens.rollout_logprob[j]; });
-    const Acc x = a - b;
-    const Acc k3 = expm1_minus_argument<Range::kAnywhere>(at_most(x, Acc(kExponentLimit)));
-    const Acc number = F::at({a, b, x}, k3);
+    const Acc number = F::template at<Range::kAnywhere>(Pair<Acc>{a, b, a - b});
 #pragma unroll
     for (int j = 0; j < n; ++j) numbers[j] = i == j ? number : numbers[j];
   }
 }
 
-// Whether a formula is short where every |x| of a warp is 1 at most, or anywhere.
+// Whether a formula is short where every |x| of a warp is 1 at most, or anywhere: then all tokens
+// of a lane take it at once. Those of estimators in the table are.
 template <typename F>
 inline constexpr bool kIsShortNear = std::is_same_v<F, of_k3>;
 template <typename F>
-inline constexpr bool kIsShort =
-    std::is_same_v<F, of_k1> || std::is_same_v<F, of_abs> || std::is_same_v<F, of_k2>;
+inline constexpr bool kIsShort = false;
+template <typename Estimator>
+inline constexpr bool kIsShort<of_estimator<Estimator>> = true;
 
 template <typename Acc, int n>
 __device__ __forceinline__ void numbers_of(int formula, const RuleTokens<Acc, n>& tokens,
