@@ -28,6 +28,7 @@
 
 PYTHON ?= python3
 DEMO_OPTIONS ?= --force
+TEST_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -48,10 +49,10 @@ demo: $(VENV)/built
 	$(BIN)/python -m lab compare $(DEMO_OPTIONS)
 
 test: lint
-	$(PYTEST) -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive" $(TEST_OPTIONS)
 
 test-rest: $(VENV)/built
-	$(PYTEST) -m exhaustive
+	$(PYTEST) -m exhaustive $(TEST_OPTIONS)
 
 test-all: test
 	$(MAKE) --no-print-directory test-rest
