@@ -14,6 +14,36 @@ struct List {
   static constexpr int kSize = sizeof...(Rows);
 };
 
+// The rows of a table of which Condition<Row>::value is true, in its order.
+template <typename... Tables>
+struct Joined {
+  using Rows = List<>;
+};
+template <typename... Rows_>
+struct Joined<List<Rows_...>> {
+  using Rows = List<Rows_...>;
+};
+template <typename... First, typename... Second, typename... Tables>
+struct Joined<List<First...>, List<Second...>, Tables...>
+    : Joined<List<First..., Second...>, Tables...> {};
+
+template <template <typename> class Condition, typename Table>
+struct WhereOf;
+template <template <typename> class Condition, typename... Rows>
+struct WhereOf<Condition, List<Rows...>>
+    : Joined<List<>, std::conditional_t<Condition<Rows>::value, List<Rows>, List<>>...> {};
+template <template <typename> class Condition, typename Table>
+using Where = typename WhereOf<Condition, Table>::Rows;
+
+// Calls visit(Row()) for each row.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <typename... Rows, typename Visitor>
+KLFAST_HOST_DEVICE void for_each_row(List<Rows...>, const Visitor& visit) {
+  (visit(Rows()), ...);
+}
+
 template <typename Row, typename Table>
 struct IndexIn;
 template <typename Row, typename... Rows>

@@ -29,21 +29,19 @@ using math::magnitude;
 using math::Range;
 using math::select;
 using rollout::Call;
+using rollout::derived_sum_of;
 using rollout::How;
 using rollout::Inputs;
+using rollout::near_sum_of;
 using rollout::Options;
 using rollout::Rule;
 using rollout::TokenBounds;
+namespace statistics = rollout::statistics;
 
 // The sums of lanes. Of near groups, weights are e^x.
 enum LaneRow {
-  kLogprobs,
-  kK1,
-  kAbs,
-  kSquares,  // of x
-  kK3,
-  kError,
-  kNearLength,
+  kOfNear,  // of statistics::OfNear, in its order; of all groups
+  kNearLength = kOfNear + statistics::OfNear::kSize,
   kNearGrowth,  // e^x - 1
   kNearGrowthSquares,
   kNearLeast,
@@ -54,12 +52,8 @@ enum LaneRow {
   kFarTokens,
   kFarNonfinite,
   kFarCounted,
-  kFarRatio,
-  kFarChi2,
-  kFarWeight,
-  kFarWeightSquares,
-  kFarWeightDeviation,
-  kFarBelow,
+  kDerived,  // of statistics::DerivedSums, in its order
+  kFarBelow = kDerived + statistics::DerivedSums::kSize,
   kFarAbove,
   kFarOutside,
   kFarLeast,
@@ -72,6 +66,16 @@ enum LaneRow {
   kLostTokens,
   kLaneRows
 };
+
+// Where tokens of groups that are not near add a statistic.
+template <typename Row>
+constexpr int lane_row_of() {
+  if constexpr (Row::has_near_sum) {
+    return kOfNear + near_sum_of<Row>;
+  } else {
+    return kDerived + derived_sum_of<Row>;
+  }
+}
 
 How how_of_lanes(int row) {
   if (row == kNearLeast || row == kFarLeast || row == kFarLeastWeight) return How::kLeast;
@@ -181,25 +185,27 @@ KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, con
                                  Lanes<Acc>* sums, Acc* to) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    Acc of_logprobs = sums[kLogprobs].at[lane], of_x = sums[kK1].at[lane],
-        of_abs = sums[kAbs].at[lane], squares = sums[kSquares].at[lane], of_k3 = sums[kK3].at[lane],
-        error = sums[kError].at[lane], length = sums[kNearLength].at[lane],
-        growth = sums[kNearGrowth].at[lane], growth_squares = sums[kNearGrowthSquares].at[lane],
-        least = sums[kNearLeast].at[lane], greatest = sums[kNearGreatest].at[lane];
+    Acc of_near[statistics::OfNear::kSize];
+    for_each_row(statistics::OfNear(), [&](auto row) KLFAST_INLINE_LAMBDA {
+      constexpr int i = near_sum_of<decltype(row)>;
+      of_near[i] = sums[kOfNear + i].at[lane];
+    });
+    Acc length = sums[kNearLength].at[lane], growth = sums[kNearGrowth].at[lane],
+        growth_squares = sums[kNearGrowthSquares].at[lane], least = sums[kNearLeast].at[lane],
+        greatest = sums[kNearGreatest].at[lane];
     const auto add = [&](int64_t i) KLFAST_INLINE_LAMBDA {
       const Acc x = log_ratios[i], weight = weights[i];
       const bool kept = weight != Acc(0);
-      const auto e = rollout::exponentials_of<Range::kNear>(x);
-      to[i] = select(kept, e.ratio, Acc(0));
-      of_logprobs += logprobs[i];
-      of_x += x;
-      of_abs += magnitude(x);
-      squares += x * x;
-      of_k3 += e.k3;
-      error += e.error;
+      const rollout::NearToken<Acc> token = {logprobs[i], x, x * x,
+                                             rollout::near_exponentials_of(x)};
+      to[i] = select(kept, Acc(1) + token.e.growth, Acc(0));
+      for_each_row(statistics::OfNear(), [&](auto row) KLFAST_INLINE_LAMBDA {
+        using Row = decltype(row);
+        of_near[near_sum_of<Row>] += Row::near(token);
+      });
       length += weight;
-      growth += e.growth;
-      growth_squares += e.growth * e.growth;
+      growth += token.e.growth;
+      growth_squares += token.e.growth * token.e.growth;
       least = math::Minimum::combine(least, select(kept, x, Acc(INFINITY)));
       greatest = math::Maximum::combine(greatest, select(kept, x, Acc(-INFINITY)));
     };
@@ -208,12 +214,10 @@ KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, con
     if constexpr (n > 2) add(lane + 2 * kLanes);
     if constexpr (n > 3) add(lane + 3 * kLanes);
     static_assert(n <= 4);
-    sums[kLogprobs].at[lane] = of_logprobs;
-    sums[kK1].at[lane] = of_x;
-    sums[kAbs].at[lane] = of_abs;
-    sums[kSquares].at[lane] = squares;
-    sums[kK3].at[lane] = of_k3;
-    sums[kError].at[lane] = error;
+    for_each_row(statistics::OfNear(), [&](auto row) KLFAST_INLINE_LAMBDA {
+      constexpr int i = near_sum_of<decltype(row)>;
+      sums[kOfNear + i].at[lane] = of_near[i];
+    });
     sums[kNearLength].at[lane] = length;
     sums[kNearGrowth].at[lane] = growth;
     sums[kNearGrowthSquares].at[lane] = growth_squares;
@@ -247,9 +251,8 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
     group.lost[lane] = lost;
     any_lost |= lost;
 
-    const rollout::TokenWeight<Acc> of_token = rollout::token_weight(bounds, x, e);
-    const Acc value = of_token.value, deviation = of_token.deviation;
-    to[lane] = select(counted, value, Acc(0));
+    const rollout::FarToken<Acc> token = {logprob, x, e, rollout::token_weight(bounds, x, e)};
+    to[lane] = select(counted, token.weight.value, Acc(0));
 
     const auto add = [&](int row, Acc term) KLFAST_INLINE_LAMBDA { sums[row].at[lane] += term; };
     const auto count = [&](int row, bool condition) KLFAST_INLINE_LAMBDA {
@@ -261,26 +264,19 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
       sums[greatest].at[lane] =
           math::Maximum::combine(sums[greatest].at[lane], select(counted, number, Acc(-INFINITY)));
     };
-    add(kLogprobs, m * logprob);
-    add(kK1, m * x);
-    add(kAbs, m * magnitude(x));
-    add(kSquares, m * (x * x));
-    add(kK3, m * e.k3);
-    add(kError, m * e.error);
+    for_each_row(statistics::Sums(), [&](auto row) KLFAST_INLINE_LAMBDA {
+      using Row = decltype(row);
+      add(lane_row_of<Row>(), m * Row::far(token));
+    });
     add(kFarLength, weight);
     count(kFarTokens, kept);
     count(kFarNonfinite, kept & !counted);
     add(kFarCounted, m);
-    add(kFarRatio, m * e.ratio);
-    add(kFarChi2, m * rollout::chi2_of(e.growth));
-    add(kFarWeight, m * value);
-    add(kFarWeightSquares, m * (value * value));
-    add(kFarWeightDeviation, m * (deviation * deviation));
-    count(kFarBelow, counted & (of_token.below != 0));
-    count(kFarAbove, counted & (of_token.above != 0));
-    count(kFarOutside, counted & (of_token.outside != 0));
+    count(kFarBelow, counted & (token.weight.below != 0));
+    count(kFarAbove, counted & (token.weight.above != 0));
+    count(kFarOutside, counted & (token.weight.outside != 0));
     extremes(kFarLeast, kFarGreatest, x);
-    extremes(kFarLeastWeight, kFarGreatestWeight, value);
+    extremes(kFarLeastWeight, kFarGreatestWeight, token.weight.value);
   }
   return any_lost != 0;
 }
@@ -402,8 +398,8 @@ template <typename Acc>
 void write_totals(Sums<Acc>& sums, int rules, double* totals) {
   double lanes[kLaneRows];
   for (int row = 0; row < kLaneRows; ++row) lanes[row] = sums.total(row);
-  const double length = lanes[kNearLength], growth = lanes[kNearGrowth];
-  const double growth_squares = lanes[kNearGrowthSquares];
+  const double length = lanes[kNearLength];
+  const rollout::NearSums near = {length, lanes[kNearGrowth], lanes[kNearGrowthSquares]};
   const auto near_weight = [&](int row, double none) {
     return length > 0 ? math::exp<Range::kNear>(lanes[row]) : none;
   };
@@ -413,18 +409,12 @@ void write_totals(Sums<Acc>& sums, int rules, double* totals) {
   totals[rollout::kCounted] = length + lanes[kFarCounted];
   totals[rollout::kLost] = lanes[kLost];
   totals[rollout::kLostTokens] = lanes[kLostTokens];
-  totals[rollout::kLogprobs] = lanes[kLogprobs];
-  totals[rollout::kK1] = lanes[kK1];
-  totals[rollout::kAbs] = lanes[kAbs];
-  totals[rollout::kK2] = 0.5 * lanes[kSquares];
-  totals[rollout::kK3] = lanes[kK3];
-  totals[rollout::kRatio] = lanes[kFarRatio] + (length + growth);
-  totals[rollout::kChi2] = lanes[kFarChi2] + (growth_squares + 2 * growth);
-  totals[rollout::kError] = lanes[kError];
-  totals[rollout::kWeight] = lanes[kFarWeight] + (length + growth);
-  totals[rollout::kWeightSquares] =
-      lanes[kFarWeightSquares] + (length + (growth_squares + 2 * growth));
-  totals[rollout::kWeightDeviation] = lanes[kFarWeightDeviation] + growth_squares;
+  for_each_row(statistics::Sums(), [&](auto row) {
+    using Row = decltype(row);
+    double& total = totals[rollout::kStatisticsSums + rollout::sum_of<Row>];
+    total = lanes[lane_row_of<Row>()];
+    if constexpr (!Row::has_near_sum) total += Row::near(near);
+  });
   totals[rollout::kBelow] = lanes[kFarBelow];
   totals[rollout::kAbove] = lanes[kFarAbove];
   totals[rollout::kOutside] = lanes[kFarOutside];

@@ -78,19 +78,13 @@ __device__ __forceinline__ Acc add_far_token(const TokenBounds<Acc>& bounds, Acc
   }
   const Exponentials<Acc> e = exponentials_of<Range::kAnywhere>(x);
   const TokenWeight<Acc> weight = token_weight(bounds, x, e);
-  sums.at[kLaneLogprobs] += m * logprob;
-  sums.at[kLaneSquares] += m * (x * x);
+  const FarToken<Acc> token = {logprob, x, e, weight};
+  for_each_row(statistics::Sums(), [&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    sums.at[far_lane_of<Row>()] += m * Row::far(token);
+  });
   sums.at[kFarNumbers] += numbers<Acc>(1, 0);
-  sums.at[kFarK1] += m * x;
-  sums.at[kFarAbs] += m * magnitude(x);
-  sums.at[kFarK3] += m * e.k3;
-  sums.at[kFarError] += m * e.error;
   sums.at[kFarCounted] += m;
-  sums.at[kFarRatio] += m * e.ratio;
-  sums.at[kFarChi2] += m * chi2_of(e.growth);
-  sums.at[kFarWeight] += m * weight.value;
-  sums.at[kFarWeightSquares] += m * (weight.value * weight.value);
-  sums.at[kFarWeightDeviation] += m * (weight.deviation * weight.deviation);
   sums.at[kFarBelowAbove] += numbers<Acc>(weight.below, weight.above);
   if (weight.outside) {
     add_extremes(kLeastOutside, x, sums);

@@ -110,12 +110,17 @@ __device__ __forceinline__ void add_near(const Tokens<Acc, n>& tokens, const Kep
     const Acc x = tokens.x[i], squared = tokens.squared[i];
     const NearExponentials<Acc> e = near_exponentials_of(x);
     weights[i] = kept.or_zero(i, Acc(1) + e.growth);
-    sums.at[kLaneLogprobs] += tokens.logprob[i];
-    sums.at[kLaneSquares] += squared;
-    sums.at[kNearK1] += x;
-    sums.at[kNearAbs] += absolute(x);
-    sums.at[kNearK3] += e.k3;
-    sums.at[kNearErrorRest] = fma(squared, e.rest_of_error(x), sums.at[kNearErrorRest]);
+    const NearToken<Acc> token = {tokens.logprob[i], x, squared, e};
+    for_each_row(statistics::OfNear(), [&](auto row) KLFAST_INLINE_LAMBDA {
+      using Row = decltype(row);
+      Acc& sum = sums.at[near_lane_of<Row>];
+      if constexpr (std::is_same_v<Row, statistics::error>) {
+        sum =
+            fma(squared, e.rest_of_error(x), sum);  // e^|x| - 1 - |x|: the sum of |x| has the rest
+      } else {
+        sum += Row::near(token);
+      }
+    });
     sums.at[kNearGrowthSquares] = fma(e.growth, e.growth, sums.at[kNearGrowthSquares]);
     const Acc number = kept.or_nan(i, x);  // which is less than none
     least = least_number(least, number);

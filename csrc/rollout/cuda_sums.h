@@ -8,36 +8,40 @@
 
 namespace klfast::rollout::cuda {
 
+// Whether a statistic's far tokens have a sum of their own: two need none, and save registers.
+template <typename Row>
+struct HasFarSum {
+  static constexpr bool value =
+      !std::is_same_v<Row, statistics::logprobs> && !std::is_same_v<Row, statistics::k2>;
+};
+
 // The sums of a lane, weighted by the mask. Of near tokens weights are e^x, and masks 1; e^x - 1 is
 // the sum of x and k3.
 enum LaneRow {
-  // Of all counted tokens.
-  kLaneLogprobs,
-  kLaneSquares,  // of x
-  // Of near tokens.
-  kNearLength,
-  kNearK1,
-  kNearAbs,
-  kNearK3,
-  kNearErrorRest,      // e^|x| - 1 - |x|
+  kNearStatistics,  // of statistics::OfNear, in its order
+  kNearLength = kNearStatistics + statistics::OfNear::kSize,
   kNearGrowthSquares,  // (e^x - 1)^2
   kNearRows,
   // Of far tokens.
   kFarLength = kNearRows,
   kFarNumbers,  // of tokens, and of those that are not finite
   kFarCounted,
-  kFarK1,
-  kFarAbs,
-  kFarK3,
-  kFarError,
-  kFarRatio,
-  kFarChi2,
-  kFarWeight,
-  kFarWeightSquares,
-  kFarWeightDeviation,
   kFarBelowAbove,  // numbers of tokens
-  kLaneRows
+  kFarStatistics,  // those of statistics::Sums that are not added to the sum of near tokens
+  kLaneRows = kFarStatistics + Where<HasFarSum, statistics::Sums>::kSize
 };
+
+// Where near and far tokens of a statistic are added.
+template <typename Row>
+inline constexpr int near_lane_of = kNearStatistics + near_sum_of<Row>;
+template <typename Row>
+KLFAST_HOST_DEVICE constexpr int far_lane_of() {
+  if constexpr (HasFarSum<Row>::value) {
+    return kFarStatistics + IndexIn<Row, Where<HasFarSum, statistics::Sums>>::value;
+  } else {
+    return near_lane_of<Row>;
+  }
+}
 
 // Two numbers of tokens as a term of one sum, which is exact: of a segment's at most, and in the
 // arithmetic's type of a tile's of a lane.
@@ -282,8 +286,10 @@ __device__ __forceinline__ void write_totals(const TokenBounds<Acc>& bounds,
   double raw[kLaneRows];
 #pragma unroll
   for (int row = 0; row < kLaneRows; ++row) raw[row] = totals[row];
-  const double length = raw[kNearLength], growth = raw[kNearK1] + raw[kNearK3];
-  const double squares = raw[kNearGrowthSquares];
+  const double length = raw[kNearLength];
+  const NearSums near = {length,
+                         raw[near_lane_of<statistics::k1>] + raw[near_lane_of<statistics::k3>],
+                         raw[kNearGrowthSquares]};
   const Numbers numbers = Numbers::of(raw[kFarNumbers]);
   const Numbers below_above = Numbers::of(raw[kFarBelowAbove]);
   const double least_inside = sums.template extreme<Minimum>(kLeastInside);
@@ -304,17 +310,20 @@ __device__ __forceinline__ void write_totals(const TokenBounds<Acc>& bounds,
   totals[kCounted] = length + raw[kFarCounted];
   totals[kLost] = sums.lost(kWarpLost);
   totals[kLostTokens] = sums.lost(kWarpLostTokens);
-  totals[kLogprobs] = raw[kLaneLogprobs];
-  totals[kK1] = raw[kFarK1] + raw[kNearK1];
-  totals[kAbs] = raw[kFarAbs] + raw[kNearAbs];
-  totals[kK2] = 0.5 * raw[kLaneSquares];
-  totals[kK3] = raw[kFarK3] + raw[kNearK3];
-  totals[kRatio] = raw[kFarRatio] + (length + growth);
-  totals[kChi2] = raw[kFarChi2] + (squares + 2 * growth);
-  totals[kError] = raw[kFarError] + (raw[kNearAbs] + raw[kNearErrorRest]);
-  totals[kWeight] = raw[kFarWeight] + (length + growth);
-  totals[kWeightSquares] = raw[kFarWeightSquares] + (length + (squares + 2 * growth));
-  totals[kWeightDeviation] = raw[kFarWeightDeviation] + squares;
+  for_each_row(statistics::Sums(), [&](auto row) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(row);
+    const double far = raw[far_lane_of<Row>()];
+    double& total = totals[kStatisticsSums + sum_of<Row>];
+    if constexpr (!HasFarSum<Row>::value) {
+      total = far;
+    } else if constexpr (std::is_same_v<Row, statistics::error>) {
+      total = far + (raw[near_lane_of<statistics::abs>] + raw[near_lane_of<Row>]);
+    } else if constexpr (Row::has_near_sum) {
+      total = far + raw[near_lane_of<Row>];
+    } else {
+      total = far + Row::near(near);
+    }
+  });
   totals[kBelow] = below_above.first;
   totals[kAbove] = below_above.second;
   // log_least is log_floor where there is one.

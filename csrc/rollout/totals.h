@@ -3,36 +3,25 @@
 
 #pragma once
 
-#include "formulas/rollout.h"
 #include "math/combine.h"
-#include "rollout/call.h"
+#include "rollout/statistics.h"
 
 namespace klfast::rollout {
 
 // Rows of the totals, before those of rules. Sums are weighted by the mask where a comment does not
 // say "number". Those of weights are of weights per token alone.
 enum Total {
-  kLength,      // of kept tokens
-  kTokens,      // number
-  kNonfinite,   // number of kept tokens that are not counted
-  kCounted,     // sum of the mask of counted tokens
-  kLost,        // sum of the mask of counted tokens that a rule over tokens rejects
-  kLostTokens,  // number of them
-  kLogprobs,
-  kK1,
-  kAbs,
-  kK2,
-  kK3,
-  kRatio,
-  kChi2,
-  kError,
-  kWeight,
-  kWeightSquares,
-  kWeightDeviation,  // sum of (weight - 1)^2 of counted tokens
-  kBelow,            // number
-  kAbove,            // number
-  kOutside,          // number
-  kSums,
+  kLength,          // of kept tokens
+  kTokens,          // number
+  kNonfinite,       // number of kept tokens that are not counted
+  kCounted,         // sum of the mask of counted tokens
+  kLost,            // sum of the mask of counted tokens that a rule over tokens rejects
+  kLostTokens,      // number of them
+  kBelow,           // number
+  kAbove,           // number
+  kOutside,         // number
+  kStatisticsSums,  // of statistics::Sums, in its order
+  kSums = kStatisticsSums + statistics::Sums::kSize,
   // Extremes over counted tokens.
   kLeast = kSums,
   kLeastWeight,
@@ -126,7 +115,8 @@ KLFAST_HOST_DEVICE Verdict judge(const Options& options, const double* totals) {
   }
   if (has_number && options.weighs_sequences()) {
     const double length = options.weight == Weight::kSequence ? 1 : totals[kLength];
-    verdict.weight = bounded_weight(options, totals[kK1] / length);
+    verdict.weight =
+        bounded_weight(options, totals[kStatisticsSums + sum_of<statistics::k1>] / length);
   }
   return verdict;
 }
@@ -142,63 +132,71 @@ KLFAST_HOST_DEVICE Fill fill_of(const double* totals, const Verdict& verdict) {
   return {verdict.weight.value, verdict.rejected, totals[kNonfinite] == 0};
 }
 
-inline constexpr int kStatistics = 23;  // rows of klfast.rollout.stats.RolloutStats
-
 KLFAST_HOST_DEVICE constexpr int rows_of_table(int rules) {
   return kStatistics + rules * kRuleTotals;
 }
+
+// A sequence of which totals are known, as rows of statistics::Table take it.
+struct Sequence {
+  const double* totals;
+  Verdict verdict;
+  bool per_token;  // whether weights are; all counted tokens have the verdict's otherwise
+  double length, tokens, counted, finite_tokens;
+
+  KLFAST_HOST_DEVICE Sequence(const Options& options, const double* of_sequence,
+                              const Verdict& decided)
+      : totals(of_sequence),
+        verdict(decided),
+        per_token(options.weight == Weight::kToken),
+        length(totals[kLength]),
+        tokens(totals[kTokens]),
+        counted(totals[kCounted]),
+        finite_tokens(tokens - totals[kNonfinite]) {}
+
+  KLFAST_HOST_DEVICE double nonfinite() const { return totals[kNonfinite]; }
+  KLFAST_HOST_DEVICE double lost() const { return totals[kLost]; }
+  KLFAST_HOST_DEVICE double lost_tokens() const { return totals[kLostTokens]; }
+  KLFAST_HOST_DEVICE double below() const { return totals[kBelow]; }
+  KLFAST_HOST_DEVICE double above() const { return totals[kAbove]; }
+  KLFAST_HOST_DEVICE double outside() const { return totals[kOutside]; }
+  KLFAST_HOST_DEVICE double least() const { return totals[kLeast]; }
+  KLFAST_HOST_DEVICE double greatest() const { return totals[kGreatest]; }
+  KLFAST_HOST_DEVICE double least_weight() const { return totals[kLeastWeight]; }
+  KLFAST_HOST_DEVICE double greatest_weight() const { return totals[kGreatestWeight]; }
+
+  KLFAST_HOST_DEVICE bool has_number() const { return finite_tokens > 0; }
+  KLFAST_HOST_DEVICE double extreme(double value) const { return has_number() ? value : 0.0; }
+  KLFAST_HOST_DEVICE double number_if(bool condition) const {
+    return condition ? finite_tokens : 0.0;
+  }
+};
 
 // The statistics of a sequence in the order of RolloutStats.table(): store(row, value).
 template <typename Store>
 KLFAST_HOST_DEVICE void store_statistics(const Options& options, const double* totals,
                                          const Verdict& verdict, const Store& store) {
-  const double length = totals[kLength], tokens = totals[kTokens], counted = totals[kCounted];
-  const double finite_tokens = tokens - totals[kNonfinite];
-  const bool has_number = finite_tokens > 0;
-  const bool per_token = options.weight == Weight::kToken;
-  const double w = verdict.weight.value;
-  const auto extreme = [&](double value) { return has_number ? value : 0.0; };
-  const auto number_if = [&](bool condition) { return condition ? finite_tokens : 0.0; };
+  const Sequence sequence(options, totals, verdict);
   int row = 0;
-  store(row++, length);
-  store(row++, tokens);
-  store(row++, totals[kNonfinite]);
-  // The two sums may have been added in another order: numbers decide what is none.
-  const bool keeps = !verdict.rejected && totals[kLostTokens] < finite_tokens;
-  const double kept = counted - totals[kLost];
-  store(row++, keeps && kept > 0 ? kept : 0.0);
-  store(row++, verdict.rejected ? tokens : totals[kNonfinite] + totals[kLostTokens]);
-  store(row++, totals[kLogprobs]);
-  store(row++, totals[kK1]);
-  store(row++, totals[kAbs]);
-  store(row++, totals[kK2]);
-  store(row++, totals[kK3]);
-  store(row++, totals[kRatio]);
-  store(row++, totals[kChi2]);
-  store(row++, totals[kError]);
-  store(row++, extreme(totals[kLeast]));
-  store(row++, extreme(totals[kGreatest]));
-  store(row++, per_token ? totals[kWeight] : counted * w);
-  store(row++, per_token ? totals[kWeightSquares] : counted * (w * w));
-  // A token that is not counted has the weight 0.
-  store(row++, (length - counted) +
-                   (per_token ? totals[kWeightDeviation] : counted * ((w - 1) * (w - 1))));
-  store(row++, extreme(per_token ? totals[kLeastWeight] : w));
-  store(row++, extreme(per_token ? totals[kGreatestWeight] : w));
-  store(row++, per_token ? totals[kBelow] : number_if(verdict.weight.below));
-  store(row++, per_token ? totals[kAbove] : number_if(verdict.weight.above));
-  store(row++, per_token ? totals[kOutside] : number_if(verdict.weight.outside));
+  for_each_row(statistics::Table(), [&](auto statistic) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(statistic);
+    if constexpr (Row::is_sum) {
+      store(row++, Row::of(sequence, totals[kStatisticsSums + sum_of<Row>]));
+    } else {
+      store(row++, Row::of(sequence));
+    }
+  });
+  const bool has_number = sequence.has_number();
   for (int i = 0; i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     const double* const of_rule = totals + rows_of_totals(i);
     if (rule.over == Over::kToken) {
       for (int j = 0; j < kRuleTotals; ++j) {
         const bool is_extreme = j == kRuleLeast || j == kRuleGreatest;
-        store(row++, is_extreme ? extreme(of_rule[j]) : of_rule[j]);
+        store(row++, is_extreme ? sequence.extreme(of_rule[j]) : of_rule[j]);
       }
       continue;
     }
-    const double number = extreme(number_of(rule, of_rule, length));
+    const double number = sequence.extreme(number_of(rule, of_rule, sequence.length));
     const double bounded = has_number ? clamp(number, rule.low, rule.high) : 0.0;
     for (int j = 0; j < 3; ++j) store(row++, number);
     store(row++, has_number && number < rule.low ? 1.0 : 0.0);

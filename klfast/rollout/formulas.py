@@ -6,6 +6,7 @@ The kernels state the stable forms. ``x = logprobs - rollout_logprobs``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,39 @@ def binary_tv(a: Tensor, b: Tensor) -> Tensor:
     """Total variation of the two events: abs(exp(a) - exp(b))."""
     return (torch.exp(a.clamp(max=0)) - torch.exp(b.clamp(max=0))).abs()
 
+
+class Token(NamedTuple):
+    """What the sums of ``RolloutStats`` are made of: tensors over tokens, 0 where not counted."""
+
+    logprobs: Tensor
+    x: Tensor
+    weight: Tensor
+    counted: Tensor
+    """True where a token is kept and x is finite."""
+
+
+class Sum(NamedTuple):
+    """A field of ``RolloutStats`` that is a sum over tokens, weighted by the mask."""
+
+    term: Callable[[Token], Tensor]
+    mean: str | None = None
+    """The name of its mean per token in ``RolloutStats.as_dict``, if that is logged."""
+
+
+SUMS = {
+    "logprobs": Sum(lambda token: token.logprobs),
+    "k1": Sum(lambda token: FORMULAS["k1"](token.x)),
+    "abs": Sum(lambda token: FORMULAS["abs"](token.x), mean="abs_log_ratio"),
+    "k2": Sum(lambda token: FORMULAS["k2"](token.x), mean="k2"),
+    "k3": Sum(lambda token: k3(token.x), mean="k3"),
+    "ratio": Sum(lambda token: torch.where(token.counted, ratio(token.x), 0.0)),
+    "chi2": Sum(lambda token: chi2(token.x), mean="chi2_token"),
+    "error": Sum(lambda token: multiplicative_error(token.x), mean="error"),
+    "weight": Sum(lambda token: token.weight, mean="weight_mean"),
+    "weight_squares": Sum(lambda token: token.weight.square()),
+    "weight_deviation": Sum(lambda token: (token.weight - 1).square()),
+}
+"""By the field's name. ``csrc/rollout/statistics.h`` has the stable forms."""
 
 TOKEN_STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda a, b: FORMULAS["k1"](a - b),

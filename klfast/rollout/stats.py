@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klfast.ranks import Ranks, check_same, folded
-from klfast.rollout.formulas import chi2
+from klfast.rollout.formulas import SUMS, chi2
 from klfast.transfer import are_readable, fields_of, finite_floats, line_of
 
 if TYPE_CHECKING:
@@ -206,19 +206,14 @@ class RolloutStats(NamedTuple):
         mean_logprob = divide(self.logprobs, self.length)
         scalars = {
             "kl": mean(-self.k1),
-            "k2": mean(self.k2),
-            "k3": mean(self.k3),
-            "abs_log_ratio": mean(self.abs),
+            **{row.mean: mean(getattr(self, name)) for name, row in SUMS.items() if row.mean},
             "min_log_ratio": least(self.min_log_ratio, counted),
             "max_log_ratio": greatest(self.max_log_ratio, counted),
-            "error": mean(self.error),
             "policy_ppl": of_sequences(torch.exp(-mean_logprob)),
             "rollout_ppl": of_sequences(torch.exp(mean_x - mean_logprob)),
             "log_ppl_diff": of_sequences(-mean_x),
-            "chi2_token": mean(self.chi2),
             "chi2_sequence": of_sequences(chi2(self.k1)),
             "ess": divide(self.weight.sum().square(), length * self.weight_squares.sum()),
-            "weight_mean": mean(self.weight),
             "weight_min": least(self.min_weight, counted),
             "weight_max": greatest(self.max_weight, counted),
             "outside": fraction(self.outside),

@@ -9,6 +9,7 @@ from agreement_rollout import sampled
 
 import klfast
 from klfast import Rejection
+from klfast.rollout.formulas import SUMS
 
 MODES = {
     "token_truncate": ("token", "truncate"),
@@ -101,3 +102,7 @@ def test_nemo_rl_s_fraction_out_of_bounds(backend):
     beyond = ((mean < 0.95) | (mean > 1.1)).double()
     assert 0 < beyond.sum() < len(beyond)
     torch.testing.assert_close((s.rejected > 0).double(), beyond)
+
+
+def test_sums_are_fields_in_their_order():
+    assert [name for name in klfast.RolloutStats._fields if name in SUMS] == list(SUMS)

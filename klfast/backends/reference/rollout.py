@@ -179,26 +179,16 @@ def _in_dtype(stats: RuleStats, tokens: _Tokens) -> RuleStats:
 def _stats(
     tokens: _Tokens, weight: _Weight, passed: Tensor, rules: tuple[RuleStats, ...]
 ) -> RolloutStats:
-    x = tokens.x
+    token = formulas.Token(tokens.logprobs, tokens.x, weight.value, tokens.counted)
     fields = {
+        **{name: tokens.sum(row.term(token)) for name, row in formulas.SUMS.items()},
         "length": tokens.length,
         "tokens": tokens.count(tokens.keep),
         "nonfinite": tokens.count(tokens.keep & ~tokens.counted),
         "kept": tokens.sum(passed),
         "rejected": tokens.count(tokens.keep & ~passed),
-        "logprobs": tokens.sum(tokens.logprobs),
-        "k1": tokens.sum(x),
-        "abs": tokens.sum(x.abs()),
-        "k2": tokens.sum(x.square() / 2),
-        "k3": tokens.sum(formulas.k3(x)),
-        "ratio": tokens.sum(torch.where(tokens.counted, formulas.ratio(x), 0.0)),
-        "chi2": tokens.sum(formulas.chi2(x)),
-        "error": tokens.sum(formulas.multiplicative_error(x)),
-        "min_log_ratio": tokens.least(x),
-        "max_log_ratio": tokens.greatest(x),
-        "weight": tokens.sum(weight.value),
-        "weight_squares": tokens.sum(weight.value.square()),
-        "weight_deviation": tokens.sum((weight.value - 1).square()),
+        "min_log_ratio": tokens.least(token.x),
+        "max_log_ratio": tokens.greatest(token.x),
         "min_weight": tokens.least(weight.value),
         "max_weight": tokens.greatest(weight.value),
         "below": tokens.count(weight.below),

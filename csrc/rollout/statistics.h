@@ -1,0 +1,264 @@
+// The statistics of a sequence between sampler and trainer, klfast.RolloutStats, as a table: what a
+// token adds, and what a sequence's totals become. Included by kernels that are compiled once per
+// instruction set: everything here is inlined into them.
+//
+// Host and device, no torch. To add a statistic, write its struct and add it to the table: Near if
+// near tokens need a sum of their own, Derived if it follows from those that they have. Numbers of
+// tokens and extremes are rows too, but each kernel adds them in a form of its own.
+
+#pragma once
+
+#include "rollout/token_bounds.h"
+
+namespace klfast::rollout {
+
+// A token that is near: |x| <= 1, no bound on a weight acts, and its mask is 1.
+template <typename T>
+struct NearToken {
+  T logprob;
+  T x;
+  T squared;  // x^2
+  NearExponentials<T> e;
+};
+
+// Any counted token.
+template <typename T>
+struct FarToken {
+  T logprob;
+  T x;
+  Exponentials<T> e;
+  TokenWeight<T> weight;
+};
+
+// Sums over near tokens from which statistics follow.
+struct NearSums {
+  double length;          // their number
+  double growth;          // of e^x - 1
+  double growth_squares;  // of its square
+
+  KLFAST_HOST_DEVICE double ratios() const { return length + growth; }
+  KLFAST_HOST_DEVICE double chi2() const { return growth_squares + 2 * growth; }
+};
+
+namespace statistics {
+
+// A row that is no sum of terms of tokens. Its of(sequence) makes the statistic of totals.
+struct Statistic {
+  static constexpr bool is_sum = false;
+  static constexpr bool has_near_sum = false;
+};
+
+// The sum over counted tokens, weighted by the mask, of far(token). Its of(sequence, sum) makes the
+// statistic.
+struct Sum : Statistic {
+  static constexpr bool is_sum = true;
+  template <typename Sequence>
+  static KLFAST_HOST_DEVICE double of(const Sequence&, double sum) {
+    return sum;
+  }
+};
+
+// Near tokens have a sum of their own, of near(token).
+struct Near : Sum {
+  static constexpr bool has_near_sum = true;
+};
+
+// What near tokens add follows from their sums: near(sums). Weights are those per token.
+struct Derived : Sum {};
+
+#define KLFAST_NEAR     \
+  template <typename T> \
+  static KLFAST_HOST_DEVICE T near(const NearToken<T>& token)
+#define KLFAST_FAR      \
+  template <typename T> \
+  static KLFAST_HOST_DEVICE T far(const FarToken<T>& token)
+#define KLFAST_DERIVED static KLFAST_HOST_DEVICE double near(const NearSums& sums)
+#define KLFAST_OF              \
+  template <typename Sequence> \
+  static KLFAST_HOST_DEVICE double of([[maybe_unused]] const Sequence& sequence)
+#define KLFAST_OF_SUM          \
+  template <typename Sequence> \
+  static KLFAST_HOST_DEVICE double of([[maybe_unused]] const Sequence& sequence, double sum)
+
+struct length : Statistic {
+  KLFAST_OF { return sequence.length; }
+};
+
+struct tokens : Statistic {
+  KLFAST_OF { return sequence.tokens; }
+};
+
+struct nonfinite : Statistic {
+  KLFAST_OF { return sequence.nonfinite(); }
+};
+
+struct kept : Statistic {
+  KLFAST_OF {
+    // The two sums may have been added in another order: numbers decide what is none.
+    const bool keeps =
+        !sequence.verdict.rejected && sequence.lost_tokens() < sequence.finite_tokens;
+    const double sum = sequence.counted - sequence.lost();
+    return keeps && sum > 0 ? sum : 0.0;
+  }
+};
+
+struct rejected : Statistic {
+  KLFAST_OF {
+    return sequence.verdict.rejected ? sequence.tokens
+                                     : sequence.nonfinite() + sequence.lost_tokens();
+  }
+};
+
+struct logprobs : Near {
+  KLFAST_NEAR { return token.logprob; }
+  KLFAST_FAR { return token.logprob; }
+};
+
+struct k1 : Near {
+  KLFAST_NEAR { return token.x; }
+  KLFAST_FAR { return estimators::k1::at(token.x).value; }
+};
+
+struct abs : Near {
+  KLFAST_NEAR { return absolute(token.x); }
+  KLFAST_FAR { return estimators::abs::at(token.x).value; }
+};
+
+struct k2 : Near {
+  KLFAST_NEAR { return token.squared; }
+  KLFAST_FAR { return token.x * token.x; }
+  KLFAST_OF_SUM { return 0.5 * sum; }
+};
+
+struct k3 : Near {
+  KLFAST_NEAR { return token.e.k3; }
+  KLFAST_FAR { return token.e.k3; }
+};
+
+struct ratio : Derived {
+  KLFAST_DERIVED { return sums.ratios(); }
+  KLFAST_FAR { return token.e.ratio; }
+};
+
+struct chi2 : Derived {
+  KLFAST_DERIVED { return sums.chi2(); }
+  KLFAST_FAR { return chi2_of(token.e.growth); }
+};
+
+struct error : Near {
+  KLFAST_NEAR { return absolute(token.x) + token.x * token.x * token.e.rest_of_error(token.x); }
+  KLFAST_FAR { return token.e.error; }
+};
+
+struct min_log_ratio : Statistic {
+  KLFAST_OF { return sequence.extreme(sequence.least()); }
+};
+
+struct max_log_ratio : Statistic {
+  KLFAST_OF { return sequence.extreme(sequence.greatest()); }
+};
+
+struct weight : Derived {
+  KLFAST_DERIVED { return sums.ratios(); }
+  KLFAST_FAR { return token.weight.value; }
+  KLFAST_OF_SUM {
+    return sequence.per_token ? sum : sequence.counted * sequence.verdict.weight.value;
+  }
+};
+
+struct weight_squares : Derived {
+  KLFAST_DERIVED { return sums.length + sums.chi2(); }
+  KLFAST_FAR { return token.weight.value * token.weight.value; }
+  KLFAST_OF_SUM {
+    const double w = sequence.verdict.weight.value;
+    return sequence.per_token ? sum : sequence.counted * (w * w);
+  }
+};
+
+struct weight_deviation : Derived {
+  KLFAST_DERIVED { return sums.growth_squares; }
+  KLFAST_FAR { return token.weight.deviation * token.weight.deviation; }
+  KLFAST_OF_SUM {
+    const double w = sequence.verdict.weight.value;
+    // A token that is not counted has the weight 0.
+    return (sequence.length - sequence.counted) +
+           (sequence.per_token ? sum : sequence.counted * ((w - 1) * (w - 1)));
+  }
+};
+
+struct min_weight : Statistic {
+  KLFAST_OF {
+    return sequence.extreme(sequence.per_token ? sequence.least_weight()
+                                               : sequence.verdict.weight.value);
+  }
+};
+
+struct max_weight : Statistic {
+  KLFAST_OF {
+    return sequence.extreme(sequence.per_token ? sequence.greatest_weight()
+                                               : sequence.verdict.weight.value);
+  }
+};
+
+struct below : Statistic {
+  KLFAST_OF {
+    return sequence.per_token ? sequence.below()
+                              : sequence.number_if(sequence.verdict.weight.below);
+  }
+};
+
+struct above : Statistic {
+  KLFAST_OF {
+    return sequence.per_token ? sequence.above()
+                              : sequence.number_if(sequence.verdict.weight.above);
+  }
+};
+
+struct outside : Statistic {
+  KLFAST_OF {
+    return sequence.per_token ? sequence.outside()
+                              : sequence.number_if(sequence.verdict.weight.outside);
+  }
+};
+
+#undef KLFAST_NEAR
+#undef KLFAST_FAR
+#undef KLFAST_DERIVED
+#undef KLFAST_OF
+#undef KLFAST_OF_SUM
+
+// In the order of RolloutStats' fields.
+using Table = List<length, tokens, nonfinite, kept, rejected, logprobs, k1, abs, k2, k3, ratio,
+                   chi2, error, min_log_ratio, max_log_ratio, weight, weight_squares,
+                   weight_deviation, min_weight, max_weight, below, above, outside>;
+
+template <typename Row>
+struct IsSum {
+  static constexpr bool value = Row::is_sum;
+};
+template <typename Row>
+struct HasNearSum {
+  static constexpr bool value = Row::has_near_sum;
+};
+template <typename Row>
+struct IsDerived {
+  static constexpr bool value = Row::is_sum && !Row::has_near_sum;
+};
+
+using Sums = Where<IsSum, Table>;
+using OfNear = Where<HasNearSum, Table>;  // those of which near tokens have a sum
+using DerivedSums = Where<IsDerived, Table>;
+
+}  // namespace statistics
+
+inline constexpr int kStatistics = statistics::Table::kSize;
+
+// Where a statistic lies among all sums, those of near tokens, and those that are derived.
+template <typename Row>
+inline constexpr int sum_of = IndexIn<Row, statistics::Sums>::value;
+template <typename Row>
+inline constexpr int near_sum_of = IndexIn<Row, statistics::OfNear>::value;
+template <typename Row>
+inline constexpr int derived_sum_of = IndexIn<Row, statistics::DerivedSums>::value;
+
+}  // namespace klfast::rollout
