@@ -106,7 +106,7 @@ REASONS = (
     Reason(
         r"divergence_forward",
         r"csrc/formulas/divergences\.h:(328|340|355|357|481)$",
-        "logarithms of numbers that are 0, subnormal, infinite, or rarer still, in CUDA's library",
+        "ways of CUDA's logarithms for what no row's sums have been: 0, subnormal, far from 1",
     ),
     Reason(
         "",
