@@ -7,6 +7,7 @@ build/ptx/coverage and writes benchmarks/results/ptx-coverage-sm90.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -84,10 +85,13 @@ def place(line):
 
 
 class Reason(NamedTuple):
-    """Why instructions of some lines are not reached in some kernels: patterns, and a sentence."""
+    """Why instructions of some lines are not reached in some kernels: patterns of kernels, of
+    files and of what the lines say, and a sentence.
+    """
 
     kernels: str
-    lines: str
+    files: str
+    code: str
     text: str
 
 
@@ -95,26 +99,42 @@ class Reason(NamedTuple):
 REASONS = (
     Reason(
         r"rollout_kernel<.*, false,",
-        r"csrc/rollout/totals\.h:(6[5-8]|1[012]\d|19[3-9]|20\d)$",
+        r"rollout/totals\.h$",
+        r"[rR]ule",
         "rules, in a kernel of calls that have none",
     ),
     Reason(
         r"divergence_(forward|backward)",
-        r"csrc/formulas/divergences\.h:36[35]$",
+        r"formulas/divergences\.h$",
+        r"std::exp\(x\)",
         "exp of 1e-4 nats or more, by which no row's log-sum-exp is rounded",
     ),
     Reason(
         r"divergence_forward",
-        r"csrc/formulas/divergences\.h:(328|340|355|357|481)$",
+        r"formulas/(divergences|entropy)\.h$",
+        r"std::log",
         "ways of CUDA's logarithms for what no row's sums have been: 0, subnormal, far from 1",
     ),
     Reason(
         "",
-        r"csrc/tensors/convert\.h:1[34]\d$|csrc/rollout/cuda_far\.h:44$"
-        r"|csrc/penalty/cuda_tile\.h:304$|csrc/logits/cuda_team\.h:197$",
+        "",
+        r"switch \(dtype\)|case DType::|return visit\(|= To\{\};|const T\*>\(first\)\[in\.",
         "a dtype, of those in a switch, that no call of the kernel has had there",
     ),
 )
+
+
+@functools.cache
+def lines_of(path):
+    """Of a file of the project."""
+    return (ROOT / path).read_text().splitlines()
+
+
+def code_at(line):
+    """What a line of the project says, as "csrc/device/cuda/load.h:146" names it."""
+    path, _, number = line.partition(":")
+    is_known = path.startswith("csrc/") and int(number) > 0
+    return path, lines_of(path)[int(number) - 1] if is_known else ""
 
 
 def operation(text):
@@ -128,8 +148,10 @@ def reason(kernel, line, is_copied, is_launched):
     """
     if not is_launched:
         return "a kernel that no call has launched"
+    path, code = code_at(line)
     for each in REASONS:
-        if re.search(each.kernels, kernel) and re.search(each.lines, line):
+        patterns = ((each.kernels, kernel), (each.files, path), (each.code, code))
+        if code and all(re.search(pattern, text) for pattern, text in patterns):
             return each.text
     if is_copied:
         return "a copy of what has run elsewhere in the kernel, of code inlined or unrolled twice"
