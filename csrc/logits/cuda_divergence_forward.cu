@@ -395,14 +395,16 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     return Near(words.of[0], words.of[1], exact, limit);
   }
   __device__ __forceinline__ void add_near(const Words& words, const Near& near) {
-    if constexpr (base == Base::kE) return;  // has no near chunks, by the limit
+    if constexpr (base != Base::kE) {  // which has no near chunks, by the limit
 #pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      const Acc u = near.of[i];
-      const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
-      this->sums[0] = math::fma(product, u * divergences::polynomial(fit.value, u), this->sums[0]);
-      this->sums[1] =
-          math::fma(product, divergences::polynomial(fit.log_m_over_p, u), this->sums[1]);
+      for (int i = 0; i < kChunk<T>; ++i) {
+        const Acc u = near.of[i];
+        const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
+        const Acc value = divergences::polynomial(fit.value, u);
+        this->sums[0] = math::fma(product, u * value, this->sums[0]);
+        this->sums[1] =
+            math::fma(product, divergences::polynomial(fit.log_m_over_p, u), this->sums[1]);
+      }
     }
   }
   __device__ __forceinline__ void add_far(Words words) {

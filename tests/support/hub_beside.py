@@ -60,5 +60,6 @@ kernel, older, copy = (kernels.get_local_kernel(Path(path)) for path in sys.argv
 assert (kernel.__version__, older.__version__) == (package.__version__, "0.0.9")
 assert copy.kl_penalty is kernel.kl_penalty is not older.kl_penalty
 assert ops().keys() == {"klfast", "klfast_triton", kernel.__name__, older.__name__}
-assert all(names == ops()["klfast_triton"] for names in ops().values())
+alone = ops().pop("klfast") - {"rollout_correction"}  # of which Triton has no kernels
+assert all(names == alone for name, names in ops().items() if name != "klfast")
 print(*(agreeing((package, kernel, older), backend) for backend in ("reference", "triton")))
