@@ -1,4 +1,4 @@
-"""Tables and pictures from ``benchmarks/results/*.json``, in docs/measured.md and the README.
+"""Tables and pictures from ``benchmarks/results/*.json``, in the README and pages of docs/.
 
 Between ``<!-- benchmark:NAME -->`` and ``<!-- end -->`` a page holds the numbers that this script
 writes from those files; ``--check`` (a test) tells whether a page is out of date::
@@ -19,14 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, gpu_plan, tables
+from benchmarks import command, gpu_plan, proved, tables
 from benchmarks.candidates import MODES
 from benchmarks.cases import Case, Suite
 from benchmarks.suites import SUITES
 from benchmarks.tables import ours
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "measured", "proved")),
+)
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
@@ -127,7 +130,7 @@ def blocks(results: Path) -> dict[str, str]:
         texts["machine-code"] = tables.machine_code_table(machine_code)
     texts["gpu"] = gpu_part(results)
     texts["gpu-summary"] = gpu_summary(results)
-    return texts
+    return texts | proved.blocks(results)
 
 
 def rewrite(text: str, texts: dict[str, str]) -> str:

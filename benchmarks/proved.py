@@ -1,0 +1,205 @@
+"""What stands in for a GPU, counted: the tables of docs/proved.md.
+
+Runs of the tests leave reports in JUnit's format, of which this writes
+benchmarks/results/proved.json; ``make test-ptx`` and ``make sass`` write what they count::
+
+    make test TEST_OPTIONS=--junit-xml=build/test.xml
+    make test-rest TEST_OPTIONS="tests/gpu --junit-xml=build/rest.xml"
+    python -m benchmarks.proved build/test.xml build/rest.xml
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Case(NamedTuple):
+    """A test that passed: its file's module, its name, and the numbers that it recorded."""
+
+    module: str
+    name: str
+    recorded: dict[str, int]
+
+    def count(self, name: str) -> int:
+        return self.recorded.get(name, 0)
+
+
+def _in(*modules: str) -> Callable[[Case], int]:
+    return lambda case: case.module in {f"tests.gpu.{module}" for module in modules}
+
+
+INSTRUMENTS: dict[str, Callable[[Case], int]] = {
+    "emulator": lambda case: "native-emulated" in case.name,
+    "interpreter": lambda case: case.count("interpreted"),
+    "guarded": lambda case: case.count("guarded") * ("native-emulated" in case.name),
+    "launches": _in("test_launches"),
+    "compiled": _in("test_cuda_build"),
+    "compiled Triton": _in(
+        "test_triton_compiles", "test_triton_logits_compiles", "test_triton_rollout_compiles"
+    ),
+}
+"""Instrument -> how many of its cases a test is."""
+
+
+def cases_of(report: Path) -> list[Case]:
+    """The tests of a report that passed.
+
+    Raises:
+        SystemExit: one of an instrument failed.
+    """
+    found = []
+    for each in ElementTree.parse(report).getroot().iter("testcase"):
+        module, name = each.get("classname", ""), each.get("name", "")
+        if each.find("failure") is not None or each.find("error") is not None:
+            if module.startswith("tests.gpu.") or "native-emulated" in name:
+                raise SystemExit(f"{report} is of a run in which {module}::{name} failed")
+        elif each.find("skipped") is None:
+            recorded = {p.get("name", ""): p.get("value", "") for p in each.iter("property")}
+            numbers = {name: int(value) for name, value in recorded.items() if value.isdigit()}
+            found.append(Case(module, name, numbers))
+    return found
+
+
+def counts_of(cases: Sequence[Case]) -> dict[str, int]:
+    """Instrument -> cases.
+
+    Raises:
+        SystemExit: an instrument has none, as in a run of some tests, or without nvcc or Triton.
+    """
+    counts: Counter[str] = Counter()
+    for case in cases:
+        for name, count in INSTRUMENTS.items():
+            counts[name] += int(count(case))
+    missing = [name for name in INSTRUMENTS if not counts[name]]
+    if missing:
+        raise SystemExit(f"the reports have no case of {', '.join(missing)}")
+    return dict(counts)
+
+
+def commit() -> str:
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+PTX = (
+    ("nvcc's PTX for sm_90, in an interpreter", "", ("sm_90, Triton", "faults", "sm_80", "sm_100")),
+    ("nvcc's PTX for sm_80, in an interpreter", "sm_80", ()),
+    ("nvcc's PTX for sm_100, in an interpreter", "sm_100", ()),
+    ("Triton's PTX for sm_90, in an interpreter", "sm_90, Triton", ()),
+    ("faults put into the source, which the interpreter must report", "faults", ()),
+)
+"""(What ran, how the names of its parts begin, and how they do not), of ``make test-ptx``."""
+
+
+def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """(What ran, cases, where the count is from) of the parts of ``make test-ptx``."""
+    source = f"[`make test-ptx`](#nvccs-ptx), {ptx['date']}"
+    lines = []
+    for title, begins, without in PTX:
+        names = [name for name in ptx["runs"] if name.startswith(begins)]
+        chosen = [name for name in names if not without or not name.startswith(without)]
+        lines.append((title, sum(ptx["runs"][name]["passed"] for name in chosen), source))
+    return lines
+
+
+def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) -> str:
+    """What ran, and in how many cases, all of which passed."""
+    source = f"`make test`, the rest of `tests/gpu`, {counted['date']}"
+    of = counted["cases"]
+    lines = [
+        ("the CUDA source, in an emulator of a block's threads", of["emulator"], source),
+        *ptx_lines(ptx),
+        ("the Triton kernels, in Triton's own interpreter", of["interpreter"], source),
+        ("calls on the CUDA source whose inputs end at forbidden memory", of["guarded"], source),
+        ("launches and allocations of a call", of["launches"], source),
+        ("the CUDA kernels compiled, without a spill", of["compiled"], source),
+        ("the Triton kernels compiled, without a spill", of["compiled Triton"], source),
+        ("kernels whose instructions are counted", len(sass["cases"]) + len(sass["triton"]),
+         "[`make sass`](measured.md#machine-code)"),
+    ]  # fmt: skip
+    rows = [f"| {what} | {count:,} | {where} |" for what, count, where in lines]
+    versions = ", ".join(f"{name} {version}" for name, version in counted["versions"].items())
+    head = ["| what ran | cases | counted by |", "|---|---|---|"]
+    return "\n".join([*head, *rows, "", f"{versions}, nvcc {ptx['nvcc']}; all passed."])
+
+
+def not_reached(ptx: dict[str, Any]) -> str:
+    """How many of the instructions have run, and why the others have not."""
+    reasons = ptx["not_reached"]["reasons"].items()
+    return "\n".join(
+        [
+            f"{ptx['reached']:,} of the {ptx['instructions']:,} instructions of {ptx['arch']} have "
+            f"run, {100 * ptx['share']:.1f} %. The others:\n",
+            "| instructions | why they have not run |",
+            "|---|---|",
+            *(f"| {count:,} | {reason} |" for reason, count in reasons),
+        ]
+    )
+
+
+def summary(counted: dict[str, Any], ptx: dict[str, Any]) -> str:
+    """The README's sentences."""
+    cases = sum(count for title, count, _ in ptx_lines(ptx) if title.startswith("nvcc"))
+    of = counted["cases"]
+    return (
+        f"Without a GPU, {cases:,} cases have run on what nvcc makes of the CUDA kernels, "
+        f"instruction by instruction, and reached {100 * ptx['share']:.0f} % of those for "
+        f"{ptx['arch']}. {of['emulator']:,} have run on their source, {of['interpreter']:,} on the "
+        "Triton kernels: all against float64 or the CPU's kernels."
+    )
+
+
+def blocks(results: Path) -> dict[str, str]:
+    """Name -> text of the pages' generated parts; none where a file is missing."""
+    paths = [results / f"{name}.json" for name in ("proved", "ptx-coverage-sm90", "sass-sm90")]
+    if not all(path.exists() for path in paths):
+        return {}
+    counted, ptx, sass = (json.loads(path.read_text()) for path in paths)
+    return {
+        "proved": table(counted, ptx, sass),
+        "proved-coverage": not_reached(ptx),
+        "proved-summary": summary(counted, ptx),
+    }
+
+
+def versions() -> dict[str, str]:
+    import triton
+
+    return {"torch": torch.__version__, "triton": triton.__version__}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes what reports count."""
+    parser = argparse.ArgumentParser(description="What stands in for a GPU, counted.")
+    parser.add_argument("reports", type=Path, nargs="+", help="of pytest's --junit-xml")
+    parser.add_argument("--out", type=Path, default=RESULTS / "proved.json")
+    arguments = parser.parse_args(argv)
+    cases = [case for report in arguments.reports for case in cases_of(report)]
+    data = {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "versions": versions(),
+        "cases": counts_of(cases),
+    }
+    arguments.out.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What stands in for a GPU is counted from reports of tests, and in no other way."""
+
+import json
+
+import pytest
+
+from benchmarks import proved
+
+CASES = """
+<testcase classname="tests.penalty.test_masking" name="test_masked[native-emulated-fp32]"/>
+<testcase classname="tests.penalty.test_masking" name="test_masked[native-fp32]"/>
+<testcase classname="tests.penalty.test_masking" name="test_gone[native-emulated]">
+  <skipped/></testcase>
+<testcase classname="tests.gpu.test_triton_interpreted" name="test_kernels[penalty]">
+  <properties><property name="interpreted" value="41"/></properties></testcase>
+<testcase classname="tests.gpu.test_guarded_memory" name="test_every[native]">
+  <properties><property name="guarded" value="2000"/></properties></testcase>
+<testcase classname="tests.gpu.test_guarded_memory" name="test_every[native-emulated]">
+  <properties><property name="guarded" value="2100"/></properties></testcase>
+<testcase classname="tests.gpu.test_launches" name="test_a"/>
+<testcase classname="tests.gpu.test_cuda_build" name="test_a"/>
+<testcase classname="tests.gpu.test_cuda_build" name="test_b"/>
+<testcase classname="tests.gpu.test_triton_logits_compiles" name="test_a"/>
+"""
+FAILED = {
+    "a-kernel": '<testcase classname="a" name="test_b[native-emulated]"><failure/></testcase>',
+    "a-build": '<testcase classname="tests.gpu.test_a" name="test_b"><error/></testcase>',
+}
+ELSEWHERE = '<testcase classname="tests.tools.test_a" name="test_c"><failure/></testcase>'
+COUNTS = {
+    "emulator": 2,
+    "interpreter": 41,
+    "guarded": 2100,
+    "launches": 1,
+    "compiled": 2,
+    "compiled Triton": 1,
+}
+
+
+@pytest.fixture
+def report(tmp_path):
+    def write(cases):
+        path = tmp_path / "report.xml"
+        path.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+        return path
+
+    return write
+
+
+def test_what_passed_is_counted(report, tmp_path):
+    out = tmp_path / "proved.json"
+    assert proved.main([str(report(CASES + ELSEWHERE)), "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert written["cases"] == COUNTS
+
+
+@pytest.mark.parametrize("failed", FAILED.values(), ids=FAILED)
+def test_a_run_with_a_failure_of_a_kernel_counts_for_nothing(report, tmp_path, failed):
+    out = tmp_path / "proved.json"
+    with pytest.raises(SystemExit, match=r"test_b.* failed"):
+        proved.main([str(report(CASES + failed)), "--out", str(out)])
+    assert not out.exists()
+
+
+def test_a_run_without_nvcc_counts_for_nothing(report, tmp_path):
+    cases = "\n".join(line for line in CASES.splitlines() if "cuda_build" not in line)
+    with pytest.raises(SystemExit, match=r"no case of compiled$"):
+        proved.main([str(report(cases)), "--out", str(tmp_path / "proved.json")])
+
+
+def test_every_part_of_a_run_on_ptx_is_in_one_line():
+    ptx = json.loads((proved.RESULTS / "ptx-coverage-sm90.json").read_text())
+    lines = proved.ptx_lines(ptx)
+    assert all(count > 0 for _, count, _ in lines)
+    assert sum(count for _, count, _ in lines) == ptx["passed"] == ptx["cases"]
