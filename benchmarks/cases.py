@@ -96,7 +96,7 @@ class Op(ABC):
     gpu_working_bytes: ClassVar[int]
     """The same on a GPU, of what must not fail there."""
     can_pack: ClassVar[bool] = False
-    """Whether it is timed on packed sequences too. Packed tokens over logits are rows."""
+    """Packed sequences are timed too. Packed tokens over logits are rows."""
 
     @abstractmethod
     def layout(self, case: Case) -> Layout:
@@ -109,7 +109,7 @@ class Op(ABC):
     @property
     @abstractmethod
     def is_scalar(self) -> bool:
-        """Whether the result is a number, and not one a row."""
+        """The result is one number, and not one a row."""
 
     @abstractmethod
     def klfast(self, backend: BackendName = "auto", normalizer: Any = None) -> Forward:

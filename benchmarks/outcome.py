@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: its conditions, a table on the terminal, JSON."""
+"""The outcome of a benchmark: its conditions, a table on the terminal, JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CLOCKS = (
 
 @dataclass
 class Results:
-    """What has been measured so far.
+    """Measurements so far.
 
     Attributes:
         rows: one for each case and candidate.
@@ -107,7 +107,7 @@ def device_facts(place: torch.device) -> dict[str, Any]:
 
 
 def clocks(place: torch.device) -> dict[str, str] | None:
-    """What nvidia-smi says of the driver, the clocks, the heat and the power; None without it."""
+    """Readings of nvidia-smi: the driver, the clocks, the heat and the power; None without it."""
     if place.type != "cuda" or shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]

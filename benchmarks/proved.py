@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -21,7 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from benchmarks.outcome import versions
+from klfast.provenance import commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -88,12 +88,6 @@ def counts_of(cases: Sequence[Case]) -> dict[str, int]:
     if missing:
         raise SystemExit(f"the reports have no case of {', '.join(missing)}")
     return dict(counts)
-
-
-def commit() -> str:
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 PTX = (
@@ -177,12 +171,6 @@ def blocks(results: Path) -> dict[str, str]:
     }
 
 
-def versions() -> dict[str, str]:
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes what reports count."""
     parser = argparse.ArgumentParser(description="What stands in for a GPU, counted.")
@@ -193,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = {
         "commit": commit(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "versions": versions(),
+        "versions": versions("torch", "triton"),
         "cases": counts_of(cases),
     }
     arguments.out.write_text(json.dumps(data, indent=1) + "\n")

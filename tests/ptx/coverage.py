@@ -23,6 +23,8 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import ptx_build  # noqa: E402
 import ptx_run  # noqa: E402
 
+from klfast.provenance import commit  # noqa: E402
+
 ARCH = "90"
 RESULT = ROOT / "benchmarks" / "results" / f"ptx-coverage-sm{ARCH}.json"
 MOST_LINES = 40  # that the result names
@@ -189,17 +191,6 @@ def table_of(folder, coverage):
             "lines": dict(lines.most_common(MOST_LINES)),
         },
     }
-
-
-def commit():
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or None
 
 
 def write(coverage, runs, path=RESULT):

@@ -233,6 +233,17 @@ def test_what_an_encoding_lacks_is_a_question_mark():
     assert (ended.returncode, ended.stdout) == (0, "?KL?\n"), ended.stderr
 
 
+@pytest.mark.exhaustive
+@pytest.mark.long
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+def test_a_report_in_ascii_has_question_marks_and_ends_as_others_do(tmp_path):
+    command = COMMANDS["compare"].replace("--arms adaptive", "--arms adaptive,stale")
+    code, printed, _ = shell(f"cd {tmp_path}; $PYTHON -m {command}", PYTHONIOENCODING="ascii")
+    assert code == 0
+    assert "?stale sampler?" in printed
+    assert printed.rstrip().endswith("Report: out/report.html")
+
+
 def test_the_version_is_said_with_its_commit(monkeypatch, capsys):
     monkeypatch.setenv("KLFAST_COMMIT", "abc1234")
     with pytest.raises(SystemExit, match="0"):
