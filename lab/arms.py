@@ -8,19 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from klfast.control.base import CoefficientController, TargetController
+from klfast.control.base import CoefficientController
 from klfast.control.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
 )
-from klfast.control.feedback import (
-    ControlVAEKLController,
-    DoublingKLController,
-    DualKLController,
-    NuPIKLController,
-    PIDLagrangianKLController,
-)
+from klfast.control.table import CONTROLLERS
 from lab.settings import Settings
 
 if TYPE_CHECKING:
@@ -77,20 +71,9 @@ def _exponential(settings: Settings, group: ProcessGroup | None) -> CoefficientC
 
 def _rule(name: str) -> Build:
     """The rule with its own defaults, of nats per sequence."""
-    make: Any = RULES[name]
+    make: Any = CONTROLLERS[name]
     return lambda s, group: make(s.init_coef, s.target, unit="sequence", process_group=group)
 
-
-RULES: dict[str, type[TargetController]] = {
-    "adaptive": AdaptiveKLController,
-    "exponential": ExponentialKLController,
-    "nupi": NuPIKLController,
-    "pid": PIDLagrangianKLController,
-    "dual": DualKLController,
-    "doubling": DoublingKLController,
-    "control-vae": ControlVAEKLController,
-}
-"""The arms that steer, in the study too."""
 
 ARMS = {
     arm.name: arm
@@ -101,7 +84,7 @@ ARMS = {
         Arm("adaptive", "adaptive (Ziegler)", True, _adaptive),
         Arm("exponential", "exponential", True, _exponential),
         Arm("nupi", "nuPI", True, _rule("nupi")),
-        Arm("pid", "PID Lagrangian", True, _rule("pid")),
+        Arm("pid-lagrangian", "PID Lagrangian", True, _rule("pid-lagrangian")),
         Arm("dual", "dual ascent", True, _rule("dual")),
         Arm("doubling", "doubling", True, _rule("doubling")),
         Arm("control-vae", "ControlVAE", True, _rule("control-vae")),

@@ -56,7 +56,7 @@ STYLES: Styles = {
     "adaptive": {"color": BLUE, "linestyle": "-", "marker": "o"},
     "exponential": {"color": VERMILION, "linestyle": "-", "marker": "s"},
     "nupi": {"color": GREEN, "linestyle": "-", "marker": "D"},
-    "pid": {"color": PURPLE, "linestyle": "-", "marker": "P"},
+    "pid-lagrangian": {"color": PURPLE, "linestyle": "-", "marker": "P"},
     "dual": {"color": INK, "linestyle": "-", "marker": "*"},
     "doubling": {"color": ORANGE, "linestyle": "-.", "marker": "<"},
     "control-vae": {"color": SKY, "linestyle": "-.", "marker": ">"},

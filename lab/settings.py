@@ -13,7 +13,7 @@ DEFAULT_ARMS = (
     *("none", "fixed-low", "fixed-high", "adaptive", "exponential"),
     *OFF_POLICY_ARMS,
 )
-ARM_NAMES = (*DEFAULT_ARMS, "nupi", "pid", "dual", "doubling", "control-vae")
+ARM_NAMES = (*DEFAULT_ARMS, "nupi", "pid-lagrangian", "dual", "doubling", "control-vae")
 
 
 class CompareError(Exception):

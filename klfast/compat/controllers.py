@@ -23,10 +23,10 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control import controllers as own
-from klfast.control import feedback, rules
+from klfast.control import rules
 from klfast.control.base import CoefficientController
 from klfast.control.reading import KLName, to_scalar, warn_caller
-from klfast.control.scheduled import ScheduledKLController
+from klfast.control.table import CONTROLLERS
 from klfast.stats import KLStats
 
 
@@ -127,43 +127,13 @@ class VerlFixedKLController(_VerlUpdate, FixedKLController):
     """verl's ``FixedKLController(kl_coef)``."""
 
 
-class _VerlExponential(_VerlUpdate, own.ExponentialKLController):
-    pass
+def _of_verl(rule: type[CoefficientController]) -> type[CoefficientController]:
+    made = type(f"Verl{rule.__name__}", (_VerlUpdate, rule), {"__module__": __name__})
+    globals()[made.__name__] = made  # where pickle looks for it
+    return made
 
 
-class _VerlNuPI(_VerlUpdate, feedback.NuPIKLController):
-    pass
-
-
-class _VerlPIDLagrangian(_VerlUpdate, feedback.PIDLagrangianKLController):
-    pass
-
-
-class _VerlDual(_VerlUpdate, feedback.DualKLController):
-    pass
-
-
-class _VerlDoubling(_VerlUpdate, feedback.DoublingKLController):
-    pass
-
-
-class _VerlControlVAE(_VerlUpdate, feedback.ControlVAEKLController):
-    pass
-
-
-class _VerlScheduled(_VerlUpdate, ScheduledKLController):
-    pass
-
-
-VERL_RULES: dict[str, type[CoefficientController]] = {
-    "exponential": _VerlExponential,
-    "nupi": _VerlNuPI,
-    "pid-lagrangian": _VerlPIDLagrangian,
-    "dual": _VerlDual,
-    "doubling": _VerlDoubling,
-    "control-vae": _VerlControlVAE,
-    "scheduled": _VerlScheduled,
-}
+VERL_RULES = {kind: _of_verl(rule) for kind, rule in CONTROLLERS.items() if kind != "adaptive"}
 """The rules that verl itself does not have, by the name of their state's kind."""
 
 

@@ -261,11 +261,11 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
 def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
     """The controller of verl's config: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
 
-    ``type`` is one of verl's, ``"fixed"`` and ``"adaptive"``, or klfast's: ``"exponential"``,
-    ``"nupi"``, ``"pid-lagrangian"``, ``"dual"``, ``"doubling"``, ``"control-vae"``,
-    ``"scheduled"``. ``options``, a mapping that the config may have beside them, goes to the
-    controller (``{"kp": 0.1}``). ``horizon`` is of ``"adaptive"`` alone. ``target_kl`` is in nats
-    per token, as verl measures it; None makes ``"scheduled"`` a schedule of the coefficient.
+    ``type`` is one of verl's, ``"fixed"`` and ``"adaptive"``, or another of
+    ``klfast.control.table.CONTROLLERS``. ``options``, a mapping that the config may have beside
+    them, goes to the controller (``{"kp": 0.1}``). ``horizon`` is of ``"adaptive"`` alone.
+    ``target_kl`` is in nats per token, as verl measures it; None makes ``"scheduled"`` a schedule
+    of the coefficient.
 
     Raises:
         ValueError: ``type`` is unknown, or a number is out of range.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from klfast.control.base import TargetController
-from lab.arms import ARMS, RULES
+from klfast.control.table import CONTROLLERS
+from lab.arms import ARMS
 
 BATCH = 40
 """Sequences in an update, as in ``python -m lab compare``."""
@@ -49,7 +50,7 @@ class Candidate:
     def make(self, target: float) -> TargetController:
         """A controller with the first gains; the coefficient that it begins with is set later."""
         bounds = {"min_coef": MIN_COEF, "max_coef": MAX_COEF}
-        make: Any = RULES[self.name]
+        make: Any = CONTROLLERS[self.name]
         made: TargetController = make(1.0, target, **{"unit": "sequence", **bounds, **self.gains})
         return made
 
@@ -79,7 +80,7 @@ CANDIDATES = (
     Candidate("nupi", "default", {"kp": 1.0, "ki": 0.1}, _scale("kp", integral="ki"), True),
     # omnisafe's PIDLagrangian, for costs whose limit is 25; klfast's ki is a quarter of it
     Candidate(
-        "pid",
+        "pid-lagrangian",
         "published",
         {"kp": 0.1, "ki": 0.01, "kd": 0.01},
         _scale("kp", "kd", integral="ki"),

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from klfast.control.base import CoefficientController
-from lab.arms import ARMS, RULES
+from klfast.control.table import CONTROLLERS
+from lab.arms import ARMS
 from lab.model import frozen_copy
 from lab.pretrain import new_pretraining, pretrain_step
 from lab.run import environment
@@ -50,7 +51,7 @@ class Case:
     def controller(self, settings: Settings) -> CoefficientController:
         if self.gains is None:
             return ARMS[self.arm].controller(settings, None)
-        make: Any = RULES[self.arm]
+        make: Any = CONTROLLERS[self.arm]
         made: CoefficientController = make(
             settings.init_coef, settings.target, unit="sequence", **self.gains
         )

@@ -72,15 +72,6 @@ def test_5000_steps_of_the_published_rules_bit_for_bit(hunt):
             hunt.equal(ours.value, rule.value, target, gain, step)
 
 
-FEEDBACK = (
-    klfast.NuPIKLController,
-    klfast.PIDLagrangianKLController,
-    klfast.DualKLController,
-    klfast.DoublingKLController,
-    klfast.ControlVAEKLController,
-)
-
-
 SEQUENCES = {
     "zeros": [0.0] * 20,
     "at the target": [6.0] * 20,
@@ -106,7 +97,7 @@ def controllers():
         "exponential": lambda: ExponentialKLController(0.05, 6.0),
         "unbounded": lambda: ExponentialKLController(0.05, 6.0, gain=100, max_coef=None),
         "made": lambda: klfast.get_kl_controller(0.05, 6.0, clip=0.5),
-        **{kind.__name__: lambda k=kind: k(0.05, 6.0) for kind in FEEDBACK},
+        **{kind.__name__: lambda k=kind: k(0.05, 6.0) for kind in OF_FEEDBACK},
         "nupi, linear": lambda: klfast.NuPIKLController(0.05, 6.0, scale="linear", nu=0.5),
         "all options": lambda: klfast.DualKLController(
             0.05, 6.0, dead_band=0.1, ema=0.5, max_coef=2.0

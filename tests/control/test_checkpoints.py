@@ -355,7 +355,7 @@ def test_a_damaged_state_of_the_others_is_refused(kind, damage):
 
 # On another number of ranks
 
-KINDS = ("adaptive", "nupi", "pid")
+KINDS = ("adaptive", "nupi", "pid-lagrangian")
 
 
 def controllers(**options):

@@ -234,7 +234,7 @@ def batch(seed=0):
     return logprobs.clone().requires_grad_(), ref_logprobs
 
 
-@pytest.mark.parametrize("kind", ["adaptive", "nupi", "pid"])
+@pytest.mark.parametrize("kind", ["adaptive", "nupi", "pid-lagrangian"])
 def test_the_fused_loss_takes_the_coefficient(kind):
     host, device = made(kind), made(kind, device="cpu")
     for seed in range(5):
@@ -258,7 +258,7 @@ def test_the_fused_loss_takes_the_coefficient(kind):
 
 
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
-@pytest.mark.parametrize("kind", ["adaptive", "exponential", "nupi", "pid", "scheduled"])
+@pytest.mark.parametrize("kind", ["adaptive", "exponential", "nupi", "pid-lagrangian", "scheduled"])
 def test_a_whole_step_is_one_graph_for_torch_compile(kind):
     """``fullgraph`` raises at a sync; the compiled code updates the same tensors."""
     compiled, eager = made(kind, device="cpu"), made(kind, device="cpu")

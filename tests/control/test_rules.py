@@ -16,6 +16,7 @@ from klfast import (
     PIDLagrangianKLController,
     ScheduledKLController,
 )
+from klfast.control.table import CONTROLLERS
 
 WIDE = {"min_coef": 1e-300, "max_coef": 1e300}
 
@@ -47,6 +48,13 @@ SOURCES = {
     ),
     "control-vae": (ControlVAEKLController, control_rules.ControlVAE, {}, {}),
 }
+
+
+def test_every_rule_has_a_source():
+    """The scheduled controller has none: its inner one's rule moves it."""
+    assert {cls for cls, *_ in SOURCES.values()} == {*CONTROLLERS.values()} - {
+        ScheduledKLController
+    }
 
 
 @pytest.mark.parametrize("target", [6.0, 0.1])

@@ -1,29 +1,18 @@
 """The controllers with a target, by name, and how they are made."""
 
-from klfast import (
-    AdaptiveKLController,
-    ControlVAEKLController,
-    DoublingKLController,
-    DualKLController,
-    ExponentialKLController,
-    NuPIKLController,
-    PIDLagrangianKLController,
-    ScheduledKLController,
-)
+from klfast.control.table import CONTROLLERS
 
-STEERING = {
-    "adaptive": (AdaptiveKLController, {}),
-    "exponential": (ExponentialKLController, {"min_coef": 1e-6}),
-    "nupi": (NuPIKLController, {"nu": 0.5}),
-    "nupi-linear": (NuPIKLController, {"nu": 0.5, "scale": "linear"}),
-    "pid": (PIDLagrangianKLController, {"d_delay": 3}),
-    "dual": (DualKLController, {}),
-    "doubling": (DoublingKLController, {"every": 3}),
-    "control-vae": (ControlVAEKLController, {}),
-    "scheduled": (
-        ScheduledKLController,
-        {"shape": "cosine", "warmup": 5, "steps": 20, "start": 1.5, "final": 0.7, "nu": 0.5},
-    ),
+OPTIONS = {
+    "exponential": {"min_coef": 1e-6},
+    "nupi": {"nu": 0.5},
+    "pid-lagrangian": {"d_delay": 3},
+    "doubling": {"every": 3},
+    "scheduled": {
+        "shape": "cosine", "warmup": 5, "steps": 20, "start": 1.5, "final": 0.7, "nu": 0.5
+    },
+}  # fmt: skip
+STEERING = {kind: (made, OPTIONS.get(kind, {})) for kind, made in CONTROLLERS.items()} | {
+    "nupi-linear": (CONTROLLERS["nupi"], {"nu": 0.5, "scale": "linear"})
 }
 
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from klfast.control.table import CONTROLLERS
 from lab.__main__ import main
-from lab.arms import RULES
 from lab.study.candidates import CANDIDATES, Candidate
 from lab.study.measure import FACTORS, _octaves, judge, mean_miss
 from lab.study.plant import Plant, Policy, fit, without_noise
@@ -139,7 +139,7 @@ def test_many_gains_at_once_are_each_of_them_alone():
     ("name", "error"),
     [
         ("nupi", 0.15),
-        ("pid", 0.2),
+        ("pid-lagrangian", 0.2),
         ("control-vae", 0.15),
         ("dual", 0.35),
     ],
@@ -166,7 +166,7 @@ def test_nupis_default_is_the_calmer_one_where_a_coefficient_acts_late():
 
 def test_first_gains_that_are_klfasts_are_its_defaults():
     for candidate in CANDIDATES:
-        plain = RULES[candidate.name](1.0, 6.0)
+        plain = CONTROLLERS[candidate.name](1.0, 6.0)
         if candidate.source == "default":
             for name, gain in candidate.gains.items():
                 assert getattr(plain, name) == gain
