@@ -9,6 +9,9 @@
 #include "binding/direct.h"
 #include "device/cpu/parallel.h"
 #include "formulas/estimators.h"
+#include "formulas/rollout.h"
+#include "formulas/statistics.h"
+#include "rollout/statistics.h"
 #ifdef KLFAST_CUDA
 #include "penalty/cuda.h"
 // As in binding/cuda.cpp.
@@ -30,17 +33,22 @@ std::string cuda_problem() {
 #endif
 }
 
+// What klfast/ops/load.py compares with Python's tables.
+py::dict tables() {
+  py::dict tables;
+  tables["estimators"] = std::vector<std::string>(std::begin(klfast::estimators::kNames),
+                                                  std::end(klfast::estimators::kNames));
+  tables["statistics"] = klfast::kStatistics;
+  tables["rollout statistics"] = klfast::rollout::kStatistics;
+  tables["statistics of rules"] = klfast::rollout::Table::kSize;
+  return tables;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Compiled kernels of klfast; importing registers torch.ops.klfast.";
-  module.def(
-      "estimator_names",
-      [] {
-        return std::vector<std::string>(std::begin(klfast::estimators::kNames),
-                                        std::end(klfast::estimators::kNames));
-      },
-      "Names of the estimators that the kernels know.");
+  module.attr("TABLES") = tables();
   module.def("cuda_problem", &cuda_problem,
              "Why the CUDA kernels cannot run on the current device; empty if they can.");
   module.def("instruction_set", &klfast::cpu::instruction_set,

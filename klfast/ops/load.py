@@ -7,17 +7,39 @@ from types import ModuleType
 
 import torch
 
+from klfast.names import ESTIMATORS
 from klfast.ops.table import define
+from klfast.rollout.call import FORMULAS
+from klfast.rollout.stats import rows_of_table
+from klfast.stats import KLStats
+
+TABLES = {
+    "estimators": [*ESTIMATORS],
+    "statistics": len(KLStats._fields),
+    "rollout statistics": rows_of_table(0),
+    "statistics of rules": len(FORMULAS),
+}
+"""What the extension's tables must be: names, or the number of rows."""
 
 
 def _load() -> ModuleType | str:
-    """The extension, or why it cannot be loaded."""
+    """The extension, or why it cannot be loaded.
+
+    Raises:
+        ImportError: its tables are not those of Python, so that its results would be misread.
+    """
     try:
-        return importlib.import_module("klfast._C")
+        extension = importlib.import_module("klfast._C")
     except ModuleNotFoundError:
         return "the extension was not built; run pip install --no-build-isolation ."
     except ImportError as error:
         return f"the extension does not load with torch {torch.__version__}: {error}"
+    if (built := getattr(extension, "TABLES", None)) != TABLES:
+        raise ImportError(
+            f"klfast._C is of other sources: its tables are {built}, klfast's are {TABLES}; "
+            "rebuild it with pip install --no-build-isolation ."
+        )
+    return extension
 
 
 define("klfast")

@@ -9,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from klfast.estimator import ESTIMATORS
 from klfast.ops import load
 
 FOLDER = "build/klfast-" + str(sysconfig.get_config_var("SOABI"))
 KERNELS = sorted((Path(__file__).parents[2] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
 
 
-def test_the_extension_knows_every_estimator():
+def test_the_extension_is_of_these_sources():
     assert load.load_error() is None
-    from klfast import _C
+    assert load.extension().TABLES == load.TABLES
 
-    assert tuple(_C.estimator_names()) == ESTIMATORS
+
+@pytest.mark.parametrize("table", load.TABLES)
+def test_an_extension_of_other_tables_is_refused(table, monkeypatch):
+    """As after a new row of which the extension has not heard."""
+    monkeypatch.setitem(load.TABLES, table, "another")
+    with pytest.raises(ImportError, match=r"another.*rebuild it with pip install"):
+        load._load()
 
 
 @pytest.mark.skipif(
