@@ -122,8 +122,8 @@ class KLStats(NamedTuple):
             return _of_table(ranks.side_by_side(table, told))
         check_same("with sharded=True, the number of sequences", told.columns)
         tables = ranks.gather(table.double())
-        whole, at = folded(tables), self._fields.index("max_abs_log_ratio")
-        whole[at] = tables[:, at].amax(0)
+        whole = folded(tables)
+        whole[_MAXIMA] = tables[:, _MAXIMA].amax(0)
         return _of_table(whole.to(torch.float64 if any(told.is_double) else table.dtype))
 
     def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
@@ -135,14 +135,16 @@ class KLStats(NamedTuple):
         """
         sums = torch.stack((*self, self.length.sign())).sum(1)
         sequences = self.kl.numel()
-        largest = self.max_abs_log_ratio.max() if sequences else sums.new_zeros(())
+        maxima = [self[row].max() for row in _MAXIMA if sequences]
         if sums.dtype in _CODES and holds_values(self.kl):  # a quarter of the time of torch's
-            numbers = _scalars(sums.tolist(), largest.item(), sequences, _quotient)
+            floats = [largest.item() for largest in maxima]
+            numbers = _scalars(sums.tolist(), floats, sequences, _quotient)
             memory = array(_CODES[sums.dtype], numbers)
-            scalars = torch.frombuffer(memory, dtype=sums.dtype).unbind()
+            scalars = [*torch.frombuffer(memory, dtype=sums.dtype).unbind()]
         else:
-            scalars = _scalars(sums.unbind(), largest, sequences, _ratio)
-        return {prefix + name: value for name, value in zip(_NUMBERS, scalars, strict=True)}
+            number = sums.new_full((), sequences)
+            scalars = _scalars([*sums.unbind()], maxima, number, _ratio)
+        return {prefix + name: value for name, value in zip(LOGGED, scalars, strict=True)}
 
     def to_floats(self, prefix: str = "kl/") -> dict[str, float]:
         """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
@@ -176,31 +178,50 @@ def _of_table(table: Tensor) -> KLStats:
     return KLStats(*table.unbind(0))
 
 
-_NUMBERS = (
-    *("token_mean", "sequence_mean", "k1", "k2", "k3"),
-    *("length", "max_abs_log_ratio", "clipped", "nonfinite"),
-)
-"""The names of ``as_dict``."""
+LOGGED = {
+    "token_mean": ("kl", "per token"),
+    "sequence_mean": ("kl", "per kept sequence"),
+    "k1": ("k1", "per token"),
+    "k2": ("k2", "per token"),
+    "k3": ("k3", "per token"),
+    "length": ("length", "per sequence"),
+    "max_abs_log_ratio": ("max_abs_log_ratio", "maximum"),
+    "clipped": ("clipped", "total"),
+    "nonfinite": ("nonfinite", "total"),
+}
+"""The names of ``as_dict`` -> a field of ``KLStats``, and what becomes of the sequences' numbers. A
+field that is logged as a maximum is one over ranks too; the others are sums."""
+
+_FIELDS = KLStats._fields
+_DIVISORS = {
+    "per token": _FIELDS.index("length"),
+    "per kept sequence": len(_FIELDS),
+    "per sequence": len(_FIELDS) + 1,
+}
+_QUOTIENTS = tuple((_FIELDS.index(field), _DIVISORS.get(how)) for field, how in LOGGED.values())
+"""By name of ``LOGGED``: the places of numerator and denominator among the totals."""
+_MAXIMA = [_FIELDS.index(field) for field, how in LOGGED.values() if how == "maximum"]
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
 """The dtypes of arithmetic, as Python's arrays have them."""
 
 
-def _scalars(sums: Sequence[Any], largest: Any, sequences: int, divide: Divide) -> tuple[Any, ...]:
+def _scalars(sums: list[Any], maxima: list[Any], sequences: Any, divide: Divide) -> list[Any]:
     """The numbers of ``as_dict``, as floats or as tensors.
 
     Args:
-        sums: over the sequences, of each field and, last, 1 for each that keeps a token. Quotients
-            of fp32 numbers have the same bits rounded from fp64.
-        largest: the greatest ``max_abs_log_ratio``.
+        sums: over the sequences, of each field and, last, of 1 for each that keeps a token.
+            Quotients of fp32 numbers have the same bits rounded from fp64.
+        maxima: of the fields that have one; empty without sequences.
         sequences: how many.
         divide: the quotient, 0 where the denominator is 0.
     """
-    kl, length, k1, k2, k3, _, clipped, nonfinite, present = sums
-    per_token = (divide(total, length) for total in (k1, k2, k3))
-    mean_length = length / max(sequences, 1)
-    means = (divide(kl, length), divide(kl, present), *per_token, mean_length)
-    return (*means, largest, clipped, nonfinite)
+    totals = [*sums, sequences]
+    for row, largest in zip(_MAXIMA, maxima, strict=False):
+        totals[row] = largest
+    return [
+        totals[row] if by is None else divide(totals[row], totals[by]) for row, by in _QUOTIENTS
+    ]
 
 
 def _quotient(numerator: float, denominator: float) -> float:
