@@ -90,7 +90,7 @@ class CoefficientController(KLReader):
         else:
             self._form = DeviceForm(self._plan(), self, {"value": value, **memory}, self.device)
 
-    def _first_memory(self, its: Any, value: Number) -> rules.State:
+    def _first_memory(self, settings: Any, value: Number) -> rules.State:
         """What the rule remembers beside the coefficient, before the first update.
 
         Numbers and settings are floats, or tensors on which the rule runs.

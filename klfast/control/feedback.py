@@ -94,7 +94,7 @@ class NuPIKLController(TargetController):
     def _rule_of_settings(self) -> rules.Rule:
         return rules.nupi_of_log if self.scale == "log" else rules.nupi
 
-    def _first_memory(self, its: Any, value: Number) -> rules.State:
+    def _first_memory(self, settings: Any, value: Number) -> rules.State:
         return {"xi": 0.0, "errors": 0.0}
 
 
@@ -161,7 +161,7 @@ class PIDLagrangianKLController(TargetController):
         self.d_delay = check_count("d_delay", d_delay, least=1)
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _first_memory(self, its: Any, value: Number) -> rules.State:
+    def _first_memory(self, settings: Any, value: Number) -> rules.State:
         delayed = {f"cost_ago_{age}": 0.0 for age in range(1, self.d_delay + 1)}
         return {"integral": value, "error_ema": 0.0, "cost_ema": 0.0, **delayed}
 
@@ -267,7 +267,7 @@ class DoublingKLController(TargetController):
         self.every = check_count("every", every, least=1)
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _first_memory(self, its: Any, value: Number) -> rules.State:
+    def _first_memory(self, settings: Any, value: Number) -> rules.State:
         return {"waited": 0.0}
 
 
@@ -320,5 +320,5 @@ class ControlVAEKLController(TargetController):
         self._set(above=0, kp=kp, ki=ki, clip=clip)
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _first_memory(self, its: Any, value: Number) -> rules.State:
-        return {"integral": value - its.kp / 2}
+    def _first_memory(self, settings: Any, value: Number) -> rules.State:
+        return {"integral": value - settings.kp / 2}

@@ -136,6 +136,6 @@ class ScheduledKLController(CoefficientController):
     def _steering(self) -> CoefficientController:
         return self if self._inner is None else self._inner
 
-    def _first_memory(self, its: Any, value: Number) -> rules.State:
+    def _first_memory(self, settings: Any, value: Number) -> rules.State:
         of_rule = {} if self._inner is None else self._inner._state()[1]
         return {**of_rule, "step": 0.0}

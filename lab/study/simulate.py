@@ -40,18 +40,18 @@ class Course:
 def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -> Tensor:
     """The true KL [G, seeds, updates] under each of G gains."""
     device = torch.device("cpu")
-    on = Tensors(device)
+    ops = Tensors(device)
     controller = candidate.make(course.target)
-    its: Any = settings_on(controller, device)
+    settings: Any = settings_on(controller, device)
     count = max([1, *(len(value) for value in gains.values() if isinstance(value, Tensor))])
     for name, value in gains.items():
-        setattr(its, name, torch.as_tensor(value, dtype=torch.float64))
+        setattr(settings, name, torch.as_tensor(value, dtype=torch.float64))
     plan = controller._plan()
     generator = torch.Generator().manual_seed(course.seed)
     shape = (count, course.seeds)
 
     first = _first(plant, course, generator).expand(shape)
-    state = {"value": first, **_memory(controller, first, its)}
+    state = {"value": first, **_memory(controller, first, settings)}
     policy = Policy(plant, shape)
     n_steps = torch.tensor(float(BATCH), dtype=torch.float64)
     kls = []
@@ -63,7 +63,7 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         current = policy.measured(to_measure)
         push = course.jump if t >= course.updates // 2 else 1.0
         policy.update(state["value"], to_wander, push)
-        state = rules.advance(on, plan, its, state, current, n_steps)
+        state = rules.advance(ops, plan, settings, state, current, n_steps)
     return torch.stack(kls, -1)
 
 
@@ -73,8 +73,8 @@ def _first(plant: Plant, course: Course, generator: torch.Generator) -> Tensor:
     return plant.balance(course.target) * course.spread**share
 
 
-def _memory(controller: Any, first: Tensor, its: Any) -> dict[str, Tensor]:
+def _memory(controller: Any, first: Tensor, settings: Any) -> dict[str, Tensor]:
     """The rule's first memory, for each first coefficient."""
-    memory = controller._first_memory(its, first)
+    memory = controller._first_memory(settings, first)
     zeros = torch.zeros_like(first)
     return {name: zeros + number for name, number in memory.items()}
