@@ -13,7 +13,8 @@ from klfast.backends import BACKENDS
 from klfast.checks.arguments import check_choice, check_number
 from klfast.control.base import CoefficientController
 from klfast.control.controllers import FixedKLController
-from klfast.control.reading import STATE_VERSION, Unit, check_state_kind
+from klfast.control.current import Unit
+from klfast.control.reading import STATE_VERSION, check_state_kind
 from klfast.estimator import Estimator, as_estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.pending import PendingStats, are_whole, merged, parts_of, state_of

@@ -25,7 +25,8 @@ from klfast.checks.arguments import check_number
 from klfast.control import controllers as own
 from klfast.control import rules
 from klfast.control.base import CoefficientController
-from klfast.control.reading import KLName, to_scalar, warn_caller
+from klfast.control.current import KLName, to_scalar
+from klfast.control.reading import warn_caller
 from klfast.control.table import CONTROLLERS
 from klfast.stats import KLStats
 

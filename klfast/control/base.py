@@ -12,21 +12,23 @@ from torch import Tensor
 from klfast.checks.arguments import check_number
 from klfast.control import rules
 from klfast.control.arithmetic import Floats, Number
-from klfast.control.device import DeviceForm
-from klfast.control.diagnosis import Means, Stall, bound_warning, is_of_other_unit, stall_warning
-from klfast.control.measured import Measured
-from klfast.control.reading import (
+from klfast.control.current import (
     KL_INPUT,
     KLName,
-    KLReader,
     Unit,
     check_count,
+    check_scalar,
     chosen,
     mean_of,
     number_of,
     on_device,
     plain,
+    row_of,
 )
+from klfast.control.device import DeviceState
+from klfast.control.diagnosis import Means, Stall, bound_warning, is_of_other_unit, stall_warning
+from klfast.control.measured import Measured
+from klfast.control.reading import KLReader
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 
@@ -46,7 +48,7 @@ class CoefficientController(KLReader):
     """
 
     _output = "value"
-    _changed_in_place = ("_form", "_stall")
+    _changed_in_place = ("_device_state", "_stall")
     _rule: ClassVar[Any]  # a static rules.Rule
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _needs_n_steps: bool = False
@@ -60,7 +62,7 @@ class CoefficientController(KLReader):
     dead_band: float = 0.0
     _value: float
     _memory: dict[str, float] | None = None
-    _form: DeviceForm | None = None
+    _device_state: DeviceState | None = None
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class CoefficientController(KLReader):
         self.device = None if device is None else check_torch_device(device)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if self._form is not None and not name.startswith("_"):
+        if self._device_state is not None and not name.startswith("_"):
             raise AttributeError(
                 f"{name} cannot be changed on a device; make another {type(self).__name__} and "
                 "load this one's state_dict() into it"
@@ -88,7 +90,9 @@ class CoefficientController(KLReader):
         if self.device is None:
             self._value, self._memory = value, memory or None
         else:
-            self._form = DeviceForm(self._plan(), self, {"value": value, **memory}, self.device)
+            self._device_state = DeviceState(
+                self._plan(), self, {"value": value, **memory}, self.device
+            )
 
     def _first_memory(self, settings: Any, value: Number) -> rules.State:
         """What the rule remembers beside the coefficient, before the first update.
@@ -114,7 +118,7 @@ class CoefficientController(KLReader):
 
         A float; with ``device=`` a 0-dim fp64 tensor there, always the same one, updated in place.
         """
-        return self._value if self._form is None else self._form.value
+        return self._value if self._device_state is None else self._device_state.value
 
     @property
     def skipped(self) -> Any:
@@ -122,7 +126,7 @@ class CoefficientController(KLReader):
 
         An int; with ``device=`` a 0-dim int64 tensor there.
         """
-        return self._skipped if self._form is None else self._form.skipped
+        return self._skipped if self._device_state is None else self._device_state.skipped
 
     @property
     def highest(self) -> float:
@@ -193,13 +197,13 @@ class CoefficientController(KLReader):
             RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
                 says so), or a rank has died.
         """
-        current = chosen(plain(current, self._ranks), kl, reads=self._form is None)
+        current = chosen(plain(current, self._ranks), kl, reads=self._device_state is None)
         n_steps = self._sequences(current, n_steps)
         if self._ranks is not None:
             row = self._measured_here(current, n_steps, self._ranks)
             return self._take(self._ranks.gather(row))
-        if self._form is not None:
-            return self._update_on_device(self._form, current, n_steps)
+        if self._device_state is not None:
+            return self._update_on_device(self._device_state, current, n_steps)
         means = self._read(current)
         if means is not None:
             self._require(n_steps)
@@ -212,7 +216,7 @@ class CoefficientController(KLReader):
         """The checked number of sequences, None if it is not known."""
         if n_steps is None:
             return current.kl.numel() if isinstance(current, KLStats) else None
-        if isinstance(n_steps, Tensor) and self._form is not None:
+        if isinstance(n_steps, Tensor) and self._device_state is not None:
             check_scalar("n_steps", n_steps)
             return n_steps
         return self._check_n_steps(n_steps)
@@ -221,8 +225,7 @@ class CoefficientController(KLReader):
         self, current: float | Tensor | KLStats, n_steps: int | Tensor | None
     ) -> None:
         """Raise what ``update`` would raise for its arguments, and change nothing."""
-        if not isinstance(current, KLStats) and not self._stays_on_device(current):
-            number_of(current)
+        self._checked(current)
         self._require(self._sequences(current, n_steps))
 
     def _require(self, n_steps: object) -> None:
@@ -278,35 +281,34 @@ class CoefficientController(KLReader):
 
     @torch.no_grad()
     def _update_on_device(
-        self, form: DeviceForm, current: float | Tensor | KLStats, n_steps: int | Tensor | None
+        self, state: DeviceState, current: float | Tensor | KLStats, n_steps: int | Tensor | None
     ) -> Tensor:
         self._require(n_steps)
-        device = form.value.device
-        if isinstance(current, KLStats):
-            mean = mean_of(current, self.unit)
-            kl: float | Tensor = torch.where(current.length.any(), mean, math.nan)
-        elif self._stays_on_device(current):
-            kl = current
-        else:
-            kl = number_of(current)
-        form.update(on_device(kl, device), on_device(1 if n_steps is None else n_steps, device))
-        return form.value
+        device = state.value.device
+        kl = self._checked(current)
+        if isinstance(kl, KLStats):
+            kl = torch.where(kl.length.any(), mean_of(kl, self.unit), math.nan)
+        state.update(on_device(kl, device), on_device(1 if n_steps is None else n_steps, device))
+        return state.value
 
     def _measured_here(
         self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
     ) -> Tensor:
         """This rank's row of the all-reduce."""
         self._require(n_steps)
-        if self._form is None:
-            return self._row(current, n_steps, self._value, ranks.device)
-        return self._row(current, n_steps, self._form.value, self._form.value.device)
+        kl = self._checked(current)
+        if self._device_state is None:
+            return row_of(kl, n_steps, self._value, self.unit, ranks.device)
+        return row_of(
+            kl, n_steps, self._device_state.value, self.unit, self._device_state.value.device
+        )
 
     def _take(self, table: Tensor) -> Any:
         """Move by the rows of all ranks."""
-        if self._form is not None:
+        if self._device_state is not None:
             with torch.no_grad():
-                self._form.update_of_ranks(table)
-            return self._form.value
+                self._device_state.update_of_ranks(table)
+            return self._device_state.value
         measured = Measured(table)
         measured.check_agreement(f"{type(self).__name__}'s value")
         means = self._finite(measured.means) if measured.is_given else None
@@ -314,17 +316,20 @@ class CoefficientController(KLReader):
             self._steer(means, measured.n_steps)
         return self._value
 
-    def _stays_on_device(self, current: object) -> bool:
-        if self._form is None or not isinstance(current, Tensor):
-            return False
+    def _checked(self, current: float | Tensor | KLStats) -> float | Tensor | KLStats:
+        """Statistics as they are; a number as a float, or, on a device, as a 0-dim tensor."""
+        if isinstance(current, KLStats):
+            return current
+        if self._device_state is None or not isinstance(current, Tensor):
+            return number_of(current)
         check_scalar("current", current, KL_INPUT)
-        return True
+        return current
 
     def _state(self) -> tuple[float, dict[str, float]]:
         """The coefficient and what else is remembered, as floats."""
-        if self._form is None:
+        if self._device_state is None:
             return self._value, dict(self._memory or {})
-        state = self._form.read()
+        state = self._device_state.read()
         return state.pop("value"), state
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,7 +343,7 @@ class CoefficientController(KLReader):
             RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
                 coefficients in an update since the state was loaded.
         """
-        disagreements = 0 if self._form is None else int(self._form.disagreements)
+        disagreements = 0 if self._device_state is None else int(self._device_state.disagreements)
         if disagreements:
             raise RuntimeError(
                 f"{type(self).__name__}'s value must be the same on every rank, got different ones "
@@ -370,9 +375,9 @@ class CoefficientController(KLReader):
         skipped = self._check_state_frame(state, optional=("memory",))
         value = self._check_value("state['value']", state["value"])
         memory = self._check_memory(state.get("memory", {}))
-        if self._form is not None:
-            self._form.write({"value": value, **memory}, skipped)
-            self._form.disagreements.zero_()
+        if self._device_state is not None:
+            self._device_state.write({"value": value, **memory}, skipped)
+            self._device_state.disagreements.zero_()
             return
         self._value, self._memory, self._skipped = value, memory or None, skipped
         self._stall = None
@@ -474,12 +479,3 @@ def check_torch_device(device: object) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be a torch.device or its name, got {device!r}") from error
-
-
-def check_scalar(argument: str, value: Tensor, wanted: str = "a number or a 0-dim tensor") -> None:
-    """Raise unless a tensor is one real number, by its shape and dtype alone."""
-    if value.dim() != 0 or value.dtype == torch.bool or value.is_complex():
-        raise TypeError(
-            f"{argument} must be {wanted}, got a tensor of shape {[*value.shape]} and dtype "
-            f"{value.dtype}"
-        )

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from klfast.control import rules
 from klfast.control.base import CoefficientController, TargetController, TargetOptions
-from klfast.control.reading import Unit
+from klfast.control.current import Unit
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from klfast.control.arithmetic import Tensors
+from klfast.control.current import on_device
 from klfast.control.measured import COUNT, EQUAL, GIVEN, KL, N_STEPS
-from klfast.control.reading import on_device
 from klfast.control.rules import Plan, advance
 from klfast.ranks import folded
 
 
-class DeviceForm:
+class DeviceState:
     """A rule's state in fp64 tensors that are updated in place.
 
     ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
@@ -40,8 +40,8 @@ class DeviceForm:
         self, plan: Plan, settings: Any, state: dict[str, float], device: torch.device
     ) -> None:
         self.plan = plan
-        self.on = Tensors(device)
-        self.its = settings_on(settings, device)
+        self.ops = Tensors(device)
+        self.settings = settings_on(settings, device)
         value, *memory = state.values()
         self.names = tuple(state)[1:]
         # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
@@ -58,7 +58,9 @@ class DeviceForm:
         What is not valid is counted, unless ``is_given`` says that nothing was measured.
         """
         memory = dict(zip(self.names, self.memory.unbind(), strict=True))
-        new = advance(self.on, self.plan, self.its, {"value": self.value, **memory}, kl, n_steps)
+        new = advance(
+            self.ops, self.plan, self.settings, {"value": self.value, **memory}, kl, n_steps
+        )
         is_valid = kl.isfinite() & n_steps.isfinite() & (n_steps >= 0)
         if self.names:
             moved = torch.stack([new[name] for name in self.names])
@@ -96,12 +98,12 @@ class DeviceForm:
 
 
 def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:
-    """The numbers among an object's attributes as tensors; an attribute's own likewise."""
+    """The numbers among a controller's attributes as tensors; those of one within it likewise."""
     converted: dict[str, Any] = {}
     bounds = {"lowest": settings.lowest, "highest": settings.highest}
     for name, value in {**vars(settings), **bounds}.items():
         if isinstance(value, (int, float)):
             converted[name] = on_device(value, device)
-        elif hasattr(value, "highest"):
+        elif hasattr(value, "highest"):  # a controller within it, as a scheduled one has
             converted[name] = settings_on(value, device)
     return SimpleNamespace(**converted)

@@ -13,7 +13,7 @@ from klfast.checks.arguments import check_choice
 from klfast.control import rules
 from klfast.control.arithmetic import Number
 from klfast.control.base import TargetController, TargetOptions, check_part
-from klfast.control.reading import Unit, check_count
+from klfast.control.current import Unit, check_count
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
-from klfast.control.reading import STATE_VERSION, KLName, check_state_kind, chosen, plain
+from klfast.control.current import KLName, chosen, plain
+from klfast.control.reading import STATE_VERSION, check_state_kind
 from klfast.control.scheduled import ScheduledKLController
 from klfast.ranks import Ranks, check_same
 from klfast.stats import KLStats
@@ -127,7 +128,9 @@ class GroupedKLController:
         if unknown:
             raise ValueError(f"current must have groups of {[*self._parts]}, got {unknown[0]!r}")
         current = {
-            name: chosen(plain(given, self._ranks), kl, reads=self._parts[name]._form is None)
+            name: chosen(
+                plain(given, self._ranks), kl, reads=self._parts[name]._device_state is None
+            )
             for name, given in current.items()
         }
         sequences = self._by_group("n_steps", n_steps, current)

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import KLName, KLReader, Unit, check_count
+from klfast.control.current import KLName, Unit, check_count
+from klfast.control.reading import KLReader
 
 if TYPE_CHECKING:
     from torch import Tensor

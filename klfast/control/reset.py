@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.reading import NUMBER, KLName, KLReader, Unit, check_count, number_of
+from klfast.control.current import NUMBER, KLName, Unit, check_count, number_of
+from klfast.control.reading import KLReader
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

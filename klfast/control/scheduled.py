@@ -8,8 +8,8 @@ from klfast.checks.arguments import check_choice, check_number
 from klfast.control import rules
 from klfast.control.arithmetic import Floats, Number
 from klfast.control.base import CoefficientController, TargetController
+from klfast.control.current import Unit, check_count
 from klfast.control.feedback import NuPIKLController
-from klfast.control.reading import Unit, check_count
 
 if TYPE_CHECKING:
     import torch
