@@ -23,6 +23,7 @@ from klfast.control.feedback import (
 from klfast.control.grouped import GroupedKLController
 from klfast.control.learning_rate import KLAdaptiveLR
 from klfast.control.monitor import KLDriftAlarm, KLMonitor
+from klfast.control.protocol import KLController
 from klfast.control.reset import ReferenceReset
 from klfast.control.scheduled import ScheduledKLController
 from klfast.data_parallel import data_parallel_normalizer
@@ -64,6 +65,7 @@ __all__ = [
     "GradientName",
     "GroupedKLController",
     "KLAdaptiveLR",
+    "KLController",
     "KLDivergence",
     "KLDriftAlarm",
     "KLEarlyStop",

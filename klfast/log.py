@@ -17,6 +17,7 @@ from klfast.control.current import NUMBER, check_count, number_of
 from klfast.control.grouped import GroupedKLController
 from klfast.dtensors import made_whole
 from klfast.profile import LogRatioProfile
+from klfast.rollout.stats import RolloutStats
 from klfast.stats import KLStats
 from klfast.transfer import floats
 
@@ -54,8 +55,8 @@ class KLLog:
     """Writes the KL's numbers of a step, with one transfer from the device.
 
     ``log = klfast.KLLog("runs/kl.jsonl")``, then in every step
-    ``log(step, stats, controller=controller)``. Beside klfast's own names, ``kl/token_mean`` and so
-    on, in nats, a framework's dashboards find theirs.
+    ``log(step, stats, controller=controller, rollout=corrected.stats)``. Beside klfast's own names,
+    ``kl/token_mean`` and so on, in nats, a framework's dashboards find theirs.
 
     Args:
         to: where to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, ``"wandb"`` or
@@ -85,8 +86,9 @@ class KLLog:
     def __call__(
         self,
         step: int,
-        stats: KLStats | None = None,
+        stats: KLStats | RolloutStats | None = None,
         *,
+        rollout: RolloutStats | None = None,
         controller: Any = None,
         monitor: Any = None,
         profile: LogRatioProfile | None = None,
@@ -96,8 +98,12 @@ class KLLog:
 
         Args:
             step: >= 0.
-            stats: of the step's batch.
-            controller: writes ``coef`` and ``skipped``; a ``GroupedKLController``'s of each group.
+            stats: of the step's batch, written under ``prefix``; a ``RolloutStats`` is taken as
+                ``rollout``.
+            rollout: of :func:`klfast.rollout_correction`, written under ``rollout/`` as by its
+                ``as_dict``.
+            controller: klfast's, or any :class:`klfast.KLController`; writes ``coef`` and, if it
+                has it, ``skipped``; a ``GroupedKLController``'s of each group.
             monitor: a ``KLMonitor`` or ``KLDriftAlarm``; writes ``alarm``: 1 while its status is
                 not ``"ok"``.
             profile: see :func:`klfast.log_ratio_profile`.
@@ -105,10 +111,14 @@ class KLLog:
 
         Raises:
             ValueError: ``step`` is negative, or an extra has a name that is taken.
-            TypeError: ``step`` is not an integer, an extra is not one number, or ``controller`` or
-                ``monitor`` is not one.
+            TypeError: ``step`` is not an integer, an extra is not one number, or ``stats``,
+                ``rollout``, ``controller`` or ``monitor`` is not one.
         """
         step = check_count("step", step, least=0)
+        if isinstance(stats, RolloutStats) and rollout is None:
+            stats, rollout = None, stats
+        _check_is("stats", stats, KLStats)
+        _check_is("rollout", rollout, RolloutStats)
         own: dict[str, Any] = {}
         if stats is not None:
             own |= KLStats(*map(made_whole, stats)).as_dict("")
@@ -119,10 +129,13 @@ class KLLog:
             own["alarm"] = float(monitor.status != "ok")
         if profile is not None:
             own |= profile.as_dict("")
+        beside = {} if rollout is None else rollout.as_dict()
         extras = {name: made_whole(value) for name, value in (extra or {}).items()}
-        numbers = _floats({**own, **{f"={name}": value for name, value in extras.items()}})
+        given = {f"={name}": value for name, value in {**beside, **extras}.items()}
+        numbers = _floats({**own, **given})
         written = {self.prefix + name: numbers[name] for name in own}
         written |= self._of_framework({name: numbers[name] for name in own})
+        written |= {name: numbers[f"={name}"] for name in beside}
         for name in extras:
             if name == "step" or name in written:
                 raise ValueError(f"extra must have names that are not taken, got {name!r}")
@@ -146,14 +159,20 @@ class KLLog:
 
 
 def _of_controller(controller: Any) -> dict[str, Any]:
-    _check_has("controller", controller, "a controller of klfast", "value", "skipped")
-    values, skipped = controller.value, controller.skipped
-    if not isinstance(controller, GroupedKLController):
-        return {"coef": values, "skipped": skipped}
-    groups: dict[str, Any] = {}
-    for name, value in values.items():
-        groups |= {f"{name}/coef": value, f"{name}/skipped": skipped[name]}
-    return groups
+    """The coefficient and, where it is counted, how many KLs were skipped; those of each group."""
+    _check_has("controller", controller, "a controller, klfast's or a KLController", "value")
+    if isinstance(controller, GroupedKLController):
+        groups = controller.groups.items()
+        return {
+            f"{name}/{key}": v for name, part in groups for key, v in _of_controller(part).items()
+        }
+    counted = {"skipped": controller.skipped} if hasattr(controller, "skipped") else {}
+    return {"coef": controller.value, **counted}
+
+
+def _check_is(argument: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(f"{argument} must be a {kind.__name__} or None, got {type(given).__name__}")
 
 
 def _check_has(argument: str, given: object, wanted: str, *names: str) -> None:

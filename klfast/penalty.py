@@ -10,10 +10,11 @@ from torch import Tensor
 
 from klfast.api import kl_penalty
 from klfast.backends import BACKENDS
-from klfast.checks.arguments import check_choice, check_number
-from klfast.control.base import CoefficientController
+from klfast.checks.arguments import check_choice, check_number, shown
 from klfast.control.controllers import FixedKLController
 from klfast.control.current import Unit
+from klfast.control.grouped import GroupedKLController
+from klfast.control.protocol import KLController
 from klfast.control.reading import STATE_VERSION, check_state_kind
 from klfast.estimator import Estimator, as_estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
@@ -54,8 +55,9 @@ class KLPenalty:
             and the gradient of k2, in expectation the reverse KL's: on-policy, and off-policy with
             ``old_logprobs``.
         reduction: as of :func:`klfast.kl_penalty`.
-        controller: a controller of klfast with one coefficient, or a number >= 0 for a coefficient
-            that stays; None for 1, where the coefficient is applied elsewhere.
+        controller: a controller with one coefficient, klfast's or your own
+            (:class:`klfast.KLController`), or a number >= 0 for a coefficient that stays; None for
+            1, where the coefficient is applied elsewhere.
         unit: ``"sequence"`` or ``"token"``, the unit in which the controller's target is meant. It
             is an error if the controller reads another one; None asks for nothing.
         cu_seqlens: of every call that gives none itself.
@@ -75,7 +77,7 @@ class KLPenalty:
         estimator: EstimatorName | Estimator = "k3+",
         reduction: ReductionName = "token-mean",
         *,
-        controller: CoefficientController | float | None = None,
+        controller: KLController | float | None = None,
         unit: Unit | None = None,
         cu_seqlens: Tensor | None = None,
         backend: BackendName = "auto",
@@ -160,7 +162,8 @@ class KLPenalty:
 
         Returns:
             The numbers of ``KLStats.to_floats()`` over these sequences, with ``"kl/coef"``, the
-            coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left out.
+            coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left out,
+            if it counts them.
             Of one process, they come with one transfer from the device.
 
         Raises:
@@ -171,19 +174,26 @@ class KLPenalty:
             TypeError: ``group`` is not a process group that this process is in.
         """
         parts = self._pending.parts()
-        own, ranks = self.controller.process_group, self._ranks(group, parts)
+        own, ranks = self._own_group(), self._ranks(group, parts)
         if ranks is None and not parts:
             raise RuntimeError("step() must come after a call; none was made since the last")
-        stats = merged(parts, self.controller.device or torch.device("cpu"))
+        device = getattr(self.controller, "device", None)
+        stats = merged(parts, device or torch.device("cpu"))
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
         self._pending = self._pending.without(len(parts))
-        coefficient = {"kl/coef": self.controller.value, "kl/skipped": self.controller.skipped}
-        return finite_floats({**whole.as_dict(), **coefficient})
+        numbers = {**whole.as_dict(), "kl/coef": self.controller.value}
+        if hasattr(self.controller, "skipped"):
+            numbers["kl/skipped"] = self.controller.skipped
+        return finite_floats(numbers)
+
+    def _own_group(self) -> ProcessGroup | None:
+        """The group over which the controller adds up itself."""
+        return getattr(self.controller, "process_group", None)
 
     def _ranks(self, group: ProcessGroup | None, parts: list[KLStats]) -> Ranks | None:
         """The ranks of a step by these statistics, None for this process alone."""
-        own = self.controller.process_group
+        own = self._own_group()
         if group is not None and own is not None and group != own:
             raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
         group = own if group is None else group
@@ -235,20 +245,22 @@ class KLPenalty:
         return f"KLPenalty({settings}, calls={len(self._pending.parts())})"
 
 
-def _check_unit(unit: str, controller: CoefficientController) -> None:
+def _check_unit(unit: str, controller: KLController) -> None:
     check_choice("unit", unit, get_args(Unit))
-    if unit != controller.unit and not isinstance(controller, FixedKLController):
-        raise ValueError(f"unit must be that of the controller, {controller.unit!r}, got {unit!r}")
+    own = getattr(controller, "unit", unit)
+    if unit != own and not isinstance(controller, FixedKLController):
+        raise ValueError(f"unit must be that of the controller, {own!r}, got {unit!r}")
 
 
-def _controller(given: object) -> CoefficientController:
-    if isinstance(given, CoefficientController):
-        return given
+def _controller(given: object) -> KLController:
+    if isinstance(given, KLController) and not isinstance(given, (type, GroupedKLController)):
+        controller: KLController = given
+        return controller
     if given is None:
         return FixedKLController(1.0)
     if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(
-            "controller must be a controller of klfast with one coefficient, a number or None, got "
-            f"{type(given).__name__}"
+            "controller must be a controller with one coefficient (value, update, state_dict, "
+            f"load_state_dict), a number or None, got {shown(given)}"
         )
     return FixedKLController(check_number("controller", given, least=0))

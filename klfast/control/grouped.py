@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from klfast.checks.arguments import check_number
 from klfast.control.base import CoefficientController, TargetController
 from klfast.control.current import KLName, chosen, plain
+from klfast.control.protocol import KLController
 from klfast.control.reading import STATE_VERSION, check_state_kind
 from klfast.control.scheduled import ScheduledKLController
 from klfast.ranks import Ranks, check_same
@@ -33,12 +34,17 @@ class GroupedKLController:
     Each group has its own coefficient, target and memory, under one rule and one set of options.
 
     Args:
-        controller: the class that steers, such as ``klfast.NuPIKLController``.
+        controller: the class that steers: klfast's, such as ``klfast.NuPIKLController``, or one
+            whose objects are a :class:`klfast.KLController`, made as ``controller(init_kl_coef,
+            target, **options)``.
         init_kl_coef: the first coefficient, of all groups or by group.
         targets: the KL to hold by group, > 0, in nats per ``unit``; at least one.
-        process_group: the ranks that measure together; None for this process alone. One all-reduce
-            per ``update`` serves all groups.
+        process_group: the ranks that measure together, under klfast's controllers alone; None for
+            this process alone. One all-reduce per ``update`` serves all groups.
         **options: of ``controller``, for all groups.
+
+    Attributes:
+        groups: the controllers by group.
 
     Raises:
         TypeError: a setting is of the wrong type, or an option is unknown to ``controller``.
@@ -47,15 +53,14 @@ class GroupedKLController:
 
     def __init__(
         self,
-        controller: type[TargetController] | type[ScheduledKLController],
+        controller: Callable[..., KLController],
         init_kl_coef: float | Mapping[str, float],
         targets: Mapping[str, float],
         *,
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        steering = (TargetController, ScheduledKLController)
-        if not (isinstance(controller, type) and issubclass(controller, steering)):
+        if not _can_steer(controller):
             raise TypeError(
                 f"controller must be the class of a controller with a target, got {controller!r}"
             )
@@ -68,15 +73,29 @@ class GroupedKLController:
                 raise TypeError(f"targets must have strings for groups, got {name!r}")
             check_number(f"targets[{name!r}]", target, above=0)
         coefs = self._by_group("init_kl_coef", init_kl_coef, targets)
-        make: Any = controller
-        self._parts: dict[str, CoefficientController] = {
-            name: make(coefs[name], target, **options) for name, target in targets.items()
+        self.groups: dict[str, Any] = {
+            name: controller(coefs[name], target, **options) for name, target in targets.items()
         }
         self._ranks = None if process_group is None else Ranks(process_group)
         self._are_groups_compared = False
-        for name, part in self._parts.items():
+        for name, part in self.groups.items():
+            self._adopt(name, part)
+
+    def _adopt(self, name: str, part: object) -> None:
+        """Let a controller's warnings name its group; on ranks, let one rank alone warn."""
+        if isinstance(part, CoefficientController):
             part._group_of_data = name
             part._is_mute = self._ranks is not None and self._ranks.rank != 0
+        elif not isinstance(part, KLController):
+            raise TypeError(
+                "controller must make objects with value, update, state_dict and load_state_dict, "
+                f"got {type(part).__name__}"
+            )
+        elif self._ranks is not None:
+            raise TypeError(
+                "process_group must be None for a controller that is not klfast's, whose ranks "
+                f"cannot measure together, got one for {type(part).__name__}"
+            )
 
     @staticmethod
     def _by_group(argument: str, given: Any, groups: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,12 +109,12 @@ class GroupedKLController:
     @property
     def value(self) -> dict[str, Any]:
         """The coefficients by group, floats, or with ``device=`` 0-dim tensors updated in place."""
-        return {name: part.value for name, part in self._parts.items()}
+        return {name: part.value for name, part in self.groups.items()}
 
     @property
     def skipped(self) -> dict[str, Any]:
         """How many KLs were not finite, by group."""
-        return {name: part.skipped for name, part in self._parts.items()}
+        return {name: getattr(part, "skipped", 0) for name, part in self.groups.items()}
 
     def update(
         self,
@@ -124,30 +143,30 @@ class GroupedKLController:
         """
         if not isinstance(current, Mapping):
             raise TypeError(f"current must be KLs by group, got {type(current).__name__}")
-        unknown = [name for name in current if name not in self._parts]
+        unknown = [name for name in current if name not in self.groups]
         if unknown:
-            raise ValueError(f"current must have groups of {[*self._parts]}, got {unknown[0]!r}")
+            raise ValueError(f"current must have groups of {[*self.groups]}, got {unknown[0]!r}")
         current = {
-            name: chosen(
-                plain(given, self._ranks), kl, reads=self._parts[name]._device_state is None
-            )
+            name: chosen(plain(given, self._ranks), kl, reads=_is_on_host(self.groups[name]))
             for name, given in current.items()
         }
         sequences = self._by_group("n_steps", n_steps, current)
         for name, given in current.items():
-            self._parts[name]._check_update(given, sequences[name])
+            if isinstance(part := self.groups[name], CoefficientController):
+                part._check_update(given, sequences[name])
         if self._ranks is None:
             for name, given in current.items():
-                self._parts[name].update(given, sequences[name])
+                n_steps_here = () if sequences[name] is None else (sequences[name],)
+                self.groups[name].update(given, *n_steps_here)
             return self.value
         if not self._are_groups_compared:
             self._compare_groups(self._ranks)
         rows = [
             self._row(name, part, current, sequences, self._ranks)
-            for name, part in self._parts.items()
+            for name, part in self.groups.items()
         ]
         table = self._ranks.gather(torch.stack(rows))
-        for at, part in enumerate(self._parts.values()):
+        for at, part in enumerate(self.groups.values()):
             part._take(table[:, at])
         return self.value
 
@@ -155,7 +174,7 @@ class GroupedKLController:
         """Raise on every rank unless all have the same groups, in one order: a table whose size
         differs between ranks ends the process under gloo and hangs under NCCL.
         """
-        names = [*self._parts]
+        names = [*self.groups]
         own = [len(names), zlib.crc32(json.dumps(names).encode())]
         rows = ranks.gather(torch.tensor(own, dtype=torch.float64, device=ranks.device))
         counts, checksums = rows.long().T.tolist()
@@ -180,7 +199,7 @@ class GroupedKLController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every group's state, as plain JSON; no settings."""
-        groups = {name: part.state_dict() for name, part in self._parts.items()}
+        groups = {name: part.state_dict() for name, part in self.groups.items()}
         return {"kind": "grouped", "version": STATE_VERSION, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,20 +216,32 @@ class GroupedKLController:
         groups = state["groups"]
         if not isinstance(groups, dict):
             raise TypeError(f"state['groups'] must be a dict, got {type(groups).__name__}")
-        if groups.keys() != self._parts.keys():
-            raise ValueError(f"state must have the groups {[*self._parts]}, got {[*groups]}")
-        for name, part in self._parts.items():
+        if groups.keys() != self.groups.keys():
+            raise ValueError(f"state must have the groups {[*self.groups]}, got {[*groups]}")
+        for name, part in self.groups.items():
             copy.copy(part).load_state_dict(groups[name])
-        for name, part in self._parts.items():
+        for name, part in self.groups.items():
             part.load_state_dict(groups[name])
 
     def __copy__(self) -> GroupedKLController:
         """A copy goes on by itself: an update of one changes nothing in the other."""
         other = type(self).__new__(type(self))
-        own = {name: copy.copy(part) for name, part in self._parts.items()}
-        vars(other).update({**vars(self), "_parts": own})
+        own = {name: copy.copy(part) for name, part in self.groups.items()}
+        vars(other).update({**vars(self), "groups": own})
         return other
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{name!r}: {part!r}" for name, part in self._parts.items())
+        parts = ", ".join(f"{name!r}: {part!r}" for name, part in self.groups.items())
         return f"{type(self).__name__}({{{parts}}})"
+
+
+def _can_steer(controller: object) -> bool:
+    """Whether a class, or a function that makes controllers, has a target."""
+    if isinstance(controller, type) and issubclass(controller, CoefficientController):
+        return issubclass(controller, (TargetController, ScheduledKLController))
+    return callable(controller)
+
+
+def _is_on_host(part: object) -> bool:
+    """Whether the statistics of an update may be read, which waits for their device."""
+    return getattr(part, "_device_state", None) is None

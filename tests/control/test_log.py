@@ -46,6 +46,25 @@ class Run:
         self.logged.append((values, step))
 
 
+def test_statistics_between_sampler_and_trainer_have_names_of_their_own():
+    logprobs, rollout_logprobs, mask, stats = batch()
+    rollout = klfast.rollout_correction(logprobs, rollout_logprobs, mask).stats
+    run = Run()
+    log = KLLog(run, names="trl")
+    both = log(0, stats, rollout=rollout)
+    assert log(1, rollout) == rollout.to_floats()
+    assert both == {**log(2, stats), **rollout.to_floats()}
+    assert {"kl/token_mean", "rollout/k3", "kl"} <= both.keys()
+    with pytest.raises(TypeError, match="rollout must be a RolloutStats or None, got KLStats"):
+        log(3, rollout=stats)
+    with pytest.raises(TypeError, match="stats must be a KLStats or None, got RolloutStats"):
+        log(3, rollout, rollout=rollout)
+    with pytest.raises(
+        ValueError, match="extra must have names that are not taken, got 'rollout/k3'"
+    ):
+        log(3, rollout, extra={"rollout/k3": 1.0})
+
+
 def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):
     logprobs, ref_logprobs, mask, stats = batch()
     path = tmp_path / "new" / "kl.jsonl"
@@ -218,7 +237,7 @@ def test_bad_arguments_are_named(tmp_path):
         TypeError, match=r"extra\['x'\] must be a number or a 0-dim tensor, got 'y'"
     ):
         log(0, extra={"x": "y"})
-    with pytest.raises(TypeError, match=r"controller must be a controller of .*, got KLEarlyStop"):
+    with pytest.raises(TypeError, match=r"controller must be a controller, .*, got KLEarlyStop"):
         log(0, controller=klfast.KLEarlyStop(1.0))
     with pytest.raises(TypeError, match="monitor must be a KLMonitor or a KLDriftAlarm, got int"):
         log(0, monitor=1)

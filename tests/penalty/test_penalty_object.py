@@ -230,8 +230,12 @@ WRONG = {
     "estimator": ({"estimator": "k9"}, ValueError, "unknown estimator 'k9'"),
     "reduction": ({"reduction": "mean"}, ValueError, "unknown reduction 'mean'"),
     "backend": ({"backend": "cpu"}, ValueError, "unknown backend 'cpu'"),
-    "grouped": ({"controller": GROUPED}, TypeError, "controller must be a controller of klfast"),
-    "bool": ({"controller": True}, TypeError, "controller must be a controller of klfast"),
+    "grouped": (
+        {"controller": GROUPED},
+        TypeError,
+        "controller must be a controller with one coef",
+    ),
+    "bool": ({"controller": True}, TypeError, "controller must be a controller with one coef"),
     "negative": ({"controller": -0.1}, ValueError, "controller must be a finite number >= 0"),
     "nan": ({"controller": math.nan}, ValueError, "controller must be a finite number >= 0"),
     "unit": (

@@ -12,7 +12,7 @@ import klfast
 
 API = Path(__file__).with_name("public_api.txt")
 WITHOUT_FORMULA = {
-    *("FixedKLController", "GroupedKLController", "get_kl_controller"),
+    *("FixedKLController", "GroupedKLController", "KLController", "get_kl_controller"),
     *("KLDriftAlarm", "ReferenceReset", "KLLog", "info"),
     *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats"),
     *("KLDivergence", "TokenLogprobs"),

@@ -20,6 +20,7 @@ from .control.feedback import (
 from .control.grouped import GroupedKLController
 from .control.learning_rate import KLAdaptiveLR
 from .control.monitor import KLDriftAlarm, KLMonitor
+from .control.protocol import KLController
 from .control.reset import ReferenceReset
 from .control.scheduled import ScheduledKLController
 from .data_parallel import data_parallel_normalizer
@@ -56,6 +57,7 @@ __all__ = [
     "GradientName",
     "GroupedKLController",
     "KLAdaptiveLR",
+    "KLController",
     "KLDivergence",
     "KLDriftAlarm",
     "KLEarlyStop",
