@@ -12,6 +12,7 @@ from klfast.checks.arguments import check_choice, check_number
 from klfast.names import (
     ALIASES,
     ESTIMATORS,
+    FRAMEWORKS_NAMES,
     GRADIENTS,
     IMPORTANCE,
     NAMES,
@@ -188,5 +189,5 @@ def as_estimator(estimator: EstimatorName | Estimator) -> Estimator:
     """The estimator that a user's argument stands for."""
     if isinstance(estimator, Estimator):
         return estimator
-    check_choice("estimator", estimator, NAMES)
+    check_choice("estimator", estimator, NAMES, others=FRAMEWORKS_NAMES)
     return SHORTHAND[estimator]

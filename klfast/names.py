@@ -45,6 +45,8 @@ BackendName = Literal["auto", "native", "triton", "reference"]
 ESTIMATORS: tuple[FormulaName, ...] = get_args(FormulaName)
 NAMES: tuple[EstimatorName, ...] = get_args(EstimatorName)
 ALIASES: dict[str, FormulaName] = {"mse": "k2", "low_var_kl": "k3"}
+FRAMEWORKS_NAMES: dict[str, EstimatorName] = {"kl": "k1", "kl+": "k1+"}
+"""Frameworks' words for estimators that are no names here -> klfast's."""
 PLUS: dict[str, FormulaName] = {"k1+": "k1", "k2+": "k2", "k3+": "k3"}
 GRADIENTS: tuple[GradientName, ...] = get_args(GradientName)
 IMPORTANCE: tuple[ImportanceName, ...] = get_args(ImportanceName)

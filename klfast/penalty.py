@@ -15,7 +15,7 @@ from klfast.control.controllers import FixedKLController
 from klfast.control.current import Unit
 from klfast.control.grouped import GroupedKLController
 from klfast.control.protocol import KLController
-from klfast.control.reading import STATE_VERSION, check_state_kind
+from klfast.control.reading import STATE_VERSION, check_state_kind, warn_caller
 from klfast.estimator import Estimator, as_estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.pending import PendingStats, are_whole, merged, parts_of, state_of
@@ -72,6 +72,9 @@ class KLPenalty:
             the controller.
     """
 
+    _normalizer: float | Tensor | None = None
+    _warned_of_normalizer = False
+
     def __init__(
         self,
         estimator: EstimatorName | Estimator = "k3+",
@@ -123,6 +126,7 @@ class KLPenalty:
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 "klfast.kl_penalty there"
             )
+        self._normalizer = normalizer
         loss, stats = kl_penalty(
             logprobs,
             ref_logprobs,
@@ -182,10 +186,28 @@ class KLPenalty:
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
         self._pending = self._pending.without(len(parts))
-        numbers = {**whole.as_dict(), "kl/coef": self.controller.value}
+        logged = {**whole.as_dict(), "kl/coef": self.controller.value}
         if hasattr(self.controller, "skipped"):
-            numbers["kl/skipped"] = self.controller.skipped
-        return finite_floats(numbers)
+            logged["kl/skipped"] = self.controller.skipped
+        if self._normalizer is not None:
+            logged |= {"tokens": whole.length.sum(), "normalizer": self._normalizer}
+        numbers = finite_floats(logged)
+        self._check_normalizer(numbers.pop("tokens", None), numbers.pop("normalizer", None))
+        return numbers
+
+    def _check_normalizer(self, tokens: float | None, normalizer: float | None) -> None:
+        """Warn, once, of a denominator that no reduction of the step's batch has."""
+        self._normalizer = None
+        if tokens is None or normalizer is None or self._warned_of_normalizer:
+            return
+        if normalizer <= tokens * (1 + torch.finfo(torch.float32).eps):
+            return
+        self._warned_of_normalizer = True
+        warn_caller(
+            "normalizer must be the number of tokens or sequences of the whole batch, over all "
+            f"ranks divided by their number, got {normalizer:.6g} in a step of {tokens:.6g} "
+            "tokens: the penalty is smaller than its coefficient says"
+        )
 
     def _own_group(self) -> ProcessGroup | None:
         """The group over which the controller adds up itself."""

@@ -158,7 +158,9 @@ class KLStats(NamedTuple):
     def __repr__(self) -> str:
         if not are_readable(self):
             return fields_of(self)
-        return line_of("KLStats", {"sequences": self.kl.numel(), **self.as_dict("")})
+        logged, unknown = self.as_dict(""), OF_TOKENS if is_without_tokens(self) else ()
+        shown = {label: logged[name] for name, label in _LABELS.items() if name not in unknown}
+        return line_of("KLStats", {"sequences": self.kl.numel(), **shown})
 
 
 torch.serialization.add_safe_globals([KLStats])
@@ -167,6 +169,11 @@ torch.serialization.add_safe_globals([KLStats])
 def without_tokens(stats: KLStats) -> KLStats:
     """Statistics of exact divergences where no token was taken: NaN for what is said of tokens."""
     return stats._replace(**dict.fromkeys(OF_TOKENS, torch.full_like(stats.kl, torch.nan)))
+
+
+def is_without_tokens(stats: KLStats) -> Tensor:
+    """Whether statistics are those that :func:`without_tokens` returns, 0-dim."""
+    return stats.k1.isnan().all() & ~stats.nonfinite.any() & (stats.k1.numel() > 0)
 
 
 def with_tokens_of(stats: KLStats, taken: KLStats) -> KLStats:
@@ -201,6 +208,14 @@ _DIVISORS = {
 _QUOTIENTS = tuple((_FIELDS.index(field), _DIVISORS.get(how)) for field, how in LOGGED.values())
 """By name of ``LOGGED``: the places of numerator and denominator among the totals."""
 _MAXIMA = [_FIELDS.index(field) for field, how in LOGGED.values() if how == "maximum"]
+
+_METHODS = ("token_mean", "sequence_mean")
+_BY = {"per token": "{}/length", "per sequence": "{}/sequences"}
+_LABELS = {
+    name: f"{name}()" if name in _METHODS else _BY.get(how, "{}").format(field)
+    for name, (field, how) in LOGGED.items()
+}
+"""The names of ``as_dict`` -> the expression of fields and methods that ``repr`` shows."""
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
 """The dtypes of arithmetic, as Python's arrays have them."""

@@ -5,6 +5,7 @@ What tensors hold is checked in ``values``.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection, Mapping
 from numbers import Real
@@ -23,9 +24,16 @@ def check_choice(
     choices: Collection[str],
     *,
     torchs: Mapping[str, str] | None = None,
+    others: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise unless ``value`` is one of ``choices``; the error lists them, and says which of them
-    torch calls by another name (``torchs``: torch's name -> the choice).
+    """Raise unless ``value`` is one of ``choices``; the error lists them and names the likely one.
+
+    Args:
+        argument: its name.
+        value: what was given.
+        choices: what may be given.
+        torchs: torch's name of a choice -> the choice.
+        others: frameworks' name of a choice -> the choice.
     """
     if isinstance(value, str) and value in choices:
         return
@@ -35,7 +43,17 @@ def check_choice(
         raise TypeError(text)
     if torchs is not None and value in torchs:
         text = f"torch's {value!r} is {torchs[value]!r}: {text}"
+    elif likely := (others or {}).get(value) or _nearest(value, choices):
+        text += f"; did you mean {likely!r}?"
     raise ValueError(text)
+
+
+def _nearest(value: str, choices: Collection[str]) -> str | None:
+    """The choice that a name is but for case, hyphens and a slip; None if there is none."""
+    plain = {choice.lower().replace("_", "-"): choice for choice in choices}
+    given = value.strip().lower().replace("_", "-").replace(" ", "-")
+    found = difflib.get_close_matches(given, plain, n=1, cutoff=0.75)
+    return plain[found[0]] if found else None
 
 
 def shown(value: object) -> str:

@@ -61,6 +61,8 @@ def of_penalty(
         and not _is_zero(coef)  # where the KL is only measured
     ):
         of_gradient("kl_penalty")
+    if ref_logprobs.requires_grad and not logprobs.requires_grad:
+        _of_roles("kl_penalty", "logprobs", "ref_logprobs")
     if cu_seqlens is None and logprobs.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
         _of_one_sequence("kl_penalty", "logprobs", logprobs, f"reduction {reduction!r}")
     if _is_due("kl_penalty"):
@@ -123,6 +125,8 @@ def of_divergence(
     """All hints of a call of ``kl_divergence``."""
     if torch.compiler.is_compiling():
         return
+    if ref_logits.requires_grad and not logits.requires_grad:
+        _of_roles("kl_divergence", "logits", "ref_logits")
     if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
         _of_one_sequence("kl_divergence", "logits", logits, f"reduction {reduction!r}")
     if _is_due("kl_divergence"):
@@ -165,6 +169,17 @@ def _of_differentiable_weight(function: str) -> None:
         "importance='detached', as 'k1+', 'k2+' and 'k3+' have it, or gradient='value' with k1 or "
         "k3",
     )
+
+
+def _of_roles(function: str, policy: str, reference: str) -> None:
+    """The hint of a policy in the place of its reference."""
+    if torch.is_grad_enabled():
+        _give(
+            function,
+            "swapped",
+            f"{reference} requires grad and {policy} does not: the policy's comes first, the "
+            "reference's second; are they swapped?",
+        )
 
 
 def _of_one_sequence(function: str, name: str, tokens: Tensor, option: str) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_number
 
+IGNORED = -100
+"""The id of a token that is left out, to torch's cross-entropy and flash-attn's."""
+
 
 def are_tracing() -> bool:
     """Whether tensors may be without data: under torch.compile or a torch.func transform."""
@@ -88,9 +91,11 @@ def check_token_ids(token_ids: Tensor, keep: Tensor | None, vocabulary: int) -> 
         bad = bad & keep
     if bad.any():
         where = int(bad.nonzero()[0].item())
+        got = token_ids[where].item()
+        remedy = ": it marks a token that is left out, so mask it" if got == IGNORED else ""
         raise ValueError(
-            f"token_ids must be in [0, {vocabulary}) where tokens are kept, got "
-            f"{token_ids[where].item()} at token {where}"
+            f"token_ids must be in [0, {vocabulary}) where tokens are kept, got {got} at token "
+            f"{where}{remedy}"
         )
 
 

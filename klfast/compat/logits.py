@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klfast.checks.values import IGNORED as IGNORED
 from klfast.logits.api import token_logprobs as fused_token_logprobs
 from klfast.logits.inplace import why_not_inplace
-
-IGNORED = -100
-"""The label of a token that does not exist, to flash-attn's cross entropy and PyTorch's."""
 
 
 def token_logprobs(

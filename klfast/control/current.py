@@ -15,7 +15,7 @@ from klfast.checks.arguments import check_choice, shown
 from klfast.control.diagnosis import Means, is_far
 from klfast.dtensors import made_whole
 from klfast.ranks import Ranks
-from klfast.stats import KLStats
+from klfast.stats import KLStats, is_without_tokens
 
 Unit = Literal["sequence", "token"]
 KLName = Literal["kl", "k1", "k2", "k3"]
@@ -95,7 +95,7 @@ def chosen(current: Any, kl: KLName, reads: bool) -> Any:
     if not isinstance(current, KLStats):
         raise ValueError(f"kl must be 'kl' when current is not a KLStats, got {kl!r}")
     sums: Tensor = getattr(current, kl)
-    if reads and sums.numel() and (sums.isnan().all() & ~current.nonfinite.any()):
+    if reads and is_without_tokens(current):
         raise ValueError(
             f"kl must be 'kl' for statistics of divergences without token_ids, got {kl!r}, which "
             "they do not have"

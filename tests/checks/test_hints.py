@@ -619,3 +619,18 @@ def test_the_caller_of_a_function_is_this_one():
     who = callers.caller()
     assert who == (1, False)
     assert sys._getframe(0).f_globals["__name__"] == __name__
+
+
+@pytest.mark.parametrize("function", ["kl_penalty", "kl_divergence"])
+def test_a_policy_in_the_place_of_its_reference_is_named_once(function):
+    policy, reference = logprobs(2, 3, 5).requires_grad_(), logprobs(2, 3, 5)
+    if function == "kl_penalty":
+        policy, reference = policy[..., 0], reference[..., 0]
+    call = getattr(klfast, function)
+    call(policy, reference)
+    call(policy, policy)
+    with torch.no_grad():
+        call(reference, policy)
+    with pytest.warns(UserWarning, match=f"{function}: ref_log.* requires grad and log.* swapped"):
+        call(reference, policy)
+    call(reference, policy)

@@ -106,7 +106,8 @@ LOGITS_VALUES = {
     **{
         f"id-{value}-{dtype}": (
             {"token_ids": ids(value, dtype)},
-            rf"token_ids must be in \[0, 5\) where tokens are kept, got {value} at token 4$",
+            rf"token_ids must be in \[0, 5\) where tokens are kept, got {value} at token 4"
+            + ("$" if value != -100 else ": it marks a token that is left out, so mask it$"),
         )
         for value, dtype in (
             (5, torch.int64),

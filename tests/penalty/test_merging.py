@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 import klfast
 from klfast import KLStats
+from klfast.stats import OF_TOKENS
 
 COUNTS = ("clipped", "nonfinite")
 
@@ -241,8 +242,17 @@ def test_a_line_shows_the_main_numbers():
     fields = {name: [0.0, 0.0] for name in KLStats._fields}
     fields |= {"kl": [6.0, 3.0], "length": [4.0, 1.0], "k1": [5.0, -1.0], "nonfinite": [0.0, 3.0]}
     assert repr(as_stats(fields)) == (
-        "KLStats(sequences=2, token_mean=1.8, sequence_mean=4.5, k1=0.8, k2=0, k3=0, length=2.5, "
-        "max_abs_log_ratio=0, clipped=0, nonfinite=3)"
+        "KLStats(sequences=2, token_mean()=1.8, sequence_mean()=4.5, k1/length=0.8, k2/length=0, "
+        "k3/length=0, length/sequences=2.5, max_abs_log_ratio=0, clipped=0, nonfinite=3)"
+    )
+
+
+def test_a_line_of_exact_divergences_leaves_out_what_only_tokens_have():
+    fields = {name: [1.0, 1.0] for name in KLStats._fields}
+    stats = as_stats(fields | {"nonfinite": [0.0, 0.0]} | dict.fromkeys(OF_TOKENS, [math.nan] * 2))
+    assert repr(stats) == (
+        "KLStats(sequences=2, token_mean()=1, sequence_mean()=1, length/sequences=1, clipped=2, "
+        "nonfinite=0)"
     )
 
 

@@ -252,6 +252,23 @@ def test_wrong_settings_are_refused_at_once(options, error, text):
         KLPenalty(**options)
 
 
+def test_a_normalizer_beyond_the_batch_is_warned_of_once():
+    penalty, base = KLPenalty(), torch.full((2, 3), -4.0)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    for normalizer in (4.0, torch.tensor(4.0), None, 2.0):
+        penalty(base, base, mask, normalizer=normalizer)
+        assert "normalizer" not in penalty.step()
+    # Two micro-batches are one batch of 8 tokens.
+    penalty(base, base, mask, normalizer=8.0)
+    penalty(base, base, mask, normalizer=8.0)
+    penalty.step()
+    penalty(base, base, mask, normalizer=torch.tensor(6.0))
+    with pytest.warns(RuntimeWarning, match=r"normalizer must be .*, got 6 in a step of 4 tokens"):
+        penalty.step()
+    penalty(base, base, mask, normalizer=6.0)
+    penalty.step()
+
+
 def test_the_unit_may_be_asked_for():
     controller = klfast.ExponentialKLController(0.1, 0.1)
     assert KLPenalty(controller=controller, unit="token").controller is controller
