@@ -1,4 +1,4 @@
-"""What malloc does with freed memory, and the page faults that show it."""
+"""The treatment of freed memory by malloc, and the page faults that show it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _keeps() -> bool:
 
 
 def page_faults() -> float:
-    """Of the process so far, without those that wait for a disk; NaN where nobody counts."""
+    """The page faults of the process so far, without a disk's; NaN where none are counted."""
     if sys.platform == "win32":
         return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

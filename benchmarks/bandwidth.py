@@ -1,4 +1,4 @@
-"""What the memory of this machine allows: the inputs' own bytes, read by torch's plain reductions,
+"""The bandwidth of this machine: the inputs' own bytes, read by torch's plain reductions,
 and the gradient's, written by a plain fill.
 """
 

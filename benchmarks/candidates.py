@@ -12,8 +12,8 @@ from klfast.backends import BACKENDS
 from klfast.names import BackendName
 
 Candidate = Callable[[Any], Any]
-"""What is called with inputs in a timing. Returns what its forward does, or with a backward (that,
-gradient)."""
+"""The function that a timing calls with inputs. Returns its forward's outputs, or (those,
+gradient) with a backward."""
 
 KLFAST = "klfast"
 COMPILE = "torch.compile"

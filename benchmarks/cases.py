@@ -1,4 +1,4 @@
-"""What is timed: an op, a dtype and a shape; and the inputs it is timed on.
+"""The cases: an op, a dtype and a shape; and the inputs it is timed on.
 
 The ops over log-probs are in ``tokens``, those over logits in ``logits``.
 """
@@ -127,11 +127,11 @@ class Op(ABC):
 
     @abstractmethod
     def named(self, outputs: Any) -> dict[str, Tensor]:
-        """What a forward returned, by name."""
+        """The outputs of a forward, by name."""
 
     @abstractmethod
     def normalizer(self, inputs: Inputs) -> Any:
-        """What a mean divides by: the same in any part of the inputs; None without a mean."""
+        """The denominator of a mean, the same in any part of the inputs; None without a mean."""
 
     @abstractmethod
     def sizes(self, inputs: Inputs) -> tuple[float, float]:
@@ -157,7 +157,7 @@ class Case:
 
     @property
     def numbers(self) -> int:
-        """Of each large tensor."""
+        """The number of elements of each large tensor."""
         return math.prod(self.shape)
 
     @property
@@ -175,13 +175,13 @@ class Case:
 
     @property
     def least_bytes(self) -> int:
-        """What must move whoever computes it: the reads, and the gradient if there is one."""
+        """The least bytes that any implementation moves: its reads, and the gradient if any."""
         return self.op.reads * self.input_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is timed together.
+    """The cases that are timed together.
 
     Attributes:
         name: as on the command line.

@@ -12,10 +12,10 @@ from benchmarks.candidates import candidate
 from benchmarks.cases import Inputs, Op, largest
 
 TOLERANCE = 1e-4
-"""Of the largest entry. Wide: it tells wrong from right, not good from better."""
+"""The tolerance, relative to the largest entry; wide, as it tells wrong from right."""
 
 ROUNDING = 1e-6
-"""Of the terms: ``exp(-x) - 1`` in fp32 has lost its digits where x is small, and is not wrong."""
+"""The tolerance, relative to the terms: near 0, ``exp(-x) - 1`` in fp32 has few digits."""
 
 _NUMBERS_PER_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
@@ -25,7 +25,7 @@ class WrongResult(Exception):  # noqa: N818  # said in the words of the message
 
 
 def named_outputs(op: Op, outputs: Any) -> dict[str, Tensor]:
-    """What a candidate returned, by name."""
+    """The outputs of a candidate, by name."""
     if op.backward:
         return {**op.named(outputs[0]), "gradient": outputs[1]}
     return op.named(outputs)

@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _defaults() -> str:
-    """What is timed if nothing is said, for each suite and device."""
+    """The default cases of each suite and device."""
     lines = ["defaults:"]
     for suite in SUITES.values():
         lines += [
@@ -194,7 +194,7 @@ def _whole_number(text: str) -> int:
 
 @dataclass(frozen=True)
 class Bench:
-    """What differs between devices.
+    """The functions that differ between devices.
 
     Attributes:
         cases: what is measured.
@@ -267,7 +267,7 @@ def _refuses_load(arguments: argparse.Namespace) -> bool:
 
 
 def _load_now() -> str | None:
-    """What is wrong with the load before anything is measured; None if nothing is."""
+    """The fault of the load before anything is measured; None if there is none."""
     load = idle.sample()
     if load is None:
         return "what other processes take is not known here"
@@ -277,7 +277,7 @@ def _load_now() -> str | None:
 
 
 def _mistake(arguments: argparse.Namespace) -> str | None:
-    """What cannot be done, before anything is; None if all can."""
+    """The part of a request that cannot be done; None if all can."""
     suite = SUITES[arguments.suite]
     for name in arguments.ops or ():
         if (reason := _not_one_of(suite.ops, name)) is not None:

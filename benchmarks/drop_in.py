@@ -84,7 +84,7 @@ def conditions(plan: Plan) -> dict[str, Any]:
 
 
 def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]]:
-    """What is measured on what; a pair says its shape where it has several."""
+    """The names of the cases; a pair says its shape where it has several."""
     for shapes, makers in PEERS[peers].items():
         chosen = QUICK[shapes] if quick else shapes
         for maker, shape in itertools.product(makers, chosen):

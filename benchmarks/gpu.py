@@ -62,7 +62,7 @@ class GpuRow(Row):
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What plain reads and copies of much memory reach, in 1e9 bytes per second.
+    """The bandwidth of plain reads and copies of much memory, in 1e9 bytes per second.
 
     A copy's bytes are read and written. ``nothing_us``: what the timing of no call shows.
     """
@@ -89,7 +89,7 @@ class GpuPlan:
 
 @dataclass
 class Clock:
-    """What is left of a budget, and for how many cases."""
+    """The rest of a budget, and the number of cases that it is for."""
 
     budget: float
     cases: int

@@ -35,15 +35,15 @@ WORK = ROOT / "build" / "gpu-check"
 SITE = WORK / "site"
 
 LOG_BYTES = 1 << 20
-"""Of each step's log; its end is what is kept."""
+"""The lines of each step's log that are kept, from its end."""
 SHOWN_LINES = 12
-"""Of the log of a step that failed."""
+"""The lines that are shown of the log of a step that failed."""
 
 RESULTS = tuple(f"{name}.json" for name in gpu_plan.OPTIONS)
-"""What the benchmarks write."""
+"""The files that the benchmarks write."""
 
 LARGEST_SHARE = 0.6
-"""Of a lane's time that a step may take while others wait for theirs."""
+"""The share of a lane's time that a step may take while others wait for theirs."""
 
 BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
@@ -140,7 +140,7 @@ class Phase:
 
 @dataclass
 class Outcome:
-    """What became of a step: ``status`` is ok, failed, timeout or not run."""
+    """The outcome of a step: ``status`` is ok, failed, timeout or not run."""
 
     name: str
     status: str
@@ -302,12 +302,12 @@ class Check:
         return path.read_bytes() if path.exists() else b""
 
     def _architecture(self) -> Environment:
-        """What to compile for: this device alone, which takes a third of the time of all."""
+        """The architecture to compile for: this device's alone, a third of the time of all."""
         capability = self._environment().get("capability")
         return {"TORCH_CUDA_ARCH_LIST": capability} if capability else {}
 
     def _environment(self) -> dict[str, Any]:
-        """What the step of that name has printed."""
+        """The output of the step of that name."""
         lines = self.log("environment").splitlines()
         with suppress(ValueError, IndexError):
             facts: dict[str, Any] = json.loads(lines[-1])
@@ -381,7 +381,7 @@ def environment() -> int:
 
 
 def last_line(command: list[str]) -> str:
-    """Of what a command prints; says so if it cannot be run."""
+    """The output of a command; a sentence if it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -390,7 +390,7 @@ def last_line(command: list[str]) -> str:
 
 
 def commit() -> str:
-    """Of the sources; empty outside a checkout."""
+    """The commit of the sources; empty outside a checkout."""
     git = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError):
         done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -399,7 +399,7 @@ def commit() -> str:
 
 
 def show_plan(plan: Sequence[Phase]) -> None:
-    """What would be run."""
+    """The steps that would be run, printed."""
     for phase in plan:
         at_once = " (lanes run at once)" if len(phase.lanes) > 1 else ""
         print(f"until {phase.until:.0f} s{at_once}:")

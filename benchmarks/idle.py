@@ -45,7 +45,7 @@ class Load:
 
     @property
     def share(self) -> float:
-        """Of the cores' time, the larger of the two."""
+        """The larger share of the cores' time."""
         return max(
             _share(self.others, self.capacity), _share(self.all_others, self.all_capacity), 0.0
         )

@@ -30,8 +30,8 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def peak_bytes(case: Case, name: str) -> int | None:
-    """Of the call of a candidate, named as in ``build_candidates``; None for small inputs, and with
-    a warning where it cannot be known.
+    """The peak of a candidate's call, named as in ``build_candidates``; None for small
+    inputs, and with a warning where it cannot be known.
     """
     if case.input_bytes < SMALLEST_INPUTS:
         return None
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def peak_of(call: Callable[[], Any]) -> int:
-    """Of a second call, when what is made once has been made.
+    """The peak of a second call, when what is made once has been made.
 
     Raises:
         OSError: the system does not tell; Linux does.

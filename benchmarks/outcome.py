@@ -119,7 +119,7 @@ def clocks(place: torch.device) -> dict[str, str] | None:
 
 
 def load_conditions(results: Results, allowed: bool) -> dict[str, Any]:
-    """What other processes took of the cores' time in all rounds, and whether more would have been
+    """The share of the cores' time that other processes took in all rounds, and whether more was
     allowed; the share is None where it is not known.
     """
     known = [load for load in results.loads.values() if load is not None]
@@ -220,7 +220,7 @@ GPU_COLUMNS = (
 
 
 def flags_text(noisy: bool, busy: bool) -> str:
-    """What speaks against a row's times: their spread, and the load beside its case."""
+    """The flags against a row's times: their spread, and the load beside its case."""
     return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
 
 

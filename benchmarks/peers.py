@@ -69,7 +69,7 @@ class Both(NamedTuple):
     ours: Any
 
     def pair(self, what: str, make: Callable[[Any], Function]) -> Pair:
-        """What is made of either."""
+        """The pair of what is made of either."""
         return Pair(self.framework, what, make(self.theirs), make(self.ours))
 
     def gradient(self, what: str, loss: Callable[[Any, Tensor, Any], Tensor]) -> Pair:
@@ -153,7 +153,7 @@ def verl_pairs() -> Iterator[Pair]:
 
 
 class _Data:
-    """What ``apply_kl_penalty`` needs of a DataProto: a batch with a size."""
+    """The part of a DataProto that ``apply_kl_penalty`` reads: a batch with a size."""
 
     class Tensors(dict[str, Tensor]):
         batch_size: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What stands in for a GPU, counted: the tables of docs/proved.md.
+"""The counts of what stands in for a GPU: the tables of docs/proved.md.
 
 Runs of the tests leave reports in JUnit's format, of which this writes
 benchmarks/results/proved.json; ``make test-ptx`` and ``make sass`` write what they count::
@@ -112,7 +112,7 @@ def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 
 def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) -> str:
-    """What ran, and in how many cases, all of which passed."""
+    """The runs and their cases, all of which passed."""
     source = f"`make test`, the rest of `tests/gpu`, {counted['date']}"
     of = counted["cases"]
     lines = [

@@ -17,8 +17,8 @@ Forwards = dict[str, Forward]
 
 
 def _liger() -> Forwards:
-    """Of log-probs, which torch makes of the logits. A reverse KL is its JSD at beta = 1; its
-    KLDiv has no gradient to the policy.
+    """Liger's loss of log-probs, which torch makes of the logits. A reverse KL is its JSD at
+    beta = 1; its KLDiv has no gradient to the policy.
     """
     functions = import_module("liger_kernel.transformers.functional")
 

@@ -38,7 +38,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Chip:
-    """What bounds a kernel: processors, GHz under load, TB/s that reads and writes reach."""
+    """The limits of a device: processors, GHz under load, TB/s that reads and writes reach."""
 
     processors: int
     clock: float
@@ -241,7 +241,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Count:
-    """What was counted, per element.
+    """The instructions counted, per element.
 
     Attributes:
         loop: instructions of the hot loops.

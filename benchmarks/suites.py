@@ -1,4 +1,4 @@
-"""What there is to time, by name."""
+"""The suites of cases, by name."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ HEADINGS = {
 }
 """Suite -> what its ops are of."""
 SHOWN_OPS = ("forward", "one-read")
-"""What docs/measured.md shows of a GPU's results over log-probs; ``gpu.md`` has all."""
+"""The rows of a GPU's results over log-probs in docs/measured.md; ``gpu.md`` has all."""
 SUMMARY = {
     "cpu": ("forward", "one-read"),
     "cpu-logits": ("kl", "kl-one-read", "logprob", "logprob-two-pass"),
@@ -58,7 +58,7 @@ SOME_RIVALS = {
     "token-mean": "klfast's `token-mean`",
     "klfast in place": "klfast's `inplace_backward`",
 }
-"""Of some ops, or where they are installed."""
+"""The rivals of some ops, or where they are installed."""
 
 
 COMPARED = {"tokens": (), "logits": ("eager", "torch.compile")}
@@ -101,7 +101,7 @@ def share(value: float | None) -> str:
 
 
 def label(row: Row, with_shape: bool) -> str:
-    """What a case computes, and on what."""
+    """The op of a case, and its inputs."""
     layout = "packed " if row.get("packed") else ""
     return f"{layout}{row['shape']} {OPS[row['op']]}" if with_shape else OPS[row["op"]]
 

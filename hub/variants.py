@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from sources import HERE, PACKAGE, Files
 
 DIGITS = 8
-"""Of the hash of a kernel's files that its ops' namespace ends in."""
+"""The digits of the hash of a kernel's files, in which its ops' namespace ends."""
 
 OPS = '''"""The namespace of this build's ops."""
 

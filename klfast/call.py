@@ -96,7 +96,7 @@ class Numbers(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is computed. ``coef`` and ``normalizer`` are numbers, or tensors of 0 dimensions."""
+    """The estimator, reduction and factors, which are numbers or 0-dim tensors."""
 
     estimator: Estimator
     reduction: Reduction

@@ -1,4 +1,4 @@
-"""What a scalar mean divides by where gradients are averaged over ranks."""
+"""The denominator of a scalar mean where gradients are averaged over ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
 
 
 def _denominator(mask: Tensor, cu_seqlens: Tensor | None, reduction: Reduction) -> Tensor:
-    """What the mean over the sequences of one micro-batch divides by, 0-dim fp64."""
+    """The denominator of one micro-batch, 0-dim fp64."""
     if cu_seqlens is None:
         length = mask.sum(-1, dtype=torch.float64)
     else:

@@ -139,7 +139,7 @@ class _Shards(NamedTuple):
         return moved.to_local(grad_placements=placements)
 
     def _check_shape(self, name: str, value: Tensor) -> None:
-        """All ranks raise, or none: shards of equal tensors are equal on all of them."""
+        """Raise on all ranks, or on none: shards of equal shape are so on all of them."""
         if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in self.dimensions):
             raise ValueError(
                 f"{name} must have the shape of {self.name}, {list(self.of.shape)}, where that is "
@@ -213,7 +213,7 @@ def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
-    """What a mean over all ranks divides by; 1 for nothing, whose mean is 0."""
+    """The denominator of a mean over all ranks; 1 for nothing, whose mean is 0."""
     like, mask = local[shards.name], local["mask"]
     if mask is None:
         mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
@@ -228,7 +228,7 @@ def _whole_result(shards: _Shards, local: Tensor) -> DTensor:
 
 
 def _whole(shards: _Shards, local: Tensor | KLStats | None) -> Any:
-    """What is returned beside the first: per token, and statistics per sequence.
+    """A result beside the first: per token, or statistics per sequence.
 
     Those of all sequences, on every rank: ``if`` and ``item()`` look at a DTensor's own part alone.
     """

@@ -1,4 +1,4 @@
-"""What is computed per token: the estimator, its gradient rule, its weight and its limits."""
+"""The estimator of a token: its formula, gradient rule, weight and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed here, and which backend serves which device."""
+"""The installed versions, and the backend that serves each device."""
 
 from __future__ import annotations
 

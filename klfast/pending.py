@@ -74,7 +74,7 @@ def state_of(parts: list[KLStats]) -> list[Any]:
 
 
 def parts_of(argument: str, state: object) -> list[KLStats]:
-    """What ``state_of`` was given, merged, under the name that it has for the user.
+    """The statistics that ``state_of`` was given, merged; errors name ``argument``.
 
     Raises:
         TypeError, ValueError: it is something else.
@@ -107,7 +107,7 @@ def _to_json(number: float) -> float | str:
 
 
 def _of_json(argument: str, field: object) -> list[float]:
-    """What a list of ``_to_json`` stands for."""
+    """The numbers that a list of ``_to_json`` stands for."""
     if not isinstance(field, list):
         raise TypeError(f"{argument} must be a list of numbers, got {type(field).__name__}")
     return [

@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def build_info() -> dict[str, Any] | None:
-    """What setup.py recorded; None where nothing was built."""
+    """The record of setup.py; None where nothing was built."""
     path = _PACKAGE / "_build_info.json"
     return dict(json.loads(path.read_text())) if path.exists() else None
 
@@ -52,7 +52,7 @@ def _of_installed_package() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints in the package's folder; None where it fails, or is not there."""
+    """The output of git in the package's folder; None where it fails, or is not there."""
     command = ["git", "-c", "safe.directory=*", *arguments]
     try:
         done = subprocess.run(command, cwd=_PACKAGE, capture_output=True, text=True, check=False)

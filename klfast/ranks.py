@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 
 class Told(NamedTuple):
-    """What the ranks say of their tables, an entry for each in the order of ranks."""
+    """The shapes of the ranks' tables, an entry for each in the order of ranks."""
 
     rows: list[int]
     columns: list[int]
@@ -62,7 +62,7 @@ class Ranks:
         return table.to(row.device)
 
     def tell(self, table: Tensor, sharded: bool = False) -> Told:
-        """What every rank says of its table, before the tables are gathered.
+        """The shape of every rank's table, before the tables are gathered.
 
         One all-reduce of the same size whatever the table is, as one whose size differs between
         ranks ends the process under gloo and hangs under NCCL. This waits for the other ranks, and

@@ -62,7 +62,7 @@ def kl_penalty(
     return_stats: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
-    """What ``klfast.kl_penalty`` returns; None: the checked function must be called."""
+    """The result of ``klfast.kl_penalty``; None: the checked function must be called."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
     if isinstance(estimator, str):
@@ -140,7 +140,7 @@ def kl_rewards(
     return_stats: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, KLStats] | None:
-    """What ``klfast.kl_rewards`` returns; None: the checked function must be called."""
+    """The result of ``klfast.kl_rewards``; None: the checked function must be called."""
     if torch.compiler.is_compiling() or (direct := _direct(backend)) is None:
         return None
     if isinstance(estimator, str):

@@ -23,7 +23,7 @@ OF_TOKENS = ("k1", "k2", "k3", "max_abs_log_ratio")
 
 
 class KLStats(NamedTuple):
-    """What one read of the log-probs says about the policy, one entry per sequence.
+    """Statistics of the policy from one read of the log-probs, one entry per sequence.
 
     Every field is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for fp64 input),
     on the inputs' device, without gradient. ``x`` is the unclipped log-ratio in nats; sums are over

@@ -49,7 +49,7 @@ def token_errors(exact: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Te
 
 
 ENOUGH_TOKENS, ENOUGH_STEPS = 1000, 10
-"""What a bin needs for its numbers to be shown: tokens, and steps that they come from."""
+"""The least tokens of a bin that is shown, and the least steps that they come from."""
 
 Sums = dict[str, float]
 """The columns of :data:`Errors`, for one bin."""
@@ -205,7 +205,7 @@ def _crossing(bins: list[Bin]) -> str:
 
 
 def _lost(bins: list[Bin]) -> str:
-    """What k3's mean misses because the tokens that carry it were not drawn."""
+    """The part of k3's mean that is missed, as the tokens that carry it were not drawn."""
     worst = min(bins, key=lambda b: b.ratio)
     if worst.ratio > 1 - _LOST:
         return ""

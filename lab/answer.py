@@ -125,7 +125,7 @@ def _against_fixed(best: Summary, fixed: list[Summary], settings: Settings) -> s
 
 
 def _trade(fixed: Summary, best: Summary) -> str:
-    """What the fixed coefficient got more or less of than the arm that steers."""
+    """The difference of the fixed coefficient from the arm that steers."""
     reward = _compared(fixed.reward, best.reward, hypot(fixed.reward_noise, best.reward_noise))
     kl = _compared(fixed.kl, best.kl, hypot(fixed.kl_noise, best.kl_noise))
     amounts = {-1: "less {}", 0: "as much {} (within the noise)", 1: "more {}"}
@@ -162,7 +162,7 @@ def _without_steering(fixed: list[Summary], settings: Settings) -> Answer:
 
 
 def reading(summaries: list[Summary], settings: Settings) -> list[str]:
-    """What the tables do not say: every statement follows from the numbers, none is pre-written."""
+    """Statements that follow from the numbers; none is written beforehand."""
     if not summaries:
         return ["The run was stopped before any arm made a step: there is nothing to read yet."]
     sentences = [_unfinished(summaries, settings)]

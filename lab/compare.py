@@ -37,7 +37,7 @@ EXTRAS = ("rich", "matplotlib", "jinja2")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks for; ``chosen`` holds the settings that are not left at their defaults."""
+    """The command's request; ``chosen`` holds the settings that are not left at their defaults."""
 
     chosen: dict[str, object]
     out: Path

@@ -149,7 +149,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What :func:`write_json` wrote; None without it."""
+    """The content that :func:`write_json` wrote; None without it."""
     return json.loads(path.read_bytes()) if path.exists() else None
 
 
@@ -158,7 +158,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What was written, up to a line that is not whole; nothing without the file."""
+    """The rows that were written, up to a line that is not whole; none without the file."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         with contextlib.suppress(ValueError):
@@ -182,7 +182,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """What :func:`save_checkpoint` wrote; ValueError if a single bit has changed since."""
+    """The state that :func:`save_checkpoint` wrote; ValueError if a bit has changed since."""
     data = path.read_bytes()
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

@@ -26,7 +26,7 @@ DRIFT = (
     *("kl", "k3", "log_ppl_diff", "max_log_ratio", "min_log_ratio", "chi2_token", "ess"),
     *("weight_mean", "outside", "rejected_tokens", "rejected_sequences", "nonfinite"),
 )
-"""What is recorded of each step, under the names of ``RolloutStats.as_dict``."""
+"""The numbers recorded of each step, under the names of ``RolloutStats.as_dict``."""
 
 
 def synchronize(sampler: GPT, policy: nn.Module) -> None:
@@ -64,7 +64,7 @@ def correct(
 
 
 def token_weights(corrected: RolloutCorrection) -> Tensor:
-    """What each token counts in the loss and in the penalty: its weight, 0 where it is rejected."""
+    """The factor of each token in the loss and in the penalty: its weight, 0 where rejected."""
     if corrected.weights is None:
         return corrected.mask
     return corrected.weights * corrected.mask

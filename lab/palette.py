@@ -81,7 +81,7 @@ DPI = 110
 
 
 def text_color(color: str) -> str:
-    """What words of a colour are written in."""
+    """The colour in which words of a series are written."""
     return _WORDS[color][1] if color in _WORDS else color
 
 

@@ -120,7 +120,7 @@ def _picture(
 
 
 def frontier_panel(rows: list[Row], summaries: list[Summary], settings: Settings) -> Panel:
-    """What each arm paid for its reward, on its way and at its end."""
+    """The KL that each arm paid for its reward, on its way and at its end."""
     return Panel(
         "Reward against KL",
         "Reward over the KL to the reference, for each arm: a path of running means, and where it "

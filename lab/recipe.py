@@ -1,4 +1,4 @@
-"""What to copy into another run: an arm's controller as it was configured, and its penalty."""
+"""The recipe for another run: an arm's controller as it was configured, and its penalty."""
 
 from __future__ import annotations
 

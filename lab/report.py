@@ -91,5 +91,5 @@ def _written_by(environment: dict[str, Any]) -> str:
 
 
 def speed_flags(row: SpeedRow) -> str:
-    """What speaks against a row's times."""
+    """The flags against a row's times."""
     return flags_text(is_noisy(row["median_ms"], row["min_ms"]), bool(row["busy"]))

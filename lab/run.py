@@ -36,7 +36,7 @@ from lab.text import Corpus
 from lab.train import ArmState, World, build_world, new_arm, train_step
 
 VERSION = 4
-"""Of what a run records and how it computes it: a run goes on under the version it began with."""
+"""The version of a run's records and arithmetic: a run goes on under the one it began with."""
 
 SAVE_EVERY = 10
 PRETRAIN_SAVE_EVERY = 100
@@ -74,7 +74,7 @@ class Run:
 
 
 def environment(corpus: Corpus) -> dict[str, Any]:
-    """What numbers depend on besides the settings."""
+    """The versions and the machine, on which numbers depend besides the settings."""
     return {
         "text": corpus.digest,
         "python": platform.python_version(),

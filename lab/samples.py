@@ -1,4 +1,4 @@
-"""What each policy says after the same unseen prompts."""
+"""Continuations of the same unseen prompts by each policy."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Team:
                 distributed.broadcast(tensor, src=0)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What gradients are taken through: the model itself, its DDP, or sharded in place."""
+        """The module that gradients are taken through: the model, its DDP, or sharded in place."""
         if self.parallel == "ddp":
             return nn.parallel.DistributedDataParallel(model)
         if self.parallel == "fsdp2":
@@ -163,7 +163,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any
 def load_whole_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, weights: Any, moments: Any
 ) -> None:
-    """What :func:`whole_state` returned, on any number of ranks."""
+    """Loads the result of :func:`whole_state`, on any number of ranks."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     set_state_dict(

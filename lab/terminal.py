@@ -1,4 +1,4 @@
-"""What the user sees while the experiment runs, and at its end. The only module that knows rich."""
+"""The terminal's view of the experiment while it runs and at its end. It imports rich."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bars:
     tasks: dict[str, TaskID]
 
     def show(self, pretrain_step: int, rows: list[Row]) -> None:
-        """What an interrupted run had already done."""
+        """The steps that an interrupted run had already done."""
         if pretrain_step:
             self._move("pretraining", pretrain_step, "")
         for row in {row["arm"]: row for row in rows}.values():

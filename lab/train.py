@@ -52,7 +52,7 @@ def estimator(settings: Settings) -> Estimator:
 
 @dataclass(frozen=True)
 class World:
-    """What all arms share and none changes.
+    """The state that all arms share and none changes.
 
     Attributes:
         corpus: the text.
@@ -71,7 +71,7 @@ class World:
 
 @dataclass
 class ArmState:
-    """What one arm has become: all that a step reads and changes.
+    """The state of one arm: all that a step reads and changes.
 
     ``trainee`` has the policy's weights, and passes gradients to the other ranks. ``sampler`` draws
     the tokens; the policy itself where there is none.
@@ -248,7 +248,7 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
 def correction_of(
     arm: ArmState, logprobs: Tensor, batch: Batch, advantage: Tensor, settings: Settings
 ) -> RolloutCorrection | None:
-    """What corrects for the arm's sampler; None where that is the policy."""
+    """The correction for the arm's sampler; None where that is the policy."""
     if arm.sampler is None:
         return None
     return correct(arm.sampler, logprobs, batch, advantage, settings.correction)

@@ -58,7 +58,7 @@ def date_of(heading: str) -> str | None:
 
 
 def faults(changelog: str, version: str) -> list[str]:
-    """What is wrong with a changelog of sources of this version."""
+    """The faults of a changelog of sources of this version."""
     found = sections(changelog)
     headings = [section.heading for section in found]
     faults = [] if changelog.startswith("# Changelog\n") else ["it must begin with '# Changelog'"]
@@ -80,7 +80,7 @@ def faults(changelog: str, version: str) -> list[str]:
 
 
 def faults_of_section(section: Section) -> Iterator[str]:
-    """What is wrong with one release."""
+    """The faults of one release."""
     if not HEADING.fullmatch(section.heading):
         yield f"'## {section.heading}' must be '## [Unreleased]' or '## [1.2.3] - 2026-01-31'"
     date = date_of(section.heading)
@@ -128,7 +128,7 @@ def not_ready(changelog: str, version: str, tag: str) -> str | None:
 
 
 def version() -> str:
-    """Of these sources."""
+    """The facts of these sources."""
     facts: dict[str, str] = {}
     exec((ROOT / "klfast" / "version.py").read_text(), facts)
     return facts["__version__"]

@@ -28,7 +28,7 @@ OPTIONS = ("-q", "-p", "no:cacheprovider", "-k", "not emulated", "-m", "not exha
 
 
 def copy_tests(folder: Path) -> None:
-    """What the tests need, and nothing else of the checkout."""
+    """Copies what the tests read, and nothing else of the checkout."""
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tests" / "support", folder / "tests" / "support")
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")

@@ -33,7 +33,7 @@ BEGIN, END = "<!-- checked -->\n", "<!-- end -->"
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("newest", "2.10.0")
 TOOLS = ("hypothesis", "mpmath", "numpy", "pytest")
-"""What release/check_installed.py needs besides klfast."""
+"""The packages that release/check_installed.py needs besides klfast."""
 BUILDERS = ("ninja", "pybind11", "setuptools")
 OK, FAILED, NOT_CHECKED = "ok", "FAILED", "NOT CHECKED"
 

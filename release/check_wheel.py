@@ -1,4 +1,4 @@
-"""What a wheel may and must hold: `check_wheel.py SDIST WHEEL...` prints every fault.
+"""The contents of a wheel: `check_wheel.py SDIST WHEEL...` prints every fault.
 
 A wheel has the package's files, as the sdist has them, the built module and what was built: no
 tests, no sources of the module, no path of the machine that built it, no library of others. On
@@ -39,7 +39,7 @@ MOST_MIB = {"cpu": 8, "cuda": 100}
 
 
 class Linking(NamedTuple):
-    """What the header of a module says."""
+    """The facts in the header of a module."""
 
     needed: frozenset[str]
     rpaths: tuple[str, ...]
@@ -74,7 +74,7 @@ def linking(module: bytes) -> Linking:
 
 
 def faults_of_linking(found: Linking) -> Iterator[str]:
-    """What is wrong with a module's header, in words."""
+    """The faults of a module's header, in words."""
     for library in sorted(NEEDED - found.needed):
         yield f"the module does not name {library}"
     for library in sorted(found.needed):
@@ -93,7 +93,7 @@ def faults_of_linking(found: Linking) -> Iterator[str]:
 
 
 def faults_of_module(module: bytes) -> Iterator[str]:
-    """What is wrong with the built module."""
+    """The faults of the built module."""
     for path in sorted({match.decode() for match in SOURCE_PATH.findall(module)}):
         yield f"the module names {path}"
     if module.startswith(b"\x7fELF"):
@@ -112,7 +112,7 @@ def strings_of(value: object) -> Iterator[str]:
 
 
 def faults_of_build_info(info: dict[str, object]) -> Iterator[str]:
-    """What is wrong with what setup.py recorded."""
+    """The faults of the record of setup.py."""
     for text in strings_of(info):
         if "/" in text or "\\" in text:
             yield f"_build_info.json names a path: {text}"
@@ -122,7 +122,7 @@ def faults_of_build_info(info: dict[str, object]) -> Iterator[str]:
 
 
 def faults_of_metadata(text: str, version: str) -> Iterator[str]:
-    """What is wrong with the wheel's METADATA."""
+    """The faults of the wheel's METADATA."""
     metadata = HeaderParser().parsestr(text)
     for name, expected in METADATA.items():
         if metadata.get_all(name) != expected:
@@ -136,7 +136,7 @@ def faults_of_metadata(text: str, version: str) -> Iterator[str]:
 
 
 def faults_of_names(names: set[str], package: set[str], info: str) -> Iterator[str]:
-    """What is missing and what is there too much, by the names in the sdist's package."""
+    """The files that are missing or too many, by the names in the sdist's package."""
     modules = {name for name in names if re.fullmatch(r"klfast/_C\..*\.so", name)}
     if len(modules) != 1:
         yield f"there must be one module klfast/_C, there are {sorted(modules)}"
@@ -158,7 +158,7 @@ def tags_in_name(name: str) -> set[str]:
 
 
 def faults_of_tags(name: str, wheel_file: str) -> Iterator[str]:
-    """What is wrong with the tags of a wheel's name."""
+    """The faults of the tags of a wheel's name."""
     tags = tags_in_name(name)
     if tags != tags_of(wheel_file):
         yield f"the name has the tags {sorted(tags)}, WHEEL {sorted(tags_of(wheel_file))}"

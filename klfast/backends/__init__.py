@@ -33,7 +33,7 @@ def first_available(reasons: dict[str, str | None]) -> str:
 
 
 def first_use(device: torch.device) -> dict[str, str]:
-    """What is known of the kernels that are checked before they first serve a call on ``device``:
+    """The outcomes of the kernels that are checked before they first serve a call on ``device``:
     each family's outcome.
     """
     outcomes: dict[str, str] = {}

@@ -25,11 +25,11 @@ class FirstUse(Protocol):
         """Why they must not serve a call; None if they may."""
 
     def results(self, device: torch.device) -> dict[str, str]:
-        """What is known of each family of kernels: "ok", "failed: ...", "unchecked" or "off"."""
+        """The outcome of each family of kernels: "ok", "failed: ...", "unchecked" or "off"."""
 
 
 class Backend(NamedTuple):
-    """What computes calls whose arguments and values have been checked."""
+    """A backend: it computes calls whose arguments and values have been checked."""
 
     name: str
     why_not: Callable[[torch.device], str | None]
@@ -44,7 +44,7 @@ class Backend(NamedTuple):
     direct: Direct | None = None
     """The direct road to its kernels, if there is one."""
     first_use: FirstUse | None = None
-    """What is asked besides of a device that it can serve."""
+    """A check of a device's results before the first call that the backend serves there."""
 
     def lacks(self, function: str) -> bool:
         """Whether it has no kernels for a public function, on any device."""

@@ -1,4 +1,4 @@
-"""What a sample of a tensor says of the rest: are these log-probs of tokens, or logits?
+"""A sample of a tensor, to tell log-probs of tokens from logits.
 
 Every function reads at most ``SAMPLE`` numbers of a tensor, evenly spread, and waits for them; more
 only of rows that look like a mistake.

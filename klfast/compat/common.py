@@ -1,4 +1,4 @@
-"""What the frameworks' files share: choosing a preset, and the shapes and dtypes they expect."""
+"""Shared by the frameworks' files: presets by name, and the shapes and dtypes they expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the frameworks' distillation losses share: ``klfast.kl_divergence`` by their arguments.
+"""Shared by the distillation losses: ``klfast.kl_divergence`` by their arguments.
 
 With p = softmax(student / temperature), q = softmax(teacher / temperature) and b the framework's
 number (TRL's and ms-swift's ``beta``, the ``alpha`` of TRL's self-distillation), which all three

@@ -1,4 +1,4 @@
-"""What the frameworks' functions over logits share: klfast's, in the dtypes that they expect."""
+"""Shared by the frameworks' functions over logits: klfast's, in the dtypes they expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each framework calls its KL estimators, as ``klfast.Estimator`` values.
+"""The KL estimators of each framework by its own names, as ``klfast.Estimator`` values.
 
 All of them are data for ``klfast.kl_penalty(..., estimator=...)``. A limit on the value stops the
 gradient through the log-ratio where it acts, as the frameworks' own ``clamp`` does, and the

@@ -1,4 +1,4 @@
-"""What a patch did, as data and as text."""
+"""The report of a patch, as data and as text."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs TRL or transformers is loaded when it is asked for."""
+    """Classes that need TRL or transformers are imported when they are first asked for."""
     if name == "GRPOMixin":
         from klfast.compat.trl_trainers import GRPOMixin
 

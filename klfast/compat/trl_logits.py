@@ -1,4 +1,4 @@
-"""What ``trl.trainer.utils`` of TRL 1.10 to 1.16 makes of logits [..., V], by one read of them.
+"""The functions over logits [..., V] of ``trl.trainer.utils``, TRL 1.10 to 1.16, by one read.
 
 ``temperature``, ``row_mask`` and the function of both results are there since 1.14.
 

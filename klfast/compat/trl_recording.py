@@ -1,4 +1,4 @@
-"""What a method of a trainer returns, seen from outside while TRL's own code calls it."""
+"""Recording what a trainer's method returns while TRL's own code calls it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def log_metrics(trainer: Any, mode: str, metrics: Metrics) -> None:
 
 
 class GRPO:
-    """What the rewritten blocks of ``GRPOTrainer._generate_and_score_completions`` call."""
+    """The functions that rewritten ``GRPOTrainer._generate_and_score_completions`` calls."""
 
     ratio_of = staticmethod(ratio_of)
     log_metrics = staticmethod(log_metrics)

@@ -124,7 +124,7 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
 
 
 def _accumulation(trainer: Any, mode: str) -> float:
-    """What TRL divides its loss by; the global token count of the others has it in it already."""
+    """The number TRL divides its loss by; a global token count holds it already."""
     if mode == "eval" or trainer.loss_type in trl_losses.GLOBAL_COUNT:
         return 1.0
     return float(trainer.current_gradient_accumulation_steps)
@@ -162,7 +162,7 @@ def with_fused_kl(original: Any, exact: bool) -> Any:
 
 
 class RLOO:
-    """What the rewritten statements of ``RLOOTrainer`` call."""
+    """The functions that the rewritten statements of ``RLOOTrainer`` call."""
 
     sequence_kl = staticmethod(trl_losses.sequence_kl)
 

@@ -20,7 +20,7 @@ from klfast.rollout.stats import RolloutStats, RuleStats, divide, greatest, leas
 Metrics = dict[str, Tensor]
 
 LEAST_MEAN = 1e-8
-"""Of the weights, that verl divides by; and what it adds to their mean for the sample size."""
+"""The least divisor of verl's means of weights; and its addend in the sample size."""
 
 
 def drift(stats: RolloutStats) -> Metrics:

@@ -24,7 +24,7 @@ Number: TypeAlias = Any
 
 
 class Arithmetic(Protocol):
-    """What a rule needs beside operators."""
+    """The functions that a rule calls beside operators."""
 
     def where(self, condition: Any, yes: Number, no: Number, /) -> Number:
         """``yes`` where the condition holds, else ``no``."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _OF_OPTIONS = ("kl_ema", "measured")
-"""What the option ``ema`` remembers; a checkpoint may lack it, or have it without the option."""
+"""The state of the option ``ema``; a checkpoint may lack it, or have it without the option."""
 
 
 class CoefficientController(KLReader):
@@ -95,7 +95,7 @@ class CoefficientController(KLReader):
             )
 
     def _first_memory(self, settings: Any, value: Number) -> rules.State:
-        """What the rule remembers beside the coefficient, before the first update.
+        """The rule's state beside the coefficient, before the first update.
 
         Numbers and settings are floats, or tensors on which the rule runs.
         """
@@ -274,7 +274,7 @@ class CoefficientController(KLReader):
         return self
 
     def _pace(self, n_steps: Any) -> str:
-        """What sets how fast the coefficient moves, and what to do about it."""
+        """The setting that bounds how fast the coefficient moves, and the remedy."""
         return f"its pace is set by {self._paced_by}={getattr(self, self._paced_by)!r}: raise it"
 
     def _move(self, kl: float, n_steps: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a group have measured, from one all-reduce."""
+"""The measurements of a group's ranks, from one all-reduce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)
 
 
 class Measured:
-    """What all ranks measured, from a table of rows.
+    """The measurement of all ranks together, from a table of rows.
 
     A row is the sum of KL, what it is divided by, what it would be divided by in the other unit
     (NaN if the rank does not know), the number of sequences, what must be equal on all ranks, and

@@ -54,7 +54,7 @@ class _Window(KLReader, Generic[S]):
 
     @property
     def status(self) -> S:
-        """What the last ``update`` returned; ``"ok"`` before the first."""
+        """The result of the last ``update``; ``"ok"`` before the first."""
         status: S = self._status
         return status
 
@@ -106,7 +106,7 @@ class _Window(KLReader, Generic[S]):
 
     @abstractmethod
     def _warning(self) -> str:
-        """What a change into the present status says."""
+        """The warning of a change into the present status."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window's values and the count of skipped ones, as plain JSON.

@@ -1,4 +1,4 @@
-"""What a controller is to the functions that take one: klfast's own, or a user's."""
+"""The protocol of a controller, klfast's own or a user's."""
 
 from __future__ import annotations
 

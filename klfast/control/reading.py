@@ -70,7 +70,7 @@ class KLReader(ABC):
 
     @property
     def _name(self) -> str:
-        """What warnings call it."""
+        """The name in warnings."""
         name = type(self).__name__
         return name if self._group_of_data is None else f"{name} of {self._group_of_data!r}"
 
@@ -153,7 +153,7 @@ class KLReader(ABC):
 
     @abstractmethod
     def _content(self) -> dict[str, Any]:
-        """What a run has changed beside the count of skipped values, as plain JSON."""
+        """The state beside the count of skipped values, as plain JSON."""
 
     def _measured_in(self) -> dict[str, Any]:
         """The unit and the target, which a state tells of."""

@@ -1,9 +1,12 @@
 """Makes the ops over logits differentiable, for every compiled backend alike.
 
 An op works on rows: from logits [A, T, V] to numbers [R], R = A * T. Reductions are those of
-``klfast.ops.autograd``, over one number a row. A scalar reduction's gradient comes out of the
-forward's read: every row's share in the result depends on the mask alone, so the ops over log-probs
-say it first, the rows write their gradient with it, and backward scales that.
+``klfast.ops.autograd``, over one number a row. The gradient of a scalar reduction comes out of the
+forward's read, in three steps:
+
+1. ``token_weights`` gives each row's weight in the result, which depends on the mask alone;
+2. the forward writes weight times gradient;
+3. the backward scales that by ``grad_out``.
 """
 
 from __future__ import annotations

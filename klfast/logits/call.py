@@ -33,9 +33,9 @@ MOST_WORDS_ON_GPU = 2**30
 """The CUDA kernels' places in a row are 32-bit numbers."""
 _NO_VOCABULARY = "logits without the vocabulary"
 DIVERGENCES = ("kl", "jsd")
-"""What the ops compute of two models, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
+"""The divergences of the ops, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 ENTROPIES = ("none", "first", "second")
-"""Of which model these ops return entropies, in the order of ``EntropyOf`` in
+"""The model whose entropies these ops return, in the order of ``EntropyOf`` in
 ``csrc/formulas/entropy.h``."""
 
 
@@ -54,7 +54,7 @@ class TokenLogprobsCall(NamedTuple):
     return_entropy: bool
     inplace_backward: bool
     shape: torch.Size
-    """Of the results."""
+    """The shape of the results."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -86,13 +86,13 @@ class KLDivergenceCall(NamedTuple):
     inverse_temperature: Tensor | None
     """0-dim float64, in place of the temperature where torch.compile holds that as a symbol."""
     shape: torch.Size
-    """Of what is per token."""
+    """The shape of results per token."""
     layout: Layout
     spec: Spec
     """How the rows' divergences are reduced; its estimator is k1 of values."""
     return_stats: bool
     return_entropy: bool
-    """Of the policy."""
+    """Whether the policy's entropies are returned."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""

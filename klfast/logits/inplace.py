@@ -25,7 +25,7 @@ def check_inplace(logits: Tensor) -> None:
 
 
 def why_not_inplace(logits: Tensor) -> str | None:
-    """What forbids to write a gradient over the logits; None if nothing does."""
+    """The reason not to write a gradient over the logits; None if there is none."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return "cannot be used under torch.compile or torch.func"
     memory_of = logits if logits._base is None else logits._base

@@ -1,4 +1,4 @@
-"""What the functions over logits return."""
+"""The results of the functions over logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
 
 
 class TokenLogprobs(NamedTuple):
-    """What :func:`klfast.token_logprobs` returns with ``return_entropy``.
+    """The result of :func:`klfast.token_logprobs` with ``return_entropy``.
 
     Attributes:
         logprobs: of the tokens, in nats, [...].
@@ -28,7 +28,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class KLDivergence(NamedTuple):
-    """What :func:`klfast.kl_divergence` returns where more than the divergence is asked for.
+    """The result of :func:`klfast.kl_divergence` where more than the divergence is asked for.
 
     A function that torch.func transforms must return tensors: those of its fields that are not
     None.
@@ -53,13 +53,13 @@ torch.serialization.add_safe_globals([TokenLogprobs, KLDivergence])
 
 
 class BesideDivergences(NamedTuple):
-    """What a backend returns of rows beside their divergences, [R]; None if not asked for."""
+    """Per-row outputs beside the divergences, [R] each; None if not asked for."""
 
     logprobs: Tensor | None = None
-    """Of the tokens, under the policy."""
+    """Log-probs of the tokens under the policy."""
     ref_logprobs: Tensor | None = None
     entropies: Tensor | None = None
-    """Of the policy."""
+    """Entropies of the policy."""
 
 
 def outputs_of(

@@ -133,7 +133,7 @@ def take_gradients_as_sent(ctx: Any) -> None:
 
 
 def saved(ctx: Any) -> Sequence[Tensor | None]:
-    """What was saved; a backward asks once, as checkpointing allows no more."""
+    """The saved tensors; read once in a backward, as checkpointing allows no more."""
     tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
     if ctx.inference is None:
         return tensors

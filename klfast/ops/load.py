@@ -19,7 +19,7 @@ TABLES = {
     "rollout statistics": rows_of_table(0),
     "statistics of rules": len(FORMULAS),
 }
-"""What the extension's tables must be: names, or the number of rows."""
+"""The tables that the extension must have: names, or the number of rows."""
 
 
 def _load() -> ModuleType | str:

@@ -261,7 +261,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
 
 
 def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """What vmap returns over no element: the outputs' shapes come from an element of zeros."""
+    """The outputs of vmap over no element, whose shapes come from an element of zeros."""
     element = [
         arg.new_zeros(arg.movedim(dim, 0).shape[1:]) if isinstance(dim, int) else arg
         for arg, dim in zip(args, in_dims, strict=True)

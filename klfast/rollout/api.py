@@ -38,7 +38,7 @@ def rollout_correction(
     process_group: ProcessGroup | None = None,
     backend: BackendName = "auto",
 ) -> RolloutCorrection:
-    """What corrects a policy loss for tokens that another policy sampled, and how far both are.
+    """A correction of the policy loss for tokens that another policy sampled, and their drift.
 
     ``x = logprobs - rollout_logprobs`` in nats, positive where the policy is more likely to say the
     token than the rollout policy was that has said it: the policy as the inference engine computes

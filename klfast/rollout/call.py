@@ -27,7 +27,7 @@ from klfast.rollout.formulas import TOKEN_STATISTICS
 from klfast.rollout.rejection import OVER, Rejection, as_rules
 
 WEIGHTS = ("none", "token", "sequence", "geometric")
-"""Of what the log of a weight is made: nothing, a token's x, the sum of x, its mean."""
+"""The log of a weight: none, a token's x, the sum of x over the sequence, its mean."""
 
 OUTSIDE = ("truncate", "mask")
 NORMALIZE = ("token", "sequence")
@@ -71,7 +71,7 @@ class RuleBounds(NamedTuple):
 
 
 class RolloutSpec(NamedTuple):
-    """What is computed: all that is not a tensor of the batch."""
+    """The options: all that is not a tensor of the batch."""
 
     weight: str
     """One of ``WEIGHTS``."""

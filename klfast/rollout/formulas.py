@@ -55,7 +55,7 @@ def binary_tv(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Token(NamedTuple):
-    """What the sums of ``RolloutStats`` are made of: tensors over tokens, 0 where not counted."""
+    """The inputs of the sums of ``RolloutStats``: tensors over tokens, 0 where not counted."""
 
     logprobs: Tensor
     x: Tensor

@@ -1,4 +1,4 @@
-"""What ``rollout_correction`` returns."""
+"""The result of ``rollout_correction``."""
 
 from __future__ import annotations
 

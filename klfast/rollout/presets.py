@@ -1,4 +1,4 @@
-"""What papers and frameworks do between sampler and trainer, as options of ``rollout_correction``.
+"""The corrections of papers and frameworks, as options of ``rollout_correction``.
 
 ``klfast.rollout_correction(logprobs, rollout_logprobs, mask, **PRESETS["icepop"])``. Read from the
 frameworks' sources and threads of May to November 2026. Bounds on a ratio are of policy over

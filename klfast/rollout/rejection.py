@@ -21,7 +21,7 @@ STATISTICS = (
 """Names of the statistics of a token. The ops get ``ratio`` as ``k1``, with log bounds."""
 
 OVER = ("token", "seq-sum", "seq-mean", "seq-max", "seq-min")
-"""What a rule compares: each token's own number, or one number of the sequence."""
+"""The number that a rule compares: each token's own, or one of the sequence."""
 
 _SIGNED = ("k1",)
 

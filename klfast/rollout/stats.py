@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RuleStats(NamedTuple):
-    """What one rule saw, one entry per sequence: tensors of shape [S].
+    """The numbers that one rule compared, one entry per sequence: tensors of shape [S].
 
     The numbers of a rule over tokens are those of the kept tokens; a rule over sequences has one
     number, that of the sequence, and all fields but the counts are of that (0 where a sequence has
@@ -42,7 +42,7 @@ class RuleStats(NamedTuple):
 
 
 class RolloutStats(NamedTuple):
-    """What one read of the log-probs says about policy and sampler, one entry per sequence.
+    """Statistics of policy and sampler from one read, one entry per sequence.
 
     Every field but ``rules`` is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for
     fp64 input), on the inputs' device, without gradient. ``x = logprobs - rollout_logprobs`` in

@@ -54,7 +54,7 @@ class Call:
 
 
 def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tensors:
-    """What a call returns, by name, and the gradients of its leaves for grad_outputs of 1 to
+    """The results of a call by name, and the gradients of its leaves for grad_outputs of 1 to
     ``most``.
     """
     leaves = {name: tensors[name].detach().requires_grad_() for name in call.leaves}

@@ -1,4 +1,4 @@
-"""What is checked of each function: its options, and the call that a row of them makes.
+"""The cases of each function: its options, and the call that a row of them makes.
 
 Choices are klfast's own tables, so a new estimator, reduction or statistic is a case without an
 edit. Where a row holds what does not go together, the option is left out.
@@ -42,7 +42,7 @@ class Draw:
 
 LENGTHS = (0, 5, 1, 0, 31, 8, 0)
 FORMS = ("padded", *(("packed", dtype) for dtype in INDICES), "one", "empty")
-"""Of [B, T], packed with edges of a dtype, [N], and without a token."""
+"""The layouts: [B, T], packed with edges of a dtype, [N], and without a token."""
 
 DTYPES = (
     *((dtype, dtype) for dtype in FLOATS),
@@ -320,7 +320,7 @@ class Case:
     is_basic: bool
 
     def call(self) -> Call:
-        """What it calls; its tensors are made anew."""
+        """The call of this case, on tensors made anew."""
         return FAMILIES[self.family].build(self.row, Draw(self.seed))
 
 
@@ -349,7 +349,7 @@ FAMILIES = {
 
 
 def _name(row: Row, options: Mapping[str, Sequence[Any]]) -> str:
-    """What differs from the first values."""
+    """The options that differ from the first values."""
     texts = [f"{n}={_text(v)}" for n, v in row.items() if v is not options[n][0]]
     return " ".join(texts) or "plain"
 

@@ -50,7 +50,7 @@ class Target:
 
 @dataclass
 class Tally:
-    """What was checked of one function on one target."""
+    """The outcome of one function on one target."""
 
     device: str
     backend: str
@@ -236,7 +236,7 @@ def _wrong(outcome: _Outcome) -> list[Wrong]:
 
 
 def _times(targets: Sequence[Target]) -> list[TimeRow]:
-    """Of every device that is checked."""
+    """The outcomes of every device that is checked."""
     rows = []
     for device in dict.fromkeys(target.device for target in targets):
         rows += time_on(device, [target.backend for target in targets if target.device == device])

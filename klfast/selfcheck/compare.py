@@ -37,7 +37,7 @@ Sign = Callable[[Tensor], Tensor]
 
 
 class Wrong(NamedTuple):
-    """What of a result is wrong; the worst entry."""
+    """A fault of a result: its worst entry."""
 
     output: str
     got: str
@@ -56,7 +56,7 @@ class Truth(NamedTuple):
     arithmetic: torch.dtype
 
     def dtype_of(self, call: Call, name: str) -> torch.dtype:
-        """What an output's dtype must be."""
+        """The dtype that an output must have."""
         if name.startswith("gradient of "):
             return call.tensors[name.removeprefix("gradient of ")].dtype
         if call.function == "rollout_correction" and name == "mask":
@@ -168,7 +168,7 @@ def transferred(results: Tensors) -> Found:
 
 
 def wrong_of(call: Call, truth: Truth, found: Found) -> list[Wrong]:
-    """What of the results is further from the truth than allowed."""
+    """The results that are further from the truth than allowed."""
     if missing := truth.values.keys() ^ found.values.keys():
         return [Wrong(name, "missing, or unasked for", "-", "-", "-") for name in sorted(missing)]
     outcomes = (_wrong_in(call, truth, name, found) for name in truth.values)

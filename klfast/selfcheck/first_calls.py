@@ -209,7 +209,7 @@ def op_of(call: Call) -> tuple[str, tuple[Tensor | None, ...]]:
 
 
 def results(op: str, calls: list[KnownCall], ops: Ops) -> dict[str, Tensor]:
-    """What calls return, by name. Without autograd where gradients are off."""
+    """The results of calls by name, without autograd where gradients are off."""
     return named({known.name: FORWARDS[op](known.call, ops) for known in calls})
 
 

@@ -32,16 +32,16 @@ from klfast.ops.table import Ops
 from klfast.selfcheck import first_calls
 
 RELATIVE = 1e-5
-"""What a checksum may be off, of the sum of the absolute values that it adds. A gradient in bf16 of
-which one entry is rounded the other way is off by 1e-6."""
+"""The error allowed to a checksum, relative to the sum of the absolute values that it
+adds. A gradient in bf16 of which one entry is rounded the other way is off by 1e-6."""
 
 ANSWERS = Path(__file__).with_name("first_answers.json")
 REPORT = "run `klfast check` and open an issue with its output"
 
 Outcome = tuple[str, ...]
-"""Of a function without gradient, and with it if it has one: "ok", "off" or "failed: ..."."""
+"""The outcomes of a function without and with gradient: "ok", "off" or "failed: ..."."""
 Results = dict[str, Tensor] | Exception
-"""Of a family's calls; or what they raised."""
+"""The results of a family's calls; or what they raised."""
 
 
 def families(op: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class FirstUse:
         self._applies = applies
         self._outcomes: dict[tuple[str, torch.device], Outcome] = {}
         self.indices: set[int] = set()
-        """Of the devices on which every family of ``kl_penalty`` may be used."""
+        """The indices of the devices on which every family of ``kl_penalty`` may be used."""
         self._passed: set[tuple[type, torch.device]] = set()
         """The kinds of calls of which every family may be used: no more is asked."""
 
@@ -81,7 +81,7 @@ class FirstUse:
         return reason
 
     def results(self, device: torch.device) -> dict[str, str]:
-        """What is known of each family on a device: its outcome, or "unchecked"."""
+        """The outcome of each family on a device, or "unchecked"."""
         if not self._applies(device):
             return {}
         unknown = ("off" if _is_off() else "unchecked",) * 2
@@ -105,7 +105,7 @@ class FirstUse:
     _failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _first_outcome(self, op: str, device: torch.device) -> Outcome:
-        """What is remembered from now on; () if nothing can be checked now."""
+        """The outcomes, which are remembered; () if nothing can be checked now."""
         if not _is_off() and (_is_traced() or _is_capturing(device)):
             return ()
         with _lock:
@@ -149,7 +149,7 @@ os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held 
 
 
 def checksums(result: Tensor) -> list[float]:
-    """Of each row the weighted sum, then of each the sum of absolute values."""
+    """The weighted sum of each row, then the sum of absolute values of each."""
     rows = result.double().reshape(-1, result.shape[-1] if result.dim() else 1)
     sums = (rows * _weights()[: rows.shape[1]]).sum(-1), rows.abs().sum(-1)
     return torch.cat(sums).tolist()
@@ -157,7 +157,7 @@ def checksums(result: Tensor) -> list[float]:
 
 @functools.cache
 def _weights() -> Tensor:
-    """Of places in a row, as long as there are."""
+    """The weights of places in a row."""
     return 1 + torch.arange(1 << 14, device="cpu") % 61 / 61.0
 
 

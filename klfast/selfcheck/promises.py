@@ -1,4 +1,4 @@
-"""What is promised whatever the truth is: a sequence's bits, and signs near 0.
+"""Promises that need no truth: a sequence's bits, and signs near 0.
 
 Bits are those of backends with kernels of their own. The reference has torch's, which change with a
 token's place.
@@ -97,7 +97,7 @@ def _sequences(names: tuple[str, ...], dtype: torch.dtype, draw: Draw) -> Sequen
 
 
 def _other_bits(of: Call, sequences: Sequences, backend: str, device: torch.device) -> list[Wrong]:
-    """What differs from the padded batch in any other arrangement of the sequences."""
+    """The differences from the padded batch in other arrangements of the sequences."""
     threads = torch.get_num_threads()
     expected: Tensor | None = None
     for name, arrange in ARRANGEMENTS.items():
@@ -205,7 +205,7 @@ def _wrong_signs_of_divergences(direction: str, backend: str, device: torch.devi
 
 
 def _wrong_near_0(found: Tensor, positive: bool) -> list[Wrong]:
-    """Of numbers of which the first must be 0, and none negative if they are ``positive``."""
+    """The faults of numbers of which the first must be 0, and none negative if ``positive``."""
     at_0, *others = found.tolist()
     wrong = [Wrong("at 0", f"{at_0:.9g}", "0", f"{abs(at_0):.9g}", "0")] if at_0 != 0 else []
     if positive and not min(others) >= 0:

@@ -91,7 +91,7 @@ class Size:
 
     @property
     def least_bytes(self) -> int:
-        """What must move whoever computes it: the reads, and the gradient if there is one."""
+        """The least bytes that any implementation moves: its reads, and the gradient if any."""
         return max(1, self.reads) * sum(self.sizes) + self.sizes[0] * bool(self.reads)
 
     def inputs(self, device: str) -> Inputs:

@@ -17,10 +17,10 @@ WITHIN = 0.2
 """On target: within this share of it."""
 
 FACTORS = tuple(2.0 ** (i / 2) for i in range(-14, 15))
-"""What gains are multiplied by in the search, and in the curves of sensitivity."""
+"""The factors of gains in the search and in the curves of sensitivity."""
 
 BALANCES = (1 / 16, 1 / 4, 1.0, 4.0)
-"""What the gains that integrate are multiplied by beside that."""
+"""The further factors of gains that integrate."""
 
 SENSITIVE = 1.5
 """Gains are good enough while the mean miss is below so many times that of the best."""

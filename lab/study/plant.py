@@ -78,7 +78,7 @@ class Fitted:
 
 
 def goal_of(plant: Plant | Fitted, value: Tensor, t: int) -> Tensor:
-    """What the logarithm of the KL moves towards in update t."""
+    """The limit of the logarithm of the KL in update t."""
     return plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
 
 
@@ -98,7 +98,7 @@ class Policy:
         self._values: list[Tensor] = []
 
     def measured(self, n: Tensor) -> Tensor:
-        """What a batch says the KL is, of standard normal n."""
+        """The KL as a batch measures it, with standard normal n."""
         noise = self.plant.noise
         return self.kl * torch.exp(noise * n - noise**2 / 2)
 

@@ -31,7 +31,7 @@ BLOCK = re.compile(r"(<!-- study:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def blocks() -> dict[str, str]:
-    """What the page's blocks hold, by name."""
+    """The text of the page's blocks, by name."""
     study = json.loads(RESULTS.read_text())
     return {
         "plant": plant_table(study),

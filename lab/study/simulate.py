@@ -17,7 +17,7 @@ from lab.study.plant import Plant, Policy
 
 @dataclass(frozen=True)
 class Course:
-    """What every rule has to master.
+    """The course that every rule has to master.
 
     Attributes:
         target: nats per sequence.

@@ -39,7 +39,7 @@ def ranked(study: dict[str, Any]) -> list[Rule]:
 
 
 def reading(study: dict[str, Any]) -> list[str]:
-    """What the numbers say."""
+    """The sentences that follow from the numbers."""
     rules = ranked(study)
     best, second = rules[0], rules[1]
     broad = max(rules, key=lambda rule: float(rule["octaves"]))

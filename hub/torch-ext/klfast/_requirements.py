@@ -1,4 +1,4 @@
-"""What the kernel needs of torch, checked when it is loaded: no package manager has checked it."""
+"""The torch that the kernel needs, checked when it is loaded: no package manager has checked it."""
 
 import torch
 

@@ -97,7 +97,7 @@ def word_of(x, scale, largest):
 
 @triton.jit
 def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
-    """What ``pair_of`` takes: guesses of the first model's lse, and of the second's less it.
+    """The guesses for ``pair_of``: the first model's lse, and the second's less it.
 
     Both are rounded, and ``taken`` is what became of the ratio: the shift and the factor of the
     second model are exact for that.
@@ -187,7 +187,7 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def exact_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
-    """What ``probabilities`` takes: log-sum-exps, rounded, and what is left of them."""
+    """The rows for ``probabilities``: log-sum-exps, rounded, and what is left of them."""
     scale, inverse = scales_of(inverse_temperature, ACC)
     shift, factor = rounded(lse * LOG2E, ACC)
     other_shift, other_factor = rounded((lse + ratio) * LOG2E, ACC)
@@ -246,10 +246,10 @@ def mixed_of(x, y, exact, mixture):
 
 @triton.jit
 def kl_gradients(x, y, exact, row):
-    """By x and by y of a word, without what a taken token adds.
+    """The gradients by x and by y of a word, without those of a taken token.
 
-    ``row`` is what comes in, over the temperature: for the divergence; that times KL and for the
-    token, together; for the divergence; for the token under the second model.
+    ``row = (g, g * KL + g_token, g, g_ref_token)``: the incoming gradients of the divergence and of
+    the token under either model, over the temperature.
     """
     grad, mean, _, other = row
     p, q, u = probabilities(x, y, exact)
@@ -263,7 +263,7 @@ def kl_gradients(x, y, exact, row):
 
 @triton.jit
 def entropy_row(exact, lse, ratio, grad, value, ENTROPY: tl.constexpr, ACC: tl.constexpr):
-    """What ``entropy_gradient`` takes, of the incoming gradient over the temperature."""
+    """The row for ``entropy_gradient``, from the incoming gradient over the temperature."""
     _, _, shift, factor, other_shift, other_factor, _, _ = exact
     if ENTROPY == "second":
         lse += ratio

@@ -1,4 +1,4 @@
-"""What the host side of every kernel needs: numbers, shapes and strides as kernels take them."""
+"""The host side of every kernel: numbers, shapes and strides as kernels take them."""
 
 from __future__ import annotations
 

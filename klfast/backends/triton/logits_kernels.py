@@ -50,7 +50,7 @@ from klfast.backends.triton.statistics import tree_sum
 
 
 class Form(NamedTuple):
-    """What every kernel is compiled for."""
+    """The constants that every kernel is compiled for."""
 
     acc: Any  # the arithmetic's type
     tile: int

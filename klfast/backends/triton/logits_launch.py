@@ -20,10 +20,10 @@ _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
 _WARPS = 8
 _STAGES = 3
-"""Of the pipeline from memory, where whole words of 16 bytes can be fetched without a register."""
+"""Stages of the pipeline from memory, where 16 bytes can be fetched without a register."""
 _ROOM = {} if torch.version.hip else {"maxnreg": 128}
-"""Of two programs on a multiprocessor, for kernels that finish rows: NVIDIA's compiler would have a
-few numbers spill to fit a third."""
+"""Registers of kernels that finish rows, for two programs on a multiprocessor; without the cap,
+ptxas targets three and spills."""
 _ONE_PROGRAM = 65_536
 """A row of no more words has one program, which also writes the gradient, out of the L2 cache."""
 _SEGMENT = 32_768
@@ -73,7 +73,7 @@ def _layout(*logits: Tensor) -> str:
 
 
 def form_of(dtype: torch.dtype, layout: str, models: int, divergence: str = "kl") -> kernels.Form:
-    """What kernels are compiled for: tiles as large as registers have room for."""
+    """The constants of kernels: tiles as large as registers have room for."""
     words = _TILE // models
     if divergence == "jsd":
         words //= 2
@@ -83,7 +83,7 @@ def form_of(dtype: torch.dtype, layout: str, models: int, divergence: str = "kl"
 
 
 class _Call:
-    """What all ops are given, and how their kernels are launched."""
+    """The arguments that all ops have, and the launch of their kernels."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ def _exchanges(divergence: int, jsd_beta: float) -> bool:
 
 
 def _exchanged(entropy_of: int) -> int:
-    """Of the same model where the models change roles."""
+    """The entropies of the same model where the models change roles."""
     return ENTROPIES.index(_OTHER[ENTROPIES[entropy_of]])
 
 

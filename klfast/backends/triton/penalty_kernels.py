@@ -80,7 +80,7 @@ def gradient_scale(
     NORMALIZED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """What the gradient of every token of a sequence is multiplied with.
+    """The factor of the gradient of every token of a sequence.
 
     ``GRADIENT``: "token", "sequence" or "scalar" is what grad_out holds. "unit" is a gradient
     without one; "unit-of-shape" also without weights, which follow from a padded batch's shape.

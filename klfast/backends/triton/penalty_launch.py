@@ -84,7 +84,7 @@ def _gradient(tensor: Tensor | None, wanted: bool) -> Tensor | None:
 
 
 class _Call:
-    """What both ops are given, and the launches that they share."""
+    """The arguments of both ops, and the launches that they share."""
 
     def __init__(
         self,

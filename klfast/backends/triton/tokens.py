@@ -1,4 +1,4 @@
-"""What one token comes to, in Triton: everything that ``klfast.Estimator`` can say.
+"""The value and gradient of one token in Triton, under every option of ``klfast.Estimator``.
 
 The algebra is that of ``evaluate_token`` in ``csrc/formulas/token.h``.
 """
@@ -12,7 +12,7 @@ from klfast.backends.triton.math import clamp, exp, k2_derivative, k2_sum
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for, beyond the estimator's formula: the limits that are there."""
+    """The constants of a kernel beyond the estimator's formula: the limits that are there."""
 
     weighs: bool  # with old log-probs
     detached: bool

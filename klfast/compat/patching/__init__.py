@@ -48,7 +48,7 @@ Modules = tuple[str, ...] | str
 
 
 class _Holder(NamedTuple):
-    """What is put where."""
+    """A replacement and its place."""
 
     site: Site
     code: KnownCode
@@ -230,7 +230,7 @@ Failures = dict[str, PatchError]
 def _choose(
     name: str, framework: Framework, targets: Sequence[Target], exact: bool, strict: bool
 ) -> tuple[list[_Holder], Failures]:
-    """What to put where, and what is left: of the first target of which something is known here."""
+    """The replacements and what is left, by the first target whose code is known here."""
     if not is_there(framework.package):
         raise PatchError(f"{name} is not installed")
     found = []
@@ -252,7 +252,7 @@ def _choose(
 
 
 def _prepare(framework: str, target: Target, exact: bool) -> tuple[list[_Holder], Failures]:
-    """What to put where, and why not in the groups where something is not what it should be."""
+    """The replacements, and the reasons of the groups whose code is not known."""
     holders: list[_Holder] = []
     failures: Failures = {}
     for group in target:
@@ -285,7 +285,7 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[_Hol
 
 
 def _recognise(framework: str, site: Site, exact: bool) -> _Holder | None:
-    """What to put where; None for what stays; or an error: it is not what it should be."""
+    """The replacement at a site; None where it stays; an error where its code is not known."""
     try:
         owner, name, old = _find(framework, site.where)
     except _AbsentError as error:

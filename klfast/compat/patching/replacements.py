@@ -1,4 +1,4 @@
-"""What takes a framework's code's place: functions, classes, and statements inside of methods."""
+"""Replacements of a framework's code: functions, classes, and statements inside of methods."""
 
 from __future__ import annotations
 import __future__

@@ -16,15 +16,15 @@ Fused = Callable[[ModuleType], str | None]
 
 
 class KnownCode(NamedTuple):
-    """A code that a site is known to have, and what takes its place.
+    """Code that a site is known to have, and its replacement.
 
     Attributes:
         code: its fingerprint (of a constant: its ``repr``); None where ``make`` itself looks for
             the code that it replaces.
-        releases: which releases have it, for messages.
-        make: from the framework's object to its replacement; None for code that stays, but that
-            what is replaced was proved equal with.
-        fused: asked where there is a GPU; if it has a reason, the site is left alone.
+        releases: the releases that have it, for messages.
+        make: from the framework's object to its replacement. None: the code is fingerprinted only,
+            because the replaced code depends on it.
+        fused: called where there is a GPU; if it returns a reason, the site is left alone.
     """
 
     code: str | None
@@ -53,7 +53,7 @@ Group = tuple[Site, ...]
 
 
 Target = tuple[Group, ...]
-"""What is replaced in a framework, or in an era of it that shares few sites with another."""
+"""The sites of a framework, or of an era of it that shares few with another."""
 
 
 def known(where: str, code: str, new: object, releases: str, *, fused: Fused | None = None) -> Site:
@@ -101,5 +101,5 @@ def versioned(framework: str) -> str:
 
 
 def stays(where: str, code: str, releases: str) -> Site:
-    """What a replaced function of the same group calls, and was proved equal with."""
+    """A function that a replaced one of the same group calls: it was proved equal with this one."""
     return Site(where, (KnownCode(code, releases),))

@@ -64,7 +64,7 @@ def _from_logits(
 
 
 def _self_distillation(module: str) -> Group:
-    """What SDFT and SDPO have of their own, each in the same words."""
+    """The code that SDFT and SDPO each have, in the same words."""
     since = "1.6 to 1.16"
     return (
         known(f"{module}:compute_divergence", "059a2e6ab8bab901", trl.compute_divergence, since),
@@ -149,7 +149,7 @@ _TRAINERS = (
     _self_distillation("trl.experimental.sdft.loss_utils"),
     _self_distillation("trl.experimental.sdpo.loss_utils"),
 )
-"""Of 1.10 to 1.16."""
+"""The releases 1.10 to 1.16."""
 
 _PPO = (
     (
@@ -172,6 +172,6 @@ _PPO = (
         ),
     ),
 )
-"""Of 0.6 to 0.11 (PPO)."""
+"""The releases 0.6 to 0.11 (PPO)."""
 
 TARGETS = (_TRAINERS, _PPO)
