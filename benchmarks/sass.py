@@ -118,7 +118,7 @@ def of_tokens(
     gradient = element if any("STG" in kind for kind in features) else 0
     marks = {"STG": 2, "ATOM": 0, "VOTE": 0}  # a result and a weight
     loop = Loop(features | {"series": 8}, 8)
-    pattern = f"{name}LN.*Pass.?E{variant}E"
+    pattern = f"{name}LN.*Variant.?E{variant}E"
     moved = 2 * element + 1 + gradient
     return Case(pattern, (loop,), 32, moved, bound, (8,), marks, held, written=gradient)
 

@@ -215,7 +215,7 @@ _LABELS = {
     name: f"{name}()" if name in _METHODS else _BY.get(how, "{}").format(field)
     for name, (field, how) in LOGGED.items()
 }
-"""The names of ``as_dict`` -> the expression of fields and methods that ``repr`` shows."""
+"""The expressions of fields and methods that ``repr`` shows, by name of ``as_dict``."""
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
 """The dtypes of arithmetic, as Python's arrays have them."""

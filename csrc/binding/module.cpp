@@ -39,8 +39,8 @@ py::dict tables() {
   tables["estimators"] = std::vector<std::string>(std::begin(klfast::estimators::kNames),
                                                   std::end(klfast::estimators::kNames));
   tables["statistics"] = klfast::kStatistics;
-  tables["rollout statistics"] = klfast::rollout::kStatistics;
-  tables["statistics of rules"] = klfast::rollout::Table::kSize;
+  tables["rollout statistics"] = klfast::rollout::kRolloutStatistics;
+  tables["statistics of rules"] = klfast::rollout::RuleTable::kSize;
   return tables;
 }
 

@@ -176,7 +176,7 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
   in.options = options_of(choices, numbers);
   in.reduction.result = choice_of<Result>(choices[4], 3, "result");
   in.reduction.own_length = choice_of<bool>(choices[5], 2, "own_length");
-  in.reduction.over = choice_of<Over>(choices[6], kDenominators, "over");
+  in.reduction.over = choice_of<Denominator>(choices[6], kDenominators, "over");
   in.coef = numbers[5];
   in.normalizer = numbers[6];
 }

@@ -31,7 +31,7 @@ inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
   options.rules_count = static_cast<int>(count);
   for (int64_t i = 0; i < count; ++i) {
     rollout::Rule& rule = options.rules[i];
-    rule.formula = choice_of<int>(rules[3 * i], rollout::Table::kSize, "formula");
+    rule.formula = choice_of<int>(rules[3 * i], rollout::RuleTable::kSize, "formula");
     rule.over = choice_of<rollout::Over>(rules[3 * i + 1], 5, "over");
     rule.outward_only = choice_of<bool>(rules[3 * i + 2], 2, "outward_only");
     rule.low = limit_of(bounds[2 * i]);

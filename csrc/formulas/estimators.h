@@ -74,12 +74,12 @@ struct r_log_r {
 #undef KLFAST_FORMULA
 
 // In the order of klfast.formulas.FORMULAS.
-using Table = List<k1, abs, k2, k3, k3_ref, r_log_r>;
+using EstimatorTable = List<k1, abs, k2, k3, k3_ref, r_log_r>;
 
 template <typename... Estimators>
 constexpr std::array<const char*, sizeof...(Estimators)> names_of(List<Estimators...>) {
   return {Estimators::name...};
 }
-inline constexpr auto kNames = names_of(Table());
+inline constexpr auto kNames = names_of(EstimatorTable());
 
 }  // namespace klfast::estimators

@@ -11,29 +11,29 @@ namespace klfast {
 
 // In the order of klfast.reduction.RESULTS and DENOMINATORS.
 enum class Result { kToken, kSequence, kScalar };
-enum class Over { kOne, kTokens, kSequences };
+enum class Denominator { kOne, kTokens, kSequences };
 inline constexpr int kDenominators = 3;
 
 // klfast.reduction.Reduction as plain data.
 struct Reduction {
   Result result = Result::kToken;
-  bool own_length = false;  // a sequence's sum is divided by the sum of its mask
-  Over over = Over::kOne;   // what the sum over the sequences is divided by
+  bool own_length = false;               // a sequence's sum is divided by the sum of its mask
+  Denominator over = Denominator::kOne;  // what the sum over the sequences is divided by
 
   // Whether the weights depend on the masks of all sequences.
   KLFAST_HOST_DEVICE bool uses_total(bool is_normalized) const {
-    return over != Over::kOne && !is_normalized;
+    return over != Denominator::kOne && !is_normalized;
   }
 };
 
 // The part of a sequence in the denominator: its sum over the batch is the total.
 KLFAST_HOST_DEVICE double denominator_term(const Reduction& reduction, double length) {
   switch (reduction.over) {
-    case Over::kOne:
+    case Denominator::kOne:
       break;
-    case Over::kTokens:
+    case Denominator::kTokens:
       return length;
-    case Over::kSequences:
+    case Denominator::kSequences:
       return length > 0 ? 1 : 0;
   }
   return 0;
@@ -48,7 +48,7 @@ KLFAST_HOST_DEVICE double sequence_weight(const Reduction& reduction, double len
   if (reduction.uses_total(is_normalized)) {
     if (!(total > 0)) return 0;
     denominator = total;
-  } else if (reduction.over != Over::kOne) {
+  } else if (reduction.over != Denominator::kOne) {
     denominator = normalizer;
   }
   if (reduction.own_length) denominator *= length;

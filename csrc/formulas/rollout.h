@@ -183,7 +183,7 @@ struct of_binary_tv {
 #undef KLFAST_STATISTIC
 
 // In the order of klfast.rollout.formulas.TOKEN_STATISTICS.
-using Table =
+using RuleTable =
     List<of_estimator<estimators::k1>, of_estimator<estimators::abs>, of_estimator<estimators::k2>,
          of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv>;
 

@@ -27,7 +27,7 @@ enum class Depth { kAlways, kWanted, kLimited };
 
 namespace statistics {
 
-using math::Greatest;
+using math::MaximumOrNan;
 using math::Range;
 using math::Sum;
 
@@ -73,7 +73,7 @@ struct k3 : Statistic<Sum, Depth::kWanted> {
   KLFAST_TERM { return token.weight * estimators::k3::at<range>(token.log_ratio).value; }
 };
 
-struct max_abs_log_ratio : Statistic<Greatest, Depth::kWanted> {
+struct max_abs_log_ratio : Statistic<MaximumOrNan, Depth::kWanted> {
   KLFAST_TERM { return math::magnitude(token.log_ratio); }
 };
 
@@ -92,14 +92,14 @@ struct nonfinite : Statistic<Sum, Depth::kWanted> {
 #undef KLFAST_TERM
 
 // In the order of KLStats' fields.
-using Table = List<kl, length, k1, k2, k3, max_abs_log_ratio, clipped, nonfinite>;
+using StatisticTable = List<kl, length, k1, k2, k3, max_abs_log_ratio, clipped, nonfinite>;
 
 }  // namespace statistics
 
-inline constexpr int kStatistics = statistics::Table::kSize;
+inline constexpr int kStatistics = statistics::StatisticTable::kSize;
 
 template <typename Row>
-inline constexpr int index_of = IndexIn<Row, statistics::Table>::value;
+inline constexpr int index_of = IndexIn<Row, statistics::StatisticTable>::value;
 
 inline constexpr int kKl = index_of<statistics::kl>;
 inline constexpr int kLength = index_of<statistics::length>;
@@ -110,7 +110,7 @@ constexpr int count_rows(List<Rows...>) {
   return (0 + ... + (Rows::depth <= depth));
 }
 template <Depth depth>
-inline constexpr int number_of_statistics = count_rows<depth>(statistics::Table());
+inline constexpr int number_of_statistics = count_rows<depth>(statistics::StatisticTable());
 static_assert(number_of_statistics<Depth::kAlways> == 2 && kKl < 2 && kLength < 2);
 
 // Whether a statistic need not be summed over tokens of weight 1 under estimator E: it is their
@@ -135,7 +135,7 @@ KLFAST_HOST_DEVICE void visit_each(const Visitor& visit, List<Rows...>) {
 }
 template <Depth depth, typename Visitor>
 KLFAST_HOST_DEVICE void for_each_statistic(const Visitor& visit) {
-  visit_each<depth>(visit, statistics::Table());
+  visit_each<depth>(visit, statistics::StatisticTable());
 }
 
 // The statistics of no tokens.

@@ -1,8 +1,8 @@
 // Gradients of divergences of rows: kernel and launches.
 
 #include "logits/cuda.h"
+#include "logits/cuda_cluster.h"
 #include "logits/cuda_divergence_gradients.h"
-#include "logits/cuda_team.h"
 
 namespace klfast::cuda {
 namespace {

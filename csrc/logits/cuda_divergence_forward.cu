@@ -7,9 +7,9 @@
 // kernel; the gradient of any other row is written by the backward's kernel.
 
 #include "logits/cuda.h"
+#include "logits/cuda_cluster.h"
 #include "logits/cuda_divergence_gradients.h"
 #include "logits/cuda_pairs.h"
-#include "logits/cuda_team.h"
 
 namespace klfast::cuda {
 namespace {
@@ -52,7 +52,7 @@ struct WarpState {
 };
 
 // The shared memory of a block: written by its first thread, but for the states of other warps. The
-// numbers of a team follow it.
+// numbers of a cluster follow it.
 template <typename Acc>
 struct Shared {
   PairRow row;
@@ -69,7 +69,7 @@ struct Shared {
 
 // The blocks of a processor, which leave each the registers that it needs.
 template <typename T, EntropyOf of>
-constexpr int kTogether = is_any_dtype<T> ? 1 : (of == EntropyOf::kNone ? 3 : 2);
+constexpr int kBlocksOfProcessor = is_any_dtype<T> ? 1 : (of == EntropyOf::kNone ? 3 : 2);
 
 // The numbers that a pass combines at a time: a KL's four sums, and the moment for an entropy.
 template <Divergence divergence, EntropyOf of>
@@ -77,14 +77,16 @@ constexpr int kCombined =
     divergence == Divergence::kKl && of != EntropyOf::kNone ? 8 : kMostNumbers;
 
 template <typename Acc>
-constexpr int64_t kTeam = (sizeof(Shared<Acc>) + 15) / 16 * 16;  // where a team's memory starts
+constexpr int64_t kClusterMemory =
+    (sizeof(Shared<Acc>) + 15) / 16 * 16;  // where a cluster's memory starts
 template <typename Acc, bool kAllParts, int kNumbers = kMostNumbers>
-constexpr int64_t kState = (kTeam<Acc> + sizeof(TeamMemory<kAllParts, kNumbers>) + 15) / 16 * 16;
+constexpr int64_t kState =
+    (kClusterMemory<Acc> + sizeof(ClusterMemory<kAllParts, kNumbers>) + 15) / 16 * 16;
 
 template <typename Acc, bool kAllParts, int kNumbers = kMostNumbers>
-__device__ __forceinline__ Team<kAllParts, kNumbers> team_of(const RowPlan& plan) {
-  using Memory = TeamMemory<kAllParts, kNumbers>;
-  return {plan, *reinterpret_cast<Memory*>(dynamic_shared() + kTeam<Acc>)};
+__device__ __forceinline__ Cluster<kAllParts, kNumbers> cluster_of(const RowPlan& plan) {
+  using Memory = ClusterMemory<kAllParts, kNumbers>;
+  return {plan, *reinterpret_cast<Memory*>(dynamic_shared() + kClusterMemory<Acc>)};
 }
 
 // A lane's chunk of the sample of a row: of the words from lane * apart on.
@@ -499,17 +501,17 @@ RowParts(First, Later) -> RowParts<First, Later>;
 // passes.h; lse and shift are also in the block's guess.
 // The scale is read where it is needed: held for the pass, it costs two registers, and 16-bit
 // kernels spill. They also spill where a function decides which kind of pass a step is.
-template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Team,
+template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Cluster,
           typename Acc>
-__device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task, Team& team,
-                                        Shared<Acc>& shared) {
+__device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task,
+                                        Cluster& cluster, Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
 #pragma unroll 1
   while (shared.own().step != Step::kDone) {
     if (shared.own().step == Step::kFindInRow) {
       const double* const greatest =
-          team.template combine<Greatest, 2>([&](int part, double (&of_part)[2]) {
-            const Part place = part_at(task.call.in.in.shape.words, team.plan.part, part);
+          cluster.template combine<Maximum, 2>([&](int part, double (&of_part)[2]) {
+            const Part place = part_at(task.call.in.in.shape.words, cluster.plan.part, part);
             const GreatestOfPair found = find_in_part<T>(task, shared.own(), place);
             of_part[0] = found.first;
             of_part[1] = found.second;
@@ -531,7 +533,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
         parts.add(part, shared.own().step == Step::kFindFirst, totals);
         totals.store(of_part);
       };
-      const double* const sums = team.template combine<Add, n>(sum_part);
+      const double* const sums = cluster.template combine<Sum, n>(sum_part);
       if (decides) {
         judge_sums({sums[Field::kMass], sums[Field::kSpread], sums[Field::kSlope],
                     sums[Field::kOther], false},
@@ -548,7 +550,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
         parts.add(part, shared.own().step == Step::kFindFirst, masses);
         masses.store(of_part);
       };
-      const double* const sums = team.template combine<Add, n>(sum_part);
+      const double* const sums = cluster.template combine<Sum, n>(sum_part);
       if (decides) {
         judge_masses(sums[0], sums[1], task.call.in.in.scale(), shared);
         if constexpr (of != EntropyOf::kNone) store_entropy<Acc>(task, sums[0], sums[2]);
@@ -641,20 +643,20 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
 
 // Everything of a row but its gradient and what is stored.
 template <Divergence divergence, EntropyOf of, bool kWritesGradient, typename T, typename Parts,
-          typename Team, typename Acc>
-__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts, Team& team,
-                                        Shared<Acc>& shared) {
-  sum_row<divergence, of, T>(parts, task, team, shared);
+          typename Cluster, typename Acc>
+__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
+                                        Cluster& cluster, Shared<Acc>& shared) {
+  sum_row<divergence, of, T>(parts, task, cluster, shared);
   const double none[2] = {};
   const double* jsd_sums = none;
   if constexpr (divergence == Divergence::kJsd) {
-    jsd_sums = team.template combine<Add, 2>([&](int part, double (&of_part)[2]) {
+    jsd_sums = cluster.template combine<Sum, 2>([&](int part, double (&of_part)[2]) {
       JsdTotals<T> totals(shared.basis, task.call.in.beta, task.fit);
       add_chunks(parts.later(part), totals);
       totals.store(of_part);
     });
   }
-  team.leave();  // finish_row reads nothing of other blocks
+  cluster.leave();  // finish_row reads nothing of other blocks
   if (threadIdx.x == 0) {
     finish_row<divergence, kWritesGradient>(task, jsd_sums[0], jsd_sums[1], shared);
   }
@@ -674,24 +676,24 @@ __device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t in
 }
 
 template <typename T, Divergence divergence, EntropyOf of>
-__global__ void __launch_bounds__(kRowThreads, kTogether<T, of>)
+__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceInputs& in = task.call.in;
   const int64_t index = task.plan.row_of_block();
   if (!in.in.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
-  auto team = team_of<AccOf<T>, true, kCombined<divergence, of>>(task.plan);
+  auto cluster = cluster_of<AccOf<T>, true, kCombined<divergence, of>>(task.plan);
   start_row<T>(in, index, shared.own());
   const auto parts = [&](int part) {
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.in.shape.words, task.plan.part, part));
   };
-  run_row<divergence, of, false, T>(task, RowParts{parts, parts}, team, shared);
+  run_row<divergence, of, false, T>(task, RowParts{parts, parts}, cluster, shared);
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
     store_row(task, shared);
     finish_entropy<of>(task, shared);
   }
-  team.end();
+  cluster.end();
 }
 
 // The same for a row whose first pass stages it in the shared memory of a cluster, and the row's
@@ -712,14 +714,14 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     }
     return skip_row<of, AccOf<T>>(task, index);
   }
-  auto team = team_of<AccOf<T>, false>(task.plan);
+  auto cluster = cluster_of<AccOf<T>, false>(task.plan);
   start_row<T>(call.in, index, shared.own());
   const auto staged = place_rows<T, 2>(place.size, memory);
   const auto staging = [&](int) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   const auto kept = [&](int) { return staged; };
-  run_row<divergence, of, kWritesGradient, T>(task, RowParts{staging, kept}, team, shared);
+  run_row<divergence, of, kWritesGradient, T>(task, RowParts{staging, kept}, cluster, shared);
   __syncthreads();
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
     store_row(task, shared);
@@ -733,7 +735,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     };
     write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
   }
-  team.end();
+  cluster.end();
 }
 
 template <typename T, Divergence divergence, EntropyOf of>
@@ -780,7 +782,7 @@ void launch_forward(ForwardTask task, void* stream) {
   }
   task.plan = task.plan.is_staged ? unstaged(task.plan, kOwnState)
                                   : plan_read(words, kChunk<T>, kOwnState, chip, launchable(reads));
-  task.plan = for_rows(task.plan, rows, kTogether<T, of>, chip);
+  task.plan = for_rows(task.plan, rows, kBlocksOfProcessor<T, of>, chip);
   if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // its parts stay as they are
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);

@@ -74,7 +74,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
         const int next = min(round + kGroup, whole - kGroup);
 #pragma unroll
         for (int g = 0; g < kGroup; ++g) {
-          rows.keep(round + g, fetches[g]);
+          rows.stage(round + g, fetches[g]);
           const auto words = convert_words<T>(fetches[g]);
           const auto near = sums.near_of(words);
           fetches[g] = rows.load_whole(next + g);  // not before the vote: into other registers
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
 #pragma unroll 1
     for (; round < end; ++round) {
       const auto fetch = rows.load(round);
-      rows.keep(round, fetch);
+      rows.stage(round, fetch);
       const auto words = convert_words<T>(fetch);
       const auto near = sums.near_of(words);
       if (near.are_near) {

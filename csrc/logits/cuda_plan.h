@@ -142,8 +142,9 @@ RowPlan plan_tiles(int64_t words, int64_t rows, int chunk, int tile, int togethe
 // Pieces of nearly one size, whose constants are computed once each: whole rows where these are
 // many. `multiple`: of its words.
 inline PiecePlan plan_pieces(int64_t words, int multiple, int64_t rows, const Chip& chip) {
-  constexpr int kTogether = 8;  // blocks of a processor, more than run at once
-  const int64_t about = are_few(rows, kTogether, chip) ? 1 << 15 : 1 << 18;  // words of a block
+  constexpr int kBlocksOfProcessor = 8;  // blocks of a processor, more than run at once
+  const int64_t about =
+      are_few(rows, kBlocksOfProcessor, chip) ? 1 << 15 : 1 << 18;  // words of a block
   const int64_t pieces = std::max<int64_t>(1, words / about);
   const auto piece =
       static_cast<int>(std::min(words, round_up((words + pieces - 1) / pieces, multiple)));

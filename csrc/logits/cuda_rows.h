@@ -266,7 +266,7 @@ struct ReadRows {
   }
 
   __device__ __forceinline__ int whole_rounds() const { return rounds.whole; }
-  __device__ __forceinline__ void keep(int, const Fetch<kModels>&) const {}
+  __device__ __forceinline__ void stage(int, const Fetch<kModels>&) const {}
   __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
 
   // The thread's chunk in one of the `whole` rounds.
@@ -338,7 +338,7 @@ struct StagedRows {
 
   __device__ __forceinline__ int whole_rounds() const { return rounds.some; }
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const { return load(round); }
-  __device__ __forceinline__ void keep(int, const Fetch<kModels>&) const {}
+  __device__ __forceinline__ void stage(int, const Fetch<kModels>&) const {}
   __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
 
   __device__ __forceinline__ void store(int round, const Fetch<kModels>& fetch) const {
@@ -365,7 +365,7 @@ template <typename T, int kModels>
 struct StagingRows : ReadRows<T, kModels> {
   StagedRows<T, kModels> staged;
 
-  __device__ __forceinline__ void keep(int round, const Fetch<kModels>& fetch) const {
+  __device__ __forceinline__ void stage(int round, const Fetch<kModels>& fetch) const {
     staged.store(round, fetch);
   }
   __device__ __forceinline__ Fetch<kModels> load_again(int round) const {

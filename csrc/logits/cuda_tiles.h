@@ -69,14 +69,14 @@ struct TiledRow {
   // Calls visit(chunk) for the lane's chunks of any tile, two of which are loaded together.
   template <typename Visit>
   __device__ __forceinline__ void for_each_chunk(int tile, const Visit& visit) const {
-    constexpr int kTogether = 2;
+    constexpr int kChunksInFlight = 2;
 #pragma unroll 1
-    for (int k = 0; k < kTile; k += kTogether) {
-      Raw chunks[kTogether];
+    for (int k = 0; k < kTile; k += kChunksInFlight) {
+      Raw chunks[kChunksInFlight];
       load_chunks(tile * kTileWords<T> + k * kStepWords<T>,
                   static_cast<int>(threadIdx.x % kWarp) * kChunk<T>, chunks);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) visit(opaque(chunks[i]));
+      for (int i = 0; i < kChunksInFlight; ++i) visit(opaque(chunks[i]));
     }
   }
 

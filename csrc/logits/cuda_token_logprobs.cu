@@ -21,7 +21,8 @@ struct BackwardTask {
 // The blocks of a processor that leave a kernel the registers that it needs. Chips without clusters
 // have none for what is uniform in a block.
 template <typename T, bool kSmooth>
-constexpr int kTogether = std::is_same_v<T, double> ? 2 : (kSmooth && kHasClusters ? 4 : 3);
+constexpr int kBlocksOfProcessor =
+    std::is_same_v<T, double> ? 2 : (kSmooth && kHasClusters ? 4 : 3);
 
 template <typename Acc>
 __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int64_t index,
@@ -42,7 +43,7 @@ __device__ __forceinline__ AccOf<T> load_target(const RowInputs& in, int64_t ind
 }
 
 template <typename T, bool kEntropy, bool kSmooth>
-__global__ void __launch_bounds__(kRowThreads, kTogether<T, kSmooth>)
+__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth>)
     token_logprobs_forward_kernel(const __grid_constant__ ForwardTask task) {
   using Acc = AccOf<T>;
   auto& shared = *reinterpret_cast<TokenShared*>(dynamic_shared());
@@ -56,19 +57,19 @@ __global__ void __launch_bounds__(kRowThreads, kTogether<T, kSmooth>)
   }
   const TiledRow<T, kSmooth> row(address_of<T>(in.shape, call.logits, index, 0),
                                  call.logits.word_stride, in.shape.words);
-  TileTeam team(task.plan, shared.exchange);
+  TileCluster cluster(task.plan, shared.exchange);
   const Acc target = stores ? load_target(in, index, row) : Acc(0);
   double sums[1 + kEntropy];
-  const RowGuess<Acc> base = sum_row<kEntropy>(row, in.scale(), team, shared, sums);
-  team.leave();
+  const RowGuess<Acc> base = sum_row<kEntropy>(row, in.scale(), cluster, shared, sums);
+  cluster.leave();
   if (stores) store_row<Acc>(call, index, results_of<kEntropy>(base, target, sums));
-  team.end();
+  cluster.end();
 }
 
 template <typename T, bool kEntropy, bool kSmooth>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kState = sizeof(TokenShared);
-  constexpr int kBlocks = kTogether<T, true>;  // so that both kernels have one plan
+  constexpr int kBlocks = kBlocksOfProcessor<T, true>;  // so that both kernels have one plan
   const LogitsShape& shape = task.call.in.shape;
   const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth>;
   task.plan = plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState,
@@ -133,7 +134,7 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
 // The gradient may overwrite the logits: a lane reads its words before it writes them, and reads no
 // others.
 template <typename T, bool kEntropy>
-__global__ void __launch_bounds__(kRowThreads, kTogether<T, true>)
+__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, true>)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const TokenLogprobsBackward& call = task.call;

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "formulas/divergences.h"
-#include "logits/cuda_team.h"
+#include "logits/cuda_cluster.h"
 #include "logits/cuda_tiles.h"
 
 namespace klfast::cuda {
@@ -24,44 +24,44 @@ struct TileExchange {
 // The blocks that sum a row: one that takes its parts one after the other, or one per part. A
 // thread's numbers are combined over the parts first, and then over threads, so that both ways give
 // the same bits.
-struct TileTeam : BlocksOfRow {
+struct TileCluster : BlocksOfRow {
   TileExchange& exchange;
   int turn = 0;
 
   // All threads take part in everything here.
-  __device__ __forceinline__ TileTeam(const RowPlan& plan, TileExchange& exchange)
+  __device__ __forceinline__ TileCluster(const RowPlan& plan, TileExchange& exchange)
       : BlocksOfRow{plan}, exchange(exchange) {}
 
   template <typename How, int n>
   __device__ __forceinline__ void start() const {
 #pragma unroll
-    for (int i = 0; i < n; ++i) own()[i] = How::of_nothing();
+    for (int i = 0; i < n; ++i) own()[i] = How::kEmpty;
   }
 
   // Takes a thread's numbers of the next part, and makes them nothing.
   template <typename How, int n>
-  __device__ __forceinline__ void keep(double (&numbers)[n]) const {
+  __device__ __forceinline__ void hold(double (&numbers)[n]) const {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      own()[i] = How::of(own()[i], numbers[i]);
-      numbers[i] = How::of_nothing();
+      own()[i] = How::combine(own()[i], numbers[i]);
+      numbers[i] = How::kEmpty;
     }
   }
 
-  // The numbers kept, combined always in the same order. The first warp of every block gets the
+  // The numbers held, combined always in the same order. The first warp of every block gets the
   // result. The caller has a barrier of the block between two totals.
   template <typename How, int n>
   __device__ __forceinline__ void total(double (&numbers)[n]) {
     if (plan.blocks > 1) meet();
 #pragma unroll
-    for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+    for (int i = 0; i < n; ++i) numbers[i] = How::kEmpty;
 #pragma unroll 1
     for (int part = 0; part < plan.blocks; ++part) {
       const double* const from = plan.blocks > 1 ? of_block(own(), part) : own();
 #pragma unroll
-      for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+      for (int i = 0; i < n; ++i) numbers[i] = How::combine(numbers[i], from[i]);
     }
-    combine_lanes<How>(numbers);
+    combine_numbers<How>(numbers);
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -73,9 +73,9 @@ struct TileTeam : BlocksOfRow {
     if (warp == 0) {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        numbers[i] = lane < warps ? exchange.of_warp[turn][lane][i] : How::of_nothing();
+        numbers[i] = lane < warps ? exchange.of_warp[turn][lane][i] : How::kEmpty;
       }
-      combine_lanes<How>(numbers);
+      combine_numbers<How>(numbers);
     }
     turn ^= 1;
   }
@@ -233,10 +233,10 @@ struct Walk {
   // Goes on to the warp's next tile. It has one in every part but the last: plan_tiles sees to
   // that.
   template <typename How, int n>
-  __device__ __forceinline__ void next(const TileTeam& team, double (&numbers)[n]) {
+  __device__ __forceinline__ void next(const TileCluster& cluster, double (&numbers)[n]) {
     tile += step;
     if (tile >= end) {
-      team.keep<How>(numbers);
+      cluster.hold<How>(numbers);
       end += of_part;
     }
   }
@@ -261,7 +261,7 @@ __device__ __forceinline__ AccOf<T> sample_greatest(const TiledRow<T, kSmooth>& 
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row,
                                                  const RowGuess<AccOf<T>>& base, int stop,
-                                                 Raw (&next)[kTile], const TileTeam& team,
+                                                 Raw (&next)[kTile], const TileCluster& cluster,
                                                  Walk& walk, double (&sums)[1 + kEntropy]) {
   const char* own = row.own_chunk(walk.tile);
   const int64_t step = static_cast<int64_t>(walk.step) * (kTile * kStepBytes);
@@ -278,7 +278,7 @@ __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row
     }
     if (__any_sync(0xffffffffu, !is_near_guess(terms))) return;
     add_terms<kEntropy>(terms, sums);
-    walk.next<Add>(team, sums);
+    walk.next<Sum>(cluster, sums);
   } while (walk.tile < stop);
 }
 
@@ -286,69 +286,69 @@ __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row
 // on their way.
 template <bool kEntropy, typename T, bool kSmooth, typename FindBase>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmooth>& row,
-                                                        const TileTeam& team,
+                                                        const TileCluster& cluster,
                                                         const FindBase& find_base) {
-  Walk walk = Walk::of(team.plan, row);
+  Walk walk = Walk::of(cluster.plan, row);
   const int smooth = least(walk.stop, row.smooth_tiles());
   Raw next[kTile];
   if (kSmooth && walk.tile < smooth) row.load_smooth_tile(walk.tile, next);
   const RowGuess<AccOf<T>> base = find_base();
   const int plain = base.has_origin() ? 0 : smooth;
   double sums[1 + kEntropy] = {};
-  team.template start<Add, 1 + kEntropy>();
+  cluster.template start<Sum, 1 + kEntropy>();
   bool is_loaded = true;
 #pragma unroll 1
   for (;; is_loaded = false) {
     if (kSmooth && walk.tile < plain) {
       if (!is_loaded) row.load_smooth_tile(walk.tile, next);
-      add_smooth_tiles<kEntropy>(row, base, plain, next, team, walk, sums);
+      add_smooth_tiles<kEntropy>(row, base, plain, next, cluster, walk, sums);
     }
     if (walk.tile >= walk.stop) break;
     const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base);
     sums[0] += any.mass;
     if constexpr (kEntropy) sums[1] += any.moment;
-    walk.next<Add>(team, sums);
+    walk.next<Sum>(cluster, sums);
   }
-  team.template keep<Add>(sums);
+  cluster.template hold<Sum>(sums);
   return base;
 }
 
 template <typename T, bool kSmooth>
 __device__ __forceinline__ void find_in_parts(const TiledRow<T, kSmooth>& row,
-                                              const TileTeam& team) {
-  Walk walk = Walk::of(team.plan, row);
-  double greatest[1] = {Greatest::of_nothing()};
-  team.template start<Greatest, 1>();
+                                              const TileCluster& cluster) {
+  Walk walk = Walk::of(cluster.plan, row);
+  double greatest[1] = {Maximum::kEmpty};
+  cluster.template start<Maximum, 1>();
 #pragma unroll 1
   while (walk.tile < walk.stop) {
     const double of_tile = greatest_of_tile(row, walk.tile);
-    greatest[0] = Greatest::of(greatest[0], of_tile);
-    walk.next<Greatest>(team, greatest);
+    greatest[0] = Maximum::combine(greatest[0], of_tile);
+    walk.next<Maximum>(cluster, greatest);
   }
-  team.template keep<Greatest>(greatest);
+  cluster.template hold<Maximum>(greatest);
 }
 
 // Sums a row: mass, and moment for its entropy. The first thread gets the sums; they are NaN in a
 // row that has a NaN or no finite logit.
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>& row, double scale,
-                                                      TileTeam& team, TokenShared& shared,
+                                                      TileCluster& cluster, TokenShared& shared,
                                                       double (&sums)[1 + kEntropy]) {
   using Acc = AccOf<T>;
   const bool decides = threadIdx.x == 0;
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
-    const RowGuess<Acc> base = sum_parts<kEntropy>(row, team, [&] {
+    const RowGuess<Acc> base = sum_parts<kEntropy>(row, cluster, [&] {
       const Acc greatest = is_first ? sample_greatest(row) : static_cast<Acc>(shared.greatest);
       return RowGuess<Acc>::of(greatest, scale);
     });
-    team.template total<Add>(sums);
+    cluster.template total<Sum>(sums);
     if (decides) shared.is_done = !is_first || passes::is_usable(sums[0]);
     __syncthreads();
     if (shared.is_done) return base;
-    find_in_parts(row, team);
+    find_in_parts(row, cluster);
     double greatest[1];
-    team.template total<Greatest>(greatest);
+    cluster.template total<Maximum>(greatest);
     if (decides) shared.greatest = greatest[0];
     __syncthreads();
     if (!std::isfinite(shared.greatest)) {

@@ -15,7 +15,7 @@ struct Sum {
 };
 
 // The greatest of numbers that are not negative. They are ordered as integers, which puts NaN last.
-struct Greatest {
+struct MaximumOrNan {
   static constexpr double kEmpty = 0;
   template <typename T>
   static KLFAST_HOST_DEVICE T combine(T a, T b) {

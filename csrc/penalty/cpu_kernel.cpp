@@ -48,7 +48,7 @@ void run_tile(const TileData<Acc>& data, const Limits<Acc>& limits, LaneSums<dou
 template <typename Acc>
 RunTile<Acc> choose_tile(const SegmentTask& task) {
   RunTile<Acc> run = nullptr;
-  visit_row(estimators::Table(), task.inputs->options.estimator, [&](auto estimator) {
+  visit_row(estimators::EstimatorTable(), task.inputs->options.estimator, [&](auto estimator) {
     using E = decltype(estimator);
     run =
         task.want_statistics ? run_tile<E, Depth::kLimited, Acc> : run_tile<E, Depth::kAlways, Acc>;

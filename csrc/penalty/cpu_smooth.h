@@ -326,7 +326,7 @@ bool run_smooth(const SegmentTask& task, const Segment& segment, Partial& partia
       static_cast<float>(in.coef), static_cast<float>(task.grad_scale), output(task.value, float()),
       output(task.grad_logprobs, T()), output(task.grad_ref_logprobs, T())};
   RunTiles<T> run = nullptr;
-  visit_row(estimators::Table(), in.options.estimator,
+  visit_row(estimators::EstimatorTable(), in.options.estimator,
             [&](auto estimator) { run = choose_tiles<decltype(estimator), T>(task); });
   SmoothMask mask(in, segment);
   alignas(64) LaneSums<double> sums;

@@ -91,26 +91,26 @@ inline constexpr int kBlocksOfGradient = 3;
 #endif
 
 // The blocks on a processor: as many as hide the latency of memory without spilled registers.
-template <typename T, Pass pass>
+template <typename T, Variant variant>
 inline constexpr int kBlocksPerProcessor =
-    pass == Pass::kPlain                              ? 3
-    : pass == Pass::kPlainGradient && sizeof(T) == 2  ? kBlocksOfGradient
-    : std::is_same_v<typename Source<T>::Acc, double> ? 1  // two spill on sm_100
-                                                      : 2;
+    variant == Variant::kPlain                             ? 3
+    : variant == Variant::kPlainGradient && sizeof(T) == 2 ? kBlocksOfGradient
+    : std::is_same_v<typename Source<T>::Acc, double>      ? 1  // two spill on sm_100
+                                                           : 2;
 
-template <typename T, Pass pass>
-__global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, pass>)
+template <typename T, Variant variant>
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, variant>)
     kl_penalty_kernel(const __grid_constant__ Task task) {
   using Acc = typename Source<T>::Acc;
-  constexpr Depth depth = depth_of<pass>;
+  constexpr Depth depth = depth_of<variant>;
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<depth, Acc>(
-      task, [&](const Segment& segment) { return span_of<T, pass>(task, segment); },
+      task, [&](const Segment& segment) { return span_of<T, variant>(task, segment); },
       [&](const Span& span, int64_t sequence, const Turns& turns, const auto& flush)
           KLFAST_INLINE_LAMBDA {
             const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
-            run_tiles<T, pass>(task, limits_as<Acc>(task.limits), factors, span, turns, flush);
+            run_tiles<T, variant>(task, limits_as<Acc>(task.limits), factors, span, turns, flush);
           },
       [&](const Segment& segment, const Sums& sums) {
         if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<Depth::kAlways, Acc>(
       task,
-      [&](const Segment& segment) { return span_of<AnyDtype<Acc>, Pass::kAny>(task, segment); },
+      [&](const Segment& segment) { return span_of<AnyDtype<Acc>, Variant::kAny>(task, segment); },
       [&](const Span& span, int64_t, const Turns& turns, const auto& flush)
           KLFAST_INLINE_LAMBDA { run_lengths<W, Acc>(task, span, turns, flush); },
       [&](const Segment& segment, const Sums& sums) {
@@ -241,24 +241,24 @@ void launch_kl_penalty(const Task& task, const Launch& on) {
   if constexpr (!std::is_same_v<typename Source<T>::Acc, double>) {
     const bool adds_more = task.statistics != nullptr || task.scores.data != nullptr;
     if (is_plain_call(task.in) && adds_more) {
-      return launch(kl_penalty_kernel<T, Pass::kPlainStatistics>, task, on);
+      return launch(kl_penalty_kernel<T, Variant::kPlainStatistics>, task, on);
     }
     const bool stores_gradient =
         task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr;
     if (is_plain_call(task.in) && stores_gradient) {
-      return launch(kl_penalty_kernel<T, Pass::kPlainGradient>, task, on);
+      return launch(kl_penalty_kernel<T, Variant::kPlainGradient>, task, on);
     }
-    if (is_plain_call(task.in)) return launch(kl_penalty_kernel<T, Pass::kPlain>, task, on);
+    if (is_plain_call(task.in)) return launch(kl_penalty_kernel<T, Variant::kPlain>, task, on);
   }
-  launch(kl_penalty_kernel<T, Pass::kAny>, task, on);
+  launch(kl_penalty_kernel<T, Variant::kAny>, task, on);
 }
 
 void launch_kl_penalty(Task task, const Launch& on) {
   const KlPenaltyInputs& in = task.in;
   task.stored = stored_by(task);
   if (has_mixed_dtypes(in)) {
-    return in.is_double ? launch(kl_penalty_kernel<AnyDtype<double>, Pass::kAny>, task, on)
-                        : launch(kl_penalty_kernel<AnyDtype<float>, Pass::kAny>, task, on);
+    return in.is_double ? launch(kl_penalty_kernel<AnyDtype<double>, Variant::kAny>, task, on)
+                        : launch(kl_penalty_kernel<AnyDtype<float>, Variant::kAny>, task, on);
   }
   visit_dtype(in.logprobs.dtype, [&](auto zero) {
     using T = decltype(zero);

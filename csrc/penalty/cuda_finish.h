@@ -98,25 +98,26 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
 template <Depth depth, typename Visitor>
 __device__ __forceinline__ void for_each_sequence(const Task& task, const Partials& partials,
                                                   const Visitor& visit) {
-  constexpr int kTogether = depth == Depth::kAlways ? 2 : 1;  // as registers allow
+  constexpr int kSlotsInFlight = depth == Depth::kAlways ? 2 : 1;  // as registers allow
   const Batch& batch = task.in.batch;
   const bool with_last_kept = task.scores.data != nullptr;
   const auto load = [&](int64_t slot) {
     return slot < task.grid.slots ? get<depth>(partials, slot, with_last_kept) : empty_sums();
   };
 #pragma unroll 1
-  for (int64_t begin = threadIdx.x; begin < batch.sequences; begin += kTogether * kBlockThreads) {
-    int64_t slots[kTogether];
-    Sums sums[kTogether];
+  for (int64_t begin = threadIdx.x; begin < batch.sequences;
+       begin += kSlotsInFlight * kBlockThreads) {
+    int64_t slots[kSlotsInFlight];
+    Sums sums[kSlotsInFlight];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kSlotsInFlight; ++i) {
       const int64_t sequence = begin + i * kBlockThreads;
       const bool exists = sequence < batch.sequences;
       slots[i] = exists ? first_slot(batch, task.grid, sequence) : task.grid.slots;
       sums[i] = load(slots[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kSlotsInFlight; ++i) {
       const int64_t sequence = begin + i * kBlockThreads;
       if (sequence >= batch.sequences) continue;
       const int64_t segments = segments_of(sequence_at(batch, sequence).length);

@@ -7,33 +7,33 @@
 namespace klfast::cuda {
 
 // Calls flush(tile, sums) with the sums of each of the warp's tiles.
-template <typename T, Pass pass, typename Acc, typename Flush>
+template <typename T, Variant variant, typename Acc, typename Flush>
 __device__ __forceinline__ void run_tiles(const Task& task, const Limits<Acc>& limit,
                                           const Factors<Acc>& factors, const Span& segment,
                                           Turns turns, const Flush& flush) {
-  constexpr int W = kWidth<T, pass>;
+  constexpr int W = kWidth<T, variant>;
   constexpr int kGroup = W < 4 ? W : 4;
   LaneSums<Acc> sums = empty_lane<Acc>();
-  if constexpr (kHasSmooth<T, pass>) {
+  if constexpr (kHasSmooth<T, variant>) {
     if (segment.layout != Layout::kAny) {
-      run_smooth<T, pass>(task, factors, segment, turns, sums, flush);
+      run_smooth<T, variant>(task, factors, segment, turns, sums, flush);
     }
   }
 #pragma unroll 1
   for (; turns.first() < segment.size; turns = turns.after()) {
     visit_chunks<W>(segment, turns.position(), turns.end(segment.size),
                     [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
-                      const Fetched<T, W> fetched = fetch_all<T, pass, W>(task.in, span, at);
+                      const Fetched<T, W> fetched = fetch_all<T, variant, W>(task.in, span, at);
 #pragma unroll
                       for (int first = 0; first < W; first += kGroup) {
                         Tokens<Acc, kGroup> tokens;
-                        take_tokens<pass>(fetched, first, task.in.old_logprobs.data != nullptr,
-                                          tokens);
-                        evaluate<pass>(task.in.options.estimator, limit, tokens);
-                        add_tokens<pass>(tokens, at.position + first, sums);
+                        take_tokens<variant>(fetched, first, task.in.old_logprobs.data != nullptr,
+                                             tokens);
+                        evaluate<variant>(task.in.options.estimator, limit, tokens);
+                        add_tokens<variant>(tokens, at.position + first, sums);
                         if (task.stored != 0) {
-                          store_results<T, pass>(task, factors, span,
-                                                 Place{at.position + first, at.end}, tokens);
+                          store_results<T, variant>(task, factors, span,
+                                                    Place{at.position + first, at.end}, tokens);
                         }
                       }
                     });

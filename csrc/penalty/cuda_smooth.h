@@ -52,7 +52,7 @@ __device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float
   for_each_statistic<depth>([&](auto row) {
     using E = typename decltype(row)::Of;
     if constexpr (!std::is_void_v<E>) {
-      if (estimator == IndexIn<E, estimators::Table>::value) {
+      if (estimator == IndexIn<E, estimators::EstimatorTable>::value) {
         sums.at[index_of<decltype(row)>] = sums.at[kKl];
       }
     }
@@ -67,7 +67,7 @@ struct SmoothResults {
 };
 
 // The results of tokens, which are added to the lane's sums.
-template <Range range, Pass pass, typename E, int n>
+template <Range range, Variant variant, typename E, int n>
 __device__ __forceinline__ SmoothResults<n> evaluate_in(const Chunk<float, n>& x,
                                                         LaneSums<float>& sums) {
   SmoothResults<n> results;
@@ -77,7 +77,7 @@ __device__ __forceinline__ SmoothResults<n> evaluate_in(const Chunk<float, n>& x
     results.value.element[i] = formula.value;
     results.derivative.element[i] = formula.derivative;
     const Observation<range, float, One> token = {formula.value, {}, x.element[i], 0};
-    klfast::add_token<depth_of<pass>, E>(token, [&](int row) -> float& { return sums.at[row]; });
+    klfast::add_token<depth_of<variant>, E>(token, [&](int row) -> float& { return sums.at[row]; });
   }
   return results;
 }
@@ -93,21 +93,21 @@ __device__ __forceinline__ bool are_near(const Chunk<float, n>& x) {
          math::bit_cast<unsigned>(1.0f);
 }
 
-template <Pass pass, int n>
+template <Variant variant, int n>
 __device__ __forceinline__ SmoothResults<n> evaluate_smooth(int estimator, const Chunk<float, n>& x,
                                                             LaneSums<float>& sums) {
   SmoothResults<n> results;
   const bool is_far = __any_sync(0xffffffffu, !are_near(x));
-  visit_row_first<estimators::k3>(estimators::Table(), estimator, [&](auto formula) {
+  visit_row_first<estimators::k3>(estimators::EstimatorTable(), estimator, [&](auto formula) {
     using E = decltype(formula);
-    results = is_far ? evaluate_in<Range::kAnywhere, pass, E>(x, sums)
-                     : evaluate_in<Range::kNear, pass, E>(x, sums);
+    results = is_far ? evaluate_in<Range::kAnywhere, variant, E>(x, sums)
+                     : evaluate_in<Range::kNear, variant, E>(x, sums);
   });
   return results;
 }
 
 // Whether a vector of W elements of every output of a call starts at a token.
-template <typename T, Pass pass, int W>
+template <typename T, Variant variant, int W>
 __device__ __forceinline__ bool are_outputs_aligned(const Task& task, int64_t token) {
   const auto is_aligned = [&](const Output& output, int size) {
     const int vector = W * size < 16 ? W * size : 16;
@@ -115,8 +115,9 @@ __device__ __forceinline__ bool are_outputs_aligned(const Task& task, int64_t to
            (reinterpret_cast<uintptr_t>(output.data) + token * size) % vector == 0;
   };
   bool are_aligned = true;
-  if constexpr (pass != Pass::kPlainGradient) are_aligned = is_aligned(task.value, sizeof(float));
-  if constexpr (has_gradient<pass>) {
+  if constexpr (variant != Variant::kPlainGradient)
+    are_aligned = is_aligned(task.value, sizeof(float));
+  if constexpr (has_gradient<variant>) {
     are_aligned = are_aligned && is_aligned(task.grad_logprobs, sizeof(T)) &&
                   is_aligned(task.grad_ref_logprobs, sizeof(T));
   }
@@ -135,14 +136,14 @@ __device__ __forceinline__ Chunk<float, W> scaled(const Chunk<float, n>& chunks,
 
 // Stores what is wanted of chunk `c`, which the warp has at `position`; `first` is the index of the
 // lane's first token of the segment. A masked token's gradient is 0.
-template <typename T, Pass pass, int W, int n>
+template <typename T, Variant variant, int W, int n>
 __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
                                               const Factors<float>& factors, const Span& span,
                                               int64_t first, int position,
                                               const SmoothResults<n>& results, int c,
                                               const Kept<W>& kept, LaneSums<float>& sums) {
   const int64_t index = first + static_cast<unsigned>(position);
-  if constexpr (depth_of<pass> != Depth::kAlways) {
+  if constexpr (depth_of<variant> != Depth::kAlways) {
     if ((task.stored & kNotesLastKept) != 0) {
 #pragma unroll
       for (int i = 0; i < W; ++i) {
@@ -150,15 +151,15 @@ __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
       }
     }
   }
-  if constexpr (pass != Pass::kPlainGradient) {
+  if constexpr (variant != Variant::kPlainGradient) {
     if ((task.stored & kStoresValue) != 0) {
       store_smooth(task.value, index, in_vectors, scaled<W>(results.value, c, factors.coef));
     }
   }
-  if constexpr (has_gradient<pass>) {
+  if constexpr (has_gradient<variant>) {
     const auto store = [&](const Output& output, float factor) KLFAST_INLINE_LAMBDA {
       Chunk<float, W> gradient = scaled<W>(results.derivative, c, factor);
-      if (serves_backward<pass> && (task.stored & kTimesGradOut) != 0) {
+      if (serves_backward<variant> && (task.stored & kTimesGradOut) != 0) {
         const auto grad_out =
             load_dense<float, W>(static_cast<const float*>(task.grad_out.data) + span.grad_out +
                                  position + threadIdx.x % kWarp * W);
@@ -176,7 +177,7 @@ __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
 
 // Reads the whole chunks of a smooth segment, and calls flush(tile, sums) after every tile. If
 // tokens are left after the last chunk, its tile has not been flushed, and its sums are in `sums`.
-template <typename T, Pass pass, typename Flush>
+template <typename T, Variant variant, typename Flush>
 __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float>& factors,
                                            const Span& span, Turns& turns, LaneSums<float>& sums,
                                            const Flush& flush) {
@@ -189,7 +190,7 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
   const int whole = span.size / kStep * kStep;
   if (turns.position() >= whole) return;
   const int64_t first = span.index + lane;
-  const bool in_vectors = are_outputs_aligned<T, pass, W>(task, first);
+  const bool in_vectors = are_outputs_aligned<T, variant, W>(task, first);
   const KlPenaltyInputs& in = task.in;
   const Inputs<T, W, n> inputs(in.logprobs, span.logprobs, in.ref_logprobs, span.ref_logprobs,
                                in.mask, span.mask, lane);
@@ -214,17 +215,17 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
       }
       const Chunk<float, 8> x = log_ratios<T>(loaded, kept);
       inputs.load(position < last ? position + kStep : last, loaded);
-      const SmoothResults<8> results = evaluate_smooth<pass>(estimator, x, sums);
-      if (pass == Pass::kPlainGradient || task.stored != 0) {
+      const SmoothResults<8> results = evaluate_smooth<variant>(estimator, x, sums);
+      if (variant == Variant::kPlainGradient || task.stored != 0) {
 #pragma unroll
         for (int c = 0; c < n; ++c) {
-          store_results<T, pass>(task, in_vectors, factors, span, first, position + c * kApart,
-                                 results, c, kept[c], sums);
+          store_results<T, variant>(task, in_vectors, factors, span, first, position + c * kApart,
+                                    results, c, kept[c], sums);
         }
       }
       position += kStep;
     } while (position < end);
-    add_rest<depth_of<pass>>(estimator, kept_tokens, sums);
+    add_rest<depth_of<variant>>(estimator, kept_tokens, sums);
     if (end == whole && whole < span.size) {
       turns.done = end - turns.first();
       return;

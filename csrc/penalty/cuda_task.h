@@ -10,19 +10,20 @@ namespace klfast::cuda {
 
 // The variants of the kernel. The plain ones omit limits and importance weights; kPlainStatistics
 // and kAny alone compute statistics and the last kept token; kPlain alone has no gradient.
-enum class Pass { kPlain, kPlainGradient, kPlainStatistics, kAny };
+enum class Variant { kPlain, kPlainGradient, kPlainStatistics, kAny };
 
-template <Pass pass>
-inline constexpr bool is_plain = pass != Pass::kAny;
-template <Pass pass>
-inline constexpr Depth depth_of = pass == Pass::kAny               ? Depth::kLimited
-                                  : pass == Pass::kPlainStatistics ? Depth::kWanted
-                                                                   : Depth::kAlways;
-template <Pass pass>
-inline constexpr bool has_gradient = pass != Pass::kPlain;
+template <Variant variant>
+inline constexpr bool is_plain = variant != Variant::kAny;
+template <Variant variant>
+inline constexpr Depth depth_of = variant == Variant::kAny               ? Depth::kLimited
+                                  : variant == Variant::kPlainStatistics ? Depth::kWanted
+                                                                         : Depth::kAlways;
+template <Variant variant>
+inline constexpr bool has_gradient = variant != Variant::kPlain;
 // A backward has no statistics.
-template <Pass pass>
-inline constexpr bool serves_backward = has_gradient<pass> && pass != Pass::kPlainStatistics;
+template <Variant variant>
+inline constexpr bool serves_backward =
+    has_gradient<variant> && variant != Variant::kPlainStatistics;
 
 // What a call stores of each token.
 enum Stored : unsigned {

@@ -8,14 +8,14 @@
 namespace klfast::cuda {
 
 // Passes that take smooth segments apart: those without limits, importance weights and conversions.
-template <typename T, Pass pass>
+template <typename T, Variant variant>
 inline constexpr bool kHasSmooth =
-    is_plain<pass> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
+    is_plain<variant> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
 
 // The tokens of a lane's chunk in any segment of a pass. It is the same for all of its segments:
 // which lane has a token depends on its position alone.
-template <typename T, Pass pass>
-inline constexpr int kWidth = !kHasSmooth<T, pass> && kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
+template <typename T, Variant variant>
+inline constexpr int kWidth = !kHasSmooth<T, variant> && kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
 
 // The tokens of a segment.
 struct Span {
@@ -30,9 +30,9 @@ struct Span {
   int64_t grad_out;
 };
 
-template <typename T, Pass pass>
+template <typename T, Variant variant>
 __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
-  constexpr int W = kWidth<T, pass>;
+  constexpr int W = kWidth<T, variant>;
   const KlPenaltyInputs& in = task.in;
   Span span;
   span.index = segment.start + segment.position;
@@ -85,7 +85,7 @@ struct Tokens {
 };
 
 // Aligned chunks.
-template <typename T, Pass pass, int W>
+template <typename T, Variant variant, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in, const Span& span,
                                                        const Place& at) {
   using Acc = typename Source<T>::Acc;
@@ -96,7 +96,7 @@ __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in
   fetched.logprobs = load(in.logprobs, span.logprobs);
   fetched.ref_logprobs = load(in.ref_logprobs, span.ref_logprobs);
   fetched.old_logprobs = fetched.logprobs;
-  if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
+  if (!is_plain<variant> && in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = load(in.old_logprobs, span.old_logprobs);
   }
   Chunk<Bool, W> mask;
@@ -110,12 +110,12 @@ __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in
   return fetched;
 }
 
-template <typename T, Pass pass, int W>
+template <typename T, Variant variant, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Span& span,
                                                    const Place& at) {
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
     if (span.layout == Layout::kAligned && at.end <= span.size)
-      return fetch_aligned<T, pass, W>(in, span, at);
+      return fetch_aligned<T, variant, W>(in, span, at);
   }
   Fetched<T, W> fetched;
   fetched.logprobs = fetch<T, W>(in.logprobs, span.logprobs, span.size, at);
@@ -124,14 +124,14 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
     fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, span.ref_logprobs, span.size, at);
   }
   fetched.old_logprobs = fetched.logprobs;
-  if (!is_plain<pass> && in.old_logprobs.data != nullptr) {
+  if (!is_plain<variant> && in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = fetch<T, W>(in.old_logprobs, span.old_logprobs, span.size, at);
   }
   load_weights(in.mask, span.mask, span.size, at, fetched.weight);
   return fetched;
 }
 
-template <Pass pass, typename T, int kFetched, typename Acc, int W>
+template <Variant variant, typename T, int kFetched, typename Acc, int W>
 __device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
                                             bool weighs, Tokens<Acc, W>& tokens) {
   tokens.weighs = weighs;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched,
     const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[first + i]);
     tokens.weight.element[i] = weight;
     tokens.log_ratio.element[i] = keep ? log_ratio : Acc(0);
-    if constexpr (!is_plain<pass>) {
+    if constexpr (!is_plain<variant>) {
       const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
       tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
     }
@@ -174,17 +174,18 @@ __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
 }
 
 // The values and derivatives of a lane's tokens under one formula.
-template <Pass pass, typename E, typename Acc, int W>
+template <Variant variant, typename E, typename Acc, int W>
 __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, Tokens<Acc, W>& tokens) {
   [[maybe_unused]] bool extreme = false;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
     const Acc x = tokens.log_ratio.element[i];
     const Acc weight = tokens.weight.element[i];
-    if constexpr (is_plain<pass>) {
+    if constexpr (is_plain<variant>) {
       const auto formula = E::at(x);
       tokens.value.element[i] = weight * formula.value;
-      if constexpr (has_gradient<pass>) tokens.derivative.element[i] = weight * formula.derivative;
+      if constexpr (has_gradient<variant>)
+        tokens.derivative.element[i] = weight * formula.derivative;
     } else {
       const Acc log_importance = tokens.log_importance.element[i];
       const Token<Acc> token =
@@ -196,31 +197,31 @@ __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, Tokens<Acc, W
       extreme = extreme || is_extreme(x) || is_extreme(log_importance);
     }
   }
-  if constexpr (!is_plain<pass> && std::is_same_v<Acc, float>) {
+  if constexpr (!is_plain<variant> && std::is_same_v<Acc, float>) {
     if (tokens.weighs && extreme) evaluate_extremes<E>(limit, tokens);
   }
 }
 
-template <Pass pass, typename Acc, int W>
+template <Variant variant, typename Acc, int W>
 __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit,
                                          Tokens<Acc, W>& tokens) {
-  visit_row(estimators::Table(), estimator,
-            [&](auto formula) { evaluate<pass, decltype(formula)>(limit, tokens); });
+  visit_row(estimators::EstimatorTable(), estimator,
+            [&](auto formula) { evaluate<variant, decltype(formula)>(limit, tokens); });
 }
 
 // Adds a lane's tokens to its sums; `offset` is the place of the first in the segment.
-template <Pass pass, typename Acc, int W>
+template <Variant variant, typename Acc, int W>
 __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
                                            LaneSums<Acc>& sums) {
 #pragma unroll
   for (int i = 0; i < W; ++i) {
     Observation<Range::kAnywhere, Acc> token = {tokens.value.element[i], tokens.weight.element[i],
                                                 tokens.log_ratio.element[i], 0};
-    if constexpr (!is_plain<pass>) token.clipped = tokens.clipped[i];
-    if constexpr (depth_of<pass> != Depth::kAlways) {
+    if constexpr (!is_plain<variant>) token.clipped = tokens.clipped[i];
+    if constexpr (depth_of<variant> != Depth::kAlways) {
       if (token.weight != Acc(0)) sums.last_kept = offset + i;
     }
-    add_token<depth_of<pass>>(token, [&](int i) -> Acc& { return sums.at[i]; });
+    add_token<depth_of<variant>>(token, [&](int i) -> Acc& { return sums.at[i]; });
   }
 }
 
@@ -266,7 +267,7 @@ __device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const S
 }
 
 // Stores the values and gradients that are wanted.
-template <typename T, Pass pass, typename Acc, int W>
+template <typename T, Variant variant, typename Acc, int W>
 __device__ __forceinline__ void store_results(const Task& task, const Factors<Acc>& factors,
                                               const Span& span, const Place& at,
                                               const Tokens<Acc, W>& tokens) {
@@ -278,12 +279,12 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
     for (int i = 0; i < W; ++i) value.element[i] = factors.coef * tokens.value.element[i];
     store_chunk(static_cast<Acc*>(task.value.data) + index, count, value);
   }
-  if constexpr (!has_gradient<pass>) return;
+  if constexpr (!has_gradient<variant>) return;
   if (task.grad_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr) return;
   Chunk<Acc, W> grad_out;
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
-  if (serves_backward<pass> && (task.stored & kTimesGradOut) != 0) {
+  if (serves_backward<variant> && (task.stored & kTimesGradOut) != 0) {
     grad_out = load_grad_out<Acc, W>(task, span, at);
   }
   if (task.grad_logprobs.data != nullptr) {
@@ -291,7 +292,7 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
                       tokens.weight, grad_out);
   }
   if (task.grad_ref_logprobs.data != nullptr) {
-    const Chunk<Acc, W>& derivative = is_plain<pass> ? tokens.derivative : tokens.ref_derivative;
+    const Chunk<Acc, W>& derivative = is_plain<variant> ? tokens.derivative : tokens.ref_derivative;
     store_gradient<T>(task.grad_ref_logprobs, index, count, -factors.gradient, derivative,
                       tokens.weight, grad_out);
   }

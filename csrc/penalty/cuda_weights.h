@@ -49,22 +49,22 @@ __device__ __forceinline__ Acc weight_of_token(const Task& task, const TokenFact
 template <typename Acc>
 __device__ __forceinline__ void store_token_weights(const Task& task, const TokenFactors& factors,
                                                     int64_t first, int64_t step) {
-  constexpr int kTogether = 8;  // loads on their way before the first store
+  constexpr int kLoadsInFlight = 8;  // loads on their way before the first store
   const int64_t tokens = task.in.batch.tokens;
   Acc* const to = static_cast<Acc*>(task.grad_logprobs.data);
   visit_dtype(task.in.mask.dtype, [&](auto zero) {
     using Mask = decltype(zero);
-    for (int64_t begin = first; begin < tokens; begin += kTogether * step) {
-      Acc weights[kTogether];
+    for (int64_t begin = first; begin < tokens; begin += kLoadsInFlight * step) {
+      Acc weights[kLoadsInFlight];
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kLoadsInFlight; ++k) {
         const int64_t token = begin + k * step;
         if (token < tokens) {
           weights[k] = weight_of_token<Acc, Mask>(task, factors, token);
         }
       }
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kLoadsInFlight; ++k) {
         const int64_t token = begin + k * step;
         if (token < tokens) to[token] = weights[k];
       }

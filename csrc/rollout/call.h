@@ -13,7 +13,7 @@ enum class Over { kToken, kSum, kMean, kGreatest, kLeast };
 
 // A rule that rejects. Absent bounds are infinite.
 struct Rule {
-  int formula = 0;  // index into Table
+  int formula = 0;  // index into RuleTable
   Over over = Over::kToken;
   bool outward_only = false;
   double low = 0;

@@ -59,9 +59,9 @@ void rollout_correction(const rollout::Call& call, const Threads& threads) {
   std::vector<rollout::Fill> fills(sequences);
   for (int64_t s = 0; s < sequences; ++s) {
     const std::vector<double> totals = totals_of(s, segments, partials.data(), rows);
-    const rollout::Verdict verdict = rollout::judge(in.options, totals.data());
-    fills[s] = rollout::fill_of(totals.data(), verdict);
-    rollout::store_statistics(in.options, totals.data(), verdict, [&](int row, double value) {
+    const rollout::Decision decision = rollout::judge(in.options, totals.data());
+    fills[s] = rollout::fill_of(totals.data(), decision);
+    rollout::store_statistics(in.options, totals.data(), decision, [&](int row, double value) {
       store(in, call.out.table, row * sequences + s, value);
     });
   }

@@ -62,8 +62,8 @@ enum LaneRow {
   kFarGreatestWeight,
   kFarRows,
   // Of rules.
-  kLost = kFarRows,
-  kLostTokens,
+  kRejected = kFarRows,
+  kRejectedTokens,
   kLaneRows
 };
 
@@ -148,15 +148,15 @@ class Sums {
   Lanes<Acc>* const tile_;
 };
 
-constexpr int64_t kTogether = 4;  // near groups
+constexpr int64_t kNearGroups = 4;  // near groups
 
 // Groups in the arithmetic's type; log-probs and x are 0 where a token is masked, in groups that
 // are not near also where it is not counted.
 template <typename Acc>
 struct Groups {
-  alignas(64) Acc logprobs[kTogether * kLanes];
-  alignas(64) Acc x[kTogether * kLanes];
-  alignas(64) Acc weights[kTogether * kLanes];  // of the mask
+  alignas(64) Acc logprobs[kNearGroups * kLanes];
+  alignas(64) Acc x[kNearGroups * kLanes];
+  alignas(64) Acc weights[kNearGroups * kLanes];  // of the mask
 };
 
 // What rules need of a group beside that.
@@ -336,7 +336,7 @@ bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc
   for (int i = 0; i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     Lanes<Acc>* const of_rule = sums + kLaneRows + i * rollout::kRuleTotals;
-    visit_row(rollout::Table(), rule.formula, [&](auto formula) {
+    visit_row(rollout::RuleTable(), rule.formula, [&](auto formula) {
       add_rule<decltype(formula)>(rule, rises, logprobs, log_ratios, group, of_rule);
     });
   }
@@ -345,8 +345,8 @@ bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     any |= group.lost[lane];
     const bool lost = (group.lost[lane] & ~nonfinite[lane]) != 0;
-    sums[kLost].at[lane] += select(lost, group.counted[lane], Acc(0));
-    sums[kLostTokens].at[lane] += select(lost, Acc(1), Acc(0));
+    sums[kRejected].at[lane] += select(lost, group.counted[lane], Acc(0));
+    sums[kRejectedTokens].at[lane] += select(lost, Acc(1), Acc(0));
   }
   return any != 0;
 }
@@ -407,8 +407,8 @@ void write_totals(Sums<Acc>& sums, int rules, double* totals) {
   totals[rollout::kTokens] = length + lanes[kFarTokens];
   totals[rollout::kNonfinite] = lanes[kFarNonfinite];
   totals[rollout::kCounted] = length + lanes[kFarCounted];
-  totals[rollout::kLost] = lanes[kLost];
-  totals[rollout::kLostTokens] = lanes[kLostTokens];
+  totals[rollout::kRejected] = lanes[kRejected];
+  totals[rollout::kRejectedTokens] = lanes[kRejectedTokens];
   for_each_row(statistics::Sums(), [&](auto row) {
     using Row = decltype(row);
     double& total = totals[rollout::kStatisticsSums + rollout::sum_of<Row>];
@@ -600,12 +600,12 @@ class Pass {
                         ? output_tile(out.weights, tile.index, tile.size, tile.padded, buffers_[3])
                         : buffers_[3];
     any_far_ = any_lost_ = false;
-    for (int64_t first = 0; first < tile.padded; first += kTogether * kLanes) {
-      run_groups(tokens, first, std::min(kTogether, (tile.padded - first) / kLanes), to + first);
+    for (int64_t first = 0; first < tile.padded; first += kNearGroups * kLanes) {
+      run_groups(tokens, first, std::min(kNearGroups, (tile.padded - first) / kLanes), to + first);
     }
     sums_.flush(0, kNearRows);
     if (any_far_) sums_.flush(kFarLength, kFarRows);
-    if (options_.rules_count > 0) sums_.flush(kLost, sums_.rows());
+    if (options_.rules_count > 0) sums_.flush(kRejected, sums_.rows());
     if (weighs_) store_tile(out.weights, tile.index, tile.size, to);
     store_mask(call_.in.mask, tile, any_lost_ ? lost_ : nullptr, out.mask);
   }
@@ -613,8 +613,8 @@ class Pass {
   // Runs `n` groups from `first` on.
   template <typename Tokens>
   KLFAST_HOST_DEVICE void run_groups(const Tokens& tokens, int64_t first, int64_t n, Acc* to) {
-    bool is_near[kTogether];
-    bool all_near = n == kTogether;
+    bool is_near[kNearGroups];
+    bool all_near = n == kNearGroups;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = i * kLanes;
       if (weighs_) fetch_group(to + at + kTileTokens);
@@ -623,7 +623,7 @@ class Pass {
       all_near &= is_near[i];
     }
     if (all_near) {
-      add_near<kTogether>(groups_.logprobs, groups_.x, groups_.weights, sums_.tile(), to);
+      add_near<kNearGroups>(groups_.logprobs, groups_.x, groups_.weights, sums_.tile(), to);
       if (options_.rules_count == 0) return;
     }
     for (int64_t i = 0; i < n; ++i) {

@@ -15,7 +15,7 @@ namespace klfast::rollout::cuda {
 namespace {
 
 // The place of a warp: of those that share a segment, and their segment in shared memory.
-struct Team {
+struct WarpPlace {
   int group;  // the segment's among those of the block
   int warp;
   int warps;
@@ -27,7 +27,7 @@ struct Team {
 static_assert(kWarps * (sizeof(Segment) + sizeof(Span)) + sizeof(bool) <= kStaticShared);
 
 template <typename T, typename Acc>
-__device__ __forceinline__ Team team_of(const Task<Acc>& task) {
+__device__ __forceinline__ WarpPlace place_of(const Task<Acc>& task) {
   __shared__ Segment segments[kWarps];  // the warps' own: here they take no registers
   __shared__ Span spans[kWarps];
   const int log2_warps = task.grid.log2_warps;
@@ -46,12 +46,12 @@ __device__ __forceinline__ Team team_of(const Task<Acc>& task) {
 
 // Zeroes the outputs of tokens that belong to no sequence.
 template <typename Acc>
-__device__ __forceinline__ void store_zeros(const Task<Acc>& task, const Team& team) {
+__device__ __forceinline__ void store_zeros(const Task<Acc>& task, const WarpPlace& place) {
 #pragma unroll 1
-  for (int i = team.warp * kWarp + threadIdx.x % kWarp; i < team.span->size;
-       i += team.warps * kWarp) {
-    store_zero(task.call.out.weights, team.span->index + i);
-    store_zero(task.call.out.mask, team.span->index + i);
+  for (int i = place.warp * kWarp + threadIdx.x % kWarp; i < place.span->size;
+       i += place.warps * kWarp) {
+    store_zero(task.call.out.weights, place.span->index + i);
+    store_zero(task.call.out.mask, place.span->index + i);
   }
 }
 
@@ -65,26 +65,26 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<Acc, kRules
     rollout_kernel(const __grid_constant__ Task<Acc> task) {
   const Batch& batch = task.call.in.batch;
   const int rules = kRules ? task.call.in.options.rules_count : 0;
-  const Team team = team_of<T>(task);
-  const bool follows = team.segment->sequence == batch.sequences;
-  SegmentSums<Acc, kRules> sums(rules, team.warps, team.group, team.warp);
+  const WarpPlace place = place_of<T>(task);
+  const bool follows = place.segment->sequence == batch.sequences;
+  SegmentSums<Acc, kRules> sums(rules, place.warps, place.group, place.warp);
   if (follows) {
-    store_zeros(task, team);
+    store_zeros(task, place);
     sums.end({});
   } else {
-    run_tiles<T, kRules>(task, *team.span, Turns{team.warp, team.warps}, sums);
+    run_tiles<T, kRules>(task, *place.span, Turns{place.warp, place.warps}, sums);
   }
-  if (team.segment->exists && team.warp == 0) {
+  if (place.segment->exists && place.warp == 0) {
     const int tiles =
-        (team.span->size + static_cast<int>(kTileTokens) - 1) / static_cast<int>(kTileTokens);
+        (place.span->size + static_cast<int>(kTileTokens) - 1) / static_cast<int>(kTileTokens);
     double* const totals = sums.finish(tiles);
-    const bool is_whole = segments_of(team.segment->length) == 1;
+    const bool is_whole = segments_of(place.segment->length) == 1;
     if (threadIdx.x % kWarp == 0) {
       write_totals(task.bounds, sums, totals);
-      if (is_whole) finish_sequence(task, team.segment->sequence, totals);
+      if (is_whole) finish_sequence(task, place.segment->sequence, totals);
     }
     __syncwarp();
-    if (!is_whole) put(task, team.segment->slot, totals);
+    if (!is_whole) put(task, place.segment->slot, totals);
   }
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) finish_batch(task);
 }
@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<Acc, kRules
 template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads, 1)  // without the 1 it spills on sm_120
     fill_kernel(const __grid_constant__ Task<Acc> task) {
-  const Team team = team_of<AnyDtype<Acc>>(task);
-  if (team.segment->sequence == task.call.in.batch.sequences || team.span->size == 0) return;
-  fill_tiles(task, *team.span, Turns{team.warp, team.warps});
+  const WarpPlace place = place_of<AnyDtype<Acc>>(task);
+  if (place.segment->sequence == task.call.in.batch.sequences || place.span->size == 0) return;
+  fill_tiles(task, *place.span, Turns{place.warp, place.warps});
 }
 
 bool has_mixed_dtypes(const rollout::Inputs& in) {

@@ -12,12 +12,12 @@ template <typename Acc>
 __device__ __forceinline__ void finish_sequence(const Task<Acc>& task, int64_t sequence,
                                                 const double* totals) {
   const rollout::Inputs& in = task.call.in;
-  const Verdict verdict = judge(in.options, totals);
+  const Decision decision = judge(in.options, totals);
   Acc* const column = static_cast<Acc*>(task.call.out.table) + sequence;
-  store_statistics(in.options, totals, verdict, [&](int row, double value) {
+  store_statistics(in.options, totals, decision, [&](int row, double value) {
     column[row * in.batch.sequences] = static_cast<Acc>(value);
   });
-  if (task.fills != nullptr) task.fills[sequence] = fill_of(totals, verdict);
+  if (task.fills != nullptr) task.fills[sequence] = fill_of(totals, decision);
 }
 
 // Leaves the totals of a segment for the last block; run by one warp.

@@ -75,7 +75,7 @@ inline constexpr bool kIsShort<of_estimator<Estimator>> = true;
 template <typename Acc, int n>
 __device__ __forceinline__ void numbers_of(int formula, const RuleTokens<Acc, n>& tokens,
                                            Acc (&numbers)[n]) {
-  visit_row(Table(), formula, [&](auto row) {
+  visit_row(RuleTable(), formula, [&](auto row) {
     using F = decltype(row);
     if constexpr (kIsShort<F>) return numbers_at_once<F>(tokens, numbers);
     if constexpr (kIsShortNear<F>) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ unsigned add_to_rule(const Rule& rule, const RuleToke
                                                 const Acc (&numbers)[n], RuleSums<Acc>& sums) {
   const Acc low = static_cast<Acc>(rule.low), high = static_cast<Acc>(rule.high);
   const bool is_over_tokens = rule.over == Over::kToken;
-  unsigned lost = 0;
+  unsigned rejected = 0;
 #pragma unroll
   for (int i = 0; i < n; ++i) {
     const Acc number = numbers[i], m = tokens.counted[i], x = tokens.x(i);
@@ -112,9 +112,9 @@ __device__ __forceinline__ unsigned add_to_rule(const Rule& rule, const RuleToke
     sums.above += above;
     sums.bounded += m * bounded;
     sums.bounded_squares += m * (bounded * bounded);
-    if ((below || above) && outward) lost |= 1u << i;
+    if ((below || above) && outward) rejected |= 1u << i;
   }
-  return lost;
+  return rejected;
 }
 
 // Which of the tokens from `position` of the segment on have a positive advantage: a bit each.
@@ -188,24 +188,24 @@ __device__ __forceinline__ void add_lanes_to(const Rule& rule, const RuleSums<Ac
   if (lane < count) rows[lane] = combine(how_of(kTotals + lane), rows[lane], own);
 }
 
-// Zeroes the masks of lost tokens of a tile, a bit each, and adds them to the rows of a warp.
+// Zeroes the masks of rejected tokens of a tile, a bit each, and adds them to the rows of a warp.
 template <typename T, bool kBools, typename Acc>
 __device__ __forceinline__ void reject(const Task<Acc>& task, const Span& span, int first,
-                                       unsigned lost, double* rows) {
+                                       unsigned rejected, double* rows) {
   const View& mask = task.call.in.mask;
-  const int number = add_lanes(__popc(lost));
+  const int number = add_lanes(__popc(rejected));
   if (number == 0) return;
   Acc sum = 0;
 #pragma unroll 1
-  for (unsigned bits = lost; bits != 0; bits &= bits - 1) {
+  for (unsigned bits = rejected; bits != 0; bits &= bits - 1) {
     const int position = position_of<T>(first, bits);
     sum += read_mask<Acc, kBools>(mask, span.mask + position * mask.column_stride);
     store_zero<kBools>(task.call.out.mask, span.index + position);
   }
   sum = add_lanes(sum);
   if (threadIdx.x % kWarp == 0) {
-    rows[kWarpLost] += sum;
-    rows[kWarpLostTokens] += number;
+    rows[kWarpRejected] += sum;
+    rows[kWarpRejectedTokens] += number;
   }
 }
 
@@ -215,7 +215,7 @@ __device__ __forceinline__ void run_rules(const Task<Acc>& task, const Span& seg
                                           int end, double* rows) {
   constexpr int W = kWidth<T>;
   const rollout::Inputs& in = task.call.in;
-  unsigned lost = 0;
+  unsigned rejected = 0;
 #pragma unroll 1
   for (int i = 0; i < in.options.rules_count; ++i) {
     const Rule& rule = in.options.rules[i];
@@ -228,11 +228,11 @@ __device__ __forceinline__ void run_rules(const Task<Acc>& task, const Span& seg
           }
           Acc numbers[W];
           numbers_of(rule.formula, tokens, numbers);
-          lost |= add_to_rule(rule, tokens, numbers, sums) << first_bit(at.end - kWarp * W);
+          rejected |= add_to_rule(rule, tokens, numbers, sums) << first_bit(at.end - kWarp * W);
         });
     add_lanes_to(rule, sums, rows + kWarpRules + i * kRuleTotals);
   }
-  reject<T, kBools>(task, segment, first, lost, rows);
+  reject<T, kBools>(task, segment, first, rejected, rows);
 }
 
 }  // namespace klfast::rollout::cuda

@@ -81,8 +81,8 @@ struct LaneSums {
   }
 };
 
-// Rows that a warp adds as one: of lost tokens, and of rules.
-enum WarpRow { kWarpLost, kWarpLostTokens, kWarpRules };
+// Rows that a warp adds as one: of rejected tokens, and of rules.
+enum WarpRow { kWarpRejected, kWarpRejectedTokens, kWarpRules };
 
 __device__ __forceinline__ How how_of_warp_row(int row) {
   return row < kWarpRules ? How::kSum : how_of(row - kWarpRules + kTotals);
@@ -211,7 +211,7 @@ class SegmentSums {
   }
 
   // After finish(): the sums of tokens that rules reject.
-  __device__ __forceinline__ double lost(WarpRow row) const {
+  __device__ __forceinline__ double rejected(WarpRow row) const {
     return kRules ? of_segment()[row] : 0.0;
   }
 
@@ -308,8 +308,8 @@ __device__ __forceinline__ void write_totals(const TokenBounds<Acc>& bounds,
   totals[kTokens] = length + numbers.first;
   totals[kNonfinite] = numbers.second;
   totals[kCounted] = length + raw[kFarCounted];
-  totals[kLost] = sums.lost(kWarpLost);
-  totals[kLostTokens] = sums.lost(kWarpLostTokens);
+  totals[kRejected] = sums.rejected(kWarpRejected);
+  totals[kRejectedTokens] = sums.rejected(kWarpRejectedTokens);
   for_each_row(statistics::Sums(), [&](auto row) KLFAST_INLINE_LAMBDA {
     using Row = decltype(row);
     const double far = raw[far_lane_of<Row>()];

@@ -96,16 +96,16 @@ struct kept : Statistic {
   KLFAST_OF {
     // The two sums may have been added in another order: numbers decide what is none.
     const bool keeps =
-        !sequence.verdict.rejected && sequence.lost_tokens() < sequence.finite_tokens;
-    const double sum = sequence.counted - sequence.lost();
+        !sequence.decision.rejected && sequence.lost_tokens() < sequence.finite_tokens;
+    const double sum = sequence.counted - sequence.rejected();
     return keeps && sum > 0 ? sum : 0.0;
   }
 };
 
 struct rejected : Statistic {
   KLFAST_OF {
-    return sequence.verdict.rejected ? sequence.tokens
-                                     : sequence.nonfinite() + sequence.lost_tokens();
+    return sequence.decision.rejected ? sequence.tokens
+                                      : sequence.nonfinite() + sequence.lost_tokens();
   }
 };
 
@@ -162,7 +162,7 @@ struct weight : Derived {
   KLFAST_DERIVED { return sums.ratios(); }
   KLFAST_FAR { return token.weight.value; }
   KLFAST_OF_SUM {
-    return sequence.per_token ? sum : sequence.counted * sequence.verdict.weight.value;
+    return sequence.per_token ? sum : sequence.counted * sequence.decision.weight.value;
   }
 };
 
@@ -170,7 +170,7 @@ struct weight_squares : Derived {
   KLFAST_DERIVED { return sums.length + sums.chi2(); }
   KLFAST_FAR { return token.weight.value * token.weight.value; }
   KLFAST_OF_SUM {
-    const double w = sequence.verdict.weight.value;
+    const double w = sequence.decision.weight.value;
     return sequence.per_token ? sum : sequence.counted * (w * w);
   }
 };
@@ -179,7 +179,7 @@ struct weight_deviation : Derived {
   KLFAST_DERIVED { return sums.growth_squares; }
   KLFAST_FAR { return token.weight.deviation * token.weight.deviation; }
   KLFAST_OF_SUM {
-    const double w = sequence.verdict.weight.value;
+    const double w = sequence.decision.weight.value;
     // A token that is not counted has the weight 0.
     return (sequence.length - sequence.counted) +
            (sequence.per_token ? sum : sequence.counted * ((w - 1) * (w - 1)));
@@ -189,35 +189,35 @@ struct weight_deviation : Derived {
 struct min_weight : Statistic {
   KLFAST_OF {
     return sequence.extreme(sequence.per_token ? sequence.least_weight()
-                                               : sequence.verdict.weight.value);
+                                               : sequence.decision.weight.value);
   }
 };
 
 struct max_weight : Statistic {
   KLFAST_OF {
     return sequence.extreme(sequence.per_token ? sequence.greatest_weight()
-                                               : sequence.verdict.weight.value);
+                                               : sequence.decision.weight.value);
   }
 };
 
 struct below : Statistic {
   KLFAST_OF {
     return sequence.per_token ? sequence.below()
-                              : sequence.number_if(sequence.verdict.weight.below);
+                              : sequence.number_if(sequence.decision.weight.below);
   }
 };
 
 struct above : Statistic {
   KLFAST_OF {
     return sequence.per_token ? sequence.above()
-                              : sequence.number_if(sequence.verdict.weight.above);
+                              : sequence.number_if(sequence.decision.weight.above);
   }
 };
 
 struct outside : Statistic {
   KLFAST_OF {
     return sequence.per_token ? sequence.outside()
-                              : sequence.number_if(sequence.verdict.weight.outside);
+                              : sequence.number_if(sequence.decision.weight.outside);
   }
 };
 
@@ -228,9 +228,9 @@ struct outside : Statistic {
 #undef KLFAST_OF_SUM
 
 // In the order of RolloutStats' fields.
-using Table = List<length, tokens, nonfinite, kept, rejected, logprobs, k1, abs, k2, k3, ratio,
-                   chi2, error, min_log_ratio, max_log_ratio, weight, weight_squares,
-                   weight_deviation, min_weight, max_weight, below, above, outside>;
+using RolloutTable = List<length, tokens, nonfinite, kept, rejected, logprobs, k1, abs, k2, k3,
+                          ratio, chi2, error, min_log_ratio, max_log_ratio, weight, weight_squares,
+                          weight_deviation, min_weight, max_weight, below, above, outside>;
 
 template <typename Row>
 struct IsSum {
@@ -245,13 +245,13 @@ struct IsDerived {
   static constexpr bool value = Row::is_sum && !Row::has_near_sum;
 };
 
-using Sums = Where<IsSum, Table>;
-using OfNear = Where<HasNearSum, Table>;  // those of which near tokens have a sum
-using DerivedSums = Where<IsDerived, Table>;
+using Sums = Where<IsSum, RolloutTable>;
+using OfNear = Where<HasNearSum, RolloutTable>;  // those of which near tokens have a sum
+using DerivedSums = Where<IsDerived, RolloutTable>;
 
 }  // namespace statistics
 
-inline constexpr int kStatistics = statistics::Table::kSize;
+inline constexpr int kRolloutStatistics = statistics::RolloutTable::kSize;
 
 // Where a statistic lies among all sums, those of near tokens, and those that are derived.
 template <typename Row>

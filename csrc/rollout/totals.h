@@ -15,8 +15,8 @@ enum Total {
   kTokens,          // number
   kNonfinite,       // number of kept tokens that are not counted
   kCounted,         // sum of the mask of counted tokens
-  kLost,            // sum of the mask of counted tokens that a rule over tokens rejects
-  kLostTokens,      // number of them
+  kRejected,        // sum of the mask of counted tokens that a rule over tokens rejects
+  kRejectedTokens,  // number of them
   kBelow,           // number
   kAbove,           // number
   kOutside,         // number
@@ -85,7 +85,7 @@ KLFAST_HOST_DEVICE BoundedWeight bounded_weight(const Options& options, double u
 }
 
 // What a sequence's totals decide for its tokens.
-struct Verdict {
+struct Decision {
   bool rejected;
   BoundedWeight weight;  // of every counted token, where weights are not per token
 };
@@ -104,21 +104,21 @@ KLFAST_HOST_DEVICE double number_of(const Rule& rule, const double* of_rule, dou
   }
 }
 
-KLFAST_HOST_DEVICE Verdict judge(const Options& options, const double* totals) {
+KLFAST_HOST_DEVICE Decision judge(const Options& options, const double* totals) {
   const bool has_number = totals[kTokens] > totals[kNonfinite];
-  Verdict verdict = {false, {1, false, false, false}};
+  Decision decision = {false, {1, false, false, false}};
   for (int i = 0; has_number && i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     if (rule.over == Over::kToken) continue;
     const double number = number_of(rule, totals + rows_of_totals(i), totals[kLength]);
-    verdict.rejected |= !(number >= rule.low && number <= rule.high);
+    decision.rejected |= !(number >= rule.low && number <= rule.high);
   }
   if (has_number && options.weighs_sequences()) {
     const double length = options.weight == Weight::kSequence ? 1 : totals[kLength];
-    verdict.weight =
+    decision.weight =
         bounded_weight(options, totals[kStatisticsSums + sum_of<statistics::k1>] / length);
   }
-  return verdict;
+  return decision;
 }
 
 // What is written to a sequence's tokens where totals decide.
@@ -128,25 +128,25 @@ struct Fill {
   bool all_finite;  // every kept token is counted
 };
 
-KLFAST_HOST_DEVICE Fill fill_of(const double* totals, const Verdict& verdict) {
-  return {verdict.weight.value, verdict.rejected, totals[kNonfinite] == 0};
+KLFAST_HOST_DEVICE Fill fill_of(const double* totals, const Decision& decision) {
+  return {decision.weight.value, decision.rejected, totals[kNonfinite] == 0};
 }
 
 KLFAST_HOST_DEVICE constexpr int rows_of_table(int rules) {
-  return kStatistics + rules * kRuleTotals;
+  return kRolloutStatistics + rules * kRuleTotals;
 }
 
-// A sequence of which totals are known, as rows of statistics::Table take it.
+// A sequence of which totals are known, as rows of statistics::RolloutTable take it.
 struct Sequence {
   const double* totals;
-  Verdict verdict;
-  bool per_token;  // whether weights are; all counted tokens have the verdict's otherwise
+  Decision decision;
+  bool per_token;  // whether weights are; all counted tokens have the decision's otherwise
   double length, tokens, counted, finite_tokens;
 
   KLFAST_HOST_DEVICE Sequence(const Options& options, const double* of_sequence,
-                              const Verdict& decided)
+                              const Decision& decided)
       : totals(of_sequence),
-        verdict(decided),
+        decision(decided),
         per_token(options.weight == Weight::kToken),
         length(totals[kLength]),
         tokens(totals[kTokens]),
@@ -154,8 +154,8 @@ struct Sequence {
         finite_tokens(tokens - totals[kNonfinite]) {}
 
   KLFAST_HOST_DEVICE double nonfinite() const { return totals[kNonfinite]; }
-  KLFAST_HOST_DEVICE double lost() const { return totals[kLost]; }
-  KLFAST_HOST_DEVICE double lost_tokens() const { return totals[kLostTokens]; }
+  KLFAST_HOST_DEVICE double rejected() const { return totals[kRejected]; }
+  KLFAST_HOST_DEVICE double lost_tokens() const { return totals[kRejectedTokens]; }
   KLFAST_HOST_DEVICE double below() const { return totals[kBelow]; }
   KLFAST_HOST_DEVICE double above() const { return totals[kAbove]; }
   KLFAST_HOST_DEVICE double outside() const { return totals[kOutside]; }
@@ -174,10 +174,10 @@ struct Sequence {
 // The statistics of a sequence in the order of RolloutStats.table(): store(row, value).
 template <typename Store>
 KLFAST_HOST_DEVICE void store_statistics(const Options& options, const double* totals,
-                                         const Verdict& verdict, const Store& store) {
-  const Sequence sequence(options, totals, verdict);
+                                         const Decision& decision, const Store& store) {
+  const Sequence sequence(options, totals, decision);
   int row = 0;
-  for_each_row(statistics::Table(), [&](auto statistic) KLFAST_INLINE_LAMBDA {
+  for_each_row(statistics::RolloutTable(), [&](auto statistic) KLFAST_INLINE_LAMBDA {
     using Row = decltype(statistic);
     if constexpr (Row::is_sum) {
       store(row++, Row::of(sequence, totals[kStatisticsSums + sum_of<Row>]));

@@ -90,7 +90,7 @@ assert oracle.formula("quarter")(3) == 2.25
 using namespace klfast;
 int main() {
   double sum = 0;
-  visit_row(estimators::Table(), 6, [&](auto row) {
+  visit_row(estimators::EstimatorTable(), 6, [&](auto row) {
     auto at = decltype(row)::template at<math::Range::kAnywhere>(3.0);
     sum = at.value + at.derivative + at.value_plus_derivative;
   });
@@ -198,7 +198,7 @@ assert mask.tolist() == [[True, False, False]]
 """,
     """
 #include "formulas/rollout.h"
-int main() { return klfast::rollout::Table::kSize == 8 ? 0 : 1; }
+int main() { return klfast::rollout::RuleTable::kSize == 8 ? 0 : 1; }
 """,
 )
 
@@ -235,7 +235,7 @@ torch.testing.assert_close(stats.as_dict()["rollout/cube"], (x.detach() ** 3).me
 """,
     """
 #include "rollout/statistics.h"
-int main() { return klfast::rollout::kStatistics == 24 ? 0 : 1; }
+int main() { return klfast::rollout::kRolloutStatistics == 24 ? 0 : 1; }
 """,
 )
 

@@ -97,7 +97,7 @@ CHANGES = {
     ),
     "a block that leaves its cluster early": Change(
         TOKEN_UNIT,
-        "logits/cuda_team.h",
+        "logits/cuda_cluster.h",
         "if (plan.blocks > 1) cluster_wait();",
         "",
         TOKENS,

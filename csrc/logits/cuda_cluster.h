@@ -4,6 +4,7 @@
 
 #include "device/cuda/cluster.h"
 #include "logits/cuda_rows.h"
+#include "math/combine.h"
 #include "tensors/convert.h"
 
 namespace klfast::cuda {
@@ -11,27 +12,17 @@ namespace klfast::cuda {
 inline constexpr int kRowWarps = kRowThreads / kWarp;
 inline constexpr int kMostNumbers = 4;  // combined at a time, as a rule
 
-struct Add {
-  __device__ static double of_nothing() { return 0; }
-  __device__ static double of(double a, double b) { return a + b; }
-};
+using math::Maximum;
+using math::Sum;
 
-// The greater number; NaN is ignored.
-struct Greatest {
-  __device__ static double of_nothing() { return -INFINITY; }
-  template <typename T>
-  __device__ static T of(T a, T b) {
-    return b > a ? b : a;
-  }
-};
-
+// Combines each of n numbers over the lanes of a warp, with few instructions.
 template <typename How, int n>
-__device__ __forceinline__ void combine_lanes(double (&numbers)[n]) {
+__device__ __forceinline__ void combine_numbers(double (&numbers)[n]) {
 #pragma unroll 1
   for (int step = kWarp / 2; step > 0; step /= 2) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      numbers[i] = How::of(numbers[i], __shfl_xor_sync(0xffffffffu, numbers[i], step));
+      numbers[i] = How::combine(numbers[i], __shfl_xor_sync(0xffffffffu, numbers[i], step));
     }
   }
 }
@@ -59,11 +50,11 @@ struct BlocksOfRow {
 template <int kNumbers>
 using WarpNumbers = double[kRowWarps][kNumbers];
 
-// The shared memory of a team. A block that may sum all parts has a set of numbers for each, or
+// The shared memory of a cluster. A block that may sum all parts has a set of numbers for each, or
 // else two that are used in turns: while one block of a cluster writes for a combination, another
 // may still read those of the last.
 template <bool kAllParts, int kNumbers = kMostNumbers>
-struct TeamMemory {
+struct ClusterMemory {
   WarpNumbers<kNumbers> sets[kAllParts ? kMostBlocksOfRow : 2];
   double totals[kNumbers];
   // Of each warp, alike in all: not in registers, of which the sums leave none.
@@ -84,12 +75,12 @@ __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
     for (int i = 0; i < half; ++i) {
       const double given = is_upper ? numbers[i] : numbers[i + half];
       const double kept = is_upper ? numbers[i + half] : numbers[i];
-      numbers[i] = How::of(kept, __shfl_xor_sync(0xffffffffu, given, step));
+      numbers[i] = How::combine(kept, __shfl_xor_sync(0xffffffffu, given, step));
     }
   }
 #pragma unroll
   for (; step > 0; step /= 2) {
-    numbers[0] = How::of(numbers[0], __shfl_xor_sync(0xffffffffu, numbers[0], step));
+    numbers[0] = How::combine(numbers[0], __shfl_xor_sync(0xffffffffu, numbers[0], step));
   }
   return numbers[0];
 }
@@ -98,12 +89,12 @@ __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
 // after the other. Numbers are combined over the lanes of a warp in each part, and then over warps
 // and parts, so that both ways give the same bits.
 template <bool kAllParts, int kNumbers = kMostNumbers>
-struct Team : BlocksOfRow {
-  using Memory = TeamMemory<kAllParts, kNumbers>;
+struct Cluster : BlocksOfRow {
+  using Memory = ClusterMemory<kAllParts, kNumbers>;
   Memory& memory;
 
   // All threads take part in everything here. Every warp has a barrier of its own after this.
-  __device__ __forceinline__ Team(const RowPlan& plan, Memory& memory)
+  __device__ __forceinline__ Cluster(const RowPlan& plan, Memory& memory)
       : BlocksOfRow{plan}, memory(memory) {
     if (is_first_lane()) own(memory.turn) = 0;
   }
@@ -153,7 +144,7 @@ struct Team : BlocksOfRow {
   __device__ __noinline__ static void read(int blocks, int parts, Memory& memory) {
     double numbers[n];
 #pragma unroll
-    for (int i = 0; i < n; ++i) numbers[i] = How::of_nothing();
+    for (int i = 0; i < n; ++i) numbers[i] = How::kEmpty;
 #pragma unroll 1
     for (int place = static_cast<int>(threadIdx.x); place < parts * kRowWarps; place += kWarp) {
       const int part = place / kRowWarps;
@@ -161,9 +152,9 @@ struct Team : BlocksOfRow {
           memory.sets[takes_all(blocks) ? part : memory.turn[0]][place % kRowWarps];
       if (!takes_all(blocks) && blocks > 1) from = of_block(from, part);
 #pragma unroll
-      for (int i = 0; i < n; ++i) numbers[i] = How::of(numbers[i], from[i]);
+      for (int i = 0; i < n; ++i) numbers[i] = How::combine(numbers[i], from[i]);
     }
-    combine_lanes<How>(numbers);
+    combine_numbers<How>(numbers);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       if (threadIdx.x == 0) memory.totals[i] = numbers[i];
@@ -224,7 +215,7 @@ __device__ __forceinline__ void find_greatest(const Rows& rows, double (&greates
     for (int m = 0; m < Rows::kOf; ++m) {
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
-        best[m] = Greatest::of(best[m], words.of[m].element[i]);
+        best[m] = Maximum::combine(best[m], words.of[m].element[i]);
       }
     }
   }
