@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "binding/direct.h"
+#include "binding/places.h"
 #include "device/cpu/parallel.h"
 #include "formulas/estimators.h"
 #include "formulas/rollout.h"
@@ -41,6 +42,12 @@ py::dict tables() {
   tables["statistics"] = klfast::kStatistics;
   tables["rollout statistics"] = klfast::rollout::kRolloutStatistics;
   tables["statistics of rules"] = klfast::rollout::RuleTable::kSize;
+  tables["choices"] = int{klfast::binding::PenaltyChoice::kCount};
+  tables["numbers"] = int{klfast::binding::PenaltyNumber::kCount};
+  tables["rollout choices"] = int{klfast::binding::RolloutChoice::kCount};
+  tables["rollout numbers"] = int{klfast::binding::RolloutNumber::kCount};
+  tables["choices of a rule"] = int{klfast::binding::RuleChoice::kCount};
+  tables["bounds of a rule"] = int{klfast::binding::RuleBound::kCount};
   return tables;
 }
 

@@ -26,6 +26,7 @@
 #include <tuple>
 #include <vector>
 
+#include "binding/places.h"
 #include "device/cpu/huge_pages.h"
 #include "formulas/estimators.h"
 #include "penalty/call.h"
@@ -153,32 +154,42 @@ inline double limit_of(double limit) {
   return is_none ? std::copysign(INFINITY, limit) : limit;
 }
 
+template <typename T>
+void check_size(const std::vector<T>& given, size_t size, const char* argument) {
+  KLFAST_CHECK(given.size() == size, argument, " must hold ", size, " numbers");
+}
+
 inline EstimatorOptions options_of(const std::vector<int64_t>& choices,
                                    const std::vector<double>& numbers) {
+  using Choice = PenaltyChoice;
+  using Number = PenaltyNumber;
   EstimatorOptions options;
-  options.estimator = choice_of<int>(choices[0], std::size(estimators::kNames), "estimator");
-  options.gradient = choice_of<Gradient>(choices[1], 3, "gradient");
-  options.importance = choice_of<ImportanceGradient>(choices[2], 2, "importance");
-  options.clip_weighted = choice_of<bool>(choices[3], 2, "clip_weighted");
-  options.importance_cap = limit_of(numbers[0]);
-  options.log_ratio_low = limit_of(numbers[1]);
-  options.log_ratio_high = limit_of(numbers[2]);
-  options.linear_tail = limit_of(numbers[3]);
-  options.kl_clip = limit_of(numbers[4]);
+  options.estimator =
+      choice_of<int>(choices[Choice::kEstimator], std::size(estimators::kNames), "estimator");
+  options.gradient = choice_of<Gradient>(choices[Choice::kGradient], kGradients, "gradient");
+  options.importance = choice_of<ImportanceGradient>(choices[Choice::kImportance],
+                                                     kImportanceGradients, "importance");
+  options.clip_weighted = choice_of<bool>(choices[Choice::kClipWeighted], 2, "clip_weighted");
+  options.importance_cap = limit_of(numbers[Number::kImportanceCap]);
+  options.log_ratio_low = limit_of(numbers[Number::kLogRatioLow]);
+  options.log_ratio_high = limit_of(numbers[Number::kLogRatioHigh]);
+  options.linear_tail = limit_of(numbers[Number::kLinearTail]);
+  options.kl_clip = limit_of(numbers[Number::kKlClip]);
   return options;
 }
 
 // klfast.call.Choices and Numbers, decoded.
 inline void decode(const std::vector<int64_t>& choices, const std::vector<double>& numbers,
                    KlPenaltyInputs& in) {
-  KLFAST_CHECK(choices.size() == 7, "choices must hold 7 integers");
-  KLFAST_CHECK(numbers.size() == 7, "numbers must hold 7 numbers");
+  using Choice = PenaltyChoice;
+  check_size(choices, Choice::kCount, "choices");
+  check_size(numbers, PenaltyNumber::kCount, "numbers");
   in.options = options_of(choices, numbers);
-  in.reduction.result = choice_of<Result>(choices[4], 3, "result");
-  in.reduction.own_length = choice_of<bool>(choices[5], 2, "own_length");
-  in.reduction.over = choice_of<Denominator>(choices[6], kDenominators, "over");
-  in.coef = numbers[5];
-  in.normalizer = numbers[6];
+  in.reduction.result = choice_of<Result>(choices[Choice::kResult], kResults, "result");
+  in.reduction.own_length = choice_of<bool>(choices[Choice::kOwnLength], 2, "own_length");
+  in.reduction.over = choice_of<Denominator>(choices[Choice::kOver], kDenominators, "over");
+  in.coef = numbers[PenaltyNumber::kCoef];
+  in.normalizer = numbers[PenaltyNumber::kNormalizer];
 }
 
 // What a call says of tokens in the shape of `like`, without their numbers.

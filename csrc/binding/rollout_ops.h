@@ -13,29 +13,33 @@ inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
                                            const std::vector<double>& numbers,
                                            const std::vector<int64_t>& rules,
                                            const std::vector<double>& bounds) {
-  KLFAST_CHECK(choices.size() == 2, "choices must hold 2 integers");
-  KLFAST_CHECK(numbers.size() == 5, "numbers must hold 5 numbers");
-  const int64_t count = static_cast<int64_t>(bounds.size() / 2);
+  check_size(choices, RolloutChoice::kCount, "choices");
+  check_size(numbers, RolloutNumber::kCount, "numbers");
+  const size_t count = bounds.size() / RuleBound::kCount;
   KLFAST_CHECK(count <= rollout::kMostRules, "there must be at most ", rollout::kMostRules,
                " rules");
-  KLFAST_CHECK(bounds.size() % 2 == 0 && rules.size() == 3 * static_cast<size_t>(count),
-               "rules and bounds must hold 3 integers and 2 numbers a rule");
+  check_size(bounds, count * RuleBound::kCount, "bounds");
+  check_size(rules, count * RuleChoice::kCount, "rules");
   rollout::Options options;
-  options.weight = choice_of<rollout::Weight>(choices[0], 4, "weight");
-  options.outside = choice_of<rollout::Outside>(choices[1], 2, "outside");
-  options.log_floor = limit_of(numbers[0]);
-  options.log_cap = limit_of(numbers[1]);
-  options.log_least = limit_of(numbers[2]);
-  options.floor = numbers[3];
-  options.cap = limit_of(numbers[4]);
+  options.weight =
+      choice_of<rollout::Weight>(choices[RolloutChoice::kWeight], rollout::kWeights, "weight");
+  options.outside =
+      choice_of<rollout::Outside>(choices[RolloutChoice::kOutside], rollout::kOutsides, "outside");
+  options.log_floor = limit_of(numbers[RolloutNumber::kLogFloor]);
+  options.log_cap = limit_of(numbers[RolloutNumber::kLogCap]);
+  options.log_least = limit_of(numbers[RolloutNumber::kLogLeast]);
+  options.floor = numbers[RolloutNumber::kFloor];
+  options.cap = limit_of(numbers[RolloutNumber::kCap]);
   options.rules_count = static_cast<int>(count);
-  for (int64_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t* const own = &rules[i * RuleChoice::kCount];
+    const double* const bound = &bounds[i * RuleBound::kCount];
     rollout::Rule& rule = options.rules[i];
-    rule.formula = choice_of<int>(rules[3 * i], rollout::RuleTable::kSize, "formula");
-    rule.over = choice_of<rollout::Over>(rules[3 * i + 1], 5, "over");
-    rule.outward_only = choice_of<bool>(rules[3 * i + 2], 2, "outward_only");
-    rule.low = limit_of(bounds[2 * i]);
-    rule.high = limit_of(bounds[2 * i + 1]);
+    rule.formula = choice_of<int>(own[RuleChoice::kFormula], rollout::RuleTable::kSize, "formula");
+    rule.over = choice_of<rollout::Over>(own[RuleChoice::kOver], rollout::kOvers, "over");
+    rule.outward_only = choice_of<bool>(own[RuleChoice::kOutwardOnly], 2, "outward_only");
+    rule.low = limit_of(bound[RuleBound::kLow]);
+    rule.high = limit_of(bound[RuleBound::kHigh]);
   }
   return options;
 }

@@ -12,7 +12,7 @@ namespace klfast {
 // In the order of klfast.reduction.RESULTS and DENOMINATORS.
 enum class Result { kToken, kSequence, kScalar };
 enum class Denominator { kOne, kTokens, kSequences };
-inline constexpr int kDenominators = 3;
+inline constexpr int kResults = 3, kDenominators = 3;
 
 // klfast.reduction.Reduction as plain data.
 struct Reduction {

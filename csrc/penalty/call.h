@@ -13,6 +13,7 @@ namespace klfast {
 // In the order of klfast.names.GRADIENTS and IMPORTANCE.
 enum class Gradient { kValue, kK2, kNone };
 enum class ImportanceGradient { kDifferentiable, kDetached };
+inline constexpr int kGradients = 3, kImportanceGradients = 2;
 
 // The options of klfast.Estimator as plain data. Absent limits are infinite.
 struct EstimatorOptions {

@@ -10,6 +10,7 @@ namespace klfast::rollout {
 enum class Weight { kNone, kToken, kSequence, kGeometric };
 enum class Outside { kTruncate, kMask };
 enum class Over { kToken, kSum, kMean, kGreatest, kLeast };
+inline constexpr int kWeights = 4, kOutsides = 2, kOvers = 5;
 
 // A rule that rejects. Absent bounds are infinite.
 struct Rule {

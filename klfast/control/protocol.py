@@ -20,7 +20,7 @@ class KLController(Protocol):
             def __init__(self, init_kl_coef, target):
                 self.value, self.target = init_kl_coef, target
 
-            def update(self, current):  # a KLStats, or the mean KL in nats
+            def update(self, current):  # the batch's KLStats
                 kl = current.token_mean().item()
                 self.value *= 0.5 if kl < self.target else 1.0
 

@@ -7,9 +7,16 @@ from types import ModuleType
 
 import torch
 
+from klfast.call import Choices, Numbers
 from klfast.names import ESTIMATORS
 from klfast.ops.table import define
-from klfast.rollout.call import FORMULAS
+from klfast.rollout.call import (
+    FORMULAS,
+    RolloutChoices,
+    RolloutNumbers,
+    RuleBounds,
+    RuleChoices,
+)
 from klfast.rollout.stats import rows_of_table
 from klfast.stats import KLStats
 
@@ -18,6 +25,12 @@ TABLES = {
     "statistics": len(KLStats._fields),
     "rollout statistics": rows_of_table(0),
     "statistics of rules": len(FORMULAS),
+    "choices": len(Choices._fields),
+    "numbers": len(Numbers._fields),
+    "rollout choices": len(RolloutChoices._fields),
+    "rollout numbers": len(RolloutNumbers._fields),
+    "choices of a rule": len(RuleChoices._fields),
+    "bounds of a rule": len(RuleBounds._fields),
 }
 """The tables that the extension must have: names, or the number of rows."""
 

@@ -3,25 +3,13 @@
 import json
 
 import pytest
+import readme
 import torch
 
 import klfast
 from klfast import GroupedKLController, KLController, KLLog, KLPenalty
 
-
-class Halving:
-    def __init__(self, init_kl_coef, target):
-        self.value, self.target = init_kl_coef, target
-
-    def update(self, current, n_steps=None):
-        kl = current.token_mean().item() if isinstance(current, klfast.KLStats) else current
-        self.value *= 0.5 if kl < self.target else 1.0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
+Halving = readme.run("klfast.control.protocol.KLController")["Halving"]
 
 
 class WithoutState:
@@ -75,8 +63,9 @@ def test_a_log_writes_its_coefficient():
 
 def test_groups_are_made_of_it():
     grouped = GroupedKLController(Halving, 0.5, {"chat": 6.0, "maths": 1.0})
-    assert grouped.update({"chat": 2.0, "maths": 2.0}) == {"chat": 0.25, "maths": 0.5}
-    assert grouped.update({"chat": 2.0}, n_steps=4)["chat"] == 0.125
+    _, stats = klfast.kl_penalty(BASE + 2.0, BASE, estimator="k1", return_stats=True)
+    assert grouped.update({"chat": stats, "maths": stats}) == {"chat": 0.25, "maths": 0.5}
+    assert grouped.update({"chat": stats})["chat"] == 0.125
     assert grouped.skipped == {"chat": 0, "maths": 0}
     again = GroupedKLController(Halving, 1.0, {"chat": 6.0, "maths": 1.0})
     again.load_state_dict(json.loads(json.dumps(grouped.state_dict())))

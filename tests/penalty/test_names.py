@@ -1,6 +1,7 @@
 """The names of choices: each list once, and what a ``+`` means."""
 
 import importlib
+import re
 from typing import get_args
 
 import pytest
@@ -61,7 +62,30 @@ def test_a_plus_goes_with_limits_and_no_other_gradient():
 
 @pytest.mark.parametrize("wrong", ["k3++", "+", "abs+", "k3_ref+", "mse+", "k3 +"])
 def test_other_names_have_no_plus(wrong):
-    with pytest.raises(ValueError, match=r"expected one of 'k1', .*'k1\+', 'k2\+', 'k3\+'$"):
+    with pytest.raises(
+        ValueError, match=r"expected one of 'k1', .*'k1\+', 'k2\+', 'k3\+'(; did you mean .*)?$"
+    ):
+        klfast.kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), estimator=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "likely"),
+    [
+        ("K3", "k3"),
+        ("kl", "k1"),
+        ("kl+", "k1+"),
+        ("low-var-kl", "low_var_kl"),
+        ("K3_REF", "k3_ref"),
+    ],
+)
+def test_a_near_name_is_named(wrong, likely):
+    with pytest.raises(ValueError, match=rf"; did you mean {re.escape(repr(likely))}\?$"):
+        klfast.kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), estimator=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["k9", "kullback", ""])
+def test_a_name_that_is_near_to_none_is_left_alone(wrong):
+    with pytest.raises(ValueError, match=r"'k3\+'$"):
         klfast.kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), estimator=wrong)
 
 

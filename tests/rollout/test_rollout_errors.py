@@ -105,7 +105,7 @@ VALUES = {
     ),
     "unknown-weight": (
         {"weight": "tokens"},
-        "unknown weight 'tokens'; expected one of 'token', 'sequence', 'geometric'$",
+        "unknown weight 'tokens'; expected one of 'token', 'sequence', 'geometric'; did you",
     ),
     "unknown-outside": ({"outside": "clip"}, "unknown outside 'clip'; expected one of"),
     "unknown-normalize": (
