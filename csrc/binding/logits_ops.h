@@ -184,7 +184,7 @@ DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
   in.first = logits_of(logits, logits, "logits");
   in.second = logits_of(ref_logits, logits, "ref_logits");
   const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
-  in.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  in.rows = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
   KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
   in.beta = beta;
@@ -203,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
-  const RowInputs& in = call.in.in;
+  const RowInputs& in = call.in.rows;
   KLFAST_CHECK(row_weights.has_value() || !(want_grad || want_grad_ref),
                "gradients need row_weights");
   const bool want_entropy = call.in.entropy_of != EntropyOf::kNone;
@@ -240,7 +240,7 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
-  const RowInputs& in = call.in.in;
+  const RowInputs& in = call.in.rows;
   const DType dtype = results_dtype(in);
   KLFAST_CHECK(
       token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),

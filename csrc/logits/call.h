@@ -84,7 +84,7 @@ inline constexpr int kDivergences = 2;
 
 // KL(p || q), or JSD with weight beta on q; p is of the first model, q of the second.
 struct DivergenceInputs {
-  RowInputs in;
+  RowInputs rows;
   Logits first;
   Logits second;
   Divergence divergence = Divergence::kKl;

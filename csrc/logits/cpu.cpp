@@ -40,11 +40,11 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, const Threads& t
 }
 
 void divergence_forward(const DivergenceForward& call, const Threads& threads) {
-  forward(call, call.in.in, threads, logits_kernels().divergence_forward);
+  forward(call, call.in.rows, threads, logits_kernels().divergence_forward);
 }
 
 void divergence_backward(const DivergenceBackward& call, const Threads& threads) {
-  backward(call, call.in.in, threads, logits_kernels().divergence_backward);
+  backward(call, call.in.rows, threads, logits_kernels().divergence_backward);
 }
 
 }  // namespace klfast::cpu

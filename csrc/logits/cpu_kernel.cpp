@@ -481,7 +481,7 @@ SummedRows sum_rows(const RowInputs& in, Row& first, Row& second) {
 template <typename Acc>
 SummedRows sum_rows(const DivergenceInputs& call, Row& first, Row& second) {
   return visit_entropy(call.entropy_of, [&](auto of) {
-    return sum_rows<decltype(of)::value, Acc>(call.in, first, second);
+    return sum_rows<decltype(of)::value, Acc>(call.rows, first, second);
   });
 }
 
@@ -549,7 +549,7 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
                      const EntropyState& entropy, const Output& grad_first,
                      const Output& grad_second) {
   constexpr bool is_kl = divergence == Divergence::kKl;
-  const RowInputs& in = call.in;
+  const RowInputs& in = call.rows;
   const int64_t words = in.shape.words;
   const double unit = divergences::unit_of(state.origins);
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
@@ -639,7 +639,7 @@ void skip(const DivergenceForward& call, int64_t index, int64_t rows, int64_t wo
 
 template <typename Acc>
 bool divergence_forward(const DivergenceForward& call, int64_t index) {
-  const RowInputs& in = call.in.in;
+  const RowInputs& in = call.in.rows;
   const int64_t rows = in.shape.rows();
   if (!in.keeps(index)) {
     skip<Acc>(call, index, rows, in.shape.words);
@@ -676,7 +676,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
 
 template <typename Acc>
 void divergence_backward(const DivergenceBackward& call, int64_t index) {
-  const RowInputs& in = call.in.in;
+  const RowInputs& in = call.in.rows;
   const int64_t rows = in.shape.rows();
   if (!in.keeps(index)) {
     clear(call.grad_first, index, in.shape.words);
@@ -712,13 +712,13 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t row) {
 }
 
 bool divergence_forward(const DivergenceForward& call, int64_t row) {
-  return call.in.in.is_double ? divergence_forward<double>(call, row)
-                              : divergence_forward<float>(call, row);
+  return call.in.rows.is_double ? divergence_forward<double>(call, row)
+                                : divergence_forward<float>(call, row);
 }
 
 void divergence_backward(const DivergenceBackward& call, int64_t row) {
-  call.in.in.is_double ? divergence_backward<double>(call, row)
-                       : divergence_backward<float>(call, row);
+  call.in.rows.is_double ? divergence_backward<double>(call, row)
+                         : divergence_backward<float>(call, row);
 }
 
 }  // namespace

@@ -17,8 +17,8 @@ struct BackwardTask {
 
 template <typename Acc>
 __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int64_t index) {
-  const int64_t rows = call.in.in.shape.rows();
-  const double scale = call.in.in.scale();
+  const int64_t rows = call.in.rows.shape.rows();
+  const double scale = call.in.rows.scale();
   return {number_at<Acc>(call.rows, index),
           call.saved[Saved::kLse * rows + index],
           call.saved[Saved::kShift * rows + index],
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;
-  const RowInputs& in = call.in.in;
+  const RowInputs& in = call.in.rows;
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
   if (!in.keeps(index)) {
@@ -96,7 +96,7 @@ EntropyOf entropy_of(const DivergenceBackward& call) {
 
 template <typename T, Divergence divergence, EntropyOf of>
 void launch_backward(BackwardTask task, void* stream) {
-  const LogitsShape& shape = task.call.in.in.shape;
+  const LogitsShape& shape = task.call.in.rows.shape;
   task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
   launch_rows(divergence_backward_kernel<T, divergence, of>, shape.rows(), 1, 0, task, stream);
 }
@@ -106,7 +106,7 @@ void launch_backward(BackwardTask task, void* stream) {
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
   BackwardTask task = {call, {}, fit_of(call.in)};
-  join_batches(task.call.in.in.shape, call.in.first, call.in.second);
+  join_batches(task.call.in.rows.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     visit_entropy(entropy_of(call), [&](auto tag) {

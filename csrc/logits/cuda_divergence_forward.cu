@@ -150,12 +150,12 @@ template <typename T>
 __device__ __forceinline__ void take_sample(const ForwardTask& task, Shared<AccOf<T>>& shared) {
   const DivergenceInputs& in = task.call.in;
   const char* const(&row)[2] = shared.warps[0].first;
-  const Raw first = load_sample<T>(in.first, row[0], in.in.shape.words);
-  const Raw second = load_sample<T>(in.second, row[1], in.in.shape.words);
+  const Raw first = load_sample<T>(in.first, row[0], in.rows.shape.words);
+  const Raw second = load_sample<T>(in.second, row[1], in.rows.shape.words);
   const auto greatest = greatest_of_sample<T>(first);
   const auto greatest_of_second = greatest_of_sample<T>(second);
   if (threadIdx.x > 0) return;
-  take_greatest(greatest, greatest_of_second, in.in.scale(), shared.basis);
+  take_greatest(greatest, greatest_of_second, in.rows.scale(), shared.basis);
   shared.step = Step::kSumFirst;
 }
 
@@ -511,7 +511,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
     if (shared.own().step == Step::kFindInRow) {
       const double* const greatest =
           cluster.template combine<Maximum, 2>([&](int part, double (&of_part)[2]) {
-            const Part place = part_at(task.call.in.in.shape.words, cluster.plan.part, part);
+            const Part place = part_at(task.call.in.rows.shape.words, cluster.plan.part, part);
             const GreatestOfPair found = find_in_part<T>(task, shared.own(), place);
             of_part[0] = found.first;
             of_part[1] = found.second;
@@ -519,7 +519,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       if (decides) {
         const bool is_found = are_finite(greatest[0], greatest[1]);
         shared.row = divergences::nan_row();
-        take_greatest(greatest[0], greatest[1], task.call.in.in.scale(), shared.basis);
+        take_greatest(greatest[0], greatest[1], task.call.in.rows.scale(), shared.basis);
         shared.step =
             passes::next_step(Step::kFindInRow, is_found ? Verdict::kGood : Verdict::kUseless);
         if constexpr (of != EntropyOf::kNone) {
@@ -537,7 +537,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       if (decides) {
         judge_sums({sums[Field::kMass], sums[Field::kSpread], sums[Field::kSlope],
                     sums[Field::kOther], false},
-                   task.call.in.in.scale(), shared);
+                   task.call.in.rows.scale(), shared);
         if constexpr (of != EntropyOf::kNone) {
           store_entropy<Acc>(task, sums[of == EntropyOf::kFirst ? Field::kMass : Field::kOther],
                              sums[Field::kMoment]);
@@ -552,7 +552,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       };
       const double* const sums = cluster.template combine<Sum, n>(sum_part);
       if (decides) {
-        judge_masses(sums[0], sums[1], task.call.in.in.scale(), shared);
+        judge_masses(sums[0], sums[1], task.call.in.rows.scale(), shared);
         if constexpr (of != EntropyOf::kNone) store_entropy<Acc>(task, sums[0], sums[2]);
       }
     }
@@ -566,7 +566,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
 template <typename Acc>
 __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc>& shared) {
   const DivergenceForward& call = task.call;
-  const RowInputs& in = call.in.in;
+  const RowInputs& in = call.in.rows;
   const PairRow& row = shared.row;
   const int64_t index = task.plan.row_of_block();
   const int64_t rows = in.shape.rows();
@@ -604,7 +604,7 @@ __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index)
   store_number<Acc>(call.logprobs, index, 0);
   store_number<Acc>(call.ref_logprobs, index, 0);
   if constexpr (of != EntropyOf::kNone) store_number<Acc>(call.entropy, index, 0);
-  const int64_t rows = call.in.in.shape.rows();
+  const int64_t rows = call.in.rows.shape.rows();
   for (int field = 0; field < Saved::kCount; ++field) call.saved[field * rows + index] = 0;
 }
 
@@ -632,7 +632,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
   shared.value = static_cast<Acc>(jsd);
   shared.slope = slope;
   if (!kWritesGradient || call.row_weights == nullptr) return;
-  const double scale = call.in.in.scale();
+  const double scale = call.in.rows.scale();
   const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
   const auto constants = divergences::gradient_of(
       is_kl, guess, call.in.beta,
@@ -666,7 +666,7 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
 template <typename T>
 __device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t index,
                                           WarpState& warp) {
-  const LogitsShape& shape = in.in.shape;
+  const LogitsShape& shape = in.rows.shape;
   if (threadIdx.x % kWarp == 0) {
     warp.first[0] = address_of<T>(shape, in.first, index, 0);
     warp.first[1] = address_of<T>(shape, in.second, index, 0);
@@ -681,12 +681,12 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceInputs& in = task.call.in;
   const int64_t index = task.plan.row_of_block();
-  if (!in.in.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
+  if (!in.rows.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
   auto cluster = cluster_of<AccOf<T>, true, kCombined<divergence, of>>(task.plan);
   start_row<T>(in, index, shared.own());
   const auto parts = [&](int part) {
     return read_pair<T>(in, opaque(&shared.own()).first,
-                        part_at(in.in.shape.words, task.plan.part, part));
+                        part_at(in.rows.shape.words, task.plan.part, part));
   };
   run_row<divergence, of, false, T>(task, RowParts{parts, parts}, cluster, shared);
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
@@ -705,10 +705,10 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   char* const memory = dynamic_shared() + kState<AccOf<T>, false>;
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
-  const Part place = part_at(call.in.in.shape.words, task.plan.part, task.plan.rank_of_block());
-  if (!call.in.in.keeps(index)) {
+  const Part place = part_at(call.in.rows.shape.words, task.plan.part, task.plan.rank_of_block());
+  if (!call.in.rows.keeps(index)) {
     if constexpr (kWritesGradient) {
-      const int64_t first = index * call.in.in.shape.words + place.begin;
+      const int64_t first = index * call.in.rows.shape.words + place.begin;
       write_zeros(call.grad_first, first, place.size);
       write_zeros(call.grad_second, first, place.size);
     }
@@ -751,7 +751,7 @@ bool wants_gradient(const DivergenceForward& call) {
 void launch_gradient(const DivergenceForward& call, void* stream) {
   DivergenceBackward backward;
   backward.in = call.in;
-  backward.in.in.token_ids = nullptr;  // their log-probs have no incoming gradient here
+  backward.in.rows.token_ids = nullptr;  // their log-probs have no incoming gradient here
   backward.rows = call.rows;
   backward.saved = call.saved;
   backward.grad_rows = call.row_weights;
@@ -766,8 +766,8 @@ template <typename T, Divergence divergence, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kOwnState = kState<AccOf<T>, true, kCombined<divergence, of>>;
   constexpr bool kStages = of == EntropyOf::kNone || divergence == Divergence::kJsd;
-  const int64_t words = task.call.in.in.shape.words;
-  const int64_t rows = task.call.in.in.shape.rows();
+  const int64_t words = task.call.in.rows.shape.words;
+  const int64_t rows = task.call.in.rows.shape.rows();
   const Chip chip = this_chip();
   const auto reads = divergence_forward_kernel<T, divergence, of>;
   if constexpr (!is_any_dtype<T>) {
@@ -792,7 +792,7 @@ void launch_forward(ForwardTask task, void* stream) {
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
   ForwardTask task = {call, {}, fit_of(call.in)};
-  join_batches(task.call.in.in.shape, call.in.first, call.in.second);
+  join_batches(task.call.in.rows.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {
     using T = typename decltype(source)::Type;
     visit_entropy(call.in.entropy_of, [&](auto tag) {

@@ -16,7 +16,7 @@ struct PairOf {
 
 template <typename Visitor>
 void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
-  if (in.in.is_double) return visit(PairOf<AnyDtype<double>>());
+  if (in.rows.is_double) return visit(PairOf<AnyDtype<double>>());
   if (in.first.dtype != in.second.dtype) return visit(PairOf<AnyDtype<float>>());
   visit_dtype(in.first.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -36,7 +36,7 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
                                                             const Output& second, int64_t row,
                                                             const Part& part,
                                                             const Frame<AccOf<T>, 2>* frame) {
-  const LogitsShape& shape = in.in.shape;
+  const LogitsShape& shape = in.rows.shape;
   return {{address_of<T>(shape, in.first, row, part.begin),
            address_of<T>(shape, in.second, row, part.begin)},
           {in.first.dtype, in.second.dtype},
