@@ -57,7 +57,7 @@ template <bool kAllParts, int kNumbers = kMostNumbers>
 struct ClusterMemory {
   WarpNumbers<kNumbers> sets[kAllParts ? kMostBlocksOfRow : 2];
   double totals[kNumbers];
-  // Of each warp, alike in all: not in registers, of which the sums leave none.
+  // Per warp, equal in all lanes; in shared memory because the sums use all registers.
   int turn[kRowWarps];
   int part[kRowWarps];
 };

@@ -43,15 +43,17 @@ __device__ __forceinline__ Acc near_limit(const GuessOf<Acc>& guess, const Frame
 //   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
 //   add_near(words, near)   adds a near chunk
 //   add_far(words)          adds any chunk
-//   flush()                 called after every fourth near chunk, and after every far one
-// All lanes of a warp take part. The order of the calls depends on the words alone: of 32 rounds
+//   flush()                 called after every fourth round, and after every far chunk
+// All lanes of a warp take part. The order of the calls depends on the words alone: of kSpan rounds
 // the far ones come last. They are loaded again, so that nothing of them is in the way of the
-// near ones, of which two chunks are loaded during two calls.
+// near ones, of which two chunks are loaded during two calls. benchmarks/results/sass-sm90.json
+// bounds the instructions of a word.
 template <typename Rows, typename Sums>
 __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
   using T = typename Rows::Type;
   constexpr int kGroup = 2;
   constexpr int kSpan = 32;
+  static_assert(kSpan == 8 * sizeof(unsigned), "far_rounds has a bit for each round of a span");
   Fetch<Rows::kOf> fetches[kGroup];
   const auto load_group = [&](int round) {
 #pragma unroll

@@ -176,6 +176,7 @@ __device__ __forceinline__ void add_lanes_to(const Rule& rule, const RuleSums<Ac
   int count = 3;
   if (rule.over == Over::kToken) {
     constexpr int kField = 16;  // bits of a number
+    static_assert(8 * sizeof(unsigned) * kWarp < 1 << kField, "a lane has a bit for each token");
     const int counts = add_lanes(sums.below | sums.above << kField);
     const Acc bounded = add_lanes(sums.bounded);
     const Acc bounded_squares = add_lanes(sums.bounded_squares);
