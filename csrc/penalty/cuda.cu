@@ -42,23 +42,8 @@ template <Depth depth, typename Acc, typename Locate, typename Run, typename Fin
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
   __shared__ LaneMemory<depth, Acc> memory;
-  __shared__ Segment segments[kWarps];  // the warps' own: here they take no registers
-  __shared__ Span spans[kWarps];
-  const int log2_warps = task.grid.log2_warps;
-  const int warps = 1 << log2_warps;
-  const int warp_of_block = static_cast<int>(threadIdx.x) / kWarp;
-  const int group = warp_of_block >> log2_warps;
-  const int warp = warp_of_block & (warps - 1);
-  const bool first_lane = threadIdx.x % kWarp == 0;
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
-  Segment& segment = segments[warp_of_block];
-  Span& span = spans[warp_of_block];
-  const Segment found = segment_of_slot(task.in.batch, task.grid, slot);
-  if (first_lane) {
-    segment = found;
-    span = locate(found);
-  }
-  __syncwarp();
+  const auto [group, warp, warps, segment, span] =
+      place_of_warp<Span>(task.in.batch, task.grid, locate);
   const bool follows = segment.sequence == task.in.batch.sequences;
   if (follows && segment.size > 0) {
     store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
@@ -80,7 +65,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   const int tiles = static_cast<int>((segment.size + kTileTokens - 1) / kTileTokens);
   const Sums sums =
       segment_sums.finish(tiles, task.scores.data != nullptr, segment.start + segment.position);
-  if (first_lane) finish(segment, sums);
+  if (threadIdx.x % kWarp == 0) finish(segment, sums);
 }
 
 // Gradients of 16-bit types take more registers on compute capability 12.0.
@@ -209,8 +194,7 @@ bool is_plain_call(const KlPenaltyInputs& in) {
 // Whether the last block adds sums of several blocks: of all sequences, or of one too long for a
 // block.
 bool needs_last_block(const KlPenaltyInputs& in) {
-  const int64_t longest = in.batch.packed() ? in.batch.tokens : in.batch.width;
-  return in.reduction.result == Result::kScalar || longest > kSegmentTokens;
+  return in.reduction.result == Result::kScalar || has_long_sequences(in.batch);
 }
 
 bool wants_gradient(const KlPenaltyForward& out) {

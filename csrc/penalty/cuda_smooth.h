@@ -184,60 +184,44 @@ __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float
   constexpr int W = kSmoothWidth<T>;
   constexpr int n = kChunks<T>;
   constexpr int kApart = Inputs<T, W, n>::kApart;
-  constexpr int kStep = kApart * n;
   static_assert(sizeof(T) * W == 16 && n * W == 8);
   const int lane = threadIdx.x % kWarp * W;
-  const int whole = span.size / kStep * kStep;
-  if (turns.position() >= whole) return;
+  if (turns.position() >= span.size / (kApart * n) * (kApart * n)) return;
   const int64_t first = span.index + lane;
   const bool in_vectors = are_outputs_aligned<T, variant, W>(task, first);
   const KlPenaltyInputs& in = task.in;
   const Inputs<T, W, n> inputs(in.logprobs, span.logprobs, in.ref_logprobs, span.ref_logprobs,
                                in.mask, span.mask, lane);
-  const bool is_alone = turns.warps == 1;
   const int estimator = task.in.options.estimator;
-  int position = turns.first();
-  Loaded<W, n> loaded;
-  inputs.load(position, loaded);
-#pragma unroll 1
-  do {
-    const int end = in_register(turns.end(whole));
-    const int last = in_register((is_alone ? whole : end) - kStep);  // to load ahead
-    int kept_tokens = 0;
-#pragma unroll 1
-    do {
-      if (inputs.shifts != 0) inputs.complete(position, loaded);
-      Kept<W> kept[n];
+  int kept_tokens = 0;
+  const auto visit = [&](int position, const Loaded<W, n>& loaded,
+                         const auto& load_next) KLFAST_INLINE_LAMBDA {
+    Kept<W> kept[n];
+#pragma unroll
+    for (int c = 0; c < n; ++c) {
+      kept[c] = Kept<W>::of(loaded.mask[c]);
+      kept_tokens += kept[c].count();
+    }
+    const Chunk<float, 8> x = log_ratios<T>(loaded, kept);
+    load_next();
+    const SmoothResults<8> results = evaluate_smooth<variant>(estimator, x, sums);
+    if (variant == Variant::kPlainGradient || task.stored != 0) {
 #pragma unroll
       for (int c = 0; c < n; ++c) {
-        kept[c] = Kept<W>::of(loaded.mask[c]);
-        kept_tokens += kept[c].count();
+        store_results<T, variant>(task, in_vectors, factors, span, first, position + c * kApart,
+                                  results, c, kept[c], sums);
       }
-      const Chunk<float, 8> x = log_ratios<T>(loaded, kept);
-      inputs.load(position < last ? position + kStep : last, loaded);
-      const SmoothResults<8> results = evaluate_smooth<variant>(estimator, x, sums);
-      if (variant == Variant::kPlainGradient || task.stored != 0) {
-#pragma unroll
-        for (int c = 0; c < n; ++c) {
-          store_results<T, variant>(task, in_vectors, factors, span, first, position + c * kApart,
-                                    results, c, kept[c], sums);
-        }
-      }
-      position += kStep;
-    } while (position < end);
+    }
+  };
+  const auto end_steps = [&]() KLFAST_INLINE_LAMBDA {
     add_rest<depth_of<variant>>(estimator, kept_tokens, sums);
-    if (end == whole && whole < span.size) {
-      turns.done = end - turns.first();
-      return;
-    }
-    flush(turns.tile, sums);
+    kept_tokens = 0;
+  };
+  const auto end_tile = [&](int tile) KLFAST_INLINE_LAMBDA {
+    flush(tile, sums);
     sums = empty_lane<float>();
-    turns = turns.after();
-    if (!is_alone && turns.first() < whole) {
-      position = turns.first();
-      inputs.load(position, loaded);
-    }
-  } while (turns.first() < whole);
+  };
+  walk_smooth(inputs, span.size, turns, turns.warps == 1, visit, end_steps, end_tile);
 }
 
 }  // namespace klfast::cuda

@@ -14,44 +14,25 @@
 namespace klfast::rollout::cuda {
 namespace {
 
-// The place of a warp: of those that share a segment, and their segment in shared memory.
-struct WarpPlace {
-  int group;  // the segment's among those of the block
-  int warp;
-  int warps;
-  const Segment* segment;
-  const Span* span;
-};
-
 // The flag is that of arrives_last.
 static_assert(kWarps * (sizeof(Segment) + sizeof(Span)) + sizeof(bool) <= kStaticShared);
 
+using Place = WarpPlace<Span>;
+
 template <typename T, typename Acc>
-__device__ __forceinline__ WarpPlace place_of(const Task<Acc>& task) {
-  __shared__ Segment segments[kWarps];  // the warps' own: here they take no registers
-  __shared__ Span spans[kWarps];
-  const int log2_warps = task.grid.log2_warps;
-  const int warps = 1 << log2_warps;
-  const int of_block = static_cast<int>(threadIdx.x) / kWarp;
-  const int group = of_block >> log2_warps;
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
-  const Segment found = segment_of_slot(task.call.in.batch, task.grid, slot);
-  if (threadIdx.x % kWarp == 0) {
-    segments[of_block] = found;
-    spans[of_block] = span_of<T>(task, found);
-  }
-  __syncwarp();
-  return {group, of_block & (warps - 1), warps, &segments[of_block], &spans[of_block]};
+__device__ __forceinline__ Place place_of(const Task<Acc>& task) {
+  return place_of_warp<Span>(task.call.in.batch, task.grid,
+                             [&](const Segment& segment) { return span_of<T>(task, segment); });
 }
 
 // Zeroes the outputs of tokens that belong to no sequence.
 template <typename Acc>
-__device__ __forceinline__ void store_zeros(const Task<Acc>& task, const WarpPlace& place) {
+__device__ __forceinline__ void store_zeros(const Task<Acc>& task, const Place& place) {
 #pragma unroll 1
-  for (int i = place.warp * kWarp + threadIdx.x % kWarp; i < place.span->size;
+  for (int i = place.warp * kWarp + threadIdx.x % kWarp; i < place.span.size;
        i += place.warps * kWarp) {
-    store_zero(task.call.out.weights, place.span->index + i);
-    store_zero(task.call.out.mask, place.span->index + i);
+    store_zero(task.call.out.weights, place.span.index + i);
+    store_zero(task.call.out.mask, place.span.index + i);
   }
 }
 
@@ -65,26 +46,26 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<Acc, kRules
     rollout_kernel(const __grid_constant__ Task<Acc> task) {
   const Batch& batch = task.call.in.batch;
   const int rules = kRules ? task.call.in.options.rules_count : 0;
-  const WarpPlace place = place_of<T>(task);
-  const bool follows = place.segment->sequence == batch.sequences;
+  const Place place = place_of<T>(task);
+  const bool follows = place.segment.sequence == batch.sequences;
   SegmentSums<Acc, kRules> sums(rules, place.warps, place.group, place.warp);
   if (follows) {
     store_zeros(task, place);
     sums.end({});
   } else {
-    run_tiles<T, kRules>(task, *place.span, Turns{place.warp, place.warps}, sums);
+    run_tiles<T, kRules>(task, place.span, Turns{place.warp, place.warps}, sums);
   }
-  if (place.segment->exists && place.warp == 0) {
+  if (place.segment.exists && place.warp == 0) {
     const int tiles =
-        (place.span->size + static_cast<int>(kTileTokens) - 1) / static_cast<int>(kTileTokens);
+        (place.span.size + static_cast<int>(kTileTokens) - 1) / static_cast<int>(kTileTokens);
     double* const totals = sums.finish(tiles);
-    const bool is_whole = segments_of(place.segment->length) == 1;
+    const bool is_whole = segments_of(place.segment.length) == 1;
     if (threadIdx.x % kWarp == 0) {
       write_totals(task.bounds, sums, totals);
-      if (is_whole) finish_sequence(task, place.segment->sequence, totals);
+      if (is_whole) finish_sequence(task, place.segment.sequence, totals);
     }
     __syncwarp();
-    if (!is_whole) put(task, place.segment->slot, totals);
+    if (!is_whole) put(task, place.segment.slot, totals);
   }
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) finish_batch(task);
 }
@@ -92,9 +73,9 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<Acc, kRules
 template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads, 1)  // without the 1 it spills on sm_120
     fill_kernel(const __grid_constant__ Task<Acc> task) {
-  const WarpPlace place = place_of<AnyDtype<Acc>>(task);
-  if (place.segment->sequence == task.call.in.batch.sequences || place.span->size == 0) return;
-  fill_tiles(task, *place.span, Turns{place.warp, place.warps});
+  const Place place = place_of<AnyDtype<Acc>>(task);
+  if (place.segment.sequence == task.call.in.batch.sequences || place.span.size == 0) return;
+  fill_tiles(task, place.span, Turns{place.warp, place.warps});
 }
 
 bool has_mixed_dtypes(const rollout::Inputs& in) {
@@ -105,11 +86,6 @@ bool fills(const Options& options) {
   return options.weighs_sequences() || options.judges_sequences();
 }
 
-// Whether the last block adds sums of several blocks: of a sequence too long for a segment.
-bool needs_last_block(const Batch& batch) {
-  return (batch.packed() ? batch.tokens : batch.width) > kSegmentTokens;
-}
-
 // Shared memory has no room for the tiles of fp64: a warp then reads a segment alone, as on a
 // device that is full.
 Grid grid_of(const rollout::Inputs& in) {
@@ -117,7 +93,7 @@ Grid grid_of(const rollout::Inputs& in) {
 }
 
 int64_t doubles_of_partials(const rollout::Inputs& in) {
-  if (!needs_last_block(in.batch)) return 0;
+  if (!has_long_sequences(in.batch)) return 0;
   return grid_of(in).slots * rows_of_totals(in.options.rules_count);
 }
 
@@ -136,7 +112,7 @@ Task<Acc> task_of(const Call& call, const Launch& on) {
           grid_of(call.in),
           on.partials,
           fill,
-          needs_last_block(call.in.batch) ? on.arrivals : nullptr};
+          has_long_sequences(call.in.batch) ? on.arrivals : nullptr};
 }
 
 template <typename T, bool kRules, typename Acc>

@@ -87,60 +87,43 @@ __device__ __forceinline__ void run_smooth(const Task<float>& task, const Span& 
   constexpr int n = kChunks<T>;
   using Inputs = klfast::cuda::Inputs<T, W, n>;
   constexpr int kApart = Inputs::kApart;
-  constexpr int kStep = kApart * n;
   static_assert(sizeof(T) * W == 16 && n * W == 8);
   const rollout::Inputs& in = task.call.in;
   rollout::Outputs out = task.call.out;
   if (in.options.weight != Weight::kToken) out.weights.data = nullptr;
   const int lane = threadIdx.x % kWarp * W;
-  const int whole = span.size / kStep * kStep;
-  if (turns.position() >= whole) return;
+  if (turns.position() >= span.size / (kApart * n) * (kApart * n)) return;
   const int64_t first = span.index + lane;
   const bool in_vectors = are_outputs_aligned<W>(out, first);
   const Inputs inputs(in.logprobs, span.logprobs, in.rollout_logprobs, span.rollout_logprobs,
                       in.mask, span.mask, lane);
   // Rules need the registers of chunks that would be loaded ahead of the next tile.
-  const bool is_alone = !kRules && turns.warps == 1;
-  int position = turns.first();
-  Loaded<W, n> loaded;
-  inputs.load(position, loaded);
-#pragma unroll 1
-  do {
-    const int end = in_register(turns.end(whole));
-    const int last = in_register((is_alone ? whole : end) - kStep);  // to load ahead
-    int kept_tokens = 0;
-#pragma unroll 1
-    do {
-      if (inputs.shifts != 0) inputs.complete(position, loaded);
-      KeptChunks<W, n> kept;
+  const bool loads_across = !kRules && turns.warps == 1;
+  int kept_tokens = 0;
+  const auto visit = [&](int position, const Loaded<W, n>& loaded,
+                         const auto& load_next) KLFAST_INLINE_LAMBDA {
+    KeptChunks<W, n> kept;
 #pragma unroll
-      for (int c = 0; c < n; ++c) kept.of[c] = Kept<W>::of(loaded.mask[c]);
-      Tokens<float, 8> tokens = tokens_of<T>(loaded, kept);
-      inputs.load(position < last ? position + kStep : last, loaded);
-      Chunk<Bool, W> masks[n];
+    for (int c = 0; c < n; ++c) kept.of[c] = Kept<W>::of(loaded.mask[c]);
+    Tokens<float, 8> tokens = tokens_of<T>(loaded, kept);
+    load_next();
+    Chunk<Bool, W> masks[n];
 #pragma unroll
-      for (int c = 0; c < n; ++c) masks[c] = mask_of(kept.of[c]);
-      if (any_far(tokens.squared, task.far_squares)) {
-        sums.far |= drop_far(task.far_squares, tokens, kept) << first_bit(position);
-      }
-      kept_tokens += kept.count();
-      float weights[8];
-      add_near(tokens, kept, sums, weights);
-      store_results<W, n>(out, in_vectors, first + static_cast<unsigned>(position), masks, weights);
-      position += kStep;
-    } while (position < end);
+    for (int c = 0; c < n; ++c) masks[c] = mask_of(kept.of[c]);
+    if (any_far(tokens.squared, task.far_squares)) {
+      sums.far |= drop_far(task.far_squares, tokens, kept) << first_bit(position);
+    }
+    kept_tokens += kept.count();
+    float weights[8];
+    add_near(tokens, kept, sums, weights);
+    store_results<W, n>(out, in_vectors, first + static_cast<unsigned>(position), masks, weights);
+  };
+  const auto end_steps = [&]() KLFAST_INLINE_LAMBDA {
     sums.at[kNearLength] += static_cast<float>(kept_tokens);
-    if (end == whole && whole < span.size) {
-      turns.done = end - turns.first();
-      return;
-    }
-    end_tile(std::true_type(), turns.tile, sums);
-    turns = turns.after();
-    if (!is_alone && turns.first() < whole) {
-      position = turns.first();
-      inputs.load(position, loaded);
-    }
-  } while (turns.first() < whole);
+    kept_tokens = 0;
+  };
+  const auto end = [&](int tile) KLFAST_INLINE_LAMBDA { end_tile(std::true_type(), tile, sums); };
+  walk_smooth(inputs, span.size, turns, loads_across, visit, end_steps, end);
 }
 
 // Copies the mask of a lane's chunk, or makes one.

@@ -37,6 +37,11 @@ inline int log2_warps_of(int64_t segments, int64_t typical_length, int processor
   return tiles <= kLeastSharing ? 2 : 3;
 }
 
+// Whether a sequence may be longer than a segment.
+inline bool has_long_sequences(const Batch& batch) {
+  return (batch.packed() ? batch.tokens : batch.width) > kSegmentTokens;
+}
+
 inline Grid grid_of(const Batch& batch, int processors) {
   Grid grid;
   grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegmentTokens - 1) / kSegmentTokens);
@@ -151,5 +156,35 @@ struct Turns {
   }
   __device__ __forceinline__ Turns after() const { return {tile + warps, warps}; }
 };
+
+// The place of a warp: its segment, and its number among those that share it.
+template <typename Span>
+struct WarpPlace {
+  int group;  // the segment's among those of the block
+  int warp;
+  int warps;
+  const Segment& segment;
+  const Span& span;
+};
+
+// The place of this warp; locate(segment) makes the span. Both lie in shared memory, a copy for
+// each warp, where they take no registers.
+template <typename Span, typename Locate>
+__device__ __forceinline__ WarpPlace<Span> place_of_warp(const Batch& batch, const Grid& grid,
+                                                         const Locate& locate) {
+  __shared__ Segment segments[kWarps];
+  __shared__ Span spans[kWarps];
+  const int warps = 1 << grid.log2_warps;
+  const int of_block = static_cast<int>(threadIdx.x) / kWarp;
+  const int group = of_block >> grid.log2_warps;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> grid.log2_warps) + group;
+  const Segment found = segment_of_slot(batch, grid, slot);
+  if (threadIdx.x % kWarp == 0) {
+    segments[of_block] = found;
+    spans[of_block] = locate(found);
+  }
+  __syncwarp();
+  return {group, of_block & (warps - 1), warps, segments[of_block], spans[of_block]};
+}
 
 }  // namespace klfast::cuda

@@ -220,6 +220,48 @@ struct Inputs {
   }
 };
 
+// Walks over the whole steps of a smooth segment of `size` tokens, n chunks of each lane a step.
+//   visit(position, loaded, load_next)  takes the tokens of a step; calls load_next() once it has
+//                                       them, so that the next ones are on their way meanwhile
+//   end_steps()                         is called after the last step of a tile
+//   end_tile(tile)                      then, unless tokens are left after the last whole step:
+//                                       `turns` says from where that tile goes on
+// `loads_across`: the next tile of this warp follows, and is loaded before this one has ended.
+template <typename T, int W, int n, typename Visit, typename EndSteps, typename EndTile>
+__device__ __forceinline__ void walk_smooth(const Inputs<T, W, n>& inputs, int size, Turns& turns,
+                                            bool loads_across, const Visit& visit,
+                                            const EndSteps& end_steps, const EndTile& end_tile) {
+  constexpr int kStep = Inputs<T, W, n>::kApart * n;
+  const int whole = size / kStep * kStep;
+  int position = turns.first();
+  Loaded<W, n> loaded;
+  inputs.load(position, loaded);
+#pragma unroll 1
+  do {
+    const int end = in_register(turns.end(whole));
+    const int last = in_register((loads_across ? whole : end) - kStep);  // to load ahead
+#pragma unroll 1
+    do {
+      if (inputs.shifts != 0) inputs.complete(position, loaded);
+      visit(position, loaded, [&]() KLFAST_INLINE_LAMBDA {
+        inputs.load(position < last ? position + kStep : last, loaded);
+      });
+      position += kStep;
+    } while (position < end);
+    end_steps();
+    if (end == whole && whole < size) {
+      turns.done = end - turns.first();
+      return;
+    }
+    end_tile(turns.tile);
+    turns = turns.after();
+    if (!loads_across && turns.first() < whole) {
+      position = turns.first();
+      inputs.load(position, loaded);
+    }
+  } while (turns.first() < whole);
+}
+
 // A chunk of results at a token's place.
 template <typename To, int W>
 __device__ __forceinline__ void store_smooth(const Output& output, int64_t index, bool in_vectors,
