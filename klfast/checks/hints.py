@@ -25,7 +25,7 @@ from klfast.checks.arguments import shape_text
 from klfast.checks.samples import are_of_taken_tokens, positive
 from klfast.checks.values import are_tracing, can_be_read
 from klfast.coefficient import Coefficient, value_of
-from klfast.reduction import TOKENWISE_REDUCTIONS
+from klfast.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
 if TYPE_CHECKING:
     from klfast.estimator import Estimator
@@ -62,7 +62,7 @@ def of_penalty(
     ):
         of_gradient("kl_penalty")
     if ref_logprobs.requires_grad and not logprobs.requires_grad:
-        _of_roles("kl_penalty", "logprobs", "ref_logprobs")
+        _of_roles("kl_penalty", "logprobs", "ref_logprobs", reduction)
     if cu_seqlens is None and logprobs.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
         _of_one_sequence("kl_penalty", "logprobs", logprobs, f"reduction {reduction!r}")
     if _is_due("kl_penalty"):
@@ -126,7 +126,7 @@ def of_divergence(
     if torch.compiler.is_compiling():
         return
     if ref_logits.requires_grad and not logits.requires_grad:
-        _of_roles("kl_divergence", "logits", "ref_logits")
+        _of_roles("kl_divergence", "logits", "ref_logits", reduction)
     if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
         _of_one_sequence("kl_divergence", "logits", logits, f"reduction {reduction!r}")
     if _is_due("kl_divergence"):
@@ -171,9 +171,11 @@ def _of_differentiable_weight(function: str) -> None:
     )
 
 
-def _of_roles(function: str, policy: str, reference: str) -> None:
-    """The hint of a policy in the place of its reference."""
-    if torch.is_grad_enabled():
+def _of_roles(function: str, policy: str, reference: str, reduction: str) -> None:
+    """The hint of a policy in the place of its reference, in a loss: numbers per token or sequence
+    may be measured only, of log-probs that belong to a graph.
+    """
+    if torch.is_grad_enabled() and REDUCTIONS[reduction].is_scalar():
         _give(
             function,
             "swapped",

@@ -1,5 +1,6 @@
 """Hints: likely mistakes are named once, at the user's line, and what is right is left alone."""
 
+import functools
 import inspect
 import itertools
 import sys
@@ -626,11 +627,12 @@ def test_a_policy_in_the_place_of_its_reference_is_named_once(function):
     policy, reference = logprobs(2, 3, 5).requires_grad_(), logprobs(2, 3, 5)
     if function == "kl_penalty":
         policy, reference = policy[..., 0], reference[..., 0]
-    call = getattr(klfast, function)
+    call = functools.partial(getattr(klfast, function), reduction="token-mean")
     call(policy, reference)
     call(policy, policy)
     with torch.no_grad():
         call(reference, policy)
+    call(reference, policy, reduction="none")
     with pytest.warns(UserWarning, match=f"{function}: ref_log.* requires grad and log.* swapped"):
         call(reference, policy)
     call(reference, policy)

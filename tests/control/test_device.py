@@ -62,6 +62,7 @@ class NoSync(TorchDispatchMode):
 # The host's bits
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("options", OPTIONS)
 @every_kind
@@ -258,7 +259,16 @@ def test_the_fused_loss_takes_the_coefficient(kind):
 
 
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
-@pytest.mark.parametrize("kind", ["adaptive", "exponential", "nupi", "pid-lagrangian", "scheduled"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nupi",
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in ("adaptive", "exponential", "pid-lagrangian", "scheduled")
+        ),
+    ],
+)
 def test_a_whole_step_is_one_graph_for_torch_compile(kind):
     """``fullgraph`` raises at a sync; the compiled code updates the same tensors."""
     compiled, eager = made(kind, device="cpu"), made(kind, device="cpu")

@@ -178,6 +178,7 @@ def test_widths_of_as_many_buckets_share_a_graph(packed):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.exhaustive
 def test_each_power_of_two_has_a_graph_within_dynamo_s_limit():
     profile, counter = compiled_profile()
     with torch._dynamo.config.patch(recompile_limit=16):

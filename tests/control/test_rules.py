@@ -169,6 +169,7 @@ def settled(controller, lag, strength, target, steps):
     return sum(tail) / len(tail)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*in 100 updates the coefficient went:RuntimeWarning")
 @pytest.mark.parametrize("start", [1e-3, 0.1, 5.0])
 @pytest.mark.parametrize("target", [6.0, 0.1])

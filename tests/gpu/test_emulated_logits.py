@@ -83,6 +83,7 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
     assert (one.shared > words * 8 // blocks) == is_kept
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words", [70_001, 200_003])
 @every_chip
 def test_many_rows_of_two_models_are_not_split_and_keep_their_bits(chip, words):

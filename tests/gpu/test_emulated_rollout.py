@@ -127,6 +127,7 @@ def test_layouts_of_rows_longer_than_a_warp_s_chunks_change_no_bit(width, dtype,
         assert same_bits(one.flatten(), other.flatten())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [

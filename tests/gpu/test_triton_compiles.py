@@ -93,6 +93,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_every_kind_of_pass_compiles_without_spills(variant):
     assert_no_spills(token_kernel(**variant))

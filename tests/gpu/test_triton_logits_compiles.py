@@ -21,6 +21,7 @@ def assert_in_registers(kernel):
     assert usage.registers <= 65_536 // (32 * launch._WARPS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("call", CALLS)

@@ -78,7 +78,7 @@ def test_rows_that_say_nothing_of_their_peak(direction, words):
 
 @pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("step", [pytest.param(31, marks=pytest.mark.exhaustive), 123])
-@pytest.mark.parametrize("words", [7, 150])
+@pytest.mark.parametrize("words", [7, pytest.param(150, marks=pytest.mark.exhaustive)])
 @every_direction
 def test_logits_far_from_0(direction, words, step):
     """One of so many pairs, from every height."""
@@ -132,9 +132,12 @@ def test_entropies_beside_divergences(direction, words):
     assert_entropy_agrees(BACKEND, logits, ref_logits, mask, **options)
 
 
-@pytest.mark.grid(meet=1)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("beta", [0.3, 0.99])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(d, marks=pytest.mark.exhaustive) for d in FLOATS[1:])],
+    ids=str,
+)
+@pytest.mark.parametrize("beta", [0.3, pytest.param(0.99, marks=pytest.mark.exhaustive)])
 def test_entropies_beside_mixtures_whose_models_change_roles(beta, dtype):
     models = random_logits(1, 2, 130, apart=3.0, dtype=dtype)
     assert_entropy_agrees(BACKEND, *models, direction="jsd", jsd_beta=beta)

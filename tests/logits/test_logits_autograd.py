@@ -432,6 +432,7 @@ def test_saved_tensors_may_be_kept_elsewhere(backend, reduction):
     assert unpacked
 
 
+@pytest.mark.exhaustive
 def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(backend):
     """A token's share of 4,096 in a mean would leave most words' gradients below fp16's range."""
     tokens, scale = 4096, 65536.0

@@ -103,6 +103,7 @@ def test_every_dtype_compiles(dtype):
     assert_like_eager(loss, compiled(loss), tensors, exactly=True)
 
 
+@pytest.mark.exhaustive
 def test_inductor_fuses_what_is_around_the_ops():
     def loss(hidden, ref_hidden, head):
         logits, ref_logits = hidden @ head, ref_hidden @ head

@@ -58,6 +58,7 @@ SLACK = 0.07
 """Of logits of 32 or 64 MB: pages of 2 MB, and results of a number per token."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset on this system"

@@ -105,6 +105,7 @@ def test_every_reduction_compiles(backend, reduction):
     assert_like_eager(penalty, compiled(penalty), inputs(3, 70), exactly=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "reduction",
     [

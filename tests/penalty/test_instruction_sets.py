@@ -56,7 +56,9 @@ def run(instruction_set, *arguments):
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
-@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize(
+    "instruction_set", [pytest.param("baseline", marks=exhaustive), "avx2", "avx512"]
+)
 def test_every_instruction_set_keeps_the_promises(instruction_set, part):
     from klfast import _C
 

@@ -15,6 +15,8 @@ from benchmarks import allocator, timing
 from benchmarks.__main__ import main
 from benchmarks.timing import interleave
 
+pytestmark = pytest.mark.exhaustive
+
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
 GRADIENTS = {"17 MB": 17_000_000, "262 MB": 262_000_000}

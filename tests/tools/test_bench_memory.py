@@ -14,6 +14,7 @@ from benchmarks.cases import Case
 from benchmarks.suites import OPS
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells"),
 ]

@@ -202,6 +202,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.grid(meet=1)
 @pytest.mark.skipif(os.name == "nt", reason="pipes of a POSIX shell")

@@ -24,6 +24,7 @@ def test_grpo_learns_near_its_reference():
     assert rows[-1][1] > 0.12  # the reference says "7" once in 16 words
 
 
+@pytest.mark.exhaustive
 def test_ppo_holds_its_target():
     rows = steps_of(output_of("ppo.py"))
     assert_steers(rows)
@@ -45,6 +46,7 @@ print(threads_of_groups())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="names threads by /proc")
 def test_the_group_of_the_ranks_ends_before_python_does():
     """A thread of it that gives a tensor back while Python ends aborts the process."""
@@ -64,12 +66,14 @@ def test_the_group_of_the_ranks_ends_before_python_does():
     assert after == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_grpo_on_two_ranks():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert_steers(steps_of(output_of("grpo_two_ranks.py", launcher=torchrun)))
 
 
+@pytest.mark.exhaustive
 def test_distillation_seeks_modes_or_covers():
     table = table_of(output_of("distillation.py"))
     assert [*table] == ["forward", "jsd", "reverse"]
@@ -82,6 +86,7 @@ def test_distillation_seeks_modes_or_covers():
     assert unlikely == tuple(sorted(unlikely, reverse=True))
 
 
+@pytest.mark.exhaustive
 def test_a_correction_mends_the_gradient_of_a_stale_sampler():
     table = table_of(output_of("stale_sampler.py"))
     assert len(table) == 5

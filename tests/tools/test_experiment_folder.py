@@ -21,6 +21,8 @@ from lab.__main__ import main
 from lab.lock import LOCK, locked
 from lab.settings import CompareError
 
+pytestmark = pytest.mark.exhaustive
+
 SHORT = ["--steps", "2", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
 LONG = ["--steps", "1000", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
 

@@ -17,6 +17,8 @@ from lab.pictures import curve_panels, draw_bias, draw_noise, draw_pictures, fro
 from lab.settings import ARM_NAMES, OFF_POLICY_ARMS, Settings
 from lab.summary import summarise
 
+pytestmark = pytest.mark.exhaustive
+
 ARMS = ("none", "fixed-low", "adaptive")
 SETTINGS = Settings(steps=6, arms=ARMS, target=6.0)
 RECORDS = [

@@ -18,6 +18,8 @@ from lab.pretrain import new_pretraining, pretrain_step
 from lab.settings import OFF_POLICY_ARMS, CompareError, Settings, check_settings
 from lab.summary import read_drift, summarise, summarise_drift
 
+pytestmark = pytest.mark.exhaustive
+
 TINY = {
     **experiment.TINY,
     "steps": 5,

@@ -23,6 +23,8 @@ from lab.text import load_corpus
 
 exhaustive = pytest.mark.exhaustive
 
+pytestmark = pytest.mark.exhaustive
+
 ARMS = ("fixed-high", "nupi", "corrected")
 # float64: Adam makes a whole step of what the order of a sum leaves of a gradient that cancels.
 SETTINGS = {"precision": "float64", "steps": 5, "pretrain_steps": 4, "arms": ARMS, "prompts": 5}
@@ -34,6 +36,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from lab import compare as module, run
 from lab.compare import Options, compare
+
 module.draw_pictures = lambda *of: {}
 chosen, out, resume, parallel, timeout, checks, end = json.loads(sys.argv[1])
 chosen |= {"arms": tuple(chosen["arms"])} if chosen else {}

@@ -4,6 +4,8 @@ import pytest
 import readme
 from programs import output_of, table_of
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture
 def numbers(tmp_path):

@@ -365,6 +365,7 @@ def test_a_recipe_names_the_files_it_takes(title):
         assert any(f"`{name.strip('`')}" in text for name in names), file
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_row_that_keeps_to_the_recipe_is_served(title, tmp_path):
     recipe = RECIPES[title]

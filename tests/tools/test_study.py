@@ -15,6 +15,8 @@ from lab.study.records import Records, load_records, read_run, save_records
 from lab.study.simulate import Course, simulate
 from lab.study.table import ranked, reading, table
 
+pytestmark = pytest.mark.exhaustive
+
 PLANT = Plant(
     level=-2.5,
     gain=1.3,
