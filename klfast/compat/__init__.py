@@ -93,7 +93,7 @@ def patch(
         exact: give it to the replacements that have one: the framework's dtypes and faults too.
             The KL in GRPO's loss and sums over a sequence have none.
         strict: all that klfast knows of the framework or nothing: code that is not known is an
-            error. What the release is known to lack, and what is fused on a GPU, is none.
+            error. Functions missing from that release, or fused on a GPU, raise no error.
         modules: further modules or packages whose names are replaced too, ``("my_trainer",)``, or
             ``"all"``.
 

@@ -9,6 +9,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import readme
 import torch
 from fresh import run_fresh
 
@@ -63,6 +64,18 @@ def test_statistics_between_sampler_and_trainer_have_names_of_their_own():
         ValueError, match="extra must have names that are not taken, got 'rollout/k3'"
     ):
         log(3, rollout, extra={"rollout/k3": 1.0})
+
+
+def test_the_line_of_the_page_has_the_names_that_are_written():
+    logprobs, ref_logprobs, mask, stats = batch()
+    controller, alarm = klfast.NuPIKLController(0.1, 6.0), klfast.KLDriftAlarm(100.0)
+    rollout = klfast.rollout_correction(logprobs, ref_logprobs, mask).stats
+    written = KLLog(Run(), names="trl")(
+        7, stats, controller=controller, monitor=alarm, rollout=rollout
+    )
+    shown = json.loads(readme.code("log-line")).keys() - {"step"}
+    assert shown <= written.keys()
+    assert {name for name in written.keys() - shown if not name.startswith("rollout/")} == {"kl/k2"}
 
 
 def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):

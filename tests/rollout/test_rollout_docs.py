@@ -1,7 +1,9 @@
 """docs/rollout.md: its example runs, and what its tables name there is."""
 
 import re
+from types import SimpleNamespace
 
+import pytest
 import readme
 import torch
 from agreement_rollout import sampled
@@ -18,31 +20,43 @@ def section(title):
     return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_example_divides_by_the_count_from_before_the_rejection():
+@pytest.mark.parametrize("kind", ["bools", "integers", "floats"])
+def test_the_example_weighs_both_terms_and_divides_by_the_count_from_before_the_rejection(kind):
     pair = sampled((8, 9), spread=0.04)
     logprobs = pair[0].clone().requires_grad_()
-    mask = torch.rand(8, 9) < 0.8
-    advantages = torch.randn(8, 9)
+    keep = torch.rand(8, 9) < 0.8
+    mask = {"bools": keep, "integers": keep.long(), "floats": keep.float()}[kind]
+    advantages, logged = torch.randn(8, 9), []
     left = readme.run(
         "rollout",
-        torch=torch,
         klfast=klfast,
         logprobs=logprobs,
         rollout_logprobs=pair[1],
         ref_logprobs=pair[1],
         mask=mask,
         advantages=advantages,
+        step=3,
+        log=klfast.KLLog(SimpleNamespace(log=lambda values, step: logged.append((values, step)))),
     )
-    kept = left["corrected"].mask
-    assert 0 < kept.sum() < mask.sum()
-    ratio = (pair[0] - pair[1]).exp().clamp(max=2.0)
-    expected = torch.where(kept, -ratio * advantages, 0.0) / mask.sum()
-    penalty = klfast.kl_penalty(pair[0], pair[1], kept, reduction="token-sum") / mask.sum()
+    kept = left["corrected"].mask != 0
+    assert 0 < kept.sum() < keep.sum()
+    x = pair[0] - pair[1]
+    weights = torch.where(kept, x.exp().clamp(max=2.0), 0.0) / keep.sum()
     (grad,) = torch.autograd.grad(left["loss"], logprobs)
-    slope = -0.01 * torch.expm1(pair[1] - pair[0]) * kept / mask.sum()
-    torch.testing.assert_close(grad, expected + slope)
-    torch.testing.assert_close(left["loss"].detach(), (expected * pair[0]).sum() + 0.01 * penalty)
-    assert "rollout/k3" in left["log"]
+    torch.testing.assert_close(grad, weights * (0.01 * x - advantages))
+    k3 = torch.expm1(-x) + x
+    expected = (weights * (0.01 * k3 - advantages * pair[0])).sum()
+    torch.testing.assert_close(left["loss"].detach(), expected)
+    ((values, step),) = logged
+    assert step == 3
+    assert "rollout/k3" in values
+
+
+def test_the_table_of_presets_is_that_of_the_code():
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| `(.*)` \|$", section("Presets"), re.MULTILINE)
+    names = {"Rejection": Rejection}
+    assert {name: eval(f"dict({options})", names) for name, options in rows} == {**PRESETS}
+    assert eval("klfast.rollout.presets.PRESETS", {"klfast": klfast}) is PRESETS
 
 
 def test_every_rule_of_the_table_is_one():
