@@ -1,0 +1,4 @@
+import klfast
+
+report = klfast.info()
+print("klfast" in str(report))  # True
