@@ -32,9 +32,12 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        # Sphinx links a source back to the name that some page shows it by, not to its anchor there.
+        is_back = dict(attributes).get("class") == "viewcode-back"
         for name, value in attributes:
             if value is None:
                 continue
+            value = value.partition("#")[0] if is_back else value
             if name == "id" or (name == "name" and tag == "a"):
                 self.names.add(value)
             if name in LINKS:

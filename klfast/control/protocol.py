@@ -42,7 +42,7 @@ class KLController(Protocol):
 
     @property
     def value(self) -> Any:
-        """The coefficient: a number, or a 0-dim tensor that is updated in place."""
+        """The coefficient, a number, or a 0-dim tensor that is updated in place."""
 
     def update(self, current: Any, /) -> Any:
         """Move the coefficient after a batch; ``current`` is its ``KLStats`` or mean KL in nats."""
