@@ -32,7 +32,7 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        # Sphinx links a source back to the name that some page shows it by, not to its anchor there.
+        # Sphinx links a source back to a name that a page shows it by, which is not its anchor.
         is_back = dict(attributes).get("class") == "viewcode-back"
         for name, value in attributes:
             if value is None:

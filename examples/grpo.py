@@ -27,7 +27,9 @@ for step in range(1, 101):
 
     reward = ((answer == 7) & mask).sum(1) / 12
     grouped = reward.view(8, 8)  # an answer counts by how much it beats its group
-    advantage = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std() + 1e-6)).view(-1, 1)
+    advantage = (
+        (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)
+    ).view(-1, 1)
 
     # Two micro-batches of 32 answers; both divide by the tokens of the whole batch.
     normalizer = klfast.data_parallel_normalizer(mask, "token-mean")

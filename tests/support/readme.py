@@ -24,7 +24,7 @@ FOLDERS += ("examples/**/*.md", "docs/llms.txt")
 PAGES = tuple(sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern)))
 
 NAME = re.compile(r"<!-- example: ([\w-]+) -->")
-DIRECTIVES = ("{eval-rst}", "{include}", "{literalinclude}", "{raw}", "{toctree}")
+DIRECTIVES = ("{eval-rst}", "{glossary}", "{include}", "{literalinclude}", "{raw}", "{toctree}")
 """What Sphinx carries out: no code."""
 LITERAL = re.compile(r"^(?!\s*\.\. ).*::\n\n((?:[ \t]+\S.*\n?|\s*\n)+)", re.MULTILINE)
 

@@ -335,3 +335,11 @@ def test_the_counts_of_test_break_are_those_of_its_last_whole_run():
     hunt = runpy.run_path(str(Path(__file__).parents[1] / "break" / "hunt.py"))
     page = (readme.ROOT / "CONTRIBUTING.md").read_text()
     assert f"<!-- break -->\n{hunt['sentence']()}<!-- end -->" in page
+
+
+def test_the_entry_for_citing_is_that_of_the_citation_file():
+    citation = (readme.ROOT / "CITATION.cff").read_text()
+    entry = readme.code("bibtex")
+    assert f"version = {{{klfast.__version__}}}" in entry
+    assert f"version: {klfast.__version__}\n" in citation
+    assert re.search(r'title: "(.*)"', citation)[1] in entry

@@ -1,0 +1,59 @@
+"""The table of frameworks' words for estimators and reductions, made from klfast.compat."""
+
+from klfast.compat import presets, roll_distillation, trl_losses, verl
+from klfast.estimator import Estimator
+
+ESTIMATORS = (
+    ("verl, `kl_penalty` and `kl_loss_type`", presets.VERL),
+    ("OpenRLHF, `kl_estimator`", presets.OPENRLHF),
+    ("ROLL, `kl_penalty`", presets.ROLL),
+    ("TRL's GRPO", {"(its KL)": presets.TRL_GRPO}),
+    ("TRL's RLOO", {"(its KL)": presets.TRL_RLOO}),
+    ("TRL's PPO up to 0.11, `kl_penalty`", presets.TRL_PPO),
+    ("trlx", presets.TRLX),
+    ("SkyRL, `kl_estimator_type`", presets.SKYRL),
+    ("NeMo-RL, `reference_policy_kl_type`", presets.NEMO_RL),
+    ("slime, `--kl-loss-type`", presets.SLIME),
+    ("AReaL, `kl_estimator`", presets.AREAL),
+    ("open-instruct, `kl_estimator`", presets.OPEN_INSTRUCT),
+    ("ms-swift", presets.MS_SWIFT),
+)
+REDUCTIONS = (
+    ("verl, `loss_agg_mode`", verl.REDUCTIONS),
+    ("TRL, `loss_type`", trl_losses.REDUCTIONS),
+    ("ROLL's distillation, `reduction`", roll_distillation.REDUCTIONS),
+)
+_DEFAULTS = Estimator("k1")
+
+
+def text_of(estimator):
+    """An estimator as it is written, with the options that are not left at their defaults."""
+    names = ("gradient", "importance", "log_ratio_clip", "linear_tail", "kl_clip")
+    names += ("clip_weighted", "importance_cap")
+    plain = Estimator(estimator.name)
+    options = {name: getattr(estimator, name) for name in names}
+    given = {name: v for name, v in options.items() if v != getattr(plain, name)}
+    if not given:
+        return f'"{estimator.name}"'
+    arguments = ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in given.items())
+    return f'Estimator("{estimator.name}", {arguments})'
+
+
+def table(heads, groups, show):
+    """A Markdown table of a framework's words and klfast's."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for title, words in groups:
+        for word, meaning in words.items():
+            lines.append(f"| {title} | `{word}` | `{show(meaning)}` |")
+    return "\n".join(lines)
+
+
+def page():
+    """The rest of docs/words.md."""
+    estimators = table(("framework", "its word", "`estimator=`"), ESTIMATORS, text_of)
+    reductions = table(("framework", "its word", "`reduction=`"), REDUCTIONS, '"{}"'.format)
+    return f"## Estimators\n\n{estimators}\n\n## Reductions\n\n{reductions}\n"
+
+
+if __name__ == "__main__":
+    print(page())
