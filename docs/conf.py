@@ -46,6 +46,7 @@ html_math_renderer = "mathml"
 
 templates_path = ["_templates"]
 autosummary_context = {"formulas": formulas.FORMULAS}
+autodoc_mock_imports = ["transformers"]  # the base of a callback
 autodoc_typehints = "none"  # the signature has them
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

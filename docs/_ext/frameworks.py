@@ -1,5 +1,7 @@
 """A page for each framework of klfast's table: its rows in drop_in.md, its module's functions."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -23,12 +25,22 @@ The code of {title} {releases} was read.
 
 ```{{eval-rst}}
 .. automodule:: klfast.compat.{name}
-   :members:
-   :exclude-members: AdaptiveKLController, FixedKLController
+   :no-members:
+
+{entries}
 
 Its controllers are those of :mod:`klfast.compat.controllers`.
 ```
 """
+LATER = {
+    "trl": {
+        "GRPOMixin": "trl_trainers",
+        "RLOOSamplingMixin": "trl_sampling_trainers",
+        "AdaptiveKLCallback": "trl_callback",
+    }
+}
+"""Classes that a framework's module imports when they are first asked for -> where they are."""
+CONTROLLERS = ("AdaptiveKLController", "FixedKLController")
 PATCHED = {
     "example": "framework",
     "code": """import klfast
@@ -48,7 +60,31 @@ def page_of(name, rows=""):
     row = FRAMEWORKS[name]
     kind = PATCHED if row.is_patched else IMPORTED
     code = kind["code"].format(name=name)
-    return PAGE.format(**{**kind, "code": code}, **row._asdict(), name=name, rows=rows)
+    entries = "\n".join(entries_of(name, rows))
+    return PAGE.format(
+        **{**kind, "code": code}, **row._asdict(), name=name, rows=rows, entries=entries
+    )
+
+
+def entries_of(name, rows):
+    """The reference's entries of a module, in the order in which the page's rows name them."""
+    module = importlib.import_module(f"klfast.compat.{name}")
+    later = LATER.get(name, {})
+    names = [each for each in module.__all__ if each not in CONTROLLERS]
+    names = [*dict.fromkeys([*names, *later])]
+
+    def place(each):
+        found = re.search(rf"\b{each}\b", rows)
+        return found.start() if found else len(rows)
+
+    for each in sorted(names, key=place):
+        if each in later:
+            yield f".. autoclass:: klfast.compat.{later[each]}.{each}\n"
+            continue
+        value = getattr(module, each)
+        kind = "class" if inspect.isclass(value) else "function"
+        if callable(value):
+            yield f".. auto{kind}:: klfast.compat.{name}.{each}\n"
 
 
 ROW = """:::{{admonition}} {release}

@@ -86,7 +86,8 @@ def patch(
     in other modules, ``__main__`` too, stay as they are and are listed in ``Patch.left``, unless
     ``modules`` has them. It holds until ``unpatch(framework)``, or as a context manager (``with
     klfast.compat.patch("verl"): ...``) until the end of the block. Worker processes need a call of
-    their own, in Ray for example ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
+    their own, in Ray ``ray.init(runtime_env={"worker_process_setup_hook": "module.function"})``:
+    ``examples/verl_ray_hook.py`` is one for verl.
 
     Args:
         framework: a name in ``klfast.compat.FRAMEWORKS`` whose row ``is_patched``.

@@ -37,3 +37,14 @@ def test_the_patched_framework_has_its_own_numbers_and_more_digits(program, fram
     assert max(far) < 1e-6
     assert max(far_patched + near_patched) < 5e-7
     assert 0.02 < near[2] < 0.2
+
+
+def test_the_hook_of_ray_replaces_what_the_page_lists(capsys):
+    hook = runpy.run_path(str(programs.FOLDER / "verl_ray_hook.py"))["patch_verl"]
+    try:
+        hook()
+    finally:
+        klfast.compat.unpatch("verl")
+    replaced = re.compile(r"^  replaced  (\S+)", re.MULTILINE)
+    listed = replaced.findall(readme.code("patched-verl"))
+    assert replaced.findall(capsys.readouterr().out) == listed
