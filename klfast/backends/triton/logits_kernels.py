@@ -14,6 +14,13 @@ A forward kernel is compiled for a ``STAGE``:
 To finish a row is to look at it again where the sums say too little, to write what is per row, and
 in stage "row" its gradients. What ``segments`` says of fusion, divisibility and doubles
 holds here too.
+
+Functions share these tuples:
+
+- ``cut``: (words of a row, words of a segment, segments of a row);
+- ``state``: (divergence, origins, lse, shift, slope) of a pair of rows that is finished;
+- ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model);
+- ``row``: the factors of a word's gradient, of ``kl_gradients`` or ``entropy_gradient``.
 """
 
 from typing import Any, NamedTuple

@@ -379,7 +379,7 @@ def combine_kernel(
     """
     sequence = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = sequence < sequences
-    first, segments, tokens = segments_of(cu_seqlens, sequence, valid, sequences, width)
+    first, segments, tokens = segments_of(cu_seqlens, sequence, valid, width)
     of_sequence = add_segments(partials, first, segments, slots, MASKED, SUMMED, STATISTICS, BLOCK)
     kl = of_sequence[KL]
     length = of_sequence[LENGTH] if MASKED else tokens.to(tl.float64)

@@ -157,6 +157,9 @@ def kernel(function):
     """``triton.jit`` without variants for what numbers and addresses are divisible by.
 
     So a new length or coefficient never compiles anything; ``LAYOUT`` says what is worth saying.
+    That is why strides and numbers are parameters one by one: Triton (3.9) makes a variant for the
+    value of each element of a tuple (1, divisible by 16, beyond 32 bits), whatever the decorator
+    says of the tuple.
     """
     parameters = inspect.signature(function).parameters.values()
     numbers = [p.name for p in parameters if p.annotation is tl.int64]
@@ -165,7 +168,7 @@ def kernel(function):
 
 
 @triton.jit
-def segments_of(cu_seqlens, sequence, valid, sequences, width):
+def segments_of(cu_seqlens, sequence, valid, width):
     """(first slot, number of segments, number of tokens) of sequences [n]."""
     if cu_seqlens is None:
         per_sequence = tl.maximum(tl.cdiv(width, SEGMENT), 1)
