@@ -237,10 +237,7 @@ def summary(parts: Sequence[dict[str, Any]]) -> str:
             ("Log-probs", "Logits"), (data["conditions"] for data in parts), strict=True
         )
     ]
-    return (
-        f"{lines}\n\n{'. '.join(wheres)}. [docs/measured.md](docs/measured.md) "
-        "has all conditions, bandwidths, memory, and the goals that were missed."
-    )
+    return f"{lines}\n\n{'. '.join(wheres)}."
 
 
 def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
