@@ -118,7 +118,7 @@ class KLDivergenceCall(NamedTuple):
         return PenaltyCall(source, self.layout, self.spec, self.return_stats)
 
     def reduce_zeros(self) -> PenaltyCall:
-        """The call that reduces divergences of 0: for its weights, and for checks."""
+        """The call that reduces divergences of 0, for the checks of its arguments."""
         arithmetic = arithmetic_dtype(self.logits, self.ref_logits)
         zero = torch.zeros((), dtype=arithmetic, device=self.logits.device)
         return self.reduce(zero.expand(self.shape.numel()))

@@ -282,6 +282,8 @@ class _KLPenalty(torch.autograd.Function):
         return (*once(grads, *inputs[:2], grad_out), None)
 
 
+# The C++ apply, without what Function.apply does for setup_context and functorch, neither of which
+# is here.
 _apply = super(torch.autograd.Function, _KLPenalty).apply
 
 

@@ -50,7 +50,7 @@ for name in klfast.__all__:
     assert warned.startswith(
         "RuntimeWarning <string> klfast uses its slow reference backend on cpu"
     )
-    assert stats.startswith("KLStats(sequences=1, token_mean=0.0625, ")
+    assert stats.startswith("KLStats(sequences=1, token_mean()=0.0625, ")
     assert loaded == "[]"
 
 
