@@ -141,7 +141,7 @@ class CoefficientController(KLReader):
     def _check_value(self, argument: str, value: object) -> float:
         if self.floor is not None and check_number(argument, value, least=0) == 0:
             return 0.0
-        if self.lowest > 0 and not isinstance(value, bool) and value == 0:
+        if self.lowest > 0 and type(value) in (int, float) and value == 0:
             raise ValueError(
                 f"{argument} must be a finite number >= {self.lowest}, got {value!r}: a rule that "
                 "multiplies never leaves 0; floor= lets the coefficient be 0 and leave it"
