@@ -30,13 +30,16 @@ Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument)
   return logits;
 }
 
-// What a call reads per row, contiguous and of one dtype; null where it is absent.
+// What a call reads per row, or per pick, contiguous and of one dtype; null where it is absent.
 template <typename Tensor>
 const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, DType dtype,
-                    const char* argument) {
+                    const char* argument, int64_t picks = 1) {
   if (!tensor.has_value()) return nullptr;
-  const int64_t rows = logits.size(0) * logits.size(1);
-  const View view = row_of(*tensor, rows, device_of(logits), argument);
+  const int64_t elements = logits.size(0) * logits.size(1) * picks;
+  const bool has_shape = tensor->dim() == 1 || (tensor->dim() == 2 && tensor->size(1) == picks);
+  KLFAST_CHECK(has_shape && tensor->numel() == elements, argument, " must have ", elements,
+               " elements");
+  const View view = view_of(*tensor, device_of(logits), argument);
   KLFAST_CHECK(view.dtype == dtype, argument, " has another dtype than the kernels read");
   KLFAST_CHECK(tensor->is_contiguous(), argument, " must be contiguous");
   return view.data;
@@ -53,43 +56,49 @@ const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
   return static_cast<const double*>(view.data);
 }
 
-// 1 / temperature: a number, or what a tensor holds, which a device reads itself.
-struct InverseTemperature {
-  double number;
-  const double* at;
-
-  template <typename Tensor>
-  static InverseTemperature of(double temperature, const std::optional<Tensor>& tensor,
-                               const Device& device) {
-    if (!tensor.has_value()) return {1 / temperature, nullptr};
-    const View view = scalar_of(tensor, device, "inverse_temperature");
-    KLFAST_CHECK(view.dtype == DType::kFloat64, "inverse_temperature must be float64");
-    const double* const at = static_cast<const double*>(view.data);
-#ifndef KLFAST_EMULATE_CUDA  // by tests/support/emulator: the CPU is the CUDA device
-    if (device.type == aoti_torch_device_type_cpu()) return {*at, nullptr};
-#endif
-    return {1, at};
+// Sets 1 / temperature: a number, or what a tensor holds, which the kernels read: one for all rows,
+// of no dimensions, or one a row, [R].
+template <typename Tensor>
+void set_temperature(RowInputs& in, const Tensor& logits, double temperature,
+                     const std::optional<Tensor>& inverse_temperature) {
+  in.inverse_temperature = 1 / temperature;
+  if (inverse_temperature.has_value()) {
+    constexpr const char* kName = "inverse_temperature";
+    in.has_temperatures = inverse_temperature->dim() > 0;
+    const void* const at = in.has_temperatures
+                               ? per_row(inverse_temperature, logits, DType::kFloat64, kName)
+                               : scalar_of(inverse_temperature, device_of(logits), kName).data;
+    KLFAST_CHECK(dtype_of(*inverse_temperature, kName) == DType::kFloat64, kName,
+                 " must be float64");
+    in.inverse_temperature_at = static_cast<const double*>(at);
+    return;
   }
-};
+  const double own =
+      in.is_double ? in.inverse_temperature : static_cast<float>(in.inverse_temperature);
+  KLFAST_CHECK(own > 0 && std::isfinite(own), "temperature must be > 0, and in range");
+}
+
+// The token ids of a row: [R] holds one, [R, picks] so many.
+template <typename Tensor>
+void set_token_ids(RowInputs& in, const Tensor& logits, const std::optional<Tensor>& token_ids) {
+  if (!token_ids.has_value()) return;
+  in.may_lack_ids = token_ids->dim() == 2;
+  in.picks = in.may_lack_ids ? token_ids->size(1) : 1;
+  in.token_ids =
+      static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids", in.picks));
+}
 
 template <typename Tensor>
 RowInputs rows_of(const Tensor& logits, const std::optional<Tensor>& token_ids,
                   const std::optional<Tensor>& keep, double temperature,
                   const std::optional<Tensor>& inverse_temperature, bool is_double) {
   KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
-  const InverseTemperature given =
-      InverseTemperature::of(temperature, inverse_temperature, device_of(logits));
-  const double inverse = given.number;
-  const double own = is_double ? inverse : static_cast<float>(inverse);
-  KLFAST_CHECK(own > 0 && std::isfinite(own), "temperature must be > 0, and in range");
   RowInputs in;
   in.shape = {logits.size(0), logits.size(1), logits.size(2)};
-  in.token_ids =
-      static_cast<const int64_t*>(per_row<Tensor>(token_ids, logits, DType::kInt64, "token_ids"));
   in.keep = static_cast<const uint8_t*>(per_row<Tensor>(keep, logits, DType::kBool, "keep"));
-  in.inverse_temperature = inverse;
-  in.inverse_temperature_at = given.at;
   in.is_double = is_double;
+  set_token_ids(in, logits, token_ids);
+  set_temperature(in, logits, temperature, inverse_temperature);
   return in;
 }
 
@@ -121,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
   call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
-  Tensor logprobs = empty_rows(logits, arithmetic(is_double), true);
+  Tensor logprobs = empty<Tensor>({token_ids.numel()}, arithmetic(is_double), device_of(logits));
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
   Tensor saved = empty<Tensor>({WordSaved::kCount, call.in.shape.rows()}, ScalarType::Double,
                                device_of(logits));
@@ -135,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
 template <typename On, typename Tensor>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
                              const std::optional<Tensor>& keep, const Tensor& saved,
-                             const Tensor& entropy, double temperature,
+                             const Tensor& logprobs, const Tensor& entropy, double temperature,
                              const std::optional<Tensor>& grad_logprobs,
                              const std::optional<Tensor>& grad_entropy,
                              const std::optional<Tensor>& inverse_temperature, const Tensor& grad) {
@@ -145,7 +154,9 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   const DType dtype = results_dtype(call.in);
   call.saved = saved_of(saved, logits, WordSaved::kCount);
-  call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
+  const int64_t picks = call.in.picks;
+  call.logprobs = per_row<Tensor>(logprobs, logits, dtype, "logprobs", picks);
+  call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs", picks);
   call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
   if (call.grad_entropy != nullptr)
     call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
@@ -155,23 +166,23 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
 
 template <typename On, typename Tensor>
 Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
-                          Tensor entropy, double temperature, std::optional<Tensor> grad_logprobs,
-                          std::optional<Tensor> grad_entropy,
+                          Tensor logprobs, Tensor entropy, double temperature,
+                          std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
                           std::optional<Tensor> inverse_temperature) {
   Tensor grad = empty_gradient(logits, true);
-  token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
-                              grad_entropy, inverse_temperature, grad);
+  token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
+                              grad_logprobs, grad_entropy, inverse_temperature, grad);
   return grad;
 }
 
 template <typename On, typename Tensor>
 void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
-                         Tensor entropy, double temperature, std::optional<Tensor> grad_logprobs,
-                         std::optional<Tensor> grad_entropy,
+                         Tensor logprobs, Tensor entropy, double temperature,
+                         std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
                          std::optional<Tensor> inverse_temperature) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
-  token_logprobs_backward<On>(logits, token_ids, keep, saved, entropy, temperature, grad_logprobs,
-                              grad_entropy, inverse_temperature, logits);
+  token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
+                              grad_logprobs, grad_entropy, inverse_temperature, logits);
 }
 
 template <typename Tensor>
@@ -185,6 +196,7 @@ DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
   in.second = logits_of(ref_logits, logits, "ref_logits");
   const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
   in.rows = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  KLFAST_CHECK(in.rows.picks == 1, "token_ids must be [R]");
   in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
   KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
   in.beta = beta;

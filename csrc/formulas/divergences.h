@@ -152,6 +152,14 @@ KLFAST_HOST_DEVICE Word<Acc> word_of(Acc x, Acc scale, Acc guess) {
   return {mass, mass * math::select(s < Acc(-100), Acc(-100), s)};
 }
 
+// The same in double, of the word that a row's sums leave out (log_prob_of_left_out). `s` is in the
+// base's unit.
+template <Base base = Base::kE>
+KLFAST_HOST_DEVICE Word<double> left_out_word_of(double s) {
+  const double mass = std::exp(s * kNats<base>);
+  return {mass, mass * (s < -1000 ? -1000 : s)};
+}
+
 // A word's terms of the sums of two models.
 template <typename Acc>
 struct Pair {
@@ -662,6 +670,16 @@ KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
   const Acc p = math::exp_term(log_p);
   const Acc gradient = -p * math::fma(row.entropy, log_p + row.mean, row.logprob);
   return math::select(p == Acc(0), Acc(0), gradient);
+}
+
+// The gradient of the logit of a word whose log-prob is a result: `own` is the incoming gradient of
+// this log-prob, `all` the sum over the row's, `h` that of the entropy, all over the temperature.
+// 1 - p is taken of log p: it keeps its digits where p is nearly 1.
+KLFAST_HOST_DEVICE double pick_gradient(double log_p, double own, double all, double h,
+                                        double entropy) {
+  const double p = std::exp(log_p);
+  const double of_logprobs = -own * std::expm1(log_p) - (all - own) * p;
+  return p == 0 || h == 0 ? of_logprobs : of_logprobs - h * p * (log_p + entropy);
 }
 
 }  // namespace klfast::divergences

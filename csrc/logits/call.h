@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <cmath>
+
 #include "formulas/entropy.h"
 #include "tensors/view.h"
 
@@ -33,20 +35,31 @@ struct LogitsShape {
   }
 };
 
+// In place of one of several token ids of a row: there is none. Its log-prob is 0 and has no
+// gradient.
+inline constexpr int64_t kNoId = INT64_MIN;
+
 // The inputs that all kernels over logits have. Everything per row is contiguous. A row with 0 in
 // `keep` is not read, and its outputs are 0.
 struct RowInputs {
   LogitsShape shape;
-  const int64_t* token_ids = nullptr;  // null where no token's log-prob is wanted
+  const int64_t* token_ids = nullptr;  // [R, picks]; null where no token's log-prob is wanted
+  int64_t picks = 1;                   // token ids of a row; of two models' rows 1
+  bool may_lack_ids = false;           // a pick may be kNoId
   const uint8_t* keep = nullptr;       // null for all
   double inverse_temperature = 1;
-  const double* inverse_temperature_at = nullptr;  // on the device, in place of the number
+  const double* inverse_temperature_at = nullptr;  // on the device, in place of the number:
+  bool has_temperatures = false;                   // one number a row, or one for all
   bool is_double = false;  // arithmetic, and the type of results and their gradients
 
   KLFAST_HOST_DEVICE bool keeps(int64_t row) const { return keep == nullptr || keep[row] != 0; }
-  KLFAST_HOST_DEVICE double scale() const {
-    return inverse_temperature_at == nullptr ? inverse_temperature : *inverse_temperature_at;
+  KLFAST_HOST_DEVICE double scale(int64_t row) const {
+    if (inverse_temperature_at == nullptr) return inverse_temperature;
+    const double inverse = inverse_temperature_at[has_temperatures ? row : 0];
+    return inverse > 0 ? inverse : NAN;
   }
+  KLFAST_HOST_DEVICE bool is_word(int64_t id) const { return id >= 0 && id < shape.words; }
+  KLFAST_HOST_DEVICE bool is_none(int64_t id) const { return may_lack_ids && id == kNoId; }
 };
 
 // The fields that the forward over one model saves per row, [kCount, R].
@@ -63,8 +76,8 @@ struct WordSaved {
 struct TokenLogprobsForward {
   RowInputs in;
   Logits logits;
-  void* logprobs = nullptr;
-  void* entropy = nullptr;  // null if not wanted
+  void* logprobs = nullptr;  // [R, picks]
+  void* entropy = nullptr;   // null if not wanted
   double* saved = nullptr;
 };
 
@@ -72,6 +85,7 @@ struct TokenLogprobsBackward {
   RowInputs in;
   Logits logits;
   const double* saved = nullptr;
+  const void* logprobs = nullptr;  // [R, picks], like the gradient of them
   const void* entropy = nullptr;
   const void* grad_logprobs = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none
@@ -98,7 +112,7 @@ struct Saved {
   enum : int {
     kLse,          // of the first model, less its origin
     kShift,        // the second's lse minus the first's: near 0 it has more digits than either
-    kSlope,        // for JSD: the mean under p of log(m / p)
+    kSlope,        // for JSD: the mean under p of log(m / p); on a CPU for KL 1 where p is peaked
     kFirstOrigin,  // see divergences.h
     kSecondOrigin,
     kCount

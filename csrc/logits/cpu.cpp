@@ -26,7 +26,8 @@ void forward(const Call& call, const RowInputs& in, const Threads& threads,
   for_each(rows, rows * in.shape.words, threads, [&](int64_t row) {
     if (!kernel(call, row)) all_words = false;
   });
-  if (!all_words) throw std::runtime_error("token_ids must be words of the vocabulary");
+  if (!all_words)
+    throw std::runtime_error("token_ids must be words of the vocabulary, and temperature > 0");
 }
 
 }  // namespace

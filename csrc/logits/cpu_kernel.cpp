@@ -91,6 +91,18 @@ Ahead ahead_of(std::initializer_list<const Row*> rows, const Tile& tile) {
   return ahead;
 }
 
+// The same without one word, which may be of another tile or none.
+template <typename Acc>
+KLFAST_HOST_DEVICE const Acc* load_without(int64_t left_out, const Row& row, const Tile& tile,
+                                           Acc* buffer) {
+  const Acc* const loaded = load(row, tile, buffer);
+  const int64_t place = left_out - tile.first;
+  if (place < 0 || place >= tile.size) return loaded;
+  if (loaded != buffer) std::copy_n(loaded, tile.padded, buffer);
+  buffer[place] = -kInfinity<Acc>;
+  return buffer;
+}
+
 double word_at(const Row& row, int64_t index) {
   double word = 0;
   visit_dtype(row.words.dtype, [&](auto zero) {
@@ -168,10 +180,15 @@ void clear(const Output& output, int64_t row, int64_t words) {
   std::fill_n(static_cast<char*>(output.data) + row * bytes, bytes, 0);
 }
 
-// Whether a row's token id is a word of the vocabulary, or no token ids are given.
-bool is_word(const RowInputs& in, int64_t row) {
+// Whether what a row is given is valid: its temperature, and its token ids, each a word or none.
+template <typename Acc>
+bool is_valid(const RowInputs& in, int64_t row) {
+  const Acc scale = static_cast<Acc>(in.scale(row));
+  if (!(scale > 0 && std::isfinite(scale))) return false;
   if (in.token_ids == nullptr) return true;
-  return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
+  const int64_t* const ids = in.token_ids + row * in.picks;
+  return std::all_of(ids, ids + in.picks,
+                     [&](int64_t id) { return in.is_word(id) || in.is_none(id); });
 }
 
 // The place of the row's target token in a tile, or -1.
@@ -181,11 +198,29 @@ int64_t target_in(const RowInputs& in, int64_t row, const Tile& tile) {
   return place >= 0 && place < tile.size ? place : -1;
 }
 
+// The log-prob of a row's pick; 0 where there is none.
 template <typename Acc>
-double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse) {
-  const double scale = static_cast<Acc>(in.scale());  // rounded, as in the sums
-  const double word = word_at(row, in.token_ids[index]);
-  return divergences::log_prob(word, scale, row.unit, row.origin, lse);
+double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, int64_t pick = 0) {
+  const int64_t id = in.token_ids[index * in.picks + pick];
+  if (in.is_none(id)) return 0;
+  const double scale = static_cast<Acc>(in.scale(index));  // rounded, as in the sums
+  return divergences::log_prob(word_at(row, id), scale, row.unit, row.origin, lse);
+}
+
+// The most likely of a row's picks, or -1: the word that sums of one model leave out. Its term is
+// added in double, as in fp32 a term near 1 takes the digits of all others: 1 - p would have none.
+int64_t likeliest_pick(const RowInputs& in, const Row& row, int64_t index) {
+  int64_t found = -1;
+  double greatest = 0;
+  for (int64_t pick = 0; pick < in.picks; ++pick) {
+    const int64_t id = in.token_ids[index * in.picks + pick];
+    if (!in.is_word(id)) continue;
+    const double word = word_at(row, id);
+    if (found >= 0 && !(word > greatest)) continue;
+    found = id;
+    greatest = word;
+  }
+  return found;
 }
 
 // ---------------------------------------------------------------- one model
@@ -196,7 +231,7 @@ struct WordSums {
 };
 
 template <bool kEntropy, typename Acc>
-WordSums sum_words(const Row& row, Acc scale, Acc guess) {
+WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
   alignas(64) Acc buffer[kTileWords];
   alignas(64) Acc mass[kLanes] = {};
   alignas(64) Acc moment[kLanes] = {};
@@ -205,7 +240,7 @@ WordSums sum_words(const Row& row, Acc scale, Acc guess) {
   for (int64_t first = 0; first < row.size; first += kTileWords) {
     const Tile tile = tile_at(first, row.size);
     const Ahead ahead = ahead_of({&row}, tile);
-    const Acc* const words = load(row, tile, buffer);
+    const Acc* const words = load_without(left_out, row, tile, buffer);
     for (int64_t i = 0; i < tile.padded; i += kLanes) {
       ahead.fetch(i / kLanes);
 #pragma GCC ivdep
@@ -218,7 +253,15 @@ WordSums sum_words(const Row& row, Acc scale, Acc guess) {
     flush(mass, wide_mass);
     if constexpr (kEntropy) flush(moment, wide_moment);
   }
-  return {add_lanes(wide_mass), kEntropy ? add_lanes(wide_moment) : 0.0};
+  WordSums sums = {add_lanes(wide_mass), kEntropy ? add_lanes(wide_moment) : 0.0};
+  if (left_out >= 0) {
+    const double x = divergences::placed(word_at(row, left_out), row.unit, row.origin);
+    const double s = x * static_cast<double>(scale) - static_cast<double>(guess);
+    const divergences::Word<double> word = divergences::left_out_word_of(s);
+    sums.mass += word.mass;
+    sums.moment += word.moment;
+  }
+  return sums;
 }
 
 struct WordRow {
@@ -228,7 +271,8 @@ struct WordRow {
 
 // The results of a row. Sets the row's placement.
 template <bool kEntropy, typename Acc>
-WordRow sum_row(const RowInputs& in, Row& row) {
+WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
+  const int64_t left_out = likeliest_pick(in, row, index);
   Acc scale = 0;
   Acc guess = 0;
   WordSums sums;
@@ -236,15 +280,15 @@ WordRow sum_row(const RowInputs& in, Row& row) {
     sums.mass = NAN;
     const Acc top = greatest<Acc>(row, words);
     if (!std::isfinite(top)) return Verdict::kUseless;
-    const double origin = divergences::origin_of(top, in.scale());
+    const double origin = divergences::origin_of(top, in.scale(index));
     row = row.from(divergences::unit_of({origin, 0}), origin);
-    scale = static_cast<Acc>(in.scale() / row.unit);
+    scale = static_cast<Acc>(in.scale(index) / row.unit);
     guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
     return Verdict::kGood;
   };
   const auto sum = [&](bool again) {
     if (again) guess = static_cast<Acc>(guess + std::log(sums.mass));
-    sums = sum_words<kEntropy>(row, scale, guess);
+    sums = sum_words<kEntropy>(row, left_out, scale, guess);
     return passes::verdict_of(sums.mass);
   };
   run_passes(row.size, find, sum);
@@ -257,21 +301,54 @@ template <typename Acc>
 bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   const RowInputs& in = call.in;
   const int64_t rows = in.shape.rows();
+  const int64_t first = index * in.picks;
   if (!in.keeps(index)) {
-    store<Acc>(call.logprobs, index, 0);
+    for (int64_t i = 0; i < in.picks; ++i) store<Acc>(call.logprobs, first + i, 0);
     store<Acc>(call.entropy, index, 0);
     for (int field = 0; field < WordSaved::kCount; ++field) call.saved[field * rows + index] = 0;
     return true;
   }
-  if (!is_word(in, index)) return false;
+  if (!is_valid<Acc>(in, index)) return false;
   Row row = row_at(in, call.logits, index);
-  const WordRow found =
-      call.entropy != nullptr ? sum_row<true, Acc>(in, row) : sum_row<false, Acc>(in, row);
-  store<Acc>(call.logprobs, index, log_prob<Acc>(in, row, index, found.lse));
+  const WordRow found = call.entropy != nullptr ? sum_row<true, Acc>(in, index, row)
+                                                : sum_row<false, Acc>(in, index, row);
+  for (int64_t i = 0; i < in.picks; ++i) {
+    store<Acc>(call.logprobs, first + i, log_prob<Acc>(in, row, index, found.lse, i));
+  }
   store<Acc>(call.entropy, index, found.entropy);
   call.saved[WordSaved::kOrigin * rows + index] = row.origin;
   call.saved[WordSaved::kLse * rows + index] = found.lse;
   return true;
+}
+
+// The sum of the incoming gradients of those of a row's log-probs whose ids count.
+template <typename Acc, typename Counts>
+double sum_incoming(const TokenLogprobsBackward& call, int64_t index, const Counts& counts) {
+  const int64_t first = index * call.in.picks;
+  double sum = 0;
+  for (int64_t i = first; i < first + call.in.picks; ++i) {
+    if (counts(call.in.token_ids[i])) sum += element<Acc>(call.grad_logprobs, i);
+  }
+  return sum;
+}
+
+// Writes the gradients of the words whose log-probs are results, each once.
+template <typename Acc>
+void write_picks(const TokenLogprobsBackward& call, int64_t index, double all) {
+  const RowInputs& in = call.in;
+  const int64_t* const ids = in.token_ids + index * in.picks;
+  const double of_entropy = element<Acc>(call.grad_entropy, index) * in.scale(index);
+  for (int64_t pick = 0; pick < in.picks; ++pick) {
+    const int64_t id = ids[pick];
+    if (!in.is_word(id) || std::find(ids, ids + pick, id) != ids + pick) continue;
+    const auto is_own = [&](int64_t other) { return other == id; };
+    const double own = sum_incoming<Acc>(call, index, is_own) * in.scale(index);
+    const double gradient =
+        divergences::pick_gradient(element<Acc>(call.logprobs, index * in.picks + pick), own, all,
+                                   of_entropy, element<Acc>(call.entropy, index));
+    const Acc rounded = static_cast<Acc>(gradient);
+    store_tile(call.grad, index * in.shape.words + id, 1, &rounded);
+  }
 }
 
 template <typename Acc>
@@ -284,8 +361,9 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const double lse = call.saved[WordSaved::kLse * rows + index];
   const double unit = divergences::unit_of({origin, 0});
   const Row row = row_at(in, call.logits, index).from(unit, origin);
-  const double scale = in.scale();
-  const double of_logprob = element<Acc>(call.grad_logprobs, index) * scale;
+  const double scale = in.scale(index);
+  const auto exists = [&](int64_t id) { return !in.is_none(id); };
+  const double of_logprob = sum_incoming<Acc>(call, index, exists) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
       scale / unit, lse, of_logprob, of_entropy, element<Acc>(call.entropy, index));
@@ -305,11 +383,9 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
         grad[lane] = divergences::token_gradient(logits[lane], own);
       }
     }
-    if (const int64_t place = target_in(in, index, tile); place >= 0) {
-      grad[place] += static_cast<Acc>(of_logprob);
-    }
     store_tile(call.grad, index * words + first, tile.size, grad);
   }
+  write_picks<Acc>(call, index, of_logprob);
 }
 
 // --------------------------------------------------------------- two models
@@ -377,13 +453,19 @@ struct PairAccumulator {
   alignas(64) double spread[kLanes] = {};
   alignas(64) double slope[kLanes] = {};
   alignas(64) double other[kLanes] = {};
+  alignas(64) Acc most[kLanes] = {};  // that a lane's words have of the mass in one tile
 
   void end_tile() {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      most[lane] = std::max(most[lane], lanes.mass[lane]);
     flush(lanes.mass, mass);
     flush(lanes.spread, spread);
     flush(lanes.slope, slope);
     if constexpr (range != Range::kNear) flush(lanes.other, other);
   }
+
+  Acc greatest_lane() const { return *std::max_element(most, most + kLanes); }
 
   PairSums total() {
     PairSums sums = {add_lanes(mass), add_lanes(spread), add_lanes(slope), add_lanes(other), false};
@@ -396,6 +478,7 @@ struct PairAccumulator {
 struct RowSums {
   PairSums pairs;
   double moment;
+  bool is_peaked;  // one word of the first model may have more than half of the mass
 };
 
 template <EntropyOf of, typename Acc>
@@ -430,8 +513,10 @@ RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>&
     if (any_far) anywhere.end_tile();
     if constexpr (of != EntropyOf::kNone) flush(moment.lanes, moment.wide);
   }
-  return {divergences::add(near.total(), anywhere.total()),
-          of == EntropyOf::kNone ? 0.0 : add_lanes(moment.wide)};
+  RowSums sums = {divergences::add(near.total(), anywhere.total()),
+                  of == EntropyOf::kNone ? 0.0 : add_lanes(moment.wide), false};
+  sums.is_peaked = std::max(near.greatest_lane(), anywhere.greatest_lane()) > sums.pairs.mass / 2;
+  return sums;
 }
 
 // The entropy of one of two models from a row's sums.
@@ -446,12 +531,13 @@ double entropy_of(const RowSums& sums) {
 struct SummedRows {
   PairRow row;
   double entropy;
+  bool is_peaked;
 };
 
 // Sets the rows' placement.
 template <EntropyOf of, typename Acc>
-SummedRows sum_rows(const RowInputs& in, Row& first, Row& second) {
-  const double scale = in.scale();
+SummedRows sum_rows(const RowInputs& in, int64_t index, Row& first, Row& second) {
+  const double scale = in.scale(index);
   PairRow row;
   RowSums sums = {};
   Guess<Acc> guess;
@@ -475,25 +561,26 @@ SummedRows sum_rows(const RowInputs& in, Row& first, Row& second) {
     return row.verdict;
   };
   run_passes(in.shape.words, find, sum);
-  return {row, entropy_of<of>(sums)};
+  return {row, entropy_of<of>(sums), sums.is_peaked};
 }
 
 template <typename Acc>
-SummedRows sum_rows(const DivergenceInputs& call, Row& first, Row& second) {
+SummedRows sum_rows(const DivergenceInputs& call, int64_t index, Row& first, Row& second) {
   return visit_entropy(call.entropy_of, [&](auto of) {
-    return sum_rows<decltype(of)::value, Acc>(call.rows, first, second);
+    return sum_rows<decltype(of)::value, Acc>(call.rows, index, first, second);
   });
 }
 
-// The divergence of a pair of rows, and what JSD saves for the backward.
+// The divergence of a pair of rows, and what the backward is told: of a JSD the slope, of a KL
+// whether the first model's row is peaked.
 struct RowValue {
   double value;
   double slope;
 };
 
 template <typename Acc>
-RowValue jsd_of_rows(const RowInputs& in, const Row& first_row, const Row& second_row,
-                     const PairRow& row, double beta) {
+RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
+                     const Row& second_row, const PairRow& row, double beta) {
   if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
   alignas(64) Acc first_buffer[kTileWords];
   alignas(64) Acc second_buffer[kTileWords];
@@ -501,7 +588,7 @@ RowValue jsd_of_rows(const RowInputs& in, const Row& first_row, const Row& secon
   alignas(64) Acc slope[kLanes] = {};
   alignas(64) double wide_value[kLanes] = {};
   alignas(64) double wide_slope[kLanes] = {};
-  const double scale = in.scale() / first_row.unit;
+  const double scale = in.scale(index) / first_row.unit;
   const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
   const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
   for (int64_t start = 0; start < first_row.size; start += kTileWords) {
@@ -544,6 +631,49 @@ __attribute__((noinline)) void add_entropy_gradients(const Acc* first, const Acc
   }
 }
 
+// The word of more than half of a row's probability. Its gradient is a small difference of large
+// numbers, but also minus the sum of all others: those of a row add up to 0.
+template <typename Acc>
+class LikelyWord {
+ public:
+  // `scale` and `lse` of placed logits.
+  LikelyWord(double scale, double lse) : least_(static_cast<Acc>((lse - std::log(2.0)) / scale)) {}
+
+  // Takes a tile's gradients into the sum.
+  KLFAST_HOST_DEVICE void take(const Acc* words, const Tile& tile, const Acc* gradients) {
+    alignas(64) Acc lanes[kLanes] = {};
+    const int64_t whole = tile.size / kLanes * kLanes;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+#pragma GCC ivdep
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += gradients[i + lane];
+    }
+    for (int64_t i = whole; i < tile.size; ++i) lanes[i - whole] += gradients[i];
+    if (index_ < 0 && greatest(words, tile.padded) > least_) {
+      const int64_t place = std::max_element(words, words + tile.size) - words;
+      index_ = tile.first + place;
+      // Summed anew: beside the word's own gradient the others may have lost digits.
+      std::fill(lanes, lanes + kLanes, Acc(0));
+      for (int64_t i = 0; i < tile.size; ++i) {
+        if (i != place) lanes[i % kLanes] += gradients[i];
+      }
+    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) others_ += lanes[lane];
+  }
+
+  // Writes the word's gradient, if there is such a word.
+  void store(const Output& output, int64_t index, int64_t words) const {
+    const Acc gradient = static_cast<Acc>(-others_);
+    if (index_ >= 0 && std::isfinite(gradient)) {
+      store_tile(output, index * words + index_, 1, &gradient);
+    }
+  }
+
+ private:
+  Acc least_;
+  int64_t index_ = -1;
+  double others_ = 0;
+};
+
 template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& grad_first,
@@ -555,13 +685,18 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
   const RowGradient<Acc> row = divergences::gradient_of(
-      is_kl, divergences::guess_of<Acc>(in.scale() / unit, state.lse, state.shift), call.beta,
+      is_kl, divergences::guess_of<Acc>(in.scale(index) / unit, state.lse, state.shift), call.beta,
       state);
   divergences::EntropyGradient<Acc> of_entropy = {};
   if (entropy.of != EntropyOf::kNone) {
     of_entropy = divergences::entropy_gradient_of(row.exact, state.lse, state.shift, entropy.of,
                                                   entropy.value, entropy.grad);
   }
+  const double scale = in.scale(index) / unit;
+  LikelyWord<Acc> likely_first(scale, state.lse);
+  LikelyWord<Acc> likely_second(scale, state.lse + state.shift);
+  const bool may_be_likely = !is_kl || state.slope != 0 || state.grad_logprob != 0 ||
+                             state.grad_ref_logprob != 0 || entropy.grad != 0;
   alignas(64)
       Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
   for (int64_t start = 0; start < words; start += kTileWords) {
@@ -599,9 +734,17 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
       if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
       if constexpr (kSecond) to_second[place] += static_cast<Acc>(state.grad_ref_logprob);
     }
-    if constexpr (kFirst) store_tile(grad_first, at, tile.size, to_first);
-    if constexpr (kSecond) store_tile(grad_second, at, tile.size, to_second);
+    if constexpr (kFirst) {
+      if (may_be_likely) likely_first.take(first, tile, to_first);
+      store_tile(grad_first, at, tile.size, to_first);
+    }
+    if constexpr (kSecond) {
+      if (may_be_likely) likely_second.take(second, tile, to_second);
+      store_tile(grad_second, at, tile.size, to_second);
+    }
   }
+  if constexpr (kFirst) likely_first.store(grad_first, index, words);
+  if constexpr (kSecond) likely_second.store(grad_second, index, words);
 }
 
 template <Divergence divergence, typename Acc>
@@ -645,14 +788,14 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
     skip<Acc>(call, index, rows, in.shape.words);
     return true;
   }
-  if (!is_word(in, index)) return false;
+  if (!is_valid<Acc>(in, index)) return false;
   Row first = row_at(in, call.in.first, index);
   Row second = row_at(in, call.in.second, index);
   const bool is_kl = call.in.divergence == Divergence::kKl;
-  const SummedRows sums = sum_rows<Acc>(call.in, first, second);
+  const SummedRows sums = sum_rows<Acc>(call.in, index, first, second);
   const PairRow& row = sums.row;
-  RowValue found = {row.kl, 0};
-  if (!is_kl) found = jsd_of_rows<Acc>(in, first, second, row, call.in.beta);
+  RowValue found = {row.kl, sums.is_peaked ? 1.0 : 0.0};
+  if (!is_kl) found = jsd_of_rows<Acc>(in, index, first, second, row, call.in.beta);
   found.value = static_cast<Acc>(found.value);  // rounded, as the backward reads it
   store<Acc>(call.rows, index, found.value);
   store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
@@ -666,7 +809,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   call.saved[Saved::kFirstOrigin * rows + index] = row.origins.first;
   call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
   if (call.row_weights != nullptr) {
-    const double weight = element<Acc>(call.row_weights, index) * in.scale();
+    const double weight = element<Acc>(call.row_weights, index) * in.scale(index);
     const RowState state = {found.value, row.lse, row.shift, found.slope,
                             row.origins, weight,  0,         0};
     write_gradients<Acc>(call.in, index, state, {}, call.grad_first, call.grad_second);
@@ -683,7 +826,7 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
     clear(call.grad_second, index, in.shape.words);
     return;
   }
-  const double scale = in.scale();
+  const double scale = in.scale(index);
   const RowState state = {element<Acc>(call.rows, index),
                           call.saved[Saved::kLse * rows + index],
                           call.saved[Saved::kShift * rows + index],

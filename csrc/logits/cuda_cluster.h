@@ -163,7 +163,7 @@ struct Cluster : BlocksOfRow {
 };
 
 __device__ __forceinline__ bool is_word(const RowInputs& in, int64_t row) {
-  return in.token_ids[row] >= 0 && in.token_ids[row] < in.shape.words;
+  return in.is_word(in.token_ids[row]);
 }
 
 // The place of the row's target token in a part, or -1.

@@ -18,7 +18,7 @@ struct BackwardTask {
 template <typename Acc>
 __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int64_t index) {
   const int64_t rows = call.in.rows.shape.rows();
-  const double scale = call.in.rows.scale();
+  const double scale = call.in.rows.scale(index);
   return {number_at<Acc>(call.rows, index),
           call.saved[Saved::kLse * rows + index],
           call.saved[Saved::kShift * rows + index],
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
   if (threadIdx.x == 0) {
     const RowState state = state_of<Acc>(call, index);
     const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
-        divergences::scale_of(in.scale(), state.origins), state.lse, state.shift);
+        divergences::scale_of(in.scale(index), state.origins), state.lse, state.shift);
     frame = Frame<Acc, 2>::of(state.origins);
     gradient = PairGradient<Acc>::of(
         divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state),
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
     if constexpr (of != EntropyOf::kNone) {
       of_entropy = divergences::entropy_gradient_of(
           exact, state.lse, state.shift, of, number_at<Acc>(call.entropy, index),
-          number_at<Acc>(call.grad_entropy, index) * in.scale());
+          number_at<Acc>(call.grad_entropy, index) * in.scale(index));
     }
   }
   __syncthreads();

@@ -143,6 +143,10 @@ __device__ __noinline__ void take_greatest(double first, double second, double s
   basis.take(divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, first, second));
 }
 
+__device__ __forceinline__ double scale_of_row(const ForwardTask& task) {
+  return task.call.in.rows.scale(task.plan.row_of_block());
+}
+
 // Takes the greatest words of a sample of the row as its first guess. If they are not finite,
 // neither are the row's sums against them, and it is summed again. Run by the first warp. Inlined:
 // a call would wait for all loads that are on their way.
@@ -155,7 +159,7 @@ __device__ __forceinline__ void take_sample(const ForwardTask& task, Shared<AccO
   const auto greatest = greatest_of_sample<T>(first);
   const auto greatest_of_second = greatest_of_sample<T>(second);
   if (threadIdx.x > 0) return;
-  take_greatest(greatest, greatest_of_second, in.rows.scale(), shared.basis);
+  take_greatest(greatest, greatest_of_second, scale_of_row(task), shared.basis);
   shared.step = Step::kSumFirst;
 }
 
@@ -519,7 +523,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       if (decides) {
         const bool is_found = are_finite(greatest[0], greatest[1]);
         shared.row = divergences::nan_row();
-        take_greatest(greatest[0], greatest[1], task.call.in.rows.scale(), shared.basis);
+        take_greatest(greatest[0], greatest[1], scale_of_row(task), shared.basis);
         shared.step =
             passes::next_step(Step::kFindInRow, is_found ? Verdict::kGood : Verdict::kUseless);
         if constexpr (of != EntropyOf::kNone) {
@@ -537,7 +541,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       if (decides) {
         judge_sums({sums[Field::kMass], sums[Field::kSpread], sums[Field::kSlope],
                     sums[Field::kOther], false},
-                   task.call.in.rows.scale(), shared);
+                   scale_of_row(task), shared);
         if constexpr (of != EntropyOf::kNone) {
           store_entropy<Acc>(task, sums[of == EntropyOf::kFirst ? Field::kMass : Field::kOther],
                              sums[Field::kMoment]);
@@ -552,7 +556,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       };
       const double* const sums = cluster.template combine<Sum, n>(sum_part);
       if (decides) {
-        judge_masses(sums[0], sums[1], task.call.in.rows.scale(), shared);
+        judge_masses(sums[0], sums[1], scale_of_row(task), shared);
         if constexpr (of != EntropyOf::kNone) store_entropy<Acc>(task, sums[0], sums[2]);
       }
     }
@@ -573,7 +577,7 @@ __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc
   store_number<Acc>(call.rows, index, shared.value);
   if (in.token_ids != nullptr) {
     const char* const(&first)[2] = shared.warps[0].first;
-    const double scale = divergences::rounded_scale<Acc, kBase<Acc>>(in.scale());
+    const double scale = divergences::rounded_scale<Acc, kBase<Acc>>(in.scale(index));
     const double unit = divergences::unit_of(row.origins);
     const double logprob = log_prob<kBase<Acc>>(in, call.in.first, first[0], index, scale, unit,
                                                 row.origins.first, row.lse);
@@ -632,7 +636,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
   shared.value = static_cast<Acc>(jsd);
   shared.slope = slope;
   if (!kWritesGradient || call.row_weights == nullptr) return;
-  const double scale = call.in.rows.scale();
+  const double scale = scale_of_row(task);
   const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
   const auto constants = divergences::gradient_of(
       is_kl, guess, call.in.beta,

@@ -31,6 +31,21 @@ __device__ __forceinline__ Raw nothing_loaded() {
   return nothing.raw;
 }
 
+// A chunk without one of its words; any other place is none of them.
+template <typename T>
+__device__ __forceinline__ Raw without(const Raw& raw, int place) {
+  union {
+    T elements[kChunk<T>];
+    Raw raw;
+  } left;
+  left.raw = raw;
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) {
+    if (i == place) left.elements[i] = minus_infinity<T>();
+  }
+  return left.raw;
+}
+
 // Whether all chunks of all rows are aligned vectors, as in most tensors. Kernels are compiled for
 // such rows and for any: together they would need more registers than four blocks leave.
 inline bool is_smooth(const LogitsShape& shape, const Logits& logits, int chunk) {
@@ -66,17 +81,21 @@ struct TiledRow {
     return load_aligned<uint32_t, 4>(reinterpret_cast<const uint32_t*>(own + k * kStepBytes));
   }
 
-  // Calls visit(chunk) for the lane's chunks of any tile, two of which are loaded together.
+  // Calls visit(chunk, its first word) for the lane's chunks of any tile, two of which are loaded
+  // together.
   template <typename Visit>
   __device__ __forceinline__ void for_each_chunk(int tile, const Visit& visit) const {
     constexpr int kChunksInFlight = 2;
 #pragma unroll 1
     for (int k = 0; k < kTile; k += kChunksInFlight) {
       Raw chunks[kChunksInFlight];
-      load_chunks(tile * kTileWords<T> + k * kStepWords<T>,
-                  static_cast<int>(threadIdx.x % kWarp) * kChunk<T>, chunks);
+      const int begin = tile * kTileWords<T> + k * kStepWords<T>;
+      const int own = static_cast<int>(threadIdx.x % kWarp) * kChunk<T>;
+      load_chunks(begin, own, chunks);
 #pragma unroll
-      for (int i = 0; i < kChunksInFlight; ++i) visit(opaque(chunks[i]));
+      for (int i = 0; i < kChunksInFlight; ++i) {
+        visit(opaque(chunks[i]), begin + own + i * kStepWords<T>);
+      }
     }
   }
 
@@ -84,6 +103,10 @@ struct TiledRow {
     const char* const own = own_chunk(tile);
 #pragma unroll
     for (int k = 0; k < kTile; ++k) chunks[k] = load_smooth(own, k);
+  }
+
+  __device__ __forceinline__ T word(int64_t index) const {
+    return reinterpret_cast<const T*>(first)[index * stride];
   }
 
   // The chunk from a word on.

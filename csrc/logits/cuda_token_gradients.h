@@ -1,6 +1,6 @@
-// Gradients of a part of a row of one model. Smooth tiles take one path, with the loads of the next
-// tile on their way, and without the row's origin and its target token: the target's tile, and
-// every tile of a row with an origin, goes step by step, like those that are not aligned.
+// Gradients of a part of a row of one model, but for those of the row's picks. Smooth tiles take
+// one path, with the loads of the next tile on their way, and without the row's origin: every tile
+// of a row with an origin goes step by step, like those that are not aligned.
 
 #pragma once
 
@@ -16,7 +16,6 @@ struct GradientTiles {
   int all;
   int first_smooth;  // of tiles whose chunks are aligned vectors of logits and gradients
   int end_smooth;
-  int of_target;     // -1 if the part has not the row's target token
   const char* from;  // the lane's first chunk
   char* to;
 
@@ -30,12 +29,10 @@ struct GradientTiles {
     all = (words + kTileWords<T> - 1) / kTileWords<T>;
     first_smooth = offset > 0 ? 1 : 0;
     end_smooth = is_smooth ? words / kTileWords<T> : 0;
-    const bool has_target = part.target >= 0 && part.target < part.size;
-    of_target = has_target ? (offset + static_cast<int>(part.target)) / kTileWords<T> : -1;
   }
 
   __device__ __forceinline__ bool is_smooth(int tile) const {
-    return tile >= first_smooth && tile < end_smooth && tile != of_target;
+    return tile >= first_smooth && tile < end_smooth;
   }
   __device__ __forceinline__ Raw load(int tile, int step) const {
     const char* const own = from + static_cast<int64_t>(tile) * (kTile * kStepBytes);
@@ -77,20 +74,12 @@ __device__ __forceinline__ void write_any_step(const GradientPart<T, 1>& part, i
   const Acc origin = has_origin ? part.frame->origin[0] : Acc(0);
   auto gradient = gradient_of_chunk<T>(
       raw, [&](Acc x) { return formula(divergences::placed(x, unit, origin)); });
-  if (part.target >= 0) {
-    const int64_t place = part.target - base - own;
-#pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      gradient.element[i] += i == place ? part.target_gradient[0] : Acc(0);
-    }
-  }
   char* const to =
       static_cast<char*>(part.to[0].data) + (part.index + base) * static_cast<int>(sizeof(T));
   stream_raw<T>(to, part.to[0].dtype, at, raw_of<T>(gradient));
 }
 
-// Writes formula(x) for each placed logit x of the part, and the target's addition. The output may
-// be the logits' own memory.
+// Writes formula(x) for each placed logit x of the part. The output may be the logits' own memory.
 template <typename T, typename Formula>
 __device__ __forceinline__ void write_token_gradients(const GradientPart<T, 1>& part,
                                                       const Formula& formula) {

@@ -24,22 +24,32 @@ template <typename T, bool kSmooth>
 constexpr int kBlocksOfProcessor =
     std::is_same_v<T, double> ? 2 : (kSmooth && kHasClusters ? 4 : 3);
 
+// Stores what there is one of per row. Run by one thread.
 template <typename Acc>
 __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int64_t index,
                                           const TokenResults& row) {
   const int64_t rows = call.in.shape.rows();
-  store_number<Acc>(call.logprobs, index, row.logprob);
   store_number<Acc>(call.entropy, index, row.entropy);
   call.saved[WordSaved::kOrigin * rows + index] = row.origin;
   call.saved[WordSaved::kLse * rows + index] = row.lse;
 }
 
-// The target token's logit; NaN if it is no word.
+// Stores the log-probs of a row's picks; NaN for an id that is no word. Run by all threads of a
+// block, which have waited for the results unless there is one pick.
 template <typename T, bool kSmooth>
-__device__ __forceinline__ AccOf<T> load_target(const RowInputs& in, int64_t index,
-                                                const TiledRow<T, kSmooth>& row) {
-  if (!is_word(in, index)) return NAN;
-  return convert<AccOf<T>>(reinterpret_cast<const T*>(row.first)[in.token_ids[index] * row.stride]);
+__device__ __noinline__ void store_picks(const TokenLogprobsForward& call, int64_t index,
+                                         TiledRow<T, kSmooth> row, const LeftOut& left_out,
+                                         const TokenResults& results) {
+  const RowInputs& in = call.in;
+  for (int64_t pick = threadIdx.x; pick < in.picks; pick += blockDim.x) {
+    const int64_t at = index * in.picks + pick;
+    const int64_t id = in.token_ids[at];
+    double logit = NAN;
+    if (in.is_word(id)) {
+      logit = id == left_out.word ? left_out.logit : convert<AccOf<T>>(row.word(id));
+    }
+    store_number<AccOf<T>>(call.logprobs, at, in.is_none(id) ? 0 : results.log_prob(logit));
+  }
 }
 
 template <typename T, bool kEntropy, bool kSmooth>
@@ -50,19 +60,30 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth>)
   const TokenLogprobsForward& call = task.call;
   const RowInputs& in = call.in;
   const int64_t index = task.plan.row_of_block();
-  const bool stores = task.plan.rank_of_block() == 0 && threadIdx.x == 0;
+  const bool is_first = task.plan.rank_of_block() == 0;
   if (!in.keeps(index)) {
-    if (stores) store_row<Acc>(call, index, {});
+    if (!is_first) return;
+    if (threadIdx.x == 0) store_row<Acc>(call, index, {});
+    for (int64_t pick = threadIdx.x; pick < in.picks; pick += blockDim.x) {
+      store_number<Acc>(call.logprobs, index * in.picks + pick, 0);
+    }
     return;
   }
   const TiledRow<T, kSmooth> row(address_of<T>(in.shape, call.logits, index, 0),
                                  call.logits.word_stride, in.shape.words);
   TileCluster cluster(task.plan, shared.exchange);
-  const Acc target = stores ? load_target(in, index, row) : Acc(0);
+  find_left_out(in, index, row, shared.own());
   double sums[1 + kEntropy];
-  const RowGuess<Acc> base = sum_row<kEntropy>(row, in.scale(), cluster, shared, sums);
+  const RowGuess<Acc> base = sum_row<kEntropy>(row, in.scale(index), cluster, shared, sums);
   cluster.leave();
-  if (stores) store_row<Acc>(call, index, results_of<kEntropy>(base, target, sums));
+  if (is_first) {
+    if (threadIdx.x == 0) {
+      shared.results = results_of<kEntropy>(base, sums);
+      store_row<Acc>(call, index, shared.results);
+    }
+    if (in.picks > 1) __syncthreads();
+    store_picks(call, index, row, shared.own(), shared.results);
+  }
   cluster.end();
 }
 
@@ -86,16 +107,16 @@ void launch_forward(const ForwardTask& task, void* stream) {
   }
 }
 
-// The constants of the gradients of a row's log-prob and entropy, computed once a row. With p
+// The constants of the gradients of a row's log-probs and entropy, computed once a row. With p
 // = base^s, s = x * scale - lse of placed logits x, a word's gradient is -p (entropy s + constant),
-// but for the target's own addition.
+// but for the picks'.
 template <typename Acc>
 struct RowGradient {
   Acc scale;
   Acc lse;
   Acc constant;
   Acc entropy;
-  Acc of_logprob;
+  double of_logprobs;  // over the temperature
   Frame<Acc, 1> frame;
 
   // A word without probability has gradient 0.
@@ -108,14 +129,61 @@ struct RowGradient {
   }
 };
 
+// The sum of the incoming gradients of a row's log-probs, in every lane of a warp that runs it.
+template <typename Acc>
+__device__ __noinline__ double incoming_of_row(const TokenLogprobsBackward& call, int64_t index) {
+  const int64_t picks = call.in.picks;
+  if (picks == 1) return number_at<Acc>(call.grad_logprobs, index);
+  double sum = 0;
+  for (int64_t pick = threadIdx.x % kWarp; pick < picks; pick += kWarp) {
+    const int64_t at = index * picks + pick;
+    if (!call.in.is_none(call.in.token_ids[at])) sum += number_at<Acc>(call.grad_logprobs, at);
+  }
+#pragma unroll 1
+  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+
+// Writes the gradients of the words of a part whose log-probs are results, each once, over what is
+// there. Run by all threads of a block, after a barrier.
+template <typename Acc>
+__device__ __noinline__ void write_picks(const TokenLogprobsBackward& call, int64_t index,
+                                         const Part& place, double all) {
+  const RowInputs& in = call.in;
+  const int64_t* const ids = in.token_ids + index * in.picks;
+  const double scale = in.scale(index);
+  for (int64_t pick = threadIdx.x; pick < in.picks; pick += blockDim.x) {
+    const int64_t id = ids[pick];
+    if (!in.is_word(id) || id < place.begin || id >= place.begin + place.size) continue;
+    bool is_first = true;
+    double own = 0;
+    for (int64_t i = 0; i < in.picks; ++i) {
+      if (ids[i] != id) continue;
+      is_first = is_first && i >= pick;
+      own += number_at<Acc>(call.grad_logprobs, index * in.picks + i);
+    }
+    if (!is_first) continue;
+    const double gradient = divergences::pick_gradient(
+        number_at<Acc>(call.logprobs, index * in.picks + pick), own * scale, all,
+        number_at<Acc>(call.grad_entropy, index) * scale, number_at<Acc>(call.entropy, index));
+    visit_dtype(call.grad.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (is_floating<T>) {
+        static_cast<T*>(call.grad.data)[index * in.shape.words + id] =
+            convert<T>(static_cast<Acc>(gradient));
+      }
+    });
+  }
+}
+
 template <typename Acc>
 __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward& call,
-                                                     int64_t index) {
+                                                     int64_t index, double incoming) {
   const int64_t rows = call.in.shape.rows();
   const divergences::Origins origins = {call.saved[WordSaved::kOrigin * rows + index], 0};
   const double exact_lse = call.saved[WordSaved::kLse * rows + index];
-  const double scale = call.in.scale();
-  const double of_logprob = number_at<Acc>(call.grad_logprobs, index) * scale;
+  const double scale = call.in.scale(index);
+  const double of_logprob = incoming * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
   RowGradient<Acc> row;
   row.frame = Frame<Acc, 1>::of(origins);
@@ -127,7 +195,7 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   const double mean = number_at<Acc>(call.entropy, index) + lost;
   row.entropy = static_cast<Acc>(of_entropy * rest * kNatsOf<Acc>);
   row.constant = static_cast<Acc>((of_logprob + (of_entropy == 0 ? 0 : of_entropy * mean)) * rest);
-  row.of_logprob = static_cast<Acc>(of_logprob);
+  row.of_logprobs = of_logprob;
   return row;
 }
 
@@ -144,7 +212,10 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, true>)
   const int64_t first = index * in.shape.words + place.begin;
   if (!in.keeps(index)) return write_zeros(call.grad, first, place.size);
   __shared__ RowGradient<Acc> shared;
-  if (threadIdx.x == 0) shared = gradient_of<Acc>(call, index);
+  if (threadIdx.x < kWarp) {
+    const double incoming = incoming_of_row<Acc>(call, index);
+    if (threadIdx.x == 0) shared = gradient_of<Acc>(call, index, incoming);
+  }
   __syncthreads();
   const RowGradient<Acc> gradient = shared;
   const GradientPart<T, 1> part = {{address_of<T>(in.shape, call.logits, index, place.begin)},
@@ -153,10 +224,12 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, true>)
                                    {call.grad},
                                    first,
                                    place.size,
-                                   target_in(in, index, place),
-                                   {gradient.of_logprob},
+                                   -1,
+                                   {},
                                    shared.frame.if_any()};
   write_token_gradients(part, [&](Acc x) { return gradient.template of_word<kEntropy>(x); });
+  __syncthreads();
+  write_picks<Acc>(call, index, place, shared.of_logprobs);
 }
 
 template <typename T, bool kEntropy>

@@ -84,12 +84,58 @@ struct TileCluster : BlocksOfRow {
   __device__ __forceinline__ double* own() const { return exchange.of_thread[turn][threadIdx.x]; }
 };
 
+// The most likely of a row's picks, which the row's sums leave out: the sums' thread adds its term
+// in double. Beside a term near 1, in fp32, all others lose their digits: 1 - p would have none.
+struct LeftOut {
+  int word;      // -1 if no pick is a word
+  double logit;  // NaN if no pick is a word
+};
+
+// A row's results.
+struct TokenResults {
+  double entropy;
+  double origin;
+  double lse;  // of placed logits
+  double unit;
+  double scale;  // of the logits, as they were summed
+
+  __device__ __forceinline__ double log_prob(double logit) const {
+    return divergences::log_prob(logit, scale, unit, origin, lse);
+  }
+};
+
 // The shared memory of a block.
 struct TokenShared {
   TileExchange exchange;
+  LeftOut left_out[kRowThreads / kWarp];  // of each warp, all the same
   double greatest;
+  TokenResults results;
   bool is_done;
+
+  __device__ __forceinline__ LeftOut& own() { return left_out[threadIdx.x / kWarp]; }
 };
+
+// Finds the warp's own copy.
+template <typename T, bool kSmooth>
+__device__ __noinline__ void find_left_out(const RowInputs& in, int64_t index,
+                                           TiledRow<T, kSmooth> row, LeftOut& found) {
+  LeftOut own = {-1, NAN};
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t pick = lane; pick < in.picks; pick += kWarp) {
+    const int64_t id = in.token_ids[index * in.picks + pick];
+    if (!in.is_word(id)) continue;
+    const double logit = convert<AccOf<T>>(row.word(id));
+    if (own.word < 0 || logit > own.logit) own = {static_cast<int>(id), logit};
+  }
+#pragma unroll 1
+  for (int step = in.picks > 1 ? kWarp / 2 : 0; step > 0; step /= 2) {
+    const LeftOut other = {__shfl_xor_sync(0xffffffffu, own.word, step),
+                           __shfl_xor_sync(0xffffffffu, own.logit, step)};
+    if (other.word >= 0 && (own.word < 0 || other.logit > own.logit)) own = other;
+  }
+  if (lane == 0) found = own;
+  __syncwarp();
+}
 
 // What a row is summed against: terms are powers x * scale - guess of kBase, of
 // placed logits x. Sums count from `center`. The guess is `center` too, but for a row whose sample
@@ -181,21 +227,23 @@ __device__ __forceinline__ TileSums lifted(const Terms<Acc>& terms, double lift)
 template <typename T, bool kSmooth>
 __device__ __forceinline__ AccOf<T> greatest_of_tile(const TiledRow<T, kSmooth>& row, int tile) {
   AccOf<T> greatest = -INFINITY;
-  row.for_each_chunk(tile, [&](const Raw& raw) { greatest = greatest_of<T>(raw, greatest); });
+  row.for_each_chunk(tile, [&](const Raw& raw, int) { greatest = greatest_of<T>(raw, greatest); });
   return greatest;
 }
 
-// Sums any tile. A lane with words far above the guess sums its words against their greatest.
+// Sums any tile, without one word that it may have. A lane with words far above the guess sums its
+// words against their greatest.
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row, int tile,
-                                                 const RowGuess<AccOf<T>>& base) {
+                                                 const RowGuess<AccOf<T>>& base, int left_out) {
   using Acc = AccOf<T>;
   Acc guess = base.guess;
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
     Terms<Acc> terms;
-    row.for_each_chunk(
-        tile, [&](const Raw& raw) { add_chunk<kEntropy, true, T>(raw, base, guess, terms); });
+    row.for_each_chunk(tile, [&](const Raw& raw, int at) {
+      add_chunk<kEntropy, true, T>(without<T>(raw, left_out - at), base, guess, terms);
+    });
     if (!is_first) return lifted(terms, static_cast<double>(guess) - base.center);
     if (is_near_guess(terms)) return {terms.mass, terms.moment};
     guess = base.guess_of(greatest_of_tile(row, tile));
@@ -228,6 +276,11 @@ struct Walk {
       walk.stop = least(walk.end, walk.stop);
     }
     return walk;
+  }
+
+  // A tile where the warp's walk stops before `stop`, if that is one of its own that are left.
+  __device__ __forceinline__ int stop_before(int other, int stop) const {
+    return other >= tile && other < stop && (other - tile) % step == 0 ? other : stop;
   }
 
   // Goes on to the warp's next tile. It has one in every part but the last: plan_tiles sees to
@@ -282,11 +335,12 @@ __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row
   } while (walk.tile < stop);
 }
 
-// Keeps the sums of a block's parts against find_base(), which is called when the first loads are
-// on their way.
+// Keeps the sums of a block's parts, without the word that is left out, against find_base(), which
+// is called when the first loads are on their way.
 template <bool kEntropy, typename T, bool kSmooth, typename FindBase>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmooth>& row,
                                                         const TileCluster& cluster,
+                                                        const LeftOut& left_out,
                                                         const FindBase& find_base) {
   Walk walk = Walk::of(cluster.plan, row);
   const int smooth = least(walk.stop, row.smooth_tiles());
@@ -299,12 +353,13 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmoot
   bool is_loaded = true;
 #pragma unroll 1
   for (;; is_loaded = false) {
-    if (kSmooth && walk.tile < plain) {
+    const int stop = walk.stop_before(left_out.word / kTileWords<T>, plain);
+    if (kSmooth && walk.tile < stop) {
       if (!is_loaded) row.load_smooth_tile(walk.tile, next);
-      add_smooth_tiles<kEntropy>(row, base, plain, next, cluster, walk, sums);
+      add_smooth_tiles<kEntropy>(row, base, stop, next, cluster, walk, sums);
     }
     if (walk.tile >= walk.stop) break;
-    const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base);
+    const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base, left_out.word);
     sums[0] += any.mass;
     if constexpr (kEntropy) sums[1] += any.moment;
     walk.next<Sum>(cluster, sums);
@@ -328,6 +383,17 @@ __device__ __forceinline__ void find_in_parts(const TiledRow<T, kSmooth>& row,
   cluster.template hold<Maximum>(greatest);
 }
 
+// The terms of the word that was left out.
+template <typename Acc>
+__device__ __forceinline__ divergences::Word<double> left_out_terms(const RowGuess<Acc>& base,
+                                                                    const LeftOut& left_out) {
+  if (left_out.word < 0) return {0, 0};
+  const double unit = base.frame.unit;
+  const double x = divergences::placed(left_out.logit, unit, double{base.frame.origin[0]});
+  const double s = x * static_cast<double>(base.scale) - static_cast<double>(base.center);
+  return divergences::left_out_word_of<kBase<Acc>>(s);
+}
+
 // Sums a row: mass, and moment for its entropy. The first thread gets the sums; they are NaN in a
 // row that has a NaN or no finite logit.
 template <bool kEntropy, typename T, bool kSmooth>
@@ -338,12 +404,17 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
   const bool decides = threadIdx.x == 0;
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
-    const RowGuess<Acc> base = sum_parts<kEntropy>(row, cluster, [&] {
+    const RowGuess<Acc> base = sum_parts<kEntropy>(row, cluster, shared.own(), [&] {
       const Acc greatest = is_first ? sample_greatest(row) : static_cast<Acc>(shared.greatest);
       return RowGuess<Acc>::of(greatest, scale);
     });
     cluster.template total<Sum>(sums);
-    if (decides) shared.is_done = !is_first || passes::is_usable(sums[0]);
+    if (decides) {
+      const divergences::Word<double> left_out = left_out_terms(base, shared.own());
+      sums[0] += left_out.mass;
+      if constexpr (kEntropy) sums[1] += left_out.moment;
+      shared.is_done = !is_first || passes::is_usable(sums[0]);
+    }
     __syncthreads();
     if (shared.is_done) return base;
     find_in_parts(row, cluster);
@@ -358,26 +429,16 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
   }
 }
 
-// A row's results.
-struct TokenResults {
-  double logprob;
-  double entropy;
-  double origin;
-  double lse;  // of placed logits
-};
-
-// `target` is the target token's logit.
 template <bool kEntropy, typename Acc>
-__device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base, Acc target,
+__device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base,
                                                    const double (&sums)[1 + kEntropy]) {
   const double log_mass = std::log(sums[0]);
   const double center = base.center;
   TokenResults row;
   row.origin = base.frame.origin[0];
   row.lse = center * kNatsOf<Acc> + log_mass;
-  const double unit = base.frame.unit;
-  const double scale = static_cast<double>(base.scale) * kNatsOf<Acc>;
-  row.logprob = divergences::log_prob(target, scale * unit, unit, row.origin, row.lse);
+  row.unit = base.frame.unit;
+  row.scale = static_cast<double>(base.scale) * kNatsOf<Acc> * row.unit;
   row.entropy = 0;
   if constexpr (kEntropy) {
     const double entropy = log_mass - sums[1] * kNatsOf<Acc> / sums[0];

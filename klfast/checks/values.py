@@ -84,18 +84,60 @@ def check_coef(argument: str, coef: float | Tensor, arithmetic: torch.dtype) -> 
         )
 
 
-def check_token_ids(token_ids: Tensor, keep: Tensor | None, vocabulary: int) -> None:
-    """Raise ValueError unless the ids of kept tokens are words of the vocabulary."""
+def check_token_ids(
+    token_ids: Tensor,
+    keep: Tensor | None,
+    vocabulary: int,
+    *,
+    none: int | None = None,
+    argument: str = "token_ids",
+) -> None:
+    """Raise ValueError unless the ids of kept tokens are words of the vocabulary, or ``none``.
+
+    Args:
+        token_ids: [R] or [R, K].
+        keep: [R].
+    """
     bad = (token_ids < 0) | (token_ids >= vocabulary)
+    if none is not None:
+        bad = bad & (token_ids != none)
     if keep is not None:
-        bad = bad & keep
+        bad = bad & (keep if token_ids.dim() == 1 else keep[:, None])
     if bad.any():
-        where = int(bad.nonzero()[0].item())
+        where = tuple(bad.nonzero()[0].tolist())
         got = token_ids[where].item()
         remedy = ": it marks a token that is left out, so mask it" if got == IGNORED else ""
         raise ValueError(
-            f"token_ids must be in [0, {vocabulary}) where tokens are kept, got {got} at token "
-            f"{where}{remedy}"
+            f"{argument} must be in [0, {vocabulary}) where tokens are kept, got {got} at "
+            f"{place_text(where)}{remedy}"
+        )
+
+
+def place_text(where: tuple[int, ...]) -> str:
+    """A place among tokens, or among K entries a token."""
+    return f"token {where[0]}" + "".join(f", entry {entry}" for entry in where[1:])
+
+
+def check_temperatures(inverse: Tensor | None, keep: Tensor | None) -> None:
+    """Raise ValueError unless the temperatures of kept tokens are > 0, and finite in fp32 like
+    their reciprocals.
+
+    Args:
+        inverse: 1 / temperature, [R] or 0-dim; None if there is none.
+        keep: [R].
+    """
+    if inverse is None:
+        return
+    finite = torch.finfo(torch.float32)
+    bad = ~((inverse > finite.tiny) & (inverse < finite.max))
+    if keep is not None and inverse.dim() > 0:
+        bad = bad & keep
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        got = 1 / inverse[where].item() if inverse[where] != 0 else float("inf")
+        place = f" at {place_text(where)}" if where else ""
+        raise ValueError(
+            f"temperature must be > 0 with a reciprocal within fp32, got {got:.6g}{place}"
         )
 
 

@@ -46,7 +46,8 @@ def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | 
     except RuntimeError:
         call.explain()
         raise
-    return logprobs.view(call.shape), entropy.view(call.shape) if call.return_entropy else None
+    entropies = entropy.view(call.rows_shape) if call.return_entropy else None
+    return logprobs.view(call.shape), entropies
 
 
 def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLDivergence:
@@ -135,8 +136,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.ops = inputs
-        _, entropy, saved = output
-        autograd.save(ctx, (logits, token_ids, keep, saved, entropy, inverse))
+        logprobs, entropy, saved = output
+        autograd.save(ctx, (logits, token_ids, keep, saved, logprobs, entropy, inverse))
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
         autograd.take_gradients_as_sent(ctx)
 

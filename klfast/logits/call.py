@@ -22,7 +22,12 @@ from klfast.checks.arguments import (
     shape_text,
     shown,
 )
-from klfast.checks.values import are_tracing, check_keeping_mask, check_token_ids
+from klfast.checks.values import (
+    are_tracing,
+    check_keeping_mask,
+    check_temperatures,
+    check_token_ids,
+)
 from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
 from klfast.logits.inplace import check_inplace
@@ -37,6 +42,11 @@ DIVERGENCES = ("kl", "jsd")
 ENTROPIES = ("none", "first", "second")
 """The model whose entropies these ops return, in the order of ``EntropyOf`` in
 ``csrc/formulas/entropy.h``."""
+NO_ID = -(2**63)
+"""In place of a token id: there is none. ``kNoId`` in ``csrc/logits/call.h``."""
+
+Temperature = float | Tensor
+"""A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
 
 
 class TokenLogprobsCall(NamedTuple):
@@ -45,24 +55,29 @@ class TokenLogprobsCall(NamedTuple):
     logits: Tensor
     """[A, T, V]; the only one with a graph."""
     token_ids: Tensor
-    """[R], int64, contiguous."""
+    """[R] or [R, K], int64, contiguous; in [R, K] ``NO_ID`` for an entry that does not exist."""
     keep: Tensor | None
     """[R], bool, contiguous: which rows are read."""
     temperature: float
     inverse_temperature: Tensor | None
-    """0-dim float64, in place of the temperature where torch.compile holds that as a symbol."""
+    """[R] or 0-dim, float64, in place of the temperature where that is a tensor or a symbol of
+    torch.compile."""
     return_entropy: bool
     inplace_backward: bool
     shape: torch.Size
-    """The shape of the results."""
+    """The shape of the log-probs."""
+    rows_shape: torch.Size
+    """The shape of the entropies."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
         return self.logits
 
     def check_values(self) -> None:
-        """Raise ValueError if a kept token's id is no word."""
-        check_token_ids(self.token_ids, self.keep, self.logits.shape[-1])
+        """Raise ValueError if a kept token's id is no word, or its temperature not > 0."""
+        check_temperatures(self.inverse_temperature, self.keep)
+        none = NO_ID if self.token_ids.dim() == 2 else None
+        check_token_ids(self.token_ids, self.keep, self.logits.shape[-1], none=none)
 
     def explain(self) -> None:
         """Raise ValueError for a value that kernels refuse on a CPU."""
@@ -84,7 +99,7 @@ class KLDivergenceCall(NamedTuple):
     jsd_beta: float
     temperature: float
     inverse_temperature: Tensor | None
-    """0-dim float64, in place of the temperature where torch.compile holds that as a symbol."""
+    """As in ``TokenLogprobsCall``."""
     shape: torch.Size
     """The shape of results per token."""
     layout: Layout
@@ -99,10 +114,11 @@ class KLDivergenceCall(NamedTuple):
         return self.logits
 
     def check_values(self) -> None:
-        """Raise ValueError for a value of the reduction that is refused, and for ids that are no
-        words.
+        """Raise ValueError for a value of the reduction that is refused, for a temperature that is
+        not > 0, and for ids that are no words.
         """
         self.reduce_zeros().check_values()
+        check_temperatures(self.inverse_temperature, self.keep)
         if self.token_ids is not None:
             check_token_ids(self.token_ids, self.keep, self.logits.shape[-1])
 
@@ -134,13 +150,13 @@ def token_logprobs_call(
     token_ids: Tensor,
     mask: Tensor | None,
     ignore_index: int | None,
-    temperature: float,
+    temperature: Temperature,
     return_entropy: bool,
     inplace_backward: bool,
 ) -> TokenLogprobsCall:
     """The arguments of ``token_logprobs`` after every check that needs no data."""
     _check_logits("logits", logits)
-    _check_per_token("token_ids", token_ids, logits, INTEGERS)
+    _check_picks(token_ids, logits)
     if mask is not None:
         _check_per_token("mask", mask, logits, MASKS)
         check_keeping_mask(mask, arithmetic_dtype(logits))
@@ -150,19 +166,20 @@ def token_logprobs_call(
         raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
     if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
-    temperature, inverse_temperature = _temperature(temperature, logits)
+    number, inverse_temperature = _temperature(temperature, logits)
     if inplace_backward:
         check_inplace(logits)
-    ids = _flat_ids(token_ids)
+    ids, exist = _picked(token_ids, logits, ignore_index)
     return TokenLogprobsCall(
         _rows(logits),
         ids,
-        _keep(mask, ids, ignore_index),
-        temperature,
+        _keep(mask, exist),
+        number,
         inverse_temperature,
         return_entropy,
         inplace_backward,
         token_ids.shape,
+        logits.shape[:-1],
     )
 
 
@@ -172,7 +189,7 @@ def kl_divergence_call(
     mask: Tensor | None,
     direction: DirectionName,
     jsd_beta: float,
-    temperature: float,
+    temperature: Temperature,
     reduction: ReductionName,
     cu_seqlens: Tensor | None,
     normalizer: float | Tensor | None,
@@ -210,15 +227,15 @@ def kl_divergence_call(
         coef_argument("coef", coef, logits, of="logits"),
         check_normalizer(normalizer, logits, of="logits"),
     )
-    temperature, inverse_temperature = _temperature(temperature, logits)
+    number, inverse_temperature = _temperature(temperature, logits)
     return KLDivergenceCall(
         _rows(logits),
         _rows(ref_logits),
         None if token_ids is None else _flat_ids(token_ids),
-        _keep(mask, None, None),
+        _keep(mask),
         direction,
         _jsd_beta(jsd_beta),
-        temperature,
+        number,
         inverse_temperature,
         logits.shape[:-1],
         layout_of(mask, cu_seqlens),
@@ -262,8 +279,29 @@ def _jsd_beta(jsd_beta: float) -> float:
     return number
 
 
-def _temperature(temperature: float, logits: Tensor) -> tuple[float, Tensor | None]:
-    """A checked temperature as (number, None); its inverse as (1, tensor) under torch.compile."""
+def _check_picks(token_ids: Tensor, logits: Tensor) -> None:
+    """Raise unless these are token ids, one a token or K."""
+    check_tensor("token_ids", token_ids, INTEGERS)
+    tokens = list(logits.shape[:-1])
+    if list(token_ids.shape[: len(tokens)]) != tokens or token_ids.dim() > len(tokens) + 1:
+        raise ValueError(
+            f"token_ids must have the shape of {_NO_VOCABULARY}, {tokens}, or K ids a token, "
+            f"{shape_of_k(tokens)}, got {shape_text(token_ids)}"
+        )
+    check_device("token_ids", token_ids, logits, "logits")
+
+
+def shape_of_k(tokens: list[int]) -> str:
+    """The shape of K numbers a token, as messages show it."""
+    return f"[{', '.join(map(str, [*tokens, 'K']))}]"
+
+
+def _temperature(temperature: Temperature, logits: Tensor) -> tuple[float, Tensor | None]:
+    """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
+    symbol as (1, inverse).
+    """
+    if isinstance(temperature, Tensor):
+        return 1.0, _inverse_of(temperature, logits)
     if torch.compiler.is_compiling() and type(temperature) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
         one = torch.ones((), dtype=torch.float64, device=logits.device)
@@ -272,6 +310,24 @@ def _temperature(temperature: float, logits: Tensor) -> tuple[float, Tensor | No
     if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
         raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
     return number, None
+
+
+def _inverse_of(temperature: Tensor, logits: Tensor) -> Tensor:
+    """1 / temperature, float64: 0-dim, or one a row, [R]."""
+    check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
+    check_device("temperature", temperature, logits, "logits")
+    tokens = logits.shape[:-1]
+    fits = [own in (1, of) for own, of in zip(temperature.shape, tokens, strict=False)]
+    if temperature.dim() > len(tokens) or not all(fits):
+        raise ValueError(
+            "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
+            f"{_NO_VOCABULARY}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
+        )
+    inverse = temperature.detach().to(torch.float64).reciprocal()
+    if inverse.dim() == 0:
+        return inverse
+    missing = (1,) * (len(tokens) - inverse.dim())
+    return inverse.reshape(*inverse.shape, *missing).expand(tokens).reshape(-1).contiguous()
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -285,13 +341,29 @@ def _flat_ids(token_ids: Tensor) -> Tensor:
     return token_ids.detach().to(torch.int64).reshape(-1).contiguous()
 
 
-def _keep(mask: Tensor | None, token_ids: Tensor | None, ignore_index: int | None) -> Tensor | None:
+def _picked(
+    token_ids: Tensor, logits: Tensor, ignore_index: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """The ids, [R] or [R, K], and which rows have one, [R]; None for all."""
+    ids = _flat_ids(token_ids)
+    has_k = token_ids.dim() == logits.dim()
+    exist = None if ignore_index is None else ids != ignore_index
+    if not has_k:
+        return ids, exist
+    # An id as low as NO_ID is a wrong one.
+    ids = ids.clamp(min=NO_ID + 1).view(-1, token_ids.shape[-1])
+    if exist is None:
+        return ids, None
+    exist = exist.view_as(ids)
+    return torch.where(exist, ids, NO_ID), exist.any(-1)
+
+
+def _keep(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
     """Which rows are read, [R] bool; None for all."""
     keep = None if mask is None else _as_bool(mask.detach()).reshape(-1).contiguous()
-    if ignore_index is None or token_ids is None:
-        return keep
-    counts = token_ids != ignore_index
-    return counts if keep is None else keep & counts
+    if keep is None or exist is None:
+        return exist if keep is None else keep
+    return keep & exist
 
 
 def _as_bool(mask: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ _CALL = (
 _INVERSE = "Tensor? inverse_temperature=None"
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
 _TOKENS_BACKWARD = (
-    "Tensor saved, Tensor entropy, float temperature, Tensor? grad_logprobs, "
+    "Tensor saved, Tensor logprobs, Tensor entropy, float temperature, Tensor? grad_logprobs, "
     f"Tensor? grad_entropy, {_INVERSE}"
 )
 _DIVERGENCE = (
@@ -71,8 +71,10 @@ log-ratio. ``token_weights`` returns by how much a scalar reduction of values, i
 entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), the
 gradients of sum(row_weights * rows), and the entropies of the model that ``entropy_of`` says, a
 position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor beside gradients. A
-gradient that comes in as None stands for zeros. ``inverse_temperature``, a 0-dim float64 tensor,
-takes the place of the temperature where torch.compile must not take that for a constant.
+gradient that comes in as None stands for zeros. ``token_ids`` is [R], or, for ``token_logprobs``,
+[R, K] too; logprobs and their gradient are as many numbers, and an id of ``NO_ID`` is none.
+``inverse_temperature``, float64, takes the place of the temperature: one a row, [R], or a 0-dim
+tensor.
 ``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``; ``rules`` and
 ``bounds`` hold three integers and two numbers a rule (``klfast.rollout.call``).
 """
@@ -165,7 +167,8 @@ def _token_logprobs_fwd(
     rows = logits.shape[0] * logits.shape[1]
     results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits))
     entropy = results.new_empty((rows if want_entropy else 0,))
-    return results, entropy, results.new_empty((2, rows), dtype=torch.float64)
+    logprobs = results.new_empty((token_ids.numel(),))
+    return logprobs, entropy, results.new_empty((2, rows), dtype=torch.float64)
 
 
 def _token_logprobs_bwd(logits: Tensor, *_: Any) -> Tensor:

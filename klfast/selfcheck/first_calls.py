@@ -267,7 +267,7 @@ def _token_gradients(known: KnownCall, ops: Ops) -> dict[str, Tensor]:
         *tensors, call.temperature, call.return_entropy, inverse
     )
     of_entropy = known.incoming[1] if call.return_entropy else None
-    rest = saved, entropy, call.temperature, known.incoming[0], of_entropy, inverse
+    rest = saved, result, entropy, call.temperature, known.incoming[0], of_entropy, inverse
     if not call.inplace_backward:
         return {"result": result, "grad": ops.token_logprobs_bwd(*tensors, *rest)}
     ops.token_logprobs_bwd_(*tensors, *rest)

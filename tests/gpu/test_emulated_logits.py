@@ -165,7 +165,7 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
     def call(x, y):
         logprobs, entropy, lse = ops().token_logprobs_fwd(x, ids, None, 0.7, True)
         row_grad = shares - 0.4
-        backward = (lse, entropy, 0.7, row_grad, shares)
+        backward = (lse, logprobs, entropy, 0.7, row_grad, shares)
         outputs = [logprobs, entropy, lse, ops().token_logprobs_bwd(x, ids, None, *backward)]
         for divergence in (KL, JSD):
             outputs += forward(x, y, divergence)[:4:3]
@@ -200,8 +200,8 @@ def test_a_gradient_in_place_stays_in_its_place(offset):
     rows, words = 3, 301
     logits = random_logits(1, rows, words, dtype=torch.bfloat16)[0]
     ids, keep = random_ids(logits)[0], torch.tensor([True, False, True])
-    _, entropy, lse = ops().token_logprobs_fwd(logits, ids, keep, 1.0, True)
-    options = (ids, keep, lse, entropy, 1.0, torch.ones(rows), torch.ones(rows))
+    logprobs, entropy, lse = ops().token_logprobs_fwd(logits, ids, keep, 1.0, True)
+    options = (ids, keep, lse, logprobs, entropy, 1.0, torch.ones(rows), torch.ones(rows))
     expected = ops().token_logprobs_bwd(logits, *options)
     memory = torch.full((rows * words + 32,), 7.0, dtype=torch.bfloat16)
     inside = memory[offset : offset + logits.numel()].view_as(logits).copy_(logits)

@@ -118,11 +118,12 @@ def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     expected, *others = ops.token_logprobs_fwd(logits, good, None, 1.0, True)
     assert found.isnan().tolist() == [False] + [True] * len(ABSURD)
     assert found[0] == expected[0]
-    assert same_bits(entropy, others[0])
-    assert same_bits(saved, others[1])
+    for of_row, expected_of_row in zip((entropy, saved), others, strict=True):
+        # A sum leaves a word out, and takes it in double.
+        torch.testing.assert_close(of_row, expected_of_row, rtol=2e-7, atol=0)
     ones = torch.ones(len(ids))
     backward = [
-        ops.token_logprobs_bwd(logits, of, None, saved, entropy, 1.0, ones, None)[0]
+        ops.token_logprobs_bwd(logits, of, None, saved, expected, entropy, 1.0, ones, None)[0]
         for of in (ids, good)
     ]
     no_word = torch.zeros_like(backward[0])

@@ -72,11 +72,18 @@ LOGITS_VALUES = {
         f"{argument}-{shape}": (
             {argument: torch.zeros(shape, dtype=torch.int64)},
             rf"{argument} must have the shape of logits without the vocabulary, \[2, 3\], "
-            rf"got {re.escape(str(list(shape)))}",
+            rf"{or_k}got {re.escape(str(list(shape)))}",
         )
-        for argument in ("token_ids", "mask")
-        for shape in ((), (3,), (1, 3), (2, 1), (2, 4), (3, 2), (2, 3, 1), (2, 3, 5))
+        for argument, or_k in (
+            ("token_ids", r"(or K ids a token, \[2, 3, K\], )?"),
+            ("mask", ""),
+        )
+        for shape in ((), (3,), (1, 3), (2, 1), (2, 4), (3, 2), (1, 3, 2), (2, 3, 5, 1))
     },
+    "mask-of-K": (
+        {"mask": torch.zeros(2, 3, 5)},
+        r"mask must have the shape of logits without the vocabulary, \[2, 3\], got \[2, 3, 5\]",
+    ),
     **{
         f"meta-{argument}": (
             {argument: torch.ones(2, 3, dtype=torch.int64, device="meta")},

@@ -53,6 +53,7 @@ def tokens_backward_arguments(logits, keep=None, with_entropy=True, **changes):
     return {
         **{name: forward[name] for name in ("logits", "token_ids", "keep")},
         "lse": lse,
+        "logprobs": logprobs,
         "entropy": entropy,
         "temperature": 0.7,
         "grad_logprobs": torch.rand_like(logprobs),

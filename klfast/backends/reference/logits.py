@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import NO_ID, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 
@@ -26,7 +26,7 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     taken = _taken(logprobs, call.token_ids, call.keep)
     entropy = None
     if call.return_entropy:
-        entropy = _entropies(logprobs, call.keep).to(arithmetic).view(call.shape)
+        entropy = _entropies(logprobs, call.keep).to(arithmetic).view(call.rows_shape)
     return taken.to(arithmetic).view(call.shape), entropy
 
 
@@ -68,8 +68,15 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
 
 
 def _temperature(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
+    """A number or a tensor, 0-dim or one a row, [R, 1]; of any row that is masked 1."""
     inverse = call.inverse_temperature
-    return call.temperature if inverse is None else 1 / inverse
+    if inverse is None:
+        return call.temperature
+    if inverse.dim() == 0:
+        return 1 / inverse
+    if call.keep is not None:
+        inverse = torch.where(call.keep, inverse, 1.0)
+    return torch.where(inverse > 0, 1 / inverse, torch.nan)[:, None]
 
 
 def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float | Tensor) -> Tensor:
@@ -111,8 +118,15 @@ def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
 
 
 def _taken(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
-    ids = token_ids if keep is None else torch.where(keep, token_ids, 0)
-    return _zero_where_masked(logprobs.gather(-1, ids[:, None])[:, 0], keep)
+    """The log-probs of ids [R] or [R, K]; 0 where masked, and where there is no id."""
+    has_k = token_ids.dim() == 2
+    exist = token_ids != NO_ID if has_k else torch.ones_like(token_ids, dtype=torch.bool)
+    if keep is not None:
+        exist = exist & (keep[:, None] if has_k else keep)
+    ids = torch.where(exist, token_ids, 0)
+    columns = ids if has_k else ids[:, None]
+    taken = logprobs.gather(-1, columns).view(ids.shape)
+    return torch.where(exist, taken, 0.0)
 
 
 def _zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:

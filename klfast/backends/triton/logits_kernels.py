@@ -52,8 +52,13 @@ from klfast.backends.triton.divergences import (
     scales_of,
     word_of,
 )
+from klfast.backends.triton.math import exp, expm1
 from klfast.backends.triton.segments import kernel, number, place, store
 from klfast.backends.triton.statistics import tree_sum
+
+
+NO_ID = tl.constexpr(-(2**63))
+"""``klfast.logits.call.NO_ID``."""
 
 
 class Form(NamedTuple):
@@ -63,6 +68,8 @@ class Form(NamedTuple):
     tile: int
     layout: str  # see ``place``
     stages: int  # of the pipeline from memory: tiles on their way, and the one that is computed
+    picks: int = 1  # of a row, token ids that are looked at together; 1 where there is one
+    has_temperatures: bool = False  # one a row
 
 
 @triton.jit
@@ -142,6 +149,57 @@ def load_logit(x_of, token, words):
 
 
 @triton.jit
+def inverse_of(inverse_temperature_at, inverse_temperature, row, FORM: tl.constexpr):
+    """1 / temperature of a row, in fp64; NaN for a tensor's that is not > 0."""
+    if FORM.has_temperatures:
+        inverse = tl.load(inverse_temperature_at + row)
+    else:
+        inverse = number(inverse_temperature_at, inverse_temperature)
+    return tl.where(inverse > 0, inverse, float("nan"))
+
+
+@triton.jit
+def load_picks(token_ids, row, picks, done, FORM: tl.constexpr):
+    """(places among all picks, ids, whether they are there) of picks of a row, from ``done`` on."""
+    pick = done + tl.arange(0, FORM.picks)
+    at = row * picks + pick
+    return at, tl.load(token_ids + at, mask=pick < picks, other=NO_ID), pick < picks
+
+
+@triton.jit
+def are_none(ids, FORM: tl.constexpr):
+    """Where there is no id: never in place of a row's only one."""
+    if FORM.picks == 1:
+        none = ids != ids
+    else:
+        none = ids == NO_ID
+    return none
+
+
+@triton.jit
+def likeliest_pick(x_of, token_ids, row, picks, words, FORM: tl.constexpr):
+    """(logit in fp64, id) of the most likely of a row's picks, NaN aside; an id of -1 if there is
+    none.
+
+    Sums leave it out: its term is added in fp64, as in fp32 a term near 1 takes the digits of all
+    others.
+    """
+    found = tl.full((), float("-inf"), tl.float64)
+    found_id = row * 0 - 1
+    for done in range(0, picks, FORM.picks):
+        _, ids, _ = load_picks(token_ids, row, picks, done, FORM)
+        logits = load_logit(x_of, ids, words)
+        logits = tl.where(logits == logits, logits, float("-inf"))
+        largest = tl.max(logits, axis=0)
+        is_largest = (logits == largest) & (ids >= 0) & (ids < words)
+        own_id = tl.max(tl.where(is_largest, ids, -1), axis=0)
+        is_better = (own_id >= 0) & ((found_id < 0) | (largest > found))
+        found = tl.where(is_better, largest, found)
+        found_id = tl.where(is_better, own_id, found_id)
+    return found, found_id
+
+
+@triton.jit
 def load_double(pointer, row):
     """A row's number in fp64; 0 where there is none."""
     if pointer is None:
@@ -205,8 +263,12 @@ def write_zeros(pointer, at, count, FORM: tl.constexpr):
 
 
 @triton.jit
-def sum_words(x_of, scale, largest, cut, first, last, ENTROPY: tl.constexpr, FORM: tl.constexpr):
-    """(sum of 2^s, sum of s 2^s if asked for), s = scale (x - largest), over segments of a row."""
+def sum_words(
+    x_of, scale, largest, left_out, cut, first, last, ENTROPY: tl.constexpr, FORM: tl.constexpr
+):
+    """(sum of 2^s, sum of s 2^s if asked for), s = scale (x - largest), over segments of a row
+    without one word.
+    """
     total = tl.zeros((), tl.float64)
     moment = tl.zeros((), tl.float64)
     for i in range(first, last):
@@ -216,6 +278,7 @@ def sum_words(x_of, scale, largest, cut, first, last, ENTROPY: tl.constexpr, FOR
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x = load_words(x_of, begin, offset, count, FORM)
+            x = tl.where(begin + offset == left_out, float("-inf"), x)
             mass, product = word_of(x, scale, largest)
             masses += mass
             if ENTROPY:
@@ -227,21 +290,37 @@ def sum_words(x_of, scale, largest, cut, first, last, ENTROPY: tl.constexpr, FOR
 
 
 @triton.jit
+def with_left_out(left_out, scale, largest, total, moment):
+    """Sums with the terms of the word that they left out."""
+    logit, word = left_out
+    mass, product = word_of(logit, scale.to(tl.float64), largest.to(tl.float64))
+    return (
+        tl.where(word >= 0, total + mass, total),
+        tl.where(word >= 0, moment + product, moment),
+    )
+
+
+@triton.jit
 def finish_words(
-    x_of, scale, largest, total, moment, cut, ENTROPY: tl.constexpr, FORM: tl.constexpr
+    x_of, scale, largest, left_out, total, moment, cut, ENTROPY: tl.constexpr, FORM: tl.constexpr
 ):
     """(a logit, log-sum-exp less it, entropy) of a row in fp64, by its sums or those of a new look.
 
     The logit is what sums were taken against, in fp64. The native kernels' rule of
     when a row is summed again is in csrc/formulas/passes.h. Here the first guess is always finite.
+    ``left_out``: (logit, id) of the word that the sums do not have.
     """
+    total, moment = with_left_out(left_out, scale, largest, total, moment)
     if ~is_good(total):
         if is_usable(total):
             nearer = largest.to(tl.float64) + tl.log(total) / LN2 / scale.to(tl.float64)
             largest = nearer.to(FORM.acc)
         else:
             largest = row_maximum(x_of, cut, FORM)
-        total, moment = sum_words(x_of, scale, largest, cut, 0, cut[2], ENTROPY, FORM)
+        total, moment = sum_words(
+            x_of, scale, largest, left_out[1], cut, 0, cut[2], ENTROPY, FORM
+        )
+        total, moment = with_left_out(left_out, scale, largest, total, moment)
     return largest.to(tl.float64), tl.log(total), entropy_of(total, moment)
 
 
@@ -256,6 +335,7 @@ def token_logprobs_kernel(
     partials,
     inverse_temperature_at,
     inverse_temperature: tl.int64,
+    picks: tl.int64,
     rows: tl.int64,
     inner: tl.int64,
     words: tl.int64,
@@ -268,17 +348,18 @@ def token_logprobs_kernel(
     STAGE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Log-probs of tokens and entropies [R], None where not wanted, and what a backward needs.
+    """Log-probs of picks [R, K], entropies [R], None where not wanted, and what a backward needs.
 
     That is a logit and the row's log-sum-exp less it, [2, R].
     """
     row, first, last = program_place(segments, STAGE)
     cut = (words, segment, segments)
-    scale = (number(inverse_temperature_at, inverse_temperature) * LOG2E).to(FORM.acc)
     ENTROPY: tl.constexpr = entropy is not None
     if is_kept(keep, row):
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
-        logit = load_logit(x_of, tl.load(token_ids + row), words)
+        inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
+        scale = (inverse * LOG2E).to(FORM.acc)
+        left_out = likeliest_pick(x_of, token_ids, row, picks, words, FORM)
         if STAGE == "combine":
             largest = tl.load(partials + row * segments).to(FORM.acc)
             total = add_up(partials, 1, row, segments, slots)
@@ -286,11 +367,13 @@ def token_logprobs_kernel(
             if ENTROPY:
                 moment = add_up(partials, 2, row, segments, slots)
         else:
-            # Where the token has most of the mass, no digit of it may be lost to a lower guess.
+            # Where a pick has most of the mass, a lower guess would be summed again.
             largest = first_maximum(x_of, cut, FORM)
-            own = logit.to(FORM.acc)
+            own = left_out[0].to(FORM.acc)
             largest = tl.where((own > largest) & (own < float("inf")), own, largest)
-            total, moment = sum_words(x_of, scale, largest, cut, first, last, ENTROPY, FORM)
+            total, moment = sum_words(
+                x_of, scale, largest, left_out[1], cut, first, last, ENTROPY, FORM
+            )
         if STAGE == "segment":
             at = partials + tl.program_id(0)
             tl.store(at, largest.to(tl.float64))
@@ -299,20 +382,58 @@ def token_logprobs_kernel(
                 tl.store(at + 2 * slots, moment)
         else:
             base, log_total, entropy_of_row = finish_words(
-                x_of, scale, largest, total, moment, cut, ENTROPY, FORM
+                x_of, scale, largest, left_out, total, moment, cut, ENTROPY, FORM
             )
             own_scale = scale.to(tl.float64) * LN2
             tl.store(saved + row, base)
             tl.store(saved + rows + row, log_total)
-            tl.store(logprobs + row, log_prob((logit - base) * own_scale, log_total))
+            for done in range(0, picks, FORM.picks):
+                at, ids, are_there = load_picks(token_ids, row, picks, done, FORM)
+                scaled = (load_logit(x_of, ids, words) - base) * own_scale
+                value = tl.where(are_none(ids, FORM), 0.0, log_prob(scaled, log_total))
+                tl.store(logprobs + at, value, mask=are_there)
             if ENTROPY:
                 tl.store(entropy + row, entropy_of_row)
     elif STAGE != "segment":
         tl.store(saved + row, 0.0)
         tl.store(saved + rows + row, 0.0)
-        tl.store(logprobs + row, 0.0)
+        for done in range(0, picks, FORM.picks):
+            at, _, are_there = load_picks(token_ids, row, picks, done, FORM)
+            tl.store(logprobs + at, tl.zeros((FORM.picks,), tl.float32), mask=are_there)
         if ENTROPY:
             tl.store(entropy + row, 0.0)
+
+
+@triton.jit
+def load_incoming(grad_logprobs, at, mask):
+    """Incoming gradients of picks in fp64; 0 where there are none."""
+    if grad_logprobs is None:
+        value = at.to(tl.float64) * 0
+    else:
+        value = tl.load(grad_logprobs + at, mask=mask, other=0).to(tl.float64)
+    return value
+
+
+@triton.jit
+def incoming_of_row(grad_logprobs, token_ids, row, picks, FORM: tl.constexpr):
+    """The sum of the incoming gradients of a row's log-probs."""
+    total = tl.zeros((), tl.float64)
+    for done in range(0, picks, FORM.picks):
+        at, ids, are_there = load_picks(token_ids, row, picks, done, FORM)
+        counts = are_there & ~are_none(ids, FORM)
+        total += tl.sum(load_incoming(grad_logprobs, at, counts), axis=0)
+    return total
+
+
+@triton.jit
+def incoming_of(ids, grad_logprobs, token_ids, row, picks, FORM: tl.constexpr):
+    """The sums of the incoming gradients of a row's log-probs by word, of these ids."""
+    total = tl.zeros((FORM.picks,), tl.float64)
+    for done in range(0, picks, FORM.picks):
+        at, others, are_there = load_picks(token_ids, row, picks, done, FORM)
+        incoming = load_incoming(grad_logprobs, at, are_there)
+        total += tl.sum(tl.where(ids[:, None] == others[None, :], incoming[None, :], 0.0), axis=1)
+    return total
 
 
 @kernel
@@ -321,12 +442,14 @@ def token_logprobs_backward_kernel(
     token_ids,
     keep,
     saved,
+    logprobs,
     entropy,
     grad_logprobs,
     grad_entropy,
     grad,
     inverse_temperature_at,
     inverse_temperature: tl.int64,
+    picks: tl.int64,
     rows: tl.int64,
     inner: tl.int64,
     words: tl.int64,
@@ -342,20 +465,18 @@ def token_logprobs_backward_kernel(
     begin, count = bounds(i, (words, segment, segments), FORM)
     at = output_place(row, words, begin, FORM)
     if is_kept(keep, row):
-        inverse = number(inverse_temperature_at, inverse_temperature)
+        inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
         scale = (inverse * LOG2E).to(FORM.acc)
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
-        token = offset_of(tl.load(token_ids + row), begin, count)
         base = tl.load(saved + row).to(FORM.acc)
         exact_shift = tl.load(saved + rows + row) * LOG2E
         shift, factor = rounded(exact_shift, FORM.acc)
-        # p (slope log2(p) + constant) is taken off what the token gets.
-        of_token = inverse * load_double(grad_logprobs, row)
-        slope = inverse * load_double(grad_entropy, row)
+        # A word's gradient is -p (slope log2(p) + constant), but for the picks'.
+        of_picks = inverse * incoming_of_row(grad_logprobs, token_ids, row, picks, FORM)
+        of_entropy = inverse * load_double(grad_entropy, row)
         rest = (shift.to(tl.float64) - exact_shift) * LN2
-        constant = (of_token + slope * (rest + load_double(entropy, row))).to(FORM.acc)
-        slope = (slope * LN2).to(FORM.acc)
-        of_token = of_token.to(FORM.acc)
+        constant = (of_picks + of_entropy * (rest + load_double(entropy, row))).to(FORM.acc)
+        slope = (of_entropy * LN2).to(FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x = load_words(x_of, begin, offset, count, FORM)
@@ -366,8 +487,19 @@ def token_logprobs_backward_kernel(
             else:
                 # What has no probability has no gradient: its power may be -infinity.
                 value = tl.where(p == 0, 0.0, -p * tl.fma(power, slope, constant))
-            value += tl.where(offset == token, of_token, 0.0)
             store(grad, at, offset, value, offset < count, FORM.layout)
+        tl.debug_barrier()  # picks are written over what is there
+        for done in range(0, picks, FORM.picks):
+            pick, ids, _ = load_picks(token_ids, row, picks, done, FORM)
+            own = inverse * incoming_of(ids, grad_logprobs, token_ids, row, picks, FORM)
+            is_own = (ids >= begin) & (ids < begin + count)
+            log_p = tl.load(logprobs + pick, mask=is_own, other=0).to(tl.float64)
+            p = exp(log_p)
+            value = -own * expm1(log_p) - (of_picks - own) * p
+            if grad_entropy is not None:
+                of_word = of_entropy * p * (log_p + load_double(entropy, row))
+                value = tl.where(p == 0, value, value - of_word)
+            tl.store(grad + at + (ids - begin), value.to(FORM.acc), mask=is_own)
     else:
         write_zeros(grad, at, count, FORM)
 
@@ -668,7 +800,7 @@ def kl_divergence_kernel(
     row, i, end = program_place(segments, STAGE)
     cut = (words, segment, segments)
     at = output_place(row, words, words * 0, FORM)
-    inverse = number(inverse_temperature_at, inverse_temperature)
+    inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
     beta = number(None, jsd_beta)
     if is_kept(keep, row):
         x_of = words_of(
@@ -842,7 +974,7 @@ def kl_divergence_backward_kernel(
                 load_double(grad_ref_logprobs, row),
             ),
             (load_double(entropies, row), load_double(grad_entropies, row)),
-            number(inverse_temperature_at, inverse_temperature),
+            inverse_of(inverse_temperature_at, inverse_temperature, row, FORM),
             number(None, jsd_beta),
             DIVERGENCE,
             ENTROPY,

@@ -18,6 +18,8 @@ from klfast.logits.call import DIVERGENCES, ENTROPIES
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
+_PICKS = 64
+"""Token ids of a row that are looked at together, where there may be several."""
 _WARPS = 8
 _STAGES = 3
 """Stages of the pipeline from memory, where 16 bytes can be fetched without a register."""
@@ -91,14 +93,20 @@ class _Call:
         inverse_temperature: Tensor | None,
         *logits: Tensor,
         divergence: str = "kl",
+        token_ids: Tensor | None = None,
     ) -> None:
         self.logits = logits
         self.rows = _Rows.of(logits[0])
         self.dtype = arithmetic_dtype(*logits)
         self.inverse_temperature = (inverse_temperature, bits(1 / temperature))
         self.strides = [stride for tensor in logits for stride in _strides(tensor)]
+        self.picks = token_ids.shape[1] if token_ids is not None and token_ids.dim() == 2 else 1
+        form = form_of(self.dtype, _layout(*logits), len(logits), divergence)
         self.options = {
-            "FORM": form_of(self.dtype, _layout(*logits), len(logits), divergence),
+            "FORM": form._replace(
+                picks=1 if token_ids is None or token_ids.dim() == 1 else _PICKS,
+                has_temperatures=inverse_temperature is not None and inverse_temperature.dim() > 0,
+            ),
             "num_warps": _WARPS,
             **DEFINED,
         }
@@ -165,14 +173,14 @@ def token_logprobs_fwd(
     inverse_temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    call = _Call(temperature, inverse_temperature, logits)
+    call = _Call(temperature, inverse_temperature, logits, token_ids=token_ids)
     rows = call.rows
-    logprobs, entropy = call.result(), call.result(want_entropy)
+    logprobs, entropy = call.empty(token_ids.numel()), call.result(want_entropy)
     saved = call.empty(2, rows.rows, dtype=torch.float64)
     call.launch_forward(
         kernels.token_logprobs_kernel,
         (logits, token_ids, keep, logprobs, _wanted(entropy), saved),
-        (*call.inverse_temperature, *rows, rows.slots),
+        (*call.inverse_temperature, call.picks, *rows, rows.slots),
         sums=3,
     )
     return logprobs, entropy, saved
@@ -196,13 +204,14 @@ def _token_logprobs_backward(
     token_ids: Tensor,
     keep: Tensor | None,
     saved: Tensor,
+    logprobs: Tensor,
     entropy: Tensor,
     temperature: float,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     inverse_temperature: Tensor | None = None,
 ) -> None:
-    call = _Call(temperature, inverse_temperature, logits)
+    call = _Call(temperature, inverse_temperature, logits, token_ids=token_ids)
     rows = call.rows
     call.launch(
         kernels.token_logprobs_backward_kernel,
@@ -211,11 +220,13 @@ def _token_logprobs_backward(
         token_ids,
         keep,
         saved,
+        logprobs.contiguous(),
         None if grad_entropy is None else entropy,
         _contiguous(grad_logprobs),
         _contiguous(grad_entropy),
         grad,
         *call.inverse_temperature,
+        call.picks,
         *rows,
     )
 
