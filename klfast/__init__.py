@@ -30,7 +30,7 @@ from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
 from klfast.info import info
 from klfast.log import KLLog
-from klfast.logits.api import kl_divergence, token_logprobs
+from klfast.logits.api import kl_divergence, token_logprobs, topk_kl_divergence
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
 from klfast.names import (
     BackendName,
@@ -38,6 +38,7 @@ from klfast.names import (
     EstimatorName,
     GradientName,
     ReductionName,
+    TailName,
 )
 from klfast.penalty import KLPenalty
 from klfast.profile import LogRatioProfile, log_ratio_profile
@@ -82,6 +83,7 @@ __all__ = [
     "RolloutCorrection",
     "RolloutStats",
     "ScheduledKLController",
+    "TailName",
     "TokenLogprobs",
     "__version__",
     "compat",
@@ -96,6 +98,7 @@ __all__ = [
     "reduce",
     "rollout_correction",
     "token_logprobs",
+    "topk_kl_divergence",
 ]
 
 

@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 _PER_TOKEN = (
     *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
-    *("values", "mask", "token_ids"),
+    *("values", "mask", "token_ids", "temperature"),
 )
 _PER_SEQUENCE = ("scores",)
 
@@ -132,7 +132,7 @@ class _Shards(NamedTuple):
                 f"{name} must be on the mesh of {self.name}, {self.mesh}, got {value.device_mesh}"
             )
         placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
-        if name in _PER_TOKEN or name in _PER_SEQUENCE:
+        if (name in _PER_TOKEN or name in _PER_SEQUENCE) and value.dim() > 0:
             self._check_shape(name, value)
             placements = self.placements
         moved = value.redistribute(placements=placements)

@@ -39,6 +39,9 @@ ReductionName = Literal[
 DirectionName = Literal["reverse", "forward", "jsd"]
 """``direction=`` of :func:`klfast.kl_divergence`."""
 
+TailName = Literal["bucket", "renormalize", "generalized", "drop"]
+"""``tail=`` of :func:`klfast.topk_kl_divergence`."""
+
 BackendName = Literal["auto", "native", "triton", "reference"]
 """``backend=`` of every function; ``auto`` tries the others in this order."""
 
@@ -51,3 +54,4 @@ PLUS: dict[str, FormulaName] = {"k1+": "k1", "k2+": "k2", "k3+": "k3"}
 GRADIENTS: tuple[GradientName, ...] = get_args(GradientName)
 IMPORTANCE: tuple[ImportanceName, ...] = get_args(ImportanceName)
 DIRECTIONS: tuple[DirectionName, ...] = get_args(DirectionName)
+TAILS: tuple[TailName, ...] = get_args(TailName)

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 FIRST = 16
 EVERY = 64
 
-_FUNCTIONS = ("kl_penalty", "kl_rewards", "token_logprobs", "kl_divergence", "rollout_correction")
+_FUNCTIONS = (
+    "kl_penalty",
+    "kl_rewards",
+    "token_logprobs",
+    "kl_divergence",
+    "topk_kl_divergence",
+    "rollout_correction",
+)
 
 _calls = {name: itertools.count() for name in _FUNCTIONS}
 _given: set[tuple[str, str]] = set()
@@ -131,6 +138,26 @@ def of_divergence(
         _of_one_sequence("kl_divergence", "logits", logits, f"reduction {reduction!r}")
     if _is_due("kl_divergence"):
         _of_logits("kl_divergence", mask, logits=logits, ref_logits=ref_logits)
+
+
+def of_topk_divergence(
+    logits: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """All hints of a call of ``topk_kl_divergence``."""
+    if torch.compiler.is_compiling():
+        return
+    if ref_logprobs.requires_grad and not logits.requires_grad:
+        _of_roles("topk_kl_divergence", "logits", "ref_logprobs", reduction)
+    if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence("topk_kl_divergence", "logits", logits, f"reduction {reduction!r}")
+    if _is_due("topk_kl_divergence"):
+        first = ref_logprobs[..., 0]  # the likeliest, most often
+        _of_logprobs("topk_kl_divergence", mask, ref_logprobs=first)
+        _of_logits("topk_kl_divergence", mask, logits=logits)
 
 
 def _is_zero(coef: Coefficient) -> bool:

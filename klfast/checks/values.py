@@ -94,9 +94,7 @@ def check_token_ids(
 ) -> None:
     """Raise ValueError unless the ids of kept tokens are words of the vocabulary, or ``none``.
 
-    Args:
-        token_ids: [R] or [R, K].
-        keep: [R].
+    Ids are [R] or [R, K], ``keep`` [R]. ``argument`` is the name of the ids.
     """
     bad = (token_ids < 0) | (token_ids >= vocabulary)
     if none is not None:
@@ -110,6 +108,24 @@ def check_token_ids(
         raise ValueError(
             f"{argument} must be in [0, {vocabulary}) where tokens are kept, got {got} at "
             f"{place_text(where)}{remedy}"
+        )
+
+
+def check_distinct(argument: str, ids: Tensor, keep: Tensor | None, *, none: int) -> None:
+    """Raise ValueError for an id that a kept token has twice; ``none`` is no id.
+
+    Ids are [R, K], ``keep`` is [R]. ``argument`` is the name of the ids.
+    """
+    ordered, places = ids.sort(dim=-1, stable=True)
+    bad = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != none)
+    if keep is not None:
+        bad = bad & keep[:, None]
+    if bad.any():
+        token, second = bad.nonzero()[0].tolist()
+        entries = places[token, second : second + 2].tolist()
+        raise ValueError(
+            f"{argument} must be distinct within a token, got {ordered[token, second].item()} in "
+            f"entries {entries[0]} and {entries[1]} of token {token}"
         )
 
 

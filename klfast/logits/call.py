@@ -10,43 +10,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import AS_IT_IS, Layout, LogProbs, PenaltyCall, Spec, Values, layout_of
-from klfast.checks.arguments import (
-    check_choice,
-    check_cu_seqlens,
-    check_device,
-    check_normalizer,
-    check_number,
-    check_reduction,
-    check_tensor,
-    shape_text,
-    shown,
-)
+from klfast.call import Layout, LogProbs, PenaltyCall, Spec, Values, layout_of
+from klfast.checks.arguments import check_choice, check_device, check_reduction, shape_text, shown
 from klfast.checks.values import (
     are_tracing,
     check_keeping_mask,
     check_temperatures,
     check_token_ids,
 )
-from klfast.coefficient import Coefficient, coef_argument
-from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
+from klfast.coefficient import Coefficient
+from klfast.dtypes import INTEGERS, MASKS, arithmetic_dtype
+from klfast.logits.arguments import (
+    NO_ID,
+    Temperature,
+    check_logits,
+    check_per_token,
+    check_picks,
+    check_sequences,
+    flat_ids,
+    jsd_beta_of,
+    kept,
+    picked,
+    rows_of,
+    spec_of,
+    temperature_of,
+)
 from klfast.logits.inplace import check_inplace
 from klfast.names import DIRECTIONS, DirectionName, ReductionName
-from klfast.reduction import REDUCTIONS
 
-MOST_WORDS_ON_GPU = 2**30
-"""The CUDA kernels' places in a row are 32-bit numbers."""
-_NO_VOCABULARY = "logits without the vocabulary"
 DIVERGENCES = ("kl", "jsd")
 """The divergences of the ops, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 ENTROPIES = ("none", "first", "second")
 """The model whose entropies these ops return, in the order of ``EntropyOf`` in
 ``csrc/formulas/entropy.h``."""
-NO_ID = -(2**63)
-"""In place of a token id: there is none. ``kNoId`` in ``csrc/logits/call.h``."""
-
-Temperature = float | Tensor
-"""A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
 
 
 class TokenLogprobsCall(NamedTuple):
@@ -68,6 +64,8 @@ class TokenLogprobsCall(NamedTuple):
     """The shape of the log-probs."""
     rows_shape: torch.Size
     """The shape of the entropies."""
+    ids_argument: str = "token_ids"
+    """The name that the ids have in the public function."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -77,7 +75,13 @@ class TokenLogprobsCall(NamedTuple):
         """Raise ValueError if a kept token's id is no word, or its temperature not > 0."""
         check_temperatures(self.inverse_temperature, self.keep)
         none = NO_ID if self.token_ids.dim() == 2 else None
-        check_token_ids(self.token_ids, self.keep, self.logits.shape[-1], none=none)
+        check_token_ids(
+            self.token_ids,
+            self.keep,
+            self.logits.shape[-1],
+            none=none,
+            argument=self.ids_argument,
+        )
 
     def explain(self) -> None:
         """Raise ValueError for a value that kernels refuse on a CPU."""
@@ -155,10 +159,10 @@ def token_logprobs_call(
     inplace_backward: bool,
 ) -> TokenLogprobsCall:
     """The arguments of ``token_logprobs`` after every check that needs no data."""
-    _check_logits("logits", logits)
-    _check_picks(token_ids, logits)
+    check_logits("logits", logits)
+    check_picks(token_ids, logits)
     if mask is not None:
-        _check_per_token("mask", mask, logits, MASKS)
+        check_per_token("mask", mask, logits, MASKS)
         check_keeping_mask(mask, arithmetic_dtype(logits))
     if ignore_index is not None and (
         isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
@@ -166,14 +170,14 @@ def token_logprobs_call(
         raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
     if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
-    number, inverse_temperature = _temperature(temperature, logits)
+    number, inverse_temperature = temperature_of(temperature, logits)
     if inplace_backward:
         check_inplace(logits)
-    ids, exist = _picked(token_ids, logits, ignore_index)
+    ids, exist = picked(token_ids, logits, ignore_index)
     return TokenLogprobsCall(
-        _rows(logits),
+        rows_of(logits),
         ids,
-        _keep(mask, exist),
+        kept(mask, exist),
         number,
         inverse_temperature,
         return_entropy,
@@ -201,16 +205,9 @@ def kl_divergence_call(
     """The arguments of ``kl_divergence`` after every check that needs no data."""
     check_choice("direction", direction, DIRECTIONS)
     check_reduction(reduction, normalizer)
-    _check_logits("logits", logits)
-    if logits.dim() not in (2, 3):
-        raise ValueError(f"logits must have shape [B, T, V] or [N, V], got {shape_text(logits)}")
-    if cu_seqlens is not None:
-        if logits.dim() != 2:
-            raise ValueError(
-                f"logits must be packed, of shape [N, V], with cu_seqlens, got {shape_text(logits)}"
-            )
-        check_cu_seqlens(cu_seqlens, logits, of="logits")
-    _check_logits("ref_logits", ref_logits)
+    check_logits("logits", logits)
+    check_sequences(logits, cu_seqlens)
+    check_logits("ref_logits", ref_logits)
     if ref_logits.shape != logits.shape:
         raise ValueError(
             f"ref_logits must have the shape of logits, {shape_text(logits)}, got "
@@ -218,23 +215,18 @@ def kl_divergence_call(
         )
     check_device("ref_logits", ref_logits, logits, "logits")
     if mask is not None:
-        _check_per_token("mask", mask, logits, MASKS)
+        check_per_token("mask", mask, logits, MASKS)
     if token_ids is not None:
-        _check_per_token("token_ids", token_ids, logits, INTEGERS)
-    spec = Spec(
-        AS_IT_IS,
-        REDUCTIONS[reduction],
-        coef_argument("coef", coef, logits, of="logits"),
-        check_normalizer(normalizer, logits, of="logits"),
-    )
-    number, inverse_temperature = _temperature(temperature, logits)
+        check_per_token("token_ids", token_ids, logits, INTEGERS)
+    spec = spec_of(logits, reduction, normalizer, coef)
+    number, inverse_temperature = temperature_of(temperature, logits)
     return KLDivergenceCall(
-        _rows(logits),
-        _rows(ref_logits),
-        None if token_ids is None else _flat_ids(token_ids),
-        _keep(mask),
+        rows_of(logits),
+        rows_of(ref_logits),
+        None if token_ids is None else flat_ids(token_ids),
+        kept(mask),
         direction,
-        _jsd_beta(jsd_beta),
+        jsd_beta_of(jsd_beta),
         number,
         inverse_temperature,
         logits.shape[:-1],
@@ -243,134 +235,3 @@ def kl_divergence_call(
         return_stats,
         return_entropy,
     )
-
-
-def _check_logits(argument: str, logits: Tensor) -> None:
-    check_tensor(argument, logits, FLOATS)
-    if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(
-            f"{argument} must have shape [..., V] with at least one word, got {shape_text(logits)}"
-        )
-    if logits.is_cuda and logits.shape[-1] > MOST_WORDS_ON_GPU:
-        raise ValueError(
-            f"{argument} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
-            f"{logits.shape[-1]}"
-        )
-
-
-def _check_per_token(
-    argument: str, value: Tensor, logits: Tensor, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    check_tensor(argument, value, dtypes)
-    if value.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{argument} must have the shape of {_NO_VOCABULARY}, {list(logits.shape[:-1])}, got "
-            f"{shape_text(value)}"
-        )
-    check_device(argument, value, logits, "logits")
-
-
-def _jsd_beta(jsd_beta: float) -> float:
-    if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
-        return jsd_beta  # may be symbolic
-    number = check_number("jsd_beta", jsd_beta, above=0)
-    if number >= 1:
-        raise ValueError(f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}")
-    return number
-
-
-def _check_picks(token_ids: Tensor, logits: Tensor) -> None:
-    """Raise unless these are token ids, one a token or K."""
-    check_tensor("token_ids", token_ids, INTEGERS)
-    tokens = list(logits.shape[:-1])
-    if list(token_ids.shape[: len(tokens)]) != tokens or token_ids.dim() > len(tokens) + 1:
-        raise ValueError(
-            f"token_ids must have the shape of {_NO_VOCABULARY}, {tokens}, or K ids a token, "
-            f"{shape_of_k(tokens)}, got {shape_text(token_ids)}"
-        )
-    check_device("token_ids", token_ids, logits, "logits")
-
-
-def shape_of_k(tokens: list[int]) -> str:
-    """The shape of K numbers a token, as messages show it."""
-    return f"[{', '.join(map(str, [*tokens, 'K']))}]"
-
-
-def _temperature(temperature: Temperature, logits: Tensor) -> tuple[float, Tensor | None]:
-    """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
-    symbol as (1, inverse).
-    """
-    if isinstance(temperature, Tensor):
-        return 1.0, _inverse_of(temperature, logits)
-    if torch.compiler.is_compiling() and type(temperature) in (int, float):
-        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
-        one = torch.ones((), dtype=torch.float64, device=logits.device)
-        return 1.0, one / temperature
-    number = check_number("temperature", temperature, above=0)
-    if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
-        raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
-    return number, None
-
-
-def _inverse_of(temperature: Tensor, logits: Tensor) -> Tensor:
-    """1 / temperature, float64: 0-dim, or one a row, [R]."""
-    check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
-    check_device("temperature", temperature, logits, "logits")
-    tokens = logits.shape[:-1]
-    fits = [own in (1, of) for own, of in zip(temperature.shape, tokens, strict=False)]
-    if temperature.dim() > len(tokens) or not all(fits):
-        raise ValueError(
-            "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
-            f"{_NO_VOCABULARY}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
-        )
-    inverse = temperature.detach().to(torch.float64).reciprocal()
-    if inverse.dim() == 0:
-        return inverse
-    missing = (1,) * (len(tokens) - inverse.dim())
-    return inverse.reshape(*inverse.shape, *missing).expand(tokens).reshape(-1).contiguous()
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """[..., V] as [A, T, V]: a view wherever strides allow one."""
-    if logits.dim() > 3:
-        return logits.flatten(0, -3)
-    return logits.reshape((1,) * (3 - logits.dim()) + tuple(logits.shape))
-
-
-def _flat_ids(token_ids: Tensor) -> Tensor:
-    return token_ids.detach().to(torch.int64).reshape(-1).contiguous()
-
-
-def _picked(
-    token_ids: Tensor, logits: Tensor, ignore_index: int | None
-) -> tuple[Tensor, Tensor | None]:
-    """The ids, [R] or [R, K], and which rows have one, [R]; None for all."""
-    ids = _flat_ids(token_ids)
-    has_k = token_ids.dim() == logits.dim()
-    exist = None if ignore_index is None else ids != ignore_index
-    if not has_k:
-        return ids, exist
-    # An id as low as NO_ID is a wrong one.
-    ids = ids.clamp(min=NO_ID + 1).view(-1, token_ids.shape[-1])
-    if exist is None:
-        return ids, None
-    exist = exist.view_as(ids)
-    return torch.where(exist, ids, NO_ID), exist.any(-1)
-
-
-def _keep(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
-    """Which rows are read, [R] bool; None for all."""
-    keep = None if mask is None else _as_bool(mask.detach()).reshape(-1).contiguous()
-    if keep is None or exist is None:
-        return exist if keep is None else keep
-    return keep & exist
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    """Where a mask is not 0: itself if it is boolean. Autograd saves no inference tensor, which is
-    copied, and torch.compile knows none.
-    """
-    is_saved = mask.dtype == torch.bool and (
-        torch.compiler.is_compiling() or not mask.is_inference()
-    )
-    return mask if is_saved else mask != 0

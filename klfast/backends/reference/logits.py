@@ -13,7 +13,8 @@ from torch import Tensor
 
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import NO_ID, KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.arguments import NO_ID
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 

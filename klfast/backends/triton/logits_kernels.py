@@ -56,9 +56,8 @@ from klfast.backends.triton.math import exp, expm1
 from klfast.backends.triton.segments import kernel, number, place, store
 from klfast.backends.triton.statistics import tree_sum
 
-
 NO_ID = tl.constexpr(-(2**63))
-"""``klfast.logits.call.NO_ID``."""
+"""``klfast.logits.arguments.NO_ID``."""
 
 
 class Form(NamedTuple):
@@ -317,9 +316,7 @@ def finish_words(
             largest = nearer.to(FORM.acc)
         else:
             largest = row_maximum(x_of, cut, FORM)
-        total, moment = sum_words(
-            x_of, scale, largest, left_out[1], cut, 0, cut[2], ENTROPY, FORM
-        )
+        total, moment = sum_words(x_of, scale, largest, left_out[1], cut, 0, cut[2], ENTROPY, FORM)
         total, moment = with_left_out(left_out, scale, largest, total, moment)
     return largest.to(tl.float64), tl.log(total), entropy_of(total, moment)
 

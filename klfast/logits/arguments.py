@@ -1,0 +1,209 @@
+"""What the arguments over logits become: checks that need no data, and rows.
+
+Shapes: rows are [A, T, V], any strides; R = A * T.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from klfast.call import AS_IT_IS, Spec
+from klfast.checks.arguments import (
+    check_cu_seqlens,
+    check_device,
+    check_normalizer,
+    check_number,
+    check_tensor,
+    shape_text,
+)
+from klfast.coefficient import Coefficient, coef_argument
+from klfast.dtypes import FLOATS, INTEGERS
+from klfast.names import ReductionName
+from klfast.reduction import REDUCTIONS
+
+MOST_WORDS_ON_GPU = 2**30
+"""The CUDA kernels' places in a row are 32-bit numbers."""
+_NO_VOCABULARY = "logits without the vocabulary"
+NO_ID = -(2**63)
+"""In place of a token id: there is none. ``kNoId`` in ``csrc/logits/call.h``."""
+
+Temperature = float | Tensor
+"""A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
+
+
+def check_logits(argument: str, logits: Tensor) -> None:
+    check_tensor(argument, logits, FLOATS)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(
+            f"{argument} must have shape [..., V] with at least one word, got {shape_text(logits)}"
+        )
+    if logits.is_cuda and logits.shape[-1] > MOST_WORDS_ON_GPU:
+        raise ValueError(
+            f"{argument} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
+            f"{logits.shape[-1]}"
+        )
+
+
+def check_sequences(logits: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise unless these are logits of sequences, padded or packed."""
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"logits must have shape [B, T, V] or [N, V], got {shape_text(logits)}")
+    if cu_seqlens is not None:
+        if logits.dim() != 2:
+            raise ValueError(
+                f"logits must be packed, of shape [N, V], with cu_seqlens, got {shape_text(logits)}"
+            )
+        check_cu_seqlens(cu_seqlens, logits, of="logits")
+
+
+def check_per_token(
+    argument: str, value: Tensor, logits: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    check_tensor(argument, value, dtypes)
+    if value.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{argument} must have the shape of {_NO_VOCABULARY}, {list(logits.shape[:-1])}, got "
+            f"{shape_text(value)}"
+        )
+    check_device(argument, value, logits, "logits")
+
+
+def check_picks(token_ids: Tensor, logits: Tensor) -> None:
+    """Raise unless these are token ids, one a token or K."""
+    check_tensor("token_ids", token_ids, INTEGERS)
+    tokens = list(logits.shape[:-1])
+    if list(token_ids.shape[: len(tokens)]) != tokens or token_ids.dim() > len(tokens) + 1:
+        raise ValueError(
+            f"token_ids must have the shape of {_NO_VOCABULARY}, {tokens}, or K ids a token, "
+            f"{_shape_of_k(tokens)}, got {shape_text(token_ids)}"
+        )
+    check_device("token_ids", token_ids, logits, "logits")
+
+
+def check_entries(
+    argument: str, value: Tensor, logits: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raise unless this has K >= 1 entries a token."""
+    check_tensor(argument, value, dtypes)
+    tokens = list(logits.shape[:-1])
+    if list(value.shape[:-1]) != tokens or value.dim() != logits.dim() or value.shape[-1] < 1:
+        raise ValueError(
+            f"{argument} must have the shape {_shape_of_k(tokens)}, K >= 1 entries a token, got "
+            f"{shape_text(value)}"
+        )
+    check_device(argument, value, logits, "logits")
+
+
+def _shape_of_k(tokens: list[int]) -> str:
+    """The shape of K numbers a token, as messages show it."""
+    return f"[{', '.join(map(str, [*tokens, 'K']))}]"
+
+
+def jsd_beta_of(jsd_beta: float) -> float:
+    if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
+        return jsd_beta  # may be symbolic
+    number = check_number("jsd_beta", jsd_beta, above=0)
+    if number >= 1:
+        raise ValueError(f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}")
+    return number
+
+
+def temperature_of(temperature: Temperature, logits: Tensor) -> tuple[float, Tensor | None]:
+    """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
+    symbol as (1, inverse).
+    """
+    if isinstance(temperature, Tensor):
+        return 1.0, _inverse_of(temperature, logits)
+    if torch.compiler.is_compiling() and type(temperature) in (int, float):
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        one = torch.ones((), dtype=torch.float64, device=logits.device)
+        return 1.0, one / temperature
+    number = check_number("temperature", temperature, above=0)
+    if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
+        raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
+    return number, None
+
+
+def _inverse_of(temperature: Tensor, logits: Tensor) -> Tensor:
+    """1 / temperature, float64: 0-dim, or one a row, [R]."""
+    check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
+    check_device("temperature", temperature, logits, "logits")
+    tokens = logits.shape[:-1]
+    fits = [own in (1, of) for own, of in zip(temperature.shape, tokens, strict=False)]
+    if temperature.dim() > len(tokens) or not all(fits):
+        raise ValueError(
+            "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
+            f"{_NO_VOCABULARY}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
+        )
+    inverse = temperature.detach().to(torch.float64).reciprocal()
+    if inverse.dim() == 0:
+        return inverse
+    missing = (1,) * (len(tokens) - inverse.dim())
+    return inverse.reshape(*inverse.shape, *missing).expand(tokens).reshape(-1).contiguous()
+
+
+def spec_of(
+    logits: Tensor,
+    reduction: ReductionName,
+    normalizer: float | Tensor | None,
+    coef: Coefficient,
+) -> Spec:
+    """How the rows' divergences are reduced."""
+    return Spec(
+        AS_IT_IS,
+        REDUCTIONS[reduction],
+        coef_argument("coef", coef, logits, of="logits"),
+        check_normalizer(normalizer, logits, of="logits"),
+    )
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    """[..., V] as [A, T, V]: a view wherever strides allow one."""
+    if logits.dim() > 3:
+        return logits.flatten(0, -3)
+    return logits.reshape((1,) * (3 - logits.dim()) + tuple(logits.shape))
+
+
+def picked(
+    token_ids: Tensor, logits: Tensor, ignore_index: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """The ids, [R] or [R, K], and which rows have one, [R]; None for all."""
+    exist = None if ignore_index is None else token_ids.detach() != ignore_index
+    if token_ids.dim() < logits.dim():
+        return flat_ids(token_ids), None if exist is None else exist.reshape(-1)
+    ids = ids_of_k(token_ids, exist)
+    return ids, None if exist is None else exist.reshape(ids.shape).any(-1)
+
+
+def flat_ids(token_ids: Tensor) -> Tensor:
+    return token_ids.detach().to(torch.int64).reshape(-1).contiguous()
+
+
+def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
+    """Ids [..., K] as [R, K], int64; ``NO_ID`` where none exists, and a wrong id as low as that
+    another wrong one.
+    """
+    rows = token_ids.shape[:-1].numel()
+    ids = token_ids.detach().to(torch.int64).clamp(min=NO_ID + 1)
+    if exist is not None:
+        ids = torch.where(exist, ids, NO_ID)
+    return ids.reshape(rows, token_ids.shape[-1]).contiguous()
+
+
+def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
+    """Which rows are read, [R] bool; None for all."""
+    keep = None if mask is None else _as_bool(mask.detach()).reshape(-1).contiguous()
+    if keep is None or exist is None:
+        return exist if keep is None else keep
+    return keep & exist
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """Where a mask is not 0: itself if it is boolean. Autograd saves no inference tensor, which is
+    copied, and torch.compile knows none.
+    """
+    is_saved = mask.dtype == torch.bool and (
+        torch.compiler.is_compiling() or not mask.is_inference()
+    )
+    return mask if is_saved else mask != 0

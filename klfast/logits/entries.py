@@ -1,0 +1,84 @@
+"""Divergences from a teacher that is known at K words of a token.
+
+Shapes: R tokens, K entries a token. p is the teacher, q the student, P and Q the sums of p and q
+over a token's entries. All is in nats, and in float64: a tail 1 - Q would have few digits left in
+fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LEAST_TAIL = 2.0**-24
+"""The least tail: half of the rounding of a probability of 1 in fp32."""
+
+
+def divergence_of_entries(
+    teacher: Tensor, student: Tensor, exist: Tensor, direction: str, tail: str, beta: float
+) -> Tensor:
+    """[R] divergences of log-probs [R, K], in float64, where entries ``exist``.
+
+    =============== ================================================================================
+    ``tail``        what is compared
+    =============== ================================================================================
+    ``bucket``      K + 1 categories, of which the last holds 1 - P and 1 - Q
+    ``renormalize`` p / P and q / Q
+    ``generalized`` p and q, with the terms x log(x / y) - x + y
+    ``drop``        p and q, with the terms x log(x / y)
+    =============== ================================================================================
+
+    ``forward``: x = p, y = q. ``reverse``: x = q, y = p. ``jsd``, with m = (1 - b) q + b p:
+    (1 - b) times the terms of (q, m) plus b times those of (p, m).
+    """
+    p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
+    if tail == "bucket":
+        p, q = (torch.cat([x, _log_tail(x, exist)], -1) for x in (p, q))
+        exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
+    elif tail == "renormalize":
+        p, q = (x - _log_sum(x, exist) for x in (p, q))
+    term = _dropped_term if tail == "drop" else _term
+    if direction == "forward":
+        terms = term(p, q)
+    elif direction == "reverse":
+        terms = term(q, p)
+    else:
+        m = torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
+        terms = (1 - beta) * term(q, m) + beta * term(p, m)
+    rows = torch.where(exist, terms, 0.0).sum(-1)
+    if tail == "drop":
+        return rows
+    # Rounding may leave less than 0; the gradient stays.
+    return torch.where(rows < 0, rows - rows.detach(), rows)
+
+
+def _term(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """X log(x / y) - x + y, which is x (e^d - 1 - d) with d = log(y / x): >= 0, and 0 at x = y."""
+    x = log_x.exp()
+    ratio = log_y - log_x
+    is_near = ratio.abs() <= 1
+    near = torch.where(is_near, ratio, 0.0)
+    return torch.where(
+        is_near, x * (near.expm1() - near), log_y.exp() - x + _dropped_term(log_x, log_y)
+    )
+
+
+def _dropped_term(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """X log(x / y); 0 where x is."""
+    x = log_x.exp()
+    return x * torch.where(x == 0, 0.0, log_x - log_y)
+
+
+def _log_sum(logprobs: Tensor, exist: Tensor) -> Tensor:
+    """[R, 1] log of the sum of the probabilities of entries; of a token without any 0."""
+    some = exist.any(-1, keepdim=True)
+    return torch.where(exist | ~some, logprobs, -torch.inf).logsumexp(-1, keepdim=True)
+
+
+def _log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
+    """[R, 1] log(1 - sum), with the digits of a sum that is nearly 1; at least log(2^-24)."""
+    greatest = math.log1p(-LEAST_TAIL)
+    log_sum = _log_sum(logprobs, exist).clamp(max=greatest)
+    return (-log_sum.expm1()).log()
