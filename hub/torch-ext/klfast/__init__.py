@@ -25,7 +25,7 @@ from .control.reset import ReferenceReset
 from .control.scheduled import ScheduledKLController
 from .data_parallel import data_parallel_normalizer
 from .estimator import Estimator
-from .logits.api import kl_divergence, token_logprobs
+from .logits.api import kl_divergence, token_logprobs, topk_kl_divergence
 from .logits.outputs import KLDivergence, TokenLogprobs
 from .names import (
     BackendName,
@@ -33,6 +33,7 @@ from .names import (
     EstimatorName,
     GradientName,
     ReductionName,
+    TailName,
 )
 from .penalty import KLPenalty
 from .profile import LogRatioProfile, log_ratio_profile
@@ -73,6 +74,7 @@ __all__ = [
     "RolloutCorrection",
     "RolloutStats",
     "ScheduledKLController",
+    "TailName",
     "TokenLogprobs",
     "__version__",
     "data_parallel_normalizer",
@@ -85,4 +87,5 @@ __all__ = [
     "reduce",
     "rollout_correction",
     "token_logprobs",
+    "topk_kl_divergence",
 ]
