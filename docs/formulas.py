@@ -15,6 +15,10 @@ FORMULAS = {
         r"\mathrm{KL}(p \,\|\, q) = \sum_v p_v \log \frac{p_v}{q_v}, \qquad"
         r" p = \operatorname{softmax}(z / T),\quad q = \operatorname{softmax}(z_{\mathrm{ref}} / T)"
     ),
+    "topk_kl_divergence": (
+        r"\mathrm{KL}_{\mathrm{bucket}}(p \,\|\, q) = \sum_{k=1}^{K} p_k \log \frac{p_k}{q_k}"
+        r" + (1 - P) \log \frac{1 - P}{1 - Q}, \qquad P = \sum_k p_k,\quad Q = \sum_k q_k"
+    ),
     "reduce": (
         r"\mathrm{token\text{-}mean} = c\, \frac{\sum_t m_t\, v_t}{\sum_t m_t}, \qquad"
         r" \mathrm{seq\text{-}mean\text{-}token\text{-}mean} ="

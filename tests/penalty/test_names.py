@@ -23,6 +23,7 @@ def test_the_tables_have_the_names_of_the_types():
     assert tuple(SHORTHAND) == get_args(klfast.EstimatorName)
     assert tuple(REDUCTIONS) == get_args(klfast.ReductionName)
     assert get_args(klfast.DirectionName) == DIRECTIONS
+    assert get_args(klfast.TailName) == names.TAILS
     assert ("auto", *BACKENDS) == get_args(klfast.BackendName)
     assert get_args(klfast.GradientName) == names.GRADIENTS
     assert set(TORCHS_REDUCTIONS.values()) < set(REDUCTIONS)

@@ -204,7 +204,16 @@ def test_ops_over_one_model(dtype, chip, monkeypatch):
                 logits, ids, keep, 1.0, wants, inverse
             )
             grad = ops.token_logprobs_bwd(
-                logits, ids, keep, saved, logprobs, entropy, 1.0, own, own if wants else None, inverse
+                logits,
+                ids,
+                keep,
+                saved,
+                logprobs,
+                entropy,
+                1.0,
+                own,
+                own if wants else None,
+                inverse,
             )
             results.append([logprobs, entropy, grad])
         compare(*results)
