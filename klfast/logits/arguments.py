@@ -169,7 +169,8 @@ def picked(
     token_ids: Tensor, logits: Tensor, ignore_index: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """The ids, [R] or [R, K], and which rows have one, [R]; None for all."""
-    exist = None if ignore_index is None else token_ids.detach() != ignore_index
+    token_ids = token_ids.detach().to(torch.int64)  # -100 is another number in eight bits
+    exist = None if ignore_index is None else token_ids != ignore_index
     if token_ids.dim() < logits.dim():
         return flat_ids(token_ids), None if exist is None else exist.reshape(-1)
     ids = ids_of_k(token_ids, exist)
