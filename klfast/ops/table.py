@@ -7,7 +7,10 @@ Choices are positions in lists: torch's conversion of a string argument to std::
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,164 +106,115 @@ class Ops(NamedTuple):
         return cls(**({"rollout_correction": None} | there))
 
 
+class Arguments(SimpleNamespace):
+    """The arguments of a call of an op, by the names of its schema; None for those left out."""
+
+    @classmethod
+    def of(cls, op: str, values: Iterable[Any]) -> Arguments:
+        return cls(**dict(itertools.zip_longest(_NAMES[op], values)))
+
+
+_NAMES = {
+    op: re.findall(r"(\w+)(?:=None)?[,)]", schema.partition(" -> ")[0])
+    for op, schema in SCHEMAS.items()
+}
+
+
 def _empty_gradient(tensor: Tensor | None, wanted: bool, like: Tensor) -> Tensor:
     tensor = like if tensor is None else tensor
     return tensor.new_empty(tensor.shape if wanted else (0,))
 
 
-def _kl_penalty_fwd(
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    old_logprobs: Tensor | None,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    coef: Tensor | None,
-    normalizer: Tensor | None,
-    choices: list[int],
-    numbers: list[float],
-    scores: Tensor | None,
-    want_weights: bool,
-    want_grad_logprobs: bool,
-    want_grad_ref_logprobs: bool,
-    want_statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
-    sequences = number_of_sequences(logprobs, cu_seqlens)
-    shapes = {"token": logprobs.shape, "sequence": (sequences,), "scalar": ()}
-    statistics = (len(KLStats._fields), sequences) if want_statistics else (0,)
+def _gradients_of_penalty(a: Arguments) -> tuple[Tensor, Tensor]:
     return (
-        logprobs.new_empty(shapes[RESULTS[Choices(*choices).result]], dtype=dtype),
-        logprobs.new_empty((sequences if want_weights else 0,), dtype=dtype),
-        logprobs.new_empty(statistics, dtype=dtype),
-        _empty_gradient(logprobs, want_grad_logprobs, logprobs),
-        _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),
+        _empty_gradient(a.logprobs, a.want_grad_logprobs, a.logprobs),
+        _empty_gradient(a.ref_logprobs, a.want_grad_ref_logprobs, a.logprobs),
     )
 
 
-def _kl_penalty_bwd(
-    logprobs: Tensor, ref_logprobs: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor]:
-    *_, want_grad_logprobs, want_grad_ref_logprobs = others
+def _kl_penalty_fwd(a: Arguments) -> tuple[Tensor, ...]:
+    dtype = arithmetic_dtype(a.logprobs, a.ref_logprobs, a.old_logprobs)
+    sequences = number_of_sequences(a.logprobs, a.cu_seqlens)
+    shapes = {"token": a.logprobs.shape, "sequence": (sequences,), "scalar": ()}
+    statistics = (len(KLStats._fields), sequences) if a.want_statistics else (0,)
     return (
-        _empty_gradient(logprobs, want_grad_logprobs, logprobs),
-        _empty_gradient(ref_logprobs, want_grad_ref_logprobs, logprobs),
+        a.logprobs.new_empty(shapes[RESULTS[Choices(*a.choices).result]], dtype=dtype),
+        a.logprobs.new_empty((sequences if a.want_weights else 0,), dtype=dtype),
+        a.logprobs.new_empty(statistics, dtype=dtype),
+        *_gradients_of_penalty(a),
     )
 
 
-def _token_weights(like: Tensor, *others: Any) -> Tensor:
-    is_double = others[-1]
-    return like.new_empty((like.numel(),), dtype=torch.float64 if is_double else torch.float32)
+def _token_weights(a: Arguments) -> Tensor:
+    dtype = torch.float64 if a.is_double else torch.float32
+    weights: Tensor = a.like.new_empty((a.like.numel(),), dtype=dtype)
+    return weights
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(_: Arguments) -> None:
     pass
 
 
-def _token_logprobs_fwd(
-    logits: Tensor,
-    token_ids: Tensor,
-    keep: Tensor | None,
-    temperature: float,
-    want_entropy: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = logits.shape[0] * logits.shape[1]
-    results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits))
-    entropy = results.new_empty((rows if want_entropy else 0,))
-    logprobs = results.new_empty((token_ids.numel(),))
+def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    rows = a.logits.shape[0] * a.logits.shape[1]
+    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits))
+    entropy = results.new_empty((rows if a.want_entropy else 0,))
+    logprobs = results.new_empty((a.token_ids.numel(),))
     return logprobs, entropy, results.new_empty((2, rows), dtype=torch.float64)
 
 
-def _token_logprobs_bwd(logits: Tensor, *_: Any) -> Tensor:
-    return _empty_gradient(logits, True, logits)
+def _token_logprobs_bwd(a: Arguments) -> Tensor:
+    return _empty_gradient(a.logits, True, a.logits)
 
 
-def _kl_divergence_fwd(
-    logits: Tensor,
-    ref_logits: Tensor,
-    token_ids: Tensor | None,
-    keep: Tensor | None,
-    divergence: int,
-    jsd_beta: float,
-    temperature: float,
-    entropy_of: int,
-    row_weights: Tensor | None,
-    want_grad: bool,
-    want_grad_ref: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    rows = logits.shape[0] * logits.shape[1]
-    results = logits.new_empty((rows,), dtype=arithmetic_dtype(logits, ref_logits))
-    taken = (0 if token_ids is None else rows,)
+def _gradients_of_divergence(a: Arguments) -> tuple[Tensor, Tensor]:
+    return (
+        _empty_gradient(a.logits, a.want_grad, a.logits),
+        _empty_gradient(a.ref_logits, a.want_grad_ref, a.logits),
+    )
+
+
+def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
+    rows = a.logits.shape[0] * a.logits.shape[1]
+    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
+    taken = (0 if a.token_ids is None else rows,)
     return (
         results,
         results.new_empty(taken),
         results.new_empty(taken),
         results.new_empty((5, rows), dtype=torch.float64),
-        _empty_gradient(logits, want_grad, logits),
-        _empty_gradient(ref_logits, want_grad_ref, logits),
-        results.new_empty((0 if ENTROPIES[entropy_of] == "none" else rows,)),
+        *_gradients_of_divergence(a),
+        results.new_empty((0 if ENTROPIES[a.entropy_of] == "none" else rows,)),
     )
 
 
-def _kl_divergence_bwd(
-    logits: Tensor,
-    ref_logits: Tensor,
-    token_ids: Tensor | None,
-    keep: Tensor | None,
-    divergence: int,
-    jsd_beta: float,
-    temperature: float,
-    entropy_of: int,
-    rows: Tensor,
-    saved: Tensor,
-    entropy: Tensor | None,
-    grad_rows: Tensor | None,
-    grad_logprobs: Tensor | None,
-    grad_ref_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    want_grad: bool,
-    want_grad_ref: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _empty_gradient(logits, want_grad, logits), _empty_gradient(
-        ref_logits, want_grad_ref, logits
-    )
-
-
-def _rollout_correction(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    advantages: Tensor | None,
-    choices: list[int],
-    numbers: list[float],
-    rules: list[int],
-    bounds: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = arithmetic_dtype(logprobs, rollout_logprobs)
-    weighs = WEIGHTS[RolloutChoices(*choices).weight] != "none"
-    rows = rows_of_table(len(bounds) // len(RuleBounds._fields))
+def _rollout_correction(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    like, dtype = a.logprobs, arithmetic_dtype(a.logprobs, a.rollout_logprobs)
+    weighs = WEIGHTS[RolloutChoices(*a.choices).weight] != "none"
+    rows = rows_of_table(len(a.bounds) // len(RuleBounds._fields))
     return (
-        logprobs.new_empty(logprobs.shape if weighs else (0,), dtype=dtype),
-        logprobs.new_empty(logprobs.shape, dtype=torch.bool if mask is None else mask.dtype),
-        logprobs.new_empty((rows, number_of_sequences(logprobs, cu_seqlens)), dtype=dtype),
+        like.new_empty(like.shape if weighs else (0,), dtype=dtype),
+        like.new_empty(like.shape, dtype=torch.bool if a.mask is None else a.mask.dtype),
+        like.new_empty((rows, number_of_sequences(like, a.cu_seqlens)), dtype=dtype),
     )
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
+_FAKES: dict[str, Callable[[Arguments], Any]] = {
     "kl_penalty_fwd": _kl_penalty_fwd,
-    "kl_penalty_bwd": _kl_penalty_bwd,
+    "kl_penalty_bwd": _gradients_of_penalty,
     "token_logprobs_fwd": _token_logprobs_fwd,
     "token_logprobs_bwd": _token_logprobs_bwd,
     "token_logprobs_bwd_": _nothing,
     "kl_divergence_fwd": _kl_divergence_fwd,
-    "kl_divergence_bwd": _kl_divergence_bwd,
+    "kl_divergence_bwd": _gradients_of_divergence,
     "token_weights": _token_weights,
     "scale_": _nothing,
     "rollout_correction": _rollout_correction,
 }
+
+
+def _fake(name: str) -> Callable[..., Any]:
+    return lambda *values: _FAKES[name](Arguments.of(name, values))
 
 
 def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
@@ -310,7 +264,7 @@ def define(namespace: str, names: Iterable[str] = SCHEMAS) -> torch.library.Libr
     library = torch.library.Library(namespace, "DEF")
     for name in _DEFINED[namespace]:
         library.define(name + SCHEMAS[name])
-        torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
+        torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=library)
         if not name.endswith("_"):  # which changes a tensor that no transform sees
             op = getattr(getattr(torch.ops, namespace), name).default
             torch.library.register_vmap(op, _vmap_by_element(op), lib=library)

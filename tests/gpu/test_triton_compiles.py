@@ -18,8 +18,8 @@ from triton_variants import PLAIN, constants, token_kernel, unit_gradient_kernel
 
 from benchmarks import sass
 from klfast import Estimator
+from klfast.backends.triton import implementation
 from klfast.backends.triton import penalty_kernels as triton_kernels
-from klfast.backends.triton import penalty_launch as triton_launch
 from klfast.backends.triton.math import ESTIMATORS
 from klfast.call import Spec
 from klfast.reduction import REDUCTIONS
@@ -192,10 +192,10 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
     choices, numbers = Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
     call += (choices, numbers._replace(coef=coef, normalizer=normalizer))
     scalar = REDUCTIONS[reduction].is_scalar()
-    _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, True, scalar, False, True)
+    _, weights, *_ = implementation("kl_penalty_fwd")(*call, None, True, scalar, False, True)
     shape = {"none": logprobs.shape}.get(reduction, () if scalar else (rows,))
-    triton_launch.kl_penalty_bwd(*call, torch.zeros(shape), weights, True, False)
-    triton_launch.scale_(logprobs.flatten(), torch.ones(()))
+    implementation("kl_penalty_bwd")(*call, torch.zeros(shape), weights, True, False)
+    implementation("scale_")(logprobs.flatten(), torch.ones(()))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

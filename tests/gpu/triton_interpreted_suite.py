@@ -12,6 +12,7 @@ from garbage import BAD_EDGES
 
 import klfast
 from klfast import Estimator
+from klfast.backends.triton import implementation
 from klfast.backends.triton import penalty_launch as triton_launch
 from klfast.call import Spec
 from klfast.reduction import REDUCTIONS
@@ -200,10 +201,10 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
     call = (logprobs, ref_logprobs, None, torch.ones(9), torch.tensor(edges), None, None)
     call += Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
     scalar = REDUCTIONS[reduction].is_scalar()
-    _, weights, *_ = triton_launch.kl_penalty_fwd(*call, None, True, scalar, scalar, True)
+    _, weights, *_ = implementation("kl_penalty_fwd")(*call, None, True, scalar, scalar, True)
     sequences = len(edges) - 1
     grad_out = torch.ones({"none": (9,)}.get(reduction, () if scalar else (sequences,)))
-    triton_launch.kl_penalty_bwd(*call, grad_out, weights, True, True)
+    implementation("kl_penalty_bwd")(*call, grad_out, weights, True, True)
     assert guarded
     assert all((buffer[:64] == 77).all() and (buffer[-64:] == 77).all() for buffer in guarded)
 
@@ -216,9 +217,13 @@ def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
     logprobs, ref_logprobs, _ = random_inputs((n,))
     call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)
     call += Spec(Estimator("k3"), REDUCTIONS["token-sum" if scalar else "none"]).encoded()
-    result, _, _, *grads = triton_launch.kl_penalty_fwd(*call, None, False, scalar, scalar, False)
+    result, _, _, *grads = implementation("kl_penalty_fwd")(
+        *call, None, False, scalar, scalar, False
+    )
     grad_out = torch.ones(()) if scalar else torch.ones(n)
-    grads += triton_launch.kl_penalty_bwd(*call, grad_out, torch.ones(len(edges) - 1), True, True)
+    grads += implementation("kl_penalty_bwd")(
+        *call, grad_out, torch.ones(len(edges) - 1), True, True
+    )
     for per_token in [grad for grad in grads if grad.numel()] + ([] if scalar else [result]):
         assert per_token[:end].all()
         assert not per_token[end:].any()
@@ -232,7 +237,7 @@ def test_scale_multiplies_in_place_and_keeps_zeros(size, dtype):
     for factor in (1.0, 2.0, math.inf):
         expected = torch.where(tensor == 0, 0, tensor * factor)
         scaled = tensor.clone()
-        triton_launch.scale_(scaled, torch.tensor(factor))
+        implementation("scale_")(scaled, torch.tensor(factor))
         assert torch.equal(scaled, expected)
 
 

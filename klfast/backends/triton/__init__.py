@@ -16,7 +16,7 @@ import torch
 
 from klfast.backends.compiled import compiled
 from klfast.backends.triton.namespace import NAMESPACE
-from klfast.ops.table import SCHEMAS, Ops, define
+from klfast.ops.table import SCHEMAS, Arguments, Ops, define
 
 _installed = importlib.util.find_spec("triton") is not None
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,17 +39,18 @@ def _implement() -> None:
     library = define(NAMESPACE, names)
     for name in names:
         for key in ("CUDA", "CPU"):
-            library.impl(name, _run(name), key)
+            library.impl(name, implementation(name), key)
 
 
-def _run(name: str) -> Any:
+def implementation(name: str) -> Any:
     """The implementation of an op, imported when it is first called."""
 
-    def run(*args: Any) -> Any:
+    def run(*values: Any) -> Any:
         from klfast.backends.triton import logits_launch, penalty_launch
 
         modules = (penalty_launch, logits_launch)
-        return next(getattr(module, name) for module in modules if hasattr(module, name))(*args)
+        function = next(getattr(module, name) for module in modules if hasattr(module, name))
+        return function(Arguments.of(name, values))
 
     return run
 

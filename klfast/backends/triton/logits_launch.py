@@ -15,6 +15,7 @@ from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.ops.table import Arguments
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
@@ -87,25 +88,20 @@ def form_of(dtype: torch.dtype, layout: str, models: int, divergence: str = "kl"
 class _Call:
     """The arguments that all ops have, and the launch of their kernels."""
 
-    def __init__(
-        self,
-        temperature: float,
-        inverse_temperature: Tensor | None,
-        *logits: Tensor,
-        divergence: str = "kl",
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def __init__(self, a: Arguments, *logits: Tensor, divergence: str = "kl") -> None:
         self.logits = logits
         self.rows = _Rows.of(logits[0])
         self.dtype = arithmetic_dtype(*logits)
-        self.inverse_temperature = (inverse_temperature, bits(1 / temperature))
+        self.inverse_temperature = (a.inverse_temperature, bits(1 / a.temperature))
         self.strides = [stride for tensor in logits for stride in _strides(tensor)]
-        self.picks = token_ids.shape[1] if token_ids is not None and token_ids.dim() == 2 else 1
+        many = len(logits) == 1 and a.token_ids.dim() == 2
+        self.picks = a.token_ids.shape[1] if many else 1
         form = form_of(self.dtype, _layout(*logits), len(logits), divergence)
+        inverse = a.inverse_temperature
         self.options = {
             "FORM": form._replace(
-                picks=1 if token_ids is None or token_ids.dim() == 1 else _PICKS,
-                has_temperatures=inverse_temperature is not None and inverse_temperature.dim() > 0,
+                picks=_PICKS if many else 1,
+                has_temperatures=inverse is not None and inverse.dim() > 0,
             ),
             "num_warps": _WARPS,
             **DEFINED,
@@ -147,131 +143,104 @@ def _wanted(output: Tensor) -> Tensor | None:
     return output if output.numel() > 0 else None
 
 
-def _exchanges(divergence: int, jsd_beta: float) -> bool:
+def _exchanges(a: Arguments) -> bool:
     """Whether the models change roles: the formulas want the second's weight to be the smaller."""
-    return DIVERGENCES[divergence] == "jsd" and jsd_beta > 0.5
-
-
-def _exchanged(entropy_of: int) -> int:
-    """The entropies of the same model where the models change roles."""
-    return ENTROPIES.index(_OTHER[ENTROPIES[entropy_of]])
+    return DIVERGENCES[a.divergence] == "jsd" and a.jsd_beta > 0.5
 
 
 _OTHER = {"none": "none", "first": "second", "second": "first"}
+
+
+def _exchanged(a: Arguments, **incoming: Tensor | None) -> Arguments:
+    """The same call where the models change roles."""
+    other = {
+        "logits": a.ref_logits,
+        "ref_logits": a.logits,
+        "jsd_beta": 1 - a.jsd_beta,
+        "entropy_of": ENTROPIES.index(_OTHER[ENTROPIES[a.entropy_of]]),
+        "want_grad": a.want_grad_ref,
+        "want_grad_ref": a.want_grad,
+    }
+    return Arguments(**(vars(a) | other | incoming))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def token_logprobs_fwd(
-    logits: Tensor,
-    token_ids: Tensor,
-    keep: Tensor | None,
-    temperature: float,
-    want_entropy: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    call = _Call(temperature, inverse_temperature, logits, token_ids=token_ids)
+    call = _Call(a, a.logits)
     rows = call.rows
-    logprobs, entropy = call.empty(token_ids.numel()), call.result(want_entropy)
+    logprobs, entropy = call.empty(a.token_ids.numel()), call.result(a.want_entropy)
     saved = call.empty(2, rows.rows, dtype=torch.float64)
     call.launch_forward(
         kernels.token_logprobs_kernel,
-        (logits, token_ids, keep, logprobs, _wanted(entropy), saved),
+        (a.logits, a.token_ids, a.keep, logprobs, _wanted(entropy), saved),
         (*call.inverse_temperature, call.picks, *rows, rows.slots),
         sums=3,
     )
     return logprobs, entropy, saved
 
 
-def token_logprobs_bwd(logits: Tensor, *others: Any) -> Tensor:
+def token_logprobs_bwd(a: Arguments) -> Tensor:
     """The op of ``klfast.ops.table``."""
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _token_logprobs_backward(grad, logits, *others)
+    grad = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
+    _token_logprobs_backward(grad, a)
     return grad
 
 
-def token_logprobs_bwd_(logits: Tensor, *others: Any) -> None:
+def token_logprobs_bwd_(a: Arguments) -> None:
     """The op of ``klfast.ops.table``."""
-    _token_logprobs_backward(logits, logits, *others)
+    _token_logprobs_backward(a.logits, a)
 
 
-def _token_logprobs_backward(
-    grad: Tensor,
-    logits: Tensor,
-    token_ids: Tensor,
-    keep: Tensor | None,
-    saved: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor,
-    temperature: float,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    inverse_temperature: Tensor | None = None,
-) -> None:
-    call = _Call(temperature, inverse_temperature, logits, token_ids=token_ids)
-    rows = call.rows
+def _token_logprobs_backward(grad: Tensor, a: Arguments) -> None:
+    call = _Call(a, a.logits)
     call.launch(
         kernels.token_logprobs_backward_kernel,
-        rows.slots,
-        logits,
-        token_ids,
-        keep,
-        saved,
-        logprobs.contiguous(),
-        None if grad_entropy is None else entropy,
-        _contiguous(grad_logprobs),
-        _contiguous(grad_entropy),
+        call.rows.slots,
+        a.logits,
+        a.token_ids,
+        a.keep,
+        a.saved,
+        a.logprobs.contiguous(),
+        None if a.grad_entropy is None else a.entropy,
+        _contiguous(a.grad_logprobs),
+        _contiguous(a.grad_entropy),
         grad,
         *call.inverse_temperature,
         call.picks,
-        *rows,
+        *call.rows,
     )
 
 
 def kl_divergence_fwd(
-    logits: Tensor,
-    ref_logits: Tensor,
-    token_ids: Tensor | None,
-    keep: Tensor | None,
-    divergence: int,
-    jsd_beta: float,
-    temperature: float,
-    entropy_of: int,
-    row_weights: Tensor | None,
-    want_grad: bool,
-    want_grad_ref: bool,
-    inverse_temperature: Tensor | None = None,
+    a: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    if _exchanges(divergence, jsd_beta):
-        options = (token_ids, keep, divergence, 1 - jsd_beta, temperature, _exchanged(entropy_of))
-        wants = (row_weights, want_grad_ref, want_grad)
+    if _exchanges(a):
         result, ref_logprobs, logprobs, saved, grad_ref, grad, entropy = kl_divergence_fwd(
-            ref_logits, logits, *options, *wants, inverse_temperature
+            _exchanged(a)
         )
         return result, logprobs, ref_logprobs, saved, grad, grad_ref, entropy
-    call = _Call(
-        temperature, inverse_temperature, logits, ref_logits, divergence=DIVERGENCES[divergence]
-    )
+    call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     rows = call.rows
-    has_tokens, has_entropies = token_ids is not None, ENTROPIES[entropy_of] != "none"
+    has_tokens, has_entropies = a.token_ids is not None, ENTROPIES[a.entropy_of] != "none"
     result, logprobs, ref_logprobs, entropy = (
         call.result(wanted) for wanted in (True, has_tokens, has_tokens, has_entropies)
     )
     saved = call.empty(5, rows.rows, dtype=torch.float64)
-    grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
+    grads = call.gradient(a.logits, a.want_grad), call.gradient(a.ref_logits, a.want_grad_ref)
     written = tuple(map(_wanted, grads)) if rows.segments == 1 else (None, None)
     call.launch_forward(
         kernels.kl_divergence_kernel,
         (
-            logits,
-            ref_logits,
-            token_ids,
-            keep,
-            _contiguous(row_weights),
+            a.logits,
+            a.ref_logits,
+            a.token_ids,
+            a.keep,
+            _contiguous(a.row_weights),
             result,
             _wanted(logprobs),
             _wanted(ref_logprobs),
@@ -279,103 +248,48 @@ def kl_divergence_fwd(
             saved,
             *written,
         ),
-        (*call.inverse_temperature, bits(jsd_beta), *rows, rows.slots),
+        (*call.inverse_temperature, bits(a.jsd_beta), *rows, rows.slots),
         sums=7 if has_entropies else 6,
-        DIVERGENCE=DIVERGENCES[divergence],
-        ENTROPY=ENTROPIES[entropy_of],
+        DIVERGENCE=DIVERGENCES[a.divergence],
+        ENTROPY=ENTROPIES[a.entropy_of],
     )
-    if rows.segments > 1 and row_weights is not None:
-        no_entropy = ENTROPIES.index("none")
-        numbers = (divergence, jsd_beta, no_entropy, result, saved, None)
-        incoming = (row_weights, None, None, None)
-        _kl_divergence_backward(call, grads, None, keep, *numbers, *incoming)
+    if rows.segments > 1 and a.row_weights is not None:
+        known = {"token_ids": None, "rows": result, "saved": saved, "grad_rows": a.row_weights}
+        nothing = dict.fromkeys(("grad_logprobs", "grad_ref_logprobs", "grad_entropy"))
+        _kl_divergence_backward(call, grads, Arguments(**(vars(a) | known | nothing)))
     return result, logprobs, ref_logprobs, saved, *grads, entropy
 
 
-def kl_divergence_bwd(
-    logits: Tensor,
-    ref_logits: Tensor,
-    token_ids: Tensor | None,
-    keep: Tensor | None,
-    divergence: int,
-    jsd_beta: float,
-    temperature: float,
-    entropy_of: int,
-    rows: Tensor,
-    saved: Tensor,
-    entropy: Tensor | None,
-    grad_rows: Tensor | None,
-    grad_logprobs: Tensor | None,
-    grad_ref_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    want_grad: bool,
-    want_grad_ref: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def kl_divergence_bwd(a: Arguments) -> tuple[Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    if _exchanges(divergence, jsd_beta):
+    if _exchanges(a):
         grad_ref, grad = kl_divergence_bwd(
-            ref_logits,
-            logits,
-            token_ids,
-            keep,
-            divergence,
-            1 - jsd_beta,
-            temperature,
-            _exchanged(entropy_of),
-            rows,
-            saved,
-            entropy,
-            grad_rows,
-            grad_ref_logprobs,
-            grad_logprobs,
-            grad_entropy,
-            want_grad_ref,
-            want_grad,
-            inverse_temperature,
+            _exchanged(a, grad_logprobs=a.grad_ref_logprobs, grad_ref_logprobs=a.grad_logprobs)
         )
         return grad, grad_ref
-    call = _Call(
-        temperature, inverse_temperature, logits, ref_logits, divergence=DIVERGENCES[divergence]
-    )
-    grads = call.gradient(logits, want_grad), call.gradient(ref_logits, want_grad_ref)
-    if grad_entropy is None:
-        entropy_of, entropy = ENTROPIES.index("none"), None
-    options = (divergence, jsd_beta, entropy_of, rows, saved, entropy)
-    incoming = (grad_rows, grad_logprobs, grad_ref_logprobs, grad_entropy)
-    _kl_divergence_backward(call, grads, token_ids, keep, *options, *incoming)
+    call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
+    grads = call.gradient(a.logits, a.want_grad), call.gradient(a.ref_logits, a.want_grad_ref)
+    _kl_divergence_backward(call, grads, a)
     return grads
 
 
-def _kl_divergence_backward(
-    call: _Call,
-    grads: tuple[Tensor, Tensor],
-    token_ids: Tensor | None,
-    keep: Tensor | None,
-    divergence: int,
-    jsd_beta: float,
-    entropy_of: int,
-    values: Tensor,
-    saved: Tensor,
-    entropy: Tensor | None,
-    *incoming: Tensor | None,
-) -> None:
-    rows = call.rows
+def _kl_divergence_backward(call: _Call, grads: tuple[Tensor, Tensor], a: Arguments) -> None:
+    incoming = (a.grad_rows, a.grad_logprobs, a.grad_ref_logprobs, a.grad_entropy)
     if any(grad.numel() > 0 for grad in grads):
         call.launch(
             kernels.kl_divergence_backward_kernel,
-            rows.slots,
+            call.rows.slots,
             *call.logits,
-            token_ids,
-            keep,
-            values,
-            saved,
-            entropy,
+            a.token_ids,
+            a.keep,
+            a.rows,
+            a.saved,
+            None if a.grad_entropy is None else a.entropy,
             *map(_contiguous, incoming),
             *map(_wanted, grads),
             *call.inverse_temperature,
-            bits(jsd_beta),
-            *rows,
-            DIVERGENCE=DIVERGENCES[divergence],
-            ENTROPY=ENTROPIES[entropy_of],
+            bits(a.jsd_beta),
+            *call.rows,
+            DIVERGENCE=DIVERGENCES[a.divergence],
+            ENTROPY="none" if a.grad_entropy is None else ENTROPIES[a.entropy_of],
         )

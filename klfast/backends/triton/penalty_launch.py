@@ -33,6 +33,7 @@ from klfast.call import Choices, Numbers
 from klfast.dtypes import arithmetic_dtype
 from klfast.names import ESTIMATORS as NAMES
 from klfast.names import GRADIENTS, IMPORTANCE
+from klfast.ops.table import Arguments
 from klfast.reduction import DENOMINATORS, RESULTS
 from klfast.stats import KLStats
 
@@ -77,36 +78,31 @@ def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: st
     return _Formulas(functions, weighs, tuple(map(bits, numbers)))
 
 
-def _gradient(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-    if tensor is None or not wanted:
-        return None
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _gradients(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
+    def gradient(tensor: Tensor | None, wanted: bool) -> Tensor | None:
+        if tensor is None or not wanted:
+            return None
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    return (
+        gradient(a.logprobs, a.want_grad_logprobs),
+        gradient(a.ref_logprobs, a.want_grad_ref_logprobs),
+    )
 
 
 class _Call:
     """The arguments of both ops, and the launches that they share."""
 
-    def __init__(
-        self,
-        logprobs: Tensor,
-        ref_logprobs: Tensor | None,
-        old_logprobs: Tensor | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        coef: Tensor | None,
-        normalizer: Tensor | None,
-        choices: list[int],
-        numbers: list[float],
-    ) -> None:
-        self.inputs = (logprobs, ref_logprobs, old_logprobs, mask)
-        self.batch = batch_of(logprobs, cu_seqlens)
-        self.scalars = (coef, normalizer)
-        decoded, of_spec = Choices(*choices), Numbers(*numbers)
+    def __init__(self, a: Arguments) -> None:
+        self.inputs = (a.logprobs, a.ref_logprobs, a.old_logprobs, a.mask)
+        self.batch = batch_of(a.logprobs, a.cu_seqlens)
+        self.scalars = (a.coef, a.normalizer)
+        decoded, of_spec = Choices(*a.choices), Numbers(*a.numbers)
         self.numbers = (bits(of_spec.coef), bits(of_spec.normalizer))
-        weighs = old_logprobs is not None
-        self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
+        weighs = a.old_logprobs is not None
+        self.dtype = arithmetic_dtype(*self.inputs[:3])
         self.formulas = _formulas(decoded, of_spec[:5], weighs, ACC[self.dtype].name)
-        self.normalized = of_spec.normalizer > 0 or normalizer is not None
+        self.normalized = of_spec.normalizer > 0 or a.normalizer is not None
         self.result = RESULTS[decoded.result]
         self.options = {
             "ACC": ACC[self.dtype],
@@ -252,23 +248,20 @@ class _Call:
         self.combine(lengths, weights, None, stores_weights=True)
 
 
-def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def kl_penalty_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    *of_call, scores, want_weights, want_grad_logprobs, want_grad_ref_logprobs, want_statistics = (
-        args
-    )
-    call = _Call(*of_call)
-    logprobs, ref_logprobs = call.inputs[:2]
+    call, scores = _Call(a), a.scores
+    logprobs = a.logprobs
     sequences, slots = call.batch.sequences, call.batch.slots
     shapes = {"token": tuple(logprobs.shape), "sequence": (sequences,), "scalar": ()}
     result = call.empty(*shapes[call.result])
     weights = call.empty(sequences)
-    statistics = call.empty(len(KLStats._fields), sequences) if want_statistics else None
-    grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
+    statistics = call.empty(len(KLStats._fields), sequences) if a.want_statistics else None
+    grads = _gradients(a)
     present = call.present(grads)
     outputs = (
         result,
-        weights if want_weights else call.empty(0),
+        weights if a.want_weights else call.empty(0),
         call.empty(0) if statistics is None else statistics,
         *present,
     )
@@ -280,11 +273,11 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     per_token = call.result == "token"
     gradient = "none"
     partials = None
-    if not per_token or want_statistics or scores is not None:
-        rows = _ALL_FIELDS if want_statistics or scores is not None else _FEW_FIELDS
+    if not per_token or a.want_statistics or scores is not None:
+        rows = _ALL_FIELDS if a.want_statistics or scores is not None else _FEW_FIELDS
         partials = call.empty(rows, slots, dtype=torch.float64)
     with device_of(logprobs):
-        if want_grad_logprobs or want_grad_ref_logprobs:
+        if a.want_grad_logprobs or a.want_grad_ref_logprobs:
             gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
         if gradient == "unit":
             call.find_weights(weights)
@@ -294,7 +287,7 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             grads,
             value=result if per_token else None,
             partials=partials,
-            statistics=want_statistics,
+            statistics=a.want_statistics,
             rewards=scores is not None,
         )
         if partials is not None:
@@ -309,41 +302,32 @@ def kl_penalty_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return outputs
 
 
-def kl_penalty_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+def kl_penalty_bwd(a: Arguments) -> tuple[Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
-    *of_call, grad_out, weights, want_grad_logprobs, want_grad_ref_logprobs = args
-    call = _Call(*of_call)
-    logprobs, ref_logprobs = call.inputs[:2]
-    grads = _gradient(logprobs, want_grad_logprobs), _gradient(ref_logprobs, want_grad_ref_logprobs)
+    call = _Call(a)
+    grads = _gradients(a)
     present = call.present(grads)
     if call.batch.sequences == 0:
         for grad in present:
             grad.zero_()
     elif call.batch.slots > 0:
-        with device_of(logprobs):
-            call.read_tokens(call.result, weights.contiguous(), grads, grad_out=grad_out)
+        with device_of(a.logprobs):
+            call.read_tokens(call.result, a.weights.contiguous(), grads, grad_out=a.grad_out)
     return present
 
 
-def token_weights(
-    like: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    coef: Tensor | None,
-    normalizer: Tensor | None,
-    choices: list[int],
-    numbers: list[float],
-    is_double: bool,
-) -> Tensor:
+def token_weights(a: Arguments) -> Tensor:
     """The op of ``klfast.ops.table``: the gradient of values that are all 0."""
-    dtype = torch.float64 if is_double else torch.float32
-    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
-    call = (zeros, None, None, mask, cu_seqlens, coef, normalizer, choices, numbers)
-    return kl_penalty_fwd(*call, None, False, True, False, False)[3].view(-1)
+    dtype = torch.float64 if a.is_double else torch.float32
+    zeros = torch.zeros((), dtype=dtype, device=a.like.device).expand(a.like.shape)
+    others = (a.mask, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
+    values = (zeros, None, None, *others, None, False, True, False, False)
+    return kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3].view(-1)
 
 
-def scale_(tensor: Tensor, factor: Tensor) -> None:
+def scale_(a: Arguments) -> None:
     """The op of ``klfast.ops.table``."""
+    tensor = a.tensor
     size = tensor.numel()
     if size == 0:
         return
@@ -351,7 +335,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     with device_of(tensor):
         kernels.scale_kernel[(min(-(-size // _TILE), _SCALE_PROGRAMS),)](
             tensor,
-            factor,
+            a.factor,
             size,
             ACC=ACC[arithmetic_dtype(tensor)],
             LAYOUT="aligned" if aligned else "unit",
