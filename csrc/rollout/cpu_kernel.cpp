@@ -62,8 +62,8 @@ enum LaneRow {
   kFarGreatestWeight,
   kFarRows,
   // Of rules.
-  kRejected = kFarRows,
-  kRejectedTokens,
+  kLaneRejected = kFarRows,
+  kLaneRejectedTokens,
   kLaneRows
 };
 
@@ -156,7 +156,7 @@ template <typename Acc>
 struct Groups {
   alignas(64) Acc logprobs[kNearGroups * kLanes];
   alignas(64) Acc x[kNearGroups * kLanes];
-  alignas(64) Acc weights[kNearGroups * kLanes];  // of the mask
+  alignas(64) Acc mask[kNearGroups * kLanes];
 };
 
 // What rules need of a group beside that.
@@ -168,12 +168,12 @@ struct Judged {
   alignas(64) Bits lost[kLanes];    // 1 where a kept token is not counted, or a rule rejects it
 };
 
-// Whether weights are zeros and ones.
+// Whether a mask holds zeros and ones alone.
 template <typename Acc>
-KLFAST_HOST_DEVICE bool are_zeros_and_ones(const Acc* weights) {
+KLFAST_HOST_DEVICE bool are_zeros_and_ones(const Acc* mask) {
   typename math::Constants<Acc>::Bits others = 0;
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    others |= (weights[lane] != Acc(0)) & (weights[lane] != Acc(1));
+    others |= (mask[lane] != Acc(0)) & (mask[lane] != Acc(1));
   }
   return others == 0;
 }
@@ -181,7 +181,7 @@ KLFAST_HOST_DEVICE bool are_zeros_and_ones(const Acc* weights) {
 // Adds `n` near groups, and writes their weights e^x, 0 where masked. The order of a lane's sum is
 // that of the groups, whatever n is.
 template <int n, typename Acc>
-KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, const Acc* weights,
+KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, const Acc* mask,
                                  Lanes<Acc>* sums, Acc* to) {
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -194,8 +194,8 @@ KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, con
         growth_squares = sums[kNearGrowthSquares].at[lane], least = sums[kNearLeast].at[lane],
         greatest = sums[kNearGreatest].at[lane];
     const auto add = [&](int64_t i) KLFAST_INLINE_LAMBDA {
-      const Acc x = log_ratios[i], weight = weights[i];
-      const bool kept = weight != Acc(0);
+      const Acc x = log_ratios[i], m = mask[i];
+      const bool kept = m != Acc(0);
       const rollout::NearToken<Acc> token = {logprobs[i], x, x * x,
                                              rollout::near_exponentials_of(x)};
       to[i] = select(kept, Acc(1) + token.e.growth, Acc(0));
@@ -203,7 +203,7 @@ KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, con
         using Row = decltype(row);
         of_near[near_sum_of<Row>] += Row::near(token);
       });
-      length += weight;
+      length += m;
       growth += token.e.growth;
       growth_squares += token.e.growth * token.e.growth;
       least = math::Minimum::combine(least, select(kept, x, Acc(INFINITY)));
@@ -231,19 +231,19 @@ KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, con
 // groups.
 template <typename Acc>
 __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc* a, const Acc* b,
-                                       const Acc* weights, Acc* logprobs, Acc* log_ratios,
+                                       const Acc* mask, Acc* logprobs, Acc* log_ratios,
                                        Judged<Acc>& group, Lanes<Acc>* sums, Acc* to) {
   using Bits = typename math::Constants<Acc>::Bits;
   Bits any_lost = 0;
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const Acc weight = weights[lane], difference = a[lane] - b[lane];
-    const bool kept = weight != Acc(0);
+    const Acc given = mask[lane], difference = a[lane] - b[lane];
+    const bool kept = given != Acc(0);
     const bool counted = kept & (magnitude(difference) < Acc(INFINITY));
     const Bits lost = kept & !counted;
     const Acc x = select(counted, difference, Acc(0));
     const Acc logprob = select(counted, a[lane], Acc(0));
-    const Acc m = select(counted, weight, Acc(0));
+    const Acc m = select(counted, given, Acc(0));
     const auto e = rollout::exponentials_of<Range::kAnywhere>(x);
     log_ratios[lane] = x;
     logprobs[lane] = logprob;
@@ -268,7 +268,7 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
       using Row = decltype(row);
       add(lane_row_of<Row>(), m * Row::far(token));
     });
-    add(kFarLength, weight);
+    add(kFarLength, given);
     count(kFarTokens, kept);
     count(kFarNonfinite, kept & !counted);
     add(kFarCounted, m);
@@ -345,8 +345,8 @@ bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     any |= group.lost[lane];
     const bool lost = (group.lost[lane] & ~nonfinite[lane]) != 0;
-    sums[kRejected].at[lane] += select(lost, group.counted[lane], Acc(0));
-    sums[kRejectedTokens].at[lane] += select(lost, Acc(1), Acc(0));
+    sums[kLaneRejected].at[lane] += select(lost, group.counted[lane], Acc(0));
+    sums[kLaneRejectedTokens].at[lane] += select(lost, Acc(1), Acc(0));
   }
   return any != 0;
 }
@@ -407,8 +407,8 @@ void write_totals(Sums<Acc>& sums, int rules, double* totals) {
   totals[rollout::kTokens] = length + lanes[kFarTokens];
   totals[rollout::kNonfinite] = lanes[kFarNonfinite];
   totals[rollout::kCounted] = length + lanes[kFarCounted];
-  totals[rollout::kRejected] = lanes[kRejected];
-  totals[rollout::kRejectedTokens] = lanes[kRejectedTokens];
+  totals[rollout::kRejected] = lanes[kLaneRejected];
+  totals[rollout::kRejectedTokens] = lanes[kLaneRejectedTokens];
   for_each_row(statistics::Sums(), [&](auto row) {
     using Row = decltype(row);
     double& total = totals[rollout::kStatisticsSums + rollout::sum_of<Row>];
@@ -441,16 +441,16 @@ class AnyTokens {
 
   // Loads the group at `first` as kept tokens; whether it is near, of bounds that act beyond
   // `near`.
-  bool load_group(int64_t first, Acc near, Acc* logprobs, Acc* log_ratios, Acc* weights) const {
+  bool load_group(int64_t first, Acc near, Acc* logprobs, Acc* log_ratios, Acc* mask) const {
     const Acc *a = a_ + first, *b = b_ + first, *given = weights_ + first;
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const bool kept = given[lane] != Acc(0);
-      weights[lane] = given[lane];
+      mask[lane] = given[lane];
       logprobs[lane] = select(kept, a[lane], Acc(0));
       log_ratios[lane] = select(kept, a[lane] - b[lane], Acc(0));
     }
-    return are_within(log_ratios, near) && (is_bool_ || are_zeros_and_ones(weights));
+    return are_within(log_ratios, near) && (is_bool_ || are_zeros_and_ones(mask));
   }
   const Acc* logprobs(int64_t first, Acc*) const { return a_ + first; }
   const Acc* rollout_logprobs(int64_t first, Acc*) const { return b_ + first; }
@@ -484,7 +484,7 @@ class DenseTokens {
   }
 
   KLFAST_HOST_DEVICE bool load_group(int64_t first, float near, float* logprobs, float* log_ratios,
-                                     float* weights) const {
+                                     float* mask) const {
     fetch_group(a_ + first + kTileTokens);
     fetch_group(b_ + first + kTileTokens);
     if (mask_ != nullptr) fetch_group(mask_ + first + kTileTokens);
@@ -502,7 +502,7 @@ class DenseTokens {
       const __m512 x = _mm512_maskz_sub_ps(of_vector, a, b);
       _mm512_store_ps(log_ratios + lane, x);
       _mm512_store_ps(logprobs + lane, _mm512_maskz_mov_ps(of_vector, a));
-      _mm512_store_ps(weights + lane, _mm512_maskz_mov_ps(of_vector, one));
+      _mm512_store_ps(mask + lane, _mm512_maskz_mov_ps(of_vector, one));
       within &= are_within(x, near);
     }
     return within == 0xffff;
@@ -511,7 +511,7 @@ class DenseTokens {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const bool kept = mask_ == nullptr || mask_[first + lane].byte != 0;
       const float a = convert<float>(a_[first + lane]), b = convert<float>(b_[first + lane]);
-      weights[lane] = select(kept, 1.0f, 0.0f);
+      mask[lane] = select(kept, 1.0f, 0.0f);
       logprobs[lane] = select(kept, a, 0.0f);
       log_ratios[lane] = select(kept, a - b, 0.0f);
     }
@@ -605,7 +605,7 @@ class Pass {
     }
     sums_.flush(0, kNearRows);
     if (any_far_) sums_.flush(kFarLength, kFarRows);
-    if (options_.rules_count > 0) sums_.flush(kRejected, sums_.rows());
+    if (options_.rules_count > 0) sums_.flush(kLaneRejected, sums_.rows());
     if (weighs_) store_tile(out.weights, tile.index, tile.size, to);
     store_mask(call_.in.mask, tile, any_lost_ ? lost_ : nullptr, out.mask);
   }
@@ -619,11 +619,11 @@ class Pass {
       const int64_t at = i * kLanes;
       if (weighs_) fetch_group(to + at + kTileTokens);
       is_near[i] = tokens.load_group(first + at, bounds_.near, groups_.logprobs + at,
-                                     groups_.x + at, groups_.weights + at);
+                                     groups_.x + at, groups_.mask + at);
       all_near &= is_near[i];
     }
     if (all_near) {
-      add_near<kNearGroups>(groups_.logprobs, groups_.x, groups_.weights, sums_.tile(), to);
+      add_near<kNearGroups>(groups_.logprobs, groups_.x, groups_.mask, sums_.tile(), to);
       if (options_.rules_count == 0) return;
     }
     for (int64_t i = 0; i < n; ++i) {
@@ -636,21 +636,21 @@ class Pass {
   __attribute__((noinline)) void run_group(const Tokens& tokens, int64_t first, int64_t at,
                                            bool is_near, bool is_added, Acc* to) {
     Acc *const logprobs = groups_.logprobs + at, *const x = groups_.x + at,
-               *const weights = groups_.weights + at;
+               *const mask = groups_.mask + at;
     alignas(64) Acc b_buffer[kLanes];
     bool loses = false;
     const bool judges = options_.rules_count > 0;
     const Acc* b = nullptr;
     if (!is_near || judges) b = tokens.rollout_logprobs(first + at, b_buffer);
     if (is_near) {
-      if (!is_added) add_near<1>(logprobs, x, weights, sums_.tile(), to);
+      if (!is_added) add_near<1>(logprobs, x, mask, sums_.tile(), to);
       if (!judges) return;
-      std::copy_n(weights, kLanes, judged_.counted);
+      std::copy_n(mask, kLanes, judged_.counted);
       std::fill_n(judged_.lost, kLanes, 0);
     } else {
       alignas(64) Acc a_buffer[kLanes];
       const Acc* const a = tokens.logprobs(first + at, a_buffer);
-      loses = add_far(bounds_, a, b, weights, logprobs, x, judged_, sums_.tile(), to);
+      loses = add_far(bounds_, a, b, mask, logprobs, x, judged_, sums_.tile(), to);
       any_far_ = true;
     }
     if (judges) {
@@ -680,9 +680,9 @@ void fill_weights(const Inputs& in, const Tile& tile, const rollout::Fill& fill,
     std::fill_n(to, tile.size, value);
     return;
   }
-  const Acc* const weights = load_weights(in.mask, tile, buffer);
+  const Acc* const mask = load_weights(in.mask, tile, buffer);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < tile.size; ++i) to[i] = select(weights[i] != Acc(0), value, Acc(0));
+  for (int64_t i = 0; i < tile.size; ++i) to[i] = select(mask[i] != Acc(0), value, Acc(0));
   if (fill.all_finite) return;
   const Acc* const a = load(in.logprobs, tile, buffer + (kTileTokens + kLanes));
   const Acc* const b = load(in.rollout_logprobs, tile, buffer + 2 * (kTileTokens + kLanes));

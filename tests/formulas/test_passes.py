@@ -1,19 +1,6 @@
 """When a row of logits is summed again: ``csrc/formulas/passes.h``, compiled by itself."""
 
-import os
-import shlex
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
-COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-
-pytestmark = pytest.mark.skipif(
-    shutil.which(COMPILER[0]) is None, reason=f"needs a C++ compiler, has no {COMPILER[0]!r}"
-)
 
 STEPS = ("find-first", "sum-first", "find-in-row", "sum-from-row", "sum-again", "done")
 VERDICTS = ("useless", "poor", "good")
@@ -54,19 +41,8 @@ VERDICTS_ON_TWO = {
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """Runs ``passes.cpp``; returns its lines."""
-    path = tmp_path_factory.mktemp("passes") / "passes"
-    source = Path(__file__).with_name("passes.cpp")
-    flags = ["-std=c++17", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([*COMPILER, *flags, str(source), "-o", str(path)], check=True)
-
-    def run(*arguments):
-        command = [str(path), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
-
-    return run
+def program(compiled):
+    return compiled("passes")
 
 
 @pytest.fixture(scope="module")
