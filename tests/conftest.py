@@ -97,6 +97,14 @@ def nothing_stays_patched():
 
 
 @pytest.fixture
+def poisoned_memory():
+    """Memory that nobody wrote reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def set_num_threads():
     """torch.set_num_threads, undone at the end of the test."""
     before = torch.get_num_threads()

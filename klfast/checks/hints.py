@@ -134,8 +134,7 @@ def of_divergence(
         return
     if ref_logits.requires_grad and not logits.requires_grad:
         _of_roles("kl_divergence", "logits", "ref_logits", reduction)
-    if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence("kl_divergence", "logits", logits, f"reduction {reduction!r}")
+    _of_one_sequence_of_rows("kl_divergence", logits, reduction, cu_seqlens)
     if _is_due("kl_divergence"):
         _of_logits("kl_divergence", mask, logits=logits, ref_logits=ref_logits)
 
@@ -152,8 +151,7 @@ def of_topk_divergence(
         return
     if ref_logprobs.requires_grad and not logits.requires_grad:
         _of_roles("topk_kl_divergence", "logits", "ref_logprobs", reduction)
-    if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence("topk_kl_divergence", "logits", logits, f"reduction {reduction!r}")
+    _of_one_sequence_of_rows("topk_kl_divergence", logits, reduction, cu_seqlens)
     if _is_due("topk_kl_divergence"):
         first = ref_logprobs[..., 0]  # the likeliest, most often
         _of_logprobs("topk_kl_divergence", mask, ref_logprobs=first)
@@ -218,6 +216,13 @@ def _of_one_sequence(function: str, name: str, tokens: Tensor, option: str) -> N
         f"{name} of shape {shape_text(tokens)} without cu_seqlens are one sequence to {option}; "
         "give cu_seqlens, the boundaries of the sequences, if there are several",
     )
+
+
+def _of_one_sequence_of_rows(
+    function: str, logits: Tensor, reduction: str, cu_seqlens: Tensor | None
+) -> None:
+    if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence(function, "logits", logits, f"reduction {reduction!r}")
 
 
 def _of_logprobs(function: str, mask: Tensor | None, **logprobs: Tensor | None) -> None:

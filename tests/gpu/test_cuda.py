@@ -70,8 +70,8 @@ def make_inputs(shape, dtype=torch.float32, packed=False, device="cuda"):
     return logprobs, ref_logprobs, mask, cu_seqlens
 
 
-def compute(backend, inputs, reduction, backward=True, **options):
-    """[penalty, statistics, gradient of logprobs with an uneven gradient coming in]."""
+def compute(backend, inputs, reduction, backward=True, grad_out=None, **options):
+    """[penalty, statistics, gradient of logprobs], by default of an uneven gradient coming in."""
     logprobs, ref_logprobs, mask, cu_seqlens = inputs
     logprobs = logprobs.detach().requires_grad_(backward)
     penalty, stats = klfast.kl_penalty(
@@ -86,9 +86,16 @@ def compute(backend, inputs, reduction, backward=True, **options):
     )
     outputs = [penalty.detach(), *stats]
     if backward:
-        grad_out = torch.linspace(1, 1.75, penalty.numel(), device=penalty.device)
-        outputs += torch.autograd.grad(penalty, logprobs, grad_out.view_as(penalty).to(penalty))
+        if grad_out is None:
+            grad_out = torch.linspace(1, 1.75, penalty.numel(), device=penalty.device)
+            grad_out = grad_out.view_as(penalty).to(penalty)
+        outputs += torch.autograd.grad(penalty, logprobs, grad_out.expand_as(penalty))
     return outputs
+
+
+def compute_with_ones(backend, inputs, reduction):
+    """The gradient of the penalty's sum, in which a row's do not tell its place."""
+    return compute(backend, inputs, reduction, grad_out=torch.ones((), device="cuda"))
 
 
 def call_of(backend, case, inputs):
@@ -296,23 +303,6 @@ def test_a_sequence_of_more_than_two_to_the_31_tokens(backend, large_inputs):
     )
     torch.testing.assert_close(outputs[0][0].double(), total, rtol=RELATIVE, atol=0)
     assert outputs[OF_LENGTH][0].item() == pytest.approx(mask[:cut].sum().item(), rel=RELATIVE)
-
-
-def compute_with_ones(backend, inputs, reduction):
-    """[penalty, statistics, gradient of the penalty's sum]: a row's do not tell its place."""
-    logprobs, ref_logprobs, mask, cu_seqlens = inputs
-    logprobs = logprobs.detach().requires_grad_()
-    penalty, stats = klfast.kl_penalty(
-        logprobs,
-        ref_logprobs,
-        mask,
-        reduction=reduction,
-        cu_seqlens=cu_seqlens,
-        return_stats=True,
-        backend=backend,
-    )
-    ones = torch.ones((), device=penalty.device).expand_as(penalty)
-    return [penalty.detach(), *stats, *torch.autograd.grad(penalty, logprobs, ones)]
 
 
 @dtypes

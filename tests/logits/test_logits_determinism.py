@@ -1,6 +1,6 @@
 """Bit for bit: a row's numbers depend on its own words, on nothing else, and on no thread."""
 
-import threading
+import itertools
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from agreement_logits import (
     tensors_of,
 )
 from fresh import run_fresh
+from masked import MASKS
+from threads import gradients_in_threads, in_threads
 
 import klfast
 
@@ -133,21 +135,11 @@ def test_python_threads_that_call_at_once_get_the_same_bits(backend, set_num_thr
     logits, ref_logits = random_logits(4, 3, 5000)
     ids = random_ids(logits)
     expected = everything(backend, logits, ref_logits, ids, "jsd")
-    start = threading.Barrier(4)
-    results = []
 
-    def work():
-        start.wait()
-        for _ in range(2):
-            results.append(everything(backend, logits, ref_logits, ids, "jsd"))
+    def work(_):
+        return [everything(backend, logits, ref_logits, ids, "jsd") for _ in range(2)]
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8
-    for found in results:
+    for found in itertools.chain(*in_threads(work, 4)):
         assert_same(found, expected)
 
 
@@ -158,35 +150,9 @@ def test_threads_may_share_one_graph(backend):
     options = {"reduction": "token-mean", "backend": backend}
     (expected,) = torch.autograd.grad(klfast.kl_divergence(logits, ref_logits, **options), logits)
     divergence = klfast.kl_divergence(logits, ref_logits, **options)
-    results = []
-
-    def work():
-        (grad,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-        results.append(grad.clone())
-        grad.fill_(torch.nan)
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 6
-    assert all(same_bits(grad, expected) for grad in results)
+    assert all(same_bits(grad, expected) for grad in gradients_in_threads(divergence, logits, 6))
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Memory that nobody wrote reads as NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-MASKS = {
-    "no-mask": lambda shape: None,
-    "half": lambda shape: torch.arange(torch.Size(shape).numel()).reshape(shape) % 2 == 0,
-    "all-masked": lambda shape: torch.zeros(shape),
-}
 SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0, 5, 3)}
 
 

@@ -6,25 +6,13 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits, tensors_of
+from masked import MASK_DTYPES, POISON
 
 import klfast
 from klfast.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-MASK_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
 WORDS = 37
 
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)

@@ -269,17 +269,21 @@ def test_without_a_need_there_is_no_graph(backend, reduction):
     assert in_inference.is_inference()
 
 
+def inference_tensors(logprobs):
+    with torch.inference_mode():
+        return {
+            "ref_logprobs": logprobs - 0.5,
+            "old_logprobs": logprobs + 0.1,
+            "mask": torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0]).repeat(3, 1),
+        }
+
+
 @pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs", "mask"])
 @one_of_each_kind
 def test_a_constant_may_come_out_of_inference_mode(backend, reduction, argument):
     """Where reference models run. Eager code takes it: a difference saves neither of its terms."""
     logprobs, _ = leaves(3, 5)
-    with torch.inference_mode():
-        constants = {
-            "ref_logprobs": logprobs - 0.5,
-            "old_logprobs": logprobs + 0.1,
-            "mask": torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0]).repeat(3, 1),
-        }
+    constants = inference_tensors(logprobs)
     ordinary = {name: constant.clone() for name, constant in constants.items()}
     options = {"reduction": reduction, "backend": backend}
     (expected,) = torch.autograd.grad(
@@ -295,12 +299,7 @@ def test_a_constant_may_come_out_of_inference_mode(backend, reduction, argument)
 def test_an_inference_tensor_may_change_after_the_forward(backend, reduction, argument):
     """Autograd does not see its changes: the gradients, first and second, are of what was read."""
     logprobs, _ = leaves(3, 5)
-    with torch.inference_mode():
-        constants = {
-            "ref_logprobs": logprobs - 0.5,
-            "old_logprobs": logprobs + 0.1,
-            "mask": torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0]).repeat(3, 1),
-        }
+    constants = inference_tensors(logprobs)
     ordinary = {name: constant.clone() for name, constant in constants.items()}
     options = {"reduction": reduction, "backend": backend}
     before = klfast.kl_penalty(logprobs, **ordinary, **options)

@@ -2,9 +2,10 @@
 
 import torch
 from agreement import assert_agrees
-from draws import FLOATS, MASKS, edges
+from draws import MASKS, edges
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked import FLOATS
 
 from klfast import Estimator
 from klfast.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE

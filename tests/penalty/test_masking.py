@@ -5,25 +5,13 @@ import math
 import pytest
 import torch
 from agreement import random_inputs, same_bits
+from masked import MASK_DTYPES, POISON
 
 import klfast
 from klfast import Estimator
 from klfast.estimator import ESTIMATORS
 from klfast.reduction import REDUCTIONS
 
-POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-MASK_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
 SHAPE = (4, 70)
 RICH = Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0)
 FORMS = {name: Estimator(name) for name in ESTIMATORS} | {"rich": RICH}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from agreement import random_inputs
+from masked import MASKS
 from torch.library import opcheck
 
 import klfast
@@ -161,19 +162,6 @@ def test_scale_keeps_its_contract_with_torch(dtype):
     opcheck(SCALE, (torch.ones(0, 5, dtype=dtype), torch.tensor(3.0)))
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Memory that nobody wrote reads as NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-MASKS = {
-    "no-mask": lambda shape: None,
-    "half": lambda shape: torch.arange(torch.Size(shape).numel()).reshape(shape) % 2 == 0,
-    "all-masked": lambda shape: torch.zeros(shape),
-}
 SHAPES = {"one": (1, 1), "odd": (3, 67), "long": (2, 1500), "no-tokens": (3, 0), "none": (0, 5)}
 
 

@@ -1,5 +1,6 @@
 """Python threads that call at once, and processes that fork."""
 
+import itertools
 import os
 import threading
 import time
@@ -8,6 +9,7 @@ import pytest
 import torch
 from agreement import random_inputs, same_bits
 from fresh import run_fresh
+from threads import gradients_in_threads, in_threads
 
 import klfast
 from klfast.reduction import REDUCTIONS
@@ -25,21 +27,12 @@ def test_python_threads_that_call_at_once_get_the_same_bits(backend, reduction, 
     set_num_threads(2)
     logprobs, ref_logprobs, _ = random_inputs((4, 16500))
     expected = value_and_grad(logprobs, ref_logprobs, reduction, backend)
-    start = threading.Barrier(6)
-    results = []
 
-    def work():
-        start.wait()
-        for _ in range(3):
-            results.append(value_and_grad(logprobs, ref_logprobs, reduction, backend))
+    def work(_):
+        return [value_and_grad(logprobs, ref_logprobs, reduction, backend) for _ in range(3)]
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 18
-    assert all(same_bits(a, b) for got in results for a, b in zip(got, expected, strict=True))
+    for found in itertools.chain(*in_threads(work, 6)):
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -52,20 +45,7 @@ def test_threads_may_share_one_graph(reduction):
         klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, backend="native").sum(),
         logprobs,
     )
-    results = []
-
-    def work():
-        (grad,) = torch.autograd.grad(penalty, logprobs, retain_graph=True)
-        results.append(grad.clone())
-        grad.fill_(torch.nan)
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 6
-    assert all(same_bits(grad, expected) for grad in results)
+    assert all(same_bits(grad, expected) for grad in gradients_in_threads(penalty, logprobs, 6))
 
 
 def test_a_long_call_lets_other_python_threads_run():

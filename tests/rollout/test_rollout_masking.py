@@ -6,17 +6,13 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_rollout import sampled
+from masked import MASK_DTYPES, POISON
 from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Rejection
 from klfast.rollout.rejection import OVER, STATISTICS
 
-POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-MASK_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-)
 SHAPE = (4, 30)
 RULES = tuple(Rejection(statistic, over, high=1.5) for statistic in STATISTICS for over in OVER)
 WEIGHTS = [None, "token", "sequence", "geometric"]

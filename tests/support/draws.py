@@ -1,19 +1,9 @@
 """What the fuzzers of both levels draw from: dtypes, masks, edges of packed sequences."""
 
-import torch
 from hypothesis import strategies as st
+from masked import MASK_DTYPES
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MASKS = (
-    None,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    *FLOATS,
-)
+MASKS = (None, *MASK_DTYPES)
 
 
 @st.composite
