@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="tokens",
         help="tokens: the k3 penalty of log-probs (default); options: its limits, weights and "
         "gradient rules beside plain k3; logits: divergences and log-probs over the whole "
-        "vocabulary",
+        "vocabulary; topk: distillation from a teacher's K words a token",
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where (default cpu)")
     parser.add_argument(

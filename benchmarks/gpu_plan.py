@@ -1,9 +1,9 @@
-"""The benchmarks that `make gpu-check` has time for, and the name that each one's results have."""
+"""The benchmarks on a GPU, and the name that each one's results have."""
 
 from __future__ import annotations
 
 BUDGET = 210
-"""Seconds for the cases of one, at the most."""
+"""Seconds for the cases of one in `make gpu-check`, at the most."""
 
 OPTIONS = {
     "gpu": ["--device", "cuda"],
@@ -14,3 +14,6 @@ OPTIONS = {
 }
 """Name of the results -> options; ``python -m benchmarks --device cuda --suite logits`` measures
 the rest."""
+
+ALONE = {"gpu-topk": ["--device", "cuda", "--suite", "topk"]}
+"""The same of those that `make gpu-check` has no time for."""

@@ -5,8 +5,8 @@ writes from those files; ``--check`` (a test) tells whether a page is out of dat
 
     python -m benchmarks.report
 
-With a ``gpu.json`` or a ``gpu-logits.json`` it also writes ``gpu.md``, all their cases, and a
-picture of each. What has not been measured on a GPU is pending, case by case.
+With a ``gpu.json``, ``gpu-logits.json`` or ``gpu-topk.json`` it also writes ``gpu.md``, all their
+cases, and a picture of each. What has not been measured on a GPU is pending, case by case.
 """
 
 from __future__ import annotations
@@ -34,25 +34,36 @@ BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", 
 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
 NOT_MEASURED = "**Not measured yet.**"
-PICTURES = {name: f"{name}-roofline.png" for name in gpu_plan.OPTIONS}
+PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
+PICTURES = {name: f"{name}-roofline.png" for name in PLANS}
 """Results on a GPU -> their picture."""
 PENDING = "*pending*"
 
 
 def planned() -> dict[str, tuple[Suite, list[Case]]]:
-    """Results on a GPU -> what `make gpu-check` measures for them."""
+    """Results on a GPU -> what is measured for them."""
     found = {}
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    for name, options in gpu_plan.OPTIONS.items():
+    for name, options in PLANS.items():
         arguments = parser.parse_args(options)
         suite = SUITES[arguments.suite]
         found[name] = (suite, command.gpu_cases(arguments, suite))
     return found
 
 
-def pending(suite: Suite, cases: list[Case]) -> str:
-    """A suite's table: a measured one's headings and lines, with what is there to be measured."""
+def command_of(results: str) -> str:
+    """The command that measures results on a GPU."""
+    if results in gpu_plan.OPTIONS:
+        return "make gpu-check PYTHON=python3"
+    file = f"benchmarks/results/{results}.json"
+    return f"python -m benchmarks {' '.join(gpu_plan.ALONE[results])} --out {file}"
+
+
+def pending(name: str, suite: Suite, cases: list[Case]) -> str:
+    """The table of results: a measured one's headings and lines, with what is there to be
+    measured.
+    """
     names = [{*case.op.eager(case.packed), *MODES} for case in cases]
     rivals = tables.rivals_of([{name: {} for name in each} for each in names], always=())
     headings = tables.kernel_headings(suite.name, rivals)
@@ -72,7 +83,7 @@ def pending(suite: Suite, cases: list[Case]) -> str:
         )
     return (
         f"{tables.table(headings, lines)}\n\n"
-        "Not measured: `make gpu-check PYTHON=python3` on a machine with a GPU measures these "
+        f"Not measured: `{command_of(name)}` on a machine with a GPU measures these "
         f"{len(cases)} cases, "
         f"{suite.gpu_rounds} interleaved rounds of each with L2 flushed, checked against float64 "
         f"first: {suite.text}. The device, its clocks and the versions then stand here."
@@ -94,7 +105,7 @@ def gpu_part(results: Path) -> str:
             picture = f"![GB/s by bytes](../benchmarks/results/{PICTURES[name]})"
             parts += [tables.gpu_block(measured[name]), picture]
         else:
-            parts.append(pending(suite, cases))
+            parts.append(pending(name, suite, cases))
     return "\n\n".join(parts)
 
 
@@ -115,7 +126,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 def blocks(results: Path) -> dict[str, str]:
     """Name -> text of the pages' generated parts."""
-    texts = {"cpu-logits": NOT_MEASURED, "summary": NOT_MEASURED}
+    texts = dict.fromkeys(("cpu-logits", "cpu-topk", "summary"), NOT_MEASURED)
     for path in results.glob("cpu*.json"):
         texts[path.stem] = tables.cpu_block(json.loads(path.read_text()))
     drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
@@ -193,6 +204,7 @@ STYLES = {
     "selective": ("selective", "#56B4E9", "<", "--"),
     "Liger": ("Liger", "#F0E442", "P", "--"),
     "TRL": ("TRL's Triton", "black", "X", "--"),
+    "verl": ("verl's log-probs", "#56B4E9", "<", "--"),
 }
 
 

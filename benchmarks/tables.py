@@ -27,11 +27,15 @@ OPS = {
     "logprob": "log-prob forward",
     "logprob-entropy": "log-prob and entropy forward",
     "logprob-two-pass": "log-prob, forward + backward",
+    "topk": "with a bucket for the rest, forward",
+    "topk-loss": "with a bucket for the rest, mean, forward + backward",
+    "topk-drop-loss": "without the rest, mean, forward + backward",
 }
 HEADINGS = {
     "tokens": "k3, random boolean mask",
     "options": "random boolean mask",
     "logits": "tokens x vocabulary, every token kept",
+    "topk": "tokens x vocabulary, a teacher's 64 words a token",
 }
 """Suite -> what its ops are of."""
 SHOWN_OPS = ("forward", "one-read")
@@ -57,12 +61,28 @@ SOME_RIVALS = {
     "plain k3": "klfast's plain k3",
     "token-mean": "klfast's `token-mean`",
     "klfast in place": "klfast's `inplace_backward`",
+    "verl": "verl's log-probs",
+    "token_logprobs": "klfast's `token_logprobs`",
 }
 """The rivals of some ops, or where they are installed."""
 
 
-COMPARED = {"tokens": (), "logits": ("eager", "torch.compile")}
+COMPARED = {
+    "tokens": (),
+    "logits": ("eager", "torch.compile"),
+    "topk": ("eager", "torch.compile"),
+}
 """Suite -> whose memory stands beside klfast's in a GPU's table."""
+
+
+OVER_LOGITS = {
+    "logits": "selective: eager PyTorch without a log_softmax of all rows at once, as TRL's "
+    "`selective_log_softmax`.",
+    "topk": "eager: log_softmax in fp32, gathered. verl's: gathered logits less their logsumexp, "
+    "as verl 0.9 with `use_chunked_topk`, in fp32; without the rest it is verl's loss, but for its "
+    "clamp. `token_logprobs`: of one word a token, as the case forward, or forward and backward.",
+}
+"""Suite -> its rivals, in words."""
 
 
 def cases_of(data: dict[str, Any]) -> list[Case]:
@@ -168,8 +188,8 @@ def state(where: dict[str, Any]) -> str:
 
 
 def cpu_block(data: dict[str, Any]) -> str:
-    """The table of a CPU's results; of logits, where, when and how too."""
-    if suite_of(data) != "logits":
+    """The table of a CPU's results; over logits, where, when and how too."""
+    if suite_of(data) not in OVER_LOGITS:
         return "\n\n".join(filter(None, (cpu_table(data), state(data["conditions"]))))
     where = data["conditions"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
@@ -180,8 +200,7 @@ def cpu_block(data: dict[str, Any]) -> str:
         f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
         f"rounds, inputs {where['inputs']}, checked against float64 first; logits with a deviation "
         f"of {where['logits_std']} nats, {where['log_ratio_std']} apart. Memory: the peak of what "
-        "is resident, each in a process of its own. selective: eager PyTorch without a log_softmax "
-        "of all rows at once, as TRL's `selective_log_softmax`. "
+        f"is resident, each in a process of its own. {OVER_LOGITS[suite_of(data)]} "
         f"{state(where)}".rstrip()
     )
 
@@ -354,7 +373,7 @@ def gpu_conditions(data: dict[str, Any]) -> str:
 
 def is_shown(row: Row, suite: str) -> bool:
     """Whether docs/measured.md shows a case that was measured on a GPU."""
-    if suite == "logits":
+    if suite in OVER_LOGITS:
         return bool(row["dtype"] == "bf16")
     return row["op"] in SHOWN_OPS and not row["packed"]
 

@@ -6,7 +6,9 @@ import re
 
 import pytest
 import torch
+from torch import Tensor
 
+import klfast
 from benchmarks import candidates, check, command, measure, outcome, tokens
 from benchmarks.__main__ import main
 from benchmarks.bandwidth import PROBES
@@ -21,8 +23,10 @@ from benchmarks.timing import Timing, interleave
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = ["--quick", "--no-compile", "--rounds", "2", "--allow-load"]
-LARGE_SHAPE = {"tokens": "64x4096", "options": "64x4096", "logits": "9x70000"}
+LARGE_SHAPE = {"tokens": "64x4096", "options": "64x4096", "logits": "9x70000", "topk": "9x70000"}
 """Whose inputs are read in more than the time of a call."""
+OTHERS = {"logprob": ["selective"], "topk": ["verl"]}
+"""An op's first word -> its other rivals."""
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 suites = pytest.mark.parametrize("suite", SUITES)
@@ -48,12 +52,16 @@ suites = pytest.mark.parametrize("suite", SUITES)
         ("logprob", 4, 2),
         ("logprob-entropy", 4, 2),
         ("logprob-two-pass", 12, 6),
+        ("topk", 4, 2),
+        ("topk-loss", 12, 6),
+        ("topk-drop-loss", 12, 6),
     ],
 )
 def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
     for dtype, per_number in (("fp32", fp32), ("bf16", bf16)):
-        of_token_ids = 3 * 8 * OPS[op].reads if op.startswith("logprob") else 0
-        assert Case(OPS[op], dtype, (3, 5)).least_bytes == per_number * 15 + of_token_ids
+        of_entries = {"logprob": 8, "topk": 2 * (8 + 4)}.get(op.partition("-")[0], 0)
+        beside = 3 * of_entries * OPS[op].reads  # of each row
+        assert Case(OPS[op], dtype, (3, 5)).least_bytes == per_number * 15 + beside
 
 
 @ops
@@ -76,7 +84,7 @@ def test_the_storage_that_the_read_reads_is_the_inputs(op, dtype):
 @dtypes
 def test_every_candidate_is_right(op, dtype):
     inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
-    names = ["klfast", "eager", *["selective"] * op.name.startswith("logprob")]
+    names = ["klfast", "eager", *OTHERS.get(op.name.partition("-")[0], [])]
     assert list(checked_candidates(op, inputs, with_compile=False)) == names
 
 
@@ -90,7 +98,7 @@ def test_the_truth_is_the_same_in_blocks_of_rows(monkeypatch, op, numbers):
         torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("op", ["two-pass", "kl-two-pass", "logprob-two-pass"])
+@pytest.mark.parametrize("op", ["two-pass", "kl-two-pass", "logprob-two-pass", "topk-loss"])
 @pytest.mark.parametrize("row", range(6))
 def test_one_wrong_number_of_a_gradient_is_found_in_any_block(monkeypatch, op, row):
     monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", 260)
@@ -199,8 +207,21 @@ BESIDE = {
     "k2-one-read": "plain k3",
     "sum-one-read": "token-mean",
     "logprob-two-pass": "klfast in place",
+    "topk": "token_logprobs",
+    "topk-loss": "token_logprobs",
+    "topk-drop-loss": "token_logprobs",
 }
 """Op -> what is timed beside it."""
+
+
+def plainly(name, op):
+    """The function that computes the same as what is timed beside an op."""
+    if name == "token_logprobs":
+        means = {True: Tensor.mean, False: lambda logprobs: logprobs}
+        return lambda logits, ids, _: means[op.backward](klfast.token_logprobs(logits, ids[:, 0]))
+    plain = {"klfast in place": "logprob-two-pass", "token-mean": "one-read"}
+    call = OPS[plain.get(name, "forward")].klfast()
+    return (lambda *x: call(*x).sum()) if name == "plain k3" and op.backward else call
 
 
 @ops
@@ -210,14 +231,10 @@ def test_what_is_timed_beside_an_op_computes_what_it_says(op, dtype):
     first = inputs.arguments[0].detach().clone()
     beside = op.beside(inputs)
     assert set(beside) == {BESIDE[op.name]} if op.name in BESIDE else not beside
-    plain = {"klfast in place": "logprob-two-pass", "token-mean": "one-read"}
     for name, call in beside.items():
-        same = OPS[plain.get(name, "forward")]
-        x, ref, *mask = (tensor.detach() for tensor in inputs.arguments[:3])
+        x, *others = (tensor.detach() for tensor in inputs.arguments[:3])
         x = x.requires_grad_(op.backward)
-        value = same.klfast()(x, ref, *mask)
-        if name == "plain k3" and op.backward:
-            value = value.sum()
+        value = plainly(name, op)(x, *others)
         result = call(inputs)
         if op.backward:
             result, gradient = result
@@ -245,7 +262,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
         assert name in printed.err
         rows = {row["impl"]: row for row in data["rows"] if row["case"] == name}
         op = OPS[rows["klfast"]["op"]]
-        others = {"read", "read + fill", "selective", BESIDE.get(op.name)}
+        others = {"read", "read + fill", "selective", "verl", BESIDE.get(op.name)}
         assert set(rows) - others == {"klfast", "eager"}
         assert (BESIDE.get(op.name) in rows) == (op.name in BESIDE)
         is_large = name.endswith(shapes[1])

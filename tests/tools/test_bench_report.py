@@ -231,8 +231,9 @@ def test_without_a_gpus_results_every_case_is_pending(folder):
     run(folder)
     text, lines = part_on_gpus(folder)
     assert text.startswith(report.NO_GPU)
-    assert "`make gpu-check PYTHON=python3`" in text
-    assert list(lines) == planned_lines("gpu") + planned_lines("gpu-logits")
+    assert text.count("`make gpu-check PYTHON=python3`") == 2
+    assert text.count("--suite topk --out benchmarks/results/gpu-topk.json`") == 1
+    assert list(lines) == [line for name in report.PLANS for line in planned_lines(name)]
     assert {cell for cells in lines.values() for cell in cells} == {report.PENDING, ""}
     assert all(cells[:2] == [report.PENDING] * 2 for cells in lines.values())
     assert not (folder / "gpu.md").exists()
@@ -240,7 +241,7 @@ def test_without_a_gpus_results_every_case_is_pending(folder):
 
 def test_the_cases_that_are_pending_are_those_of_gpu_check():
     planned = report.planned()
-    assert list(planned) == list(report.PICTURES)
+    assert list(planned) == [*report.gpu_plan.OPTIONS, "gpu-topk"]
     suite, cases = planned["gpu"]
     shapes = {(case.shape, case.packed) for case in cases}
     assert shapes == {
@@ -258,7 +259,7 @@ def test_what_was_measured_takes_the_place_of_what_was_pending(folder, made_up):
     text, lines = part_on_gpus(folder)
     assert report.NO_GPU not in text
     of_logits = [place for place, cells in lines.items() if report.PENDING in cells]
-    assert of_logits == planned_lines("gpu-logits")
+    assert of_logits == planned_lines("gpu-logits") + planned_lines("gpu-topk")
 
 
 def test_what_is_pending_has_the_columns_of_what_was_measured(
@@ -314,7 +315,7 @@ def test_a_gpu_has_tables_of_both_levels(folder, made_up, made_up_gpu_logits):
     assert run(folder) == 0
     assert run(folder, "--check") == 0
     readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
-    for name in report.PICTURES.values():
+    for name in ("gpu-roofline.png", "gpu-logits-roofline.png"):
         assert f"(../benchmarks/results/{name})" in readme
         assert (folder / name).stat().st_size > 10_000
     line = next(line for line in readme.splitlines() if "[2048, 32000] log-prob forward" in line)
@@ -393,7 +394,7 @@ def test_numbers_have_three_digits_and_no_exponent(value, text):
         (None, True, "is not known (a load was allowed)."),
     ],
 )
-@pytest.mark.parametrize("suite", ["tokens", "logits"])
+@pytest.mark.parametrize("suite", ["tokens", "logits", "topk"])
 def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
     made_up_logits, suite, others, allowed, load
 ):
@@ -401,6 +402,8 @@ def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
     made_up_logits["conditions"].update(state, suite=suite)
     text = tables.cpu_block(made_up_logits)
     assert text.endswith(f"Freed memory: kept by the process. What other processes took {load}")
+    assert ("as verl 0.9 with `use_chunked_topk`" in text) == (suite == "topk")
+    assert ("as TRL's `selective_log_softmax`" in text) == (suite == "logits")
 
 
 def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):

@@ -19,6 +19,7 @@ from benchmarks.logits import OPS as LOGITS_OPS
 from benchmarks.measure import Skip, check_candidates
 from benchmarks.suites import OPS, SUITES
 from benchmarks.timing import Timing
+from benchmarks.topk import OPS as TOPK_OPS
 from klfast import backends
 from klfast.selfcheck import clock
 
@@ -29,7 +30,8 @@ TOKENS, LOGITS = SUITES["tokens"], SUITES["logits"]
 token_ops = pytest.mark.parametrize(
     "op", [OPS[name] for name in TOKENS.gpu_ops], ids=TOKENS.gpu_ops
 )
-logits_ops = pytest.mark.parametrize("op", LOGITS_OPS.values(), ids=LOGITS_OPS)
+OVER_LOGITS = {**LOGITS_OPS, **TOPK_OPS}
+logits_ops = pytest.mark.parametrize("op", OVER_LOGITS.values(), ids=OVER_LOGITS)
 LOGITS_COMMAND = ["--device", "cuda", "--suite", "logits", "--quick", "--no-compile"]
 
 
@@ -67,8 +69,8 @@ def test_every_candidate_is_right(op, dtype, packed):
 def test_every_candidate_over_logits_is_right(op, dtype):
     case = Case(op, dtype, (6, 130))
     built = build_gpu_candidates(case, ["native", "reference"], (), {"other": op.klfast()})
-    selective = ["selective"] * op.name.startswith("logprob")
-    names = ["native", "reference", "eager", *selective, "other"]
+    rival = {"logprob": ["selective"], "topk": ["verl"]}.get(op.name.partition("-")[0], [])
+    names = ["native", "reference", "eager", *rival, "other"]
     assert list(check_candidates(built, op, make_inputs(case, 1)[0])) == names
 
 
