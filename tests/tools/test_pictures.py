@@ -50,6 +50,23 @@ def test_directions(numbers):
     assert 80 < jsd < 100
 
 
+def test_floor(numbers):
+    """At full size, as the page says these numbers."""
+    table = numbers("floor.py")
+    (bf16, small, fp16, fp32) = (values[::2] for values in table.values())
+    assert set(fp32) == {1.0}
+    assert all(of_bf16 > of_fp16 for of_bf16, of_fp16 in zip(bf16, fp16, strict=True))
+    assert all(list(line) == sorted(line, reverse=True) for line in (bf16, small, fp16))
+    page = (readme.ROOT / "docs" / "logits.md").read_text()
+    far, near = (f"{table['bf16, deviation 8'][2 * i + 1]:.1e}" for i in (2, 3))
+    assert (far, near) == ("2.7e-05", "2.4e-04")
+    assert (
+        f"{bf16[2]:.0f} times the true one at\n2.7e-5 nats, {bf16[3]:.1f} times at 2.4e-4" in page
+    )
+    assert bf16[-1] < 1.05
+    assert f"in fp16 {fp16[2]:.1f} times and {fp16[3]:.2f};" in page
+
+
 def test_rollout(numbers):
     table = numbers("rollout.py", "--sequences", "4000")
     uncorrected, unbounded, tis, _, bounded, rule, *_, strict = table["drift 1.5e-02"]

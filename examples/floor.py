@@ -1,0 +1,84 @@
+"""The least KL that logits of few digits can tell: draws docs/floor.png.
+
+``python examples/floor.py``
+
+Two models over 32,768 words, from all but equal to far apart. Their logits are rounded to a dtype,
+as a model in bf16 does with its last product, and the exact KL is computed of what is left.
+Rounding alone moves the two apart: the larger the logits, the more. A line per dtype and deviation
+of the logits has, for each distance, the KL of the rounded logits over the true one.
+
+klfast adds nothing to it: of fp32 logits the KL is right at every distance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import klfast
+
+sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
+
+from lab.drawing import dress, new_figure
+from lab.palette import BLUE, GREEN, LINE, VERMILION
+
+PICTURE = Path(__file__).parents[1] / "docs" / "floor.png"
+WORDS = 32_768
+DISTANCES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Standard deviations of the log-ratio, in nats."""
+LINES = {
+    "bf16, deviation 8": (torch.bfloat16, 8.0, {"color": VERMILION, "linestyle": "-"}),
+    "bf16, deviation 2.5": (torch.bfloat16, 2.5, {"color": VERMILION, "linestyle": "--"}),
+    "fp16, deviation 8": (torch.float16, 8.0, {"color": BLUE, "linestyle": "-"}),
+    "fp32, deviation 8": (torch.float32, 8.0, {"color": GREEN, "linestyle": "-"}),
+}
+"""Name -> dtype, deviation of the logits in nats, and how it is drawn."""
+
+
+def mean_kl(logits: Tensor, ref_logits: Tensor) -> float:
+    """The exact KL of the policy and the reference, averaged over tokens."""
+    return klfast.kl_divergence(logits, ref_logits, reduction="token-mean").item()
+
+
+def found(dtype: torch.dtype, deviation: float, tokens: int) -> tuple[list[float], list[float]]:
+    """The KL at each distance: the true one, and that of the rounded logits."""
+    torch.manual_seed(0)
+    logits = deviation * torch.randn(tokens, WORDS, dtype=torch.float64)
+    noise = torch.randn_like(logits)
+    true, rounded = [], []
+    for distance in DISTANCES:
+        ref_logits = logits + distance * noise
+        true.append(mean_kl(logits, ref_logits))
+        rounded.append(mean_kl(logits.to(dtype), ref_logits.to(dtype)))
+    return true, rounded
+
+
+def main() -> None:
+    """Measure, and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=PICTURE)
+    options = parser.parse_args()
+    figure = new_figure(8, 4)
+    panel = figure.subplots()
+    for name, (dtype, deviation, style) in LINES.items():
+        true, rounded = found(dtype, deviation, options.tokens)
+        panel.plot(true, rounded, label=name, marker="o", **LINE, **style)
+        pairs = zip(true, rounded, strict=True)
+        print(f"{name}: KL over the true one", *(f"{of / kl:.2f} at {kl:.1e}," for kl, of in pairs))
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("true KL, nats per token")
+    panel.set_ylabel("KL of the rounded logits")
+    dress(panel)
+    panel.legend(frameon=False)
+    figure.savefig(options.out)
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What the pages say of sparse teachers, of kept words, of baselines and of bf16: each block runs,
+and each number is computed.
+"""
+
+import re
+
+import pytest
+import readme
+import torch
+
+import klfast
+from klfast.names import TAILS
+
+PAGE = (readme.ROOT / "docs" / "distillation.md").read_text()
+ROLLOUT = (readme.ROOT / "docs" / "rollout.md").read_text()
+PRINTED = re.compile(r"^# (.*)$", re.MULTILINE)
+
+
+def run(name, capsys, **given):
+    """A block, which prints what its comments say; the names that it leaves."""
+    left = readme.run(name, torch=torch, klfast=klfast, **given)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == PRINTED.findall(readme.code(name))
+    assert lines
+    return {key: value for key, value in left.items() if key not in ("torch", "klfast")}
+
+
+def test_the_loss_of_a_sparse_teacher():
+    logits = torch.randn(2, 5, 30, requires_grad=True)
+    top = torch.randn(2, 5, 30).log_softmax(-1).topk(4)
+    mask = torch.arange(5) < torch.tensor([[5], [3]])
+    logged = {}
+    readme.run(
+        "sparse-teacher",
+        klfast=klfast,
+        logits=logits,
+        ref_token_ids=top.indices,
+        ref_logprobs=top.values,
+        mask=mask,
+        log=logged.update,
+    )
+    words = logits.detach().log_softmax(-1).gather(-1, top.indices).exp()
+    teacher = top.values.exp()
+    rest, teachers_rest = 1 - words.sum(-1), 1 - teacher.sum(-1)
+    terms = (teacher * (teacher / words).log()).sum(-1) + teachers_rest * (
+        teachers_rest / rest
+    ).log()
+    torch.testing.assert_close(logged["distillation/kl"], terms[mask].mean())
+    assert logits.grad[mask].abs().amin(-1).gt(0).all()
+
+
+def test_the_numbers_of_the_tails_and_of_both_traps(capsys):
+    left = run("tails", capsys)
+    teacher, logits = left["teacher"], left["logits"].detach()
+    mass = left["ref_logprobs"].exp().sum().item()
+    assert f"have {mass:.0%} of its probability".replace("%", " %", 1) in PAGE
+    left = run("detached", capsys, **left)
+    assert torch.equal(left["logits"], logits)
+    assert torch.equal(left["teacher"], teacher)
+    run("proportions", capsys, **left)
+    ids, logprobs = left["ref_token_ids"][:, :1], left["ref_logprobs"][:, :1]
+    with pytest.raises(ValueError, match=r"tail must not be 'renormalize' where"):
+        klfast.topk_kl_divergence(logits, ids, logprobs, tail="renormalize")
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_on_the_teachers_words_the_gradient_of_the_bucket_is_that_of_all_words(k):
+    teacher = (2 * torch.randn(5, 40, dtype=torch.float64)).log_softmax(-1)
+    logits = torch.randn(5, 40, dtype=torch.float64, requires_grad=True)
+    top = teacher.topk(k)
+    whole = klfast.kl_divergence(logits, teacher, direction="forward").sum()
+    bucket = klfast.topk_kl_divergence(logits, top.indices, top.values).sum()
+    of_whole, of_bucket = (torch.autograd.grad(x, logits)[0] for x in (whole, bucket))
+    torch.testing.assert_close(
+        of_bucket.gather(-1, top.indices), of_whole.gather(-1, top.indices), rtol=1e-9, atol=1e-12
+    )
+    assert bucket < whole
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("tail", TAILS)
+def test_each_tail_leads_where_the_table_says(tail, direction):
+    """Logits that are free to move, to where the loss is least."""
+    teacher = (2 * torch.randn(1, 16, dtype=torch.float64)).log_softmax(-1)
+    top = teacher.topk(4)
+    logits = torch.zeros(1, 16, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(1200):
+        optimizer.zero_grad()
+        klfast.topk_kl_divergence(
+            logits, top.indices, top.values, tail=tail, direction=direction, reduction="token-mean"
+        ).backward()
+        optimizer.step()
+    p = top.values.exp()
+    q = logits.detach().softmax(-1).gather(-1, top.indices)
+    least = p
+    if tail == "drop":
+        least = p / p.sum() if direction == "forward" else p / torch.e
+    if tail == "renormalize":
+        p, q = p / p.sum(), q / q.sum()
+        least = p
+        assert not torch.allclose(logits.softmax(-1).gather(-1, top.indices), top.values.exp())
+    torch.testing.assert_close(q, least, rtol=2e-3, atol=0)
+
+
+def test_the_table_has_every_tail():
+    table = PAGE.partition("## Which tail")[2].partition("On the K words")[0]
+    assert sorted(re.findall(r'^\| `"(\w+)"` \|', table, re.MULTILINE)) == sorted(TAILS)
+
+
+def test_the_bytes_are_those_of_the_arithmetic():
+    rows = re.findall(r"^\| .* \| ([\d,· ]+) \| ([\d.]+) (GB|MB) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for product, number, unit in rows:
+        size = eval(product.replace(",", "").replace("·", "*")) / {"GB": 1e9, "MB": 1e6}[unit]
+        assert float(number) == pytest.approx(size, rel=5e-3)
+
+
+def test_words_that_a_sampler_left_out():
+    """The same weights and a top-p of 0.9: without the replay x is the log of the kept mass."""
+    logits = 2 * torch.randn(4, 256, 512)
+    probs, words = logits.softmax(-1).sort(-1, descending=True)
+    left_out = probs.cumsum(-1) - probs > 0.9
+    probs = probs.masked_fill(left_out, 0)
+    drawn = probs.flatten(0, 1).multinomial(1).view(4, 256, 1)
+    mass = probs.sum(-1)
+    given = {
+        "token_ids": words.gather(-1, drawn)[..., 0],
+        "rollout_logprobs": (probs.gather(-1, drawn)[..., 0] / mass).log(),
+        "mask": torch.ones(4, 256, dtype=torch.bool),
+    }
+    whole = klfast.token_logprobs(logits, given["token_ids"])
+    biased = klfast.rollout_correction(whole, given["rollout_logprobs"], given["mask"])
+    torch.testing.assert_close(biased.weights, mass)
+    kl = biased.stats.as_dict()["rollout/kl"].item()
+    assert kl == pytest.approx(-mass.log().mean().item(), rel=1e-4)
+    assert f"mean ratio is {biased.weights.mean():.2f} and `kl` {kl:.2f} nats" in ROLLOUT
+    assert f"300 tokens is e^\N{MINUS SIGN}{300 * kl:.0f}" in ROLLOUT
+    kept = words.masked_fill(left_out, -1)
+    left = readme.run(
+        "kept-words", torch=torch, klfast=klfast, logits=logits.requires_grad_(), kept=kept, **given
+    )
+    torch.testing.assert_close(left["corrected"].weights, torch.ones(4, 256))
+    assert abs(left["corrected"].stats.as_dict()["rollout/kl"]) < 1e-6
+    (grad,) = torch.autograd.grad(left["logprobs"].sum(), logits)
+    unsorted = torch.zeros_like(left_out).scatter(-1, words, left_out)
+    assert not grad[unsorted].any()
+    assert grad[~unsorted].all()
+
+
+def test_a_kl_in_the_advantages_and_its_baselines():
+    logits = torch.randn(3, 7, 20, requires_grad=True)
+    ref_logits, token_ids = torch.randn(3, 7, 20), torch.randint(20, (3, 7))
+    advantages, mask = torch.randn(3, 7), torch.rand(3, 7) < 0.7
+    left = readme.run(
+        "kl-advantages",
+        klfast=klfast,
+        logits=logits,
+        ref_logits=ref_logits,
+        token_ids=token_ids,
+        mask=mask,
+        advantages=advantages,
+        c=0.1,
+    )
+    p, q = (z.detach().log_softmax(-1) for z in (logits, ref_logits))
+    x = (p - q).gather(-1, token_ids[..., None])[..., 0]
+    kl = (p.exp() * (p - q)).sum(-1)
+    torch.testing.assert_close(
+        left["centred"][mask], (advantages + 0.1 * (x[mask].mean() - x))[mask]
+    )
+    torch.testing.assert_close(left["exact"][mask], (advantages + 0.1 * (kl - x))[mask])
+    assert not left["centred"].requires_grad
+    assert not left["exact"].requires_grad
+
+
+def test_the_noise_of_each_baseline(capsys):
+    left = run("kl-baselines", capsys)
+    near = readme.code("kl-baselines").replace("[0.1] * 48 + [2.0] * 16", "[0.1] * 64")
+    readme.run("kl-baselines", near.replace(":.0f}", ":.4f}"), torch=torch, klfast=klfast)
+    printed = [float(n) for n in re.findall(r": ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
+    assert len(printed) == 3
+    assert max(printed) < 1.01 * min(printed)
+    logits = left["logits"].double().requires_grad_()
+    policy, x, kl = (left[name].double() for name in ("policy", "x", "kl"))
+    for advantages in (-x, kl.mean() - x, kl - x):  # by its definition, of the first token
+        score = torch.eye(512, dtype=torch.float64) - policy[0]
+        gradients = advantages[0][:, None] * score
+        mean = policy[0] @ gradients
+        variance = policy[0] @ (gradients - mean).square().sum(-1)
+        found = left["noise"](torch.cat([advantages[:1], torch.zeros(63, 512)]))
+        assert found == pytest.approx(variance.item(), rel=1e-5)
+        (expected,) = torch.autograd.grad(
+            (policy[0] * -x[0] * logits.log_softmax(-1)[0]).sum(), logits
+        )
+        torch.testing.assert_close(mean, expected[0], rtol=1e-5, atol=1e-7)
