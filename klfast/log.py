@@ -18,7 +18,7 @@ from klfast.control.grouped import GroupedKLController
 from klfast.dtensors import made_whole
 from klfast.profile import LogRatioProfile
 from klfast.rollout.stats import RolloutStats
-from klfast.stats import KLStats
+from klfast.stats import OF_TOKENS, KLStats
 from klfast.transfer import floats
 
 __all__ = ["KLLog"]
@@ -98,8 +98,8 @@ class KLLog:
 
         Args:
             step: >= 0.
-            stats: of the step's batch, written under ``prefix``; a ``RolloutStats`` is taken as
-                ``rollout``.
+            stats: of the step's batch, written under ``prefix``; what exact divergences do not know
+                without ``token_ids`` is left out. A ``RolloutStats`` is taken as ``rollout``.
             rollout: of :func:`klfast.rollout_correction`, written under ``rollout/`` as by its
                 ``as_dict``.
             controller: klfast's, or any :class:`klfast.KLController`; writes ``coef`` and, if it
@@ -133,6 +133,7 @@ class KLLog:
         extras = {name: made_whole(value) for name, value in (extra or {}).items()}
         given = {f"={name}": value for name, value in {**beside, **extras}.items()}
         numbers = _floats({**own, **given})
+        own = {name: value for name, value in own.items() if name not in _unknown(numbers)}
         written = {self.prefix + name: numbers[name] for name in own}
         written |= self._of_framework({name: numbers[name] for name in own})
         written |= {name: numbers[f"={name}"] for name in beside}
@@ -156,6 +157,12 @@ class KLLog:
             if name in known
             for theirs in all_theirs
         }
+
+
+def _unknown(numbers: dict[str, float]) -> tuple[str, ...]:
+    """The names of what exact divergences do not say of tokens that nobody named."""
+    unknown = all(math.isnan(numbers.get(name, 0.0)) for name in OF_TOKENS)
+    return OF_TOKENS if unknown and numbers.get("nonfinite") == 0 else ()
 
 
 def _of_controller(controller: Any) -> dict[str, Any]:

@@ -238,6 +238,27 @@ def test_what_is_not_finite_is_null_in_json(tmp_path):
     assert json.loads(path.read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
 
 
+@pytest.mark.parametrize("names", ["klfast", "trl"])
+def test_what_exact_divergences_do_not_know_is_left_out(tmp_path, names):
+    logits = torch.randn(2, 2, 5, 9)
+    token_ids = torch.randint(9, (2, 5))
+    log = KLLog(tmp_path / "kl.jsonl", names=names)
+    for ids, known in ((None, False), (token_ids, True)):
+        stats = klfast.kl_divergence(*logits, token_ids=ids, return_stats=True).stats
+        written = log(0, stats)
+        assert set(stats.to_floats()) <= set(written)
+        assert ("kl/k1" in written) == ("kl/max_abs_log_ratio" in written) == known
+        assert all(math.isfinite(number) for number in written.values())
+
+
+def test_what_is_nan_of_taken_tokens_stays(tmp_path):
+    logprobs = torch.tensor([[math.nan, -1.0]])
+    stats = klfast.kl_penalty(logprobs, -torch.ones(1, 2), return_stats=True)[1]
+    written = KLLog(tmp_path / "kl.jsonl")(0, stats)
+    assert math.isnan(written["kl/k1"])
+    assert written["kl/nonfinite"] == 1
+
+
 def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(TypeError, match="to must be 'tensorboard', 'wandb', a path"):
         KLLog(SimpleNamespace())
