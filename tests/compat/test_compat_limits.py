@@ -11,6 +11,7 @@ import frameworks
 import oracle
 import pytest
 import torch
+from refusals import A_TENSOR
 
 import klfast
 from klfast.compat import areal, nemo_rl, open_instruct, presets, skyrl, slime
@@ -312,7 +313,7 @@ def test_a_weight_of_another_shape_is_named(argument, function, shape):
 
 @every_weighted
 def test_a_weight_that_is_no_tensor_is_named(argument, function):
-    message = f"^{argument} must be a torch.Tensor, got float"
+    message = f"^{argument} {A_TENSOR}, got float"
     with pytest.raises(TypeError, match=message):
         function(torch.zeros(2, 3), 2.0)
 

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from agreement import random_inputs, same_bits
+from refusals import POSITIVE
 
 import klfast
 from klfast import Estimator
@@ -195,7 +196,7 @@ def test_ranks_need_the_global_count(mode, function):
 )
 def test_a_count_that_is_not_positive_is_named(mode, count):
     loss = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=f"{count} must be a finite number > 0, got 0"):
+    with pytest.raises(ValueError, match=f"{count} {POSITIVE}, got 0"):
         verl.agg_loss(loss, loss, mode, **{count: 0})
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import POSITIVE
 
 from klfast.compat import verl
 from klfast.compat.trl_sampling import importance_sampling_ratio
@@ -10,8 +11,8 @@ from klfast.compat.trl_sampling import importance_sampling_ratio
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"clip_max": 0.0}, "clip_max must be a finite number > 0, got 0.0"),
-        ({"clip_max": -1}, "clip_max must be a finite number > 0, got -1"),
+        ({"clip_max": 0.0}, f"clip_max {POSITIVE}, got 0.0"),
+        ({"clip_max": -1}, f"clip_max {POSITIVE}, got -1"),
         ({"clip_min": 4.0}, "clip_min must be <= clip_max=3.0, got 4.0"),
     ],
     ids=str,

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from agreement_logits import NOT_EMULATED
-from refusals import FLOATS, assert_refused, cases, weights
+from refusals import A_TENSOR, FLOATS, ONE_OF_THE_DTYPES, POSITIVE, assert_refused, cases, weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import klfast
@@ -29,31 +29,31 @@ def ids(value, dtype=torch.int64):
 
 
 LOGITS_TYPES = {
-    "list-logits": ({"logits": [[0.0]]}, "logits must be a torch.Tensor, got list"),
+    "list-logits": ({"logits": [[0.0]]}, f"logits {A_TENSOR}, got list"),
     **{
         f"{dtype}-logits": (
             {"logits": zeros(2, 3, 5).to(dtype)},
-            f"logits must have one of the dtypes {FLOATS}, got {dtype}",
+            f"logits {ONE_OF_THE_DTYPES} {FLOATS}, got {dtype}",
         )
         for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
     },
-    "list-token_ids": ({"token_ids": [[0] * 3] * 2}, "token_ids must be a torch.Tensor, got list"),
+    "list-token_ids": ({"token_ids": [[0] * 3] * 2}, f"token_ids {A_TENSOR}, got list"),
     **{
         f"{dtype}-token_ids": (
             {"token_ids": zeros(2, 3, dtype=dtype)},
-            f"token_ids must have one of the dtypes {INTEGERS}, got {dtype}",
+            f"token_ids {ONE_OF_THE_DTYPES} {INTEGERS}, got {dtype}",
         )
         for dtype in (torch.float32, torch.bool, torch.complex64)
     },
-    "list-mask": ({"mask": [[1, 1, 1]] * 2}, "mask must be a torch.Tensor, got list"),
+    "list-mask": ({"mask": [[1, 1, 1]] * 2}, f"mask {A_TENSOR}, got list"),
     "complex-mask": (
         {"mask": zeros(2, 3, dtype=torch.complex64)},
-        f"mask must have one of the dtypes torch.bool, .*{FLOATS}, got torch.complex64",
+        f"mask {ONE_OF_THE_DTYPES} torch.bool, .*{FLOATS}, got torch.complex64",
     ),
     **{
         f"temperature-{value!r}": (
             {"temperature": value},
-            f"temperature must be a finite number > 0, got {re.escape(repr(value))} of type",
+            f"temperature {POSITIVE}, got {re.escape(repr(value))} of type",
         )
         for value in ("1", None, True, [1.0])
     },
@@ -102,7 +102,7 @@ LOGITS_VALUES = {
     **{
         f"temperature-{value}": (
             {"temperature": value},
-            f"temperature must be a finite number > 0, got {value}",
+            f"temperature {POSITIVE}, got {value}",
         )
         for value in (0, 0.0, -1, NAN, INF)
     },
@@ -132,7 +132,7 @@ LOGITS_VALUES = {
 }
 
 TOKENS_TYPES = {
-    "none-token_ids": ({"token_ids": None}, "token_ids must be a torch.Tensor, got NoneType"),
+    "none-token_ids": ({"token_ids": None}, f"token_ids {A_TENSOR}, got NoneType"),
     **{
         f"ignore_index-{value!r}": (
             {"ignore_index": value},
@@ -161,14 +161,14 @@ TOKENS_VALUES = {
 }
 
 DIVERGENCE_TYPES = {
-    "none-ref": ({"ref_logits": None}, "ref_logits must be a torch.Tensor, got NoneType"),
+    "none-ref": ({"ref_logits": None}, f"ref_logits {A_TENSOR}, got NoneType"),
     "integer-ref": (
         {"ref_logits": zeros(2, 3, 5, dtype=torch.int32)},
-        f"ref_logits must have one of the dtypes {FLOATS}, got torch.int32",
+        f"ref_logits {ONE_OF_THE_DTYPES} {FLOATS}, got torch.int32",
     ),
     "list-cu_seqlens": (
         {"logits": zeros(6, 5), "ref_logits": zeros(6, 5), "cu_seqlens": [0, 6]},
-        "cu_seqlens must be a torch.Tensor, got list",
+        f"cu_seqlens {A_TENSOR}, got list",
     ),
     "direction-none": ({"direction": None}, "unknown direction None; expected one of 'reverse'"),
     "direction-list": ({"direction": ["jsd"]}, r"unknown direction \['jsd'\]; expected one of"),
@@ -176,14 +176,14 @@ DIVERGENCE_TYPES = {
     **{
         f"jsd_beta-{value!r}": (
             {"jsd_beta": value},
-            f"jsd_beta must be a finite number > 0, got {value!r} of type",
+            f"jsd_beta {POSITIVE}, got {value!r} of type",
         )
         for value in ("0.5", None, True)
     },
     "coef-text": ({"coef": "0.1"}, "coef must be a finite number, got '0.1' of type str"),
     "normalizer-text": (
         {"normalizer": "7", "reduction": "token-mean"},
-        "normalizer must be a finite number > 0, got '7' of type str",
+        f"normalizer {POSITIVE}, got '7' of type str",
     ),
 }
 
@@ -276,11 +276,11 @@ DIVERGENCE_VALUES = {
     ),
     "normalizer-0": (
         {"normalizer": 0.0, "reduction": "token-mean"},
-        "normalizer must be a finite number > 0, got 0.0",
+        f"normalizer {POSITIVE}, got 0.0",
     ),
     "normalizer-tensor-0": (
         {"normalizer": torch.tensor(0.0), "reduction": "token-mean"},
-        "normalizer must be a finite number > 0, got 0.0",
+        f"normalizer {POSITIVE}, got 0.0",
     ),
     "normalizer-with-none": (
         {"normalizer": 7.0},

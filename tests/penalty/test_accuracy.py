@@ -1,4 +1,4 @@
-"""Promise 1: value and gradient of every estimator to a few units in the last place, everywhere."""
+"""Value and gradient of every estimator to a few units in the last place, everywhere."""
 
 import functools
 import math

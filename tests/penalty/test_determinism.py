@@ -1,4 +1,4 @@
-"""Promise 3, bit for bit: a sequence's numbers depend on its own tokens and on nothing else."""
+"""Bit for bit: a sequence's numbers depend on its own tokens and on nothing else."""
 
 import itertools
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from refusals import FLOATS, assert_refused, cases, weights
+from refusals import A_TENSOR, FLOATS, ONE_OF_THE_DTYPES, POSITIVE, assert_refused, cases, weights
 
 import klfast
 from klfast import Estimator
@@ -29,31 +29,31 @@ def normalized(value):
 
 
 TYPES = {
-    "list-logprobs": ({"logprobs": [[0.0]]}, "logprobs must be a torch.Tensor, got list"),
-    "none-ref": ({"ref_logprobs": None}, "ref_logprobs must be a torch.Tensor, got NoneType"),
-    "float-old": ({"old_logprobs": 1.0}, "old_logprobs must be a torch.Tensor, got float"),
-    "list-mask": ({"mask": [[1, 1, 1]] * 2}, "mask must be a torch.Tensor, got list"),
-    "list-cu_seqlens": (packed([0, 6]), "cu_seqlens must be a torch.Tensor, got list"),
+    "list-logprobs": ({"logprobs": [[0.0]]}, f"logprobs {A_TENSOR}, got list"),
+    "none-ref": ({"ref_logprobs": None}, f"ref_logprobs {A_TENSOR}, got NoneType"),
+    "float-old": ({"old_logprobs": 1.0}, f"old_logprobs {A_TENSOR}, got float"),
+    "list-mask": ({"mask": [[1, 1, 1]] * 2}, f"mask {A_TENSOR}, got list"),
+    "list-cu_seqlens": (packed([0, 6]), f"cu_seqlens {A_TENSOR}, got list"),
     **{
         f"{dtype}-{argument}": (
             {argument: zeros(2, 3).to(dtype)},
-            f"{argument} must have one of the dtypes {FLOATS}, got {dtype}",
+            f"{argument} {ONE_OF_THE_DTYPES} {FLOATS}, got {dtype}",
         )
         for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
         for argument in ("logprobs", "ref_logprobs", "old_logprobs")
     },
     "complex-mask": (
         {"mask": zeros(2, 3, dtype=torch.complex64)},
-        f"mask must have one of the dtypes torch.bool, .*{FLOATS}, got torch.complex64",
+        f"mask {ONE_OF_THE_DTYPES} torch.bool, .*{FLOATS}, got torch.complex64",
     ),
     "float8-mask": (
         {"mask": zeros(2, 3).to(torch.float8_e4m3fn)},
-        "mask must have one of the dtypes .*, got torch.float8_e4m3fn",
+        f"mask {ONE_OF_THE_DTYPES} .*, got torch.float8_e4m3fn",
     ),
     **{
         f"{dtype}-cu_seqlens": (
             packed(torch.tensor([0, 6]).to(dtype)),
-            f"cu_seqlens must have one of the dtypes torch.int32, torch.int64, got {dtype}",
+            f"cu_seqlens {ONE_OF_THE_DTYPES} torch.int32, torch.int64, got {dtype}",
         )
         for dtype in (torch.int16, torch.float32, torch.bool)
     },
@@ -70,10 +70,10 @@ TYPES = {
     "coef-list": ({"coef": [0.1]}, r"coef must be a finite number, got \[0.1\] of type list"),
     "coef-complex-tensor": (
         {"coef": torch.tensor(1j)},
-        "coef must have one of the dtypes .*, got torch.complex64",
+        f"coef {ONE_OF_THE_DTYPES} .*, got torch.complex64",
     ),
-    "normalizer-text": (normalized("7"), "normalizer must be a finite number > 0, got '7' of type"),
-    "normalizer-bool": (normalized(True), "normalizer must be a finite number > 0, got True of"),
+    "normalizer-text": (normalized("7"), f"normalizer {POSITIVE}, got '7' of type"),
+    "normalizer-bool": (normalized(True), f"normalizer {POSITIVE}, got True of"),
 }
 
 VALUES = {
@@ -211,14 +211,14 @@ VALUES = {
     **{
         f"normalizer-{value}": (
             normalized(value),
-            f"normalizer must be a finite number > 0, got {value}",
+            f"normalizer {POSITIVE}, got {value}",
         )
         for value in (0, 0.0, -1, NAN, INF)
     },
     **{
         f"normalizer-tensor-{value}": (
             normalized(torch.tensor(value)),
-            f"normalizer must be a finite number > 0, got {value}",
+            f"normalizer {POSITIVE}, got {value}",
         )
         for value in (0, 0.0, -1.0, NAN, INF)
     },
@@ -238,16 +238,16 @@ VALUES = {
 }
 
 REWARD_TYPES = {
-    "list": ({"scores": [0.0, 0.0]}, "scores must be a torch.Tensor, got list"),
+    "list": ({"scores": [0.0, 0.0]}, f"scores {A_TENSOR}, got list"),
     "complex": (
         {"scores": zeros(2, dtype=torch.complex64)},
-        "scores must have one of the dtypes .*, got torch.complex64",
+        f"scores {ONE_OF_THE_DTYPES} .*, got torch.complex64",
     ),
     "kl_coef": ({"kl_coef": "0.1"}, "kl_coef must be a finite number, got '0.1' of type str"),
-    "list-logprobs": ({"logprobs": [[0.0]]}, "logprobs must be a torch.Tensor, got list"),
+    "list-logprobs": ({"logprobs": [[0.0]]}, f"logprobs {A_TENSOR}, got list"),
     "list-logprobs-tensor-coef": (
         {"logprobs": [[0.0]], "kl_coef": torch.tensor(0.1)},
-        "logprobs must be a torch.Tensor, got list",
+        f"logprobs {A_TENSOR}, got list",
     ),
 }
 REWARD_VALUES = {
@@ -342,7 +342,7 @@ def test_a_bad_weight_is_refused_by_every_reduction(backend, reduction):
 
 def test_an_estimator_is_checked_where_it_is_made():
     """So that a call which is handed one has nothing to refuse."""
-    with pytest.raises(ValueError, match="kl_clip must be a finite number > 0, got 0"):
+    with pytest.raises(ValueError, match=f"kl_clip {POSITIVE}, got 0"):
         Estimator("k3", kl_clip=0)
 
 

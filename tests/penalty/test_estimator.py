@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from refusals import POSITIVE
 
 import klfast
 from klfast import Estimator
@@ -116,7 +117,7 @@ LIMITS = ("importance_cap", "log_ratio_clip", "kl_clip", "linear_tail")
 @pytest.mark.parametrize("value", [0, -1, -0.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", LIMITS)
 def test_a_limit_is_a_finite_number_above_0(field, value):
-    with pytest.raises(ValueError, match=rf"^{field} must be a finite number > 0, got {value}$"):
+    with pytest.raises(ValueError, match=rf"^{field} {POSITIVE}, got {value}$"):
         Estimator(**{field: value})
 
 
@@ -125,7 +126,7 @@ def test_a_limit_is_a_finite_number_above_0(field, value):
 )
 @pytest.mark.parametrize("field", LIMITS)
 def test_a_limit_is_a_number(field, value):
-    with pytest.raises(TypeError, match=f"^{field} must be a finite number > 0, got .* of type"):
+    with pytest.raises(TypeError, match=f"^{field} {POSITIVE}, got .* of type"):
         Estimator(**{field: value})
 
 

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from agreement import random_inputs, same_bits
+from refusals import NOT_NEGATIVE
 from threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,8 +237,8 @@ WRONG = {
         "controller must be a controller with one coef",
     ),
     "bool": ({"controller": True}, TypeError, "controller must be a controller with one coef"),
-    "negative": ({"controller": -0.1}, ValueError, "controller must be a finite number >= 0"),
-    "nan": ({"controller": math.nan}, ValueError, "controller must be a finite number >= 0"),
+    "negative": ({"controller": -0.1}, ValueError, f"controller {NOT_NEGATIVE}"),
+    "nan": ({"controller": math.nan}, ValueError, f"controller {NOT_NEGATIVE}"),
     "unit": (
         {"controller": klfast.NuPIKLController(0.1, 0.1), "unit": "token"},
         ValueError,

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from refusals import A_TENSOR, ONE_OF_THE_DTYPES, POSITIVE
 
 import klfast
 from klfast import FixedKLController, backends
@@ -217,8 +218,8 @@ def test_it_is_mapped_and_differentiated_by_torch_func():
 
 WRONG = {
     "values must have shape": ((torch.zeros(2, 3, 4),), {}),
-    "values must be a torch.Tensor, got list": (([1.0],), {}),
-    "values must have one of the dtypes": ((torch.zeros(3, dtype=torch.int64),), {}),
+    f"values {A_TENSOR}, got list": (([1.0],), {}),
+    f"values {ONE_OF_THE_DTYPES}": ((torch.zeros(3, dtype=torch.int64),), {}),
     r"values must be packed, of shape \[N\]": (
         (torch.zeros(2, 3),),
         {"cu_seqlens": torch.tensor([0, 3])},
@@ -227,7 +228,7 @@ WRONG = {
         (torch.zeros(2, 3), torch.ones(3)),
         {},
     ),
-    "normalizer must be a finite number > 0": ((torch.zeros(2, 3),), {"normalizer": -1.0}),
+    f"normalizer {POSITIVE}": ((torch.zeros(2, 3),), {"normalizer": -1.0}),
     "coef must be": ((torch.zeros(2, 3),), {"coef": "big"}),
     "mask must not be negative|mask must": (
         (torch.zeros(2, 3), -torch.ones(2, 3)),

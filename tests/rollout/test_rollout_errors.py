@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from refusals import FLOATS, assert_refused, cases, weights
+from refusals import A_TENSOR, FLOATS, ONE_OF_THE_DTYPES, POSITIVE, assert_refused, cases, weights
 
 import klfast
 from klfast import Rejection
@@ -28,24 +28,24 @@ def packed(cu_seqlens, tokens=6):
 
 
 TYPES = {
-    "list-logprobs": ({"logprobs": [[0.0]]}, "logprobs must be a torch.Tensor, got list"),
+    "list-logprobs": ({"logprobs": [[0.0]]}, f"logprobs {A_TENSOR}, got list"),
     "none-rollout": (
         {"rollout_logprobs": None},
-        "rollout_logprobs must be a torch.Tensor, got NoneType",
+        f"rollout_logprobs {A_TENSOR}, got NoneType",
     ),
     "int-rollout": (
         {"rollout_logprobs": zeros(2, 3, dtype=torch.int64)},
-        f"rollout_logprobs must have one of the dtypes {FLOATS}, got torch.int64",
+        f"rollout_logprobs {ONE_OF_THE_DTYPES} {FLOATS}, got torch.int64",
     ),
     "complex-mask": (
         {"mask": zeros(2, 3, dtype=torch.complex64)},
-        "mask must have one of the dtypes .*, got torch.complex64",
+        f"mask {ONE_OF_THE_DTYPES} .*, got torch.complex64",
     ),
     "weight": ({"weight": 2}, "unknown weight 2; expected one of 'token', 'sequence', 'geometric'"),
     "outside": ({"outside": None}, "unknown outside None; expected one of 'truncate', 'mask'"),
     "normalize": ({"normalize": True}, "unknown normalize True; expected one of 'token'"),
-    "cap": ({"cap": "2"}, "cap must be a finite number > 0, got '2' of type str"),
-    "floor": ({"floor": True}, "floor must be a finite number > 0, got True of type bool"),
+    "cap": ({"cap": "2"}, f"cap {POSITIVE}, got '2' of type str"),
+    "floor": ({"floor": True}, f"floor {POSITIVE}, got True of type bool"),
     "reject-text": ({"reject": "k3"}, "reject must be a Rejection or a sequence of them, got str"),
     "reject-tuple": (
         {"reject": [("k3", "token")]},
@@ -54,7 +54,7 @@ TYPES = {
     "reject-none": ({"reject": None}, "reject must be .*, got NoneType"),
     "advantages": (
         {"advantages": [1.0], "reject": OUTWARD},
-        "advantages must be a torch.Tensor, got list",
+        f"advantages {A_TENSOR}, got list",
     ),
     "backend": ({"backend": None}, "unknown backend None; expected one of 'auto'"),
     **{
@@ -116,7 +116,7 @@ VALUES = {
     **{
         f"{argument}-{value}": (
             {argument: value},
-            f"{argument} must be a finite number > 0, got {value}",
+            f"{argument} {POSITIVE}, got {value}",
         )
         for argument in ("floor", "cap")
         for value in (0, -1.5, NAN, INF)
@@ -167,7 +167,7 @@ RULE_TYPES = {
         f"unknown statistic None; expected one of {', '.join(map(repr, STATISTICS))}",
     ),
     "over": ({"over": 1}, "unknown over 1; expected one of"),
-    "low": ({"low": "1"}, "low must be a finite number > 0, got '1' of type str"),
+    "low": ({"low": "1"}, f"low {POSITIVE}, got '1' of type str"),
     "high": ({"high": None, "low": [1]}, r"low must be a finite number > 0, got \[1\] of type"),
     "outward_only": ({"outward_only": 1}, "outward_only must be True or False, got 1"),
 }
@@ -182,10 +182,10 @@ RULE_VALUES = {
     ),
     "no-bound": ({"high": None}, "low or high must be given, got neither for 'ratio'"),
     "crossed": ({"low": 2.0, "high": 0.5}, "low must be at most high, got 2.0 > 0.5"),
-    "zero": ({"high": 0.0}, "high must be a finite number > 0, got 0.0"),
-    "negative": ({"low": -0.1}, "low must be a finite number > 0, got -0.1"),
-    "nan": ({"high": NAN}, "high must be a finite number > 0, got nan"),
-    "infinite": ({"high": INF}, "high must be a finite number > 0, got inf"),
+    "zero": ({"high": 0.0}, f"high {POSITIVE}, got 0.0"),
+    "negative": ({"low": -0.1}, f"low {POSITIVE}, got -0.1"),
+    "nan": ({"high": NAN}, f"high {POSITIVE}, got nan"),
+    "infinite": ({"high": INF}, f"high {POSITIVE}, got inf"),
     "infinite-k1": ({"statistic": "k1", "low": -INF}, "low must be a finite number, got -inf"),
     "crossed-k1": (
         {"statistic": "k1", "low": 1.0, "high": -1.0},
@@ -208,7 +208,7 @@ def test_bounds_below_0_are_of_k1_alone(statistic):
     if statistic == "k1":
         assert Rejection("k1", low=-2, high=-1).bounds == (-2, -1)
         return
-    with pytest.raises(ValueError, match="low must be a finite number > 0, got -2"):
+    with pytest.raises(ValueError, match=f"low {POSITIVE}, got -2"):
         Rejection(statistic, low=-2)
 
 

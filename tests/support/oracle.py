@@ -214,7 +214,7 @@ def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
 
 
 def _tolerances(estimator, dtype, x, weight, weighs):
-    """Promise 1 on every term of a token's value and gradient: terms may cancel."""
+    """The promise on every term of a token's value and gradient: terms may cancel."""
     f, u = formula(estimator.name), unit_roundoff(dtype)
     lo, hi = log_ratio_bounds(estimator)
     clipped = min(max(x, mpf(lo)), mpf(hi))

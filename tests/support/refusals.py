@@ -7,6 +7,13 @@ from agreement import same_bits
 FLOATS = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
 """As messages name them."""
 
+# What an argument must be, in the words of messages.
+POSITIVE = "must be a finite number > 0"
+NOT_NEGATIVE = "must be a finite number >= 0"
+GOOD_WEIGHTS = "must hold finite weights >= 0"
+A_TENSOR = "must be a torch.Tensor"
+ONE_OF_THE_DTYPES = "must have one of the dtypes"
+
 
 def weights(value, dtype=torch.float32):
     """A good mask but for its last row's middle."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import POSITIVE
 
 import klfast
 from klfast.__main__ import main as klfast_main
@@ -41,9 +42,9 @@ def test_compare_writes_a_report_and_names_it(tmp_path, capsys):
             ["--seed", str(2**63)],
             "seed must be a whole number <= 9223372036854775807, got 9223372036854775808",
         ),
-        (["--target", "nan"], "target must be a finite number > 0, got nan"),
-        (["--target", "-1"], "target must be a finite number > 0, got -1.0"),
-        (["--horizon", "0"], "horizon must be a finite number > 0, got 0.0"),
+        (["--target", "nan"], f"target {POSITIVE}, got nan"),
+        (["--target", "-1"], f"target {POSITIVE}, got -1.0"),
+        (["--horizon", "0"], f"horizon {POSITIVE}, got 0.0"),
         (["--letter", "E!"], "letter must be one of 'a' to 'z', got 'E!'"),
         (["--resume"], "nothing to resume: there is no"),
     ],

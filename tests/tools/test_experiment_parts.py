@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 from made_up_run import FAR, NEAR, bins, rows
+from refusals import POSITIVE
 
 import klfast
 from lab import folder, summary, train
@@ -261,10 +262,10 @@ def test_reading_of_the_estimators_follows_the_numbers():
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
         ({"seed": 2**63}, "seed must be a whole number <= 9223372036854775807, got 92233720368547"),
-        ({"target": math.nan}, "target must be a finite number > 0, got nan"),
-        ({"target": 0.0}, "target must be a finite number > 0, got 0.0"),
-        ({"high_coef": math.inf}, "high_coef must be a finite number > 0, got inf"),
-        ({"horizon": 0.0}, "horizon must be a finite number > 0, got 0.0"),
+        ({"target": math.nan}, f"target {POSITIVE}, got nan"),
+        ({"target": 0.0}, f"target {POSITIVE}, got 0.0"),
+        ({"high_coef": math.inf}, f"high_coef {POSITIVE}, got inf"),
+        ({"horizon": 0.0}, f"horizon {POSITIVE}, got 0.0"),
         ({"arms": ()}, "no arm given; expected some of 'none', 'fixed-low'"),
         ({"arms": ("adaptve",)}, "unknown arm 'adaptve'; expected one of 'none', 'fixed-low'"),
         ({"arms": ("none", "none")}, "arm 'none' is given more than once"),

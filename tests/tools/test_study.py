@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from refusals import POSITIVE
 
 from klfast.control.table import CONTROLLERS
 from lab.__main__ import main
@@ -328,10 +329,10 @@ def test_the_sentences_follow_from_the_numbers(out):
     [
         (["--seeds", "0"], "seeds must be a whole number >= 1, got 0"),
         (["--updates", "10"], "updates must be a whole number >= 60, got 10"),
-        (["--target", "nan"], "target must be a finite number > 0, got nan"),
+        (["--target", "nan"], f"target {POSITIVE}, got nan"),
         (["--target", "1e300"], "target must be a KL that the plant can be held at, between"),
         (["--target", "1e-300"], "target must be a KL that the plant can be held at, between"),
-        (["--jump", "-1"], "jump must be a finite number > 0, got -1.0"),
+        (["--jump", "-1"], f"jump {POSITIVE}, got -1.0"),
         (["--fit", "nowhere"], "not the folder of a run of python -m lab compare"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
