@@ -14,9 +14,8 @@ from agreement_logits import (
     random_logits,
     tensors_of,
 )
-from fresh import run_fresh
 from masked import MASKS
-from threads import gradients_in_threads, in_threads
+from threads import in_threads
 
 import klfast
 
@@ -143,16 +142,6 @@ def test_python_threads_that_call_at_once_get_the_same_bits(backend, set_num_thr
         assert_same(found, expected)
 
 
-@every_compiled
-def test_threads_may_share_one_graph(backend):
-    """Only one of them can be handed the unit gradient."""
-    logits, ref_logits = leaves(*random_logits(2, 3, 300))
-    options = {"reduction": "token-mean", "backend": backend}
-    (expected,) = torch.autograd.grad(klfast.kl_divergence(logits, ref_logits, **options), logits)
-    divergence = klfast.kl_divergence(logits, ref_logits, **options)
-    assert all(same_bits(grad, expected) for grad in gradients_in_threads(divergence, logits, 6))
-
-
 SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0, 5, 3)}
 
 
@@ -180,45 +169,3 @@ def test_every_output_is_written(backend, direction, shape, mask):
             )
             found += [*tensors_of(results), *results.stats]
         assert not any(t.isnan().any() for t in found)
-
-
-FORK = """
-import os, signal, torch, klfast
-torch.set_num_threads(2)
-
-def work(rows):
-    logits = torch.zeros(rows, 500, requires_grad=True)
-    ref_logits = torch.zeros(rows, 500)
-    ref_logits[:, 0] = 3.0
-    ids = torch.zeros(rows, dtype=torch.int64)
-    for direction in ("reverse", "jsd"):
-        klfast.kl_divergence(
-            logits, ref_logits, direction=direction, reduction="token-mean", backend="native"
-        ).backward()
-        assert logits.grad[:, 0].sum() < -1e-4
-        logits.grad = None
-    klfast.token_logprobs(logits, ids, backend="native").sum().backward()
-    assert abs(logits.grad[0, 0].item() - (1 - 1 / 500)) < 1e-6
-
-def in_child(function):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # a hang ends as a failure
-        function()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, status
-
-def on_one_thread():
-    torch.set_num_threads(1)
-    work(1000)
-
-work(1000)  # starts OpenMP's threads, which a forked child does not have
-in_child(lambda: work(4))
-in_child(on_one_thread)
-print("done")
-"""
-
-
-def test_a_forked_child_does_not_hang_where_eager_torch_does_not():
-    assert run_fresh(FORK) == "done"

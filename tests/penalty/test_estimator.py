@@ -13,7 +13,7 @@ from refusals import POSITIVE
 
 import klfast
 from klfast import Estimator
-from klfast.names import ALIASES, ESTIMATORS, GRADIENTS, IMPORTANCE, NAMES
+from klfast.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES
 
 FULL = {
     "name": "k2",
@@ -40,7 +40,7 @@ def test_the_default_is_plain_k3():
     )
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_shorthand_for_an_estimator(backend, name):
     logprobs, ref_logprobs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     by_name, by_value = (

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from agreement import random_inputs
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import klfast
@@ -282,15 +281,6 @@ def test_forward_derivatives_raise_on_native_and_work_on_the_reference(reduction
     torch.testing.assert_close(push_forward("reference"), (expected * tangent).sum())
     with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp|forward|reference"):
         push_forward("native")
-
-
-@quiet_jvp
-def test_dual_numbers_raise_on_native():
-    logprobs, ref_logprobs, _, _ = (t[0] for t in batch())
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(logprobs, torch.ones_like(logprobs))
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp|forward|reference"):
-            klfast.kl_penalty(dual, ref_logprobs, backend="native")
 
 
 @quiet_jvp

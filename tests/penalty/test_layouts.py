@@ -189,31 +189,6 @@ def test_one_token(backend, reduction, shape):
     assert (result.item(), grad.item(), grad_ref.item()) == (0.5, 1.0, -1.0)
 
 
-EMPTY = {
-    "no-sequences": ((0, 7), None, 0),
-    "no-tokens": ((3, 0), None, 3),
-    "neither": ((0, 0), None, 0),
-    "flat": ((0,), None, 1),
-    "packed": ((0,), torch.tensor([0, 0, 0]), 2),
-    "packed-no-sequences": ((0,), torch.tensor([0]), 0),
-}
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(("shape", "cu_seqlens", "sequences"), EMPTY.values(), ids=EMPTY)
-@every_reduction
-def test_empty_batches_are_zero(backend, reduction, shape, cu_seqlens, sequences):
-    tensors = {"logprobs": torch.zeros(shape), "ref_logprobs": torch.zeros(shape)}
-    result, *grads, kl, length = call(tensors, backend, reduction=reduction, cu_seqlens=cu_seqlens)[
-        :7
-    ]
-    expected = {"none": shape, "seq-sum": (sequences,), "seq-mean": (sequences,)}
-    assert torch.equal(result, torch.zeros(expected.get(reduction, ())))
-    assert all(torch.equal(grad, torch.zeros(shape)) for grad in grads)
-    assert torch.equal(kl, torch.zeros(sequences))
-    assert torch.equal(length, torch.zeros(sequences))
-
-
 @pytest.mark.grid(meet=1)
 @every_reduction
 def test_more_tokens_than_a_16_bit_index_counts(backend, reduction):

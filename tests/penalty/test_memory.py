@@ -118,6 +118,7 @@ CASES = {
     "kl_penalty-scalar": penalty("token-mean"),
     "kl_penalty-one-read": penalty_and_gradient("token-mean"),
     "kl_penalty-two-reads": penalty_and_gradient("seq-mean"),
+    "kl_penalty-refused-shape": refused(klfast.kl_penalty, LOGPROBS, REF_LOGPROBS[:1]),
     "kl_penalty-refused-mask": refused(klfast.kl_penalty, LOGPROBS, REF_LOGPROBS, -MASK.float()),
     "kl_penalty-refused-cu_seqlens": refused(
         klfast.kl_penalty, *PACKED, cu_seqlens=torch.tensor([0, 9, B * T - 1])

@@ -160,17 +160,6 @@ def test_fully_masked_batches(backend, reduction, shape, edges, normalizer):
     assert all((field == 0).all() for field in stats)
 
 
-@every_reduction
-def test_one_token(backend, reduction):
-    logprobs = torch.tensor([[0.5]], requires_grad=True)
-    result = klfast.kl_penalty(
-        logprobs, torch.zeros(1, 1), estimator="k2", reduction=reduction, backend=backend
-    )
-    (grad,) = torch.autograd.grad(result.sum(), logprobs)
-    assert result.sum() == 0.125
-    assert grad == 0.5
-
-
 # Long sequences
 
 
@@ -185,7 +174,7 @@ def eager_k3(logprobs, ref_logprobs, reduction):
 @pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean", "token-mean"])
 @pytest.mark.parametrize("tokens", [16_384, 65_537, 1_000_003])
 def test_long_sums_err_at_most_twice_as_much_as_eager(backend, tokens, reduction, record_property):
-    """Promise 6: against float64, twice eager's error in the same dtype and one rounding."""
+    """Against float64, twice eager's error in the same dtype and one rounding."""
     logprobs, ref_logprobs, _ = random_inputs((2, tokens), spread=0.5)
     truth = eager_k3(logprobs.double(), ref_logprobs.double(), reduction)
     result = klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, backend=backend)

@@ -119,14 +119,6 @@ def test_scores_of_any_dtype(backend, dtype):
     assert rewards.tolist() == [[0, 1], [0, 0]]
 
 
-def test_strided_scores(backend):
-    scores = torch.tensor([1.0, 9.0, 2.0, 9.0])[::2]
-    rewards = klfast.kl_rewards(
-        scores, torch.zeros(2, 1), torch.zeros(2, 1), kl_coef=0.1, backend=backend
-    )
-    assert rewards.tolist() == [[1], [2]]
-
-
 @pytest.mark.parametrize("last", [0, 16_383, 16_384, 40_000, 69_999])
 def test_the_last_kept_token_of_a_long_sequence(backend, last):
     mask = torch.zeros(2, 70_000, dtype=torch.bool)

@@ -1,6 +1,5 @@
-"""KLStats: every field against the oracle, its means, its dict, and that it carries no gradient."""
+"""KLStats: its fields by hand, its means and its dict; ``assert_agrees`` has the oracle."""
 
-import oracle
 import pytest
 import torch
 from agreement import random_inputs
@@ -9,43 +8,12 @@ from torch.utils._pytree import tree_leaves
 import klfast
 from klfast import Estimator, KLStats
 from klfast.compat import trlx
-from klfast.estimator import ESTIMATORS
-
-OPTIONS = {
-    "plain": {},
-    "log_ratio_clip": {"log_ratio_clip": (-0.4, 0.8)},
-    "clip-above-0": {"log_ratio_clip": (0.1, 0.8)},
-    "kl_clip": {"kl_clip": 0.2},
-    "cap": {"importance_cap": 1.1},
-    "tail": {"linear_tail": 0.3},
-    "weighted": {"kl_clip": 0.2, "importance_cap": 1.1, "clip_weighted": True},
-    "all": {"log_ratio_clip": 1.0, "linear_tail": 0.5, "kl_clip": 0.6, "importance_cap": 1.1},
-}
 
 
 def stats_of(backend, logprobs, ref_logprobs, mask=None, **options):
     return klfast.kl_penalty(
         logprobs, ref_logprobs, mask, return_stats=True, backend=backend, **options
     )[1]
-
-
-@pytest.mark.grid(each="backend")
-@pytest.mark.parametrize("weights", ["bool", "float"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_field_agrees_with_the_oracle(backend, name, options, weights):
-    """With a coefficient, which is no part of the statistics, and a sequence that keeps nothing."""
-    logprobs, ref_logprobs, old_logprobs = random_inputs((4, 9))
-    mask = torch.rand(4, 9) < 0.7
-    mask[2] = False
-    if weights == "float":
-        mask = mask * torch.rand(4, 9)
-    call = {"estimator": Estimator(name, **options), "old_logprobs": old_logprobs}
-    truth = oracle.kl_penalty(logprobs, ref_logprobs, mask, **call)
-    stats = stats_of(backend, logprobs, ref_logprobs, mask, coef=-3.0, **call)
-    assert set(truth.stats) == set(KLStats._fields)
-    for field, value in stats._asdict().items():
-        oracle.assert_within(value, truth.stats[field], truth.stats_tolerance[field], field)
 
 
 def test_fields_by_hand(backend):
@@ -95,24 +63,6 @@ def test_statistics_do_not_depend_on_the_reduction(backend, reduction):
     expected = stats_of(backend, logprobs, ref_logprobs, reduction="token-sum")
     got = stats_of(backend, logprobs, ref_logprobs, reduction=reduction, coef=0.1)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
-@pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean"])
-@pytest.mark.parametrize("gradient", ["value", "k2", "none"])
-def test_statistics_carry_no_gradient(backend, gradient, reduction):
-    logprobs, ref_logprobs, _ = (t.requires_grad_() for t in random_inputs((3, 5)))
-    estimator = Estimator("k3", gradient=gradient)
-    stats = stats_of(backend, logprobs, ref_logprobs, estimator=estimator, reduction=reduction)
-    assert not any(field.requires_grad for field in stats)
-    assert not stats.token_mean().requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_fields_have_the_dtype_of_the_arithmetic(backend, dtype):
-    logprobs, ref_logprobs, _ = random_inputs((3, 5), dtype)
-    for field in stats_of(backend, logprobs, ref_logprobs):
-        assert field.shape == (3,)
-        assert field.dtype == torch.promote_types(dtype, torch.float32)
 
 
 def example():

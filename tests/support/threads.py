@@ -5,8 +5,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 
 @contextlib.contextmanager
 def impatient():
@@ -29,15 +27,3 @@ def in_threads(work, count):
 
     with impatient(), ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
-
-
-def gradients_in_threads(result, leaf, count):
-    """The gradients of one graph, of which only one may be handed what the forward has stored."""
-
-    def work(_):
-        (grad,) = torch.autograd.grad(result, leaf, retain_graph=True)
-        found = grad.clone()
-        grad.fill_(torch.nan)
-        return found
-
-    return in_threads(work, count)
