@@ -52,7 +52,6 @@ REDUCTIONS: dict[str, Reduction] = {
     "seq-mean-token-mean": Reduction("scalar", True, "sequences"),
 }
 """The reduction of every name in ``klfast.names.ReductionName``."""
-SCALAR_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.is_scalar())
 NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
 """Scalar means, whose outer denominator ``normalizer`` replaces."""
 TOKENWISE_REDUCTIONS = tuple(

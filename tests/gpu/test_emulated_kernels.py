@@ -3,11 +3,12 @@
 import emulated
 import pytest
 import torch
+from agreement import SCALAR_REDUCTIONS
 from garbage import GARBAGE, N
 
 from klfast import Estimator
 from klfast.call import Layout, LogProbs, PenaltyCall, Spec
-from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 
 def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None, grads=False):

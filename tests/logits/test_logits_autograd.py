@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from agreement import same_bits
+from agreement import SCALAR_REDUCTIONS, same_bits
 from agreement_logits import COMPILED, DIRECTIONS, leaves, random_ids, random_logits, tensors_of
 
 import klfast
-from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from agreement import assert_agrees, random_inputs, same_bits
+from agreement import SCALAR_REDUCTIONS, assert_agrees, random_inputs, same_bits
 from fresh import run_fresh
 
 import klfast
 from klfast import Estimator
 from klfast.estimator import ESTIMATORS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -7,11 +7,12 @@ import itertools
 
 import pytest
 import torch
+from agreement import SCALAR_REDUCTIONS
 from ranks import WORLD_SIZE, results_of_ranks
 from torch.utils._pytree import tree_leaves
 
 import klfast
-from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 B, T, V = 3, 6, 5  # three sequences on two ranks: uneven shards
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from agreement import random_inputs
+from agreement import SCALAR_REDUCTIONS, random_inputs
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import klfast
 from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import random_inputs
+from agreement import SCALAR_REDUCTIONS, random_inputs
 from masked import MASKS
 from torch.library import opcheck
 
@@ -10,7 +10,7 @@ import klfast
 from klfast import Estimator
 from klfast.call import Choices, Numbers, Spec
 from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import REDUCTIONS
 
 assert klfast.kl_penalty(torch.zeros(1), torch.zeros(1), backend="native").item() == 0  # loads them
 FORWARD = torch.ops.klfast.kl_penalty_fwd.default

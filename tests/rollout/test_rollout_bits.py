@@ -42,15 +42,6 @@ def test_a_weight_does_not_depend_on_its_neighbours(backend, dtype, bounds):
 
 
 @every_weight
-@pytest.mark.parametrize("kind", [torch.uint8, torch.int64, torch.float32, torch.float64], ids=str)
-def test_a_mask_of_zeros_and_ones_may_have_any_dtype(backend, kind, weight):
-    pair, keep = sampled((3, 300)), torch.rand(3, 300) < 0.8
-    options = {"backend": backend, "weight": weight}
-    results, others = (leaves(*pair, mask, **options) for mask in (keep, keep.to(kind)))
-    assert_same([leaf.to(torch.float64) for leaf in results], [t.to(torch.float64) for t in others])
-
-
-@every_weight
 def test_no_mask_keeps_all(backend, weight):
     pair = sampled((3, 300))
     options = {"backend": backend, "weight": weight}

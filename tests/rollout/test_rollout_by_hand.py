@@ -276,16 +276,6 @@ def test_the_table_holds_all_fields():
     assert len(again.rules) == 2
 
 
-def test_results_are_saved_and_loaded_as_weights_alone(tmp_path):
-    result = of_ratios([8, 1], reject=Rejection("k1", high=1))
-    torch.save(result, tmp_path / "result.pt")
-    loaded = torch.load(tmp_path / "result.pt", weights_only=True)
-    assert type(loaded) is klfast.RolloutCorrection
-    assert type(loaded.stats) is RolloutStats
-    leaves = zip(tree_leaves(result), tree_leaves(loaded), strict=True)
-    assert all(torch.equal(a, b) for a, b in leaves)
-
-
 @pytest.mark.parametrize("over", ["seq-sum", "seq-mean", "seq-max", "seq-min"])
 def test_a_sequence_without_tokens_fails_no_lower_bound(backend, over):
     """Its sum would be 0, which is below."""

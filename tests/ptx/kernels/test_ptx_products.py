@@ -9,6 +9,7 @@ from typing import NamedTuple
 import emulated
 import pytest
 import torch
+from agreement import SCALAR_REDUCTIONS
 from ptx_against import (
     FLOATS,
     MASKS_OR_NONE,
@@ -28,7 +29,7 @@ from klfast.call import Spec
 from klfast.dtypes import INTEGERS, MASKS
 from klfast.estimator import as_estimator
 from klfast.ops import autograd
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, SCALAR_REDUCTIONS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.rollout.call import OUTSIDE
 from klfast.rollout.rejection import OVER, STATISTICS
 
