@@ -505,18 +505,6 @@ def test_settings_stay_those_of_the_resuming_object():
 
 
 @steering_kind
-def test_a_state_of_another_unit_is_refused(kind):
-    units = {"token": "sequence", "sequence": "token"}
-    for unit, other in units.items():
-        controller = MAKERS[kind](unit=unit)
-        before = controller.state_dict()
-        with pytest.raises(ValueError, match=r"state\['unit'\] must be") as error:
-            controller.load_state_dict({**MAKERS[kind](unit=other).state_dict(), "value": 0.2})
-        assert_one_line(error, repr(unit), repr(other))
-        assert controller.state_dict() == before
-
-
-@steering_kind
 @pytest.mark.parametrize(
     ("change", "error_type"),
     [

@@ -550,7 +550,7 @@ def test_copies_go_their_own_ways():
 def test_thousands_of_calls_can_be_copied_and_forgotten():
     penalty = KLPenalty(controller=0.5)
     pair = random_inputs((1, 2))[:2]
-    for _ in range(5000):
+    for _ in range(1500):  # more than Python recurses
         penalty(*pair)
     other = pickle.loads(pickle.dumps(copy.deepcopy(penalty)))
     assert other.step() == penalty.step()

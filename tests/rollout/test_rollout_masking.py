@@ -149,6 +149,19 @@ def test_a_sequence_of_nothing_but_nan(backend):
     assert stats.as_dict()["rollout/weight_min"] == 1
 
 
+@every_weight
+def test_what_is_outside_of_the_bounds_is_counted_by_finite_tokens(backend, weight):
+    """One of the first sequence is above the cap. The second has none, and no extremes."""
+    logprobs = torch.tensor([[-1.0, math.nan], [math.nan, math.nan]])
+    stats = klfast.rollout_correction(
+        logprobs, torch.full((2, 2), -4.0), weight=weight, cap=2.0, reject=RULES, backend=backend
+    ).stats
+    expected = [0, 0] if weight is None else [1, 0]
+    assert stats.above.tolist() == stats.outside.tolist() == expected
+    assert stats.min_log_ratio.tolist() == stats.max_log_ratio.tolist() == [3, 0]
+    assert all(leaf.isfinite().all() for leaf in tensors_of(stats))
+
+
 @pytest.mark.parametrize("weight", WEIGHTS[1:])
 @pytest.mark.parametrize("difference", [15.0, 25.0, 100.0, 1e4, 3e38])
 @pytest.mark.parametrize("sign", [1, -1])
