@@ -182,6 +182,18 @@ def test_right_padding_changes_nothing(backend, padding):
     assert_same(alone, of_sequence(padded.compute(backend, "k3"), slice(1000), 0))
 
 
+@pytest.mark.parametrize("offset", [1, 3, 16])
+def test_the_place_in_memory_changes_nothing(backend, offset):
+    """Unaligned, and with a stride: other loads, the same numbers."""
+    sequence = Sequence.random(1500)
+    alone = sequence.compute(backend, "k3")
+    moved = sequence.map(lambda t: torch.cat([t[:offset], t])[offset:])
+    strided = sequence.map(lambda t: torch.stack([t] * 2, dim=1).flatten()[::2])
+    assert not strided.tensors[0].is_contiguous()
+    assert_same(alone, moved.compute(backend, "k3"))
+    assert_same(alone, strided.compute(backend, "k3"))
+
+
 @pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @slow_forms
