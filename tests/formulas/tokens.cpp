@@ -1,7 +1,7 @@
-// Evaluates tokens: `tokens float` or `tokens double` reads lines of log-ratio, mask, clipped, and
-// prints a line of f, f' and f + f' of every estimator for each; then the statistics of all tokens,
-// added to one and to two halves that are combined, and those of none. Numbers are hexadecimal
-// floats. The value of a token is 3 x.
+// Evaluates tokens: `tokens float` or `tokens double` reads lines of log-ratio, mask, value,
+// clipped, and prints a line of f, f' and f + f' of every estimator for each; then the statistics
+// of all tokens, added to one and to two halves that are combined, and those of none. Numbers are
+// hexadecimal floats.
 
 #include <cstdio>
 #include <cstring>
@@ -51,11 +51,11 @@ klfast::Statistics<T> sums_of(const Tokens& tokens, std::size_t first, std::size
 template <typename T>
 void run() {
   std::vector<Token<T>> tokens;
-  double x, weight;
+  double x, weight, value;
   int clipped;
-  while (std::scanf("%la %la %d", &x, &weight, &clipped) == 3) {
+  while (std::scanf("%la %la %la %d", &x, &weight, &value, &clipped) == 4) {
     print_formulas(T(x));
-    tokens.push_back({3 * T(x), T(weight), T(x), clipped});
+    tokens.push_back({T(value), T(weight), T(x), clipped});
   }
   const std::size_t half = tokens.size() / 2;
   auto halves = sums_of<T>(tokens, 0, half);
