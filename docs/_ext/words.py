@@ -17,6 +17,7 @@ ESTIMATORS = (
     ("AReaL, `kl_estimator`", presets.AREAL),
     ("open-instruct, `kl_estimator`", presets.OPEN_INSTRUCT),
     ("ms-swift", presets.MS_SWIFT),
+    ("Megatron-LM's GRPO", presets.MEGATRON_LM),
 )
 REDUCTIONS = (
     ("verl, `loss_agg_mode`", verl.REDUCTIONS),

@@ -24,6 +24,7 @@ from klfast.compat.targets import targets_of
 if TYPE_CHECKING:
     from klfast.compat import (
         areal,
+        megatron_lm,
         ms_swift,
         nemo_rl,
         open_instruct,
@@ -45,6 +46,7 @@ __all__ = [
     "PatchError",
     "Replaced",
     "areal",
+    "megatron_lm",
     "ms_swift",
     "nemo_rl",
     "open_instruct",

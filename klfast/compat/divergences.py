@@ -83,9 +83,9 @@ def distill(
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.to(student.device)
     value = kl_divergence(
-        _batched(student),
-        _batched(teacher),
-        None if mask is None else _batched(mask.unsqueeze(-1)).squeeze(-1),
+        batched(student),
+        batched(teacher),
+        None if mask is None else batched(mask.unsqueeze(-1)).squeeze(-1),
         direction=divergence.direction,
         jsd_beta=divergence.jsd_beta,
         temperature=temperature,
@@ -96,7 +96,7 @@ def distill(
     return value.view(student.shape[:-1]) if reduction == "none" else value
 
 
-def _batched(logits: Tensor) -> Tensor:
+def batched(logits: Tensor) -> Tensor:
     """[..., V] as [N, V] or [B, T, V]: a view wherever strides allow one."""
     if logits.dim() == 1:
         return logits.unsqueeze(0)
@@ -123,6 +123,17 @@ def check_per_token(argument: str, value: Tensor, of: str, logits: Tensor) -> No
         raise ValueError(
             f"{argument} must have the shape of {of} without the vocabulary, "
             f"{list(logits.shape[:-1])}, got {list(value.shape)}"
+        )
+
+
+def check_k_words(of: str, logits: Tensor, **words: Tensor) -> None:
+    """What is known of K words of each token is [..., K], of as many words each."""
+    ends = {each.shape[-1:] for each in words.values()}
+    if len(ends) > 1 or any(each.shape[:-1] != logits.shape[:-1] for each in words.values()):
+        tokens = "".join(f"{size}, " for size in logits.shape[:-1])
+        raise ValueError(
+            f"{' and '.join(words)} must be [{tokens}K], K words of each token of {of}, got "
+            f"{' and '.join(str(list(each.shape)) for each in words.values())}"
         )
 
 

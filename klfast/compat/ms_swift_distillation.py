@@ -65,11 +65,15 @@ def gkd_loss(
     """ms-swift's GKD loss: (sum over tokens of their divergences in nats, number of tokens).
 
     The teacher has ``full_logits``, or, which comes first, ``topk_logprobs`` and ``topk_indices``
-    of K words: then both models are made distributions over those K. A full vocabulary that is
-    wider in one model than in the other (padding) is filled up in the other with the first one's
-    logits, as in ms-swift: that copies the narrower. Where the teacher's labels stand at other
-    positions than the student's (OPSD), the rows of both are copied side by side. Finding that out
-    costs a GPU one sync, unless both are one tensor; ms-swift's own has several.
+    of K words. Then both models are made distributions over those K, as in ms-swift: of one word
+    that is 0 whatever the student says. ``klfast.topk_kl_divergence`` with the tail ``"bucket"``
+    compares all other words as one more.
+
+    A full vocabulary that is wider in one model than in the other (padding) is filled up in the
+    other with the first one's logits, as in ms-swift: that copies the narrower. Where the teacher's
+    labels stand at other positions than the student's (OPSD), the rows of both are copied side by
+    side. Finding that out costs a GPU one sync, unless both are one tensor; ms-swift's own has
+    several.
 
     Args:
         student_logits: [B, T, V].

@@ -33,6 +33,12 @@ from klfast.compat.trl_losses import (
     sequence_kl,
 )
 from klfast.compat.trl_sampling import importance_sampling_ratio
+from klfast.compat.trl_topk import (
+    add_tail_bucket,
+    add_tail_bucket_and_mask,
+    compute_topk_self_distillation_loss,
+    iw_opd_generalized_jsd_loss,
+)
 
 if TYPE_CHECKING:
     from klfast.compat.trl_callback import AdaptiveKLCallback
@@ -47,11 +53,15 @@ __all__ = [
     "FixedKLController",
     "GRPOMixin",
     "RLOOSamplingMixin",
+    "add_tail_bucket",
+    "add_tail_bucket_and_mask",
     "compute_divergence",
     "compute_full_logit_self_distillation_loss",
+    "compute_topk_self_distillation_loss",
     "entropy_from_logits",
     "generalized_jsd_loss",
     "importance_sampling_ratio",
+    "iw_opd_generalized_jsd_loss",
     "kl_loss",
     "kl_penalty",
     "per_token_kl",

@@ -68,11 +68,11 @@ def generalized_jsd_loss(
         teacher_logits,
         mask,
         temperature=temperature,
-        **_reduced(reduction, num_items_in_batch, student_logits, mask),
+        **reduced(reduction, num_items_in_batch, student_logits, mask),
     )
 
 
-class _Reduction(TypedDict, total=False):
+class Reduction(TypedDict, total=False):
     """Options of ``distill``."""
 
     reduction: ReductionName
@@ -80,10 +80,14 @@ class _Reduction(TypedDict, total=False):
     coef: float
 
 
-def _reduced(
-    reduction: str, number: float | Tensor | None, logits: Tensor, mask: Tensor | None
-) -> _Reduction:
-    """How a sum over tokens is divided."""
+def reduced(
+    reduction: str,
+    number: float | Tensor | None,
+    logits: Tensor,
+    mask: Tensor | None,
+    terms: int | None = None,
+) -> Reduction:
+    """How a sum over tokens is divided. ``terms``: of a token, if not as many as words."""
     if number is not None:
         return {
             "reduction": "token-mean",
@@ -94,7 +98,7 @@ def _reduced(
             return {"reduction": "token-mean"}
         return {"reduction": "token-mean", "normalizer": max(1, logits.shape[0])}
     if reduction == "mean":
-        return {"reduction": "token-mean", "coef": 1 / logits.shape[-1]}
+        return {"reduction": "token-mean", "coef": 1 / (terms or logits.shape[-1])}
     if reduction == "sum":
         return {"reduction": "token-sum"}
     raise ValueError(

@@ -22,6 +22,7 @@ from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
 from klfast.compat.presets import VERL
+from klfast.compat.verl_distillation import compute_forward_kl_topk
 from klfast.compat.verl_rollout import (
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
@@ -41,6 +42,7 @@ __all__ = [
     "FixedKLController",
     "agg_loss",
     "apply_kl_penalty",
+    "compute_forward_kl_topk",
     "compute_offpolicy_metrics",
     "compute_rollout_corr_metrics_from_logprobs",
     "compute_rollout_correction_and_add_to_batch",

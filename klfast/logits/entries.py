@@ -35,7 +35,7 @@ def divergence_of_entries(
     """
     p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
     if tail == "bucket":
-        p, q = (torch.cat([x, _log_tail(x, exist)], -1) for x in (p, q))
+        p, q = (torch.cat([x, log_tail(x, exist)], -1) for x in (p, q))
         exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
     elif tail == "renormalize":
         p, q = (x - _log_sum(x, exist) for x in (p, q))
@@ -77,7 +77,7 @@ def _log_sum(logprobs: Tensor, exist: Tensor) -> Tensor:
     return torch.where(exist | ~some, logprobs, -torch.inf).logsumexp(-1, keepdim=True)
 
 
-def _log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
+def log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
     """[R, 1] log(1 - sum), with the digits of a sum that is nearly 1; at least log(2^-24)."""
     greatest = math.log1p(-LEAST_TAIL)
     log_sum = _log_sum(logprobs, exist).clamp(max=greatest)

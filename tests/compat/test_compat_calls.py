@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from klfast.compat import areal, ms_swift, nemo_rl, open_instruct, slime
+from klfast.compat import areal, megatron_lm, ms_swift, nemo_rl, open_instruct, slime
 
 CALLS = {
     "nemo-rl": (
@@ -21,6 +21,18 @@ CALLS = {
             "input_clamp_value": 20.0,
             "output_clamp_value": 10.0,
             "importance_sampling_weights": None,
+        },
+    ),
+    "megatron-lm": (
+        megatron_lm.topk_kl_div,
+        {
+            "student_logits": ...,
+            "teacher_topk_logprobs": ...,
+            "teacher_topk_indices": ...,
+            "tp_size": 1,
+            "tp_rank": 0,
+            "tp_group": None,
+            "add_ghost_token": False,
         },
     ),
     "slime": (

@@ -16,7 +16,6 @@ import torch
 from agreement_logits import leaves, random_logits, uneven
 from refusals import NOT_NEGATIVE, POSITIVE
 
-from klfast import backends
 from klfast.compat import divergences, roll, skyrl_mtp, trl
 from klfast.compat import ms_swift_distillation as swift
 
@@ -46,18 +45,6 @@ def traced(test):
     for warning in ignored:
         test = pytest.mark.filterwarnings(warning)(test)
     return pytest.mark.parametrize("auto", ["native"], indirect=True)(test)
-
-
-@pytest.fixture(params=["native", "reference"])
-def auto(request, monkeypatch):
-    """The backend that "auto" takes, as the frameworks have no argument for it."""
-    monkeypatch.setattr(backends, "_told", {"cpu"})  # that the reference is slow
-    rows = dict(backends.BACKENDS)
-    for name in rows.keys() - {request.param}:
-        del backends.BACKENDS[name]
-    yield
-    backends.BACKENDS.clear()
-    backends.BACKENDS.update(rows)  # in the order that "auto" tries them
 
 
 def labels_of(shape, kept):

@@ -18,6 +18,7 @@ import klfast
 from klfast import Estimator
 from klfast.compat import (
     areal,
+    megatron_lm,
     ms_swift,
     nemo_rl,
     open_instruct,
@@ -188,6 +189,11 @@ FUNCTIONS = {
         without_old(ms_swift.per_token_kl),
         without_old(frameworks.ms_swift),
         presets.MS_SWIFT["k3"],
+    ),
+    "megatron-lm": Case(
+        without_old(megatron_lm.kl_term),
+        without_old(frameworks.megatron_lm),
+        presets.MEGATRON_LM["k3"],
     ),
     "ms-swift-k1": Case(
         without_old(ms_swift.per_token_k1),
@@ -390,6 +396,7 @@ EXACT = {
         f"open-instruct-{m}": partial(open_instruct.per_token_kl, kl_estimator=m) for m in (0, 1, 2)
     },
     "ms-swift": ms_swift.per_token_kl,
+    "megatron-lm": megatron_lm.kl_term,
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from klfast.compat import PatchError, roll, trl
 from klfast.compat.patching.fingerprints import fingerprint
-from klfast.compat.patching.replacements import replacement_of_static
+from klfast.compat.patching.replacements import replacement
 from klfast.compat.patching.sites import KnownCode, Site
 from klfast.compat.targets import targets_of
 
@@ -46,9 +46,42 @@ def compute_full_logit_self_distillation_loss(
     student_logits, teacher_logits, *, distillation_alpha
 ):
     return "theirs"
+
+
+def add_tail_bucket(log_probs):
+    return "theirs"
+
+
+def compute_topk_self_distillation_loss(
+    student_logits, teacher_logits, *, distillation_topk, distillation_alpha, distillation_add_tail
+):
+    return "theirs"
 """
 TRAINER = """
-from .loss_utils import compute_divergence, compute_full_logit_self_distillation_loss
+from .loss_utils import (
+    add_tail_bucket,
+    compute_divergence,
+    compute_full_logit_self_distillation_loss,
+    compute_topk_self_distillation_loss,
+)
+"""
+IW_OPD = """
+def _add_tail_bucket(log_probs, valid_mask):
+    return "theirs"
+
+
+def _jsd_divergence(student_log_probs, teacher_log_probs, beta, support_mask=None):
+    return "theirs"
+
+
+class IWOPDTrainer:
+    @staticmethod
+    def _reduce_divergence_loss(jsd):
+        return "theirs"
+
+    @staticmethod
+    def generalized_jsd_loss(student_logits, teacher_logits, top_k=0):
+        return "theirs"
 """
 VARIOUS_DIVERGENCE = """
 class VariousDivergence:
@@ -73,6 +106,7 @@ MODULES = {
         "trl.experimental.sdft.sdft_trainer": TRAINER,
         "trl.experimental.sdpo.loss_utils": LOSS_UTILS,
         "trl.experimental.sdpo.sdpo_trainer": TRAINER,
+        "trl.experimental.iw_opd.iw_opd_trainer": IW_OPD,
     },
     "roll": {"roll.pipeline.distill.various_divergence": VARIOUS_DIVERGENCE},
 }
@@ -101,9 +135,6 @@ def _recognising(site, modules):
     for name in path.split("."):
         found = inspect.getattr_static(found, name)
     (code,) = site.known
-    if isinstance(found, staticmethod):
-        make = replacement_of_static(trl.generalized_jsd_loss, fingerprint(found.__func__))
-        return site._replace(known=(code._replace(make=make),))
     return site._replace(known=(code._replace(code=fingerprint(found)),))
 
 
@@ -138,7 +169,39 @@ def test_self_distillation_s_trainers_take_klfast_s_losses(made_up, of):
         value = full(student, teacher, distillation_alpha=1.0)
         expected = trl.compute_full_logit_self_distillation_loss
         assert torch.equal(value, expected(student, teacher, distillation_alpha=1.0))
+        options = {"distillation_topk": 2, "distillation_add_tail": True, "distillation_alpha": 1.0}
+        value = trainer.compute_topk_self_distillation_loss(student, teacher, **options)
+        expected = trl.compute_topk_self_distillation_loss
+        assert torch.equal(value, expected(student, teacher, **options))
+        few = student[..., :2]
+        assert torch.equal(trainer.add_tail_bucket(few), trl.add_tail_bucket(few))
     assert trainer.compute_divergence(student, teacher, 0.3) == "theirs"
+
+
+@pytest.mark.parametrize("changed", [None, "_jsd_divergence", "_add_tail_bucket"])
+def test_iw_opd_takes_klfast_s_loss_where_its_callees_are_known(made_up, monkeypatch, changed):
+    modules, target = made_up("trl")
+    module = modules["trl.experimental.iw_opd.iw_opd_trainer"]
+    if changed:
+        monkeypatch.setattr(module, changed, lambda *args: "another's")
+    student, teacher = torch.randn(2, 2, 3, 7)
+    with packages.apply("trl", target):
+        value = module.IWOPDTrainer.generalized_jsd_loss(student, teacher, top_k=2)
+        if changed:
+            assert value == "theirs"
+        else:
+            expected = trl.iw_opd_generalized_jsd_loss(student, teacher, top_k=2)
+            assert torch.equal(value, expected)
+        few = student.log_softmax(-1)[..., :2]
+        found = module._add_tail_bucket(few, few > -1)
+        if changed == "_add_tail_bucket":
+            assert found == "another's"
+        else:
+            for mine, expected in zip(
+                found, trl.add_tail_bucket_and_mask(few, few > -1), strict=True
+            ):
+                assert torch.equal(mine, expected)
+    assert module.IWOPDTrainer().generalized_jsd_loss(student, teacher) == "theirs"
 
 
 METHODS = {"forward_kl": "forward_kl", "reverse_kl": "reverse_kl", "js": "js_divergence"}
@@ -164,16 +227,16 @@ def test_roll_s_divergences_are_klfast_s_where_it_has_them(made_up, objective):
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    "change",
     [
-        (("@staticmethod", "@classmethod"), "must be a static method, got a classmethod"),
-        (("    @staticmethod\n", ""), "must be a static method, got a function"),
-        (('return "theirs"', 'return "others"'), "its code is none of those"),
-        (("beta=0.5", "beta=0.6"), "its code is none of those"),
+        ("@staticmethod", "@classmethod"),
+        ("    @staticmethod\n", ""),
+        ('return "theirs"', 'return "others"'),
+        ("beta=0.5", "beta=0.6"),
     ],
     ids=["classmethod", "method", "other code", "other default"],
 )
-def test_what_is_not_that_static_method_is_refused(made_up, monkeypatch, change, match):
+def test_what_is_not_that_static_method_is_refused(made_up, change):
     modules, target = made_up("trl")
     packages.forget(["trl"])
     path = modules["trl.experimental.gkd.gkd_trainer"].__file__
@@ -183,7 +246,7 @@ def test_what_is_not_that_static_method_is_refused(made_up, monkeypatch, change,
     module = importlib.import_module("trl.experimental.gkd.gkd_trainer")
     before = dict(vars(module.GKDTrainer))
     gkd = [group for group in target if ".gkd." in group[0].where]
-    with pytest.raises(PatchError, match=match):
+    with pytest.raises(PatchError, match="its code is none of those"):
         packages.apply("trl", gkd)
     assert dict(vars(module.GKDTrainer)) == before
 
@@ -191,9 +254,9 @@ def test_what_is_not_that_static_method_is_refused(made_up, monkeypatch, change,
 def test_a_static_method_hears_of_exact(package):
     text = "class Owner:\n    @staticmethod\n    def loss(x):\n        return x\n"
     (module,) = package({"made_up_static": text})
-    code = fingerprint(vars(module.Owner)["loss"].__func__)
-    make = replacement_of_static(lambda x, *, exact=False: (x, exact), code)
-    site = Site("made_up_static:Owner.loss", (KnownCode(None, "1.0", make),))
+    code = fingerprint(vars(module.Owner)["loss"])
+    make = replacement(lambda x, *, exact=False: (x, exact))
+    site = Site("made_up_static:Owner.loss", (KnownCode(code, "1.0", make),))
     with packages.apply("made_up_static", ((site,),), exact=True):
         assert module.Owner.loss(3) == module.Owner().loss(3) == (3, True)
     assert module.Owner().loss(3) == 3

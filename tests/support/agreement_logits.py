@@ -1,5 +1,7 @@
 """Logits as training makes them, and comparisons of calls over them with the oracle."""
 
+import math
+
 import oracle
 import oracle_logits
 import torch
@@ -169,3 +171,37 @@ def assert_tokens_agree(backend, logits, token_ids, keep=None, **options):
         (grad,) = torch.autograd.grad(outputs, leaf, upstream, retain_graph=True)
         truth = truth_for(*of)
         assert_gradient(grad, leaf, truth.grad, truth.grad_tolerance, "grad")
+
+
+def differentiated(function, *models):
+    """The value, and the gradient of each model under an uneven gradient that comes in."""
+    inputs = leaves(*models)
+    value = function(*inputs)
+    upstream = torch.linspace(1, 2, value.numel(), dtype=value.dtype).view(value.shape)
+    return value.detach(), *torch.autograd.grad(value, inputs, upstream)
+
+
+def assert_models_agree(ours, theirs, *models):
+    """Value and gradients of ``ours(*models)`` are no farther from those of ``theirs`` in float64
+    than twice what theirs are in the dtype of the logits, and roundings.
+
+    ``theirs`` is a framework's function or its formula. Float64 rounds it too: 8 tokens of up to 30
+    nats.
+    """
+    of_float64 = 8 * 30 * 4 * oracle.unit_roundoff(torch.float64)
+    truth = differentiated(theirs, *(logits.double() for logits in models))
+    mine, eager = (differentiated(f, *models) for f in (ours, theirs))
+    for result, rough, exact in zip(mine, eager, truth, strict=True):
+        assert result.shape == exact.shape
+        unit = 16 * oracle.unit_roundoff(result.dtype)
+        allowed = 2 * (rough - exact).norm() + unit * exact.norm() + of_float64
+        assert (result - exact).norm() <= allowed
+
+
+def distinct_logits(*shape, dtype):
+    """(logits, others) of which no two of a row are equal in any dtype: topk finds the same."""
+    words = shape[-1]
+    assert words <= 512
+    steps = torch.stack([torch.randperm(words) for _ in range(math.prod(shape[:-1]))])
+    logits = (steps.view(shape) - words // 2).double() / 32
+    return logits.to(dtype), (logits + 0.5 * torch.randn(shape, dtype=torch.float64)).to(dtype)

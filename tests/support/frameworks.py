@@ -236,6 +236,14 @@ def nemo_rl_loss(values, token_mask, sample_mask, loss_type, count=None):
     return of_samples.sum() / (sample_mask.sum() if count is None else count)
 
 
+# Megatron-LM
+
+
+def megatron_lm(logprobs, ref_logprobs):
+    """``kl_term`` of its GRPO loss."""
+    return k3(logprobs - ref_logprobs)
+
+
 # slime
 
 

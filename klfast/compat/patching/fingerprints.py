@@ -28,11 +28,13 @@ def fingerprint_of_tree(tree: ast.Module) -> str:
 
 
 def parse(function_or_class: Any) -> ast.Module:
-    """The syntax tree of a function or class, decorators included.
+    """The syntax tree of a function, static method or class, decorators included.
 
     Raises:
         PatchError: as :func:`fingerprint`.
     """
+    if isinstance(function_or_class, (staticmethod, classmethod)):
+        function_or_class = function_or_class.__func__
     if hasattr(function_or_class, "__wrapped__"):
         wrapper = getattr(function_or_class, "__globals__", {}).get("__name__", "something")
         raise PatchError(f"it is wrapped by {wrapper}, whose wrapping must come after klfast's")

@@ -32,6 +32,8 @@ def replacement(new: Any) -> Make:
             names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
             methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
             return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
+        if isinstance(old, staticmethod):
+            return staticmethod(make(old.__func__, exact))
         function = _exact(new) if exact else new
 
         @functools.wraps(old)
@@ -53,19 +55,6 @@ def replacement_of_compiled(new: Any, code: str) -> Make:
         if fingerprint(function) != code:
             raise PatchError("its code is none of those that klfast replaces")
         return replacement(new)(function, exact)
-
-    return make
-
-
-def replacement_of_static(new: Any, code: str) -> Make:
-    """``replacement`` of a static method; ``code`` is its function's, decorator included."""
-
-    def make(old: Any, exact: bool) -> Any:
-        if not isinstance(old, staticmethod):
-            raise PatchError(f"it must be a static method, got a {type(old).__name__}")
-        if fingerprint(old.__func__) != code:
-            raise PatchError("its code is none of those that klfast replaces")
-        return staticmethod(replacement(new)(old.__func__, exact))
 
     return make
 

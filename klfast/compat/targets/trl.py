@@ -8,10 +8,9 @@ from klfast.compat import trl, trl_sampling_trainers, trl_trainers
 from klfast.compat.patching.replacements import (
     Blocks,
     replacement,
-    replacement_of_static,
     rewriting,
 )
-from klfast.compat.patching.sites import Group, KnownCode, Site, known, left_on_gpu
+from klfast.compat.patching.sites import Group, KnownCode, Site, known, left_on_gpu, stays
 
 _UTILS = "trl.trainer.utils"
 
@@ -63,18 +62,72 @@ def _from_logits(
     return codes if until_113 is None else (KnownCode(until_113, "1.10 to 1.13", make), *codes)
 
 
-def _self_distillation(module: str) -> Group:
+def _self_distillation(module: str) -> tuple[Group, ...]:
     """The code that SDFT and SDPO each have, in the same words."""
     since = "1.6 to 1.16"
+    divergence = (f"{module}:compute_divergence", "059a2e6ab8bab901")
+    bucket = (f"{module}:add_tail_bucket", "cf554395f47d3c17")
     return (
-        known(f"{module}:compute_divergence", "059a2e6ab8bab901", trl.compute_divergence, since),
-        known(
-            f"{module}:compute_full_logit_self_distillation_loss",
-            "3503e963663745ec",
-            trl.compute_full_logit_self_distillation_loss,
-            since,
+        (
+            known(*divergence, trl.compute_divergence, since),
+            known(
+                f"{module}:compute_full_logit_self_distillation_loss",
+                "3503e963663745ec",
+                trl.compute_full_logit_self_distillation_loss,
+                since,
+            ),
+        ),
+        (known(*bucket, trl.add_tail_bucket, since),),
+        (
+            known(
+                f"{module}:compute_topk_self_distillation_loss",
+                "867f4e2e128db47b",
+                trl.compute_topk_self_distillation_loss,
+                since,
+            ),
+            stays(*divergence, since),
+            stays(*bucket, since),
         ),
     )
+
+
+_BUCKET = "bd9a20c482b576dc"
+_IW_OPD = "trl.experimental.iw_opd.iw_opd_trainer"
+_SINCE_19 = "1.9 to 1.16"
+
+
+def _bucket(module: str, releases: str, absent: str) -> Group:
+    make = replacement(trl.add_tail_bucket_and_mask)
+    return (Site(f"{module}:_add_tail_bucket", (KnownCode(_BUCKET, releases, make),), absent),)
+
+
+_FEW_WORDS: tuple[Group, ...] = (
+    _bucket(_IW_OPD, _SINCE_19, "as TRL until 1.8"),
+    _bucket(
+        "trl.experimental.server_distillation.server_distillation_trainer",
+        _SINCE_19,
+        "as TRL until 1.8",
+    ),
+    _bucket(
+        "trl.experimental.async_distillation.async_distillation_trainer",
+        "1.11 to 1.16",
+        "as TRL until 1.10",
+    ),
+    (
+        Site(
+            f"{_IW_OPD}:IWOPDTrainer.generalized_jsd_loss",
+            (
+                KnownCode(
+                    "2ed5176b663a01cf", _SINCE_19, replacement(trl.iw_opd_generalized_jsd_loss)
+                ),
+            ),
+            absent="as TRL until 1.8",
+        ),
+        stays(f"{_IW_OPD}:_add_tail_bucket", _BUCKET, _SINCE_19),
+        stays(f"{_IW_OPD}:_jsd_divergence", "b06f2291a0d60cc1", _SINCE_19),
+        stays(f"{_IW_OPD}:IWOPDTrainer._reduce_divergence_loss", "2b209e065a54962c", _SINCE_19),
+    ),
+)
 
 
 _TRAINERS = (
@@ -135,19 +188,16 @@ _TRAINERS = (
         ),
     ),
     (
-        Site(
+        known(
             "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss",
-            (
-                KnownCode(
-                    None,
-                    "1.7 to 1.16",
-                    replacement_of_static(trl.generalized_jsd_loss, "208d0b50cb51ec1e"),
-                ),
-            ),
+            "208d0b50cb51ec1e",
+            trl.generalized_jsd_loss,
+            "1.7 to 1.16",
         ),
     ),
-    _self_distillation("trl.experimental.sdft.loss_utils"),
-    _self_distillation("trl.experimental.sdpo.loss_utils"),
+    *_self_distillation("trl.experimental.sdft.loss_utils"),
+    *_self_distillation("trl.experimental.sdpo.loss_utils"),
+    *_FEW_WORDS,
 )
 """The releases 1.10 to 1.16."""
 

@@ -12,6 +12,7 @@ from klfast.compat.patching.sites import KnownCode, Site, flash_attn, known, lef
 _CORE = "verl.trainer.ppo.core_algos"
 _FROM_LOGITS = "verl.utils.torch_functional"
 _ROLLOUT = "verl.trainer.ppo.rollout_corr_helper"
+_DISTILLATION = "verl.trainer.distillation.fsdp.losses"
 _ALL = "0.6 to 0.9, main"
 _NO_HELPER = "0.6.0"
 
@@ -216,5 +217,23 @@ _GROUPS = (
         ),
     ),
     *_ROLLOUT_GROUPS,
+    (
+        Site(
+            f"{_DISTILLATION}:compute_forward_kl_topk",
+            (
+                KnownCode("dffa7d147895e00c", "0.8"),
+                KnownCode(
+                    "0772a2001c847a69", "0.9, main", replacement(verl.compute_forward_kl_topk)
+                ),
+            ),
+            absent="0.6, 0.7",
+        ),
+        stays(f"{_DISTILLATION}:kl_divergence", "e92d355bf6eb892c", "0.8, 0.9, main"),
+        Site(
+            f"{_DISTILLATION}:_chunked_topk_log_probs",
+            (KnownCode("5ef04661c8c287ea", "0.9, main"),),
+            absent="0.6 to 0.8",
+        ),
+    ),
 )
 TARGETS = (_GROUPS,)

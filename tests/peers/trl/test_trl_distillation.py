@@ -3,10 +3,9 @@
 import inspect
 from functools import partial
 
-import oracle
 import pytest
 import torch
-from agreement_logits import leaves, random_logits
+from agreement_logits import assert_models_agree, differentiated, random_logits
 from comparison import every_dtype
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.sdft import loss_utils as sdft
@@ -40,28 +39,6 @@ def test_arguments_have_trl_s_names_order_and_defaults(theirs, name):
     assert given[: len(wanted)] == wanted
 
 
-def differentiated(function, *models):
-    inputs = leaves(*models)
-    value = function(*inputs)
-    upstream = torch.linspace(1, 2, value.numel(), dtype=value.dtype).view(value.shape)
-    return value.detach(), *torch.autograd.grad(value, inputs, upstream)
-
-
-def assert_no_farther_from_theirs_in_float64(ours, theirs, student, teacher):
-    """Than twice what TRL is in the dtype of the logits, and roundings.
-
-    Float64 rounds TRL's log-probs too: 8 tokens of up to 30 nats.
-    """
-    of_float64 = 8 * 30 * 4 * oracle.unit_roundoff(torch.float64)
-    truth = differentiated(theirs, student.double(), teacher.double())
-    mine, eager = (differentiated(f, student, teacher) for f in (ours, theirs))
-    for result, rough, exact in zip(mine, eager, truth, strict=True):
-        assert result.shape == exact.shape
-        unit = 16 * oracle.unit_roundoff(result.dtype)
-        allowed = 2 * (rough - exact).norm() + unit * exact.norm() + of_float64
-        assert (result - exact).norm() <= allowed
-
-
 OPTIONS = {
     "batchmean": {},
     "sum": {"reduction": "sum"},
@@ -82,7 +59,7 @@ def test_gkd(beta, dtype, labelled, temperature, options):
     ours, theirs = (
         partial(f, **given) for f in (trl.generalized_jsd_loss, GKDTrainer.generalized_jsd_loss)
     )
-    assert_no_farther_from_theirs_in_float64(ours, theirs, student, teacher)
+    assert_models_agree(ours, theirs, student, teacher)
 
 
 @every_dtype
@@ -92,7 +69,7 @@ def test_self_distillation(beta, dtype):
     full = trl.compute_full_logit_self_distillation_loss
     for theirs in of_sdft_and_sdpo("compute_full_logit_self_distillation_loss"):
         ours, eager = (partial(f, distillation_alpha=beta) for f in (full, theirs))
-        assert_no_farther_from_theirs_in_float64(ours, eager, *models)
+        assert_models_agree(ours, eager, *models)
 
 
 @pytest.mark.parametrize("tail", [False, True], ids=["renormalised", "tail"])
