@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from klfast import backends
 from klfast.api import kl_penalty
+from klfast.call import PenaltyCall, reduce_call
 from klfast.checks.arguments import check_choice
 from klfast.estimator import Estimator
 from klfast.logits.api import kl_divergence
@@ -136,8 +138,29 @@ def per_token_or_full(
     return per_token(logprobs, ref_logprobs, presets[kl_penalty], mask, exact=exact)
 
 
+def of_log_ratio(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    """The estimator of every token's log-ratio, in nats, of its shape: [], [T], [..., T]."""
+    call = _values_call(_rows(log_ratio))
+    value = _computed(call._replace(spec=call.spec._replace(estimator=estimator)))
+    return value.view(log_ratio.shape)
+
+
+def rewards_of_kl(scores: Tensor, kl: Tensor, mask: Tensor | None, kl_coef: float) -> Tensor:
+    """``klfast.kl_rewards`` of a KL per token [B, T] that is there already; ``scores`` [B]."""
+    call = _values_call(kl.detach(), mask, kl_coef)
+    return _computed(call._replace(scores=scores.detach()))
+
+
+def _values_call(values: Tensor, mask: Tensor | None = None, coef: float = 1.0) -> PenaltyCall:
+    return reduce_call(values, mask, "none", None, None, coef)
+
+
+def _computed(call: PenaltyCall) -> Tensor:
+    return backends.choose("auto", call).kl_penalty(call)[0]
+
+
 def zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros in the shape of a tensor that take no memory: a reference that leaves k1 as it is."""
+    """Zeros in the shape of a tensor that take no memory: a sampler whose log-ratio is there."""
     return tensor.new_zeros(()).expand(tensor.shape)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.compat import logits as over_logits
-from klfast.compat.common import per_token, zeros_like
+from klfast.compat.common import of_log_ratio, per_token
 from klfast.compat.counts import count_of_tokens
 from klfast.compat.presets import OPEN_INSTRUCT
 from klfast.compat.weighted import check_weight, weighted_per_token
@@ -42,11 +42,9 @@ def estimate_kl(ref_logprobs_diff: Tensor, ratio: Tensor, *, exact: bool = False
     ValueError.
     """
     check_weight("ratio", ratio, ref_logprobs_diff)
-    nothing = zeros_like(ref_logprobs_diff)
-    k1, k2, k3 = (
-        per_token(ref_logprobs_diff, nothing, Estimator(name), exact=exact)
-        for name in ("k1", "k2", "k3")
-    )
+    k1, k2, k3 = (of_log_ratio(ref_logprobs_diff, Estimator(name)) for name in ("k1", "k2", "k3"))
+    if exact:
+        k1, k2, k3 = (each.to(ref_logprobs_diff.dtype) for each in (k1, k2, k3))
     return torch.stack([k1, k2, k3, ratio * k1])
 
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from klfast.api import kl_rewards
 from klfast.compat import logits as over_logits
-from klfast.compat.common import choose, per_token, straight_through, zeros_like
+from klfast.compat.common import choose, per_token, rewards_of_kl, straight_through
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import OPENRLHF
 from klfast.estimator import Estimator
@@ -94,7 +93,7 @@ def compute_reward(
     if reward_clip_range:
         scores = scores.clamp(*reward_clip_range)
     kl_coef = max(kl_coef, 0.0)
-    rewards = kl_rewards(scores, kl, zeros_like(kl), action_mask, kl_coef=kl_coef)
+    rewards = rewards_of_kl(scores, kl, action_mask, kl_coef)
     if not exact:
         return rewards
     if action_mask is not None:
