@@ -110,6 +110,9 @@ def test_a_bound_that_is_reached_keeps(backend):
             x - 1, torch.full((3,), -1.0), reject=rule, backend=backend
         )
         assert kept.mask.tolist() == expected, rule
+        if all(expected):
+            (seen,) = kept.stats.rules
+            assert (seen.below.item(), seen.above.item()) == (0, 0), rule
 
 
 def test_on_policy_is_within_any_bounds_around_1(backend):
