@@ -285,7 +285,11 @@ class _OneReadKL(torch.autograd.Function):
         ctx.row_weights = row_weights(call, ctx.ops)
         needs = ctx.needs_input_grad[:2]
         rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
-            first, second, None, call.keep, *ctx.options, ctx.row_weights, *needs
+            *(first, second, None, call.keep),
+            *ctx.options,
+            ctx.row_weights,
+            *needs,
+            call.inverse_temperature,
         )
         reduced = call.reduce(rows)
         result, _, statistics, _, _ = ctx.ops.kl_penalty_fwd(

@@ -36,7 +36,7 @@ def test_no_layout_spills(call, layout):
     assert_in_registers(compiled(call, "bf16", layout=layout))
 
 
-@pytest.mark.parametrize("call", ["kl-backward", "tokens"])
+@pytest.mark.parametrize("call", ["kl-backward", "tokens", "picks"])
 def test_fp64_is_for_checking_and_compiles_all_the_same(call):
     assert_in_registers(compiled(call, "fp64"))
 

@@ -85,13 +85,21 @@ def divergence(dtype, backward=False, divergence="kl", stage="row", entropy="non
 def tokens(dtype, backward=False, stage="row"):
     """(kernel, pointers, constants) with entropies."""
     pointers = {"logits": f"*{dtype}", "token_ids": "*i64", "saved": "*fp64", "keep": "*i1"}
-    pointers |= {"entropy": result(dtype)}
+    pointers |= dict.fromkeys(("logprobs", "entropy"), result(dtype))
     if backward:
         pointers |= dict.fromkeys(("grad_logprobs", "grad_entropy"), result(dtype))
         return logits_kernels.token_logprobs_backward_kernel, pointers | {"grad": f"*{dtype}"}, {}
-    pointers |= {"logprobs": result(dtype)}
     pointers |= {"partials": "*fp64"} if stage != "row" else {}
     return logits_kernels.token_logprobs_kernel, pointers, {"STAGE": stage}
+
+
+def of_rows(call):
+    """The same with a temperature of every row's own, and of one model K token ids."""
+    kernel, pointers, constants = call
+    form = {"has_temperatures": True} | (
+        {"picks": logits_launch._PICKS} if "logits" in pointers else {}
+    )
+    return kernel, pointers | {"inverse_temperature_at": "*fp64"}, constants | {"FORM": form}
 
 
 CALLS = {
@@ -109,6 +117,12 @@ CALLS = {
     "tokens": (1, tokens),
     "tokens-segment": (1, lambda dtype: tokens(dtype, stage="segment")),
     "tokens-backward": (1, lambda dtype: tokens(dtype, backward=True)),
+    "kl-temperatures": (2, lambda dtype: of_rows(divergence(dtype))),
+    "kl-temperatures-backward": (2, lambda dtype: of_rows(divergence(dtype, backward=True))),
+    "picks": (1, lambda dtype: of_rows(tokens(dtype))),
+    "picks-segment": (1, lambda dtype: of_rows(tokens(dtype, stage="segment"))),
+    "picks-combine": (1, lambda dtype: of_rows(tokens(dtype, stage="combine"))),
+    "picks-backward": (1, lambda dtype: of_rows(tokens(dtype, backward=True))),
 }
 
 
@@ -117,7 +131,8 @@ def compiled(call, dtype, target=HOPPER, layout="aligned"):
     kernel, pointers, constants = arguments(dtype)
     arithmetic = torch.float64 if dtype == "fp64" else torch.float32
     kind = constants.get("DIVERGENCE", "kl")
-    constants["FORM"] = logits_launch.form_of(arithmetic, layout, models, kind)
+    form = logits_launch.form_of(arithmetic, layout, models, kind)
+    constants["FORM"] = form._replace(**constants.get("FORM", {}))
     finishes = constants.get("STAGE") in ("row", "combine")
     room = logits_launch._ROOM if finishes and target.backend == "cuda" else {}
     return build(kernel, pointers, constants, target, logits_launch._WARPS, **room)

@@ -177,25 +177,24 @@ def are_none(ids, FORM: tl.constexpr):
 
 @triton.jit
 def likeliest_pick(x_of, token_ids, row, picks, words, FORM: tl.constexpr):
-    """(logit in fp64, id) of the most likely of a row's picks, NaN aside; an id of -1 if there is
-    none.
+    """The most likely of a row's picks, NaN aside; -1 if none is a word.
 
     Sums leave it out: its term is added in fp64, as in fp32 a term near 1 takes the digits of all
     others.
     """
     found = tl.full((), float("-inf"), tl.float64)
-    found_id = row * 0 - 1
+    found_id = (row * 0 - 1).to(tl.int32)
     for done in range(0, picks, FORM.picks):
         _, ids, _ = load_picks(token_ids, row, picks, done, FORM)
         logits = load_logit(x_of, ids, words)
         logits = tl.where(logits == logits, logits, float("-inf"))
         largest = tl.max(logits, axis=0)
         is_largest = (logits == largest) & (ids >= 0) & (ids < words)
-        own_id = tl.max(tl.where(is_largest, ids, -1), axis=0)
+        own_id = tl.max(tl.where(is_largest, ids, -1).to(tl.int32), axis=0)
         is_better = (own_id >= 0) & ((found_id < 0) | (largest > found))
         found = tl.where(is_better, largest, found)
         found_id = tl.where(is_better, own_id, found_id)
-    return found, found_id
+    return found_id
 
 
 @triton.jit
@@ -272,12 +271,13 @@ def sum_words(
     moment = tl.zeros((), tl.float64)
     for i in range(first, last):
         begin, count = bounds(i, cut, FORM)
+        place_left_out = offset_of(left_out, begin, count)
         masses = tl.zeros((FORM.tile,), FORM.acc)
         moments = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x = load_words(x_of, begin, offset, count, FORM)
-            x = tl.where(begin + offset == left_out, float("-inf"), x)
+            x = tl.where(tl.arange(0, FORM.tile) == place_left_out - done, float("-inf"), x)
             mass, product = word_of(x, scale, largest)
             masses += mass
             if ENTROPY:
@@ -289,13 +289,13 @@ def sum_words(
 
 
 @triton.jit
-def with_left_out(left_out, scale, largest, total, moment):
-    """Sums with the terms of the word that they left out."""
-    logit, word = left_out
+def with_left_out(x_of, left_out, scale, largest, total, moment, words):
+    """Sums with the terms of the word that they left out, if there is one."""
+    logit = load_logit(x_of, left_out, words)
     mass, product = word_of(logit, scale.to(tl.float64), largest.to(tl.float64))
     return (
-        tl.where(word >= 0, total + mass, total),
-        tl.where(word >= 0, moment + product, moment),
+        tl.where(left_out >= 0, total + mass, total),
+        tl.where(left_out >= 0, moment + product, moment),
     )
 
 
@@ -307,17 +307,17 @@ def finish_words(
 
     The logit is what sums were taken against, in fp64. The native kernels' rule of
     when a row is summed again is in csrc/formulas/passes.h. Here the first guess is always finite.
-    ``left_out``: (logit, id) of the word that the sums do not have.
+    ``left_out``: the word that the sums do not have.
     """
-    total, moment = with_left_out(left_out, scale, largest, total, moment)
+    total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
     if ~is_good(total):
         if is_usable(total):
             nearer = largest.to(tl.float64) + tl.log(total) / LN2 / scale.to(tl.float64)
             largest = nearer.to(FORM.acc)
         else:
             largest = row_maximum(x_of, cut, FORM)
-        total, moment = sum_words(x_of, scale, largest, left_out[1], cut, 0, cut[2], ENTROPY, FORM)
-        total, moment = with_left_out(left_out, scale, largest, total, moment)
+        total, moment = sum_words(x_of, scale, largest, left_out, cut, 0, cut[2], ENTROPY, FORM)
+        total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
     return largest.to(tl.float64), tl.log(total), entropy_of(total, moment)
 
 
@@ -366,10 +366,10 @@ def token_logprobs_kernel(
         else:
             # Where a pick has most of the mass, a lower guess would be summed again.
             largest = first_maximum(x_of, cut, FORM)
-            own = left_out[0].to(FORM.acc)
+            own = load_logit(x_of, left_out, words).to(FORM.acc)  # NaN is not greater
             largest = tl.where((own > largest) & (own < float("inf")), own, largest)
             total, moment = sum_words(
-                x_of, scale, largest, left_out[1], cut, first, last, ENTROPY, FORM
+                x_of, scale, largest, left_out, cut, first, last, ENTROPY, FORM
             )
         if STAGE == "segment":
             at = partials + tl.program_id(0)
@@ -487,7 +487,7 @@ def token_logprobs_backward_kernel(
             store(grad, at, offset, value, offset < count, FORM.layout)
         tl.debug_barrier()  # picks are written over what is there
         for done in range(0, picks, FORM.picks):
-            pick, ids, _ = load_picks(token_ids, row, picks, done, FORM)
+            pick, ids, _are_there = load_picks(token_ids, row, picks, done, FORM)
             own = inverse * incoming_of(ids, grad_logprobs, token_ids, row, picks, FORM)
             is_own = (ids >= begin) & (ids < begin + count)
             log_p = tl.load(logprobs + pick, mask=is_own, other=0).to(tl.float64)
