@@ -161,7 +161,7 @@ def assert_tokens_agree(backend, logits, token_ids, keep=None, **options):
         assert found.dtype == oracle.arithmetic_dtype(logits)
         oracle.assert_within(found, truth.logprobs, truth.logprobs_tolerance, "logprobs")
     oracle.assert_within(entropy, truth.entropy, truth.entropy_tolerance, "entropy")
-    first, second = uneven(alone), uneven(alone).flip(-1) + 0.1
+    first, second = uneven(alone), uneven(entropy).flip(-1) + 0.1
     for outputs, upstream, of in (
         ([alone], [first], (first, None)),
         ([alone], [first], (first, None)),

@@ -30,20 +30,37 @@ class TokenTruth(NamedTuple):
 @torch.no_grad()
 def token_logprobs(logits, token_ids, keep=None, *, temperature=1.0, upstream=(None, None)):
     """What klfast.token_logprobs must return, and the gradient for ``upstream``: of the log-probs
-    and of the entropies, or None.
+    and of the entropies, or None. ``keep``: which ids exist, [...] or [..., K] like these.
     """
-    dtype = oracle.arithmetic_dtype(logits)
+    dtype, rows = oracle.arithmetic_dtype(logits), logits.shape[:-1]
     kept = torch.ones(token_ids.shape, dtype=torch.bool) if keep is None else keep
+    temperature = of_rows(temperature, rows)
     words = Words(logits, temperature, dtype)
-    truth = of_tokens(words, token_ids, kept, temperature)
     grad = Gradient.zero(words.p)
-    grad.add(upstream[0], truth.grad, truth.grad_tolerance)
+    has_k = token_ids.dim() == logits.dim()
+    columns = [t.unbind(-1) if has_k else [t] for t in (token_ids, kept)]
+    sent = [None] * len(columns[0])
+    if upstream[0] is not None:
+        sent = upstream[0].unbind(-1) if has_k else [upstream[0]]
+    found = []
+    for ids, exist, of in zip(*columns, sent, strict=True):
+        truth = of_tokens(words, ids, exist, temperature)
+        found.append([torch.where(exist.flatten(), t, 0.0).reshape(rows) for t in truth[:2]])
+        of_existing = of if of is None else torch.where(exist, of, 0.0)
+        grad.add(of_existing, truth.grad, truth.grad_tolerance)
     grad.add(upstream[1], truth.entropy_grad, truth.entropy_grad_tolerance)
-    rows = (*truth[:2], *truth[4:6])
-    return TokenTruth(
-        *(torch.where(kept.flatten(), t, 0.0).reshape(token_ids.shape) for t in rows),
-        *grad.where(kept, logits.shape, dtype),
-    )
+    of_ids = (torch.stack(t, -1) if has_k else t[0] for t in zip(*found, strict=True))
+    kept = kept.any(-1) if has_k else kept
+    of_each_row = (torch.where(kept.flatten(), t, 0.0).reshape(rows) for t in truth[4:6])
+    return TokenTruth(*of_ids, *of_each_row, *grad.where(kept, logits.shape, dtype))
+
+
+def of_rows(temperature, rows):
+    """A number as it is, a tensor as one number a row, [R, 1]."""
+    if not isinstance(temperature, Tensor):
+        return temperature
+    wide = temperature.double().reshape(*temperature.shape, *[1] * (len(rows) - temperature.dim()))
+    return wide.expand(rows).reshape(-1, 1)
 
 
 def of_tokens(words, token_ids, kept, temperature):
@@ -116,6 +133,7 @@ def kl_divergence(
     The log-probs: see ``token_logprobs``.
     """
     dtype, shape = oracle.arithmetic_dtype(logits, ref_logits), logits.shape[:-1]
+    temperature = of_rows(temperature, shape)
     kept = torch.ones(shape, dtype=torch.bool) if mask is None else mask != 0
     swap = (lambda pair: pair[::-1]) if direction == "forward" else tuple
     pair = Pair(*swap((logits, ref_logits)), temperature, dtype)
