@@ -229,7 +229,9 @@ PyMethodDef methods[] = {
     KLFAST_METHOD(token_logprobs_bwd, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(token_logprobs_bwd_, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(kl_divergence_fwd, LogitsOnCpu, LogitsOnGpu),
+    KLFAST_METHOD(kl_divergence_fwd_, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(kl_divergence_bwd, LogitsOnCpu, LogitsOnGpu),
+    KLFAST_METHOD(kl_divergence_bwd_, LogitsOnCpu, LogitsOnGpu),
     KLFAST_METHOD(rollout_correction, RolloutOnCpu, RolloutOnGpu),
     {},
 };

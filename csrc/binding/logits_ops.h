@@ -206,17 +206,53 @@ DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
   return in;
 }
 
+// Refuses gradients over logits that do not lie as gradients do, or whose memory both models have.
+template <typename Tensor>
+void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
+                    bool want_grad_ref) {
+  KLFAST_CHECK(!want_grad || logits.is_contiguous(),
+               "logits must be contiguous to be written over");
+  KLFAST_CHECK(!want_grad_ref || ref_logits.is_contiguous(),
+               "ref_logits must be contiguous to be written over");
+  KLFAST_CHECK(logits.numel() == 0 || logits.const_data_ptr() != ref_logits.const_data_ptr(),
+               "logits must not be ref_logits where one is written over");
+}
+
+// A gradient of a model's logits, where one is wanted.
+template <typename Tensor>
+struct ModelGradients {
+  Tensor first;
+  Tensor second;
+  bool want_first;
+  bool want_second;
+
+  static ModelGradients empty(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
+                              bool want_grad_ref) {
+    return {empty_gradient(logits, want_grad), empty_gradient(ref_logits, want_grad_ref), want_grad,
+            want_grad_ref};
+  }
+  template <typename Call>
+  void set(Call& call) const {
+    call.grad_first = output_of(first, want_first);
+    call.grad_second = output_of(second, want_second);
+  }
+};
+
+// What a forward returns beside gradients: rows, log-probs under both models, saved, entropy.
+template <typename Tensor>
+using DivergenceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 template <typename On, typename Tensor>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
-    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
-    std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
-    std::optional<Tensor> inverse_temperature) {
+DivergenceResults<Tensor> run_divergence_forward(
+    const Tensor& logits, const Tensor& ref_logits, const std::optional<Tensor>& token_ids,
+    const std::optional<Tensor>& keep, int64_t divergence, double jsd_beta, double temperature,
+    int64_t entropy_of, const std::optional<Tensor>& row_weights,
+    const std::optional<Tensor>& inverse_temperature, const ModelGradients<Tensor>& grads) {
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
   const RowInputs& in = call.in.rows;
-  KLFAST_CHECK(row_weights.has_value() || !(want_grad || want_grad_ref),
+  KLFAST_CHECK(row_weights.has_value() || !(grads.want_first || grads.want_second),
                "gradients need row_weights");
   const bool want_entropy = call.in.entropy_of != EntropyOf::kNone;
   KLFAST_CHECK(!(want_entropy && row_weights.has_value()), "entropies do not go with row_weights");
@@ -226,8 +262,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
   Tensor ref_logprobs = empty_rows(logits, dtype, token_ids.has_value());
   Tensor saved =
       empty<Tensor>({Saved::kCount, in.shape.rows()}, ScalarType::Double, device_of(logits));
-  Tensor grad = empty_gradient(logits, want_grad);
-  Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
   Tensor entropy = empty_rows(logits, dtype, want_entropy);
   call.rows = data_of(rows);
   call.logprobs = data_of(logprobs);
@@ -235,20 +269,49 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
   call.row_weights = per_row<Tensor>(row_weights, logits, results_dtype(in), "row_weights");
-  call.grad_first = output_of(grad, want_grad);
-  call.grad_second = output_of(grad_ref, want_grad_ref);
+  grads.set(call);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
-  return {rows, logprobs, ref_logprobs, saved, grad, grad_ref, entropy};
+  return {rows, logprobs, ref_logprobs, saved, entropy};
 }
 
 template <typename On, typename Tensor>
-std::tuple<Tensor, Tensor> kl_divergence_bwd(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
-    Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
-    std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
-    std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
+    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
+    std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
     std::optional<Tensor> inverse_temperature) {
+  const auto grads = ModelGradients<Tensor>::empty(logits, ref_logits, want_grad, want_grad_ref);
+  auto [rows, logprobs, ref_logprobs, saved, entropy] =
+      run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
+                                 temperature, entropy_of, row_weights, inverse_temperature, grads);
+  return {rows, logprobs, ref_logprobs, saved, grads.first, grads.second, entropy};
+}
+
+template <typename On, typename Tensor>
+std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
+                                              std::optional<Tensor> keep, int64_t divergence,
+                                              double jsd_beta, double temperature,
+                                              Tensor row_weights, bool want_grad,
+                                              bool want_grad_ref,
+                                              std::optional<Tensor> inverse_temperature) {
+  check_in_place(logits, ref_logits, want_grad, want_grad_ref);
+  const ModelGradients<Tensor> grads = {logits, ref_logits, want_grad, want_grad_ref};
+  const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
+  auto results = run_divergence_forward<On, Tensor>(logits, ref_logits, std::nullopt, keep,
+                                                    divergence, jsd_beta, temperature, no_entropy,
+                                                    row_weights, inverse_temperature, grads);
+  return {std::get<0>(results), std::get<3>(results)};
+}
+
+template <typename On, typename Tensor>
+void run_divergence_backward(
+    const Tensor& logits, const Tensor& ref_logits, const std::optional<Tensor>& token_ids,
+    const std::optional<Tensor>& keep, int64_t divergence, double jsd_beta, double temperature,
+    int64_t entropy_of, const Tensor& rows, const Tensor& saved,
+    const std::optional<Tensor>& entropy, const std::optional<Tensor>& grad_rows,
+    const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_ref_logprobs,
+    const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& inverse_temperature,
+    const ModelGradients<Tensor>& grads) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
@@ -268,12 +331,38 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
     call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
     call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
   }
-  Tensor grad = empty_gradient(logits, want_grad);
-  Tensor grad_ref = empty_gradient(ref_logits, want_grad_ref);
-  call.grad_first = output_of(grad, want_grad);
-  call.grad_second = output_of(grad_ref, want_grad_ref);
+  grads.set(call);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
-  return {grad, grad_ref};
+}
+
+template <typename On, typename Tensor>
+std::tuple<Tensor, Tensor> kl_divergence_bwd(
+    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
+    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
+    Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
+    std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
+    std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
+    std::optional<Tensor> inverse_temperature) {
+  const auto grads = ModelGradients<Tensor>::empty(logits, ref_logits, want_grad, want_grad_ref);
+  run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
+                              temperature, entropy_of, rows, saved, entropy, grad_rows,
+                              grad_logprobs, grad_ref_logprobs, grad_entropy, inverse_temperature,
+                              grads);
+  return {grads.first, grads.second};
+}
+
+template <typename On, typename Tensor>
+void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, std::optional<Tensor> keep,
+                        int64_t divergence, double jsd_beta, double temperature, Tensor rows,
+                        Tensor saved, Tensor grad_rows, bool want_grad, bool want_grad_ref,
+                        std::optional<Tensor> inverse_temperature) {
+  check_in_place(logits, ref_logits, want_grad, want_grad_ref);
+  const ModelGradients<Tensor> grads = {logits, ref_logits, want_grad, want_grad_ref};
+  const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
+  run_divergence_backward<On, Tensor>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
+                                      temperature, no_entropy, rows, saved, std::nullopt, grad_rows,
+                                      std::nullopt, std::nullopt, std::nullopt, inverse_temperature,
+                                      grads);
 }
 
 template <typename On, typename Library>
@@ -282,7 +371,9 @@ void implement_logits(Library& library) {
   library.impl("token_logprobs_bwd", TORCH_BOX((&token_logprobs_bwd<On, StableTensor>)));
   library.impl("token_logprobs_bwd_", TORCH_BOX((&token_logprobs_bwd_<On, StableTensor>)));
   library.impl("kl_divergence_fwd", TORCH_BOX((&kl_divergence_fwd<On, StableTensor>)));
+  library.impl("kl_divergence_fwd_", TORCH_BOX((&kl_divergence_fwd_<On, StableTensor>)));
   library.impl("kl_divergence_bwd", TORCH_BOX((&kl_divergence_bwd<On, StableTensor>)));
+  library.impl("kl_divergence_bwd_", TORCH_BOX((&kl_divergence_bwd_<On, StableTensor>)));
 }
 
 }  // namespace klfast::binding

@@ -128,8 +128,8 @@ struct DivergenceForward {
   double* saved = nullptr;
   const void* row_weights = nullptr;  // per row: factor of its gradient; null where none is written
                                       // and where an entropy is wanted
-  Output grad_first;                  // [A, T, V]; of sum(row_weights * rows)
-  Output grad_second;
+  Output grad_first;                  // [A, T, V]; of sum(row_weights * rows); may be the logits'
+  Output grad_second;                 // own memory where there are no token ids
 };
 
 struct DivergenceBackward {
@@ -141,7 +141,7 @@ struct DivergenceBackward {
   const void* grad_ref_logprobs = nullptr;
   const void* entropy = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none: then the entropy is not read
-  Output grad_first;
+  Output grad_first;                   // may be the logits' own memory, like the next
   Output grad_second;
 };
 

@@ -611,6 +611,14 @@ RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
   return {divergences::jsd_of(add_lanes(wide_value) * rest, beta), add_lanes(wide_slope) * rest};
 }
 
+// The memory in which a tile's gradients are computed: not the logits', which are read once more.
+template <typename Acc>
+Acc* gradient_tile(const Output& output, const Logits& logits, int64_t at, const Tile& tile,
+                   Acc* buffer) {
+  if (output.data == logits.data) return buffer;
+  return output_tile(output, at, tile.size, tile.padded, buffer);
+}
+
 // A row's entropy, of the model that has an incoming gradient of it, and that over the temperature.
 struct EntropyState {
   EntropyOf of = EntropyOf::kNone;
@@ -704,8 +712,8 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
     const int64_t at = index * words + start;
     const Acc* const first = load(first_row, tile, buffers[0]);
     const Acc* const second = load(second_row, tile, buffers[1]);
-    Acc* const to_first = output_tile(grad_first, at, tile.size, tile.padded, buffers[2]);
-    Acc* const to_second = output_tile(grad_second, at, tile.size, tile.padded, buffers[3]);
+    Acc* const to_first = gradient_tile(grad_first, call.first, at, tile, buffers[2]);
+    Acc* const to_second = gradient_tile(grad_second, call.second, at, tile, buffers[3]);
     Ahead ahead = ahead_of({&first_row, &second_row}, tile);
     ahead.add(grad_first, at + kTileWords);
     ahead.add(grad_second, at + kTileWords);

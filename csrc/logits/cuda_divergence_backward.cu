@@ -35,6 +35,7 @@ template <typename T, Divergence divergence, EntropyOf of>
 constexpr int kTogetherOfGradients =
     is_any_dtype<T> || divergence == Divergence::kJsd || of != EntropyOf::kNone ? 2 : 3;
 
+// The gradients may be in the logits' memory, whose words a thread reads before it writes them.
 template <typename T, Divergence divergence, EntropyOf of>
 __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergence, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
@@ -79,9 +80,9 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
     return part;
   };
   if constexpr (of == EntropyOf::kNone) {
-    write_pair_gradients<T, Memory::kReadOnly, divergence>(part_at, gradient, task.fit);
+    write_pair_gradients<T, Memory::kReadWrite, divergence>(part_at, gradient, task.fit);
   } else {
-    write_gradients<T, Memory::kReadOnly>(part_at, [&] {
+    write_gradients<T, Memory::kReadWrite>(part_at, [&] {
       return PairAndEntropyFormula<divergence, of, T>(gradient, task.fit, of_entropy);
     });
   }

@@ -795,6 +795,17 @@ void launch_forward(ForwardTask task, void* stream) {
 }  // namespace
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
+  const auto is_over = [](const Output& grad, const Logits& logits) {
+    return grad.data != nullptr && grad.data == logits.data;
+  };
+  // The kernels here read logits as memory that no thread writes.
+  if (is_over(call.grad_first, call.in.first) || is_over(call.grad_second, call.in.second)) {
+    DivergenceForward sums = call;
+    sums.grad_first = sums.grad_second = {};
+    sums.row_weights = nullptr;
+    divergence_forward(sums, stream);
+    return launch_gradient(call, stream);
+  }
   ForwardTask task = {call, {}, fit_of(call.in)};
   join_batches(task.call.in.rows.shape, call.in.first, call.in.second);
   visit_pair(call.in, [&](auto source) {

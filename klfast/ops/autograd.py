@@ -52,6 +52,14 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
     return differentiable(first, second, tuple(constants), plan)
 
 
+def token_weights(call: PenaltyCall, is_double: bool, ops: Ops) -> Tensor:
+    """[N]: by how much a scalar grows with each of its values, whatever these are; 0 where masked.
+    fp64, or fp32.
+    """
+    encoded = call.spec.encoded()
+    return ops.token_weights(call.first(), *call.layout, *call.spec.tensors(), *encoded, is_double)
+
+
 class Plan(NamedTuple):
     """The op, options and outputs of a Function of a penalty: all but its tensors."""
 
@@ -199,12 +207,17 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
-def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
+def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Sequence[Tensor | None]:
     """The gradients, guarded where a graph of them is being made (create_graph)."""
     if not torch.is_grad_enabled():
         return grads
     tensors = [t for t in depends_on if t is not None]
-    first, second = (None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads)
+    return [None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads]
+
+
+def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
+    """``guarded`` of two gradients."""
+    first, second = guarded(grads, *depends_on)
     return first, second
 
 

@@ -39,6 +39,10 @@ _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
     "int divergence, float jsd_beta, float temperature, int entropy_of, "
 )
+_INPLACE_DIVERGENCE = (
+    "Tensor(a!) logits, Tensor(b!) ref_logits, Tensor? keep, "
+    "int divergence, float jsd_beta, float temperature, "
+)
 SCHEMAS = {
     "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
     "-> (Tensor, Tensor, Tensor)",
@@ -48,10 +52,14 @@ SCHEMAS = {
     "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kl_divergence_fwd_": f"({_INPLACE_DIVERGENCE}Tensor row_weights, bool want_grad, "
+    f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
     "Tensor? grad_rows, Tensor? grad_logprobs, Tensor? grad_ref_logprobs, Tensor? grad_entropy, "
     f"bool want_grad, bool want_grad_ref, {_INVERSE}) "
     "-> (Tensor, Tensor)",
+    "kl_divergence_bwd_": f"({_INPLACE_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}) -> ()",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -73,11 +81,12 @@ log-ratio. ``token_weights`` returns by how much a scalar reduction of values, i
 ``like``, grows with each of them ([N], fp32 or fp64). ``token_logprobs_fwd`` returns logprobs,
 entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), the
 gradients of sum(row_weights * rows), and the entropies of the model that ``entropy_of`` says, a
-position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor beside gradients. A
-gradient that comes in as None stands for zeros. ``token_ids`` is [R], or, for ``token_logprobs``,
-[R, K] too; logprobs and their gradient are as many numbers, and an id of ``NO_ID`` is none.
-``inverse_temperature``, float64, takes the place of the temperature: one a row, [R], or a 0-dim
-tensor.
+position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor beside gradients.
+``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
+the memory of the logits, which are contiguous and not each other. A gradient that comes in as None
+stands for zeros. ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too; logprobs and their
+gradient are as many numbers, and an id of ``NO_ID`` is none. ``inverse_temperature``, float64,
+takes the place of the temperature: one a row, [R], or a 0-dim tensor.
 ``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``; ``rules`` and
 ``bounds`` hold three integers and two numbers a rule (``klfast.rollout.call``).
 """
@@ -92,7 +101,9 @@ class Ops(NamedTuple):
     token_logprobs_bwd: Callable[..., Tensor]
     token_logprobs_bwd_: Callable[..., None]
     kl_divergence_fwd: Callable[..., tuple[Tensor, ...]]
+    kl_divergence_fwd_: Callable[..., tuple[Tensor, Tensor]]
     kl_divergence_bwd: Callable[..., tuple[Tensor, Tensor]]
+    kl_divergence_bwd_: Callable[..., None]
     token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
     rollout_correction: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
@@ -188,6 +199,12 @@ def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
     )
 
 
+def _kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
+    rows = a.logits.shape[0] * a.logits.shape[1]
+    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
+    return results, results.new_empty((5, rows), dtype=torch.float64)
+
+
 def _rollout_correction(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     like, dtype = a.logprobs, arithmetic_dtype(a.logprobs, a.rollout_logprobs)
     weighs = WEIGHTS[RolloutChoices(*a.choices).weight] != "none"
@@ -206,7 +223,9 @@ _FAKES: dict[str, Callable[[Arguments], Any]] = {
     "token_logprobs_bwd": _token_logprobs_bwd,
     "token_logprobs_bwd_": _nothing,
     "kl_divergence_fwd": _kl_divergence_fwd,
+    "kl_divergence_fwd_": _kl_divergence_fwd_,
     "kl_divergence_bwd": _gradients_of_divergence,
+    "kl_divergence_bwd_": _nothing,
     "token_weights": _token_weights,
     "scale_": _nothing,
     "rollout_correction": _rollout_correction,

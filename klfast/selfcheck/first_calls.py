@@ -11,7 +11,7 @@ addresses of vectors if it is the second. Rows of 15,101 words in fp32 need a cl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from klfast.call import PenaltyCall, penalty_call, rewards_call
 from klfast.calls import Call
 from klfast.estimator import Estimator
+from klfast.linear.call import LinearCall
 from klfast.logits import autograd as over_logits
 from klfast.logits.call import (
     DIVERGENCES,
@@ -197,15 +198,17 @@ CALLS: dict[str, Callable[[Place], list[KnownCall]]] = {
 """By the name of the public function, which two families have: with gradients, and without."""
 
 
-def op_of(call: Call) -> tuple[str, tuple[Tensor | None, ...]]:
-    """The name in ``CALLS`` of a call, and its tensors that may have a gradient."""
+def ops_of(call: Call) -> tuple[tuple[str, ...], Sequence[Tensor | None]]:
+    """The names in ``CALLS`` of the kernels of a call, and its tensors that may have a gradient."""
     if isinstance(call, RolloutCall):
-        return "rollout_correction", ()
+        return ("rollout_correction",), ()
     if isinstance(call, PenaltyCall):
-        return "kl_penalty", () if call.scores is not None else call.tensors()[:2]
+        return ("kl_penalty",), () if call.scores is not None else call.tensors()[:2]
     if isinstance(call, TokenLogprobsCall):
-        return "token_logprobs", (call.logits,)
-    return "kl_divergence", (call.logits, call.ref_logits)
+        return ("token_logprobs",), (call.logits,)
+    if isinstance(call, LinearCall):
+        return ("token_logprobs", "kl_divergence"), call.tensors()
+    return ("kl_divergence",), (call.logits, call.ref_logits)
 
 
 def results(op: str, calls: list[KnownCall], ops: Ops) -> dict[str, Tensor]:
@@ -291,7 +294,36 @@ def _divergence_gradients(known: KnownCall, ops: Ops) -> dict[str, Tensor]:
         incoming = rows, saved, entropy, *known.incoming
         grads = [*ops.kl_divergence_bwd(*arguments, *incoming, True, True, inverse)]
     result, _ = over_logprobs.kl_penalty(call.reduce(rows), ops)
-    return {"result": result, "grad": grads[0], "grad_ref": grads[1]}
+    found = {"result": result, "grad": grads[0], "grad_ref": grads[1]}
+    if weights is None:
+        return found
+    return found | _in_place(call, weights, known.incoming[0], ops)
+
+
+def _in_place(
+    call: KLDivergenceCall, weights: Tensor, factor: Tensor, ops: Ops
+) -> dict[str, Tensor]:
+    """The same of a one-read call by the ops that leave gradients in the memory of the logits."""
+    divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
+    options = call.keep, divergence, call.jsd_beta, call.temperature
+    both = (True, True, call.inverse_temperature)
+    first, again = ([t.clone() for t in (call.logits, call.ref_logits)] for _ in range(2))
+    rows, saved = ops.kl_divergence_fwd_(*first, *options, weights, *both)
+    _scale(first, factor, ops)
+    ops.kl_divergence_bwd_(*again, *options, rows, saved, weights * factor, *both)
+    result, _ = over_logprobs.kl_penalty(call.reduce(rows), ops)
+    named = zip(ALONE, (result, *first, *again), strict=True)
+    return dict(named)
+
+
+ALONE = {
+    "result in place": "result",
+    "grad in place": "grad",
+    "grad_ref in place": "grad_ref",
+    "grad again": "grad",
+    "grad_ref again": "grad_ref",
+}
+"""What the ops in place say of a call, and the results that these must be."""
 
 
 def _scale(grads: list[Tensor], factor: Tensor, ops: Ops) -> None:

@@ -74,11 +74,13 @@ class FirstUse:
         is_compiling = torch.compiler.is_compiling()  # which would guard a set
         if not is_compiling and (type(call), device) in self._passed:
             return None
-        op, differentiated = first_calls.op_of(call)
-        reason = self._failure(op, device, 2 if may_need_gradient(*differentiated) else 1)
-        if not is_compiling and _is_right(self._outcomes.get((op, device), ())):
+        ops, differentiated = first_calls.ops_of(call)
+        needed = 2 if may_need_gradient(*differentiated) else 1
+        reasons = [self._failure(op, device, needed) for op in ops]
+        outcomes = [self._outcomes.get((op, device), ()) for op in ops]
+        if not is_compiling and all(map(_is_right, outcomes)):
             self._passed.add((type(call), device))
-        return reason
+        return next((reason for reason in reasons if reason is not None), None)
 
     def results(self, device: torch.device) -> dict[str, str]:
         """The outcome of each family on a device, or "unchecked"."""

@@ -18,7 +18,7 @@ def wide(tensor):
 
 def differentiated(call):
     """The tensors of a call that get gradients, by what these are named."""
-    _, tensors = first_calls.op_of(call)
+    _, tensors = first_calls.ops_of(call)
     return dict(zip(("grad", "grad_ref"), tensors, strict=False))
 
 
@@ -42,6 +42,9 @@ def answers_of(op):
                 grads[known.name] = reference_gradients(op, known)
                 for name, tensor in differentiated(small.call).items():
                     grads[known.name][name] = grads[known.name][name].to(tensor.dtype)
+                if op == "kl_divergence" and known.call.spec.reduction.is_scalar():
+                    own = grads[known.name]
+                    own |= {name: own[same] for name, same in first_calls.ALONE.items()}
         found.append(grads)
     return {
         family: {name: first_use.checksums(t.detach()) for name, t in first_calls.named(r).items()}

@@ -114,9 +114,6 @@ class _Call:
         """Per row; of shape [0] where it is not wanted."""
         return self.empty(self.rows.rows if wanted else 0)
 
-    def gradient(self, of: Tensor, wanted: bool = True) -> Tensor:
-        return self.empty(*(of.shape if wanted else (0,)), dtype=of.dtype)
-
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
         if programs > 0:
             with device_of(self.logits[0]):
@@ -215,15 +212,66 @@ def _token_logprobs_backward(grad: Tensor, a: Arguments) -> None:
     )
 
 
+Gradients = tuple[Tensor, Tensor]
+"""The memory of both models' gradients; of shape [0] where none is wanted."""
+
+
 def kl_divergence_fwd(
     a: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.table``."""
+    grads = _new_gradients(a)
+    rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, grads)
+    return rows, logprobs, ref_logprobs, saved, *grads, entropy
+
+
+def kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
+    """The op of ``klfast.ops.table``."""
+    rows, _, _, saved, _ = _kl_divergence_forward(_of_rows_alone(a), _gradients_in_place(a))
+    return rows, saved
+
+
+def kl_divergence_bwd(a: Arguments) -> Gradients:
+    """The op of ``klfast.ops.table``."""
+    grads = _new_gradients(a)
+    _kl_divergence_backward(a, grads)
+    return grads
+
+
+def kl_divergence_bwd_(a: Arguments) -> None:
+    """The op of ``klfast.ops.table``."""
+    _kl_divergence_backward(_of_rows_alone(a), _gradients_in_place(a))
+
+
+def _new_gradients(a: Arguments) -> Gradients:
+    return _new_gradient(a.logits, a.want_grad), _new_gradient(a.ref_logits, a.want_grad_ref)
+
+
+def _new_gradient(of: Tensor, wanted: bool) -> Tensor:
+    return torch.empty(of.shape if wanted else (0,), dtype=of.dtype, device=of.device)
+
+
+def _gradients_in_place(a: Arguments) -> Gradients:
+    none = _new_gradient(a.logits, False)
+    return a.logits if a.want_grad else none, a.ref_logits if a.want_grad_ref else none
+
+
+def _of_rows_alone(a: Arguments) -> Arguments:
+    """The call with the arguments that one of divergences alone does not have."""
+    nothing = ("token_ids", "entropy", "grad_logprobs", "grad_ref_logprobs", "grad_entropy")
+    own = {"entropy_of": ENTROPIES.index("none"), **dict.fromkeys(nothing)}
+    return Arguments(**(vars(a) | own))
+
+
+def _kl_divergence_forward(
+    a: Arguments, grads: Gradients
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows, log-probs under both models, what is saved, and entropies; writes the gradients."""
     if _exchanges(a):
-        result, ref_logprobs, logprobs, saved, grad_ref, grad, entropy = kl_divergence_fwd(
-            _exchanged(a)
+        result, ref_logprobs, logprobs, saved, entropy = _kl_divergence_forward(
+            _exchanged(a), grads[::-1]
         )
-        return result, logprobs, ref_logprobs, saved, grad, grad_ref, entropy
+        return result, logprobs, ref_logprobs, saved, entropy
     call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     rows = call.rows
     has_tokens, has_entropies = a.token_ids is not None, ENTROPIES[a.entropy_of] != "none"
@@ -231,7 +279,6 @@ def kl_divergence_fwd(
         call.result(wanted) for wanted in (True, has_tokens, has_tokens, has_entropies)
     )
     saved = call.empty(5, rows.rows, dtype=torch.float64)
-    grads = call.gradient(a.logits, a.want_grad), call.gradient(a.ref_logits, a.want_grad_ref)
     written = tuple(map(_wanted, grads)) if rows.segments == 1 else (None, None)
     call.launch_forward(
         kernels.kl_divergence_kernel,
@@ -254,26 +301,23 @@ def kl_divergence_fwd(
         ENTROPY=ENTROPIES[a.entropy_of],
     )
     if rows.segments > 1 and a.row_weights is not None:
-        known = {"token_ids": None, "rows": result, "saved": saved, "grad_rows": a.row_weights}
-        nothing = dict.fromkeys(("grad_logprobs", "grad_ref_logprobs", "grad_entropy"))
-        _kl_divergence_backward(call, grads, Arguments(**(vars(a) | known | nothing)))
-    return result, logprobs, ref_logprobs, saved, *grads, entropy
+        known = {"rows": result, "saved": saved, "grad_rows": a.row_weights}
+        alone = _of_rows_alone(Arguments(**(vars(a) | known)))
+        _launch_gradients(call, grads, alone)
+    return result, logprobs, ref_logprobs, saved, entropy
 
 
-def kl_divergence_bwd(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The op of ``klfast.ops.table``."""
+def _kl_divergence_backward(a: Arguments, grads: Gradients) -> None:
+    """Writes the gradients."""
     if _exchanges(a):
-        grad_ref, grad = kl_divergence_bwd(
-            _exchanged(a, grad_logprobs=a.grad_ref_logprobs, grad_ref_logprobs=a.grad_logprobs)
-        )
-        return grad, grad_ref
+        other = {"grad_logprobs": a.grad_ref_logprobs, "grad_ref_logprobs": a.grad_logprobs}
+        _kl_divergence_backward(_exchanged(a, **other), grads[::-1])
+        return
     call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
-    grads = call.gradient(a.logits, a.want_grad), call.gradient(a.ref_logits, a.want_grad_ref)
-    _kl_divergence_backward(call, grads, a)
-    return grads
+    _launch_gradients(call, grads, a)
 
 
-def _kl_divergence_backward(call: _Call, grads: tuple[Tensor, Tensor], a: Arguments) -> None:
+def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
     incoming = (a.grad_rows, a.grad_logprobs, a.grad_ref_logprobs, a.grad_entropy)
     if any(grad.numel() > 0 for grad in grads):
         call.launch(
