@@ -29,6 +29,7 @@ from klfast.control.scheduled import ScheduledKLController
 from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
 from klfast.info import info
+from klfast.linear.api import linear_kl_divergence, linear_token_logprobs
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs, topk_kl_divergence
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
@@ -93,6 +94,8 @@ __all__ = [
     "kl_divergence",
     "kl_penalty",
     "kl_rewards",
+    "linear_kl_divergence",
+    "linear_token_logprobs",
     "log_ratio_profile",
     "names",
     "reduce",

@@ -257,6 +257,11 @@ def reduce_call(
     return PenaltyCall(Values(values), layout_of(mask, cu_seqlens), spec, return_stats=False)
 
 
+def of_rows(rows: Tensor, layout: Layout, spec: Spec, return_stats: bool) -> PenaltyCall:
+    """The call that reduces one number a row of logits, in the shape of the tokens."""
+    return PenaltyCall(Values(rows, of_rows=True), layout, spec, return_stats)
+
+
 def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
     """The layout that checked arguments say."""
     return Layout(without_graph(mask), None if cu_seqlens is None else cu_seqlens.contiguous())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from klfast.call import PenaltyCall
 from klfast.calls import Call
+from klfast.linear.call import LinearCall
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import KLDivergence
 from klfast.ops.direct import Direct
@@ -37,6 +38,8 @@ class Backend(NamedTuple):
     kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
     token_logprobs: Callable[[TokenLogprobsCall], tuple[Tensor, Tensor | None]]
     kl_divergence: Callable[[KLDivergenceCall], KLDivergence]
+    linear_token_logprobs: Callable[[LinearCall], tuple[Tensor, Tensor | None]]
+    linear_kl_divergence: Callable[[LinearCall], KLDivergence]
     rollout_correction: Callable[[RolloutCall], RolloutCorrection] | None
     """None of a backend that has no kernels for it."""
     checks_in_kernel: frozenset[str] = frozenset()

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from klfast.backends.backend import Backend, FirstUse
+from klfast.linear import autograd as over_hidden
 from klfast.logits import autograd as over_logits
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
@@ -42,6 +43,8 @@ def compiled(
         partial(over_logprobs.kl_penalty, ops=ops),
         partial(over_logits.token_logprobs, ops=ops),
         partial(over_logits.kl_divergence, ops=ops),
+        partial(over_hidden.token_logprobs, ops=ops),
+        partial(over_hidden.kl_divergence, ops=ops),
         None if ops.rollout_correction is None else partial(rollout.rollout_correction, ops=ops),
         checks_in_kernel,
         direct,

@@ -139,6 +139,16 @@ def of_divergence(
         _of_logits("kl_divergence", mask, logits=logits, ref_logits=ref_logits)
 
 
+def of_linear_divergence(
+    hidden: Tensor, ref_hidden: Tensor, reduction: str, cu_seqlens: Tensor | None
+) -> None:
+    """All hints of a call of ``linear_kl_divergence``."""
+    if ref_hidden.requires_grad and not hidden.requires_grad:
+        _of_roles("linear_kl_divergence", "hidden", "ref_hidden", reduction)
+    if cu_seqlens is None and hidden.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence("linear_kl_divergence", "hidden", hidden, f"reduction {reduction!r}")
+
+
 def of_topk_divergence(
     logits: Tensor,
     ref_logprobs: Tensor,

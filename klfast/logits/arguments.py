@@ -24,7 +24,8 @@ from klfast.reduction import REDUCTIONS
 
 MOST_WORDS_ON_GPU = 2**30
 """The CUDA kernels' places in a row are 32-bit numbers."""
-_NO_VOCABULARY = "logits without the vocabulary"
+_TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without its width"}
+"""The tokens' shape in words, by the argument that says it."""
 NO_ID = -(2**63)
 """In place of a token id: there is none. ``kNoId`` in ``csrc/logits/call.h``."""
 
@@ -45,40 +46,48 @@ def check_logits(argument: str, logits: Tensor) -> None:
         )
 
 
-def check_sequences(logits: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raise unless these are logits of sequences, padded or packed."""
-    if logits.dim() not in (2, 3):
-        raise ValueError(f"logits must have shape [B, T, V] or [N, V], got {shape_text(logits)}")
+def check_sequences(rows: Tensor, cu_seqlens: Tensor | None, of: str = "logits") -> None:
+    """Raise unless these are the rows of sequences, padded or packed."""
+    last = "V" if of == "logits" else "D"
+    if rows.dim() not in (2, 3):
+        raise ValueError(
+            f"{of} must have shape [B, T, {last}] or [N, {last}], got {shape_text(rows)}"
+        )
     if cu_seqlens is not None:
-        if logits.dim() != 2:
+        if rows.dim() != 2:
             raise ValueError(
-                f"logits must be packed, of shape [N, V], with cu_seqlens, got {shape_text(logits)}"
+                f"{of} must be packed, of shape [N, {last}], with cu_seqlens, got "
+                f"{shape_text(rows)}"
             )
-        check_cu_seqlens(cu_seqlens, logits, of="logits")
+        check_cu_seqlens(cu_seqlens, rows, of=of)
 
 
 def check_per_token(
-    argument: str, value: Tensor, logits: Tensor, dtypes: tuple[torch.dtype, ...]
+    argument: str,
+    value: Tensor,
+    rows: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    of: str = "logits",
 ) -> None:
     check_tensor(argument, value, dtypes)
-    if value.shape != logits.shape[:-1]:
+    if value.shape != rows.shape[:-1]:
         raise ValueError(
-            f"{argument} must have the shape of {_NO_VOCABULARY}, {list(logits.shape[:-1])}, got "
+            f"{argument} must have the shape of {_TOKENS_OF[of]}, {list(rows.shape[:-1])}, got "
             f"{shape_text(value)}"
         )
-    check_device(argument, value, logits, "logits")
+    check_device(argument, value, rows, of)
 
 
-def check_picks(token_ids: Tensor, logits: Tensor) -> None:
+def check_picks(token_ids: Tensor, rows: Tensor, of: str = "logits") -> None:
     """Raise unless these are token ids, one a token or K."""
     check_tensor("token_ids", token_ids, INTEGERS)
-    tokens = list(logits.shape[:-1])
+    tokens = list(rows.shape[:-1])
     if list(token_ids.shape[: len(tokens)]) != tokens or token_ids.dim() > len(tokens) + 1:
         raise ValueError(
-            f"token_ids must have the shape of {_NO_VOCABULARY}, {tokens}, or K ids a token, "
+            f"token_ids must have the shape of {_TOKENS_OF[of]}, {tokens}, or K ids a token, "
             f"{_shape_of_k(tokens)}, got {shape_text(token_ids)}"
         )
-    check_device("token_ids", token_ids, logits, "logits")
+    check_device("token_ids", token_ids, rows, of)
 
 
 def check_entries(
@@ -109,15 +118,17 @@ def jsd_beta_of(jsd_beta: float) -> float:
     return number
 
 
-def temperature_of(temperature: Temperature, logits: Tensor) -> tuple[float, Tensor | None]:
+def temperature_of(
+    temperature: Temperature, rows: Tensor, of: str = "logits"
+) -> tuple[float, Tensor | None]:
     """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
     symbol as (1, inverse).
     """
     if isinstance(temperature, Tensor):
-        return 1.0, _inverse_of(temperature, logits)
+        return 1.0, _inverse_of(temperature, rows, of)
     if torch.compiler.is_compiling() and type(temperature) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
-        one = torch.ones((), dtype=torch.float64, device=logits.device)
+        one = torch.ones((), dtype=torch.float64, device=rows.device)
         return 1.0, one / temperature
     number = check_number("temperature", temperature, above=0)
     if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
@@ -125,16 +136,16 @@ def temperature_of(temperature: Temperature, logits: Tensor) -> tuple[float, Ten
     return number, None
 
 
-def _inverse_of(temperature: Tensor, logits: Tensor) -> Tensor:
+def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
     """1 / temperature, float64: 0-dim, or one a row, [R]."""
     check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
-    check_device("temperature", temperature, logits, "logits")
-    tokens = logits.shape[:-1]
+    check_device("temperature", temperature, rows, of)
+    tokens = rows.shape[:-1]
     fits = [own in (1, of) for own, of in zip(temperature.shape, tokens, strict=False)]
     if temperature.dim() > len(tokens) or not all(fits):
         raise ValueError(
             "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
-            f"{_NO_VOCABULARY}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
+            f"{_TOKENS_OF[of]}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
         )
     inverse = temperature.detach().to(torch.float64).reciprocal()
     if inverse.dim() == 0:
@@ -144,17 +155,18 @@ def _inverse_of(temperature: Tensor, logits: Tensor) -> Tensor:
 
 
 def spec_of(
-    logits: Tensor,
+    rows: Tensor,
     reduction: ReductionName,
     normalizer: float | Tensor | None,
     coef: Coefficient,
+    of: str = "logits",
 ) -> Spec:
     """How the rows' divergences are reduced."""
     return Spec(
         AS_IT_IS,
         REDUCTIONS[reduction],
-        coef_argument("coef", coef, logits, of="logits"),
-        check_normalizer(normalizer, logits, of="logits"),
+        coef_argument("coef", coef, rows, of=of),
+        check_normalizer(normalizer, rows, of=of),
     )
 
 

@@ -325,7 +325,5 @@ class _OneReadKL(torch.autograd.Function):
 
 def row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
     """[R]: by how much the result grows with each row's divergence; 0 where masked."""
-    like = call.logits.select(-1, 0).view(call.shape)  # a row's number, of no interest
     is_double = arithmetic_dtype(call.logits, call.ref_logits) == torch.float64
-    layout, spec = call.layout, call.spec
-    return ops.token_weights(like, *layout, *spec.tensors(), *spec.encoded(), is_double)
+    return autograd.token_weights(call.reduce(call.logits.select(-1, 0)), is_double, ops)

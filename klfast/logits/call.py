@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import Layout, LogProbs, PenaltyCall, Spec, Values, layout_of
+from klfast.call import Layout, LogProbs, PenaltyCall, Spec, layout_of, of_rows
 from klfast.checks.arguments import check_choice, check_device, check_reduction, shape_text, shown
 from klfast.checks.values import (
     are_tracing,
@@ -134,8 +134,7 @@ class KLDivergenceCall(NamedTuple):
 
     def reduce(self, rows: Tensor) -> PenaltyCall:
         """The call that reduces [R] divergences."""
-        source = Values(rows.view(self.shape), of_rows=True)
-        return PenaltyCall(source, self.layout, self.spec, self.return_stats)
+        return of_rows(rows.view(self.shape), self.layout, self.spec, self.return_stats)
 
     def reduce_zeros(self) -> PenaltyCall:
         """The call that reduces divergences of 0, for the checks of its arguments."""

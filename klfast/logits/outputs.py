@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
-from klfast.logits.call import KLDivergenceCall
 from klfast.stats import KLStats, with_tokens_of, without_tokens
 
 Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
@@ -62,23 +61,37 @@ class BesideDivergences(NamedTuple):
     """Entropies of the policy."""
 
 
+class OfTokens(Protocol):
+    """A call whose rows are tokens, with or without ids."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of results per token."""
+
+    def compare_tokens(self, logprobs: Tensor, ref_logprobs: Tensor) -> PenaltyCall:
+        """The call over log-probs of the taken tokens, for its statistics alone."""
+
+
 def outputs_of(
-    call: KLDivergenceCall,
+    call: OfTokens,
     reduced: tuple[Tensor, KLStats | None],
     beside: BesideDivergences,
     kl_penalty: Penalty,
 ) -> KLDivergence:
     """The results in the call's shapes, of the rows' and of the reduced divergence.
 
-    What statistics say of tokens is of those that were taken, and NaN where they are not known.
+    What statistics say of tokens is of those that were taken, and NaN where they are not known, or
+    several a token.
     """
     result, stats = reduced
     logprobs, ref_logprobs, entropies = (
-        None if rows is None else rows.view(call.shape) for rows in beside
+        None if rows is None else rows.view(call.shape + rows.shape[1:]) for rows in beside
     )
-    if logprobs is None or ref_logprobs is None:
-        return KLDivergence(result, None, None, entropies, stats and without_tokens(stats))
-    if stats is not None:
+    if stats is None:
+        return KLDivergence(result, logprobs, ref_logprobs, entropies)
+    if logprobs is None or ref_logprobs is None or logprobs.shape != call.shape:
+        stats = without_tokens(stats)
+    else:
         _, taken = kl_penalty(call.compare_tokens(logprobs, ref_logprobs))
         stats = taken and with_tokens_of(stats, taken)
     return KLDivergence(result, logprobs, ref_logprobs, entropies, stats)

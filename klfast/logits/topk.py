@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import Layout, PenaltyCall, Spec, Values, layout_of
+from klfast.call import Layout, PenaltyCall, Spec, layout_of, of_rows
 from klfast.checks.arguments import check_choice, check_reduction, shape_text, without_graph
 from klfast.checks.values import check_distinct
 from klfast.coefficient import Coefficient
@@ -71,8 +71,7 @@ class TopKCall(NamedTuple):
 
     def reduce(self, rows: Tensor) -> PenaltyCall:
         """The call that reduces [R] divergences."""
-        source = Values(rows.view(self.shape), of_rows=True)
-        return PenaltyCall(source, self.layout, self.spec, self.return_stats)
+        return of_rows(rows.view(self.shape), self.layout, self.spec, self.return_stats)
 
 
 def topk_call(

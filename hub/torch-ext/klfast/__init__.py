@@ -25,6 +25,7 @@ from .control.reset import ReferenceReset
 from .control.scheduled import ScheduledKLController
 from .data_parallel import data_parallel_normalizer
 from .estimator import Estimator
+from .linear.api import linear_kl_divergence, linear_token_logprobs
 from .logits.api import kl_divergence, token_logprobs, topk_kl_divergence
 from .logits.outputs import KLDivergence, TokenLogprobs
 from .names import (
@@ -82,6 +83,8 @@ __all__ = [
     "kl_divergence",
     "kl_penalty",
     "kl_rewards",
+    "linear_kl_divergence",
+    "linear_token_logprobs",
     "log_ratio_profile",
     "names",
     "reduce",

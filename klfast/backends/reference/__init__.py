@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from klfast.backends.backend import Backend
+from klfast.backends.reference.linear import linear_kl_divergence, linear_token_logprobs
 from klfast.backends.reference.logits import kl_divergence, token_logprobs
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.rollout import rollout_correction
@@ -13,5 +14,7 @@ REFERENCE = Backend(
     kl_penalty,
     token_logprobs,
     kl_divergence,
+    linear_token_logprobs,
+    linear_kl_divergence,
     rollout_correction,
 )

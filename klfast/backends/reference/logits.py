@@ -37,6 +37,11 @@ def kl_divergence(call: KLDivergenceCall) -> KLDivergence:
     return outputs_of(call, kl_penalty(call.reduce(rows)), beside, kl_penalty)
 
 
+def divergences(call: KLDivergenceCall) -> Tensor:
+    """[R] divergences of rows, in the arithmetic's dtype."""
+    return _rows_of(call)[0]
+
+
 def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     """[R] divergences of policy p and reference q, in nats, in the arithmetic's dtype.
 

@@ -1,0 +1,173 @@
+"""What the arguments from hidden states become: checks that need no data, heads and models.
+
+Shapes: hidden states [..., D], weight [V, D], bias [V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.checks.arguments import check_device, check_number, check_tensor, shape_text
+from klfast.dtypes import FLOATS
+from klfast.linear.call import Head, Model
+from klfast.logits.arguments import MOST_WORDS_ON_GPU
+from klfast.transfer import is_dtensor
+
+Softcap = float | tuple[float | None, float | None] | None
+"""A number for all models, or (the policy's, the reference's)."""
+
+
+def check_hidden(argument: str, hidden: Tensor) -> None:
+    check_tensor(argument, hidden, FLOATS)
+    if hidden.dim() < 1 or hidden.shape[-1] < 1:
+        raise ValueError(
+            f"{argument} must have shape [..., D] with D >= 1, got {shape_text(hidden)}"
+        )
+
+
+def check_head(
+    names: tuple[str, str], weight: Tensor, bias: Tensor | None, hidden: Tensor, of: str
+) -> None:
+    """Raise unless these are a head of the hidden states. ``names``: of weight and bias."""
+    of_weight, of_bias = names
+    check_tensor(of_weight, weight, FLOATS)
+    width = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < 1:
+        raise ValueError(
+            f"{of_weight} must have shape [V, {width}], V >= 1, as the width of {of} is {width}, "
+            f"got {shape_text(weight)}"
+        )
+    check_device(of_weight, weight, hidden, of)
+    words = weight.shape[0]
+    if weight.is_cuda and words > MOST_WORDS_ON_GPU:
+        raise ValueError(
+            f"{of_weight} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got {words}"
+        )
+    if bias is not None:
+        check_tensor(of_bias, bias, FLOATS)
+        if tuple(bias.shape) != (words,):
+            raise ValueError(
+                f"{of_bias} must have shape [{words}], a number a word, got {shape_text(bias)}"
+            )
+        check_device(of_bias, bias, hidden, of)
+
+
+def softcaps_of(softcap: Softcap, models: int) -> Sequence[float | None]:
+    """The checked softcap of each model."""
+    if not isinstance(softcap, tuple):
+        return (_softcap_of(softcap),) * models
+    if models == 1:
+        raise TypeError(f"softcap must be a number > 0 or None, got {softcap!r}")
+    if len(softcap) != models:
+        raise ValueError(
+            "softcap must be a number > 0, None, or (the policy's, the reference's), got "
+            f"{softcap!r}"
+        )
+    return tuple(map(_softcap_of, softcap))
+
+
+def _softcap_of(softcap: float | None) -> float | None:
+    return None if softcap is None else check_number("softcap", softcap, above=0)
+
+
+def chunk_argument(chunk: Any) -> int | None:
+    """The checked number of tokens per chunk; None for "auto"."""
+    if chunk == "auto" and isinstance(chunk, str):
+        return None
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f'chunk must be "auto" or an integer >= 1, got {chunk!r}')
+    if chunk < 1:
+        raise ValueError(f'chunk must be "auto" or an integer >= 1, got {chunk!r}')
+    return chunk
+
+
+def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
+    """The model of checked arguments, in the dtypes that autocast asks for."""
+    rows, own, added = _as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    assert rows is not None
+    assert own is not None
+    return Model(rows, Head(own, added, softcap))
+
+
+def _as_autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """What ``torch.nn.functional.linear`` makes of these: under autocast copies in its dtype."""
+    first = next(t for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as plain tensors; DTensors, such as those of FSDP2, are gathered once."""
+    return _made_whole(weight), None if bias is None else _made_whole(bias)
+
+
+def _made_whole(tensor: Tensor) -> Tensor:
+    """The plain tensor of a DTensor. The gradient is averaged over the ranks, as DDP and FSDP do:
+    each has that of its own tokens.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    summed = tensor.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    averaged: Tensor = _Scaled.apply(summed, 1 / mesh.size())
+    return averaged
+
+
+class _Scaled(torch.autograd.Function):
+    """Its input, with a gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def check_same_tokens(ref_hidden: Tensor, hidden: Tensor) -> None:
+    """Raise unless these are hidden states of the same tokens."""
+    if ref_hidden.shape[:-1] != hidden.shape[:-1]:
+        tokens = ", ".join(map(str, hidden.shape[:-1]))
+        raise ValueError(
+            f"ref_hidden must have shape [{tokens}, D_ref], the tokens of hidden, got "
+            f"{shape_text(ref_hidden)}"
+        )
+    check_device("ref_hidden", ref_hidden, hidden, "hidden")
+
+
+def reference_head(
+    weight: Tensor,
+    bias: Tensor | None,
+    ref_hidden: Tensor,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The reference's weight and bias: its own, or the policy's without their graph."""
+    if ref_weight is None:
+        if ref_hidden.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"ref_weight must be given where ref_hidden has another width than hidden, "
+                f"{weight.shape[1]}, got ref_hidden {shape_text(ref_hidden)}"
+            )
+        ref_weight = weight.detach()
+        if ref_bias is None:
+            ref_bias = None if bias is None else bias.detach()
+    ref_weight, ref_bias = whole_head(ref_weight, ref_bias)
+    check_head(("ref_weight", "ref_bias"), ref_weight, ref_bias, ref_hidden, "ref_hidden")
+    if ref_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"ref_weight must have the words of weight, {weight.shape[0]}, got "
+            f"{shape_text(ref_weight)}"
+        )
+    return ref_weight, ref_bias

@@ -1,0 +1,151 @@
+"""The call object from hidden states: arguments after every check, on their way to a backend.
+
+Shapes: R tokens of width D, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.call import Layout, LogProbs, PenaltyCall, Spec, of_rows
+from klfast.checks.values import check_temperatures, check_token_ids
+from klfast.dtypes import arithmetic_dtype
+from klfast.logits.arguments import NO_ID
+from klfast.names import DirectionName
+
+
+class Head(NamedTuple):
+    """The output layer of a model: logits = softcap(hidden @ weight.T + bias)."""
+
+    weight: Tensor
+    """[V, D]; like the bias it may carry a graph."""
+    bias: Tensor | None
+    """[V]."""
+    softcap: float | None
+    """c of c * tanh(logits / c)."""
+
+
+class Model(NamedTuple):
+    """Hidden states, and the head that they meet."""
+
+    hidden: Tensor
+    """[R, D]; may carry a graph."""
+    head: Head
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those that may carry a graph."""
+        return self.hidden, self.head.weight, self.head.bias
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Model:
+        """The same of other tensors."""
+        hidden, weight, bias = tensors
+        assert hidden is not None
+        assert weight is not None
+        return Model(hidden, Head(weight, bias, self.head.softcap))
+
+
+class Divergence(NamedTuple):
+    """What is asked about a reference, and how the rows' divergences are reduced."""
+
+    reference: Model
+    direction: DirectionName
+    jsd_beta: float
+    layout: Layout
+    spec: Spec
+    return_stats: bool
+
+
+class LinearCall(NamedTuple):
+    """Arguments of ``linear_token_logprobs``, or of ``linear_kl_divergence``, after every check."""
+
+    policy: Model
+    token_ids: Tensor | None
+    """[R] or [R, K], int64, contiguous."""
+    keep: Tensor | None
+    """[R], bool, contiguous: the tokens that exist."""
+    temperature: float
+    inverse_temperature: Tensor | None
+    """[R] or 0-dim, float64, in place of the temperature where that is a tensor."""
+    return_entropy: bool
+    chunk: int | None
+    """Tokens per chunk; None for "auto"."""
+    shape: torch.Size
+    """The shape of results per token."""
+    divergence: Divergence | None = None
+    """None for ``linear_token_logprobs``."""
+
+    def first(self) -> Tensor:
+        """The tensor that has the device of the call."""
+        return self.policy.hidden
+
+    def models(self) -> tuple[Model, ...]:
+        """The policy, and the reference where there is one."""
+        return (self.policy,) if self.divergence is None else (self.policy, self.reference())
+
+    def tensors(self) -> list[Tensor | None]:
+        """Those of all models that may carry a graph."""
+        return [tensor for model in self.models() for tensor in model.tensors()]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> LinearCall:
+        """The call with others in the place of ``tensors()``."""
+        policy = self.policy.of(tensors[:3])
+        if self.divergence is None:
+            return self._replace(policy=policy)
+        divergence = self.divergence._replace(reference=self.reference().of(tensors[3:]))
+        return self._replace(policy=policy, divergence=divergence)
+
+    def without_tensors(self) -> LinearCall:
+        """The call with tensors of no memory, which keeps nothing alive."""
+        return self.with_tensors([None if t is None else t.new_empty(0) for t in self.tensors()])
+
+    def reference(self) -> Model:
+        assert self.divergence is not None
+        return self.divergence.reference
+
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of logits, arithmetic and results."""
+        return arithmetic_dtype(*self.tensors())
+
+    def picks_shape(self) -> torch.Size:
+        """The shape of log-probs of ``token_ids``."""
+        assert self.token_ids is not None
+        return self.shape + self.token_ids.shape[1:]
+
+    def check_values(self) -> None:
+        """Raise ValueError for a value of the reduction that is refused, for a temperature that is
+        not > 0, and for ids that are no words.
+        """
+        if self.divergence is not None:
+            self.reduce(self.nothing()).check_values()
+        check_temperatures(self.inverse_temperature, self.keep)
+        if self.token_ids is not None:
+            words = self.policy.head.weight.shape[0]
+            none = NO_ID if self.token_ids.dim() == 2 else None
+            check_token_ids(self.token_ids, self.keep, words, none=none)
+
+    def explain(self) -> None:
+        """Raise ValueError for a number that kernels refuse."""
+        if self.divergence is not None:
+            self.reduce(self.nothing()).explain()
+
+    def nothing(self) -> Tensor:
+        """[R] zeros without memory, as divergences of rows."""
+        zero = torch.zeros((), dtype=self.arithmetic(), device=self.first().device)
+        return zero.expand(self.shape.numel())
+
+    def reduce(self, rows: Tensor) -> PenaltyCall:
+        """The call that reduces [R] divergences."""
+        of = self.divergence
+        assert of is not None
+        return of_rows(rows.view(self.shape), of.layout, of.spec, of.return_stats)
+
+    def compare_tokens(self, logprobs: Tensor, ref_logprobs: Tensor) -> PenaltyCall:
+        """The call over log-probs of the taken tokens, for its statistics alone."""
+        of = self.divergence
+        assert of is not None
+        source = LogProbs(logprobs.detach(), ref_logprobs.detach())
+        return PenaltyCall(source, of.layout, of.spec, of.return_stats)

@@ -1,0 +1,125 @@
+"""The functions that make the call of checked arguments."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from klfast.call import layout_of
+from klfast.checks.arguments import check_choice, check_reduction
+from klfast.checks.values import check_keeping_mask
+from klfast.coefficient import Coefficient
+from klfast.dtypes import MASKS, arithmetic_dtype
+from klfast.linear.arguments import (
+    Softcap,
+    check_head,
+    check_hidden,
+    check_same_tokens,
+    chunk_argument,
+    model_of,
+    reference_head,
+    softcaps_of,
+    whole_head,
+)
+from klfast.linear.call import Divergence, LinearCall
+from klfast.logits.arguments import (
+    Temperature,
+    check_per_token,
+    check_picks,
+    check_sequences,
+    jsd_beta_of,
+    kept,
+    picked,
+    spec_of,
+    temperature_of,
+)
+from klfast.names import DIRECTIONS, DirectionName, ReductionName
+
+
+def linear_token_logprobs_call(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    temperature: Temperature,
+    return_entropy: bool,
+    chunk: int | str,
+) -> LinearCall:
+    """The arguments of ``linear_token_logprobs`` after every check that needs no data."""
+    check_hidden("hidden", hidden)
+    check_picks(token_ids, hidden, of="hidden")
+    weight, bias = whole_head(weight, bias)
+    check_head(("weight", "bias"), weight, bias, hidden, "hidden")
+    if mask is not None:
+        check_per_token("mask", mask, hidden, MASKS, of="hidden")
+        check_keeping_mask(mask, arithmetic_dtype(hidden, weight, bias))
+    (cap,) = softcaps_of(softcap, 1)
+    return LinearCall(
+        model_of(hidden, weight, bias, cap),
+        picked(token_ids, hidden, None)[0],
+        kept(mask),
+        *temperature_of(temperature, hidden, of="hidden"),
+        return_entropy,
+        chunk_argument(chunk),
+        hidden.shape[:-1],
+    )
+
+
+def linear_kl_divergence_call(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    ref_bias: Tensor | None,
+    softcap: Softcap,
+    direction: DirectionName,
+    jsd_beta: float,
+    temperature: Temperature,
+    token_ids: Tensor | None,
+    return_entropy: bool,
+    reduction: ReductionName,
+    cu_seqlens: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: Coefficient,
+    return_stats: bool,
+    chunk: int | str,
+) -> LinearCall:
+    """The arguments of ``linear_kl_divergence`` after every check that needs no data."""
+    check_choice("direction", direction, DIRECTIONS)
+    check_reduction(reduction, normalizer)
+    check_hidden("hidden", hidden)
+    check_sequences(hidden, cu_seqlens, of="hidden")
+    check_hidden("ref_hidden", ref_hidden)
+    check_same_tokens(ref_hidden, hidden)
+    if mask is not None:
+        check_per_token("mask", mask, hidden, MASKS, of="hidden")
+    if token_ids is not None:
+        check_picks(token_ids, hidden, of="hidden")
+    weight, bias = whole_head(weight, bias)
+    check_head(("weight", "bias"), weight, bias, hidden, "hidden")
+    ref_weight, ref_bias = reference_head(weight, bias, ref_hidden, ref_weight, ref_bias)
+    caps = softcaps_of(softcap, 2)
+    policy = model_of(hidden, weight, bias, caps[0])
+    number, inverse = temperature_of(temperature, hidden, of="hidden")
+    divergence = Divergence(
+        model_of(ref_hidden, ref_weight, ref_bias, caps[1]),
+        direction,
+        jsd_beta_of(jsd_beta),
+        layout_of(mask, cu_seqlens),
+        spec_of(hidden, reduction, normalizer, coef, of="hidden"),
+        return_stats,
+    )
+    return LinearCall(
+        policy,
+        None if token_ids is None else picked(token_ids, hidden, None)[0],
+        kept(mask),
+        number,
+        inverse,
+        return_entropy,
+        chunk_argument(chunk),
+        hidden.shape[:-1],
+        divergence,
+    )

@@ -1,0 +1,245 @@
+"""The kernels over logits on a chunk's logits, and what they make of all tokens.
+
+Shapes: R tokens, of which a chunk has n, with K ids a token or one; V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from klfast.linear.call import LinearCall
+from klfast.linear.chunks import Chunk, chunks_of, length_of
+from klfast.linear.models import ChunkOfModel
+from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.ops.table import Ops
+
+T = TypeVar("T")
+
+Grads = list[Tensor | None]
+"""Gradients of the logits of the policy, and of the reference where there is one."""
+
+
+class Tokens(NamedTuple):
+    """The numbers of one model's tokens, for all R."""
+
+    logprobs: Tensor
+    """[R] or [R, K]."""
+    entropy: Tensor
+    """[R]; [0] if not wanted."""
+    saved: Tensor
+    """[2, R], for the backward."""
+
+
+class Rows(NamedTuple):
+    """What a call asks of each token; None for what it does not."""
+
+    kl: Tensor | None
+    """[R]."""
+    kl_saved: Tensor | None
+    """[5, R], for the backward."""
+    tokens: tuple[Tokens | None, ...]
+    """One a model."""
+
+    def flat(self) -> list[Tensor | None]:
+        """All tensors, in the order of ``from_flat``."""
+        nothing = (None,) * len(Tokens._fields)
+        return [self.kl, self.kl_saved, *(t for own in self.tokens for t in own or nothing)]
+
+    @classmethod
+    def from_flat(cls, tensors: Sequence[Tensor | None]) -> Rows:
+        """The inverse of ``flat``."""
+        kl, kl_saved, *rest = tensors
+        groups = zip(*[iter(rest)] * len(Tokens._fields), strict=True)
+        return cls(kl, kl_saved, tuple(_tokens_of(*group) for group in groups))
+
+
+def _tokens_of(
+    logprobs: Tensor | None, entropy: Tensor | None, saved: Tensor | None
+) -> Tokens | None:
+    if logprobs is None or entropy is None or saved is None:
+        return None
+    return Tokens(logprobs, entropy, saved)
+
+
+def chunks(call: LinearCall) -> Iterator[list[ChunkOfModel]]:
+    """The models' logits, chunk after chunk, in memory that all chunks share."""
+    words, dtype = call.policy.head.weight.shape[0], call.arithmetic()
+    rows, device = call.shape.numel(), call.first().device
+    length = call.chunk or length_of(words, dtype, device)
+    memory: list[Tensor] = []
+    for chunk in chunks_of(rows, call.keep, length, padded=call.chunk is not None):
+        if not memory:  # the first chunk is the largest
+            memory = [call.first().new_empty(chunk.size, words, dtype=dtype) for _ in call.models()]
+        both = zip(call.models(), memory, strict=True)
+        yield [ChunkOfModel(model, chunk, own) for model, own in both]
+
+
+class RowOps:
+    """The ops, with a call's options."""
+
+    def __init__(self, call: LinearCall, ops: Ops) -> None:
+        self._call, self._ops = call, ops
+        of = call.divergence
+        self._is_forward = of is not None and of.direction == "forward"
+        if of is not None:
+            name = "jsd" if of.direction == "jsd" else "kl"
+            self._options = (DIVERGENCES.index(name), of.jsd_beta, call.temperature)
+
+    def empty(self) -> Rows:
+        """Zeros for all tokens."""
+        call = self._call
+        rows, dtype = call.shape.numel(), call.arithmetic()
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return call.first().new_zeros(shape, dtype=dtype)
+
+        def tokens(want_entropy: bool) -> Tokens | None:
+            if call.token_ids is None and not want_entropy:
+                return None
+            picks = () if call.token_ids is None else call.token_ids.shape[1:]
+            entropy = zeros(rows if want_entropy else 0)
+            return Tokens(zeros(rows, *picks), entropy, zeros(2, rows, dtype=torch.float64))
+
+        if call.divergence is None:
+            return Rows(None, None, (tokens(call.return_entropy),))
+        both = tokens(call.return_entropy), tokens(False)
+        return Rows(zeros(rows), zeros(5, rows, dtype=torch.float64), both)
+
+    def compute_tokens(self, own: Sequence[ChunkOfModel], rows: Rows) -> None:
+        """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
+        chunk = own[0].chunk
+        for model, tokens in zip(own, rows.tokens, strict=True):
+            if tokens is None:
+                continue
+            ids, want_entropy = self.ids(chunk), bool(tokens.entropy.numel())
+            logprobs, entropy, saved = self._ops.token_logprobs_fwd(
+                model.logits(),
+                ids,
+                chunk.keep,
+                self._call.temperature,
+                want_entropy,
+                self.inverse(chunk),
+            )
+            chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
+            chunk.put(tokens.saved, saved)
+            if want_entropy:
+                chunk.put(tokens.entropy, entropy)
+
+    def divergences(
+        self,
+        own: Sequence[ChunkOfModel],
+        out: Tensor,
+        out_saved: Tensor | None = None,
+        weights: Tensor | None = None,
+        wants: Sequence[bool] = (False, False),
+    ) -> Grads:
+        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [5, R]; return
+        the gradients of sum(weights * divergences) that are wanted, in the logits' memory where no
+        softcap wants these. ``weights``: [n].
+        """
+        chunk, logits = own[0].chunk, [model.logits() for model in own]
+        models, is_over = self._in_order(logits), any(wants) and not _have_softcap(own)
+        options, of_models = self._options, (*self._in_order(wants), self.inverse(chunk))
+        grads = models
+        if is_over:
+            rows, saved = self._ops.kl_divergence_fwd_(
+                *models, chunk.keep, *options, weights, *of_models
+            )
+        else:
+            no_entropy = ENTROPIES.index("none")
+            rows, _, _, saved, *grads, _ = self._ops.kl_divergence_fwd(
+                *models, None, chunk.keep, *options, no_entropy, weights, *of_models
+            )
+        chunk.put(out, rows)
+        if out_saved is not None:
+            chunk.put(out_saved, saved)
+        return _wanted(self._in_order(grads), wants)
+
+    def divergence_gradients(
+        self, own: Sequence[ChunkOfModel], rows: Rows, incoming: Tensor, wants: Sequence[bool]
+    ) -> Grads:
+        """The gradients of the logits that come from those of the divergences, [R]; in the logits'
+        memory where no softcap wants these.
+        """
+        assert rows.kl is not None
+        assert rows.kl_saved is not None
+        chunk, logits = own[0].chunk, [model.logits() for model in own]
+        known, of_rows = (chunk.of(rows.kl), chunk.of(rows.kl_saved)), chunk.of(incoming)
+        of_models = (*self._in_order(wants), self.inverse(chunk))
+        grads = models = self._in_order(logits)
+        if _have_softcap(own):
+            alone, no_entropy = (None, None, None), ENTROPIES.index("none")
+            options = (*self._options, no_entropy, *known, None, of_rows, *alone)
+            grads = self._ops.kl_divergence_bwd(*models, None, chunk.keep, *options, *of_models)
+        else:
+            self._ops.kl_divergence_bwd_(
+                *models, chunk.keep, *self._options, *known, of_rows, *of_models
+            )
+        return _wanted(self._in_order(grads), wants)
+
+    def token_gradient(
+        self,
+        model: ChunkOfModel,
+        tokens: Tokens,
+        of_logprobs: Tensor | None,
+        of_entropy: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> Tensor:
+        """The gradient of a model's logits that comes from those of its tokens' numbers, of the
+        chunk alone: [n] or [n, K], and [n]. In place it is left in the logits' memory.
+        """
+        chunk, logits = model.chunk, model.logits()
+        arguments = (
+            logits,
+            self.ids(chunk),
+            chunk.keep,
+            chunk.of(tokens.saved),
+            tokens.logprobs[chunk.at].reshape(-1),
+            chunk.of(tokens.entropy) if tokens.entropy.numel() else tokens.entropy,
+            self._call.temperature,
+            None if of_logprobs is None else of_logprobs.reshape(-1).contiguous(),
+            None if of_entropy is None else of_entropy.contiguous(),
+            self.inverse(chunk),
+        )
+        if not in_place:
+            return self._ops.token_logprobs_bwd(*arguments)
+        self._ops.token_logprobs_bwd_(*arguments)
+        return logits
+
+    def ids(self, chunk: Chunk) -> Tensor:
+        """[n] or [n, K]; the first word where the call has none."""
+        ids = self._call.token_ids
+        if ids is None:
+            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self._call.first().device)
+        return ids[chunk.at].contiguous()
+
+    def inverse(self, chunk: Chunk) -> Tensor | None:
+        """1 / temperature: of the chunk's tokens, [n], 0-dim for all; None where it is a number."""
+        inverse = self._call.inverse_temperature
+        return inverse if inverse is None or inverse.dim() == 0 else chunk.of(inverse)
+
+    def scale(self, chunk: Chunk) -> float | Tensor:
+        """1 / temperature: a number, 0-dim, or of the chunk's ids, [n] or [n, 1]."""
+        inverse = self.inverse(chunk)
+        if inverse is None:
+            return 1 / self._call.temperature
+        return inverse if inverse.dim() == 0 or self.ids(chunk).dim() == 1 else inverse[:, None]
+
+    def _in_order(self, policy_first: Sequence[T]) -> Sequence[T]:
+        """What belongs to policy and reference in the order of the ops, and back: KL(ref || policy)
+        is KL(policy || ref) with the roles exchanged.
+        """
+        return policy_first[::-1] if self._is_forward else policy_first
+
+
+def _have_softcap(own: Sequence[ChunkOfModel]) -> bool:
+    return any(model.head.softcap is not None for model in own)
+
+
+def _wanted(grads: Sequence[Tensor], wants: Sequence[bool]) -> Grads:
+    return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

@@ -1,0 +1,175 @@
+"""Bad input from hidden states: one clear error that names the argument, before any product."""
+
+import math
+
+import pytest
+import torch
+from refusals import FLOATS, assert_refused, cases
+
+import klfast
+from klfast.linear import products
+
+
+def ones(*shape, **options):
+    return torch.ones(*shape, **options)
+
+
+GOOD = {
+    "hidden": ones(2, 3, 4),
+    "weight": ones(5, 4),
+    "ref_hidden": ones(2, 3, 6),
+    "ref_weight": ones(5, 6),
+}
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+SPARSE = ones(5, 4).to_sparse()
+
+TYPES = {
+    "list": ({"hidden": [[1.0]]}, "hidden must be a torch.Tensor, got list"),
+    "integers": (
+        {"hidden": ones(2, 3, 4, dtype=torch.int64)},
+        f"hidden must have one of the dtypes {FLOATS}, got torch.int64",
+    ),
+    "bias": ({"bias": [0.0] * 5}, "bias must be a torch.Tensor, got list"),
+    "softcap": ({"softcap": "30"}, "softcap must be a finite number > 0, got '30' of type str"),
+    "softcap-bool": ({"softcap": True}, "softcap must be a finite number > 0, got True of type"),
+    "chunk": ({"chunk": 1.5}, 'chunk must be "auto" or an integer >= 1, got 1.5'),
+    "chunk-bool": ({"chunk": True}, 'chunk must be "auto" or an integer >= 1, got True'),
+    "chunk-name": ({"chunk": "all"}, "chunk must be \"auto\" or an integer >= 1, got 'all'"),
+    "temperature": ({"temperature": None}, "temperature must be a finite number > 0"),
+}
+VALUES = {
+    "no width": ({"hidden": ones(2, 3, 0)}, r"hidden must have shape \[..., D\] with D >= 1, got"),
+    "width": (
+        {"weight": ones(5, 3)},
+        r"weight must have shape \[V, 4\], V >= 1, as the width of hidden is 4, got \[5, 3\]",
+    ),
+    "no words": ({"weight": ones(0, 4)}, r"weight must have shape \[V, 4\], V >= 1"),
+    "one dimension": ({"weight": ones(4)}, r"weight must have shape \[V, 4\], V >= 1"),
+    "sparse": ({"weight": SPARSE}, "weight must have the layout torch.strided, got torch.sparse"),
+    "bias": ({"bias": ones(4)}, r"bias must have shape \[5\], a number a word, got \[4\]"),
+    "meta": (
+        {"weight": ones(5, 4, device="meta")},
+        "weight must be on the device of hidden, cpu, got meta",
+    ),
+    "softcap-0": ({"softcap": 0}, "softcap must be a finite number > 0, got 0"),
+    "softcap-nan": ({"softcap": math.nan}, "softcap must be a finite number > 0, got nan"),
+    "chunk-0": ({"chunk": 0}, 'chunk must be "auto" or an integer >= 1, got 0'),
+    "mask": (
+        {"mask": ones(2, 4)},
+        r"mask must have the shape of hidden without its width, \[2, 3\], got \[2, 4\]",
+    ),
+    "negative mask": ({"mask": -ones(2, 3)}, "mask must hold finite weights >= 0, got -1.0"),
+    "ids": (
+        {"token_ids": IDS[:, :2]},
+        r"token_ids must have the shape of hidden without its width, \[2, 3\], or K ids a token",
+    ),
+    "word": ({"token_ids": IDS + 5}, r"token_ids must be in \[0, 5\) where tokens are kept, got 5"),
+    "temperature-0": ({"temperature": 0}, "temperature must be a finite number > 0, got 0"),
+    "temperature at a token": (
+        {"temperature": torch.tensor([[1.0, 1, 1], [1, -1, 1]])},
+        "temperature must be > 0 with a reciprocal within fp32, got -1 at token 4",
+    ),
+    "temperature's shape": (
+        {"temperature": ones(3)},
+        r"have the first dimensions of hidden without its width, \[2, 3\]",
+    ),
+    "backend": ({"backend": "cuda"}, "unknown backend 'cuda'"),
+}
+OF_DIVERGENCE_TYPES = {
+    "reference": ({"ref_hidden": None}, "ref_hidden must be a torch.Tensor, got NoneType"),
+}
+OF_DIVERGENCE = {
+    "tokens": (
+        {"ref_hidden": ones(2, 4, 6)},
+        r"ref_hidden must have shape \[2, 3, D_ref\], the tokens of hidden, got \[2, 4, 6\]",
+    ),
+    "words": (
+        {"ref_weight": ones(7, 6)},
+        r"ref_weight must have the words of weight, 5, got \[7, 6\]",
+    ),
+    "reference's width": (
+        {"ref_weight": ones(5, 4)},
+        r"ref_weight must have shape \[V, 6\], V >= 1, as the width of ref_hidden is 6",
+    ),
+    "no reference head": (
+        {"ref_weight": None},
+        "ref_weight must be given where ref_hidden has another width than hidden, 4, got",
+    ),
+    "reference's bias": ({"ref_bias": ones(6)}, r"ref_bias must have shape \[5\]"),
+    "softcaps": ({"softcap": (1.0, 2.0, 3.0)}, r"softcap must be a number > 0, None, or \(the"),
+    "dimensions": (
+        {"hidden": ones(4), "ref_hidden": ones(6)},
+        r"hidden must have shape \[B, T, D\] or \[N, D\], got \[4\]",
+    ),
+    "packed": (
+        {"cu_seqlens": torch.tensor([0, 3])},
+        r"hidden must be packed, of shape \[N, D\], with cu_seqlens, got \[2, 3, 4\]",
+    ),
+    "direction": ({"direction": "backward"}, "unknown direction 'backward'"),
+    "beta": ({"jsd_beta": 1}, "jsd_beta must be a number between 0 and 1, got 1"),
+    "reduction": ({"reduction": "mean"}, "unknown reduction 'mean'|torch's 'mean'"),
+    "normalizer": ({"normalizer": 3}, "normalizer must go with one of"),
+    "coef": ({"coef": math.inf}, "coef must be a finite number, got inf"),
+}
+
+
+@pytest.fixture
+def no_product(monkeypatch):
+    """A product is a failure: what is refused is refused before."""
+
+    def made(*_):
+        raise AssertionError("a product was made")
+
+    monkeypatch.setattr(products, "_is_wide_product", made)
+
+
+@pytest.mark.usefixtures("no_product")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), cases(TYPES | OF_DIVERGENCE_TYPES, VALUES | OF_DIVERGENCE)
+)
+def test_of_divergences(arguments, error, message):
+    given = GOOD | arguments
+    assert_refused(klfast.linear_kl_divergence, given, error, message)
+
+
+@pytest.mark.usefixtures("no_product")
+@pytest.mark.parametrize(("arguments", "error", "message"), cases(TYPES, VALUES))
+def test_of_log_probs(arguments, error, message):
+    given = {"hidden": GOOD["hidden"], "weight": GOOD["weight"], "token_ids": IDS} | arguments
+    assert_refused(klfast.linear_token_logprobs, given, error, message)
+
+
+def test_one_model_has_one_softcap():
+    arguments = {"hidden": ones(3, 4), "weight": ones(5, 4), "token_ids": IDS[0]}
+    assert_refused(
+        klfast.linear_token_logprobs,
+        arguments | {"softcap": (1.0, 2.0)},
+        TypeError,
+        r"softcap must be a number > 0 or None, got \(1.0, 2.0\)",
+    )
+
+
+def test_no_kept_token_is_0(backend):
+    hidden, weight = (t.clone().requires_grad_() for t in (GOOD["hidden"], GOOD["weight"]))
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    kl = klfast.linear_kl_divergence(
+        hidden, weight, GOOD["hidden"], mask=nothing, reduction="token-mean", backend=backend
+    )
+    kl.backward()
+    assert kl.item() == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_transforms_are_refused():
+    with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
+        torch.func.grad(lambda h: klfast.linear_kl_divergence(h, GOOD["weight"], h.detach()).sum())(
+            GOOD["hidden"]
+        )
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_weight_is_refused():
+    weight = torch.quantize_per_tensor(GOOD["weight"], 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match=f"weight must have one of the dtypes {FLOATS}, got"):
+        klfast.linear_kl_divergence(GOOD["hidden"], weight, GOOD["hidden"])
