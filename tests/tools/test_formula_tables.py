@@ -1,0 +1,64 @@
+"""The table of estimators stands in a page and in a docstring: each formula is what is computed."""
+
+import re
+
+import pytest
+import readme
+import torch
+
+import klfast
+from klfast.names import NAMES, PLUS
+
+PAGE = (readme.ROOT / "docs" / "penalty.md").read_text()
+X = torch.tensor([[-3.0, -0.5, 0.0, 0.25, 2.0]], dtype=torch.float64)
+CELLS = {
+    "\N{MINUS SIGN}": "-",
+    "²": "**2",
+    "eˣ": "exp(x)",
+    "·": "*",
+    "\\|x\\|": "abs(x)",
+    ", 0 at 0": "",
+}
+"""A sign of a page -> Python's."""
+
+
+def rows_of_the_page():
+    for line in re.findall(r"^\| `(?:k|abs|r_).*$", PAGE, re.MULTILINE):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        yield re.findall(r"`(\w+)`", cells[0]), cells[1:3]
+
+
+def rows_of_the_docstring():
+    _, _, table = klfast.Estimator.__doc__.partition("what it is\n")
+    for line in table.partition(".. [#a]")[0].splitlines()[1:-2]:
+        names, *cells = re.split(r"\s{2,}", line.strip())
+        yield re.findall(r"[a-z]\w+", names), cells[:2]
+
+
+def computed(text):
+    """A cell at the points of X."""
+    for sign, python in CELLS.items():
+        text = text.replace(sign, python)
+    known = {name: getattr(torch, name) for name in ("abs", "exp", "expm1", "sign")}
+    return torch.ones_like(X) * eval(text, {"x": X, **known})
+
+
+ROWS = {"page": [*rows_of_the_page()], "docstring": [*rows_of_the_docstring()]}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_it_has_every_estimator(rows):
+    named = {name for names, _ in rows for name in names} | {"low_var_kl"}
+    assert named == {*NAMES} - {*PLUS}
+
+
+@pytest.mark.parametrize(
+    ("name", "formulas"),
+    [(n, cells) for rows in ROWS.values() for names, cells in rows for n in names],
+)
+def test_its_formulas_are_those_that_are_computed(name, formulas):
+    logprobs = X.clone().requires_grad_()
+    value = klfast.kl_penalty(logprobs, torch.zeros_like(X), estimator=name)
+    (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+    for found, formula in zip((value.detach(), gradient), formulas, strict=True):
+        torch.testing.assert_close(found, computed(formula), rtol=1e-12, atol=1e-15)
