@@ -107,7 +107,8 @@ def rows_of(table, title):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
         if name.search(cells[0]) or cells[0] == "all":
             text = ROW.format(**dict(zip(COLUMNS, cells, strict=True)))
-            yield text.replace("](#", "](../drop_in.md#").replace("](rollout", "](../rollout")
+            text = re.sub(r"\]\((\w+\.md)", r"](../\1", text)
+            yield text.replace("](#", "](../drop_in.md#")
 
 
 def write_pages(app):
