@@ -35,8 +35,9 @@ template <typename T, Divergence divergence, EntropyOf of>
 constexpr int kTogetherOfGradients =
     is_any_dtype<T> || divergence == Divergence::kJsd || of != EntropyOf::kNone ? 2 : 3;
 
-// The gradients may be in the logits' memory, whose words a thread reads before it writes them.
-template <typename T, Divergence divergence, EntropyOf of>
+// Gradients in the logits' memory, whose words a thread reads before it writes them, are
+// kReadWrite: loads of other memory may be moved before stores, which takes half the instructions.
+template <typename T, Divergence divergence, EntropyOf of, Memory memory>
 __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergence, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
@@ -80,9 +81,9 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
     return part;
   };
   if constexpr (of == EntropyOf::kNone) {
-    write_pair_gradients<T, Memory::kReadWrite, divergence>(part_at, gradient, task.fit);
+    write_pair_gradients<T, memory, divergence>(part_at, gradient, task.fit);
   } else {
-    write_gradients<T, Memory::kReadWrite>(part_at, [&] {
+    write_gradients<T, memory>(part_at, [&] {
       return PairAndEntropyFormula<divergence, of, T>(gradient, task.fit, of_entropy);
     });
   }
@@ -99,7 +100,14 @@ template <typename T, Divergence divergence, EntropyOf of>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.rows.shape;
   task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
-  launch_rows(divergence_backward_kernel<T, divergence, of>, shape.rows(), 1, 0, task, stream);
+  if constexpr (of == EntropyOf::kNone) {  // beside an entropy no gradient is in the logits' memory
+    if (is_over_logits(task.call.in, task.call.grad_first, task.call.grad_second)) {
+      return launch_rows(divergence_backward_kernel<T, divergence, of, Memory::kReadWrite>,
+                         shape.rows(), 1, 0, task, stream);
+    }
+  }
+  launch_rows(divergence_backward_kernel<T, divergence, of, Memory::kReadOnly>, shape.rows(), 1, 0,
+              task, stream);
 }
 
 }  // namespace

@@ -795,11 +795,8 @@ void launch_forward(ForwardTask task, void* stream) {
 }  // namespace
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
-  const auto is_over = [](const Output& grad, const Logits& logits) {
-    return grad.data != nullptr && grad.data == logits.data;
-  };
   // The kernels here read logits as memory that no thread writes.
-  if (is_over(call.grad_first, call.in.first) || is_over(call.grad_second, call.in.second)) {
+  if (is_over_logits(call.in, call.grad_first, call.grad_second)) {
     DivergenceForward sums = call;
     sums.grad_first = sums.grad_second = {};
     sums.row_weights = nullptr;

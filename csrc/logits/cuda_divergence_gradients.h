@@ -24,6 +24,14 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
   });
 }
 
+// Whether a gradient is to be written over its model's logits.
+inline bool is_over_logits(const DivergenceInputs& in, const Output& first, const Output& second) {
+  const auto is_over = [](const Output& grad, const Logits& logits) {
+    return grad.data != nullptr && grad.data == logits.data;
+  };
+  return is_over(first, in.first) || is_over(second, in.second);
+}
+
 inline divergences::JsdFit fit_of(const DivergenceInputs& in) {
   if (in.divergence == Divergence::kKl) return {};
   return divergences::jsd_fit(in.beta);

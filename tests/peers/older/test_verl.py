@@ -25,11 +25,14 @@ def test_the_release_is_the_one_asked_for(release):
 
 
 def test_everything_is_known(whole_patch):
-    """But for the weights of the rollout correction, whose metrics were others up to 0.7.1."""
+    """But for the weights of the rollout correction, whose metrics were others up to 0.7.1, and a
+    distillation that came later.
+    """
     assert [each.where.rpartition(":")[2] for each in whole_patch.left] == [
         "_parse_rollout_is_threshold",
         "compute_rollout_correction_and_rejection_mask",
         "compute_rollout_correction_and_add_to_batch",
+        "compute_forward_kl_topk",
     ]
     names = {each.where.rpartition(":")[2] for each in whole_patch.replaced}
     assert {"kl_penalty", "agg_loss", "apply_kl_penalty", "logprobs_from_logits"} < names
