@@ -28,7 +28,7 @@ def test_all_that_there_is_is_known(release, whole_patch):
     left = [(each.where.rpartition(":")[2], each.reason) for each in whole_patch.left]
     missing = "selective_log_softmax_and_entropy", "the installed trl has none (as TRL until 1.13)"
     assert left == ([missing] if release[2] == "1.12.0" else [])
-    assert len(whole_patch.replaced) == 11 - len(left)
+    assert len(whole_patch.replaced) == 19 - len(left)
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
