@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from klfast.logits.entries import without_missing
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.stats import KLStats
 from klfast.transfer import is_dtensor, whole
@@ -46,7 +47,7 @@ R = TypeVar("R")
 
 _PER_TOKEN = (
     *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
-    *("values", "mask", "token_ids", "temperature"),
+    *("values", "mask", "token_ids", "ref_token_ids", "temperature"),
 )
 _PER_SEQUENCE = ("scores",)
 
@@ -217,6 +218,8 @@ def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tens
     like, mask = local[shards.name], local["mask"]
     if mask is None:
         mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
+    if "ref_token_ids" in local:
+        mask = without_missing(mask, local["ref_logprobs"] != -torch.inf)
     with torch.no_grad():
         terms = REDUCTIONS[reduction].denominator_terms(mask.sum(-1, dtype=torch.float64))
         count = shards.total(terms.sum(dtype=torch.float64)).full_tensor()

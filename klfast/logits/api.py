@@ -14,7 +14,7 @@ from klfast import backends
 from klfast.checks import hints
 from klfast.checks.values import are_checked
 from klfast.coefficient import Coefficient
-from klfast.dtensors import refuse_dtensors, serves_dtensors
+from klfast.dtensors import serves_dtensors
 from klfast.logits.arguments import Temperature
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
@@ -379,6 +379,7 @@ def topk_kl_divergence(
 ) -> Tensor | KLDivergence: ...
 
 
+@serves_dtensors
 def topk_kl_divergence(
     logits: Tensor,
     ref_token_ids: Tensor,
@@ -456,7 +457,7 @@ def topk_kl_divergence(
             A word outside of [0, V), and one that a token has twice, is an error on a CPU; on a
             GPU, where looking would need a sync, the first makes NaN and the second counts twice,
             unless ``KLFAST_CHECK=1``. ``"renormalize"`` of one entry a token, which is always 0.
-        TypeError: an argument of the wrong type or dtype, and a DTensor.
+        TypeError: an argument of the wrong type or dtype.
         RuntimeError: the backend asked for cannot run here, and why.
 
     Warns once a process of ``ref_logprobs`` above 0, which look like logits.
@@ -466,7 +467,6 @@ def topk_kl_divergence(
     Sources: ``bucket`` and ``drop`` as in TRL's and verl's distillation; ``generalized``: MOPD
     (2026, arXiv:2606.30406).
     """
-    refuse_dtensors(logits=logits, ref_token_ids=ref_token_ids, ref_logprobs=ref_logprobs)
     call = topk_call(
         logits,
         ref_token_ids,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import Layout, PenaltyCall, Spec, layout_of, of_rows
-from klfast.checks.arguments import check_choice, check_reduction, shape_text, without_graph
+from klfast.checks.arguments import check_choice, check_reduction, shape_text
 from klfast.checks.values import check_distinct
 from klfast.coefficient import Coefficient
 from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
@@ -30,7 +30,7 @@ from klfast.logits.arguments import (
     temperature_of,
 )
 from klfast.logits.call import TokenLogprobsCall
-from klfast.logits.entries import divergence_of_entries
+from klfast.logits.entries import divergence_of_entries, without_missing
 from klfast.names import DIRECTIONS, TAILS, DirectionName, ReductionName, TailName
 
 
@@ -136,15 +136,6 @@ def topk_call(
         logits.shape[:-1],
         return_stats,
     )
-
-
-def without_missing(mask: Tensor | None, exist: Tensor) -> Tensor:
-    """A mask in which a token without entries does not exist. ``exist``: [..., K]."""
-    has_entries = exist.any(-1)
-    if mask is None:
-        return has_entries
-    own = without_graph(mask)
-    return torch.where(has_entries, own, torch.zeros((), dtype=own.dtype, device=own.device))
 
 
 def _divided(logprobs: Tensor, picks: TokenLogprobsCall) -> Tensor:

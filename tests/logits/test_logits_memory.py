@@ -18,7 +18,24 @@ def log_probs(logits, ref_logits, ids, **options):
     outputs = klfast.token_logprobs(logits, ids, backend="native", **options)
     return outputs if isinstance(outputs, torch.Tensor) else sum(outputs)
 
+def of_k_words(logits, ref_logits, ids, **options):
+    rows = ids.numel()
+    words = torch.arange(16).expand(1, rows, 16)
+    if "tail" not in options:
+        return klfast.token_logprobs(logits, words, backend="native")
+    logprobs = torch.full((1, rows, 16), -3.5)
+    return klfast.topk_kl_divergence(logits, words, logprobs, backend="native", **options)
+
 CALLS = {
+    "picks": lambda *t: of_k_words(*t),
+    **{
+        f"topk-{tail}": lambda *t, tail=tail: of_k_words(*t, tail=tail, reduction="token-mean")
+        for tail in ("bucket", "renormalize", "generalized", "drop")
+    },
+    "temperatures": lambda *t: log_probs(*t, temperature=torch.ones(1, t[2].numel())),
+    "kl-temperatures": lambda *t: divergence(
+        *t, reduction="token-mean", temperature=torch.ones(1, t[2].numel())
+    ),
     "log-probs": lambda *t: log_probs(*t),
     "entropy": lambda *t: log_probs(*t, return_entropy=True),
     "in-place": lambda *t: log_probs(*t, inplace_backward=True),
@@ -66,8 +83,8 @@ SLACK = 0.07
 def test_memory_above_the_inputs():
     """Of the policy's logits alone does a gradient come, of their size; in place, none."""
     # Freed memory goes back at once, or the next gradient would seem to take none.
-    found = json.loads(run_fresh(MEASURE, timeout=120, MALLOC_MMAP_THRESHOLD_="65536"))
-    assert len(found) == 28
+    found = json.loads(run_fresh(MEASURE, timeout=240, MALLOC_MMAP_THRESHOLD_="65536"))
+    assert len(found) == 56
     for name, of_logits in found.items():
         expected = 1 if "backward" in name and "in-place" not in name else 0
         assert expected - SLACK < of_logits < expected + SLACK, (name, of_logits)

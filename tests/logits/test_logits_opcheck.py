@@ -6,6 +6,7 @@ from agreement_logits import random_logits
 from torch.library import opcheck
 
 import klfast
+from klfast.logits.arguments import NO_ID
 from klfast.logits.call import DIVERGENCES, ENTROPIES
 
 assert klfast.info()  # loads the extension
@@ -138,6 +139,36 @@ def test_the_gradients_that_are_asked_for_come(wants):
         assert [tuple(grad.shape) for grad in grads] == shapes
 
 
+@pytest.mark.parametrize("shape", [(), (6,)], ids=["of-all", "of-rows"])
+@every_case
+def test_temperatures_in_tensors_keep_the_contract(make, keep, shape):
+    models = make()
+    inverse = (torch.rand(shape) + 0.5).double()
+    forward = (*tokens_arguments(models[0], keep).values(), inverse)
+    opcheck(TOKENS, forward)
+    opcheck(TOKENS_BACKWARD, (*tokens_backward_arguments(models[0], keep).values(), inverse))
+    opcheck(DIVERGENCE, (*divergence_arguments(*models, keep=keep).values(), inverse))
+    backward = divergence_backward_arguments(*models, keep=keep)
+    opcheck(DIVERGENCE_BACKWARD, (*backward.values(), inverse))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@every_case
+def test_several_ids_of_a_row_keep_the_contract(make, keep, count):
+    logits, _ = make()
+    ids = torch.randint(7, (6, count))
+    ids[::2, ::2] = NO_ID
+    forward = {**tokens_arguments(logits, keep), "token_ids": ids}
+    opcheck(TOKENS, tuple(forward.values()))
+    backward = tokens_backward_arguments(logits, keep, token_ids=ids)
+    logprobs, entropy, saved = TOKENS(*forward.values())
+    assert logprobs.shape == (6 * count,)
+    own = {"lse": saved, "logprobs": logprobs, "entropy": entropy}
+    backward |= {**own, "grad_logprobs": torch.rand_like(logprobs)}
+    opcheck(TOKENS_BACKWARD, tuple(backward.values()))
+    opcheck(TOKENS_BACKWARD_, tuple({**backward, "logits": logits.contiguous()}.values()))
+
+
 @every_empty
 def test_empty_batches_keep_the_contract(shape):
     models = random_logits(*shape)
@@ -176,6 +207,25 @@ WRONG_ROWS = {
     ],
     "temperature": [0.0, -1.0, float("nan")],
 }
+WRONG_IDS_OF_K = [
+    torch.zeros(5, 2, dtype=torch.int64),
+    torch.zeros(2, 6, dtype=torch.int64),
+    torch.zeros(6, 2, 1, dtype=torch.int64),
+    torch.zeros(6, 2, dtype=torch.int32),
+    torch.zeros(6, 4, dtype=torch.int64)[:, ::2],
+    torch.tensor([[0, 7]] * 6),
+    torch.tensor([[0, -1]] * 6),
+]
+WRONG_INVERSE = [
+    torch.ones(5, dtype=torch.float64),
+    torch.ones(2, 3, dtype=torch.float64),
+    torch.ones(12, dtype=torch.float64)[::2],
+    torch.ones(6),
+    torch.ones(()),
+    torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+    torch.tensor(float("nan"), dtype=torch.float64),
+    torch.tensor(-1.0, dtype=torch.float64),
+]
 PER_ROW = [
     torch.zeros(5),
     torch.zeros(2, 3),
@@ -203,6 +253,8 @@ def assert_all_refused(op, good, wrong):
 def test_a_direct_call_on_tokens_with_a_wrong_argument_raises():
     good = tokens_arguments(torch.zeros(2, 3, 7))
     assert_all_refused(TOKENS, good, {"logits": WRONG_LOGITS.values(), **WRONG_ROWS})
+    several = {"token_ids": WRONG_IDS_OF_K, "inverse_temperature": WRONG_INVERSE}
+    assert_all_refused(TOKENS, {**good, "inverse_temperature": None}, several)
     good = tokens_backward_arguments(torch.zeros(2, 3, 7))
     wrong = {
         "logits": WRONG_LOGITS.values(),
@@ -210,6 +262,7 @@ def test_a_direct_call_on_tokens_with_a_wrong_argument_raises():
         "keep": WRONG_ROWS["keep"],
         "temperature": WRONG_ROWS["temperature"],
         "lse": NOT_DOUBLE,
+        "logprobs": PER_ROW,
         "entropy": PER_ROW,
         "grad_logprobs": PER_ROW,
         "grad_entropy": PER_ROW,

@@ -40,12 +40,19 @@ def make_batch(lengths="some"):
         "ref_logits": randn(B, T, V),
         "scores": randn(B),
         "token_ids": torch.randint(V, (B, T), generator=generator),
+        "words": torch.rand(B, T, V, generator=generator).argsort(-1)[..., :2],
+        "of_words": torch.where(
+            torch.arange(B * T).reshape(B, T, 1) % 4 > 0, randn(B, T, 2) - 2, -torch.inf
+        ),
+        "temperature": torch.rand(B, T, generator=generator) + 0.5,
         "mask": weights * (torch.arange(T) < torch.tensor(LENGTHS[lengths])[:, None]),
     }
 
 
 class Case:
-    """A call: its function, which tensors it takes, its options."""
+    """A call: its function, which tensors it takes, its options. A name is an argument's and a
+    tensor's, or ``argument=tensor``.
+    """
 
     def __init__(self, function, *names, lengths="some", **options):
         self.function = function
@@ -56,7 +63,8 @@ class Case:
     def run(self, place):
         """(outputs, gradients): the function over tensors that ``place`` puts somewhere."""
         batch = make_batch(self.lengths)
-        tensors = {name: place(name, batch[name]) for name in self.names}
+        pairs = (name.partition("=") for name in self.names)
+        tensors = {name: place(name, batch[of or name]) for name, _, of in pairs}
         models = [
             tensor.requires_grad_() for name, tensor in tensors.items() if name in DIFFERENTIATED
         ]
@@ -72,6 +80,7 @@ class Case:
 DIFFERENTIATED = ("logprobs", "ref_logprobs", "logits", "ref_logits")
 PAIR = ("logprobs", "ref_logprobs")
 MODELS = ("logits", "ref_logits")
+ENTRIES = ("ref_token_ids=words", "ref_logprobs=of_words")
 LIMITED = klfast.Estimator("k3", log_ratio_clip=1.0, importance_cap=2.0)
 
 CASES = {
@@ -110,6 +119,22 @@ CASES = {
     ),
     "kl_divergence-entropy": Case(
         "kl_divergence", *MODELS, "mask", reduction="token-mean", return_entropy=True
+    ),
+    **{
+        f"topk_kl_divergence-{reduction}": Case(
+            *("topk_kl_divergence", "logits", *ENTRIES, "mask", "temperature"),
+            reduction=reduction,
+            return_stats=reduction == "seq-mean",
+        )
+        for reduction in REDUCTIONS
+    },
+    "topk_kl_divergence-no-mask": Case(
+        *("topk_kl_divergence", "logits", *ENTRIES),
+        reduction="seq-mean-token-mean",
+        return_stats=True,
+    ),
+    "token_logprobs-picks": Case(
+        *("token_logprobs", "logits", "token_ids=words", "mask", "temperature"), return_entropy=True
     ),
 }
 PLACEMENTS = ["replicate", "sequences", "tokens", "words", "partial", "mixed"]
