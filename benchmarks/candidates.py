@@ -12,8 +12,8 @@ from klfast.backends import BACKENDS
 from klfast.names import BackendName
 
 Candidate = Callable[[Any], Any]
-"""The function that a timing calls with inputs. Returns its forward's outputs, or (those,
-gradient) with a backward."""
+"""The function that a timing calls with inputs. Returns its forward's outputs, or (those, and each
+of the op's gradients) with a backward."""
 
 KLFAST = "klfast"
 COMPILE = "torch.compile"
@@ -51,7 +51,8 @@ def candidate(op: Op, forward: Forward) -> Candidate:
 
     def run_both(inputs: Inputs) -> Any:
         result = run_forward(inputs)
-        return result, torch.autograd.grad(result, inputs.arguments[0], inputs.grad_out)[0]
+        leaves = [inputs.arguments[place] for place in op.gradients.values()]
+        return result, *torch.autograd.grad(result, leaves, inputs.grad_out)
 
     return run_both if op.backward else run_forward
 

@@ -1,6 +1,7 @@
 """The cases: an op, a dtype and a shape; and the inputs it is timed on.
 
-The ops over log-probs are in ``tokens``, those over logits in ``logits``.
+The ops over log-probs are in ``tokens``, those over logits in ``logits`` and ``topk``, those from
+hidden states in ``linear``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Forward = Callable[..., Any]
 Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor."""
 
-Shapes = tuple[tuple[int, int], ...]
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
 
 
 @dataclass(frozen=True)
@@ -44,26 +46,32 @@ class Inputs:
     """One set of inputs.
 
     Attributes:
-        arguments: what a forward takes; the gradient is of the first.
+        arguments: what a forward takes.
         grad_out: what the backward starts from, a number a row; None (one) for a scalar.
         storage: the memory that holds what is read and nothing else, int64.
         packed: whether the rows of the arguments are no sequences.
+        shared: places of the arguments that are of all rows, such as a weight.
     """
 
     arguments: tuple[Tensor, ...]
     grad_out: Tensor | None = None
     storage: Tensor | None = None
     packed: bool = False
+    shared: frozenset[int] = frozenset()
 
-    def in_float64(self, numbers: int) -> Iterator[Inputs]:
-        """The same in float64, in parts of so many numbers of the first tensor, which are rows."""
-        first = self.arguments[0]
-        size = len(first) if self.packed else max(1, numbers // max(1, first.shape[1]))
-        for begin in range(0, len(first), size):
-            rows = slice(None) if self.packed else slice(begin, begin + size)
+    def in_float64(self, size: int) -> Iterator[Inputs]:
+        """The same in float64, in parts of so many rows; packed, in one."""
+        count = len(self.arguments[0])
+        shared = {place: _wide(self.arguments[place], slice(None)) for place in self.shared}
+        step = count if self.packed else size
+        for begin in range(0, count, step):
+            rows = slice(None) if self.packed else slice(begin, begin + step)
             yield replace(
                 self,
-                arguments=tuple(_wide(tensor, rows) for tensor in self.arguments),
+                arguments=tuple(
+                    shared[place] if place in shared else _wide(tensor, rows)
+                    for place, tensor in enumerate(self.arguments)
+                ),
                 grad_out=None if self.grad_out is None else _wide(self.grad_out, rows),
                 storage=None,
             )
@@ -82,7 +90,7 @@ class Op(ABC):
 
     Attributes:
         name: as on the command line.
-        backward: whether the gradient of the first tensor is computed too.
+        backward: whether the gradients are computed too.
         reads: how often the inputs must be read at the least.
     """
 
@@ -91,12 +99,29 @@ class Op(ABC):
     reads: int = 1
 
     working_bytes: ClassVar[int]
-    """For each number of the first tensor: temporaries of the hungriest candidate, and of the
-    check."""
+    """For each of ``numbers``: temporaries of the hungriest candidate, and of the check."""
     gpu_working_bytes: ClassVar[int]
     """The same on a GPU, of what must not fail there."""
     can_pack: ClassVar[bool] = False
     """Packed sequences are timed too. Packed tokens over logits are rows."""
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """As in ``Inputs``."""
+        return frozenset()
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        """Name -> place of the argument that it is of."""
+        return {"gradient": 0}
+
+    def numbers(self, shape: Shape) -> int:
+        """The number of elements of the largest tensor that eager makes."""
+        return math.prod(shape)
+
+    def rows_at_once(self, inputs: Inputs, numbers: int) -> int:
+        """The rows that make so many numbers, for the check."""
+        return max(1, numbers // max(1, inputs.arguments[0].shape[-1]))
 
     @abstractmethod
     def layout(self, case: Case) -> Layout:
@@ -125,6 +150,12 @@ class Op(ABC):
         """
         return {}
 
+    def floors(self) -> dict[str, Callable[[Inputs], Any]] | None:
+        """Name -> ways to do what no candidate can do without, of which the fastest is timed; None:
+        a read of the inputs, and a fill of the gradient.
+        """
+        return None
+
     @abstractmethod
     def named(self, outputs: Any) -> dict[str, Tensor]:
         """The outputs of a forward, by name."""
@@ -133,6 +164,12 @@ class Op(ABC):
     def normalizer(self, inputs: Inputs) -> Any:
         """The denominator of a mean, the same in any part of the inputs; None without a mean."""
 
+    def rounding(self, inputs: Inputs) -> tuple[float, float]:
+        """How far values, and gradients, may be off because candidates round to the inputs' dtype,
+        as shares of the largest.
+        """
+        return 0.0, torch.finfo(inputs.arguments[0].dtype).eps
+
     @abstractmethod
     def sizes(self, inputs: Inputs) -> tuple[float, float]:
         """How large the terms are that a value, and a gradient, is made of."""
@@ -140,25 +177,25 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Case:
-    """An op on a dtype (a key of ``DTYPES``) and a shape, rows x columns.
+    """An op on a dtype (a key of ``DTYPES``) and a shape, whose sizes the suite names.
 
     ``packed``: on as many tokens and sequences, packed, with as many columns on average.
     """
 
     op: Op
     dtype: str
-    shape: tuple[int, int]
+    shape: Shape
     packed: bool = False
 
     @property
     def name(self) -> str:
         layout = " packed" if self.packed else ""
-        return f"{self.op.name} {self.dtype} {self.shape[0]}x{self.shape[1]}{layout}"
+        return f"{self.op.name} {self.dtype} {shape_text(self.shape)}{layout}"
 
     @property
     def numbers(self) -> int:
-        """The number of elements of each large tensor."""
-        return math.prod(self.shape)
+        """The number of elements of the largest tensor that eager makes."""
+        return self.op.numbers(self.shape)
 
     @property
     def sizes(self) -> list[int]:
@@ -171,11 +208,12 @@ class Case:
 
     @property
     def gradient_bytes(self) -> int:
-        return self.numbers * DTYPES[self.dtype].itemsize if self.op.backward else 0
+        sizes = self.sizes
+        return sum(sizes[at] for at in self.op.gradients.values()) if self.op.backward else 0
 
     @property
     def least_bytes(self) -> int:
-        """The least bytes that any implementation moves: its reads, and the gradient if any."""
+        """The least bytes that any implementation moves: its reads, and the gradients if any."""
         return self.op.reads * self.input_bytes + self.gradient_bytes
 
 
@@ -186,7 +224,7 @@ class Suite:
     Attributes:
         name: as on the command line.
         ops: name -> op.
-        rows_by_columns: what a shape means.
+        sizes: of a shape, in words.
         shapes, quick_shapes: on a CPU; the second with ``--quick``, everywhere.
         gpu_ops, gpu_shapes, gpu_packed_shapes: on a GPU.
         gpu_rounds, gpu_budget: rounds of each case there, and seconds for all of them.
@@ -197,7 +235,7 @@ class Suite:
 
     name: str
     ops: Mapping[str, Op]
-    rows_by_columns: str
+    sizes: tuple[str, ...]
     shapes: Shapes
     quick_shapes: Shapes
     gpu_ops: tuple[str, ...]
@@ -208,6 +246,16 @@ class Suite:
     text: str
     gpu_packed_shapes: Shapes = ()
     with_memory: bool = False
+
+    @property
+    def rows_by_columns(self) -> str:
+        """A shape, in words."""
+        return shape_text(self.sizes, " x ")
+
+
+def shape_text(shape: Sequence[object], times: str = "x") -> str:
+    """A shape as on the command line."""
+    return times.join(map(str, shape))
 
 
 def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> list[Inputs]:
@@ -255,9 +303,11 @@ def _tensors_in(storage: Tensor, case: Case) -> list[Tensor]:
 
 def _inputs_in(storage: Tensor, case: Case) -> Inputs:
     tensors, device = _tensors_in(storage, case), storage.device
-    tensors[0].requires_grad_(case.op.backward)
+    for place in case.op.gradients.values():
+        tensors[place].requires_grad_(case.op.backward)
     if case.packed:
         tensors.append(boundaries(*case.shape).to(device))
     given = case.op.backward and not case.op.is_scalar
     grad_out = torch.rand(case.shape[0], device=device) if given else None
-    return Inputs(tuple(tensors), grad_out, storage.view(torch.int64), case.packed)
+    words = storage.view(torch.int64)
+    return Inputs(tuple(tensors), grad_out, words, case.packed, case.op.shared)

@@ -26,29 +26,34 @@ class WrongResult(Exception):  # noqa: N818  # said in the words of the message
 
 def named_outputs(op: Op, outputs: Any) -> dict[str, Tensor]:
     """The outputs of a candidate, by name."""
-    if op.backward:
-        return {**op.named(outputs[0]), "gradient": outputs[1]}
-    return op.named(outputs)
+    if not op.backward:
+        return op.named(outputs)
+    result, *gradients = outputs
+    return {**op.named(result), **dict(zip(op.gradients, gradients, strict=True))}
 
 
 def truth(op: Op, inputs: Inputs) -> dict[str, Tensor]:
     """The outputs in float64, a block of rows at a time, as float64 graphs are large.
 
-    The gradient is kept in fp32: of a whole vocabulary it is large, too.
+    Gradients are kept in fp32: of a whole vocabulary they are large, too.
     """
     call = candidate(op, op.klfast("reference", op.normalizer(inputs)))
-    blocks = [
-        {
-            name: output.detach().to(torch.float32 if name == "gradient" else torch.float64)
-            for name, output in named_outputs(op, call(block)).items()
-        }
-        for block in inputs.in_float64(_numbers_per_block(inputs.arguments[0]))
-    ]
-    joined = {name: [block[name] for block in blocks] for name in blocks[0]}
-    return {
-        name: torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
-        for name, parts in joined.items()
-    }
+    rows = op.rows_at_once(inputs, _numbers_per_block(inputs.arguments[0]))
+    sums: dict[str, Tensor] = {}
+    of_rows: dict[str, list[Tensor]] = {}
+    for block in inputs.in_float64(rows):
+        for name, output in named_outputs(op, call(block)).items():
+            whole = output.detach()
+            if not whole.dim() or op.gradients.get(name) in inputs.shared:
+                sums[name] = sums[name].add_(whole) if name in sums else whole
+            else:
+                of_rows.setdefault(name, []).append(_kept(op, name, whole))
+    joined = {name: torch.cat(parts) for name, parts in of_rows.items()}
+    return joined | {name: _kept(op, name, total) for name, total in sums.items()}
+
+
+def _kept(op: Op, name: str, output: Tensor) -> Tensor:
+    return output.float() if name in op.gradients else output
 
 
 def _numbers_per_block(tensor: Tensor) -> int:
@@ -58,10 +63,11 @@ def _numbers_per_block(tensor: Tensor) -> int:
 def tolerances(op: Op, inputs: Inputs, expected: dict[str, Tensor]) -> dict[str, float]:
     """How far each output may be from the truth, absolutely."""
     value_size, gradient_size = op.sizes(inputs)
+    of_value, of_gradient = op.rounding(inputs)
     allowed = {}
     for name, want in expected.items():
-        is_gradient = name == "gradient"
-        relative = torch.finfo(inputs.arguments[0].dtype).eps if is_gradient else 0.0
+        is_gradient = name in op.gradients
+        relative = of_gradient if is_gradient else of_value
         size = gradient_size if is_gradient else value_size
         allowed[name] = max(TOLERANCE, relative) * largest(want) + ROUNDING * size
     return allowed

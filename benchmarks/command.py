@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import allocator, gpu, idle
-from benchmarks.cases import DTYPES, Case, Op, Suite
+from benchmarks.cases import DTYPES, Case, Op, Shape, Shapes, Suite, shape_text
 from benchmarks.check import WrongResult
 from benchmarks.measure import ATTEMPTS, ROUNDS, Measured, Plan, Skip, measure, one_line
 from benchmarks.outcome import (
@@ -57,14 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="tokens",
         help="tokens: the k3 penalty of log-probs (default); options: its limits, weights and "
         "gradient rules beside plain k3; logits: divergences and log-probs over the whole "
-        "vocabulary; topk: distillation from a teacher's K words a token",
+        "vocabulary; topk: distillation from a teacher's K words a token; linear: both from hidden "
+        "states",
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where (default cpu)")
     parser.add_argument(
         "--shapes",
         type=_list_of(_shape),
         metavar="RxC,...",
-        help="; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values()),
+        help="sizes of a case; "
+        + "; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values()),
     )
     parser.add_argument(
         "--packed",
@@ -151,8 +153,8 @@ def _defaults() -> str:
     return "\n".join(lines)
 
 
-def _text(shapes: Sequence[tuple[int, int]]) -> str:
-    return ",".join(f"{rows}x{columns}" for rows, columns in shapes)
+def _text(shapes: Sequence[Shape]) -> str:
+    return ",".join(map(shape_text, shapes))
 
 
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
@@ -162,13 +164,12 @@ def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return parse
 
 
-def _shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
+def _shape(text: str) -> Shape:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", text):
         raise argparse.ArgumentTypeError(
             f"a shape must be rows x columns, such as 512x8192, got {text!r}"
         )
-    return int(match[1]), int(match[2])
+    return tuple(map(int, text.split("x")))
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
@@ -282,6 +283,12 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
     for name in arguments.ops or ():
         if (reason := _not_one_of(suite.ops, name)) is not None:
             return f"--ops of --suite {suite.name}: {reason}"
+    for shape in (*(arguments.shapes or ()), *(arguments.packed or ())):
+        if len(shape) != len(suite.sizes):
+            return (
+                f"--shapes of --suite {suite.name}: a shape must be {suite.rows_by_columns}, such "
+                f"as {shape_text(suite.shapes[0])}, got {shape_text(shape)!r}"
+            )
     if arguments.out is not None and (reason := cannot_write(arguments.out)) is not None:
         return f"cannot write to {arguments.out}: {reason}"
     if arguments.out is not None and arguments.out.exists() and not arguments.force:
@@ -355,7 +362,7 @@ def _chosen(names: Iterable[str], suite: Suite) -> list[Op]:
 
 
 def _cases(
-    shapes: Sequence[tuple[int, int]],
+    shapes: Shapes,
     ops: Sequence[Op],
     dtypes: Sequence[str],
     packed: bool = False,

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,8 +17,9 @@ from benchmarks.bandwidth import GPU_PROBES
 from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.gpu_timing import Call, Cuda, GpuTiming, time_on
+from benchmarks.linear import LinearOp
 from benchmarks.logits import LogitsOp
-from benchmarks.measure import READ, Measured, Row, Skip, check_candidates
+from benchmarks.measure import PRODUCTS, READ, Measured, Row, Skip, check_candidates
 from benchmarks.timing import is_noisy
 from klfast import backends
 from klfast.names import BackendName
@@ -185,7 +187,7 @@ class GpuBench:
         self.backends, missing = usable_backends(place)
         self.libraries: dict[str, rivals.Forwards] = {}
         without: dict[str, str] = {}
-        if any(isinstance(case.op, LogitsOp) for case in cases):
+        if any(isinstance(case.op, LogitsOp | LinearOp) for case in cases):
             self.libraries, without = rivals.installed()
         self.missing = [missing] if missing else []
         self.missing += [f"{name}: {reason}" for name, reason in without.items()]
@@ -210,7 +212,7 @@ class GpuBench:
             for name, forwards in self.libraries.items()
             if case.op.name in forwards
         }
-        probe, plain = self._plain(inputs)  # its memory is needed to the end
+        probe, plain = self._plain(case, inputs)  # its memory is needed to the end
         built = build_gpu_candidates(case, self.backends, modes, others)
         failed: dict[str, str] = {}
         candidates = check_candidates(built, case.op, inputs, failed)
@@ -224,17 +226,27 @@ class GpuBench:
                 warnings.warn(f"{name} is in no CUDA graph: {timing.capture_error}", stacklevel=2)
         return Measured(gpu_rows(case, timings, self.ceilings), probe)
 
-    def _plain(self, inputs: Inputs) -> tuple[str, dict[str, Call]]:
-        """The fastest plain read of the inputs' bytes by name; it, and the plain copy of them."""
-        reads: dict[str, Call] = {
-            name: partial(probe, inputs) for name, probe in GPU_PROBES.items()
-        }
-        seconds = few_rounds(self.device, reads)
-        probe = min(seconds, key=lambda name: seconds[name])
+    def _plain(self, case: Case, inputs: Inputs) -> tuple[str, dict[str, Call]]:
+        """The fastest plain read of the inputs' bytes by name; it, and the plain copy of them, or
+        in the place of both the op's floor.
+        """
+        floors = case.op.floors()
+        if floors is not None:
+            name, call = self._fastest(floors, inputs)
+            return name, {PRODUCTS: call}
+        probe, read = self._fastest(GPU_PROBES, inputs)
         storage = inputs.storage
         assert storage is not None
         copy = torch.empty_like(storage)
-        return probe, {READ: reads[probe], COPY: partial(copy.copy_, storage)}
+        return probe, {READ: read, COPY: partial(copy.copy_, storage)}
+
+    def _fastest(
+        self, ways: Mapping[str, Callable[[Inputs], Any]], inputs: Inputs
+    ) -> tuple[str, Call]:
+        calls: dict[str, Call] = {name: partial(way, inputs) for name, way in ways.items()}
+        seconds = few_rounds(self.device, calls)
+        name = min(seconds, key=lambda name: seconds[name])
+        return name, calls[name]
 
     def _check_memory(self, case: Case) -> None:
         needed = 2 * case.input_bytes + case.op.gpu_working_bytes * case.numbers

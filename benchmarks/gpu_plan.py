@@ -15,5 +15,8 @@ OPTIONS = {
 """Name of the results -> options; ``python -m benchmarks --device cuda --suite logits`` measures
 the rest."""
 
-ALONE = {"gpu-topk": ["--device", "cuda", "--suite", "topk"]}
+ALONE = {
+    "gpu-topk": ["--device", "cuda", "--suite", "topk"],
+    "gpu-linear": ["--device", "cuda", "--suite", "linear", "--dtypes", "bf16"],
+}
 """The same of those that `make gpu-check` has no time for."""

@@ -28,6 +28,9 @@ READ = "read"
 FLOOR = "read + fill"
 """The plain read and a fill of the gradient, among the candidates that have a backward."""
 
+PRODUCTS = "products"
+"""The bare products of the hidden states, in their place."""
+
 ATTEMPTS = 3
 """Rounds that met a load are repeated so often where the result is to be published."""
 
@@ -49,7 +52,8 @@ class Row:
         case: name of the case.
         op, dtype, shape: the case.
         impl: ``klfast`` or a backend of it, ``eager``, ``selective``, a key of ``MODES``, a library
-            of ``rivals``, ``read``, ``read + fill``, ``copy``, or what the op has beside.
+            of ``rivals``, ``read``, ``read + fill``, ``products``, ``copy``, or what the op has
+            beside.
         ratio: this candidate's median over that of klfast (of its first backend): how many times
             faster klfast is. None for plain reads, fills and copies.
         rounds: how many timings.
@@ -76,14 +80,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuRow(Row):
-    """On a CPU. ``gb_per_s`` and what follows from it are None where the inputs are so small that
-    the call is measured, not the memory.
+    """On a CPU. ``gb_per_s`` and what follows from it are None where no read is timed: the inputs
+    are so small that the call is measured, not the memory, or products take the time.
 
     Attributes:
         median_ms, min_ms: of a call, over the rounds.
         calls: in each timing.
-        floor_ratio: this candidate's median over that of ``read + fill``, or without a backward of
-            ``read``.
+        floor_ratio: this candidate's median over that of ``read + fill``, without a backward of
+            ``read``, or of ``products``.
         page_faults: of a call, the median over the rounds: 0 in memory that the process has kept.
     """
 
@@ -168,11 +172,15 @@ def _time(case: Case, plan: Plan) -> _Timed:
 def _plain(
     case: Case, inputs: Sequence[Inputs], plan: Plan
 ) -> tuple[dict[str, Candidate], str | None]:
-    """``READ`` and, with a backward, ``FLOOR``, and what is behind them; nothing for small inputs,
-    where a read is a call.
+    """``READ`` and, with a backward, ``FLOOR``, or ``PRODUCTS``, and what is behind them; nothing
+    for small inputs, where a read is a call.
     """
     if case.input_bytes < SMALLEST_READ:
         return {}, None
+    floors = case.op.floors()
+    if floors is not None:
+        floor = fastest(floors, inputs, warm=plan.reused, settle=plan.keeps_memory)
+        return {PRODUCTS: floors[floor]}, floor
     probe = fastest(PROBES, inputs, warm=plan.reused)
     if not case.op.backward:
         return {READ: PROBES[probe]}, probe
@@ -261,7 +269,7 @@ def rows_of(
 def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None) -> CpuRow:
     timing = timings[name]
     read = timings.get(READ)
-    floor = timings.get(FLOOR, read)
+    floor = timings.get(FLOOR, timings.get(PRODUCTS, read))
     plain_bytes = {READ: case.input_bytes, FLOOR: case.input_bytes + case.gradient_bytes}
     moved = plain_bytes.get(name, case.least_bytes)
     read_speed = None if read is None else case.input_bytes / read.median

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.candidates import COMPILE, build_candidates
-from benchmarks.cases import Case, make_inputs
+from benchmarks.cases import Case, make_inputs, shape_text
 from benchmarks.suites import OPS
 
 SMALLEST_INPUTS = 32 << 20
@@ -35,8 +35,7 @@ def peak_bytes(case: Case, name: str) -> int | None:
     """
     if case.input_bytes < SMALLEST_INPUTS:
         return None
-    rows, columns = case.shape
-    arguments = [case.op.name, case.dtype, f"{rows}x{columns}", name]
+    arguments = [case.op.name, case.dtype, shape_text(case.shape), name]
     done = subprocess.run(
         [sys.executable, "-c", "from benchmarks.memory import main; main()", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
@@ -54,8 +53,7 @@ def peak_bytes(case: Case, name: str) -> int | None:
 def main() -> None:
     """Prints the peak of the candidate that the command line names."""
     op, dtype, shape, name = sys.argv[1:]
-    rows, columns = map(int, shape.split("x"))
-    case = Case(OPS[op], dtype, (rows, columns))
+    case = Case(OPS[op], dtype, tuple(map(int, shape.split("x"))))
     inputs = make_inputs(case, 1)[0]
     call = build_candidates(case.op, with_compile=name == COMPILE)[name]
     print(peak_of(lambda: call(inputs)))

@@ -5,8 +5,9 @@ writes from those files; ``--check`` (a test) tells whether a page is out of dat
 
     python -m benchmarks.report
 
-With a ``gpu.json``, ``gpu-logits.json`` or ``gpu-topk.json`` it also writes ``gpu.md``, all their
-cases, and a picture of each. What has not been measured on a GPU is pending, case by case.
+With a ``gpu.json``, ``gpu-logits.json``, ``gpu-topk.json`` or ``gpu-linear.json`` it also writes
+``gpu.md``, all their cases, and a picture of those that memory bounds. What has not been measured
+on a GPU is pending, case by case.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from benchmarks import command, gpu_plan, proved, tables
 from benchmarks.candidates import MODES
 from benchmarks.cases import Case, Suite
+from benchmarks.measure import PRODUCTS
 from benchmarks.suites import SUITES
 from benchmarks.tables import ours
 
@@ -35,8 +37,8 @@ BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
 NOT_MEASURED = "**Not measured yet.**"
 PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
-PICTURES = {name: f"{name}-roofline.png" for name in PLANS}
-"""Results on a GPU -> their picture."""
+PICTURES = {name: f"{name}-roofline.png" for name in PLANS if name != "gpu-linear"}
+"""Results on a GPU -> their picture, where memory bounds them."""
 PENDING = "*pending*"
 
 
@@ -64,7 +66,7 @@ def pending(name: str, suite: Suite, cases: list[Case]) -> str:
     """The table of results: a measured one's headings and lines, with what is there to be
     measured.
     """
-    names = [{*case.op.eager(case.packed), *MODES} for case in cases]
+    names = [{*map(tables.rival_of, names_of(case)), *MODES} for case in cases]
     rivals = tables.rivals_of([{name: {} for name in each} for each in names], always=())
     headings = tables.kernel_headings(suite.name, rivals)
     lines = []
@@ -90,9 +92,14 @@ def pending(name: str, suite: Suite, cases: list[Case]) -> str:
     )
 
 
+def names_of(case: Case) -> list[str]:
+    """What is timed beside klfast and the compiler."""
+    return [*case.op.eager(case.packed), *([] if case.op.floors() is None else [PRODUCTS])]
+
+
 def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
     """Name -> what was measured on a GPU."""
-    found = {name: load(results / f"{name}.json") for name in PICTURES}
+    found = {name: load(results / f"{name}.json") for name in PLANS}
     return {name: data for name, data in found.items() if data is not None}
 
 
@@ -102,8 +109,9 @@ def gpu_part(results: Path) -> str:
     parts = [] if measured else [NO_GPU]
     for name, (suite, cases) in planned().items():
         if name in measured:
-            picture = f"![GB/s by bytes](../benchmarks/results/{PICTURES[name]})"
-            parts += [tables.gpu_block(measured[name]), picture]
+            parts.append(tables.gpu_block(measured[name]))
+            if name in PICTURES:
+                parts.append(f"![GB/s by bytes](../benchmarks/results/{PICTURES[name]})")
         else:
             parts.append(pending(name, suite, cases))
     return "\n\n".join(parts)
@@ -126,7 +134,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 def blocks(results: Path) -> dict[str, str]:
     """Name -> text of the pages' generated parts."""
-    texts = dict.fromkeys(("cpu-logits", "cpu-topk", "summary"), NOT_MEASURED)
+    texts = dict.fromkeys(("cpu-logits", "cpu-topk", "cpu-linear", "summary"), NOT_MEASURED)
     for path in results.glob("cpu*.json"):
         texts[path.stem] = tables.cpu_block(json.loads(path.read_text()))
     drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
@@ -243,8 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in stale:
         path.write_text(texts[path])
         print(f"wrote {path}")
-    for name, data in gpu.items():
-        draw(data, arguments.results / PICTURES[name])
+    for name in gpu.keys() & PICTURES.keys():
+        draw(gpu[name], arguments.results / PICTURES[name])
         print(f"wrote {arguments.results / PICTURES[name]}")
     return 0
 

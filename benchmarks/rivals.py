@@ -1,4 +1,4 @@
-"""Other libraries' kernels over logits, on GPUs, where they are installed."""
+"""Other libraries' kernels over logits and from hidden states, where they are installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
@@ -14,6 +15,9 @@ from benchmarks.logits import JSD_BETA
 
 Forwards = dict[str, Forward]
 """Op -> its forward. What a library does not have is not there."""
+
+TRL_WORDS = 32768
+"""Words that TRL's trainers take at a time."""
 
 
 def _liger() -> Forwards:
@@ -33,18 +37,45 @@ def _liger() -> Forwards:
     def mean(beta: float) -> Forward:
         return lambda logits, ref_logits: functions.liger_jsd(*both(logits, ref_logits), beta=beta)
 
-    return {"kl": kl, "kl-one-read": mean(1.0), "jsd-one-read": mean(JSD_BETA)}
+    def linear_kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Any:
+        losses = import_module("liger_kernel.chunked_loss")
+        loss = losses.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0)
+        labels = hidden.new_zeros(len(hidden), dtype=torch.int64)  # of the hard loss
+        return loss(hidden, weight, ref_hidden, ref_weight, labels)
+
+    return {
+        "kl": kl,
+        "kl-one-read": mean(1.0),
+        "jsd-one-read": mean(JSD_BETA),
+        "linear-kl-loss": linear_kl,
+    }
 
 
 def _trl() -> Forwards:
-    """From logits."""
+    """From logits, and from hidden states with TRL's own sizes of tiles."""
     module = import_module("trl.kernels.logprob_entropy")
     both: Forward = module.selective_log_softmax_and_entropy
 
     def logprobs(logits: Tensor, token_ids: Tensor) -> Any:
         return both(logits, token_ids)[0]
 
-    return {"logprob": logprobs, "logprob-entropy": both, "logprob-two-pass": logprobs}
+    def kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, *ref_weight: Tensor) -> Any:
+        chunked = import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+        (ref_own,) = ref_weight or (weight,)
+        return chunked.apply(hidden, weight, None, ref_hidden, ref_own, None, 1.0)[0]
+
+    def linear_logprobs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Any:
+        chunked = import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+        return chunked.apply(hidden, weight, None, token_ids, 1.0, TRL_WORDS, None, 1.0, ())[0]
+
+    return {
+        "logprob": logprobs,
+        "logprob-entropy": both,
+        "logprob-two-pass": logprobs,
+        "linear-kl-loss": lambda *models: kl(*models).mean(),
+        "linear-kl-frozen": kl,
+        "linear-logprob": linear_logprobs,
+    }
 
 
 LIBRARIES: dict[str, Callable[[], Forwards]] = {"Liger": _liger, "TRL": _trl}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from benchmarks.linear import TORCH_CHUNKS, TORCHS
+
 Row = dict[str, Any]
 Case = dict[str, Row]
 """Implementation -> its row."""
@@ -30,12 +32,16 @@ OPS = {
     "topk": "with a bucket for the rest, forward",
     "topk-loss": "with a bucket for the rest, mean, forward + backward",
     "topk-drop-loss": "without the rest, mean, forward + backward",
+    "linear-kl-loss": "mean KL, trained head",
+    "linear-kl-frozen": "KL per token, frozen head",
+    "linear-logprob": "log-prob per token, trained head",
 }
 HEADINGS = {
     "tokens": "k3, random boolean mask",
     "options": "random boolean mask",
     "logits": "tokens x vocabulary, every token kept",
     "topk": "tokens x vocabulary, a teacher's 64 words a token",
+    "linear": "tokens x width x vocabulary, forward + backward",
 }
 """Suite -> what its ops are of."""
 SHOWN_OPS = ("forward", "one-read")
@@ -63,16 +69,22 @@ SOME_RIVALS = {
     "klfast in place": "klfast's `inplace_backward`",
     "verl": "verl's log-probs",
     "token_logprobs": "klfast's `token_logprobs`",
+    "held logits": "klfast over held logits",
+    "checkpoint": "klfast under `checkpoint`",
+    TORCHS: "`linear_cross_entropy`",
+    "products": "bare products",
 }
 """The rivals of some ops, or where they are installed."""
 
 
-COMPARED = {
+COMPARED: dict[str, tuple[str, ...]] = {
     "tokens": (),
+    "options": (),
     "logits": ("eager", "torch.compile"),
     "topk": ("eager", "torch.compile"),
+    "linear": ("eager", "held logits", "checkpoint", TORCHS),
 }
-"""Suite -> whose memory stands beside klfast's in a GPU's table."""
+"""Suite -> whose memory stands beside klfast's."""
 
 
 OVER_LOGITS = {
@@ -81,15 +93,31 @@ OVER_LOGITS = {
     "topk": "eager: log_softmax in fp32, gathered. verl's: gathered logits less their logsumexp, "
     "as verl 0.9 with `use_chunked_topk`, in fp32; without the rest it is verl's loss, but for its "
     "clamp. `token_logprobs`: of one word a token, as the case forward, or forward and backward.",
+    "linear": "eager: log_softmax in fp32 of the logits of all tokens, which klfast over held "
+    "logits reads; under `checkpoint` it reads those of as many tokens as klfast from hidden "
+    "states takes at a time. `linear_cross_entropy`: torch's own, at the number of tokens that "
+    f"was fastest of {', '.join(map(str, TORCH_CHUNKS))}. Bare products: those that no way can do "
+    "without, of all tokens at once or of as many as klfast takes, whichever was faster; their "
+    "results are fresh memory, as gradients are.",
 }
 """Suite -> its rivals, in words."""
 
 
+def rival_of(candidate: str) -> str:
+    """The name of a candidate without the size that it was timed at."""
+    return TORCHS if candidate.startswith(TORCHS) else candidate
+
+
 def cases_of(data: dict[str, Any]) -> list[Case]:
-    """The cases in their order, each as its rows by implementation."""
+    """The cases in their order, each as its rows by implementation; of one that was timed at
+    several sizes, ``NAME SIZE``, the fastest as ``NAME``.
+    """
     cases: dict[str, Case] = {}
     for row in data["rows"]:
-        cases.setdefault(row["case"], {})[row["impl"]] = row
+        case = cases.setdefault(row["case"], {})
+        name = rival_of(row["impl"])
+        if name not in case or row["ratio"] < case[name]["ratio"]:
+            case[name] = row
     return list(cases.values())
 
 
@@ -155,26 +183,36 @@ def cpu_table(data: dict[str, Any]) -> str:
     several = len({tuple(row["shape"]) for row in rows}) > 1
     rivals = rivals_of(cases, always=("eager", "torch.compile"))
     with_memory = any(row.get("peak_bytes") is not None for row in rows)
-    with_floor = any(row.get("floor_ratio") is not None for row in rows)
+    with_speed = any(row["gb_per_s"] is not None for row in rows)
+    with_floor = with_speed and any(row.get("floor_ratio") is not None for row in rows)
+    compared = COMPARED[suite_of(data)]
     lines = [
         [
             label(row, several),
             row["dtype"],
             number(row["median_ms"]),
             *ratios(case, rivals),
-            "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}",
-            share(row["read_share"]),
+            *([gigabytes(row["gb_per_s"]), share(row["read_share"])] * with_speed),
             *([number(row.get("floor_ratio"))] * with_floor),
-            *([peaks(case, ("klfast", "eager", "torch.compile"))] * with_memory),
+            *([peaks(case, ("klfast", *compared))] * with_memory),
         ]
         for case, row in zip(cases, rows, strict=True)
     ]
     headings = [HEADINGS[suite_of(data)], "dtype", "klfast, ms"]
     headings += [f"vs {title}" for title in rivals.values()]
-    headings += ["GB/s", "of read bandwidth"]
+    headings += ["GB/s", "of read bandwidth"] * with_speed
     headings += ["times a read, and a fill of the gradient"] * with_floor
-    headings += ["MB above the inputs: klfast / eager / `torch.compile`"] * with_memory
+    headings += [f"MB above the inputs: {' / '.join(['klfast', *titles(compared)])}"] * with_memory
     return table(headings, lines)
+
+
+def gigabytes(speed: float | None) -> str:
+    return "" if speed is None else f"{speed:.1f}"
+
+
+def titles(names: Iterable[str]) -> list[str]:
+    """Those of rivals."""
+    return [{**RIVALS, **SOME_RIVALS}[name] for name in names]
 
 
 def state(where: dict[str, Any]) -> str:
@@ -302,6 +340,11 @@ def microseconds(row: Row | None, kind: str) -> str:
     return number(None if row is None or row[kind] is None else row[kind] * 1e3)
 
 
+def has_bandwidth(suite: str) -> bool:
+    """Whether memory bounds the suite's ops, and not products."""
+    return suite != "linear"
+
+
 def kernel_headings(suite: str, rivals: dict[str, str]) -> list[str]:
     """The columns of a GPU's table."""
     return [
@@ -309,8 +352,8 @@ def kernel_headings(suite: str, rivals: dict[str, str]) -> list[str]:
         "dtype",
         *(f"{title}, us" for title in BACKENDS.values()),
         *(f"vs {title}" for title in rivals.values()),
-        *("GB/s", "of read", "of copy"),
-        " / ".join(["MB above inputs", *(RIVALS[name] for name in COMPARED[suite])]),
+        *(["GB/s", "of read", "of copy"] * has_bandwidth(suite)),
+        " / ".join(["MB above inputs", *titles(COMPARED[suite])]),
     ]
 
 
@@ -326,13 +369,15 @@ def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
                 row["dtype"],
                 *(microseconds(case.get(name), "kernel_ms") for name in BACKENDS),
                 *ratios(case, rivals),
-                number(row["gb_per_s"]),
-                share(row["read_share"]),
-                share(row["copy_share"]),
+                *(speeds_of(row) * has_bandwidth(suite)),
                 peaks(case, (row["impl"], *COMPARED[suite])),
             ]
         )
     return table(kernel_headings(suite, rivals), lines)
+
+
+def speeds_of(row: Row) -> list[str]:
+    return [number(row["gb_per_s"]), share(row["read_share"]), share(row["copy_share"])]
 
 
 def launch_table(cases: Sequence[Case]) -> str:

@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
+from small_cases import small
 from torch import Tensor
 
 import klfast
-from benchmarks import candidates, check, command, measure, outcome, tokens
+from benchmarks import candidates, check, command, linear, measure, outcome, tokens
 from benchmarks.__main__ import main
 from benchmarks.bandwidth import PROBES
-from benchmarks.cases import DTYPES, Case, make_inputs
+from benchmarks.cases import DTYPES, Case, make_inputs, shape_text
 from benchmarks.check import WrongResult, check_outputs, named_outputs, tolerances, truth
 from benchmarks.kl_step import time_kl_step
 from benchmarks.measure import Plan, checked_candidates, rows_of
@@ -23,10 +24,14 @@ from benchmarks.timing import Timing, interleave
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = ["--quick", "--no-compile", "--rounds", "2", "--allow-load"]
+SMALL_SHAPE = dict.fromkeys(SUITES, "16x256") | {"linear": "16x8x256"}
 LARGE_SHAPE = {"tokens": "64x4096", "options": "64x4096", "logits": "9x70000", "topk": "9x70000"}
+LARGE_SHAPE["linear"] = "9x16x70000"
 """Whose inputs are read in more than the time of a call."""
-OTHERS = {"logprob": ["selective"], "topk": ["verl"]}
+OTHERS = {"logprob": ["selective"], "topk": ["verl"], "linear": ["held logits", "checkpoint"]}
 """An op's first word -> its other rivals."""
+TORCHS = [*linear.torchs()]
+RIVALS = {name for names in (*OTHERS.values(), TORCHS) for name in names}
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 suites = pytest.mark.parametrize("suite", SUITES)
@@ -64,16 +69,31 @@ def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
         assert Case(OPS[op], dtype, (3, 5)).least_bytes == per_number * 15 + beside
 
 
+@pytest.mark.parametrize(
+    ("op", "weights", "gradients"),
+    [("linear-kl-loss", 2, 2), ("linear-kl-frozen", 1, 1), ("linear-logprob", 1, 2)],
+)
+def test_bytes_from_hidden_states_are_of_rows_of_weights_and_of_gradients(op, weights, gradients):
+    of_tokens, of_words = 3 * 2 * 4, 5 * 2 * 4  # of 3 tokens of width 2, 5 words
+    case = Case(OPS[op], "fp32", (3, 2, 5))
+    ids = 3 * 8 if op == "linear-logprob" else of_tokens
+    assert case.input_bytes == of_tokens + weights * of_words + ids
+    assert case.gradient_bytes == of_tokens + (gradients - 1) * of_words
+    assert case.numbers == 15
+
+
 @ops
 @dtypes
 def test_the_storage_that_the_read_reads_is_the_inputs(op, dtype):
-    case = Case(op, dtype, (7, 9))
+    case = small(op, dtype)
     inputs = make_inputs(case, 2)[1]
     assert inputs.storage.nbytes % 64 == 0
     assert 0 <= inputs.storage.nbytes - case.input_bytes < 4 * 64
     assert sum(tensor.nbytes for tensor in inputs.arguments) == case.input_bytes
-    assert all(tensor.shape[0] == 7 and tensor.any() for tensor in inputs.arguments)
-    assert inputs.arguments[0].requires_grad == op.backward
+    assert all(tensor.any() for tensor in inputs.arguments)
+    for place, tensor in enumerate(inputs.arguments):
+        assert len(tensor) == (130 if place in inputs.shared else 6)
+        assert tensor.requires_grad == (op.backward and place in op.gradients.values())
     inputs.storage.zero_()
     assert not any(tensor.any() for tensor in inputs.arguments)
     for read in PROBES.values():
@@ -83,17 +103,19 @@ def test_the_storage_that_the_read_reads_is_the_inputs(op, dtype):
 @ops
 @dtypes
 def test_every_candidate_is_right(op, dtype):
-    inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
+    inputs = make_inputs(small(op, dtype), 1)[0]
     names = ["klfast", "eager", *OTHERS.get(op.name.partition("-")[0], [])]
+    names += TORCHS * (op.name == "linear-logprob")
     assert list(checked_candidates(op, inputs, with_compile=False)) == names
 
 
 @ops
 @pytest.mark.parametrize("numbers", [1, 260])
 def test_the_truth_is_the_same_in_blocks_of_rows(monkeypatch, op, numbers):
-    inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
+    inputs = make_inputs(small(op), 1)[0]
     whole = truth(op, inputs)
     monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", numbers)
+    monkeypatch.setattr(linear, "_ROWS", 1)
     for name, value in truth(op, inputs).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-15)
 
@@ -103,7 +125,7 @@ def test_the_truth_is_the_same_in_blocks_of_rows(monkeypatch, op, numbers):
 def test_one_wrong_number_of_a_gradient_is_found_in_any_block(monkeypatch, op, row):
     monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", 260)
     op = OPS[op]
-    inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
+    inputs = make_inputs(small(op), 1)[0]
     expected = truth(op, inputs)
     allowed = tolerances(op, inputs, expected)
     value, gradient = candidates.build_candidates(op, with_compile=False)["klfast"](inputs)
@@ -116,7 +138,7 @@ def test_one_wrong_number_of_a_gradient_is_found_in_any_block(monkeypatch, op, r
 @pytest.mark.parametrize("spread", [0, 1e-6, 1e-3, 5])
 def test_eager_rounding_near_on_policy_is_not_called_wrong(op, spread):
     op = OPS[op]
-    inputs = make_inputs(Case(op, "fp32", (6, 130)), 1)[0]
+    inputs = make_inputs(small(op), 1)[0]
     policy, reference = inputs.arguments[:2]
     torch.add(policy.detach(), torch.randn(6, 130), alpha=spread, out=reference)
     assert checked_candidates(op, inputs, with_compile=False)
@@ -125,13 +147,14 @@ def test_eager_rounding_near_on_policy_is_not_called_wrong(op, spread):
 @ops
 @dtypes
 def test_a_wrong_result_is_an_error(op, dtype):
-    inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
+    inputs = make_inputs(small(op, dtype), 1)[0]
     expected = truth(op, inputs)
     allowed = tolerances(op, inputs, expected)
     right = candidates.build_candidates(op, with_compile=False)["eager"](inputs)
     check_outputs("eager", op, right, expected, allowed)
     for name in named_outputs(op, right):
-        wrong = {**expected, name: expected[name] * 1.03 + 0.03 * expected[name].abs().max() + 1e-3}
+        off = max(0.03 * expected[name].abs().max() + 1e-3, 2 * allowed[name])
+        wrong = {**expected, name: expected[name] * 1.03 + off}
         with pytest.raises(WrongResult, match=f"eager computes a wrong {name}"):
             check_outputs("eager", op, right, wrong, allowed)
 
@@ -227,7 +250,7 @@ def plainly(name, op):
 @ops
 @dtypes
 def test_what_is_timed_beside_an_op_computes_what_it_says(op, dtype):
-    inputs = make_inputs(Case(op, dtype, (6, 130)), 1)[0]
+    inputs = make_inputs(small(op, dtype), 1)[0]
     first = inputs.arguments[0].detach().clone()
     beside = op.beside(inputs)
     assert set(beside) == {BESIDE[op.name]} if op.name in BESIDE else not beside
@@ -248,7 +271,7 @@ def test_what_is_timed_beside_an_op_computes_what_it_says(op, dtype):
 @suites
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
     out = tmp_path / "bench.json"
-    shapes = ["16x256", LARGE_SHAPE[suite]]
+    shapes = [SMALL_SHAPE[suite], LARGE_SHAPE[suite]]
     options = ["--suite", suite, "--shapes", ",".join(shapes), "--out", str(out)]
     assert main([*QUICK, *options]) == 0
     printed = capsys.readouterr()
@@ -262,14 +285,16 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
         assert name in printed.err
         rows = {row["impl"]: row for row in data["rows"] if row["case"] == name}
         op = OPS[rows["klfast"]["op"]]
-        others = {"read", "read + fill", "selective", "verl", BESIDE.get(op.name)}
+        others = {"read", "read + fill", "products", BESIDE.get(op.name), *RIVALS}
         assert set(rows) - others == {"klfast", "eager"}
         assert (BESIDE.get(op.name) in rows) == (op.name in BESIDE)
-        is_large = name.endswith(shapes[1])
-        assert ("read" in rows) == (name in data["probes"]) == is_large
-        assert ("read + fill" in rows) == (op.backward and is_large)
+        is_large, of_products = name.endswith(shapes[1]), suite == "linear"
+        assert (name in data["probes"]) == is_large
+        assert ("read" in rows) == (is_large and not of_products)
+        assert ("read + fill" in rows) == (op.backward and is_large and not of_products)
+        assert ("products" in rows) == (is_large and of_products)
         assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows.values())
-        assert (rows["klfast"]["gb_per_s"] is None) == name.endswith("16x256")
+        assert (rows["klfast"]["gb_per_s"] is None) == ("read" not in rows)
     where = data["conditions"]
     assert set(where["versions"]) == {"klfast", "torch", "python"}
     assert where["versions"]["torch"] == torch.__version__
@@ -287,6 +312,41 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
         *SUITES[suite].facts,
     } <= set(where)
     assert SUITES[suite].text in printed.out
+
+
+def test_the_floor_of_hidden_states_is_the_fastest_bare_products(monkeypatch):
+    case = small(OPS["linear-kl-loss"])
+    inputs = make_inputs(case, 1)[0]
+    hidden, weight, ref_hidden, ref_weight = (tensor.detach() for tensor in inputs.arguments)
+    monkeypatch.setattr(linear, "chunk_of", lambda arguments: 4)
+    logits = hidden @ weight.t()
+    expected = [logits, ref_hidden @ ref_weight.t(), logits @ weight, logits.t() @ hidden]
+    whole, in_parts = case.op.floors().values()
+    for found, want in zip(whole(inputs), expected, strict=True):
+        torch.testing.assert_close(found, want)
+    for found, want in zip(in_parts(inputs), expected[2:], strict=True):
+        torch.testing.assert_close(found, want)
+    seconds = {"klfast": [3.0], "eager": [8.0], "products": [2.0]}
+    rows = rows_of(case, {name: Timing(s, 1) for name, s in seconds.items()})
+    assert [row.floor_ratio for row in rows] == [1.5, 4.0, 1.0]
+    assert [row.ratio for row in rows] == pytest.approx([1, 8 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("op", linear.OPS)
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_wrong_number_of_a_gradient_from_hidden_states_is_found(op, place):
+    op = OPS[op]
+    inputs = make_inputs(small(op), 1)[0]
+    expected = truth(op, inputs)
+    allowed = tolerances(op, inputs, expected)
+    result, *gradients = candidates.build_candidates(op, with_compile=False)["klfast"](inputs)
+    check_outputs("klfast", op, (result, *gradients), expected, allowed)
+    place = min(place, len(gradients) - 1)
+    name = [*op.gradients][place]
+    assert allowed[name] < 0.2 * expected[name].abs().max()
+    gradients[place][2, 3] += 3 * allowed[name]
+    with pytest.raises(WrongResult, match=f"klfast computes a wrong {name}"):
+        check_outputs("klfast", op, (result, *gradients), expected, allowed)
 
 
 def row_of(median, least, impl="klfast"):
@@ -388,14 +448,22 @@ def test_an_op_of_another_suite_is_a_mistake(capsys, suite, message):
     assert f"--ops of --suite {suite}: {message}" in printed.err
 
 
+def test_a_shape_of_another_suite_is_a_mistake(capsys):
+    assert main([*QUICK, "--suite", "linear", "--shapes", "8x16x100,16x256"]) == 2
+    assert capsys.readouterr().err == (
+        "python -m benchmarks: error: --shapes of --suite linear: a shape must be tokens x width x "
+        "words, such as 256x512x151936, got '16x256'\n"
+    )
+
+
 def test_the_defaults_are_in_the_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     printed = capsys.readouterr().out
     for suite in SUITES.values():
         assert f"--ops {','.join(suite.ops)}\n" in printed
-        for rows, columns in (*suite.shapes, *suite.gpu_shapes):
-            assert f"{rows}x{columns}" in printed
+        for shape in (*suite.shapes, *suite.gpu_shapes):
+            assert shape_text(shape) in printed
 
 
 @pytest.mark.parametrize(("name", "reason"), [("", "is a folder"), ("no/x.json", "no folder")])

@@ -232,7 +232,9 @@ def test_without_a_gpus_results_every_case_is_pending(folder):
     text, lines = part_on_gpus(folder)
     assert text.startswith(report.NO_GPU)
     assert text.count("`make gpu-check PYTHON=python3`") == 2
-    assert text.count("--suite topk --out benchmarks/results/gpu-topk.json`") == 1
+    for name in ("topk", "linear --dtypes bf16"):
+        file = f"gpu-{name.partition(' ')[0]}.json"
+        assert text.count(f"--suite {name} --out benchmarks/results/{file}`") == 1
     assert list(lines) == [line for name in report.PLANS for line in planned_lines(name)]
     assert {cell for cells in lines.values() for cell in cells} == {report.PENDING, ""}
     assert all(cells[:2] == [report.PENDING] * 2 for cells in lines.values())
@@ -241,7 +243,7 @@ def test_without_a_gpus_results_every_case_is_pending(folder):
 
 def test_the_cases_that_are_pending_are_those_of_gpu_check():
     planned = report.planned()
-    assert list(planned) == [*report.gpu_plan.OPTIONS, "gpu-topk"]
+    assert list(planned) == [*report.gpu_plan.OPTIONS, "gpu-topk", "gpu-linear"]
     suite, cases = planned["gpu"]
     shapes = {(case.shape, case.packed) for case in cases}
     assert shapes == {
@@ -259,13 +261,15 @@ def test_what_was_measured_takes_the_place_of_what_was_pending(folder, made_up):
     text, lines = part_on_gpus(folder)
     assert report.NO_GPU not in text
     of_logits = [place for place, cells in lines.items() if report.PENDING in cells]
-    assert of_logits == planned_lines("gpu-logits") + planned_lines("gpu-topk")
+    names = ("gpu-logits", "gpu-topk", "gpu-linear")
+    assert of_logits == [line for name in names for line in planned_lines(name)]
 
 
 def test_what_is_pending_has_the_columns_of_what_was_measured(
     folder, made_up, made_up_gpu_logits, monkeypatch
 ):
-    monkeypatch.setattr(tables, "SOME_RIVALS", {"selective": "selective"})
+    some = {"selective": "selective", **dict.fromkeys(tables.COMPARED["linear"], "another")}
+    monkeypatch.setattr(tables, "SOME_RIVALS", some)
     run(folder)
     before = [line for line in part_on_gpus(folder)[0].splitlines() if "| dtype |" in line]
     (folder / "gpu.json").write_text(json.dumps(made_up))
@@ -394,7 +398,7 @@ def test_numbers_have_three_digits_and_no_exponent(value, text):
         (None, True, "is not known (a load was allowed)."),
     ],
 )
-@pytest.mark.parametrize("suite", ["tokens", "logits", "topk"])
+@pytest.mark.parametrize("suite", ["tokens", "logits", "topk", "linear"])
 def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
     made_up_logits, suite, others, allowed, load
 ):
@@ -404,6 +408,7 @@ def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
     assert text.endswith(f"Freed memory: kept by the process. What other processes took {load}")
     assert ("as verl 0.9 with `use_chunked_topk`" in text) == (suite == "topk")
     assert ("as TRL's `selective_log_softmax`" in text) == (suite == "logits")
+    assert ("of all tokens at once or of as many as klfast takes" in text) == (suite == "linear")
 
 
 def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):
@@ -413,6 +418,31 @@ def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):
     heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
     cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
     assert cells["times a read, and a fill of the gradient"] == "1.23"
+
+
+def test_of_sizes_that_were_timed_the_fastest_has_the_column(made_up_logits):
+    first, *_ = made_up_logits["rows"]
+    for size, ratio in ((128, 3.0), (256, 2.0), (512, 4.0)):
+        row = {**first, "impl": f"linear_cross_entropy {size}", "ratio": ratio}
+        made_up_logits["rows"].append({**row, "peak_bytes": size * 1_000_000})
+    heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
+    cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
+    assert cells["vs `linear_cross_entropy`"] == "2x"
+
+
+def test_what_products_bound_has_no_bandwidth(made_up_logits):
+    made_up_logits["conditions"]["suite"] = "linear"
+    for row in made_up_logits["rows"]:
+        row |= {"gb_per_s": None, "read_share": None, "floor_ratio": 1.1}
+    first, *_ = made_up_logits["rows"]
+    made_up_logits["rows"].append({**first, "impl": "products", "ratio": 0.9})
+    heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
+    cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
+    assert cells["vs bare products"] == "0.9x"
+    assert not any("read" in name or "GB/s" in name for name in cells)
+    memory = next(name for name in cells if name.startswith("MB"))
+    assert memory.startswith("MB above the inputs: klfast / eager / klfast over held logits / ")
+    assert cells[memory].startswith("131 / 1234 / -")
 
 
 def test_what_is_timed_beside_is_a_column(made_up_logits):

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_gpu import FakeGpu
+from small_cases import small
 
-from benchmarks import gpu, gpu_timing, rivals, tokens
+from benchmarks import gpu, gpu_timing, linear, rivals, tokens
 from benchmarks.__main__ import main
 from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
 from benchmarks.cases import DTYPES, Case, boundaries, make_inputs
 from benchmarks.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
 from benchmarks.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
+from benchmarks.linear import OPS as LINEAR_OPS
 from benchmarks.logits import OPS as LOGITS_OPS
 from benchmarks.measure import Skip, check_candidates
 from benchmarks.suites import OPS, SUITES
@@ -31,6 +33,7 @@ token_ops = pytest.mark.parametrize(
     "op", [OPS[name] for name in TOKENS.gpu_ops], ids=TOKENS.gpu_ops
 )
 OVER_LOGITS = {**LOGITS_OPS, **TOPK_OPS}
+OVER_LOGITS |= LINEAR_OPS
 logits_ops = pytest.mark.parametrize("op", OVER_LOGITS.values(), ids=OVER_LOGITS)
 LOGITS_COMMAND = ["--device", "cuda", "--suite", "logits", "--quick", "--no-compile"]
 
@@ -67,11 +70,28 @@ def test_every_candidate_is_right(op, dtype, packed):
 @logits_ops
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_candidate_over_logits_is_right(op, dtype):
-    case = Case(op, dtype, (6, 130))
+    case = small(op, dtype)
     built = build_gpu_candidates(case, ["native", "reference"], (), {"other": op.klfast()})
-    rival = {"logprob": ["selective"], "topk": ["verl"]}.get(op.name.partition("-")[0], [])
+    rival = [*op.eager()][1:]
+    assert len(rival) == {"logprob": 1, "topk": 1, "linear": 2}.get(
+        op.name.partition("-")[0], 0
+    ) + len(linear.torchs()) * (op.name == "linear-logprob")
     names = ["native", "reference", "eager", *rival, "other"]
     assert list(check_candidates(built, op, make_inputs(case, 1)[0])) == names
+
+
+def test_from_hidden_states_bare_products_are_timed_and_no_read(fake_gpu, tmp_path):
+    out = tmp_path / "gpu.json"
+    options = ["--device", "cuda", "--suite", "linear", "--quick", "--no-compile"]
+    assert main([*options, "--dtypes", "bf16", "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["failed"] == data["skipped"] == {}
+    for op in LINEAR_OPS:
+        rows = {row["impl"]: row for row in data["rows"] if row["op"] == op}
+        assert {"native", "eager", "held logits", "checkpoint", "products"} <= set(rows)
+        assert not {"read", "copy"} & set(rows)
+        assert rows["products"]["ratio"] > 0
+    assert all(probe.startswith("products of") for probe in data["probes"].values())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports

@@ -1,4 +1,6 @@
-"""How the benchmark calls Liger's and TRL's kernels over logits, in Triton's interpreter."""
+"""How the benchmark calls Liger's and TRL's functions over logits, whose kernels run in Triton's
+interpreter, and from hidden states, which run in PyTorch on a CPU.
+"""
 
 import os
 import subprocess
@@ -28,8 +30,9 @@ from benchmarks.suites import OPS
 
 op = OPS[{op!r}]
 call = candidate(op, rivals.installed()[0][{library!r}][{op!r}])
+shape = (3, 16, 1100) if op.name.startswith("linear") else (3, 1100)
 for dtype in DTYPES:
-    inputs = make_inputs(Case(op, dtype, (3, 1100)), 1)[0]
+    inputs = make_inputs(Case(op, dtype, shape), 1)[0]
     assert check_candidates({{"it": call}}, op, inputs)
 print("right")
 """

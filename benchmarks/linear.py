@@ -1,0 +1,346 @@
+"""Divergences and log-probs from hidden states, timed.
+
+Shapes: N tokens of width D, V words. The policy has a head of its own; its reference has another,
+or under a frozen head the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+import klfast
+from benchmarks.cases import (
+    DTYPES,
+    EAGER,
+    SPREAD,
+    Case,
+    Forward,
+    Inputs,
+    Layout,
+    Op,
+    Shape,
+    Suite,
+    largest,
+)
+from benchmarks.logits import LOGIT_STD
+from klfast.linear.chunks import length_of
+from klfast.selfcheck import eager
+
+HELD = "held logits"
+CHECKPOINT = "checkpoint"
+TORCHS = "linear_cross_entropy"
+TORCH_CHUNKS = (128, 256, 512)
+
+OF_HIDDEN, OF_WEIGHT = "gradient of hidden", "gradient of weight"
+
+_ROWS = 64
+"""Rows of which the check makes the logits at a time, at the least."""
+
+OfLogits = Callable[..., Tensor]
+"""What is computed of a part's logits: of the policy, and of the reference where there is one, or
+the ids of the tokens."""
+
+
+@dataclass(frozen=True)
+class LinearOp(Op):
+    """A function from hidden states: numbers per token, or with ``mean`` their mean.
+
+    Attributes:
+        frozen: whether the head has no gradient, and is the reference's too.
+        mean: whether the result is a scalar.
+    """
+
+    frozen: bool = False
+    mean: bool = False
+
+    working_bytes = 60
+    gpu_working_bytes = 20  # of the check, and of what holds logits
+
+    @property
+    def shared(self) -> frozenset[int]:
+        return frozenset({1})
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        return {OF_HIDDEN: 0} if self.frozen else {OF_HIDDEN: 0, OF_WEIGHT: 1}
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.mean
+
+    def numbers(self, shape: Shape) -> int:
+        return shape[0] * shape[2]
+
+    def rows_at_once(self, inputs: Inputs, numbers: int) -> int:
+        return max(_ROWS, numbers // len(inputs.arguments[1]))
+
+    def normalizer(self, inputs: Inputs) -> int | None:
+        return len(inputs.arguments[0]) if self.mean else None
+
+    def rounding(self, inputs: Inputs) -> tuple[float, float]:
+        """Rivals round logits, and sums of gradients over parts of the tokens."""
+        eps = torch.finfo(inputs.arguments[0].dtype).eps
+        return eps, 4 * eps
+
+    def term(self, inputs: Inputs) -> float:
+        """The size of a logit, of some tokens."""
+        hidden, weight = inputs.arguments[:2]
+        return 1 + largest(linear(hidden[:_ROWS].detach(), weight.detach()))
+
+    def sizes(self, inputs: Inputs) -> tuple[float, float]:
+        hidden, weight = inputs.arguments[:2]
+        term = self.term(inputs)
+        grad_out = 1.0 if inputs.grad_out is None else largest(inputs.grad_out)
+        factor = max(largest(hidden), largest(weight))
+        return term, term * grad_out * factor / (self.normalizer(inputs) or 1)
+
+    def eager(self, packed: bool = False) -> dict[str, Forward]:
+        eagerly, ours = self._of_logits()
+        found: dict[str, Forward] = {
+            EAGER: self._whole(eagerly),
+            HELD: self._whole(ours),
+            CHECKPOINT: self._in_parts(ours),
+        }
+        return found
+
+    def _of_logits(self) -> tuple[OfLogits, OfLogits]:
+        """What is computed of logits, in eager PyTorch and by klfast; a number a token."""
+        raise NotImplementedError
+
+    def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What ``OfLogits`` takes."""
+        raise NotImplementedError
+
+    def _reduced(self, rows: Tensor) -> Tensor:
+        return rows.mean() if self.mean else rows
+
+    def _whole(self, of_logits: OfLogits) -> Forward:
+        return lambda *arguments: self._reduced(of_logits(*self._both(arguments)))
+
+    def _in_parts(self, of_logits: OfLogits) -> Forward:
+        """A part of the tokens at a time, each made again in the backward."""
+
+        def of_part(*arguments: Tensor) -> Tensor:
+            return of_logits(*self._both(arguments))
+
+        def forward(*arguments: Tensor) -> Tensor:
+            size = chunk_of(arguments)
+            parts = [
+                checkpoint(of_part, *own, use_reentrant=False, preserve_rng_state=False)
+                for own in self._parts(arguments, size)
+            ]
+            return self._reduced(torch.cat(parts))
+
+        return forward
+
+    def _parts(self, arguments: Sequence[Tensor], size: int) -> list[tuple[Tensor, ...]]:
+        """The arguments of so many tokens at a time; weights are in each."""
+        tokens = len(arguments[0])
+        return [
+            tuple(
+                each if place in self.weights() else each[first : first + size]
+                for place, each in enumerate(arguments)
+            )
+            for first in range(0, tokens, size)
+        ]
+
+    def weights(self) -> frozenset[int]:
+        """The places of the heads among the arguments."""
+        return self.shared
+
+
+@dataclass(frozen=True)
+class LinearDivergenceOp(LinearOp):
+    """``linear_kl_divergence``, reverse."""
+
+    @property
+    def shared(self) -> frozenset[int]:
+        return frozenset({1}) if self.frozen else frozenset({1, 3})
+
+    def layout(self, case: Case) -> Layout:
+        tokens, width, words = case.shape
+        dtype = DTYPES[case.dtype]
+        both = [(dtype, (tokens, width)), (dtype, (words, width))]
+        return [*both, *(both[:1] if self.frozen else both)]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        hidden, weight, ref_hidden, *ref_weight = tensors
+        _fill_model(hidden, weight)
+        torch.add(hidden, torch.randn_like(hidden), alpha=SPREAD, out=ref_hidden)
+        for own in ref_weight:
+            own.copy_(weight)
+
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
+        return partial(
+            klfast.linear_kl_divergence,
+            reduction="token-mean" if self.mean else "none",
+            normalizer=normalizer,
+            backend=backend,
+        )
+
+    def rounding(self, inputs: Inputs) -> tuple[float, float]:
+        """Two logits' rounding is held against their log-ratio."""
+        share = torch.finfo(inputs.arguments[0].dtype).eps * self.term(inputs) / SPREAD
+        return share, 2 * share
+
+    def _of_logits(self) -> tuple[OfLogits, OfLogits]:
+        return eager.kl, klfast.kl_divergence
+
+    def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hidden, weight, ref_hidden, *ref_weight = arguments
+        logits = linear(hidden, weight)
+        return logits, linear(ref_hidden, ref_weight[0] if ref_weight else weight)
+
+    def _whole(self, of_logits: OfLogits) -> Forward:
+        if of_logits is not klfast.kl_divergence or not self.mean:
+            return super()._whole(of_logits)
+        return lambda *each: klfast.kl_divergence(*self._both(each), reduction="token-mean")
+
+    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
+        def models(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
+            hidden, weight, ref_hidden, *ref_weight = inputs.arguments
+            return [(hidden, weight), (ref_hidden, ref_weight[0] if ref_weight else weight)]
+
+        return floors_of(models, with_weight=not self.frozen)
+
+    def named(self, outputs: Any) -> dict[str, Tensor]:
+        return {"divergence": outputs}
+
+
+@dataclass(frozen=True)
+class LinearLogprobsOp(LinearOp):
+    """``linear_token_logprobs``."""
+
+    def layout(self, case: Case) -> Layout:
+        tokens, width, words = case.shape
+        dtype = DTYPES[case.dtype]
+        return [(dtype, (tokens, width)), (dtype, (words, width)), (torch.int64, (tokens,))]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        hidden, weight, token_ids = tensors
+        _fill_model(hidden, weight)
+        token_ids.random_(len(weight))
+
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
+        return partial(klfast.linear_token_logprobs, backend=backend)
+
+    def eager(self, packed: bool = False) -> dict[str, Forward]:
+        return super().eager(packed) | torchs()
+
+    def _of_logits(self) -> tuple[OfLogits, OfLogits]:
+        return eager.token_logprobs, partial(klfast.token_logprobs, inplace_backward=True)
+
+    def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hidden, weight, token_ids = arguments
+        return linear(hidden, weight), token_ids
+
+    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
+        """The logits twice, as the backward makes them again."""
+
+        def models(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
+            hidden, weight, _ = inputs.arguments
+            return [(hidden, weight)] * 2
+
+        return floors_of(models, with_weight=not self.frozen)
+
+    def named(self, outputs: Any) -> dict[str, Tensor]:
+        return {"logprobs": outputs}
+
+
+OPS: dict[str, LinearOp] = {
+    op.name: op
+    for op in (
+        LinearDivergenceOp("linear-kl-loss", backward=True, mean=True),
+        LinearDivergenceOp("linear-kl-frozen", backward=True, frozen=True),
+        LinearLogprobsOp("linear-logprob", backward=True),
+    )
+}
+"""Of the mean; per token under a frozen head; per token under a trained one."""
+
+SUITE = Suite(
+    name="linear",
+    ops=OPS,
+    sizes=("tokens", "width", "words"),
+    shapes=((256, 512, 151936), (1024, 512, 151936)),
+    quick_shapes=((8, 16, 1000),),
+    gpu_ops=tuple(OPS),
+    gpu_shapes=((8192, 4096, 151936), (8192, 2048, 128256)),
+    gpu_rounds=20,
+    gpu_budget=300.0,
+    with_memory=True,
+    facts={"logits_std": LOGIT_STD, "log_ratio_std": SPREAD},
+    text=f"from hidden states, every token kept, forward and backward, logits with a deviation of "
+    f"{LOGIT_STD} nats, {SPREAD} apart",
+)
+
+
+def chunk_of(arguments: Sequence[Tensor]) -> int:
+    """The tokens that klfast takes at a time."""
+    weight = arguments[1]
+    return length_of(len(weight), torch.float32, weight.device)
+
+
+def _fill_model(hidden: Tensor, weight: Tensor) -> None:
+    hidden.normal_(std=LOGIT_STD)
+    weight.normal_(std=weight.shape[1] ** -0.5)
+
+
+def torchs() -> dict[str, Forward]:
+    """Torch's own function at several numbers of tokens at a time; nothing where torch is older."""
+    function = getattr(functional, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if function is None or options is None:
+        return {}
+
+    def of(tokens: int) -> Forward:
+        chunked = options(batch_chunk_size=tokens)
+        return lambda *each: -function(*each, reduction="none", options=chunked)
+
+    return {f"{TORCHS} {tokens}": of(tokens) for tokens in TORCH_CHUNKS}
+
+
+Models = Callable[[Inputs], Sequence[tuple[Tensor, Tensor]]]
+"""Hidden states and head of each product that makes logits; the gradient is of the first's."""
+
+
+def floors_of(models: Models, *, with_weight: bool) -> dict[str, Callable[[Inputs], Any]]:
+    """The bare products into fresh memory, of all tokens at once and of as many as klfast takes."""
+
+    def whole(inputs: Inputs) -> list[Tensor]:
+        with torch.no_grad():
+            both = models(inputs)
+            logits = [linear(hidden, weight) for hidden, weight in both]
+            hidden, weight = both[0]
+            found = [*logits, logits[0] @ weight]
+            return [*found, logits[0].t() @ hidden] if with_weight else found
+
+    def in_parts(inputs: Inputs) -> list[Tensor]:
+        with torch.no_grad():
+            both = models(inputs)
+            hidden, weight = both[0]
+            size = min(chunk_of(inputs.arguments), len(hidden))
+            memory = [hidden.new_empty(size, len(weight)) for _ in both]
+            of_hidden = torch.empty_like(hidden)
+            of_weight: Tensor | None = None
+            for first in range(0, len(hidden), size):
+                at = slice(first, first + size)
+                parts = [own[: len(hidden[at])] for own in memory]
+                for (rows, head), out in zip(both, parts, strict=True):
+                    torch.mm(rows[at], head.t(), out=out)
+                torch.mm(parts[0], weight, out=of_hidden[at])
+                if with_weight and of_weight is None:
+                    of_weight = parts[0].t() @ hidden[at]
+                elif of_weight is not None:
+                    of_weight.addmm_(parts[0].t(), hidden[at])
+            return [of_hidden] if of_weight is None else [of_hidden, of_weight]
+
+    return {"products of all tokens": whole, "products of some tokens at a time": in_parts}
