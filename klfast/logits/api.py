@@ -131,7 +131,8 @@ def token_logprobs(
 
     Warns once a process of [N, V] logits that look like log-probs of taken tokens, [B, T].
 
-    Differentiable once: a second derivative raises in every backend but ``reference``.
+    Differentiable once: a second derivative raises in every backend but ``reference``. The backward
+    reads log-probs and entropies again: autograd refuses it where they were changed in place.
     """
     call = token_logprobs_call(
         logits, token_ids, mask, ignore_index, temperature, return_entropy, inplace_backward

@@ -124,7 +124,8 @@ def test_shapes(hunt):
         for shape in SHAPES:
             over_words = argument in ("logits", "ref_logits")
             bad = torch.zeros((*shape, 5) if over_words else shape, dtype=good[argument].dtype)
-            if bad.shape == good[argument].shape:
+            is_k_ids = name == "token_logprobs" and argument == "token_ids"
+            if bad.shape == good[argument].shape or (is_k_ids and shape == (2, 3, 1)):
                 continue
             refuse(hunt, function, good, argument, bad, name, argument, shape, kind)
 

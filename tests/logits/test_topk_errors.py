@@ -1,5 +1,6 @@
 """Bad input of topk_kl_divergence: one clear error that names the argument and the place."""
 
+import itertools
 import math
 import re
 import warnings
@@ -188,8 +189,14 @@ def test_nothing_is_read_for_an_id_that_is_no_word(backend, absurd, monkeypatch)
         assert of.flatten().tolist() == [False] * 4 + [True, False]
 
 
-def test_log_probs_above_0_look_like_logits(monkeypatch):
+def forget_hints(monkeypatch):
+    """As in a process that has given none, and has made no call."""
     monkeypatch.setattr(hints, "_given", set())
+    monkeypatch.setattr(hints, "_calls", {name: itertools.count() for name in hints._calls})
+
+
+def test_log_probs_above_0_look_like_logits(monkeypatch):
+    forget_hints(monkeypatch)
     logits, own, teacher = random_teacher(2, 3, 9)
     with pytest.warns(UserWarning, match=r"ref_logprobs must hold log-probs, .* are these logits"):
         klfast.topk_kl_divergence(logits, own, teacher + 9)
@@ -198,7 +205,7 @@ def test_log_probs_above_0_look_like_logits(monkeypatch):
 
 
 def test_a_rounding_above_0_is_no_logit(monkeypatch):
-    monkeypatch.setattr(hints, "_given", set())
+    forget_hints(monkeypatch)
     logits, own, teacher = random_teacher(2, 3, 9)
     with warnings.catch_warnings(action="error"):
         klfast.topk_kl_divergence(logits, own, teacher.clamp(max=0) + 1e-6)
@@ -206,7 +213,7 @@ def test_a_rounding_above_0_is_no_logit(monkeypatch):
 
 @pytest.mark.parametrize("reduction", ["none", "token-mean"])
 def test_teacher_and_student_swapped(monkeypatch, reduction):
-    monkeypatch.setattr(hints, "_given", set())
+    forget_hints(monkeypatch)
     logits, own, teacher = random_teacher(2, 3, 9)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
