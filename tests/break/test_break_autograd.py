@@ -334,8 +334,8 @@ def test_autocast_changes_nothing(hunt):
 
 
 def test_results_that_are_used_twice_and_changed(hunt):
-    """Log-probs and entropies of logits are saved for the backward: there autograd refuses a change,
-    as it does exp's.
+    """Log-probs and entropies of logits are saved for the backward, whose changes autograd refuses,
+    as it does those of an exp.
     """
     for case, fast, eager, leaves, tolerance in every_case(hunt):
         found, exact = fast(*leaves), eager(*leaves)
