@@ -8,7 +8,7 @@
 #                     it installs, the newest and older releases
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
-#   make bench-peers    time klfast against the frameworks' own functions
+#   make bench-peers    time klfast against the frameworks' own functions, and compare digits
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
@@ -85,6 +85,8 @@ bench-peers: $(VENV)/built $(PEERS)
 	for peers in verl trl; do \
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
 	    $(BIN)/python -W ignore -m benchmarks.drop_in $$peers $(BENCH_PEERS_OPTIONS) || exit 1; \
+	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
+	    $(BIN)/python -W ignore -m benchmarks.digits $$peers || exit 1; \
 	done
 
 # GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.

@@ -9,13 +9,11 @@ releases to install, their formula as ``tests/support/frameworks.py`` has it.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +74,7 @@ def measure(
 
 def conditions(plan: Plan) -> dict[str, Any]:
     """Where, when and how, and the versions of the frameworks."""
-    names = ("verl", "openrlhf", "trl")
-    peers = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    peers = outcome.releases("verl", "openrlhf", "trl")
     where = outcome.conditions(replace(plan, reused=True))
     facts = {"mask_kept": KEPT, "log_ratio_std": SPREAD}
     return {**where, **facts, "versions": {**where["versions"], **peers}}

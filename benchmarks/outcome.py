@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,11 @@ def now() -> str:
 def versions(*names: str) -> dict[str, str | None]:
     known = info()["versions"]
     return {name: known[name] for name in names}
+
+
+def releases(*packages: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    return {name: metadata.version(name) for name in packages if importlib.util.find_spec(name)}
 
 
 def cpu_model() -> str:

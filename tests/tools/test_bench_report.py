@@ -145,7 +145,7 @@ def run(folder, *options):
 def test_the_pages_are_what_the_results_say():
     assert [page.name for page in report.PAGES] == [
         "README.md",
-        *("index.md", "measured.md", "proved.md"),
+        *("hidden_states.md", "index.md", "measured.md", "proved.md"),
     ]
     assert report.main(["--check"]) == 0
 
