@@ -15,8 +15,10 @@ placement of logprobs, values or logits         what happens
                                                 ``token_logprobs``, and the reductions ``none``,
                                                 ``token-sum`` and ``token-mean`` without
                                                 ``cu_seqlens``, statistics and scores
-everything else, ``Partial`` and a sharded      gathered first (``Replicate``)
-vocabulary among it
+``Shard`` over the vocabulary, along one        a few numbers a token are gathered, logits never:
+dimension of the mesh, of ``token_logprobs``    ``group=`` of these functions; results are
+and of ``kl_divergence`` but for ``jsd``        ``Replicate`` there
+everything else, ``Partial`` among it           gathered first (``Replicate``)
 =============================================== ====================================================
 
 The other tensors are moved to where these are; they must be DTensors on the same mesh too, but for
@@ -39,6 +41,7 @@ from klfast.stats import KLStats
 from klfast.transfer import is_dtensor, whole
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
@@ -49,6 +52,7 @@ _PER_TOKEN = (
     *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
     *("values", "mask", "token_ids", "ref_token_ids", "temperature"),
 )
+_OVER_WORDS = ("logits", "ref_logits")
 _PER_SEQUENCE = ("scores",)
 
 
@@ -104,6 +108,8 @@ class _Shards(NamedTuple):
     """The tokens' dimensions: those of ``of``, but for a vocabulary."""
     placements: tuple[Placement, ...]
     """``Shard`` and ``Replicate`` alone."""
+    words_over: int | None
+    """The dimension of the mesh over which the vocabulary is sharded; None where it is whole."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -135,13 +141,27 @@ class _Shards(NamedTuple):
         placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
         if (name in _PER_TOKEN or name in _PER_SEQUENCE) and value.dim() > 0:
             self._check_shape(name, value)
-            placements = self.placements
+            placements = self._of_words() if name in _OVER_WORDS else self.placements
         moved = value.redistribute(placements=placements)
         return moved.to_local(grad_placements=placements)
 
+    def _of_words(self) -> tuple[Placement, ...]:
+        """The placements of logits."""
+        from torch.distributed.tensor import Shard
+
+        words = Shard(self.rank)
+        return tuple(words if d == self.words_over else p for d, p in enumerate(self.placements))
+
+    def group(self) -> ProcessGroup | None:
+        """The ranks of the vocabulary's shards."""
+        return None if self.words_over is None else self.mesh.get_group(self.words_over)
+
     def _check_shape(self, name: str, value: Tensor) -> None:
         """Raise on all ranks, or on none: shards of equal shape are so on all of them."""
-        if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in self.dimensions):
+        cut = self.dimensions
+        if name in _OVER_WORDS and self.words_over is not None:
+            cut = cut | {self.rank}
+        if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in cut):
             raise ValueError(
                 f"{name} must have the shape of {self.name}, {list(self.of.shape)}, where that is "
                 f"sharded, got {list(value.shape)}"
@@ -171,10 +191,17 @@ def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any
     shards = _shards_of(arguments)
     if arguments.get("inplace_backward"):
         raise ValueError("inplace_backward must be False for DTensors, got True")
+    if arguments.get("group") is not None:
+        raise ValueError(
+            "group must be None for DTensors, whose placements say which shards there are, got "
+            f"{type(arguments['group']).__name__}"
+        )
     local = {name: shards.local(name, value) for name, value in arguments.items()}
     reduction = arguments.get("reduction", "none")
     if reduction in NORMALIZED_REDUCTIONS and arguments["normalizer"] is None and shards.dimensions:
         local["normalizer"] = _denominator(shards, local, reduction)
+    if shards.words_over is not None:
+        local["group"] = shards.group()
     result = function(**local)
     if isinstance(result, tuple):
         first, *others = result
@@ -200,7 +227,17 @@ def _shards_of(arguments: dict[str, Any]) -> _Shards:
         return sequences if placement.dim == 0 and rank == 2 else tokens
 
     placements = tuple(p if serves(p) else Replicate() for p in of.placements)
-    return _Shards(name, of, rank, placements)
+    return _Shards(name, of, rank, placements, _words_over(arguments, of))
+
+
+def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
+    """The first dimension of the mesh that cuts the vocabulary of a function that has shards."""
+    from torch.distributed.tensor import Shard
+
+    if "group" not in arguments or arguments.get("direction") == "jsd":
+        return None
+    cut = (d for d, p in enumerate(of.placements) if type(p) is Shard and p.dim == of.dim() - 1)
+    return next(cut, None)
 
 
 def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:

@@ -1,7 +1,8 @@
-"""One all-reduce, from which every rank gets the same numbers bit for bit.
+"""One collective, from which every rank gets the same numbers bit for bit.
 
-Each rank writes its row of numbers into a table of zeros with a row per rank; the sum of the tables
-over ranks holds everybody's rows. A number plus zeros is that number, so the rows arrive exactly,
+Tables of one shape are all-gathered. What is to be added up travels by an all-reduce: each rank
+writes its row of numbers into a table of zeros with a row per rank; the sum of the tables over
+ranks holds everybody's rows. A number plus zeros is that number, so the rows arrive exactly,
 whatever the order in which the collective adds, and every rank adds them in the same fixed order.
 """
 
@@ -12,6 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+
+_all_gather = getattr(distributed, "all_gather_single", None) or getattr(
+    distributed, "all_gather_into_tensor", None
+)
+"""Its name from torch 2.13 on, or the one before; None where torch was built without."""
 
 
 class Told(NamedTuple):
@@ -39,12 +45,13 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where the group's collectives want host numbers: on the CPU, if they can be there."""
-        kinds = self._kinds()
+        kinds = self.kinds
         if "cpu" in kinds:
             return torch.device("cpu")
         return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
-    def _kinds(self) -> list[str]:
+    @property
+    def kinds(self) -> list[str]:
         """The kinds of devices that the group's collectives serve."""
         pairs = distributed.get_backend_config(self.group).split(",")
         return [pair.partition(":")[0] for pair in pairs]
@@ -55,11 +62,28 @@ class Ranks:
         Raises:
             RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
         """
-        where = row.device if row.device.type in self._kinds() else self.device
+        where = row.device if row.device.type in self.kinds else self.device
         table = row.new_zeros((self.size, *row.shape), device=where)
         table[self.rank].copy_(row)
         distributed.all_reduce(table, group=self.group)
         return table.to(row.device)
+
+    def all_gather(self, table: Tensor) -> Tensor:
+        """Every rank's table, [ranks, *table.shape], in the order of ranks; one all-gather.
+
+        Tables must have one shape and one dtype on all ranks.
+
+        Raises:
+            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+        """
+        if table.numel() == 0:
+            return table.new_empty((self.size, *table.shape))
+        where = table.device if table.device.type in self.kinds else self.device
+        assert _all_gather is not None
+        own = table.to(where).contiguous()
+        everywhere = own.new_empty((self.size * own.numel(),))
+        _all_gather(everywhere, own.view(-1), group=self.group)
+        return everywhere.view(self.size, *own.shape).to(table.device)
 
     def tell(self, table: Tensor, sharded: bool = False) -> Told:
         """The shape of every rank's table, before the tables are gathered.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
+#include <string>
 
 #include "binding/py_tensor.h"
 #ifndef KLFAST_EMULATE_CUDA  // by tests/support/emulator: the CPU is the CUDA device
@@ -218,28 +220,33 @@ using LogitsOnGpu = LogitsOnCpu;
 using RolloutOnGpu = RolloutOnCpu;
 #endif
 
-#define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>)
+#define KLFAST_OPS(X)                              \
+  X(kl_penalty_fwd, OnCpu, OnGpu)                  \
+  X(kl_penalty_bwd, OnCpu, OnGpu)                  \
+  X(token_weights, OnCpu, OnGpu)                   \
+  X(scale_, OnCpu, OnGpu)                          \
+  X(token_logprobs_fwd, LogitsOnCpu, LogitsOnGpu)  \
+  X(token_logprobs_bwd, LogitsOnCpu, LogitsOnGpu)  \
+  X(token_logprobs_bwd_, LogitsOnCpu, LogitsOnGpu) \
+  X(kl_divergence_fwd, LogitsOnCpu, LogitsOnGpu)   \
+  X(kl_divergence_fwd_, LogitsOnCpu, LogitsOnGpu)  \
+  X(kl_divergence_bwd, LogitsOnCpu, LogitsOnGpu)   \
+  X(kl_divergence_bwd_, LogitsOnCpu, LogitsOnGpu)  \
+  X(rollout_correction, RolloutOnCpu, RolloutOnGpu)
 
-PyMethodDef methods[] = {
-    KLFAST_METHOD(kl_penalty_fwd, OnCpu, OnGpu),
-    KLFAST_METHOD(kl_penalty_bwd, OnCpu, OnGpu),
-    KLFAST_METHOD(token_weights, OnCpu, OnGpu),
-    KLFAST_METHOD(scale_, OnCpu, OnGpu),
-    KLFAST_METHOD(token_logprobs_fwd, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(token_logprobs_bwd, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(token_logprobs_bwd_, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(kl_divergence_fwd, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(kl_divergence_fwd_, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(kl_divergence_bwd, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(kl_divergence_bwd_, LogitsOnCpu, LogitsOnGpu),
-    KLFAST_METHOD(rollout_correction, RolloutOnCpu, RolloutOnGpu),
-    {},
-};
+#define KLFAST_METHOD(op, Cpu, Gpu) method(#op, function<&op<Cpu, PyTensor>, &op<Gpu, PyTensor>>),
+#define KLFAST_ARITY(op, Cpu, Gpu) {#op, arity(&op<Cpu, PyTensor>)},
+
+PyMethodDef methods[] = {KLFAST_OPS(KLFAST_METHOD){}};
+
+const std::map<std::string, size_t> arities_of_ops = {KLFAST_OPS(KLFAST_ARITY)};
 
 }  // namespace
 }  // namespace klfast::binding
 
 namespace klfast::direct {
+
+const std::map<std::string, size_t>& arities() { return binding::arities_of_ops; }
 
 bool add_to(PyObject* module) {
   try {

@@ -147,7 +147,8 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
                              const Tensor& logprobs, const Tensor& entropy, double temperature,
                              const std::optional<Tensor>& grad_logprobs,
                              const std::optional<Tensor>& grad_entropy,
-                             const std::optional<Tensor>& inverse_temperature, const Tensor& grad) {
+                             const std::optional<Tensor>& inverse_temperature,
+                             const std::optional<Tensor>& grad_lse, const Tensor& grad) {
   TokenLogprobsBackward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
@@ -158,6 +159,7 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   call.logprobs = per_row<Tensor>(logprobs, logits, dtype, "logprobs", picks);
   call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs", picks);
   call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
+  call.grad_lse = per_row<Tensor>(grad_lse, logits, dtype, "grad_lse");
   if (call.grad_entropy != nullptr)
     call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
   call.grad = output_of(grad, true);
@@ -168,10 +170,11 @@ template <typename On, typename Tensor>
 Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
                           Tensor logprobs, Tensor entropy, double temperature,
                           std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
-                          std::optional<Tensor> inverse_temperature) {
+                          std::optional<Tensor> inverse_temperature,
+                          std::optional<Tensor> grad_lse) {
   Tensor grad = empty_gradient(logits, true);
   token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
-                              grad_logprobs, grad_entropy, inverse_temperature, grad);
+                              grad_logprobs, grad_entropy, inverse_temperature, grad_lse, grad);
   return grad;
 }
 
@@ -179,10 +182,11 @@ template <typename On, typename Tensor>
 void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
                          Tensor logprobs, Tensor entropy, double temperature,
                          std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
-                         std::optional<Tensor> inverse_temperature) {
+                         std::optional<Tensor> inverse_temperature,
+                         std::optional<Tensor> grad_lse) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
   token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
-                              grad_logprobs, grad_entropy, inverse_temperature, logits);
+                              grad_logprobs, grad_entropy, inverse_temperature, grad_lse, logits);
 }
 
 template <typename Tensor>
@@ -311,6 +315,7 @@ void run_divergence_backward(
     const std::optional<Tensor>& entropy, const std::optional<Tensor>& grad_rows,
     const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_ref_logprobs,
     const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& inverse_temperature,
+    const std::optional<Tensor>& grad_lse, const std::optional<Tensor>& grad_ref_lse,
     const ModelGradients<Tensor>& grads) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
@@ -325,6 +330,8 @@ void run_divergence_backward(
   call.grad_rows = per_row<Tensor>(grad_rows, logits, dtype, "grad_rows");
   call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
   call.grad_ref_logprobs = per_row<Tensor>(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
+  call.grad_lse = per_row<Tensor>(grad_lse, logits, dtype, "grad_lse");
+  call.grad_ref_lse = per_row<Tensor>(grad_ref_lse, logits, dtype, "grad_ref_lse");
   if (grad_entropy.has_value()) {
     KLFAST_CHECK(call.in.entropy_of != EntropyOf::kNone && entropy.has_value(),
                  "grad_entropy goes with entropy and entropy_of");
@@ -342,12 +349,13 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
     Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
     std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
     std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
-    std::optional<Tensor> inverse_temperature) {
+    std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
+    std::optional<Tensor> grad_ref_lse) {
   const auto grads = ModelGradients<Tensor>::empty(logits, ref_logits, want_grad, want_grad_ref);
   run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
                               temperature, entropy_of, rows, saved, entropy, grad_rows,
                               grad_logprobs, grad_ref_logprobs, grad_entropy, inverse_temperature,
-                              grads);
+                              grad_lse, grad_ref_lse, grads);
   return {grads.first, grads.second};
 }
 
@@ -355,14 +363,15 @@ template <typename On, typename Tensor>
 void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, std::optional<Tensor> keep,
                         int64_t divergence, double jsd_beta, double temperature, Tensor rows,
                         Tensor saved, Tensor grad_rows, bool want_grad, bool want_grad_ref,
-                        std::optional<Tensor> inverse_temperature) {
+                        std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
+                        std::optional<Tensor> grad_ref_lse) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
   const ModelGradients<Tensor> grads = {logits, ref_logits, want_grad, want_grad_ref};
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
   run_divergence_backward<On, Tensor>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
                                       temperature, no_entropy, rows, saved, std::nullopt, grad_rows,
                                       std::nullopt, std::nullopt, std::nullopt, inverse_temperature,
-                                      grads);
+                                      grad_lse, grad_ref_lse, grads);
 }
 
 template <typename On, typename Library>

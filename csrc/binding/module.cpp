@@ -48,6 +48,7 @@ py::dict tables() {
   tables["rollout numbers"] = int{klfast::binding::RolloutNumber::kCount};
   tables["choices of a rule"] = int{klfast::binding::RuleChoice::kCount};
   tables["bounds of a rule"] = int{klfast::binding::RuleBound::kCount};
+  tables["arguments of ops"] = klfast::direct::arities();
   return tables;
 }
 

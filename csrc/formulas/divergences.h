@@ -503,7 +503,7 @@ struct RowGradient {
 };
 
 // The results of a row's forward, and the incoming gradients over the temperature: of the row's
-// divergence, and of its target token's log-probs under either model.
+// divergence, and of its target token's log-probs and its log-sum-exps under either model.
 struct RowState {
   double value;
   double lse;
@@ -513,6 +513,8 @@ struct RowState {
   double grad;
   double grad_logprob;
   double grad_ref_logprob;
+  double grad_lse = 0;
+  double grad_ref_lse = 0;
 };
 
 template <typename Acc, Base base>
@@ -521,22 +523,25 @@ KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Ac
   const double rest = rest_of(exact, row.lse);
   const double second_rest = rest * rest_of_second(exact, row.shift);
   const double g = row.grad;
+  // A log-prob falls by its word's log-sum-exp.
+  const double of_lse = row.grad_logprob - row.grad_lse;
+  const double of_ref_lse = row.grad_ref_logprob - row.grad_ref_lse;
   if (is_kl) {
     const double mean = g == 0 ? 0 : g * row.value;  // the value may be infinite
     return {exact,
             mixture_of<Acc>(beta),
             static_cast<Acc>(nats<base>(g * rest)),
-            static_cast<Acc>((mean + row.grad_logprob) * rest),
+            static_cast<Acc>((mean + of_lse) * rest),
             static_cast<Acc>(g * rest),
-            static_cast<Acc>(row.grad_ref_logprob * second_rest)};
+            static_cast<Acc>(of_ref_lse * second_rest)};
   }
   const double other_slope = (row.value + (1 - beta) * row.slope) / beta;  // under q, of log(q / m)
   return {exact,
           mixture_of<Acc>(beta),
           static_cast<Acc>((1 - beta) * g * rest),
-          static_cast<Acc>((row.grad_logprob - (1 - beta) * g * row.slope) * rest),
+          static_cast<Acc>((of_lse - (1 - beta) * g * row.slope) * rest),
           static_cast<Acc>(beta * g * second_rest),
-          static_cast<Acc>((beta * g * other_slope + row.grad_ref_logprob) * second_rest)};
+          static_cast<Acc>((beta * g * other_slope + of_ref_lse) * second_rest)};
 }
 
 // The gradients of a word's logits, but for the target's own addition. A word without probability
@@ -673,8 +678,9 @@ KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
 }
 
 // The gradient of the logit of a word whose log-prob is a result: `own` is the incoming gradient of
-// this log-prob, `all` the sum over the row's, `h` that of the entropy, all over the temperature.
-// 1 - p is taken of log p: it keeps its digits where p is nearly 1.
+// this log-prob, `all` the sum over the row's less that of its log-sum-exp, `h` that of the
+// entropy, all over the temperature. 1 - p is taken of log p: it keeps its digits where p is
+// nearly 1.
 KLFAST_HOST_DEVICE double pick_gradient(double log_p, double own, double all, double h,
                                         double entropy) {
   const double p = std::exp(log_p);

@@ -66,7 +66,8 @@ struct RowInputs {
 struct WordSaved {
   enum : int {
     kOrigin,  // see divergences.h
-    kLse,     // log of the sum of exp(logits / temperature), of logits less their origin
+    kLse,     // log of the sum of exp(logits / temperature), of logits less their origin; -infinity
+              // of a row of nothing but -infinity
     kCount
   };
 };
@@ -89,6 +90,7 @@ struct TokenLogprobsBackward {
   const void* entropy = nullptr;
   const void* grad_logprobs = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none
+  const void* grad_lse = nullptr;      // of the log-sum-exp: where a row is a part of another
   Output grad;                         // [A, T, V]; may be the logits' own memory
 };
 
@@ -110,7 +112,7 @@ struct DivergenceInputs {
 // base's unit of the kernels that save and read them: bits in CUDA's fp32, or else nats.
 struct Saved {
   enum : int {
-    kLse,          // of the first model, less its origin
+    kLse,          // of the first model, less its origin; -infinity where neither model has a word
     kShift,        // the second's lse minus the first's: near 0 it has more digits than either
     kSlope,        // for JSD: the mean under p of log(m / p); on a CPU for KL 1 where p is peaked
     kFirstOrigin,  // see divergences.h
@@ -139,6 +141,8 @@ struct DivergenceBackward {
   const void* grad_rows = nullptr;
   const void* grad_logprobs = nullptr;  // null without token ids
   const void* grad_ref_logprobs = nullptr;
+  const void* grad_lse = nullptr;  // of the models' log-sum-exps: where a row is a part of another
+  const void* grad_ref_lse = nullptr;
   const void* entropy = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none: then the entropy is not read
   Output grad_first;                   // may be the logits' own memory, like the next

@@ -278,7 +278,9 @@ WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
   WordSums sums;
   const auto find = [&](int64_t words) {
     sums.mass = NAN;
-    const Acc top = greatest<Acc>(row, words);
+    Acc top = greatest<Acc>(row, words);
+    // Of nothing but -infinity the sum is 0, and NaN if there is a NaN.
+    if (top == -INFINITY && words == row.size) top = 0;
     if (!std::isfinite(top)) return Verdict::kUseless;
     const double origin = divergences::origin_of(top, in.scale(index));
     row = row.from(divergences::unit_of({origin, 0}), origin);
@@ -363,7 +365,8 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.scale(index);
   const auto exists = [&](int64_t id) { return !in.is_none(id); };
-  const double of_logprob = sum_incoming<Acc>(call, index, exists) * scale;
+  const double of_lse = element<Acc>(call.grad_lse, index);
+  const double of_logprob = (sum_incoming<Acc>(call, index, exists) - of_lse) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
       scale / unit, lse, of_logprob, of_entropy, element<Acc>(call.entropy, index));
@@ -544,8 +547,9 @@ SummedRows sum_rows(const RowInputs& in, int64_t index, Row& first, Row& second)
   Origins origins;
   const auto find = [&](int64_t words) {
     row = divergences::nan_row();
-    const double top = greatest<Acc>(first, words);
-    const double other_top = greatest<Acc>(second, words);
+    double top = greatest<Acc>(first, words);
+    double other_top = greatest<Acc>(second, words);
+    if (top == -INFINITY && other_top == -INFINITY && words == first.size) top = other_top = 0;
     if (!std::isfinite(top) || !std::isfinite(other_top)) return Verdict::kUseless;
     origins = {divergences::origin_of(top, scale), divergences::origin_of(other_top, scale)};
     const double unit = divergences::unit_of(origins);
@@ -640,12 +644,14 @@ __attribute__((noinline)) void add_entropy_gradients(const Acc* first, const Acc
 }
 
 // The word of more than half of a row's probability. Its gradient is a small difference of large
-// numbers, but also minus the sum of all others: those of a row add up to 0.
+// numbers, but also what the sum of all others leaves of the row's: that is the incoming gradient
+// of the log-sum-exp, which is 0 but in a shard of a vocabulary.
 template <typename Acc>
 class LikelyWord {
  public:
-  // `scale` and `lse` of placed logits.
-  LikelyWord(double scale, double lse) : least_(static_cast<Acc>((lse - std::log(2.0)) / scale)) {}
+  // `scale` and `lse` of placed logits; `total` of the row's gradients.
+  LikelyWord(double scale, double lse, double total)
+      : least_(static_cast<Acc>((lse - std::log(2.0)) / scale)), total_(total) {}
 
   // Takes a tile's gradients into the sum.
   KLFAST_HOST_DEVICE void take(const Acc* words, const Tile& tile, const Acc* gradients) {
@@ -670,7 +676,7 @@ class LikelyWord {
 
   // Writes the word's gradient, if there is such a word.
   void store(const Output& output, int64_t index, int64_t words) const {
-    const Acc gradient = static_cast<Acc>(-others_);
+    const Acc gradient = static_cast<Acc>(total_ - others_);
     if (index_ >= 0 && std::isfinite(gradient)) {
       store_tile(output, index * words + index_, 1, &gradient);
     }
@@ -678,6 +684,7 @@ class LikelyWord {
 
  private:
   Acc least_;
+  double total_;
   int64_t index_ = -1;
   double others_ = 0;
 };
@@ -701,10 +708,11 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
                                                   entropy.value, entropy.grad);
   }
   const double scale = in.scale(index) / unit;
-  LikelyWord<Acc> likely_first(scale, state.lse);
-  LikelyWord<Acc> likely_second(scale, state.lse + state.shift);
+  LikelyWord<Acc> likely_first(scale, state.lse, state.grad_lse);
+  LikelyWord<Acc> likely_second(scale, state.lse + state.shift, state.grad_ref_lse);
   const bool may_be_likely = !is_kl || state.slope != 0 || state.grad_logprob != 0 ||
-                             state.grad_ref_logprob != 0 || entropy.grad != 0;
+                             state.grad_ref_logprob != 0 || entropy.grad != 0 ||
+                             state.grad_lse != 0 || state.grad_ref_lse != 0;
   alignas(64)
       Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
   for (int64_t start = 0; start < words; start += kTileWords) {
@@ -843,7 +851,9 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
                            call.saved[Saved::kSecondOrigin * rows + index]},
                           element<Acc>(call.grad_rows, index) * scale,
                           element<Acc>(call.grad_logprobs, index) * scale,
-                          element<Acc>(call.grad_ref_logprobs, index) * scale};
+                          element<Acc>(call.grad_ref_logprobs, index) * scale,
+                          element<Acc>(call.grad_lse, index) * scale,
+                          element<Acc>(call.grad_ref_lse, index) * scale};
   EntropyState entropy;
   if (call.grad_entropy != nullptr) {
     entropy = {call.in.entropy_of, element<Acc>(call.entropy, index),

@@ -27,7 +27,9 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
            call.saved[Saved::kSecondOrigin * rows + index]},
           number_at<Acc>(call.grad_rows, index) * scale,
           number_at<Acc>(call.grad_logprobs, index) * scale,
-          number_at<Acc>(call.grad_ref_logprobs, index) * scale};
+          number_at<Acc>(call.grad_ref_logprobs, index) * scale,
+          number_at<Acc>(call.grad_lse, index) * scale,
+          number_at<Acc>(call.grad_ref_lse, index) * scale};
 }
 
 // The blocks of a processor, which leave each the registers that it needs.

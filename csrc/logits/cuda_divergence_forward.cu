@@ -131,6 +131,11 @@ __device__ __forceinline__ bool are_finite(double first, double second) {
   return std::isfinite(first) && std::isfinite(second);
 }
 
+// Whether neither model has a word: against any guess its sums are 0, or NaN if there is a NaN.
+__device__ __forceinline__ bool are_excluded(double first, double second) {
+  return first == -INFINITY && second == -INFINITY;
+}
+
 // Takes the greatest words as the guess, which is NaN unless both are finite. Not inlined, like
 // judge_sums: both are long, and run once or twice a row.
 template <typename Acc>
@@ -521,9 +526,12 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
             of_part[1] = found.second;
           });
       if (decides) {
-        const bool is_found = are_finite(greatest[0], greatest[1]);
+        const bool is_excluded = are_excluded(greatest[0], greatest[1]);
+        const double first = is_excluded ? 0 : greatest[0];
+        const double second = is_excluded ? 0 : greatest[1];
+        const bool is_found = are_finite(first, second);
         shared.row = divergences::nan_row();
-        take_greatest(greatest[0], greatest[1], scale_of_row(task), shared.basis);
+        take_greatest(first, second, scale_of_row(task), shared.basis);
         shared.step =
             passes::next_step(Step::kFindInRow, is_found ? Verdict::kGood : Verdict::kUseless);
         if constexpr (of != EntropyOf::kNone) {

@@ -116,7 +116,7 @@ struct RowGradient {
   Acc lse;
   Acc constant;
   Acc entropy;
-  double of_logprobs;  // over the temperature
+  double of_logprobs;  // over the temperature, less that of the log-sum-exp
   Frame<Acc, 1> frame;
 
   // A word without probability has gradient 0.
@@ -133,7 +133,7 @@ struct RowGradient {
 template <typename Acc>
 __device__ __noinline__ double incoming_of_row(const TokenLogprobsBackward& call, int64_t index) {
   const int64_t picks = call.in.picks;
-  if (picks == 1) return number_at<Acc>(call.grad_logprobs, index);
+  if (!call.in.may_lack_ids) return number_at<Acc>(call.grad_logprobs, index);
   double sum = 0;
   for (int64_t pick = threadIdx.x % kWarp; pick < picks; pick += kWarp) {
     const int64_t at = index * picks + pick;
@@ -183,7 +183,7 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   const divergences::Origins origins = {call.saved[WordSaved::kOrigin * rows + index], 0};
   const double exact_lse = call.saved[WordSaved::kLse * rows + index];
   const double scale = call.in.scale(index);
-  const double of_logprob = incoming * scale;
+  const double of_logprob = (incoming - number_at<Acc>(call.grad_lse, index)) * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
   RowGradient<Acc> row;
   row.frame = Frame<Acc, 1>::of(origins);

@@ -394,8 +394,8 @@ __device__ __forceinline__ divergences::Word<double> left_out_terms(const RowGue
   return divergences::left_out_word_of<kBase<Acc>>(s);
 }
 
-// Sums a row: mass, and moment for its entropy. The first thread gets the sums; they are NaN in a
-// row that has a NaN or no finite logit.
+// Sums a row: mass, and moment for its entropy. The first thread gets the sums; the mass is NaN in
+// a row that has a NaN or +infinity, and 0 in one of nothing but -infinity.
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>& row, double scale,
                                                       TileCluster& cluster, TokenShared& shared,
@@ -423,7 +423,9 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
     if (decides) shared.greatest = greatest[0];
     __syncthreads();
     if (!std::isfinite(shared.greatest)) {
-      sums[0] = NAN;
+      // Of nothing but -infinity the sum is 0. It is NaN if there is a NaN, which `greatest`
+      // ignores.
+      if (shared.greatest != -INFINITY) sums[0] = NAN;
       return base;
     }
   }

@@ -10,6 +10,7 @@ import torch
 from klfast.backends.backend import Backend, FirstUse
 from klfast.linear import autograd as over_hidden
 from klfast.logits import autograd as over_logits
+from klfast.logits.normalizers import in_nats
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
 from klfast.ops.direct import Direct
@@ -24,6 +25,7 @@ def compiled(
     checks_in_kernel: frozenset[str] = frozenset(),
     direct: Direct | None = None,
     first_use: FirstUse | None = None,
+    units_of: over_logits.UnitsOf = in_nats,
 ) -> Backend:
     """The backend of these ops.
 
@@ -34,6 +36,7 @@ def compiled(
         checks_in_kernel: the types of devices on which the kernels check values themselves.
         direct: the direct road to the same kernels, if there is one.
         first_use: what is asked besides of a device that it can serve.
+        units_of: says in which units the kernels over logits save log-sum-exps.
     """
     if direct is not None:
         ops = direct.ops
@@ -41,8 +44,8 @@ def compiled(
         name,
         why_not,
         partial(over_logprobs.kl_penalty, ops=ops),
-        partial(over_logits.token_logprobs, ops=ops),
-        partial(over_logits.kl_divergence, ops=ops),
+        partial(over_logits.token_logprobs, ops=ops, units_of=units_of),
+        partial(over_logits.kl_divergence, ops=ops, units_of=units_of),
         partial(over_hidden.token_logprobs, ops=ops),
         partial(over_hidden.kl_divergence, ops=ops),
         None if ops.rollout_correction is None else partial(rollout.rollout_correction, ops=ops),

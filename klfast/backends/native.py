@@ -9,6 +9,7 @@ from torch import Tensor
 
 from klfast.backends.compiled import compiled
 from klfast.checks.values import checks_requested
+from klfast.logits.normalizers import NATS, Units, of_cuda
 from klfast.ops import load
 from klfast.ops.direct import Direct, Functions, directly
 from klfast.ops.table import Ops
@@ -61,6 +62,10 @@ _FIRST_USE = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
 _checked = _FIRST_USE.indices
 
 
+def _units_of(logits: Tensor, dtype: torch.dtype) -> Units:
+    return of_cuda(dtype) if logits.is_cuda else NATS
+
+
 def _direct() -> Direct | None:
     extension = load.extension()
     if extension is None or extension.direct_problem():
@@ -76,4 +81,5 @@ NATIVE = compiled(
     checks_in_kernel=frozenset({"cpu"}),
     direct=_direct(),
     first_use=_FIRST_USE,
+    units_of=_units_of,
 )

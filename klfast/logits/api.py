@@ -6,15 +6,18 @@ or ``len(cu_seqlens) - 1``). On a GPU V is at most 2^30.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from klfast import backends
+from klfast.calls import Call
 from klfast.checks import hints
 from klfast.checks.values import are_checked
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
+from klfast.logits.agreement import sharded_call
 from klfast.logits.arguments import Temperature
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
@@ -25,6 +28,13 @@ from klfast.stats import without_tokens
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from klfast.logits.agreement import Group
+
+
+def _resolve(backend: str) -> Callable[[Call], object]:
+    """A check that a backend serves a call."""
+    return lambda call: backends.resolve(backend, call.first().device, call)
+
 
 class _TokenOptions(TypedDict, total=False):
     """The options of ``token_logprobs`` that change no type."""
@@ -32,6 +42,7 @@ class _TokenOptions(TypedDict, total=False):
     temperature: Temperature
     ignore_index: int | None
     inplace_backward: bool
+    group: Group | None
     backend: BackendName
 
 
@@ -78,6 +89,7 @@ def token_logprobs(
     ignore_index: int | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
+    group: Group | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | TokenLogprobs:
     """Log-probs of tokens under ``softmax(logits / temperature)``, in nats.
@@ -114,6 +126,14 @@ def token_logprobs(
             contiguous, not negated (``torch._neg_view``) and no leaf, nor share the memory of one
             through a Python ``autograd.Function`` that returns its input detached; the same in C++
             is not seen. A second backward raises.
+        group: the ranks among which the vocabulary is cut (tensor parallelism), a process group or
+            a mesh of one dimension: ``logits`` is this rank's shard of the words, in the order of
+            ranks, of any number each, even none; ids are those of all words, and everything else
+            is the same on every rank. The result too, bit for bit. A few numbers a token travel, in
+            one all-gather, and none in the backward, which gives each rank the gradient of its own
+            logits: from a loss that all ranks compute alike, and that nobody sums over them. Ranks
+            that do not agree raise the same error; on a GPU, under a group of NCCL alone, they get
+            NaN, unless ``KLFAST_CHECK=1``. torch.compile breaks its graph here.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
 
@@ -134,9 +154,14 @@ def token_logprobs(
     Differentiable once: a second derivative raises in every backend but ``reference``. The backward
     reads log-probs and entropies again: autograd refuses it where they were changed in place.
     """
-    call = token_logprobs_call(
-        logits, token_ids, mask, ignore_index, temperature, return_entropy, inplace_backward
+    arguments = (
+        *(logits, token_ids, mask, ignore_index, temperature),
+        *(return_entropy, inplace_backward),
     )
+    if group is None:
+        call = token_logprobs_call(*arguments)
+    else:
+        call = sharded_call(group, token_logprobs_call, arguments, _resolve(backend))
     logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
     hints.of_token_logprobs(logits, mask)
     return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
@@ -152,6 +177,7 @@ class _DivergenceOptions(TypedDict, total=False):
     cu_seqlens: Tensor | None
     normalizer: float | Tensor | None
     coef: Coefficient
+    group: Group | None
     backend: BackendName
 
 
@@ -236,6 +262,7 @@ def kl_divergence(
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: bool = False,
+    group: Group | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | KLDivergence:
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats.
@@ -284,6 +311,9 @@ def kl_divergence(
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
+        group: the ranks of a vocabulary that is cut, as in :func:`token_logprobs`: both logits are
+            this rank's shards. Not for ``jsd``, whose mixture has another weight in each shard: it
+            is no sum over shards.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
 
@@ -309,21 +339,14 @@ def kl_divergence(
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
     arXiv:2306.13649), section 2, with the reference as the teacher.
     """
-    call = kl_divergence_call(
-        logits,
-        ref_logits,
-        mask,
-        direction,
-        jsd_beta,
-        temperature,
-        reduction,
-        cu_seqlens,
-        normalizer,
-        coef,
-        token_ids,
-        return_stats,
-        return_entropy,
+    arguments = (
+        *(logits, ref_logits, mask, direction, jsd_beta, temperature, reduction, cu_seqlens),
+        *(normalizer, coef, token_ids, return_stats, return_entropy),
     )
+    if group is None:
+        call = kl_divergence_call(*arguments)
+    else:
+        call = sharded_call(group, kl_divergence_call, arguments, _resolve(backend))
     outputs = backends.choose(backend, call).kl_divergence(call)
     hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats

@@ -33,12 +33,11 @@ Temperature = float | Tensor
 """A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
 
 
-def check_logits(argument: str, logits: Tensor) -> None:
+def check_logits(argument: str, logits: Tensor, least_words: int = 1) -> None:
     check_tensor(argument, logits, FLOATS)
-    if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(
-            f"{argument} must have shape [..., V] with at least one word, got {shape_text(logits)}"
-        )
+    if logits.dim() < 1 or logits.shape[-1] < least_words:
+        at_least = " with at least one word" if least_words else ""
+        raise ValueError(f"{argument} must have shape [..., V]{at_least}, got {shape_text(logits)}")
     if logits.is_cuda and logits.shape[-1] > MOST_WORDS_ON_GPU:
         raise ValueError(
             f"{argument} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "

@@ -11,7 +11,7 @@ forward's read, in three steps:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,26 @@ from torch import Tensor
 
 from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype
+from klfast.logits import sharded
 from klfast.logits.call import DIVERGENCES, ENTROPIES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
+from klfast.logits.normalizers import Units, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
+UnitsOf = Callable[[Tensor, torch.dtype], Units]
+"""The units in which kernels save, of logits on a device and the arithmetic's dtype."""
 
-def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
+
+def token_logprobs(
+    call: TokenLogprobsCall, ops: Ops, units_of: UnitsOf = in_nats
+) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for, in the call's shape; differentiable once."""
+    if call.shards is not None:
+        units = units_of(call.logits, arithmetic_dtype(call.logits))
+        return sharded.token_logprobs(call, ops, units)
     function = _InplaceTokenLogprobs if call.inplace_backward else _TokenLogprobs
     arguments = (
         call.logits,
@@ -50,10 +60,12 @@ def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | 
     return logprobs.view(call.shape), entropies
 
 
-def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLDivergence:
+def kl_divergence(call: KLDivergenceCall, ops: Ops, units_of: UnitsOf = in_nats) -> KLDivergence:
     """The reduced divergence, differentiable once, and what else was asked for."""
     try:
-        reduced, beside = _run(call, ops)
+        reduced, beside = (
+            _run(call, ops) if call.shards is None else _run_shards(call, ops, units_of)
+        )
     except RuntimeError:
         call.explain()
         raise
@@ -95,6 +107,14 @@ def _run(
         ref_logprobs if call.token_ids is not None else None,
         entropies if call.return_entropy else None,
     )
+    return autograd.kl_penalty(call.reduce(rows), ops), beside
+
+
+def _run_shards(
+    call: KLDivergenceCall, ops: Ops, units_of: UnitsOf
+) -> tuple[tuple[Tensor, KLStats | None], BesideDivergences]:
+    units = units_of(call.logits, arithmetic_dtype(call.logits, call.ref_logits))
+    rows, beside = sharded.kl_rows(call, ops, units)
     return autograd.kl_penalty(call.reduce(rows), ops), beside
 
 

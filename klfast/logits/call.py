@@ -5,7 +5,7 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from klfast.logits.arguments import (
 from klfast.logits.inplace import check_inplace
 from klfast.names import DIRECTIONS, DirectionName, ReductionName
 
+if TYPE_CHECKING:
+    from klfast.logits.shards import Shards
+
 DIVERGENCES = ("kl", "jsd")
 """The divergences of the ops, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 ENTROPIES = ("none", "first", "second")
@@ -66,6 +69,8 @@ class TokenLogprobsCall(NamedTuple):
     """The shape of the entropies."""
     ids_argument: str = "token_ids"
     """The name that the ids have in the public function."""
+    shards: Shards | None = None
+    """The vocabulary's, where these are the logits of one of them. Ids are those of all words."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -78,10 +83,25 @@ class TokenLogprobsCall(NamedTuple):
         check_token_ids(
             self.token_ids,
             self.keep,
-            self.logits.shape[-1],
+            self.words(),
             none=none,
             argument=self.ids_argument,
         )
+
+    def words(self) -> int:
+        """The number of words, of all shards where these are known."""
+        return _words(self)
+
+    def told(self) -> dict[str, object]:
+        """What must be the same on all ranks of shards (``klfast.logits.agreement``)."""
+        return {
+            **_told("token_logprobs", self.logits, self.rows_shape),
+            "the number of token_ids": self.token_ids.numel(),
+            "token_ids": self.token_ids,
+            "mask, with ignore_index,": self.keep,
+            "temperature": _temperature(self),
+            "return_entropy": self.return_entropy,
+        }
 
     def explain(self) -> None:
         """Raise ValueError for a value that kernels refuse on a CPU."""
@@ -112,6 +132,8 @@ class KLDivergenceCall(NamedTuple):
     return_stats: bool
     return_entropy: bool
     """Whether the policy's entropies are returned."""
+    shards: Shards | None = None
+    """As in ``TokenLogprobsCall``."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -124,7 +146,27 @@ class KLDivergenceCall(NamedTuple):
         self.reduce_zeros().check_values()
         check_temperatures(self.inverse_temperature, self.keep)
         if self.token_ids is not None:
-            check_token_ids(self.token_ids, self.keep, self.logits.shape[-1])
+            check_token_ids(self.token_ids, self.keep, self.words())
+
+    def words(self) -> int:
+        """As of ``TokenLogprobsCall``."""
+        return _words(self)
+
+    def told(self) -> dict[str, object]:
+        """As of ``TokenLogprobsCall``."""
+        return {
+            **_told("kl_divergence", self.logits, self.shape),
+            "the dtype of ref_logits": self.ref_logits.dtype,
+            "direction": self.direction,
+            "token_ids": self.token_ids,
+            "mask": self.layout.mask,
+            "cu_seqlens": self.layout.cu_seqlens,
+            "temperature": _temperature(self),
+            "reduction": self.spec.reduction,
+            "coef": self.spec.coef,
+            "normalizer": self.spec.normalizer,
+            "return_entropy": self.return_entropy,
+        }
 
     def explain(self) -> None:
         """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
@@ -148,6 +190,27 @@ class KLDivergenceCall(NamedTuple):
         return PenaltyCall(source, self.layout, self.spec, self.return_stats)
 
 
+def _words(call: TokenLogprobsCall | KLDivergenceCall) -> int:
+    if call.shards is None:
+        return call.logits.shape[-1]
+    assert call.shards.words is not None  # values are checked where it is known
+    return call.shards.words
+
+
+def _told(function: str, logits: Tensor, tokens: torch.Size) -> dict[str, object]:
+    return {
+        "the function": function,
+        "the number of tokens": tokens.numel(),
+        "the shape of the tokens": tuple(tokens),
+        "the dtype of logits": logits.dtype,
+        "the kind of device": logits.device.type,
+    }
+
+
+def _temperature(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
+    return call.temperature if call.inverse_temperature is None else call.inverse_temperature
+
+
 def token_logprobs_call(
     logits: Tensor,
     token_ids: Tensor,
@@ -156,9 +219,13 @@ def token_logprobs_call(
     temperature: Temperature,
     return_entropy: bool,
     inplace_backward: bool,
+    of_shard: bool = False,
 ) -> TokenLogprobsCall:
-    """The arguments of ``token_logprobs`` after every check that needs no data."""
-    check_logits("logits", logits)
+    """The arguments of ``token_logprobs`` after every check that needs no data.
+
+    ``of_shard``: whether the logits are those of a shard of the vocabulary, which may have no word.
+    """
+    check_logits("logits", logits, least_words=0 if of_shard else 1)
     check_picks(token_ids, logits)
     if mask is not None:
         check_per_token("mask", mask, logits, MASKS)
@@ -200,13 +267,22 @@ def kl_divergence_call(
     token_ids: Tensor | None,
     return_stats: bool,
     return_entropy: bool,
+    of_shard: bool = False,
 ) -> KLDivergenceCall:
-    """The arguments of ``kl_divergence`` after every check that needs no data."""
+    """The arguments of ``kl_divergence`` after every check that needs no data.
+
+    ``of_shard``: whether the logits are those of a shard of the vocabulary, which may have no word.
+    """
     check_choice("direction", direction, DIRECTIONS)
+    if of_shard and direction == "jsd":
+        raise ValueError(
+            "direction must be 'reverse' or 'forward' with group, got 'jsd': the mixture has "
+            "another weight in every shard, so that its divergence is no sum over shards"
+        )
     check_reduction(reduction, normalizer)
-    check_logits("logits", logits)
+    check_logits("logits", logits, least_words=0 if of_shard else 1)
     check_sequences(logits, cu_seqlens)
-    check_logits("ref_logits", ref_logits)
+    check_logits("ref_logits", ref_logits, least_words=0 if of_shard else 1)
     if ref_logits.shape != logits.shape:
         raise ValueError(
             f"ref_logits must have the shape of logits, {shape_text(logits)}, got "

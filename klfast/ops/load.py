@@ -9,7 +9,7 @@ import torch
 
 from klfast.call import Choices, Numbers
 from klfast.names import ESTIMATORS
-from klfast.ops.table import SCHEMAS, define
+from klfast.ops.table import SCHEMAS, arities, define
 from klfast.rollout.call import (
     FORMULAS,
     RolloutChoices,
@@ -31,6 +31,7 @@ TABLES = {
     "rollout numbers": len(RolloutNumbers._fields),
     "choices of a rule": len(RuleChoices._fields),
     "bounds of a rule": len(RuleBounds._fields),
+    "arguments of ops": arities(),
 }
 """The tables that the extension must have: names, or the number of rows."""
 

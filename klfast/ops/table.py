@@ -30,10 +30,11 @@ _CALL = (
     "Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, "
 )
 _INVERSE = "Tensor? inverse_temperature=None"
+_GRAD_LSES = ", Tensor? grad_lse=None, Tensor? grad_ref_lse=None"
 _TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
 _TOKENS_BACKWARD = (
     "Tensor saved, Tensor logprobs, Tensor entropy, float temperature, Tensor? grad_logprobs, "
-    f"Tensor? grad_entropy, {_INVERSE}"
+    f"Tensor? grad_entropy, {_INVERSE}, Tensor? grad_lse=None"
 )
 _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
@@ -56,10 +57,9 @@ SCHEMAS = {
     f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
     "Tensor? grad_rows, Tensor? grad_logprobs, Tensor? grad_ref_logprobs, Tensor? grad_entropy, "
-    f"bool want_grad, bool want_grad_ref, {_INVERSE}) "
-    "-> (Tensor, Tensor)",
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor, Tensor)",
     "kl_divergence_bwd_": f"({_INPLACE_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
-    f"bool want_grad, bool want_grad_ref, {_INVERSE}) -> ()",
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> ()",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -84,9 +84,12 @@ gradients of sum(row_weights * rows), and the entropies of the model that ``entr
 position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor beside gradients.
 ``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
 the memory of the logits, which are contiguous and not each other. A gradient that comes in as None
-stands for zeros. ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too; logprobs and their
-gradient are as many numbers, and an id of ``NO_ID`` is none. ``inverse_temperature``, float64,
-takes the place of the temperature: one a row, [R], or a 0-dim tensor.
+stands for zeros. ``grad_lse`` and ``grad_ref_lse`` are those of the rows' log-sum-exps under either
+model, which differ from 0 where a row is a shard of a vocabulary: ``saved`` says them
+(``klfast.logits.normalizers``). ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too;
+logprobs and their gradient are as many numbers, and an id of ``NO_ID`` is none.
+``inverse_temperature``, float64, takes the place of the temperature: one a row, [R], or a 0-dim
+tensor.
 ``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``; ``rules`` and
 ``bounds`` hold three integers and two numbers a rule (``klfast.rollout.call``).
 """
@@ -129,6 +132,11 @@ _NAMES = {
     op: re.findall(r"(\w+)(?:=None)?[,)]", schema.partition(" -> ")[0])
     for op, schema in SCHEMAS.items()
 }
+
+
+def arities() -> dict[str, int]:
+    """How many arguments each op takes."""
+    return {op: len(names) for op, names in _NAMES.items()}
 
 
 def _empty_gradient(tensor: Tensor | None, wanted: bool, like: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ from agreement_logits import (
     FLOATS,
     assert_divergence_agrees,
     assert_entropy_agrees,
+    assert_tokens_agree,
     random_ids,
     random_logits,
     tensors_of,
 )
 from extreme_logits import assert_divergence, assert_tokens, pairs
+from shards import over_shards
 
 import klfast
 from klfast.backends.triton import logits_launch as launch
@@ -104,6 +106,19 @@ def test_tokens(words):
     for a, b in zip(found, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
     assert not found[2][0, 1].any()
+
+
+@pytest.mark.parametrize("words", [60, pytest.param(190, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_shards_of_a_vocabulary(direction, words):
+    """Rows of one program, and of segments; the last has no word of the first shard."""
+    logits, ref_logits = random_logits(1, 3, 2 * words)
+    logits[0, 2, :words] = ref_logits[0, 2, :words] = -torch.inf
+    with over_shards((words,)):
+        assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
+        assert_entropy_agrees(BACKEND, logits, ref_logits, direction=direction)
+        if direction == "reverse":
+            assert_tokens_agree(BACKEND, logits, torch.tensor([[0, words, words + 1]]))
 
 
 @pytest.mark.parametrize("words", [60, 190])

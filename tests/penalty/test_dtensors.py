@@ -121,6 +121,15 @@ CASES = {
         "kl_divergence", *MODELS, "mask", reduction="token-mean", return_entropy=True
     ),
     **{
+        f"kl_divergence-{direction}": Case(
+            *("kl_divergence", *MODELS, "mask", "temperature"),
+            reduction="seq-mean-token-mean",
+            direction=direction,
+            return_stats=True,
+        )
+        for direction in ("reverse", "forward")
+    },
+    **{
         f"topk_kl_divergence-{reduction}": Case(
             *("topk_kl_divergence", "logits", *ENTRIES, "mask", "temperature"),
             reduction=reduction,
@@ -163,6 +172,24 @@ def placed(mesh, kind):
     return place
 
 
+def travelled(mesh):
+    """The most numbers that a call over a sharded vocabulary has sent in one collective."""
+    place, sent = placed(mesh, "words"), []
+
+    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "c10d" in function.namespace:
+                sent.extend(t.numel() for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+            return function(*args, **(kwargs or {}))
+
+    logits, ref_logits = (
+        place(name, torch.randn(2, 3, 1000, requires_grad=True)) for name in MODELS
+    )
+    with Counted():
+        klfast.kl_divergence(logits, ref_logits, reduction="token-mean").to_local().backward()
+    return max(sent)
+
+
 def refusals(mesh):
     """Name -> the error of a call that no placement serves."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -179,6 +206,12 @@ def refusals(mesh):
         ),
         "inplace": lambda: klfast.token_logprobs(
             dtensors["logits"], dtensors["token_ids"], inplace_backward=True
+        ),
+        "group": lambda: klfast.token_logprobs(
+            dtensors["logits"], dtensors["token_ids"], group=mesh
+        ),
+        "words": lambda: klfast.kl_divergence(
+            *(distribute_tensor(batch["logits"][..., :v], mesh, [Shard(2)]) for v in (V, V - 1))
         ),
     }
     for name, call in calls.items():
@@ -228,6 +261,7 @@ def work(rank):
     left["fields"] = list(fields(mesh))
     left["refusals"] = dict(refusals(mesh))
     left["controller"] = controlled(mesh)
+    left["travelled"] = travelled(mesh)
     return left
 
 
@@ -277,6 +311,7 @@ def test_named_tuples_come_back(left):
         ("kl_rewards", "tokens", "R"),
         ("token_logprobs", "tokens", "S(1)"),
         ("token_logprobs", "words", "R"),
+        ("kl_divergence-forward", "words", "R"),
         ("kl_divergence-token-mean", "sequences", "P(sum)"),
         ("kl_divergence-token-mean", "words", "R"),
         ("kl_divergence-token-mean", "partial", "R"),
@@ -284,6 +319,44 @@ def test_named_tuples_come_back(left):
 )
 def test_results_stay_where_their_tokens_are(left, name, kind, placement):
     assert left[0][name, kind][-1][0] == placement
+
+
+def test_logits_of_a_sharded_vocabulary_stay_where_they_are(left):
+    """Two ranks' five numbers a token, or 32 about the call."""
+    for rank in left:
+        assert 0 < rank["travelled"] <= WORLD_SIZE * 32
+
+
+def over_two_dimensions(rank):
+    """The results of cases over logits, sharded along both dimensions of a mesh."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
+    left = {}
+    for name, dimensions in itertools.product(OVER_LOGITS, [(0, 2), (2, 0), (2, 2), (1, 2)]):
+
+        def place(_, tensor, dimensions=dimensions):
+            placements = [Shard(d) if d < tensor.dim() else Replicate() for d in dimensions]
+            return distribute_tensor(tensor, mesh, placements)
+
+        outputs, gradients = CASES[name].run(place)
+        left[name, dimensions] = [t.full_tensor().detach() for t in (*outputs, *gradients)]
+    return left
+
+
+OVER_LOGITS = [name for name in CASES if name.startswith(("token_logprobs", "kl_divergence"))]
+
+
+@pytest.mark.exhaustive
+def test_a_vocabulary_and_sequences_sharded_at_once(tmp_path):
+    found = results_of_ranks(over_two_dimensions, tmp_path, 4, timeout=120)
+    for name in OVER_LOGITS:
+        outputs, gradients = CASES[name].run(lambda _, tensor: tensor)
+        expected = [t.detach() for t in (*outputs, *gradients)]
+        for rank in found:
+            for key in rank:
+                if key[0] == name:
+                    same(rank[key], expected)
 
 
 @pytest.mark.parametrize("name", ["kl_penalty-stats", "kl_rewards"])
@@ -312,6 +385,16 @@ def test_statistics_of_all_ranks_steer_a_controller(left):
             "sharded, got [2, 6]",
         ),
         ("inplace", "ValueError: inplace_backward must be False for DTensors, got True"),
+        (
+            "group",
+            "ValueError: group must be None for DTensors, whose placements say which shards there "
+            "are, got DeviceMesh",
+        ),
+        (
+            "words",
+            "ValueError: ref_logits must have the shape of logits, [3, 6, 5], where that is "
+            "sharded, got [3, 6, 4]",
+        ),
     ],
 )
 def test_what_is_refused_is_refused_on_every_rank(left, name, message):

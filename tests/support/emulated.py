@@ -18,6 +18,7 @@ from torch.utils import cpp_extension
 
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
+from klfast.logits.normalizers import of_cuda
 from klfast.ops.direct import Direct, directly
 from klfast.ops.table import Ops, define
 
@@ -87,7 +88,13 @@ def backend():
     """
     roads = directly(extension(), ops())
     direct = Direct(extension(), roads, serves=lambda _: False)  # the checks are to be done
-    return compiled("native", NATIVE.why_not, ops(), direct=direct)
+    return compiled(
+        "native",
+        NATIVE.why_not,
+        ops(),
+        direct=direct,
+        units_of=lambda logits, dtype: of_cuda(dtype),
+    )
 
 
 def allow(tensor):

@@ -21,13 +21,13 @@ from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 
 def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies: log softmax(logits / temperature) and -sum p log p."""
-    logits = _Overwritten.apply(call.logits) if call.inplace_backward else call.logits
+    logits = overwritten(call.logits) if call.inplace_backward else call.logits
     arithmetic = arithmetic_dtype(logits)
-    logprobs = _log_softmax(logits, call.keep, _temperature(call))
-    taken = _taken(logprobs, call.token_ids, call.keep)
+    logprobs = _log_softmax(logits, call.keep, temperature_of(call))
+    taken = taken_of(logprobs, call.token_ids, call.keep)
     entropy = None
     if call.return_entropy:
-        entropy = _entropies(logprobs, call.keep).to(arithmetic).view(call.rows_shape)
+        entropy = entropies_of(logprobs, call.keep).to(arithmetic).view(call.rows_shape)
     return taken.to(arithmetic).view(call.shape), entropy
 
 
@@ -51,29 +51,29 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     """
     arithmetic = arithmetic_dtype(call.logits, call.ref_logits)
     p, q = (
-        _log_softmax(logits, call.keep, _temperature(call))
+        _log_softmax(logits, call.keep, temperature_of(call))
         for logits in (call.logits, call.ref_logits)
     )
     if call.direction == "reverse":
-        rows = _expectation(p, p - q)
+        rows = expectation(p, p - q)
     elif call.direction == "forward":
-        rows = _expectation(q, q - p)
+        rows = expectation(q, q - p)
     else:
         b = call.jsd_beta
         m = _log_mixture(p, q, b)
-        rows = (1 - b) * _expectation(p, p - m) + b * _expectation(q, q - m)
-    rows = _zero_where_masked(rows, call.keep).to(arithmetic)
+        rows = (1 - b) * expectation(p, p - m) + b * expectation(q, q - m)
+    rows = zero_where_masked(rows, call.keep).to(arithmetic)
     entropies = None
     if call.return_entropy:
-        entropies = _entropies(p, call.keep).to(arithmetic)
+        entropies = entropies_of(p, call.keep).to(arithmetic)
         entropies = torch.where(rows.isnan(), torch.nan, entropies)
     if call.token_ids is None:
         return rows, BesideDivergences(entropies=entropies)
-    taken, ref_taken = (_taken(x, call.token_ids, call.keep).to(arithmetic) for x in (p, q))
+    taken, ref_taken = (taken_of(x, call.token_ids, call.keep).to(arithmetic) for x in (p, q))
     return rows, BesideDivergences(taken, ref_taken, entropies)
 
 
-def _temperature(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
+def temperature_of(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
     """A number or a tensor, 0-dim or one a row, [R, 1]; of any row that is masked 1."""
     inverse = call.inverse_temperature
     if inverse is None:
@@ -90,15 +90,19 @@ def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float | Tenso
 
     The greatest logit is subtracted before the temperature: that is exact for logits near it.
     """
-    wide = torch.float64 if logits.device.type != "mps" else torch.float32
-    rows = logits.to(wide).flatten(0, 1)
-    if keep is not None:
-        rows = torch.where(keep[:, None], rows, 0.0)
+    rows = wide_rows(logits, keep)
     greatest = rows.detach().amax(-1, keepdim=True)
     return ((rows - greatest) / temperature).log_softmax(-1)
 
 
-def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
+def wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
+    """[A, T, V] -> [R, V], in float64; 0 where masked."""
+    wide = torch.float64 if logits.device.type != "mps" else torch.float32
+    rows = logits.to(wide).flatten(0, 1)
+    return rows if keep is None else torch.where(keep[:, None], rows, 0.0)
+
+
+def expectation(logprobs: Tensor, values: Tensor) -> Tensor:
     """Sum over the vocabulary of exp(logprobs) * values; a word of probability 0 adds 0.
 
     A probability too small for float64 is none, and times infinity still infinite.
@@ -110,9 +114,9 @@ def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
     return torch.where(possible, terms, 0.0).sum(-1)
 
 
-def _entropies(logprobs: Tensor, keep: Tensor | None) -> Tensor:
+def entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:
     """-sum p log p; 0 where masked."""
-    return _zero_where_masked(-_expectation(logprobs, logprobs), keep)
+    return zero_where_masked(-expectation(logprobs, logprobs), keep)
 
 
 def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
@@ -123,7 +127,7 @@ def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
     return torch.where(possible, mixed, -torch.inf)
 
 
-def _taken(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
+def taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
     """The log-probs of ids [R] or [R, K]; 0 where masked, and where there is no id."""
     has_k = token_ids.dim() == 2
     exist = token_ids != NO_ID if has_k else torch.ones_like(token_ids, dtype=torch.bool)
@@ -135,8 +139,14 @@ def _taken(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
     return torch.where(exist, taken, 0.0)
 
 
-def _zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
+def zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep, rows, 0.0)
+
+
+def overwritten(logits: Tensor) -> Tensor:
+    """The logits, whose memory will hold their gradient."""
+    result: Tensor = _Overwritten.apply(logits)
+    return result
 
 
 class _Overwritten(torch.autograd.Function):

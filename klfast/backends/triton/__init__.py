@@ -16,6 +16,7 @@ import torch
 
 from klfast.backends.compiled import compiled
 from klfast.backends.triton.namespace import NAMESPACE
+from klfast.logits import normalizers
 from klfast.ops.table import SCHEMAS, Arguments, Ops, define
 
 _installed = importlib.util.find_spec("triton") is not None
@@ -57,4 +58,6 @@ def implementation(name: str) -> Any:
 
 _implement()
 
-TRITON = compiled("triton", _why_not, Ops.of(NAMESPACE))
+TRITON = compiled(
+    "triton", _why_not, Ops.of(NAMESPACE), units_of=lambda logits, dtype: normalizers.TRITON
+)

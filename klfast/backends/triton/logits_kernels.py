@@ -19,7 +19,8 @@ Functions share these tuples:
 
 - ``cut``: (words of a row, words of a segment, segments of a row);
 - ``state``: (divergence, origins, lse, shift, slope) of a pair of rows that is finished;
-- ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model);
+- ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model,
+  log-sum-exp, log-sum-exp of the second model);
 - ``row``: the factors of a word's gradient, of ``kl_gradients`` or ``entropy_gradient``.
 """
 
@@ -316,6 +317,8 @@ def finish_words(
             largest = nearer.to(FORM.acc)
         else:
             largest = row_maximum(x_of, cut, FORM)
+            # Of nothing but -infinity the sum is 0, and NaN if there is a NaN.
+            largest = tl.where(largest == float("-inf"), 0.0, largest)
         total, moment = sum_words(x_of, scale, largest, left_out, cut, 0, cut[2], ENTROPY, FORM)
         total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
     return largest.to(tl.float64), tl.log(total), entropy_of(total, moment)
@@ -443,6 +446,7 @@ def token_logprobs_backward_kernel(
     entropy,
     grad_logprobs,
     grad_entropy,
+    grad_lse,
     grad,
     inverse_temperature_at,
     inverse_temperature: tl.int64,
@@ -469,7 +473,8 @@ def token_logprobs_backward_kernel(
         exact_shift = tl.load(saved + rows + row) * LOG2E
         shift, factor = rounded(exact_shift, FORM.acc)
         # A word's gradient is -p (slope log2(p) + constant), but for the picks'.
-        of_picks = inverse * incoming_of_row(grad_logprobs, token_ids, row, picks, FORM)
+        of_picks = incoming_of_row(grad_logprobs, token_ids, row, picks, FORM)
+        of_picks = inverse * (of_picks - load_double(grad_lse, row))
         of_entropy = inverse * load_double(grad_entropy, row)
         rest = (shift.to(tl.float64) - exact_shift) * LN2
         constant = (of_picks + of_entropy * (rest + load_double(entropy, row))).to(FORM.acc)
@@ -602,11 +607,15 @@ def look_again(
     kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
     entropy = entropy_of_pairs(sums, moment, ENTROPY)
     looks = 1
-    while (looks < 3) & ~exact:
+    while (looks < 3) & ~exact & ((looks == 1) | (lse > float("-inf"))):
         better = guess_of(lse, shift, inverse_temperature, FORM.acc)
         if (looks == 1) & ~usable:
             x = row_maximum(x_of, cut, FORM)
             y = row_maximum(y_of, cut, FORM)
+            # Of nothing but -infinity the sums are 0, and NaN if there is a NaN.
+            are_excluded = (x == float("-inf")) & (y == float("-inf"))
+            x = tl.where(are_excluded, 0.0, x)
+            y = tl.where(are_excluded, 0.0, y)
             origins, better = first_guess(x, y, inverse_temperature, FORM)
         again, moment, excluded = sum_pairs(
             x_of, y_of, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
@@ -704,27 +713,30 @@ def write_gradients(
 ):
     """The gradients of words of a row, None where not wanted.
 
-    ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence and log-probs,
-    ``entropy`` the entropy and its gradient, all in fp64. From the last tile to the first: what was
-    read last is likely still in the cache.
+    ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence, log-probs and
+    log-sum-exps, ``entropy`` the entropy and its gradient, all in fp64. From the last tile to the
+    first: what was read last is likely still in the cache.
     """
     value, origins, lse, shift, slope = state
-    grad, of_token, ref_of_token = incoming
+    grad, of_token, ref_of_token, of_lse, of_ref_lse = incoming
     exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
     grad *= inverse_temperature
     of_token *= inverse_temperature
     ref_of_token *= inverse_temperature
+    # A log-prob falls by its word's log-sum-exp.
+    of_lse = of_token - of_lse * inverse_temperature
+    of_ref_lse = ref_of_token - of_ref_lse * inverse_temperature
     if DIVERGENCE == "kl":
         first_grad = grad.to(FORM.acc)
-        first_mean = (times(grad, value) + of_token).to(FORM.acc)
+        first_mean = (times(grad, value) + of_lse).to(FORM.acc)
         second_grad = first_grad
-        second_mean = ref_of_token.to(FORM.acc)
+        second_mean = of_ref_lse.to(FORM.acc)
     else:
         first_grad = ((1 - beta) * grad).to(FORM.acc)
-        first_mean = (of_token - (1 - beta) * times(grad, slope)).to(FORM.acc)
+        first_mean = (of_lse - (1 - beta) * times(grad, slope)).to(FORM.acc)
         # The mean under q of log(q / m), times beta, follows from what there is.
         second_grad = (beta * grad).to(FORM.acc)
-        second_mean = (times(grad, value + (1 - beta) * slope) + ref_of_token).to(FORM.acc)
+        second_mean = (times(grad, value + (1 - beta) * slope) + of_ref_lse).to(FORM.acc)
     of_token = of_token.to(FORM.acc)
     ref_of_token = ref_of_token.to(FORM.acc)
     mixture = mixture_of(beta, FORM.acc)
@@ -882,7 +894,13 @@ def kl_divergence_kernel(
                     count,
                     -1,
                     (value, origins, lse, shift, slope),
-                    (load_double(row_weights, row), load_double(None, row), load_double(None, row)),
+                    (
+                        load_double(row_weights, row),
+                        load_double(None, row),
+                        load_double(None, row),
+                        load_double(None, row),
+                        load_double(None, row),
+                    ),
                     (load_double(None, row), load_double(None, row)),
                     inverse,
                     beta,
@@ -916,6 +934,8 @@ def kl_divergence_backward_kernel(
     grad_logprobs,
     grad_ref_logprobs,
     grad_entropies,
+    grad_lse,
+    grad_ref_lse,
     grad_first,
     grad_second,
     inverse_temperature_at,
@@ -969,6 +989,8 @@ def kl_divergence_backward_kernel(
                 load_double(grad_rows, row),
                 load_double(grad_logprobs, row),
                 load_double(grad_ref_logprobs, row),
+                load_double(grad_lse, row),
+                load_double(grad_ref_lse, row),
             ),
             (load_double(entropies, row), load_double(grad_entropies, row)),
             inverse_of(inverse_temperature_at, inverse_temperature, row, FORM),

@@ -205,6 +205,7 @@ def _token_logprobs_backward(grad: Tensor, a: Arguments) -> None:
         None if a.grad_entropy is None else a.entropy,
         _contiguous(a.grad_logprobs),
         _contiguous(a.grad_entropy),
+        _contiguous(a.grad_lse),
         grad,
         *call.inverse_temperature,
         call.picks,
@@ -302,7 +303,8 @@ def _kl_divergence_forward(
     )
     if rows.segments > 1 and a.row_weights is not None:
         known = {"rows": result, "saved": saved, "grad_rows": a.row_weights}
-        alone = _of_rows_alone(Arguments(**(vars(a) | known)))
+        nothing = dict.fromkeys(("grad_lse", "grad_ref_lse"))
+        alone = _of_rows_alone(Arguments(**(vars(a) | known | nothing)))
         _launch_gradients(call, grads, alone)
     return result, logprobs, ref_logprobs, saved, entropy
 
@@ -310,15 +312,26 @@ def _kl_divergence_forward(
 def _kl_divergence_backward(a: Arguments, grads: Gradients) -> None:
     """Writes the gradients."""
     if _exchanges(a):
-        other = {"grad_logprobs": a.grad_ref_logprobs, "grad_ref_logprobs": a.grad_logprobs}
+        other = {
+            "grad_logprobs": a.grad_ref_logprobs,
+            "grad_ref_logprobs": a.grad_logprobs,
+            "grad_lse": a.grad_ref_lse,
+            "grad_ref_lse": a.grad_lse,
+        }
         _kl_divergence_backward(_exchanged(a, **other), grads[::-1])
         return
     call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     _launch_gradients(call, grads, a)
 
 
+_INCOMING = (
+    *("grad_rows", "grad_logprobs", "grad_ref_logprobs", "grad_entropy"),
+    *("grad_lse", "grad_ref_lse"),
+)
+
+
 def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
-    incoming = (a.grad_rows, a.grad_logprobs, a.grad_ref_logprobs, a.grad_entropy)
+    incoming = [getattr(a, name) for name in _INCOMING]
     if any(grad.numel() > 0 for grad in grads):
         call.launch(
             kernels.kl_divergence_backward_kernel,

@@ -1,0 +1,496 @@
+"""A vocabulary in shards against the oracle over whole rows, on every backend."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from agreement import same_bits
+from agreement_logits import (
+    COMPILED,
+    FLOATS,
+    assert_divergence_agrees,
+    assert_entropy_agrees,
+    assert_tokens_agree,
+    leaves,
+    random_ids,
+    random_logits,
+    tensors_of,
+    uneven,
+)
+from oracle_divergences import PROMISE, Pair, kl
+from shards import OnDevicesAlone, over_shards, sharded, shards_of
+
+import klfast
+from klfast.reduction import REDUCTIONS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAN, INF = math.nan, math.inf
+WORDS = 37
+CUTS = {
+    "two": (20,),
+    "three-unequal": (1, 30),
+    "an-empty-one": (16, 16),
+    "the-first-empty": (0,),
+    "the-last-empty": (WORDS,),
+    "five": (7, 8, 20, 36),
+}
+
+every_direction = pytest.mark.parametrize("direction", ["reverse", "forward"])
+every_cut = pytest.mark.parametrize("edges", CUTS.values(), ids=CUTS)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@every_cut
+@every_direction
+def test_divergences_and_gradients(backend, direction, edges, dtype):
+    with over_shards(edges):
+        for reduction in ("none", "token-mean"):
+            options = {"direction": direction, "reduction": reduction}
+            assert_divergence_agrees(backend, *random_logits(2, 3, WORDS, dtype=dtype), **options)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@every_cut
+def test_token_logprobs_and_entropies(backend, edges, dtype):
+    logits, _ = random_logits(2, 3, WORDS, dtype=dtype)
+    with over_shards(edges):
+        assert_tokens_agree(backend, logits, random_ids(logits))
+
+
+@pytest.mark.grid
+@every_cut
+@every_direction
+def test_entropies_beside_a_divergence(backend, direction, edges):
+    with over_shards(edges):
+        options = {"direction": direction, "temperature": 0.7}
+        assert_entropy_agrees(backend, *random_logits(2, 3, WORDS), **options)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@every_direction
+def test_every_reduction_with_a_mask(backend, direction, reduction):
+    mask = torch.tensor([[1.0, 0.0, 0.5], [0.0, 2.0, 1.0]])
+    logits = random_logits(2, 3, WORDS)
+    packed = torch.tensor([0, 2, 2, 6])
+    flat = [model.flatten(0, 1) for model in logits]
+    with over_shards((20,)):
+        options = {"direction": direction, "reduction": reduction, "coef": 0.3}
+        assert_divergence_agrees(backend, *logits, mask, **options)
+        options |= {"cu_seqlens": packed}
+        assert_divergence_agrees(backend, *flat, mask.flatten(), **options)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("ref_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@every_direction
+def test_dtypes_mix(backend, direction, dtype, ref_dtype):
+    logits = random_logits(2, 3, WORDS, dtype=dtype, ref_dtype=ref_dtype)
+    with over_shards((20,)):
+        assert_divergence_agrees(backend, *logits, direction=direction)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "temperature", [0.1, 0.7, 3.0, torch.tensor([[0.5, 1.0, 3.0], [2, 1, 0.7]])]
+)
+@every_direction
+def test_temperatures(backend, direction, temperature):
+    logits = random_logits(2, 3, WORDS)
+    with over_shards((7, 20)):
+        found = _everything(backend, logits, direction=direction, temperature=temperature)
+    rows = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    truth = _everything(
+        "reference", [model.double() / rows for model in logits], direction=direction
+    )
+    for x, exact in zip(found, truth, strict=True):
+        scale = 1 / rows if x.shape == logits[0].shape else 1.0
+        _assert_near(x, exact * scale, 3e-5)
+
+
+def _everything(backend, logits, ids=None, **options):
+    """All outputs of ``kl_divergence`` but statistics, and the gradients of a sum of them."""
+    inputs = leaves(*logits)
+    ids = torch.arange(6).view(2, 3) * 6 if ids is None else ids
+    found = klfast.kl_divergence(
+        *inputs, token_ids=ids, return_entropy=True, backend=backend, **options
+    )
+    outputs = tensors_of(found)
+    sum((uneven(x) * (i + 1) * x).sum() for i, x in enumerate(outputs)).backward()
+    return [x.detach() for x in outputs] + [x.grad for x in inputs]
+
+
+def _assert_near(found, exact, relative):
+    exact = exact.double()
+    assert (found.double() - exact).norm() <= relative * exact.norm()
+
+
+@pytest.mark.grid
+@every_cut
+@every_direction
+def test_all_outputs_of_one_call(backend, direction, edges):
+    """Log-probs under either model too, and one gradient of all of them."""
+    logits = random_logits(2, 3, WORDS)
+    with over_shards(edges):
+        found = _everything(backend, logits, direction=direction)
+    truth = _everything("reference", [model.double() for model in logits], direction=direction)
+    for x, exact in zip(found, truth, strict=True):
+        _assert_near(x, exact, 4e-6)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("ignore_index", [None, -100])
+@every_cut
+def test_k_ids_a_token(backend, edges, ignore_index):
+    """A word may be there twice, in any shard; an ignored entry is 0 and has no gradient."""
+    logits, _ = random_logits(2, 3, WORDS)
+    ids = torch.randint(WORDS, (2, 3, 5))
+    ids[0, 0, :2] = 36
+    ids[0, 1] = torch.tensor([0, 36, 0, 20, 19])
+    if ignore_index is not None:
+        ids[1, 1, 1:] = ids[1, 2] = ignore_index
+    options = {"ignore_index": ignore_index, "return_entropy": True}
+
+    def found(backend, logits):
+        (leaf,) = leaves(logits)
+        logprobs, entropy = klfast.token_logprobs(leaf, ids, backend=backend, **options)
+        ((uneven(logprobs) * logprobs).sum() + (uneven(entropy) * entropy).sum()).backward()
+        return logprobs.detach(), entropy.detach(), leaf.grad
+
+    with over_shards(edges):
+        own = found(backend, logits)
+    for x, exact in zip(own, found("reference", logits.double()), strict=True):
+        _assert_near(x, exact, 4e-6)
+    if ignore_index is not None:
+        assert not own[0][ids == ignore_index].any()
+        assert not own[2][1, 2].any()
+
+
+@pytest.mark.parametrize("backend", COMPILED, indirect=True)
+@pytest.mark.parametrize(("apart", "bar"), [(1e-2, 2e-6), (1e-3, 1e-4)])
+@every_direction
+def test_digits_near_the_policy(backend, direction, apart, bar):
+    """At 5e-5 and at 5e-7 nats; the promise of whole rows holds too. Equal models: exactly 0."""
+    logits = random_logits(2, 8, 1500, apart=apart)
+    models = logits if direction == "reverse" else logits[::-1]
+    truth, _ = kl(Pair(*models, 1.0, torch.float32))
+    with over_shards((7, 700)):
+        found = klfast.kl_divergence(*logits, direction=direction, backend=backend)
+        equal = klfast.kl_divergence(logits[0], logits[0], direction=direction, backend=backend)
+    relative = (found.flatten().double() / truth.flatten() - 1).abs().max()
+    assert relative <= min(bar, PROMISE)
+    assert not equal.any()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("margin", [5, 17, 25])
+@pytest.mark.parametrize("place", [3, 36])
+@pytest.mark.parametrize("backend", COMPILED, indirect=True)
+def test_the_gradient_of_a_confident_token(backend, place, margin):
+    """1 - p keeps its digits wherever the rest of the probability is."""
+    logits = torch.randn(1, 4, WORDS, dtype=torch.float64).float()
+    logits[..., place] = logits.amax(-1) + margin
+    ids = torch.full((1, 4), place)
+    (leaf,) = leaves(logits)
+    with over_shards((20,)):
+        klfast.token_logprobs(leaf, ids, backend=backend).sum().backward()
+    exact = logits.double()
+    others = torch.cat([exact[..., :place], exact[..., place + 1 :]], -1).logsumexp(-1)
+    rest = torch.sigmoid(others - exact[..., place])
+    torch.testing.assert_close(leaf.grad[..., place].double(), rest, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@every_direction
+def test_the_gradient_of_a_likely_word(backend, direction):
+    """On a CPU it is what the others leave, in each shard as in whole rows."""
+    logits, ref_logits = random_logits(1, 4, WORDS)
+    logits[..., 30] += 20
+    ref_logits[..., 30] += 20
+    for edges in ((20,), (31,), (3, 33)):
+        with over_shards(edges):
+            assert_divergence_agrees(backend, logits, ref_logits, direction=direction)
+
+
+def filtered(kept):
+    """Logits of a few words alone, as top-k sampling leaves them: [1, 4, V]."""
+    logits, ref_logits = random_logits(1, 4, WORDS)
+    words = torch.arange(WORDS)
+    for row, places in enumerate(kept):
+        logits[0, row, ~torch.isin(words, torch.tensor(places))] = -INF
+    return logits, ref_logits
+
+
+@pytest.mark.grid
+@every_direction
+@every_cut
+def test_shards_without_a_word_that_is_possible(backend, edges, direction):
+    """Of the first model: where the second has words, that is no word the first may say."""
+    logits, ref_logits = filtered([[3, 4], [21, 36], [0, 36], [19]])
+    models = (logits, ref_logits) if direction == "reverse" else (ref_logits, logits)
+    with over_shards(edges):
+        assert_divergence_agrees(backend, *models, direction=direction)
+        assert_entropy_agrees(backend, *models, direction=direction)
+        assert_tokens_agree(backend, logits, torch.tensor([[3, 36, 0, 19]]))
+    both = tuple(torch.where(logits == -INF, -INF, model) for model in (logits, ref_logits))
+    with over_shards(edges):
+        assert_divergence_agrees(backend, *both, direction=direction)
+        found = _everything(backend, both, torch.tensor([[3, 36, 0, 19]]), direction=direction)
+    truth = _everything("reference", both, torch.tensor([[3, 36, 0, 19]]), direction=direction)
+    for x, exact in zip(found, truth, strict=True):
+        _assert_near(x, exact, 4e-6)
+
+
+@every_direction
+def test_a_shard_that_the_second_model_excludes(backend, direction):
+    """The divergence is infinite; log-probs, entropies and other rows are what they are."""
+    second, first = filtered([[3, 4], [21, 36]])
+    logits, ref_logits = (first, second) if direction == "reverse" else (second, first)
+    ids = torch.tensor([[3, 30, 5, 7]])
+    options = {"direction": direction, "token_ids": ids, "return_entropy": True}
+    with over_shards((20,)):
+        found = klfast.kl_divergence(logits, ref_logits, **options, backend=backend)
+    truth = klfast.kl_divergence(logits, ref_logits, **options, backend="reference")
+    assert found.kl.isinf().tolist() == [[True, True, False, False]]
+    for x, exact in zip(tensors_of(found), tensors_of(truth), strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+@every_direction
+def test_nan_and_infinity_show_in_their_row_alone(backend, direction, poison):
+    for side in (0, 1):
+        models = list(random_logits(1, 3, WORDS))
+        models[side][0, 1, 30] = poison
+        models[side][0, 1, 20:30] = -INF
+        with over_shards((20,)):
+            found = _everything(backend, models, torch.tensor([[0, 5, 9]]), direction=direction)
+        assert found[0].isnan().tolist() == [[False, True, False]]
+        for x in found:
+            assert x[0, ::2].isfinite().all()
+        of_poisoned = found[4 + side]
+        assert of_poisoned[0, 1].isnan().any()
+        with over_shards((20,)):
+            tokens = klfast.token_logprobs(
+                models[side], torch.tensor([[0, 5, 9]]), return_entropy=True, backend=backend
+            )
+        for x in tokens:
+            assert x.isnan().tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("lift", [3e38, -3e38, 1e6, -1e6])
+def test_logits_far_from_0(backend, lift):
+    """A row of one number is a distribution of equals, whatever the shards' sizes."""
+    logits = torch.full((1, 2, WORDS), lift)
+    with over_shards((7,)):
+        kl = klfast.kl_divergence(logits, logits, backend=backend)
+        logprobs, entropy = klfast.token_logprobs(
+            logits, torch.tensor([[3, 20]]), return_entropy=True, backend=backend
+        )
+    assert not kl.any()
+    expected = torch.full((1, 2), math.log(WORDS))
+    torch.testing.assert_close(-logprobs, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(entropy, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("lift", [2000.0, -2000.0])
+@every_direction
+def test_shards_with_origins_of_their_own(backend, direction, lift):
+    """Logits far from 0 in one shard, near 0 in another; at temperature 10 they still meet."""
+    logits, ref_logits = random_logits(2, 3, WORDS, dtype=torch.float64)
+    lifted = torch.where(torch.arange(WORDS) < 20, lift, lift * 0.999)
+    models = tuple((model + lifted).float() for model in (logits, ref_logits))
+    truth = _everything("reference", [m.double() for m in models], direction=direction)
+    with over_shards((20,)):
+        found = _everything(backend, models, direction=direction)
+    for x, exact in zip(found, truth, strict=True):
+        _assert_near(x, exact, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+def test_masked_rows_are_not_read(backend, dtype):
+    logits, ref_logits = random_logits(2, 3, WORDS, dtype=dtype)
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    ids = torch.where(mask, random_ids(logits), -7)
+    poisoned = [torch.where(mask[..., None], model, NAN) for model in (logits, ref_logits)]
+    with over_shards((20, 20)):
+        found = _everything(backend, poisoned, ids, mask=mask)
+        tokens = klfast.token_logprobs(poisoned[0], ids, mask, backend=backend)
+    clean = _everything(backend, (logits, ref_logits), ids, mask=mask)
+    for x, exact in zip(found, clean, strict=True):
+        assert not x[~mask].any()
+        _assert_near(x, exact, 4e-6)
+    assert not tokens[~mask].any()
+
+
+def test_statistics_are_of_whole_rows(backend):
+    logits, ref_logits = random_logits(2, 3, WORDS)
+    mask = torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]])
+    options = {"token_ids": random_ids(logits), "return_stats": True, "backend": backend}
+    whole = klfast.kl_divergence(logits, ref_logits, mask, **options).stats
+    with over_shards((20,)):
+        found = klfast.kl_divergence(logits, ref_logits, mask, **options).stats
+    for field, value in found._asdict().items():
+        torch.testing.assert_close(value, getattr(whole, field), rtol=1e-5, atol=1e-6)
+
+
+@every_direction
+def test_one_rank_has_the_bits_of_no_group(backend, direction):
+    logits = random_logits(2, 3, WORDS)
+    alone = _everything(backend, logits, direction=direction)
+    with over_shards(()):
+        found = _everything(backend, logits, direction=direction)
+    for x, y in zip(found, alone, strict=True):
+        assert same_bits(x, y)
+
+
+def test_any_strides_and_shapes(backend):
+    logits, ref_logits = random_logits(3, 2, WORDS)
+    strided = [model.transpose(0, 1) for model in (logits, ref_logits)]
+    ids = random_ids(strided[0])
+    with over_shards((20,)):
+        found = _everything(backend, strided, ids)
+        four = klfast.token_logprobs(strided[0][None], ids[None], backend=backend)
+        one = klfast.token_logprobs(strided[0][0, 0], ids[0, 0], backend=backend)
+        nothing = klfast.kl_divergence(logits[:0], ref_logits[:0], backend=backend)
+    truth = _everything("reference", [m.double() for m in strided], ids)
+    for x, exact in zip(found, truth, strict=True):
+        _assert_near(x, exact, 4e-6)
+    assert nothing.shape == (0, 2)
+    expected = klfast.token_logprobs(strided[0], ids, backend=backend)
+    torch.testing.assert_close(four[0], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(one, expected[0, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_what_travels():
+    """One all-gather of 32 integers and one of few numbers a row; none in the backward."""
+    logits, ref_logits = random_logits(2, 3, WORDS)
+    ids = random_ids(logits)
+    for function, models, others, options, columns in (
+        (klfast.token_logprobs, (logits,), (ids,), {}, 3),
+        (klfast.token_logprobs, (logits,), (ids,), {"return_entropy": True}, 4),
+        (klfast.kl_divergence, (logits, ref_logits), (), {}, 5),
+        (klfast.kl_divergence, (logits, ref_logits), (), {"token_ids": ids}, 7),
+    ):
+        tables, inputs = [], leaves(*models)
+        found = sharded(function, (20,), tables)(*inputs, *others, **options)
+        sum(x.sum() for x in tensors_of(found)).backward()
+        assert tables == [[(32,), (columns, 6)]] * 2
+        assert all(model.grad is not None for model in inputs)
+
+
+def by_rank(name, values):
+    """The options of a rank: another value of one of them."""
+    return lambda rank, options: {**options, name: values[rank]}
+
+
+def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
+    """The same bits where ranks agree; where not, NaN of all tokens and of the gradient."""
+    logits, ref_logits = random_logits(2, 3, WORDS)
+    ids, tables = random_ids(logits), []
+    for function, models, others in (
+        (klfast.token_logprobs, (logits,), (ids,)),
+        (klfast.kl_divergence, (logits, ref_logits), ()),
+    ):
+        on_host = sharded(function, (20,))(*models, *others, backend=backend)
+        on_device = sharded(function, (20,), tables, OnDevicesAlone)
+        assert same_bits(on_device(*models, *others, backend=backend), on_host)
+        inputs = leaves(*models)
+        apart = by_rank("temperature", (1.0, 0.5))
+        found = sharded(function, (20,), None, OnDevicesAlone, apart)(
+            *inputs, *others, backend=backend
+        )
+        found.sum().backward()
+        assert found.isnan().all()
+        assert inputs[0].grad.isnan().all()
+    assert tables == [[(2,), (3, 6)]] * 2 + [[(2,), (5, 6)]] * 2
+
+
+def test_groups_that_serve_no_cpu_are_asked_under_checks(monkeypatch):
+    monkeypatch.setenv("KLFAST_CHECK", "1")
+    apart = by_rank("temperature", (1.0, 0.5))
+    call = sharded(klfast.kl_divergence, (20,), None, OnDevicesAlone, apart)
+    with pytest.raises(RuntimeError, match="temperature must be the same on every rank of group"):
+        call(*random_logits(2, 3, WORDS))
+
+
+@pytest.mark.parametrize("backend", COMPILED, indirect=True)
+def test_the_gradient_may_take_the_logits_memory(backend):
+    (leaf,) = leaves(random_logits(2, 3, WORDS)[0])
+    ids = random_ids(leaf)
+    with over_shards((20,)):
+        klfast.token_logprobs(leaf, ids, backend=backend).sum().backward()
+    inputs = leaves(*(shard.contiguous() for shard in shards_of(leaf, (20,))))
+    made = [shard * 1 for shard in inputs]
+
+    def of_made(_, *others, group, **options):
+        return klfast.token_logprobs(made[group.rank], *others, group=group, **options)
+
+    call = sharded(of_made, (20,))
+    found = call(leaf, ids, inplace_backward=True, backend=backend)
+    found.sum().backward(retain_graph=True)
+    for own, of_model, grad in zip(inputs, made, shards_of(leaf.grad, (20,)), strict=True):
+        assert same_bits(own.grad, grad.contiguous())
+        assert same_bits(of_model.detach(), grad.contiguous())
+    with pytest.raises(RuntimeError, match="serves one backward"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize("backend", COMPILED, indirect=True)
+def test_a_second_derivative_is_refused(backend):
+    logits, ref_logits = leaves(*random_logits(1, 2, WORDS))
+    with over_shards((20,)):
+        for found in (
+            klfast.kl_divergence(logits, ref_logits, backend=backend),
+            klfast.token_logprobs(logits, torch.tensor([[3, 30]]), backend=backend),
+        ):
+            (grad,) = torch.autograd.grad(found.sum(), logits, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiable once"):
+                grad.sum().backward()
+
+
+def test_gradients_by_quotients():
+    """Of the reference, whose chain rule autograd differentiates; and of the native kernels."""
+    ids = torch.tensor([[3, 30, 36], [0, 20, 19]])
+    models = [m.requires_grad_() for m in random_logits(2, 3, WORDS, dtype=torch.float64)]
+    for backend in ("reference", *{"native"} & {name.partition("-")[0] for name in COMPILED}):
+        for direction in ("reverse", "forward"):
+            with over_shards((7, 20)):
+                options = {"direction": direction, "token_ids": ids, "return_entropy": True}
+                torch.autograd.gradcheck(
+                    lambda x, y, backend=backend, options=options: tensors_of(
+                        klfast.kl_divergence(x, y, backend=backend, **options)
+                    ),
+                    models,
+                    fast_mode=True,
+                )
+
+
+def test_memory_of_the_logits_size_is_the_gradients_alone():
+    """On a CPU, where torch's profiler of memory sees every allocation."""
+    rows, words = 64, 8192
+    logits, ref_logits = leaves(*random_logits(1, rows, words))
+    ids = random_ids(logits)
+    size = rows * words // 2 * 4
+    for call in (
+        lambda: klfast.kl_divergence(logits, ref_logits, token_ids=ids, return_entropy=True).kl,
+        lambda: klfast.token_logprobs(logits, ids),
+    ):
+        with over_shards((words // 2,)), torch.profiler.profile(profile_memory=True) as profiled:
+            found = call()
+        large = [e for e in profiled.events() if e.cpu_memory_usage >= size // 8]
+        assert not large
+        assert found.shape == (1, rows)
+
+
+def test_the_tolerance_of_the_oracle_is_no_large_one():
+    """A shard's share that is off by 1e-5 would show."""
+    logits, ref_logits = random_logits(1, 4, WORDS)
+    pair = Pair(logits, ref_logits, 1.0, torch.float32)
+    value, tolerance = kl(pair)
+    with pytest.raises(AssertionError):
+        oracle.assert_within((value * (1 + 1e-5)).float(), value, tolerance, "result")
