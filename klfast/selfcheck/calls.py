@@ -18,8 +18,15 @@ OUTPUTS = {
     "kl_rewards": ("rewards", "stats"),
     "token_logprobs": ("logprobs",),
     "kl_divergence": ("kl",),
+    "topk_kl_divergence": ("kl",),
+    "linear_token_logprobs": ("logprobs",),
+    "linear_kl_divergence": ("kl",),
 }
 """Names of what functions return, but for named tuples, which have their own."""
+
+OF_POLICY = ("hidden", "weight", "bias")
+OF_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
+"""The arguments that logits are made from."""
 
 MEMORIES = ("dense", "transposed", "gaps", "unaligned")
 """How the tensors of a call lie in memory."""
@@ -35,7 +42,7 @@ class Call:
         options: the other arguments.
         leaves: the arguments that gradients are taken of.
         memory: one of ``MEMORIES``.
-        words: whether the tensors of log-probs are logits, with a vocabulary behind.
+        words: whether a vocabulary is behind: logits, or hidden states and heads.
     """
 
     function: str

@@ -17,11 +17,11 @@ from torch import Tensor
 
 import klfast
 from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
-from klfast.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS
+from klfast.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS, TAILS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.rollout.call import NORMALIZE, OUTSIDE, WEIGHTS
 from klfast.rollout.rejection import OVER, STATISTICS, Rejection
-from klfast.selfcheck.calls import MEMORIES, Call, Tensors, run
+from klfast.selfcheck.calls import MEMORIES, OF_POLICY, OF_REFERENCE, Call, Tensors, run
 from klfast.selfcheck.covering import Row, covering
 
 
@@ -120,6 +120,54 @@ DIVERGENCES = {
     "form": FORMS,
     "leaves": _leaves("logits", "ref_logits"),
     **_LOGITS,
+    **_REDUCED,
+}
+TOPK = {
+    "direction": DIRECTIONS,
+    "tail": TAILS,
+    "jsd_beta": (0.5, 0.1),
+    "entries": (4, 2, 1),
+    "missing": (False, True),
+    "ids": INTEGERS,
+    "dtypes": DTYPES,
+    "form": FORMS,
+    "leaves": _leaves("logits", "ref_logprobs"),
+    **{name: values for name, values in _LOGITS.items() if name != "return_entropy"},
+    **_REDUCED,
+}
+_HIDDEN = {
+    "memory": MEMORIES,
+    "mask": (None, *MASKS),
+    "words": (37, 1030),
+    "width": (8, 24),
+    "bias": (False, True),
+    "softcap": (None, 8.0),
+    "temperature": (1.0, 0.7),
+    "chunk": ("auto", 4),
+    "return_entropy": (False, True),
+    "dtypes": DTYPES,
+}
+LINEAR_LOGPROBS = {
+    **_HIDDEN,
+    "ids": INTEGERS,
+    "form": ("padded", "one", "empty"),
+    "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
+}
+LINEAR_DIVERGENCES = {
+    **_HIDDEN,
+    "direction": DIRECTIONS,
+    "jsd_beta": (0.5, 0.1),
+    "apart": (0.5, 1e-3, 0.0),
+    "shared_head": (False, True),
+    "ids": (None, *INTEGERS),
+    "form": FORMS,
+    "leaves": (
+        OF_POLICY,
+        OF_POLICY[:1],
+        OF_POLICY + OF_REFERENCE,
+        OF_POLICY[:1] + OF_REFERENCE[:1],
+        (),
+    ),
     **_REDUCED,
 }
 ROLLOUT = {
@@ -270,6 +318,71 @@ def _kl_divergence(row: Row, draw: Draw) -> Call:
     )
 
 
+def _topk(row: Row, draw: Draw) -> Call:
+    tensors, kept, stored = _logits({**row, "ids": None}, draw)
+    logits, (dtype, of_teacher) = tensors["logits"], row["dtypes"]
+    some = min(row["words"] // 2, 120)  # which are not excluded, and which any integers hold
+    least = 2 if row["tail"] == "renormalize" else 1
+    count = min(max(row["entries"], least), some)
+    ids = draw.uniform(*kept.shape, some).argsort(-1)[..., :count]
+    teacher = (logits + 0.5 * draw.bell(*logits.shape)).log_softmax(-1).gather(-1, ids)
+    absent = draw.uniform(*ids.shape) < 0.4 * row["missing"]
+    teacher = teacher.masked_fill(absent, -math.inf)
+    tensors["logits"] = stored(logits, dtype)
+    tensors["ref_token_ids"] = ids.to(row["ids"])
+    tensors["ref_logprobs"] = _poisoned(teacher, kept, of_teacher)
+    kept = kept & ~absent.all(-1)
+    scalars, options = _scalars(row)
+    names = ("direction", "tail", "jsd_beta", "temperature", "reduction", "return_stats")
+    options |= {name: row[name] for name in names}
+    memory = row["memory"]
+    return Call("topk_kl_divergence", tensors | scalars, options, row["leaves"], memory, True, kept)
+
+
+def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+    """Hidden states in their dtype, a head, and its bias where the row has one."""
+    of_hidden, of_head = row["dtypes"]
+    weight = 2 * row["width"] ** -0.5 * draw.bell(row["words"], row["width"])
+    head = (weight, draw.bell(row["words"])) if row["bias"] else (weight,)
+    return _poisoned(hidden, kept, of_hidden), *(each.to(of_head) for each in head)
+
+
+def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor, Row]:
+    """The policy, mask, ids and cu_seqlens; its hidden states; which tokens are kept; options."""
+    shape, edges, _ = _tokens(row, draw, (3, 7), (0, 5, 1, 0, 6))
+    mask, kept = _mask(row, draw, shape)
+    hidden = draw.bell(*shape, row["width"])
+    model = _model(row, draw, hidden, kept)
+    tensors = dict(zip(OF_POLICY, model, strict=False))
+    if row["ids"] is not None:
+        ids = torch.floor(row["words"] * draw.uniform(*shape)).clamp(max=120)
+        tensors["token_ids"] = ids.to(row["ids"])
+    names = ("softcap", "temperature", "chunk", "return_entropy")
+    return tensors | mask | edges, hidden, kept, {name: row[name] for name in names}
+
+
+def _linear_call(function: str, row: Row, tensors: Tensors, options: Row, kept: Tensor) -> Call:
+    leaves = tuple(name for name in row["leaves"] if name in tensors)
+    return Call(function, tensors, options, leaves, row["memory"], True, kept)
+
+
+def _linear_logprobs(row: Row, draw: Draw) -> Call:
+    tensors, _, kept, options = _hidden(row, draw)
+    return _linear_call("linear_token_logprobs", row, tensors, options, kept)
+
+
+def _linear_divergence(row: Row, draw: Draw) -> Call:
+    tensors, hidden, kept, options = _hidden(row, draw)
+    apart = hidden + row["apart"] * draw.bell(*hidden.shape)
+    model = _model(row, draw, apart, kept)
+    own = OF_REFERENCE[:1] if row["shared_head"] else OF_REFERENCE
+    tensors |= dict(zip(own, model, strict=False))
+    scalars, of_result = _scalars(row)
+    names = ("direction", "jsd_beta", "reduction", "return_stats")
+    options |= of_result | {name: row[name] for name in names}
+    return _linear_call("linear_kl_divergence", row, tensors | scalars, options, kept)
+
+
 def _rollout(row: Row, draw: Draw) -> Call:
     tensors, kept, shape, sequences = _log_probs(row, draw, ("logprobs", "rollout_logprobs"))
     bounds, weight = row["bounds"], None if row["weight"] == "none" else row["weight"]
@@ -344,6 +457,13 @@ FAMILIES = {
     "rewards": Family("kl_rewards", REWARDS, _rewards),
     "token log-probs": Family("token_logprobs", LOGPROBS, _token_logprobs),
     "divergences": Family("kl_divergence", DIVERGENCES, _kl_divergence),
+    "top-k divergences": Family("topk_kl_divergence", TOPK, _topk),
+    "log-probs from hidden states": Family(
+        "linear_token_logprobs", LINEAR_LOGPROBS, _linear_logprobs
+    ),
+    "divergences from hidden states": Family(
+        "linear_kl_divergence", LINEAR_DIVERGENCES, _linear_divergence
+    ),
     "rollout": Family("rollout_correction", ROLLOUT, _rollout),
 }
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.selfcheck.calls import Call, Tensors, run
+from klfast.selfcheck.calls import OF_POLICY, OF_REFERENCE, Call, Tensors, run
 from klfast.stats import OF_TOKENS
 
 PROMISE, OF_LOGITS = 4e-7, 2e-6
@@ -84,7 +84,9 @@ def _results(call: Call, tensors: Tensors) -> Tensors:
 
 
 def _arithmetic(call: Call) -> torch.dtype:
-    models = (t for name, t in call.tensors.items() if name.endswith(("logprobs", "logits")))
+    """Double if a model's numbers are; a teacher's log-probs at some words do not count."""
+    of_model = ("logits", *OF_POLICY) if call.words else ("logprobs",)
+    models = (t for name, t in call.tensors.items() if name.endswith(of_model))
     is_double = any(t.dtype == torch.float64 for t in models)
     return torch.float64 if is_double else torch.float32
 
@@ -101,8 +103,11 @@ def _scaled(promise: float, arithmetic: torch.dtype) -> float:
 def _moved(
     call: Call, tensors: Tensors, arithmetic: torch.dtype, direction: tuple[int, ...]
 ) -> Tensors:
-    """The inputs, every token off by what it is allowed, with the same random signs every time."""
-    generator = torch.Generator(device="cpu").manual_seed(1)
+    """The inputs, every token off by what it is allowed, with the same random signs every time; of
+    hidden states with others in each direction: logits and gradients of heads move by sums.
+    """
+    seed = DIRECTIONS.index(direction) if "hidden" in tensors else 0
+    generator = torch.Generator(device="cpu").manual_seed(1 + seed)
     kinds = iter(direction)
     unit = _unit(arithmetic)
     textbook = 16 * unit if arithmetic == torch.float64 else 0.0  # what the reference cancels
@@ -113,7 +118,11 @@ def _moved(
 
     first = call.policy
     if call.words:
-        return _moved_logits(tensors, unit, textbook, arithmetic, sign)
+        if "hidden" in tensors:
+            moved = _moved_models(tensors, unit, sign)
+        else:
+            moved = _moved_logits(tensors, unit, textbook, arithmetic, sign)
+        return moved | _moved_mask(tensors, first, arithmetic, sign)
     names = [name for name in tensors if name.endswith("logprobs")]
     first, second = (tensors[name] for name in names[:2])
     promise = _scaled(PROMISE, arithmetic)
@@ -146,10 +155,27 @@ def _moved_logits(
         promise = _scaled(OF_LOGITS, arithmetic) * largest + textbook * (1 + distance)
         moved = second + off + promise * sign(first)
         found["ref_logits"] = torch.where(apart.isfinite(), moved, second)
-        mask = tensors.get("mask", torch.ones(first.shape[:-1], dtype=first.dtype, device="cpu"))
-        weight = 1 + _scaled(OF_LOGITS, arithmetic) * sign(mask)
-        found["mask"] = torch.where(mask == 0, 0.0, mask * weight)
     return found
+
+
+def _moved_models(tensors: Tensors, unit: float, sign: Sign) -> Tensors:
+    """The numbers of each model's hidden states and head, off as logits are that they make."""
+    found = {}
+    for of_model in (OF_POLICY, OF_REFERENCE):
+        own = {name: tensors[name] for name in of_model if name in tensors}
+        if own:  # one kind of rounding a model
+            signs = sign(torch.cat([t.flatten() for t in own.values()]))
+            parts = torch.split(signs, [t.numel() for t in own.values()])
+            for (name, t), part in zip(own.items(), parts, strict=True):
+                found[name] = t * (1 + 16 * unit * part.view(t.shape))
+    return found
+
+
+def _moved_mask(tensors: Tensors, first: Tensor, arithmetic: torch.dtype, sign: Sign) -> Tensors:
+    """Tokens' weights off by what their divergences are."""
+    mask = tensors.get("mask", torch.ones(first.shape[:-1], dtype=first.dtype, device="cpu"))
+    weight = 1 + _scaled(OF_LOGITS, arithmetic) * sign(mask)
+    return {"mask": torch.where(mask == 0, 0.0, mask * weight)}
 
 
 class Found(NamedTuple):
@@ -202,7 +228,10 @@ def _allowed(call: Call, truth: Truth, name: str, dtype: torch.dtype) -> Tensor:
     expected = truth.values[name].nan_to_num(0.0)
     info = torch.finfo(dtype if dtype.is_floating_point else truth.arithmetic)
     relative = _scaled(OF_LOGITS if call.words else PROMISE, truth.arithmetic) + info.eps
-    allowed = truth.moved[name] + relative * expected.abs()
+    moved = truth.moved[name]
+    if name.endswith(("hidden", "weight")) and expected.numel():  # a gradient: a row's entries are
+        moved = moved.amax(-1, keepdim=True)  # sums of terms of one size, which a draw may cancel
+    allowed = moved + relative * expected.abs()
     allowed += info.smallest_normal * info.eps + 1e3 * torch.finfo(torch.float32).tiny  # underflow
     unit = _unit(truth.arithmetic)
     if expected.numel():  # the reference's own rounding

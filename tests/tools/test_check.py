@@ -12,7 +12,7 @@ from fresh import run_fresh
 from klfast import backends
 from klfast.__main__ import main
 from klfast.formulas import FORMULAS
-from klfast.names import DIRECTIONS, ESTIMATORS, NAMES
+from klfast.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
 from klfast.reduction import REDUCTIONS
 from klfast.rollout.rejection import OVER, STATISTICS
 from klfast.selfcheck import command
@@ -93,7 +93,9 @@ def test_any_two_values_of_a_familys_options_meet():
 def test_the_options_are_klfasts_own_tables():
     assert FAMILIES["penalty"].options["estimator"] == NAMES
     assert FAMILIES["penalty"].options["reduction"] == tuple(REDUCTIONS)
-    assert FAMILIES["divergences"].options["direction"] == DIRECTIONS
+    for name in ("divergences", "top-k divergences", "divergences from hidden states"):
+        assert FAMILIES[name].options["direction"] == DIRECTIONS
+    assert FAMILIES["top-k divergences"].options["tail"] == TAILS
     rollout = FAMILIES["rollout"].options
     assert (rollout["statistic"][1:], rollout["over"]) == (STATISTICS, OVER)
 
@@ -114,8 +116,8 @@ def of_penalty(change):
     return {"kl_penalty": lambda honest: lambda call: change(call, *honest(call))}
 
 
-def of_divergence(change):
-    """What ``kl_divergence`` returns, with its ``kl`` changed."""
+def of_divergence(change, function="kl_divergence"):
+    """What a function over two models returns, with its ``kl`` changed."""
 
     def lying(honest):
         def lie(call):
@@ -124,7 +126,20 @@ def of_divergence(change):
 
         return lie
 
-    return {"kl_divergence": lying}
+    return {function: lying}
+
+
+def of_logprobs(change, function="token_logprobs"):
+    """(log-probs, entropies), with the log-probs changed."""
+
+    def lying(honest):
+        def lie(call):
+            logprobs, entropy = honest(call)
+            return change(logprobs), entropy
+
+        return lie
+
+    return {function: lying}
 
 
 def with_other_gradient(result, by=SLIGHTLY):
@@ -217,6 +232,36 @@ LIES = {
     "divergence-gradient": (
         "divergences",
         of_divergence(with_other_gradient),
+        "gradient of",
+    ),
+    "top-k": (
+        "top-k divergences",
+        of_logprobs(lambda logprobs: logprobs * SLIGHTLY),
+        "kl",
+    ),
+    "top-k-gradient": (
+        "top-k divergences",
+        of_logprobs(with_other_gradient),
+        "gradient of logits",
+    ),
+    "linear-log-probs": (
+        "log-probs from hidden states",
+        of_logprobs(lambda logprobs: logprobs * SLIGHTLY, "linear_token_logprobs"),
+        "logprobs",
+    ),
+    "linear-log-probs-gradient": (
+        "log-probs from hidden states",
+        of_logprobs(with_other_gradient, "linear_token_logprobs"),
+        "gradient of",
+    ),
+    "linear-divergence": (
+        "divergences from hidden states",
+        of_divergence(lambda kl: kl * SLIGHTLY, "linear_kl_divergence"),
+        "kl",
+    ),
+    "linear-divergence-gradient": (
+        "divergences from hidden states",
+        of_divergence(with_other_gradient, "linear_kl_divergence"),
         "gradient of",
     ),
     "entropy": (
