@@ -40,6 +40,8 @@ LATER = {
     }
 }
 """Classes that a framework's module imports when they are first asked for -> where they are."""
+CALLED = ("apply", "forward")
+"""Methods that a class is called by: the reference has them too."""
 CONTROLLERS = ("AdaptiveKLController", "FixedKLController")
 PATCHED = {
     "example": "framework",
@@ -83,8 +85,10 @@ def entries_of(name, rows):
             continue
         value = getattr(module, each)
         kind = "class" if inspect.isclass(value) else "function"
+        called = ", ".join(method for method in CALLED if kind == "class" and method in vars(value))
+        members = f"   :members: {called}\n" if called else ""
         if callable(value):
-            yield f".. auto{kind}:: klfast.compat.{name}.{each}\n"
+            yield f".. auto{kind}:: klfast.compat.{name}.{each}\n{members}"
 
 
 ROW = """:::{{admonition}} {release}

@@ -154,7 +154,7 @@ def linear_token_logprobs(
     call = linear_token_logprobs_call(
         hidden, weight, token_ids, mask, bias, softcap, temperature, return_entropy, chunk
     )
-    logprobs, entropy = _chosen(backend, call).linear_token_logprobs(call)
+    logprobs, entropy = chosen(backend, call).linear_token_logprobs(call)
     return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
 
 
@@ -373,13 +373,13 @@ def linear_kl_divergence(
         return_stats,
         chunk,
     )
-    outputs = _chosen(backend, call).linear_kl_divergence(call)
+    outputs = chosen(backend, call).linear_kl_divergence(call)
     hints.of_linear_divergence(hidden, ref_hidden, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats
     return outputs if asks_for_more else outputs.kl
 
 
-def _chosen(name: BackendName, call: LinearCall) -> Backend:
+def chosen(name: BackendName, call: LinearCall) -> Backend:
     """The backend to use, after the check of all values: products are made of them at once."""
     backend = backends.choose(name, call)
     if are_checked(call.first(), in_kernel=False):

@@ -5,8 +5,8 @@ Shapes: R tokens of width D, V words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from klfast.checks.values import check_temperatures, check_token_ids
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.arguments import NO_ID
 from klfast.names import DirectionName
+
+if TYPE_CHECKING:
+    from klfast.linear.chunks import Chunk
 
 
 class Head(NamedTuple):
@@ -77,6 +80,10 @@ class LinearCall(NamedTuple):
     """The shape of results per token."""
     divergence: Divergence | None = None
     """None for ``linear_token_logprobs``."""
+    on_chunk: Callable[[Tensor, Chunk], None] | None = None
+    """Called where numbers per token are computed, without a graph, with the policy's logits
+    [n, V] of each chunk in turn, behind the softcap: for further numbers of these, at no further
+    product. It may not change the logits."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""

@@ -112,6 +112,8 @@ class RowOps:
     def compute_tokens(self, own: Sequence[ChunkOfModel], rows: Rows) -> None:
         """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
         chunk = own[0].chunk
+        if self._call.on_chunk is not None:
+            self._call.on_chunk(own[0].logits()[0], chunk)
         for model, tokens in zip(own, rows.tokens, strict=True):
             if tokens is None:
                 continue

@@ -10,13 +10,16 @@ from torch import Tensor
 from klfast.backends.reference import logits as over_logits
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.linear.call import LinearCall, Model
+from klfast.linear.chunks import chunks_of
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 
 
 def linear_token_logprobs(call: LinearCall) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies. See ``klfast.linear_token_logprobs``."""
-    logprobs, entropy = _tokens(call, _logits(call, call.policy))
+    logits = _logits(call, call.policy)
+    _show(call, logits)
+    logprobs, entropy = _tokens(call, logits)
     assert logprobs is not None
     return logprobs.view(call.picks_shape()), None if entropy is None else entropy.view(call.shape)
 
@@ -26,6 +29,7 @@ def linear_kl_divergence(call: LinearCall) -> KLDivergence:
     of = call.divergence
     assert of is not None
     policy, reference = (_logits(call, model) for model in call.models())
+    _show(call, policy)
     over = KLDivergenceCall(
         policy,
         reference,
@@ -68,6 +72,15 @@ def _tokens(call: LinearCall, logits: Tensor) -> tuple[Tensor | None, Tensor | N
         None if ids is None else logprobs.to(call.arithmetic()),
         None if entropy is None else entropy.to(call.arithmetic()),
     )
+
+
+def _show(call: LinearCall, logits: Tensor) -> None:
+    """Call ``on_chunk`` with the logits of all tokens that exist, [1, R, V]."""
+    if call.on_chunk is None:
+        return
+    length = max(call.shape.numel(), 1)
+    for chunk in chunks_of(call.shape.numel(), call.keep, length, padded=False):
+        call.on_chunk(logits.detach()[0, chunk.at], chunk)
 
 
 def _logits(call: LinearCall, model: Model) -> Tensor:
