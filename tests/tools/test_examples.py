@@ -106,6 +106,20 @@ def test_a_sparse_teacher_s_tail_decides_what_its_student_gives_to_the_other_wor
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of memory")
+def test_lora_from_hidden_states_is_that_from_logits_in_less_memory():
+    table = table_of(output_of("hidden_states.py"))
+    free, small, large = (table[f"coefficient {each}"] for each in ("0.0", "0.3", "3.0"))
+    assert free[1] > small[1] > large[1] > 0.05  # KL
+    assert small[0] > free[0] - 0.2 > large[0] + 1  # log-prob
+    from_hidden, from_logits = table["KL"]
+    assert from_hidden == pytest.approx(from_logits, rel=1e-5)
+    assert table["gradients"][0] < 1e-5
+    of_hidden, of_logits = table["peak memory"]
+    assert of_hidden < of_logits / 5
+
+
+@pytest.mark.exhaustive
 def test_a_correction_mends_the_gradient_of_a_stale_sampler():
     table = table_of(output_of("stale_sampler.py"))
     assert len(table) == 5
