@@ -85,6 +85,21 @@ class Ranks:
         _all_gather(everywhere, own.view(-1), group=self.group)
         return everywhere.view(self.size, *own.shape).to(table.device)
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Put the sum of all ranks' tensors into each, in place; one all-reduce.
+
+        Raises:
+            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+        """
+        if tensor.numel() == 0:
+            return
+        if tensor.device.type in self.kinds:
+            distributed.all_reduce(tensor, group=self.group)
+            return
+        moved = tensor.to(self.device)
+        distributed.all_reduce(moved, group=self.group)
+        tensor.copy_(moved)
+
     def tell(self, table: Tensor, sharded: bool = False) -> Told:
         """The shape of every rank's table, before the tables are gathered.
 

@@ -10,7 +10,7 @@ import torch
 from klfast.backends.backend import Backend, FirstUse
 from klfast.linear import autograd as over_hidden
 from klfast.logits import autograd as over_logits
-from klfast.logits.normalizers import in_nats
+from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
 from klfast.ops.direct import Direct
@@ -25,7 +25,7 @@ def compiled(
     checks_in_kernel: frozenset[str] = frozenset(),
     direct: Direct | None = None,
     first_use: FirstUse | None = None,
-    units_of: over_logits.UnitsOf = in_nats,
+    units_of: UnitsOf = in_nats,
 ) -> Backend:
     """The backend of these ops.
 
@@ -46,8 +46,8 @@ def compiled(
         partial(over_logprobs.kl_penalty, ops=ops),
         partial(over_logits.token_logprobs, ops=ops, units_of=units_of),
         partial(over_logits.kl_divergence, ops=ops, units_of=units_of),
-        partial(over_hidden.token_logprobs, ops=ops),
-        partial(over_hidden.kl_divergence, ops=ops),
+        partial(over_hidden.token_logprobs, ops=ops, units_of=units_of),
+        partial(over_hidden.kl_divergence, ops=ops, units_of=units_of),
         None if ops.rollout_correction is None else partial(rollout.rollout_correction, ops=ops),
         checks_in_kernel,
         direct,

@@ -5,7 +5,9 @@ Shapes: B sequences of T tokens, or N packed tokens, of width D; V words.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from klfast.linear.arguments import Softcap
 from klfast.linear.call import LinearCall
 from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs_call
 from klfast.linear.graphs import breaks_graphs
+from klfast.logits.agreement import sharded_call
 from klfast.logits.arguments import Temperature
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
 from klfast.names import BackendName, DirectionName, ReductionName
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from klfast.backends.backend import Backend
+    from klfast.logits.agreement import Group
 
 
 _breaks_graphs = breaks_graphs("it walks over the batch in Python, a chunk at a time")
@@ -38,6 +42,7 @@ class _TokenOptions(TypedDict, total=False):
     softcap: float | None
     temperature: Temperature
     chunk: int | Literal["auto"]
+    group: Group | None
     backend: BackendName
 
 
@@ -89,6 +94,7 @@ def linear_token_logprobs(
     temperature: Temperature = 1.0,
     return_entropy: bool = False,
     chunk: int | Literal["auto"] = "auto",
+    group: Group | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | TokenLogprobs:
     """Log-probs of tokens from a model's hidden states, in nats, without the logits of the batch.
@@ -126,6 +132,10 @@ def linear_token_logprobs(
             are nearest to 64 MiB (600 MiB on a GPU). With a number every product has that many
             rows, those of the last chunk filled up with zeros, and a token's log-prob has the same
             bits whatever else is in the batch.
+        group: the ranks among which the vocabulary is cut, as in :func:`klfast.token_logprobs`:
+            ``weight`` and ``bias`` are this rank's words, plain tensors; all else is the same on
+            every rank. No product is added. A few numbers a token travel, per chunk, and the
+            gradient of ``hidden`` is added up over the ranks, in fp32, once.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``, which holds the logits
             of all tokens in fp64.
 
@@ -151,9 +161,11 @@ def linear_token_logprobs(
     arXiv:2411.09009).
     """
     refuse_dtensors(hidden=hidden, token_ids=token_ids, mask=mask)
-    call = linear_token_logprobs_call(
-        hidden, weight, token_ids, mask, bias, softcap, temperature, return_entropy, chunk
+    arguments = (
+        *(hidden, weight, token_ids, mask, bias, softcap),
+        *(temperature, return_entropy, chunk),
     )
+    call = _call_of(linear_token_logprobs_call, arguments, group, backend)
     logprobs, entropy = chosen(backend, call).linear_token_logprobs(call)
     return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
 
@@ -172,6 +184,7 @@ class _DivergenceOptions(TypedDict, total=False):
     normalizer: float | Tensor | None
     coef: Coefficient
     chunk: int | Literal["auto"]
+    group: Group | None
     backend: BackendName
 
 
@@ -272,6 +285,7 @@ def linear_kl_divergence(
     coef: Coefficient = 1.0,
     return_stats: bool = False,
     chunk: int | Literal["auto"] = "auto",
+    group: Group | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | KLDivergence:
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats, from both
@@ -326,6 +340,7 @@ def linear_kl_divergence(
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``. What
             it says of tokens is NaN where K ids a token are given.
         chunk: as in :func:`linear_token_logprobs`.
+        group: not for ``jsd``; else as in :func:`linear_token_logprobs`, of both heads.
         backend: see there.
 
     Returns:
@@ -352,31 +367,34 @@ def linear_kl_divergence(
     refuse_dtensors(
         hidden=hidden, ref_hidden=ref_hidden, mask=mask, token_ids=token_ids, cu_seqlens=cu_seqlens
     )
-    call = linear_kl_divergence_call(
-        hidden,
-        weight,
-        ref_hidden,
-        ref_weight,
-        mask,
-        bias,
-        ref_bias,
-        softcap,
-        direction,
-        jsd_beta,
-        temperature,
-        token_ids,
-        return_entropy,
-        reduction,
-        cu_seqlens,
-        normalizer,
-        coef,
-        return_stats,
-        chunk,
+    arguments = (
+        *(hidden, weight, ref_hidden, ref_weight, mask, bias, ref_bias, softcap, direction),
+        *(jsd_beta, temperature, token_ids, return_entropy, reduction, cu_seqlens, normalizer),
+        *(coef, return_stats, chunk),
     )
+    call = _call_of(linear_kl_divergence_call, arguments, group, backend)
     outputs = chosen(backend, call).linear_kl_divergence(call)
     hints.of_linear_divergence(hidden, ref_hidden, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats
     return outputs if asks_for_more else outputs.kl
+
+
+def _call_of(
+    make: Callable[..., LinearCall],
+    arguments: tuple[Any, ...],
+    group: Group | None,
+    backend: BackendName,
+) -> LinearCall:
+    """The call of a public function's arguments, which the ranks of a group make together."""
+    if group is None:
+        return make(*arguments)
+    check = partial(_resolved, backend)
+    call: LinearCall = sharded_call(group, make, arguments, check, may_wait=True)
+    return call
+
+
+def _resolved(name: BackendName, call: LinearCall) -> Backend:
+    return backends.resolve(name, call.first().device, call)
 
 
 def chosen(name: BackendName, call: LinearCall) -> Backend:

@@ -30,16 +30,21 @@ def check_hidden(argument: str, hidden: Tensor) -> None:
 
 
 def check_head(
-    names: tuple[str, str], weight: Tensor, bias: Tensor | None, hidden: Tensor, of: str
+    names: tuple[str, str],
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    of: str,
+    least_words: int = 1,
 ) -> None:
     """Raise unless these are a head of the hidden states. ``names``: of weight and bias."""
     of_weight, of_bias = names
     check_tensor(of_weight, weight, FLOATS)
     width = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < 1:
+    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < least_words:
         raise ValueError(
-            f"{of_weight} must have shape [V, {width}], V >= 1, as the width of {of} is {width}, "
-            f"got {shape_text(weight)}"
+            f"{of_weight} must have shape [V, {width}], V >= {least_words}, as the width of {of} "
+            f"is {width}, got {shape_text(weight)}"
         )
     check_device(of_weight, weight, hidden, of)
     words = weight.shape[0]
@@ -107,6 +112,16 @@ def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
     return _made_whole(weight), None if bias is None else _made_whole(bias)
 
 
+def refuse_sharded_heads(**tensors: Tensor | None) -> None:
+    """Raise TypeError for a head in a DTensor, which does not say how the vocabulary is cut."""
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name} must be a plain tensor with group, this rank's words of the head, got "
+                "DTensor"
+            )
+
+
 def _made_whole(tensor: Tensor) -> Tensor:
     """The plain tensor of a DTensor. The gradient is averaged over the ranks, as DDP and FSDP do:
     each has that of its own tokens.
@@ -152,6 +167,7 @@ def reference_head(
     ref_hidden: Tensor,
     ref_weight: Tensor | None,
     ref_bias: Tensor | None,
+    least_words: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """The reference's weight and bias: its own, or the policy's without their graph."""
     if ref_weight is None:
@@ -164,7 +180,8 @@ def reference_head(
         if ref_bias is None:
             ref_bias = None if bias is None else bias.detach()
     ref_weight, ref_bias = whole_head(ref_weight, ref_bias)
-    check_head(("ref_weight", "ref_bias"), ref_weight, ref_bias, ref_hidden, "ref_hidden")
+    names = "ref_weight", "ref_bias"
+    check_head(names, ref_weight, ref_bias, ref_hidden, "ref_hidden", least_words)
     if ref_weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"ref_weight must have the words of weight, {weight.shape[0]}, got "

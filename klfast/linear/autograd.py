@@ -26,6 +26,8 @@ from klfast.linear.call import LinearCall
 from klfast.linear.held import Vectors
 from klfast.linear.models import ChunkOfModel, Gradients
 from klfast.linear.rows import Grads, RowOps, Rows, chunks
+from klfast.linear.shard_rows import ShardRowOps
+from klfast.logits.normalizers import Units, UnitsOf, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.ops import autograd
 from klfast.ops.table import Ops
@@ -35,23 +37,26 @@ TENSORS = 3
 """Of a model that may carry a graph: hidden states, weight, bias."""
 
 
-def token_logprobs(call: LinearCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
+def token_logprobs(
+    call: LinearCall, ops: Ops, units_of: UnitsOf = in_nats
+) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for, in the call's shapes; differentiable once."""
     _refuse_transforms("linear_token_logprobs")
-    _, logprobs, entropy, _ = _numbers(call, ops)
+    _, logprobs, entropy, _ = _numbers(call, _plan_of(call, ops, units_of))
     assert logprobs is not None
     return logprobs.view(call.picks_shape()), None if entropy is None else entropy.view(call.shape)
 
 
-def kl_divergence(call: LinearCall, ops: Ops) -> KLDivergence:
+def kl_divergence(call: LinearCall, ops: Ops, units_of: UnitsOf = in_nats) -> KLDivergence:
     """The reduced divergence, differentiable once, and what else was asked for."""
     _refuse_transforms("linear_kl_divergence")
+    plan = _plan_of(call, ops, units_of)
     try:
         if _is_scalar(call):
-            result, *stats = _Scalar.apply(*call.tensors(), _Plan(call.without_tensors(), ops))
+            result, *stats = _Scalar.apply(*call.tensors(), plan)
             reduced = result, KLStats(*stats) if stats else None
             return outputs_of(call, reduced, BesideDivergences(), lambda c: _reduce(c, ops))
-        kl, logprobs, entropy, ref_logprobs = _numbers(call, ops)
+        kl, logprobs, entropy, ref_logprobs = _numbers(call, plan)
         assert kl is not None
         beside = BesideDivergences(logprobs, ref_logprobs, entropy)
         return outputs_of(call, _reduce(call.reduce(kl), ops), beside, lambda c: _reduce(c, ops))
@@ -83,6 +88,17 @@ class _Plan(NamedTuple):
     call: LinearCall
     """Without its tensors, which autograd keeps."""
     ops: Ops
+    units: Units
+
+    def kernels(self, call: LinearCall) -> RowOps:
+        """The ops with the options of a call, which has the tensors."""
+        if call.shards is None:
+            return RowOps(call, self.ops)
+        return ShardRowOps(call, self.ops, self.units)
+
+
+def _plan_of(call: LinearCall, ops: Ops, units_of: UnitsOf) -> _Plan:
+    return _Plan(call.without_tensors(), ops, units_of(call.first(), call.arithmetic()))
 
 
 class _Numbers(NamedTuple):
@@ -127,20 +143,20 @@ def _is_scalar(call: LinearCall) -> bool:
     )
 
 
-def _numbers(call: LinearCall, ops: Ops) -> _Numbers:
+def _numbers(call: LinearCall, plan: _Plan) -> _Numbers:
     """The numbers per token, differentiable once."""
     tensors = call.tensors()
     if not autograd.may_need_gradient(*tensors):
-        return _Numbers.of(_computed(call, ops), call)
+        return _Numbers.of(_computed(call, plan), call)
     heads = [t for model in call.models() for t in model.tensors()[1:]]
     is_frozen = not any(t is not None and t.requires_grad for t in heads)
     function = _Held if is_frozen else _Recomputed
-    return _Numbers(*function.apply(*tensors, _Plan(call.without_tensors(), ops)))
+    return _Numbers(*function.apply(*tensors, plan))
 
 
-def _computed(call: LinearCall, ops: Ops) -> Rows:
+def _computed(call: LinearCall, plan: _Plan) -> Rows:
     """The numbers of all tokens, without a graph."""
-    kernels = RowOps(call, ops)
+    kernels = plan.kernels(call)
     rows = kernels.empty()
     with _in_its_dtypes(call.tensors()):
         for own in chunks(call):
@@ -161,6 +177,7 @@ class _Sums:
 
     def __init__(self, call: LinearCall, needs: Sequence[Sequence[bool]]) -> None:
         both = zip(call.models(), needs, strict=True)
+        self._call = call
         self._of = [Gradients(model, own, call.arithmetic()) for model, own in both]
         self.wants = [any(own) for own in needs]
         """Of which models' logits the gradient is needed."""
@@ -172,7 +189,17 @@ class _Sums:
                 of.add(model, grad)
 
     def tensors(self) -> list[Tensor | None]:
+        """Of all models, after the last chunk."""
+        for of in self._of:
+            if of.hidden is not None:
+                _add_over_shards(of.hidden, self._call)
         return [tensor for of in self._of for tensor in of.tensors()]
+
+
+def _add_over_shards(grad: Tensor, call: LinearCall) -> None:
+    """Add up the ranks' gradients of hidden states, in place: each is of its own words alone."""
+    if call.shards is not None:
+        call.shards.ranks.add_up(grad)
 
 
 class _Scalar(torch.autograd.Function):
@@ -180,12 +207,12 @@ class _Scalar(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, (plan, ops) = args
-        call = plan.with_tensors(tensors)
+        *tensors, plan = args
+        call, ops = plan.call.with_tensors(tensors), plan.ops
         shaped = call.reduce(call.policy.hidden.select(-1, 0))  # numbers of no interest
         weights = autograd.token_weights(shaped, call.arithmetic() == torch.float64, ops)
         sums = _Sums(call, _needs(ctx, len(call.models())))
-        kernels, rows = RowOps(call, ops), call.nothing().contiguous()
+        kernels, rows = plan.kernels(call), call.nothing().contiguous()
         with _in_its_dtypes(tensors):
             for own in chunks(call):
                 of_chunk = own[0].chunk.of(weights)
@@ -245,9 +272,9 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> _Numbers:
-        *tensors, (ctx.plan, ctx.ops) = args
-        call = ctx.plan.with_tensors(tensors)
-        rows = _computed(call, ctx.ops)
+        *tensors, ctx.plan = args
+        call = ctx.plan.call.with_tensors(tensors)
+        rows = _computed(call, ctx.plan)
         outputs = _Numbers.of(rows, call)
         autograd.save(ctx, (*tensors, *rows.flat()))
         wants = map(any, _needs(ctx, len(call.models())))
@@ -260,11 +287,11 @@ class _Recomputed(torch.autograd.Function):
         incoming = _Numbers(*grads)
         saved = autograd.saved(ctx)
         tensors = saved[: len(ctx.needs_input_grad) - 1]
-        call = ctx.plan.with_tensors(tensors)
+        call = ctx.plan.call.with_tensors(tensors)
         rows = Rows.from_flat(saved[len(tensors) :])
         with torch.no_grad(), _in_its_dtypes(tensors):
             sums = _Sums(call, _needs(ctx, len(call.models())))
-            kernels = RowOps(call, ctx.ops)
+            kernels = ctx.plan.kernels(call)
             if any(grad is not None for grad in incoming):
                 for own in chunks(call):
                     sums.add(own, _chunk_gradients(kernels, own, rows, incoming, sums.wants))
@@ -302,9 +329,9 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> _Numbers:
-        *tensors, (ctx.plan, ops) = args
-        call = ctx.plan.with_tensors(tensors)
-        kernels = RowOps(call, ops)
+        *tensors, ctx.plan = args
+        call = ctx.plan.call.with_tensors(tensors)
+        kernels = ctx.plan.kernels(call)
         rows = kernels.empty()
         wants = [own[0] for own in _needs(ctx, len(call.models()))]
         ctx.vectors = [Vectors(call, m, rows) if want else None for m, want in enumerate(wants)]
@@ -332,7 +359,9 @@ class _Held(torch.autograd.Function):
                 if vectors is not None:
                     weight = inputs[TENSORS * m + 1]
                     sent = incoming.kl, *incoming.of_tokens(m)
-                    own = vectors.gradient(weight, logprobs[m], *sent).to(ctx.dtypes[m])
+                    own = vectors.gradient(weight, logprobs[m], *sent)
+                    _add_over_shards(own, ctx.plan.call)
+                    own = own.to(ctx.dtypes[m])
                 found += [own, None, None]
         return (*autograd.guarded(found, *inputs, *incoming), None)
 

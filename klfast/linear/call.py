@@ -19,6 +19,7 @@ from klfast.names import DirectionName
 
 if TYPE_CHECKING:
     from klfast.linear.chunks import Chunk
+    from klfast.logits.shards import Shards
 
 
 class Head(NamedTuple):
@@ -84,6 +85,8 @@ class LinearCall(NamedTuple):
     """Called where numbers per token are computed, without a graph, with the policy's logits
     [n, V] of each chunk in turn, behind the softcap: for further numbers of these, at no further
     product. It may not change the logits."""
+    shards: Shards | None = None
+    """The vocabulary's, where the heads are those of one of them. Ids are those of all words."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -130,9 +133,38 @@ class LinearCall(NamedTuple):
             self.reduce(self.nothing()).check_values()
         check_temperatures(self.inverse_temperature, self.keep)
         if self.token_ids is not None:
-            words = self.policy.head.weight.shape[0]
             none = NO_ID if self.token_ids.dim() == 2 else None
-            check_token_ids(self.token_ids, self.keep, words, none=none)
+            check_token_ids(self.token_ids, self.keep, self.words(), none=none)
+
+    def words(self) -> int:
+        """The number of words, of all shards where these are known."""
+        if self.shards is None:
+            return self.policy.head.weight.shape[0]
+        assert self.shards.words is not None
+        return self.shards.words
+
+    def told(self) -> dict[str, object]:
+        """What must be the same on all ranks of shards (``klfast.logits.agreement``)."""
+        of, ids = self.divergence, self.token_ids
+        return {
+            "the function": "linear_token_logprobs" if of is None else "linear_kl_divergence",
+            "the number of tokens": self.shape.numel(),
+            "the shape of the tokens": tuple(self.shape),
+            "the kind of device": self.first().device.type,
+            "the widths of hidden states": tuple(m.hidden.shape[1] for m in self.models()),
+            "the dtypes": tuple(None if t is None else t.dtype for t in self.tensors()),
+            "requires_grad": tuple(t is not None and t.requires_grad for t in self.tensors()),
+            "softcap": tuple(model.head.softcap for model in self.models()),
+            "chunk": self.chunk,
+            "the number of token_ids": 0 if ids is None else ids.numel(),
+            "token_ids": ids,
+            "mask": self.keep,
+            "temperature": (
+                self.temperature if self.inverse_temperature is None else self.inverse_temperature
+            ),
+            "return_entropy": self.return_entropy,
+            **({} if of is None else _told(of)),
+        }
 
     def explain(self) -> None:
         """Raise ValueError for a number that kernels refuse."""
@@ -156,3 +188,14 @@ class LinearCall(NamedTuple):
         assert of is not None
         source = LogProbs(logprobs.detach(), ref_logprobs.detach())
         return PenaltyCall(source, of.layout, of.spec, of.return_stats)
+
+
+def _told(of: Divergence) -> dict[str, object]:
+    return {
+        "direction": of.direction,
+        "the weights of mask": of.layout.mask,
+        "cu_seqlens": of.layout.cu_seqlens,
+        "reduction": of.spec.reduction,
+        "coef": of.spec.coef,
+        "normalizer": of.spec.normalizer,
+    }

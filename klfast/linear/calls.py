@@ -17,6 +17,7 @@ from klfast.linear.arguments import (
     chunk_argument,
     model_of,
     reference_head,
+    refuse_sharded_heads,
     softcaps_of,
     whole_head,
 )
@@ -32,6 +33,7 @@ from klfast.logits.arguments import (
     spec_of,
     temperature_of,
 )
+from klfast.logits.call import refuse_jsd
 from klfast.names import DIRECTIONS, DirectionName, ReductionName
 
 
@@ -45,12 +47,18 @@ def linear_token_logprobs_call(
     temperature: Temperature,
     return_entropy: bool,
     chunk: int | str,
+    of_shard: bool = False,
 ) -> LinearCall:
-    """The arguments of ``linear_token_logprobs`` after every check that needs no data."""
+    """The arguments of ``linear_token_logprobs`` after every check that needs no data.
+
+    ``of_shard``: whether the head is a shard of the vocabulary, which may have no word.
+    """
     check_hidden("hidden", hidden)
     check_picks(token_ids, hidden, of="hidden")
+    if of_shard:
+        refuse_sharded_heads(weight=weight, bias=bias)
     weight, bias = whole_head(weight, bias)
-    check_head(("weight", "bias"), weight, bias, hidden, "hidden")
+    check_head(("weight", "bias"), weight, bias, hidden, "hidden", 0 if of_shard else 1)
     if mask is not None:
         check_per_token("mask", mask, hidden, MASKS, of="hidden")
         check_keeping_mask(mask, arithmetic_dtype(hidden, weight, bias))
@@ -86,9 +94,17 @@ def linear_kl_divergence_call(
     coef: Coefficient,
     return_stats: bool,
     chunk: int | str,
+    of_shard: bool = False,
 ) -> LinearCall:
-    """The arguments of ``linear_kl_divergence`` after every check that needs no data."""
+    """The arguments of ``linear_kl_divergence`` after every check that needs no data.
+
+    ``of_shard``: as of ``linear_token_logprobs_call``.
+    """
     check_choice("direction", direction, DIRECTIONS)
+    if of_shard:
+        refuse_jsd(direction)
+        refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
+    least_words = 0 if of_shard else 1
     check_reduction(reduction, normalizer)
     check_hidden("hidden", hidden)
     check_sequences(hidden, cu_seqlens, of="hidden")
@@ -99,8 +115,10 @@ def linear_kl_divergence_call(
     if token_ids is not None:
         check_picks(token_ids, hidden, of="hidden")
     weight, bias = whole_head(weight, bias)
-    check_head(("weight", "bias"), weight, bias, hidden, "hidden")
-    ref_weight, ref_bias = reference_head(weight, bias, ref_hidden, ref_weight, ref_bias)
+    check_head(("weight", "bias"), weight, bias, hidden, "hidden", least_words)
+    ref_weight, ref_bias = reference_head(
+        weight, bias, ref_hidden, ref_weight, ref_bias, least_words
+    )
     caps = softcaps_of(softcap, 2)
     policy = model_of(hidden, weight, bias, caps[0])
     number, inverse = temperature_of(temperature, hidden, of="hidden")

@@ -17,7 +17,7 @@ from klfast.linear.call import LinearCall
 from klfast.linear.models import ChunkOfModel, slope_of
 from klfast.linear.products import to_hidden
 from klfast.linear.rows import RowOps, Rows, Tokens
-from klfast.logits.arguments import NO_ID
+from klfast.logits.arguments import NO_ID, of_k
 
 
 class Vectors:
@@ -31,6 +31,10 @@ class Vectors:
 
     def __init__(self, call: LinearCall, model: int, rows: Rows) -> None:
         self._ids, self._keep, self._rows = call.token_ids, call.keep, call.shape.numel()
+        self._own_ids = self._ids
+        """As words of this rank's shard, where it has one; ``NO_ID`` for those of others."""
+        if call.shards is not None and self._ids is not None:
+            self._own_ids = call.shards.own_ids(self._ids, NO_ID)
         tokens, hidden = rows.tokens[model], call.models()[model].hidden
 
         def vectors(wanted: bool) -> Tensor | None:
@@ -64,11 +68,14 @@ class Vectors:
         if ids.dim() == 2:
             shares /= exist.sum(-1, keepdim=True).clamp_(min=1)
         grad = kernels.token_gradient(model, tokens, shares, None, in_place=False)
-        words = _columns(ids, model.logits().shape[-1])
-        grad[0].scatter_(-1, words, 0)
+        own_ids = kernels.own_ids(chunk, NO_ID)
+        words = _columns(own_ids, model.logits().shape[-1])
+        if words.numel() > 0:
+            has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
+            grad[0].scatter_(-1, words, torch.where(has_word, 0, grad[0].gather(-1, words)))
         _store(self._of_others, model, grad)
         slopes = torch.ones_like(shares).mul_(kernels.scale(chunk))
-        if (cap := model.head.softcap) is not None:
+        if words.numel() > 0 and (cap := model.head.softcap) is not None:
             slopes *= slope_of(model.logits()[0].gather(-1, words), cap).view(ids.shape)
         chunk.put_rows(self._slopes, slopes)
 
@@ -97,16 +104,21 @@ class Vectors:
         if self._of_others is None or grad_logprobs is None or logprobs is None:
             return total
         assert self._ids is not None
+        assert self._own_ids is not None
         assert self._slopes is not None
-        ids, slopes = _of_k(self._ids), _of_k(self._slopes)
-        grads = torch.where(ids == NO_ID, 0.0, _of_k(self._kept(grad_logprobs)).double())
+        grads = of_k(self._kept(grad_logprobs)).double()
+        grads = torch.where(of_k(self._ids) == NO_ID, 0.0, grads)
         of_all = grads.sum(-1, keepdim=True)
         total.addcmul_(of_all.to(total.dtype), self._of_others)
-        probs = _of_k(logprobs).double().exp()
+        if weight.shape[0] == 0:
+            return total
+        ids, slopes = of_k(self._own_ids), of_k(self._slopes)
+        probs = of_k(logprobs).double().exp()
         for first in range(0, self._rows, PICKED):
             at = slice(first, first + PICKED)
             once = probs[at] * _are_first(ids[at])
             factors = (slopes[at] * (grads[at] - of_all[at] * once)).to(total.dtype)
+            factors = torch.where(ids[at] == NO_ID, 0.0, factors)
             if self._keep is not None:
                 factors = torch.where(self._keep[at, None], factors, 0.0)
             words = weight[_columns(ids[at], weight.shape[0])].to(total.dtype)
@@ -131,16 +143,13 @@ def _store(vectors: Tensor, model: ChunkOfModel, grad: Tensor) -> None:
     model.chunk.put_rows(vectors, to_hidden(grad, model.head.weight, model.rows))
 
 
-def _of_k(values: Tensor) -> Tensor:
-    """[R] or [R, K] as [R, K]."""
-    return values if values.dim() == 2 else values[:, None]
-
-
 def _columns(ids: Tensor, words: int) -> Tensor:
     """Ids as words [n, K], within the vocabulary; the greatest in place of one that is none."""
-    of_k = _of_k(ids)
-    greatest = of_k.amax(-1, keepdim=True)
-    return torch.where(of_k == NO_ID, greatest, of_k).clamp(0, words - 1)
+    ids = of_k(ids)
+    if words == 0:
+        return ids[:0]
+    greatest = ids.amax(-1, keepdim=True)
+    return torch.where(ids == NO_ID, greatest, ids).clamp(0, words - 1)
 
 
 def _are_first(ids: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     entropy: Tensor
     """[R]; [0] if not wanted."""
     saved: Tensor
-    """[2, R], for the backward."""
+    """[numbers, R], for the backward."""
 
 
 class Rows(NamedTuple):
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     kl: Tensor | None
     """[R]."""
     kl_saved: Tensor | None
-    """[5, R], for the backward."""
+    """[numbers, R], for the backward."""
     tokens: tuple[Tokens | None, ...]
     """One a model."""
 
@@ -69,7 +69,8 @@ def chunks(call: LinearCall) -> Iterator[list[ChunkOfModel]]:
     """The models' logits, chunk after chunk, in memory that all chunks share."""
     words, dtype = call.policy.head.weight.shape[0], call.arithmetic()
     rows, device = call.shape.numel(), call.first().device
-    length = call.chunk or length_of(words, dtype, device)
+    widest = words if call.shards is None else call.shards.widest
+    length = call.chunk or length_of(widest, dtype, device)
     memory: list[Tensor] = []
     for chunk in chunks_of(rows, call.keep, length, padded=call.chunk is not None):
         if not memory:  # the first chunk is the largest
@@ -102,12 +103,21 @@ class RowOps:
                 return None
             picks = () if call.token_ids is None else call.token_ids.shape[1:]
             entropy = zeros(rows if want_entropy else 0)
-            return Tokens(zeros(rows, *picks), entropy, zeros(2, rows, dtype=torch.float64))
+            saved = zeros(self.numbers_of_tokens(want_entropy), rows, dtype=torch.float64)
+            return Tokens(zeros(rows, *picks), entropy, saved)
 
         if call.divergence is None:
             return Rows(None, None, (tokens(call.return_entropy),))
         both = tokens(call.return_entropy), tokens(False)
-        return Rows(zeros(rows), zeros(5, rows, dtype=torch.float64), both)
+        return Rows(zeros(rows), zeros(self.numbers_of_pairs(), rows, dtype=torch.float64), both)
+
+    def numbers_of_tokens(self, want_entropy: bool) -> int:
+        """How many numbers a backward needs of a model's token."""
+        return 2
+
+    def numbers_of_pairs(self) -> int:
+        """How many numbers a backward needs of a divergence."""
+        return 5
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], rows: Rows) -> None:
         """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
@@ -115,21 +125,25 @@ class RowOps:
         if self._call.on_chunk is not None:
             self._call.on_chunk(own[0].logits()[0], chunk)
         for model, tokens in zip(own, rows.tokens, strict=True):
-            if tokens is None:
-                continue
-            ids, want_entropy = self.ids(chunk), bool(tokens.entropy.numel())
-            logprobs, entropy, saved = self._ops.token_logprobs_fwd(
-                model.logits(),
-                ids,
-                chunk.keep,
-                self._call.temperature,
-                want_entropy,
-                self.inverse(chunk),
-            )
-            chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
-            chunk.put(tokens.saved, saved)
-            if want_entropy:
-                chunk.put(tokens.entropy, entropy)
+            if tokens is not None:
+                self.compute_model(model, tokens, bool(tokens.entropy.numel()))
+
+    def compute_model(self, model: ChunkOfModel, tokens: Tokens, want_entropy: bool) -> None:
+        """Store those of one model."""
+        chunk = model.chunk
+        ids = self.ids(chunk)
+        logprobs, entropy, saved = self._ops.token_logprobs_fwd(
+            model.logits(),
+            ids,
+            chunk.keep,
+            self._call.temperature,
+            want_entropy,
+            self.inverse(chunk),
+        )
+        chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
+        chunk.put(tokens.saved, saved)
+        if want_entropy:
+            chunk.put(tokens.entropy, entropy)
 
     def divergences(
         self,
@@ -139,13 +153,13 @@ class RowOps:
         weights: Tensor | None = None,
         wants: Sequence[bool] = (False, False),
     ) -> Grads:
-        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [5, R]; return
-        the gradients of sum(weights * divergences) that are wanted, in the logits' memory where no
-        softcap wants these. ``weights``: [n].
+        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [numbers, R];
+        return the gradients of sum(weights * divergences) that are wanted, in the logits' memory
+        where no softcap wants these. ``weights``: [n].
         """
         chunk, logits = own[0].chunk, [model.logits() for model in own]
-        models, is_over = self._in_order(logits), any(wants) and not _have_softcap(own)
-        options, of_models = self._options, (*self._in_order(wants), self.inverse(chunk))
+        models, is_over = self.in_order(logits), any(wants) and not have_softcap(own)
+        options, of_models = self._options, (*self.in_order(wants), self.inverse(chunk))
         grads = models
         if is_over:
             rows, saved = self._ops.kl_divergence_fwd_(
@@ -159,7 +173,7 @@ class RowOps:
         chunk.put(out, rows)
         if out_saved is not None:
             chunk.put(out_saved, saved)
-        return _wanted(self._in_order(grads), wants)
+        return wanted(self.in_order(grads), wants)
 
     def divergence_gradients(
         self, own: Sequence[ChunkOfModel], rows: Rows, incoming: Tensor, wants: Sequence[bool]
@@ -171,9 +185,9 @@ class RowOps:
         assert rows.kl_saved is not None
         chunk, logits = own[0].chunk, [model.logits() for model in own]
         known, of_rows = (chunk.of(rows.kl), chunk.of(rows.kl_saved)), chunk.of(incoming)
-        of_models = (*self._in_order(wants), self.inverse(chunk))
-        grads = models = self._in_order(logits)
-        if _have_softcap(own):
+        of_models = (*self.in_order(wants), self.inverse(chunk))
+        grads = models = self.in_order(logits)
+        if have_softcap(own):
             alone, no_entropy = (None, None, None), ENTROPIES.index("none")
             options = (*self._options, no_entropy, *known, None, of_rows, *alone)
             grads = self._ops.kl_divergence_bwd(*models, None, chunk.keep, *options, *of_models)
@@ -181,7 +195,7 @@ class RowOps:
             self._ops.kl_divergence_bwd_(
                 *models, chunk.keep, *self._options, *known, of_rows, *of_models
             )
-        return _wanted(self._in_order(grads), wants)
+        return wanted(self.in_order(grads), wants)
 
     def token_gradient(
         self,
@@ -220,6 +234,10 @@ class RowOps:
             return torch.zeros(chunk.tokens, dtype=torch.int64, device=self._call.first().device)
         return ids[chunk.at].contiguous()
 
+    def own_ids(self, chunk: Chunk, none: int) -> Tensor:
+        """The same as words of this rank's weight; ``none`` where it has no such word."""
+        return self.ids(chunk)
+
     def inverse(self, chunk: Chunk) -> Tensor | None:
         """1 / temperature: of the chunk's tokens, [n], 0-dim for all; None where it is a number."""
         inverse = self._call.inverse_temperature
@@ -232,16 +250,16 @@ class RowOps:
             return 1 / self._call.temperature
         return inverse if inverse.dim() == 0 or self.ids(chunk).dim() == 1 else inverse[:, None]
 
-    def _in_order(self, policy_first: Sequence[T]) -> Sequence[T]:
+    def in_order(self, policy_first: Sequence[T]) -> Sequence[T]:
         """What belongs to policy and reference in the order of the ops, and back: KL(ref || policy)
         is KL(policy || ref) with the roles exchanged.
         """
         return policy_first[::-1] if self._is_forward else policy_first
 
 
-def _have_softcap(own: Sequence[ChunkOfModel]) -> bool:
+def have_softcap(own: Sequence[ChunkOfModel]) -> bool:
     return any(model.head.softcap is not None for model in own)
 
 
-def _wanted(grads: Sequence[Tensor], wants: Sequence[bool]) -> Grads:
+def wanted(grads: Sequence[Tensor], wants: Sequence[bool]) -> Grads:
     return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

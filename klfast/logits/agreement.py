@@ -9,6 +9,7 @@ of NCCL alone get NaN where they do not agree, and must have as many rows each.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 import zlib
 from collections.abc import Callable
@@ -77,6 +78,8 @@ def sharded_call(
     make: Callable[..., Call],
     arguments: tuple[Any, ...],
     check: Callable[[Call], object],
+    *,
+    may_wait: bool = False,
 ) -> Call:
     """The call of this rank, after all ranks have said that they make the same one.
 
@@ -85,6 +88,7 @@ def sharded_call(
         make: the call of the arguments, after their checks; ``of_shard`` says that it is of one.
         arguments: of the public function.
         check: raises for a call that this rank cannot compute, before the others wait for it.
+        may_wait: whether the host may wait for a device, to look at what ranks say.
 
     Raises:
         As ``make`` and ``agreed``; ValueError of values that all ranks have.
@@ -100,24 +104,27 @@ def sharded_call(
         check(call)
         return call
 
-    call, shards = agreed(ranks, checked)
+    call, shards = agreed(ranks, checked, may_wait=may_wait)
     call = cast(Any, call)._replace(shards=shards)
     if are_checked(call.first(), in_kernel=False):
         call.check_values()
     return call
 
 
-def agreed(ranks: Ranks, make: Callable[[], Call]) -> tuple[Call, Shards]:
+def agreed(
+    ranks: Ranks, make: Callable[[], Call], *, may_wait: bool = False
+) -> tuple[Call, Shards]:
     """The call of this rank, and the shards of all.
 
     Args:
         ranks: of the shards.
         make: the call of this rank's arguments, after their checks.
+        may_wait: as of ``sharded_call``.
 
     Raises:
         RuntimeError: the ranks do not agree, or one of them has refused its arguments or is gone.
     """
-    looks = "cpu" in ranks.kinds or checks_requested()
+    looks = may_wait or "cpu" in ranks.kinds or checks_requested()
     try:
         call = make()
         words, fields = call.words(), call.told()
@@ -146,16 +153,15 @@ def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Told) -> Sha
         if apart:
             values = [row[place] for row in (table[0], table[apart[0]])]
             raise RuntimeError(_difference(name, value, apart, values))
-    edges = [0]
-    for _, of_rank, *_ in table:
-        edges.append(edges[-1] + of_rank)
+    words_of_ranks = [of_rank for _, of_rank, *_ in table]
+    edges = [0, *itertools.accumulate(words_of_ranks)]
     _check_words(edges[-1])
-    return Shards(ranks, torch.tensor(edges), edges[-1])
+    return Shards(ranks, torch.tensor(edges), edges[-1], widest=max(words_of_ranks))
 
 
 def _check_words(words: int) -> None:
     if words == 0:
-        raise ValueError("logits must have at least one word on some rank of group, got none")
+        raise ValueError("group must have a rank with at least one word, got none")
 
 
 def _difference(name: str, value: object, apart: list[int], values: list[int]) -> str:

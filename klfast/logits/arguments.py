@@ -176,6 +176,11 @@ def rows_of(logits: Tensor) -> Tensor:
     return logits.reshape((1,) * (3 - logits.dim()) + tuple(logits.shape))
 
 
+def of_k(values: Tensor) -> Tensor:
+    """[R] or [R, K] as [R, K]."""
+    return values if values.dim() == 2 else values[:, None]
+
+
 def picked(
     token_ids: Tensor, logits: Tensor, ignore_index: int | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ forward's read, in three steps:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,11 @@ from klfast.dtypes import arithmetic_dtype
 from klfast.logits import sharded
 from klfast.logits.call import DIVERGENCES, ENTROPIES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.normalizers import Units, in_nats
+from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
-
-UnitsOf = Callable[[Tensor, torch.dtype], Units]
-"""The units in which kernels save, of logits on a device and the arithmetic's dtype."""
 
 
 def token_logprobs(

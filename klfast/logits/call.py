@@ -253,6 +253,15 @@ def token_logprobs_call(
     )
 
 
+def refuse_jsd(direction: str) -> None:
+    """Raise ValueError for a divergence that is no sum over shards of a vocabulary."""
+    if direction == "jsd":
+        raise ValueError(
+            "direction must be 'reverse' or 'forward' with group, got 'jsd': the mixture has "
+            "another weight in every shard, so that its divergence is no sum over shards"
+        )
+
+
 def kl_divergence_call(
     logits: Tensor,
     ref_logits: Tensor,
@@ -274,11 +283,8 @@ def kl_divergence_call(
     ``of_shard``: whether the logits are those of a shard of the vocabulary, which may have no word.
     """
     check_choice("direction", direction, DIRECTIONS)
-    if of_shard and direction == "jsd":
-        raise ValueError(
-            "direction must be 'reverse' or 'forward' with group, got 'jsd': the mixture has "
-            "another weight in every shard, so that its divergence is no sum over shards"
-        )
+    if of_shard:
+        refuse_jsd(direction)
     check_reduction(reduction, normalizer)
     check_logits("logits", logits, least_words=0 if of_shard else 1)
     check_sequences(logits, cu_seqlens)

@@ -7,6 +7,7 @@ one number. So there are two: ``far``, what the origin is, and ``near``, the res
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ class Units(NamedTuple):
     """Logits of the unit of ``token_logprobs_fwd``'s origin; the other op's is 2."""
 
 
+UnitsOf = Callable[[Tensor, torch.dtype], Units]
+"""The units in which kernels save, of a tensor on the device and the arithmetic's dtype."""
 NATS = Units()
 """Of the CPU's kernels, and of CUDA's in fp64."""
 BITS = Units(scale=math.log(2), pairs=math.log(2))

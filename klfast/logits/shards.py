@@ -25,6 +25,8 @@ class Shards(NamedTuple):
     """The number of all words; None where it is on a GPU alone."""
     are_apart: Tensor | None = None
     """Whether the ranks do not agree about the call, 0-dim; None where that has been looked at."""
+    widest: int = 0
+    """The most words of a shard; 0 where that is on a GPU alone."""
 
     def to(self, device: torch.device) -> Shards:
         """The same on a device."""
@@ -32,7 +34,7 @@ class Shards(NamedTuple):
         edges, words = self.edges.to(device), self.words
         if words is None and device.type == "cpu":
             words = int(edges[-1])
-        return Shards(self.ranks, edges, words, apart)
+        return self._replace(edges=edges, words=words, are_apart=apart)
 
     def has(self, token_ids: Tensor) -> Tensor:
         """Whether ids are words of this rank's shard."""

@@ -1,4 +1,4 @@
-"""Data parallel training of a head: DDP, and a weight that FSDP2 shards."""
+"""A head on several ranks: DDP, a weight that FSDP2 shards, and vocabulary shards."""
 
 import pytest
 import torch
@@ -96,3 +96,62 @@ def _refused(rank):
     with pytest.raises(TypeError, match="hidden must be a plain tensor, got DTensor"):
         klfast.linear_kl_divergence(states, torch.ones(5, 4), torch.ones(3, 4))
     return torch.ones(())
+
+
+def in_shards(rank, per_token):
+    """A head in two shards; the body is the same on both ranks, as are the tokens."""
+    group, own = torch.distributed.group.WORLD, slice(*((0, 7), (7, WORDS))[rank])
+    model = model_of(per_token)
+    hidden, ref_hidden = parts()
+    weight, bias = (p.detach()[own].clone().requires_grad_() for p in model.head.parameters())
+    options = {"bias": bias, "chunk": 3, "group": group}
+    if not per_token:
+        options["reduction"] = "token-mean"
+    klfast.linear_kl_divergence(model.body(hidden), weight, ref_hidden, **options).mean().backward()
+    body = {f"body.{name}": p.grad for name, p in model.body.named_parameters()}
+    return body, {"head.weight": weight.grad, "head.bias": bias.grad}, _apart(rank, group)
+
+
+def _apart(rank, group):
+    """The errors where ranks differ in one thing, and of a head in a DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    hidden, weight, ids = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)
+    calls = {
+        "chunk": lambda: klfast.linear_token_logprobs(
+            hidden, weight, ids, chunk=2 + rank, group=group
+        ),
+        "requires_grad": lambda: klfast.linear_token_logprobs(
+            hidden.clone().requires_grad_(rank == 0), weight, ids, group=group
+        ),
+        "DTensor": lambda: klfast.linear_token_logprobs(
+            hidden,
+            distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Replicate()]),
+            ids,
+            group=group,
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            call()
+        found[name] = str(error.value)
+    return found
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_head_in_vocabulary_shards(tmp_path, per_token):
+    model = model_of(per_token)
+    model(parts()).backward()
+    wanted = gradients(model)
+    found = results_of_ranks(OnRanks(in_shards, per_token), tmp_path)
+    for body, _, apart in found:
+        for name, grad in body.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+        for name in ("chunk", "requires_grad"):
+            assert apart[name].startswith(f"{name} must be the same on every rank of group")
+        assert apart["DTensor"].startswith("weight must be a plain tensor with group")
+    for name in ("head.weight", "head.bias"):
+        together = torch.cat([heads[name] for _, heads, _ in found])
+        torch.testing.assert_close(together, wanted[name], rtol=1e-5, atol=1e-6, msg=name)

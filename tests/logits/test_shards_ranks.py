@@ -235,7 +235,7 @@ VALUES = {
     "token_ids must be in [0, 97)": _bad_ids,
     "token_ids must be in [0, 97) where tokens are kept, got -100": _bad_k_ids,
     "temperature must be > 0": _bad_temperature,
-    "logits must have at least one word on some rank of group": _no_word,
+    "group must have a rank with at least one word, got none": _no_word,
     "direction must be 'reverse' or 'forward' with group, got 'jsd'": _jsd,
 }
 """The beginning of the same ValueError on both ranks -> the call."""

@@ -56,6 +56,9 @@ class ThreadRanks:
         self.gathered.append(tuple(table.shape))
         return self.meeting.exchange(self.rank, table.detach())
 
+    def add_up(self, tensor):
+        tensor.copy_(self.all_gather(tensor).sum(0))
+
 
 class OnDevicesAlone(ThreadRanks):
     """Those of a group whose collectives serve no CPU, as NCCL's."""

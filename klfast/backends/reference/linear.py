@@ -4,10 +4,13 @@ specification over logits says of them.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from klfast.backends.reference import logits as over_logits
+from klfast.backends.reference import shards as over_shards
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.linear.call import LinearCall, Model
 from klfast.linear.chunks import chunks_of
@@ -44,13 +47,19 @@ def linear_kl_divergence(call: LinearCall) -> KLDivergence:
         of.spec,
         of.return_stats,
         return_entropy=False,
+        shards=call.shards,
     )
-    rows = over_logits.divergences(over).to(call.arithmetic())
+    rows = _over(call).divergences(over).to(call.arithmetic())
     (logprobs, entropy), (ref_logprobs, _) = (_tokens(call, own) for own in (policy, reference))
     beside = BesideDivergences(logprobs, ref_logprobs, entropy)
     if entropy is not None:
         beside = beside._replace(entropies=torch.where(rows.isnan(), torch.nan, entropy))
     return outputs_of(call, kl_penalty(call.reduce(rows)), beside, kl_penalty)
+
+
+def _over(call: LinearCall) -> ModuleType:
+    """The specification over logits, of whole rows or of shards."""
+    return over_logits if call.shards is None else over_shards
 
 
 def _tokens(call: LinearCall, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -66,8 +75,9 @@ def _tokens(call: LinearCall, logits: Tensor) -> tuple[Tensor | None, Tensor | N
         inplace_backward=False,
         shape=torch.Size([rows]) if ids is None else ids.shape,
         rows_shape=torch.Size([rows]),
+        shards=call.shards,
     )
-    logprobs, entropy = over_logits.token_logprobs(over)
+    logprobs, entropy = _over(call).token_logprobs(over)
     return (
         None if ids is None else logprobs.to(call.arithmetic()),
         None if entropy is None else entropy.to(call.arithmetic()),
@@ -87,6 +97,8 @@ def _logits(call: LinearCall, model: Model) -> Tensor:
     """[1, R, V] in float64: softcap(hidden @ weight.T + bias), of zeros where masked."""
     hidden, (weight, bias, softcap) = model
     rows = hidden.double()
+    if call.shards is not None:
+        rows = over_shards.added_up(rows, call.shards)
     if call.keep is not None:
         rows = torch.where(call.keep[:, None], rows, 0.0)
     logits = torch.nn.functional.linear(

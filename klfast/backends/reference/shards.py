@@ -7,7 +7,7 @@ own logits, from a loss that all ranks have the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from klfast.backends.reference.logits import (
 )
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits.arguments import NO_ID
+from klfast.logits.arguments import NO_ID, of_k
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.logits.shards import Shards
+from klfast.ops import autograd
 
 
 class _Shard(NamedTuple):
@@ -46,7 +47,7 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     logits = overwritten(call.logits) if call.inplace_backward else call.logits
     arithmetic = arithmetic_dtype(logits)
     shard = _shard_of(logits, call)
-    picks = _picks_of(shard, call).reshape(shard.far.shape[0], -1).unbind(-1)
+    picks = of_k(_picks_of(shard, call)).unbind(-1)
     columns = [shard.far, shard.near, *picks]
     if call.return_entropy:
         columns.append(entropies_of(shard.logprobs, call.keep))
@@ -59,6 +60,11 @@ def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
         entropy = expectation(masses, others[-1] - masses)
         entropy = zero_where_masked(entropy, call.keep).to(arithmetic).view(call.rows_shape)
     return taken.to(arithmetic).view(call.shape), entropy
+
+
+def divergences(call: KLDivergenceCall) -> Tensor:
+    """[R] divergences alone."""
+    return _rows_of(call)[0]
 
 
 def kl_divergence(call: KLDivergenceCall) -> KLDivergence:
@@ -100,7 +106,41 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     return rows, beside
 
 
+class _Once(torch.autograd.Function):
+    """Its input, whose gradient depends on other ranks' logits too: no graph of it is made."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        return autograd.guarded((grad,), grad)[0]
+
+
+def added_up(hidden: Tensor, shards: Shards) -> Tensor:
+    """The same hidden states, whose gradient is the sum of all ranks' gradients."""
+    result: Tensor = _AddedUp.apply(hidden, shards)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AddedUp(torch.autograd.Function):
+    """Its input, whose gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, shards: Shards) -> Tensor:
+        ctx.ranks = shards.ranks
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        total = grad.detach().clone(memory_format=torch.contiguous_format)
+        ctx.ranks.add_up(total)
+        return autograd.guarded((total,), grad)[0], None
+
+
 def _shard_of(logits: Tensor, call: TokenLogprobsCall | KLDivergenceCall) -> _Shard:
+    logits = _Once.apply(logits)  # type: ignore[no-untyped-call]
     rows = wide_rows(logits, call.keep)
     if rows.shape[-1] == 0:
         nothing = rows.sum(-1)
