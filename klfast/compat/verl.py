@@ -1,5 +1,6 @@
 """verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, from logits
-``verl.utils.torch_functional``, and the rollout correction (see ``verl_rollout``).
+``verl.utils.torch_functional``, from hidden states ``FusedLinearForPPO`` and
+``linear_cross_entropy``, and the rollout correction (see ``verl_rollout``).
 
 Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
 ``klfast.compat.patch("verl")``.
@@ -23,6 +24,11 @@ from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLCont
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
 from klfast.compat.presets import VERL
 from klfast.compat.verl_distillation import compute_forward_kl_topk
+from klfast.compat.verl_linear import (
+    FusedLinearForPPO,
+    FusedLinearForPPOFunction,
+    linear_cross_entropy,
+)
 from klfast.compat.verl_rollout import (
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
@@ -40,6 +46,8 @@ __all__ = [
     "ROLLOUT_RULES",
     "AdaptiveKLController",
     "FixedKLController",
+    "FusedLinearForPPO",
+    "FusedLinearForPPOFunction",
     "agg_loss",
     "apply_kl_penalty",
     "compute_forward_kl_topk",
@@ -54,6 +62,7 @@ __all__ = [
     "get_kl_controller",
     "kl_loss",
     "kl_penalty",
+    "linear_cross_entropy",
     "logprobs_from_logits",
 ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle_linear import Call
 
-from klfast.compat import trl
+from klfast.compat import trl, verl, verl_linear
 from klfast.compat.trl_linear import OPTIONAL_OUTPUTS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "auto")
@@ -322,3 +322,130 @@ def test_trl_s_errors():
     wrong(divergence, *arguments, 0.5, 1.0, 1.0, None, 1.0, 0.0, match="teacher_final_logit_soft")
     wrong(divergence, *arguments[:3], teacher[0][1:], *teacher[1:], 0.5, match="ref_hidden must")
     wrong(divergence, *arguments[:4], teacher[1][1:], None, 0.5, match="ref_weight must")
+
+
+# verl
+
+
+def differentiated(function, own, leaves):
+    """What it returns, and gradients of the leaves by name, uneven gradients coming in."""
+    given = {
+        n: None if t is None else t.clone().requires_grad_(n in leaves) for n, t in own.items()
+    }
+    found = dict(zip(("logprobs", "entropy"), function(given), strict=True))
+    call = Call(own, leaves=leaves)
+    return found, oracle_linear.gradients(call, given, found)
+
+
+every_shape = pytest.mark.parametrize("shape", [(N,), (3, 7)], ids=str)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 512])
+@every_shape
+@pytest.mark.parametrize("leaves", [("hidden",), ("hidden", "weight"), ("weight",), ()], ids=str)
+@every_dtype
+def test_verl_fused_linear(dtype, leaves, shape, chunk_size):
+    own, ids = tensors(dtype, bias=False, shape=shape), words(*shape)
+    del own["bias"]
+    options = {"temperature": 0.7, "return_entropy": True}
+    call = Call(own, options, leaves, token_ids=ids)
+    functions = (
+        lambda given: verl.FusedLinearForPPO(chunk_size)(*given.values(), ids.int(), 0.7),
+        lambda given: verl.FusedLinearForPPOFunction.apply(*given.values(), ids, 0.7, chunk_size),
+        lambda given: linear_cross_entropy_of(given, ids, shape),
+    )
+    for function in functions:
+        oracle_linear.assert_agrees(call, *differentiated(function, own, leaves))
+
+
+def linear_cross_entropy_of(given, ids, shape):
+    found = verl.linear_cross_entropy(*given.values(), ids, 0.7)
+    assert [each.shape for each in found] == [ids.flatten().shape] * 2
+    return [each.view(shape) for each in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_verl_exact(dtype):
+    own, ids = tensors(dtype, bias=False), words(N)
+    hidden, weight, _ = own.values()
+    plain = verl.FusedLinearForPPO()(hidden, weight, ids)
+    for function in (verl.FusedLinearForPPO(), verl.FusedLinearForPPOFunction.apply):
+        logprobs, entropy = function(hidden, weight, ids, exact=True)
+        assert torch.equal(logprobs, plain[0])
+        assert torch.equal(entropy, plain[1].to(dtype))
+
+
+def test_verl_s_temperature_may_be_a_tensor():
+    own, ids = tensors(torch.float32, bias=False, shape=(3, 7)), words(3, 7)
+    del own["bias"]
+    for temperature in (torch.tensor(0.7), torch.rand(3) + 0.5, torch.rand(3, 7) + 0.5):
+        options = {"temperature": temperature, "return_entropy": True}
+        call = Call(own, options, ("hidden",), token_ids=ids)
+        functions = (
+            lambda given, t=temperature: verl.FusedLinearForPPO()(*given.values(), ids, t),
+            lambda given, t=temperature: [
+                each.view(3, 7) for each in verl.linear_cross_entropy(*given.values(), ids, t)
+            ],
+        )
+        for function in functions:
+            oracle_linear.assert_agrees(call, *differentiated(function, own, call.leaves))
+
+
+def test_verl_s_words_of_minus_100_under_liger():
+    own, ids = tensors(torch.float32, bias=False), words(N)
+    del own["bias"]
+    mask = torch.arange(N) % 3 > 0
+    ids[~mask] = -100
+    call = Call(own, {"return_entropy": True}, ("hidden", "weight"), mask, ids)
+    function = lambda given: verl.FusedLinearForPPO(4, "liger")(*given.values(), ids)  # noqa: E731
+    oracle_linear.assert_agrees(call, *differentiated(function, own, call.leaves))
+    wrong(verl.FusedLinearForPPO(), *own.values(), ids, match="token_ids must be")
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "MEAN"])
+def test_verl_linear_cross_entropy_reduces_the_log_probs(reduction):
+    own, ids = tensors(torch.float32, bias=False, shape=(3, 7)), words(3, 7)
+    hidden, weight, _ = own.values()
+    logprobs, entropy = verl.linear_cross_entropy(hidden, weight, ids)
+    of_tokens = (hidden.flatten(0, 1), ids.flatten())  # and labels alone, of packed hidden states
+    for states, labels in (of_tokens, (hidden, of_tokens[1]), (of_tokens[0], ids)):
+        found, own_entropy = verl.linear_cross_entropy(states, weight, labels, 1.0, reduction, None)
+        kind = reduction.lower()
+        wanted = logprobs if kind == "none" else getattr(logprobs, kind)()
+        assert torch.equal(found, wanted)
+        assert torch.equal(own_entropy, entropy)
+
+
+def test_verl_without_tokens():
+    hidden, weight = random(0, D).requires_grad_(), random(V, D).requires_grad_()
+    for function in (verl.FusedLinearForPPO(), verl.linear_cross_entropy):
+        logprobs, entropy = function(hidden, weight, words(0))
+        assert logprobs.shape == entropy.shape == (0,)
+        grads = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+        assert all((grad == 0).all() for grad in grads)
+
+
+def test_verl_s_group_of_ranks_is_refused(monkeypatch):
+    hidden, weight, ids = random(N, D), random(V, D), words(N)
+    monkeypatch.setattr(verl_linear, "get_world_size", lambda group: group)
+    alone = verl.linear_cross_entropy(hidden, weight, ids, dist_process_group=1)
+    assert torch.equal(alone[0], verl.linear_cross_entropy(hidden, weight, ids)[0])
+    wrong(
+        verl.linear_cross_entropy, hidden, weight, ids, 1.0, "none", 2, match="dist_process_group"
+    )
+
+
+def test_verl_s_errors():
+    hidden, weight, ids = random(N, D), random(V, D), words(N)
+    fused, entropy = verl.FusedLinearForPPO(), verl.linear_cross_entropy
+    wrong(verl.FusedLinearForPPO, 512, "triton", match="impl_backend")
+    wrong(fused, hidden, weight, ids[1:], match="input_ids must have the shape")
+    wrong(fused, hidden, weight, ids[:, None], match="input_ids must have the shape")
+    wrong(entropy, hidden, weight, ids[1:], match="labels must have the shape")
+    wrong(entropy, hidden, weight, ids, 1.0, "max", match="reduction")
+    for function in (fused, entropy):
+        wrong(function, hidden, weight, ids + V, match="token_ids must be")
+        wrong(function, hidden, weight[:, 1:], ids, match="weight must")
+        wrong(function, hidden, weight, ids, 0.0, match="temperature must be")
+        wrong(function, hidden, weight, ids, "1", error=TypeError, match="temperature must be")
+        wrong(function, hidden.long(), weight, ids, error=TypeError, match="hidden must")

@@ -62,6 +62,7 @@ IDS = [f"{row.framework}: {row.theirs}" for row in ROWS]
 
 WITHOUT_SITES = {
     ("roll", "`full`, of log-probs [..., V]"),
+    ("verl", "`from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy`"),
     (
         "skyrl",
         "`from skyrl.backends.skyrl_train.mtp.soft_ce import draft_soft_ce, draft_soft_ce_topk`",
