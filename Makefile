@@ -8,7 +8,7 @@
 #                     it installs, the newest and older releases
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
-#   make bench-peers    time klfast against the frameworks' own functions, and compare digits
+#   make bench-peers    time klfast against the frameworks' own functions, compare digits and memory
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
@@ -88,6 +88,8 @@ bench-peers: $(VENV)/built $(PEERS)
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
 	    $(BIN)/python -W ignore -m benchmarks.digits $$peers || exit 1; \
 	done
+	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" HF_HUB_OFFLINE=1 \
+	  $(BIN)/python -W ignore -m benchmarks.longest
 
 # GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.
 gpu-check:

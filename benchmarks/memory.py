@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.candidates import COMPILE, build_candidates
-from benchmarks.cases import Case, make_inputs, shape_text
+from benchmarks.candidates import COMPILE, Candidate, build_candidates, candidate
+from benchmarks.cases import Case, Op, make_inputs, shape_text
+from benchmarks.rivals import LIBRARIES
 from benchmarks.suites import OPS
 
 SMALLEST_INPUTS = 32 << 20
@@ -30,8 +31,8 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def peak_bytes(case: Case, name: str) -> int | None:
-    """The peak of a candidate's call, named as in ``build_candidates``; None for small
-    inputs, and with a warning where it cannot be known.
+    """The peak of a candidate's call, named as in ``build_candidates`` or by its library; None for
+    small inputs, and with a warning where it cannot be known.
     """
     if case.input_bytes < SMALLEST_INPUTS:
         return None
@@ -55,8 +56,14 @@ def main() -> None:
     op, dtype, shape, name = sys.argv[1:]
     case = Case(OPS[op], dtype, tuple(map(int, shape.split("x"))))
     inputs = make_inputs(case, 1)[0]
-    call = build_candidates(case.op, with_compile=name == COMPILE)[name]
+    call = _candidate(case.op, name)
     print(peak_of(lambda: call(inputs)))
+
+
+def _candidate(op: Op, name: str) -> Candidate:
+    if name in LIBRARIES:
+        return candidate(op, LIBRARIES[name]()[op.name])
+    return build_candidates(op, with_compile=name == COMPILE)[name]
 
 
 def peak_of(call: Callable[[], Any]) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, digits, gpu_plan, proved, tables
+from benchmarks import command, digits, gpu_plan, longest, proved, tables
 from benchmarks.candidates import MODES
 from benchmarks.cases import Case, Suite
 from benchmarks.measure import PRODUCTS
@@ -143,6 +143,9 @@ def blocks(results: Path) -> dict[str, str]:
     of_digits = sorted(results.glob("digits-*.json"))
     if of_digits:
         texts["digits"] = digits.table_of([json.loads(path.read_text()) for path in of_digits])
+    of_batches = load(results / longest.FILE.name)
+    if of_batches is not None:
+        texts["longest"] = longest.tables_of(of_batches)
     parts = [load(results / f"{name}.json") for name in tables.SUMMARY]
     known = [part for part in parts if part is not None]
     if len(known) == len(tables.SUMMARY):
