@@ -76,6 +76,18 @@ def test_grpo_on_two_ranks():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
+def test_a_head_in_shards_learns_and_has_the_kl_of_all_words():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    table = table_of(output_of("vocabulary_shards.py", launcher=torchrun))
+    *steps, last = table.values()
+    assert [*table] == [f"step {n}" for n in range(20, 101, 20)] + ["KL over 2 shards"]
+    assert steps[-1][0] < 0.1 * steps[0][0]
+    in_shards, whole = last
+    assert in_shards == whole
+
+
+@pytest.mark.exhaustive
 def test_distillation_seeks_modes_or_covers():
     table = table_of(output_of("distillation.py"))
     assert [*table] == ["forward", "jsd", "reverse"]
