@@ -17,6 +17,7 @@ ESTIMATORS = (
     ("AReaL, `kl_estimator`", presets.AREAL),
     ("open-instruct, `kl_estimator`", presets.OPEN_INSTRUCT),
     ("ms-swift", presets.MS_SWIFT),
+    ("Liger's GRPO", presets.LIGER),
     ("Megatron-LM's GRPO", presets.MEGATRON_LM),
 )
 REDUCTIONS = (

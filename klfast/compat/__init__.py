@@ -24,6 +24,7 @@ from klfast.compat.targets import targets_of
 if TYPE_CHECKING:
     from klfast.compat import (
         areal,
+        liger,
         megatron_lm,
         ms_swift,
         nemo_rl,
@@ -46,6 +47,7 @@ __all__ = [
     "PatchError",
     "Replaced",
     "areal",
+    "liger",
     "megatron_lm",
     "ms_swift",
     "nemo_rl",

@@ -84,5 +84,8 @@ OPEN_INSTRUCT = {
 MS_SWIFT = {"k1": Estimator("k1"), "k3": K3_LIMITED_TWICE}
 """k3 in the loss, k1 with ``kl_in_reward``."""
 
+LIGER = {"k3": Estimator("k3")}
+"""The KL term of its GRPO loss, without a limit."""
+
 MEGATRON_LM = {"k3": Estimator("k3")}
 """``kl_term`` of its GRPO loss, without a limit."""

@@ -152,6 +152,8 @@ def linear_cross_entropy(
         temperature: a number > 0; or a tensor, as of ``klfast.linear_token_logprobs``.
         reduction: of the log-probs, ``"none"``, ``"sum"`` or ``"mean"``, in any case of letters.
         dist_process_group: of ranks that hold shards of the vocabulary: of one process, or None.
+            For several, ``klfast.linear_token_logprobs(group=)``: its gradient to ``hidden`` is
+            added up over the ranks, where verl leaves each rank its own words' part.
 
     Differs from verl: it runs on a CPU too, at every width, on any strides. The sum and the mean
     are finite; verl's add the rows between the last token and a multiple of 16, and are infinite
@@ -167,7 +169,8 @@ def linear_cross_entropy(
     if dist_process_group is not None and (ranks := get_world_size(dist_process_group)) > 1:
         raise ValueError(
             "dist_process_group must be None or of one process, which has the whole vocabulary, "
-            f"got one of {ranks}"
+            f"got one of {ranks}; klfast.linear_token_logprobs(group=) takes shards, and adds the "
+            "gradient to hidden up over the ranks, which verl does not"
         )
     if labels.shape != hidden.shape[:-1]:  # verl looks at tokens alone, in their order
         hidden, labels = hidden.flatten(0, -2), labels.flatten()

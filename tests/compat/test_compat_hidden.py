@@ -3,13 +3,15 @@
 import contextlib
 import sys
 import types
+from functools import partial
 
+import frameworks
 import oracle_linear
 import pytest
 import torch
 from oracle_linear import Call
 
-from klfast.compat import trl, verl, verl_linear
+from klfast.compat import liger, trl, verl, verl_linear
 from klfast.compat.trl_linear import OPTIONAL_OUTPUTS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "auto")
@@ -449,3 +451,94 @@ def test_verl_s_errors():
         wrong(function, hidden, weight, ids, 0.0, match="temperature must be")
         wrong(function, hidden, weight, ids, "1", error=TypeError, match="temperature must be")
         wrong(function, hidden.long(), weight, ids, error=TypeError, match="hidden must")
+
+
+# Liger
+
+MODULE = {"module": True, "function": False}
+every_form = pytest.mark.parametrize("is_module", MODULE.values(), ids=MODULE)
+
+
+def liger_jsd(given, labels, beta, is_module, **options):
+    if is_module:
+        return liger.LigerFusedLinearJSD(beta, **options)(*given, labels)
+    return liger.liger_fused_linear_jsd(*given, labels, beta, **options)
+
+
+@every_form
+@pytest.mark.parametrize("labelled", ["all", "some", "none"])
+@pytest.mark.parametrize("beta", [0, 0.1, 0.5, 1])
+@pytest.mark.parametrize("leaves", [("hidden",), ("hidden", "weight"), ("weight",), ()], ids=str)
+@every_dtype
+def test_liger_jsd(dtype, leaves, beta, labelled, is_module):
+    own = tensors(dtype, bias=False, teacher=True)
+    own = {name: t for name, t in own.items() if t is not None}
+    labels, mask = None, None
+    if labelled != "all":
+        labels = words(N)
+        labels[:: 3 if labelled == "some" else 1] = -1
+        mask = labels != -1
+    options = {
+        "direction": {0: "forward", 1: "reverse"}.get(beta, "jsd"),
+        "jsd_beta": beta,
+        "temperature": 0.7,
+        "reduction": "token-mean",
+    }
+    call = Call(own, options, leaves, mask)
+    given = call.given()
+    loss = liger_jsd(given.values(), labels, beta, is_module, ignore_index=-1, temperature=0.7)
+    assert loss.shape == ()
+    grads = oracle_linear.gradients(call, given, {"kl": loss})
+    oracle_linear.assert_agrees(call, {"kl": loss}, grads)
+    wide = [t.detach().double() for t in given.values()]
+    keep = torch.ones(N) if mask is None else mask.double()
+    truth = frameworks.liger_fused_linear_jsd(*wide, keep, beta, 0.7)
+    torch.testing.assert_close(loss.detach().double(), truth, rtol=1e-5, atol=1e-12)
+
+
+@every_form
+def test_liger_s_teacher_gets_no_gradient_and_the_upstream_gradient_scales(is_module):
+    own = [t for t in tensors(torch.float32, False, teacher=True).values() if t is not None]
+    given = [t.requires_grad_() for t in own]
+    losses = [liger_jsd(given, None, 0.5, is_module, accum_dtype=torch.float32) for _ in "ab"]
+    once, twice = (
+        torch.autograd.grad(scale * loss, given, allow_unused=True)
+        for scale, loss in zip((1, 2), losses, strict=True)
+    )
+    assert [g is None for g in once] == [False, False, True, True]
+    for mine, other in zip(once[:2], twice[:2], strict=True):
+        torch.testing.assert_close(2 * mine, other, rtol=1e-6, atol=0)
+
+
+@every_form
+def test_liger_without_tokens_is_0(is_module):
+    given = [random(0, D), random(V, D), random(0, D_TEACHER), random(V, D_TEACHER)]
+    leaves = [t.requires_grad_() for t in given[:2]]
+    for labels in (None, words(0)):
+        loss = liger_jsd(given, labels, 0.5, is_module)
+        assert loss == 0
+        assert all((g == 0).all() for g in torch.autograd.grad(loss, leaves))
+
+
+@every_form
+def test_liger_s_masked_rows_hold_anything(is_module):
+    own = [t for t in tensors(torch.float32, False, teacher=True).values() if t is not None]
+    labels = words(N)
+    labels[3], labels[7] = -100, -100
+    expected = liger_jsd(own, labels, 0.5, is_module)
+    own[0][3], own[2][7] = torch.nan, torch.inf
+    assert torch.equal(liger_jsd(own, labels, 0.5, is_module), expected)
+
+
+@every_form
+def test_liger_s_errors(is_module):
+    own = [t for t in tensors(torch.float32, False, teacher=True).values() if t is not None]
+    loss = partial(liger_jsd, is_module=is_module)
+    for beta in (-0.1, 1.1):
+        wrong(loss, own, None, beta, match="jsd_beta must be")
+    for temperature in (0.0, -1.0):
+        wrong(loss, own, None, 0.5, temperature=temperature, match="temperature must be")
+    wrong(loss, own, words(N - 1), 0.5, match="shift_labels must have the shape")
+    wrong(loss, [own[0][1:], *own[1:]], None, 0.5, match="hidden must")
+    wrong(loss, [*own[:3], own[3][1:]], None, 0.5, match="ref_weight must")
+    wrong(loss, [own[0].long(), *own[1:]], None, 0.5, error=TypeError, match="hidden must")
