@@ -12,6 +12,7 @@ from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.compat.common import per_token
 from klfast.compat.ms_swift_distillation import gkd_loss, jsd_loss
 from klfast.compat.presets import MS_SWIFT
+from klfast.compat.shards import vocab_parallel_kl_div
 from klfast.compat.trl_logits import entropy_from_logits
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "per_token_k1",
     "per_token_kl",
     "sequence_kl",
+    "vocab_parallel_kl_div",
 ]
 
 

@@ -18,11 +18,18 @@ from klfast.compat.common import choose
 from klfast.compat.counts import count_of_tokens
 from klfast.compat.nemo_rl_distillation import distillation_loss
 from klfast.compat.presets import NEMO_RL
+from klfast.compat.shards import from_parallel_logits_to_logprobs
 from klfast.compat.weighted import weighted_per_token
 from klfast.estimator import Estimator
 from klfast.names import ReductionName
 
-__all__ = ["calculate_kl", "distillation_loss", "kl_loss", "token_level_rewards"]
+__all__ = [
+    "calculate_kl",
+    "distillation_loss",
+    "from_parallel_logits_to_logprobs",
+    "kl_loss",
+    "token_level_rewards",
+]
 
 LOSS_TYPES: dict[str, ReductionName] = {
     "token_level": "token-mean",

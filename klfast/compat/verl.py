@@ -23,6 +23,11 @@ from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
 from klfast.compat.presets import VERL
+from klfast.compat.shards import (
+    vocab_parallel_entropy,
+    vocab_parallel_entropy_with_chunking,
+    vocab_parallel_log_probs_from_logits,
+)
 from klfast.compat.verl_distillation import compute_forward_kl_topk
 from klfast.compat.verl_linear import (
     FusedLinearForPPO,
@@ -64,6 +69,9 @@ __all__ = [
     "kl_penalty",
     "linear_cross_entropy",
     "logprobs_from_logits",
+    "vocab_parallel_entropy",
+    "vocab_parallel_entropy_with_chunking",
+    "vocab_parallel_log_probs_from_logits",
 ]
 
 REDUCTIONS: dict[str, ReductionName] = {

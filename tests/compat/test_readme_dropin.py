@@ -64,6 +64,15 @@ WITHOUT_SITES = {
     ("roll", "`full`, of log-probs [..., V]"),
     ("verl", "`from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy`"),
     (
+        "verl",
+        "`from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_from_logits, "
+        "vocab_parallel_entropy, vocab_parallel_entropy_with_chunking`",
+    ),
+    (
+        "ms_swift",
+        "`from swift.megatron.trainers.vocab_parallel_utils import vocab_parallel_kl_div`",
+    ),
+    (
         "skyrl",
         "`from skyrl.backends.skyrl_train.mtp.soft_ce import draft_soft_ce, draft_soft_ce_topk`",
     ),

@@ -1,0 +1,75 @@
+"""klfast.compat.verl over vocabulary shards against verl's own entropy, on two ranks.
+
+Its log-probs are a call of Megatron's cross entropy; ``tests/compat`` has their formula.
+"""
+
+import inspect
+import sys
+import types
+
+import stand_ins
+import torch
+from ranks import results_of_ranks
+
+from klfast.compat import verl
+
+NAMES = (
+    "vocab_parallel_entropy",
+    "vocab_parallel_entropy_with_chunking",
+    "vocab_parallel_log_probs_from_logits",
+)
+
+
+def theirs():
+    """Verl's module, over a Megatron that knows its ranks alone."""
+    stand_ins.install(*stand_ins.OF_OPENRLHF)
+    state = types.ModuleType("megatron.core.parallel_state")
+    state.get_tensor_model_parallel_group = lambda: torch.distributed.group.WORLD
+    core = types.ModuleType("megatron.core")
+    core.parallel_state = state
+    for name, module in (("megatron", types.ModuleType("megatron")), ("megatron.core", core)):
+        sys.modules[name] = module
+    sys.modules["megatron.core.parallel_state"] = state
+    torch.compile = lambda **options: lambda function: function  # it compiles a sum of products
+    from verl.utils.megatron import tensor_parallel
+
+    return tensor_parallel
+
+
+def logits_of(rank, dtype):
+    torch.manual_seed(0)
+    whole = torch.randn(2, 6, 64, dtype=torch.float64) * 2
+    return whole.chunk(2, -1)[rank].to(dtype)
+
+
+def differentiated(function, logits):
+    leaf = logits.clone().requires_grad_()
+    found = function(leaf)
+    weights = torch.linspace(0.5, 1.5, found.numel()).view(found.shape).to(found.dtype)
+    return found.detach(), torch.autograd.grad((weights * found).sum(), leaf)[0]
+
+
+def work(rank):
+    of_verl, found = theirs(), {}
+    for name in NAMES[:2]:
+        for dtype in (torch.float32, torch.bfloat16):
+            own, other = (
+                differentiated(getattr(module, name), logits_of(rank, dtype))
+                for module in (verl, of_verl)
+            )
+            found[name, str(dtype)] = own, other
+    signatures = [
+        [[*inspect.signature(getattr(m, name)).parameters] for name in NAMES]
+        for m in (verl, of_verl)
+    ]
+    return found, signatures
+
+
+def test_entropies_gradients_and_arguments_are_verl_s(tmp_path):
+    for found, (own_names, their_names) in results_of_ranks(work, tmp_path, timeout=60):
+        assert own_names == their_names
+        for (_, dtype), (own, other) in found.items():
+            relative = 1e-5 if dtype == "torch.float32" else 4e-2
+            for x, y in zip(own, other, strict=True):
+                difference = (x.double() - y.double()).norm()
+                assert difference <= relative * y.double().norm()
