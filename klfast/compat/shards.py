@@ -69,7 +69,7 @@ def vocab_parallel_kl_div(input_log_probs: Tensor, target_log_probs: Tensor) -> 
     the log-probs' own logits: behind a log-softmax both are the same.
     """
     rows = input_log_probs.shape[:-1]
-    one_sequence = [x.reshape(-1, x.shape[-1]) for x in (input_log_probs, target_log_probs)]
+    one_sequence = [x.reshape(1, -1, x.shape[-1]) for x in (input_log_probs, target_log_probs)]
     group = _tensor_parallel_group()
     return kl_divergence(*one_sequence, direction="forward", group=group).view(rows)
 

@@ -148,7 +148,7 @@ def linear_token_logprobs(
             are checked as in :func:`klfast.token_logprobs`, before any product is made.
         TypeError: an argument of the wrong type or dtype, and hidden states in a DTensor.
         RuntimeError: the backend asked for cannot run here, and why; torch.func transforms, which
-            ``reference`` alone serves.
+            ``reference`` alone serves; ranks of ``group`` that make other calls, or are gone.
 
     Under autocast, hidden states, weight and bias are taken in its dtype, as a linear layer takes
     them. torch.compile breaks the graph at a call. On a GPU a mask costs one sync, for the number

@@ -147,7 +147,8 @@ def token_logprobs(
             > 0; on a GPU, where looking would need a sync, its log-prob is NaN unless
             ``KLFAST_CHECK=1``.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why.
+        RuntimeError: the backend asked for cannot run here, and why; ranks of ``group`` that make
+            other calls, or are gone.
 
     Warns once a process of [N, V] logits that look like log-probs of taken tokens, [B, T].
 
@@ -325,7 +326,8 @@ def kl_divergence(
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
             Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why.
+        RuntimeError: the backend asked for cannot run here, and why; ranks of ``group`` that make
+            other calls, or are gone.
 
     Warns once a process each: of [N, V] logits that look like log-probs of taken tokens, [B, T]; of
     [N, V] logits without ``cu_seqlens`` under a reduction by sequences.

@@ -22,6 +22,7 @@ from oracle_divergences import PROMISE, Pair, kl
 from shards import OnDevicesAlone, over_shards, sharded, shards_of
 
 import klfast
+from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -409,6 +410,34 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
         assert found.isnan().all()
         assert inputs[0].grad.isnan().all()
     assert tables == [[(2,), (3, 6)]] * 2 + [[(2,), (5, 6)]] * 2
+
+
+@pytest.mark.parametrize("wrong", [-1, WORDS, WORDS + 20])
+@pytest.mark.parametrize("backend", ["reference", "native-emulated"], indirect=True)
+def test_an_id_in_no_shard_is_nan_where_none_looks(backend, wrong, monkeypatch):
+    """As on a GPU; other tokens, and entropies, are what they are."""
+    for call in (TokenLogprobsCall, KLDivergenceCall):
+        monkeypatch.setattr(call, "check_values", lambda call: None)
+    logits, ref_logits = random_logits(2, 3, WORDS)
+    ids = random_ids(logits)
+    wrong_ids = ids.clone()
+    wrong_ids[1, 1] = wrong
+    with over_shards((20,)):
+        options = {"return_entropy": True, "backend": backend}
+        tokens = klfast.token_logprobs(logits, wrong_ids, **options)
+        pair = klfast.kl_divergence(logits, ref_logits, token_ids=wrong_ids, **options)
+    whole = klfast.kl_divergence(logits, ref_logits, token_ids=ids, **options)
+    for found, exact in (
+        *((x, whole.logprobs) for x in (tokens.logprobs, pair.logprobs)),
+        (pair.ref_logprobs, whole.ref_logprobs),
+    ):
+        assert found[1, 1].isnan()
+        exact = exact.clone()
+        exact[1, 1] = NAN
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for found in (tokens.entropy, pair.entropy):
+        torch.testing.assert_close(found, whole.entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pair.kl, whole.kl, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_that_serve_no_cpu_are_asked_under_checks(monkeypatch):
