@@ -1,13 +1,18 @@
 """The longest batch in a memory: what is fitted to known bytes, its arithmetic, and the tables."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks import longest, memory
 from benchmarks.candidates import KLFAST
 from benchmarks.cases import EAGER
+from benchmarks.linear import HELD
 
 KNOWN = {EAGER: (24.0, 6.0, 2.0, 0.0), KLFAST: (0.0, 6.0, 6.0, 8.0)}
 MODEL = longest.MODELS[0]
+RESULTS = Path(longest.FILE)
 
 
 def peak_of(way, shape):
@@ -66,3 +71,12 @@ def test_the_tables_have_every_model_and_way(data):
 )
 def test_tokens_are_rounded_down(tokens, text):
     assert longest.rounded(tokens) == text
+
+
+def test_what_was_measured_is_what_was_expected():
+    """Of the published results, at the size of a model that nothing was fitted to."""
+    data = json.loads(RESULTS.read_text())
+    assert {row["way"] for row in data["ways"]} == set(longest.WAYS)
+    for row in data["ways"]:
+        assert row["check"]["peak"] == pytest.approx(row["check"]["expected"], rel=0.1), row["way"]
+    assert {row["way"] for row in data["ways"] if row["way"] in longest.HOLDING} == {EAGER, HELD}
