@@ -7,6 +7,7 @@ behind.
 import itertools
 import os
 
+import gpu
 import pytest
 import torch
 from agreement import same_bits
@@ -87,18 +88,21 @@ CASES = {
 }
 
 
-def arguments_of(name, dtype):
+def arguments_of(name, dtype, device="cpu"):
     """(function, models, other arguments, options) of a case."""
     function, names, options = CASES[name]
-    logits, ref_logits, ids, mask = batch(dtype)
-    options = dict(options)
+    logits, ref_logits, ids, mask = (tensor.to(device) for tensor in batch(dtype))
+    options = {
+        name: option.to(device) if isinstance(option, torch.Tensor) else option
+        for name, option in options.items()
+    }
     tensors = {"ids": ids, "k_ids": torch.stack([ids, ids.flip(0), ids], -1), "mask": mask}
     if options.pop("with_ids", False):
         options["token_ids"] = ids
     models = [logits] if function == "token_logprobs" else [logits, ref_logits]
     if options.pop("packed", False):
         models = [model.flatten(0, 1) for model in models]
-        options["cu_seqlens"] = torch.tensor([0, 4, 4, 15])
+        options["cu_seqlens"] = torch.tensor([0, 4, 4, 15], device=device)
     return function, models, [tensors[name] for name in names], options
 
 
@@ -108,29 +112,47 @@ def whole(name):
     return differentiated(function, models, others, options)
 
 
-def of_case(rank, world_size, name, group):
-    function, models, others, options = arguments_of(name, torch.float32)
+def of_case(rank, world_size, name, group, device):
+    function, models, others, options = arguments_of(name, torch.float32, device)
     models = [own_shard(model, rank, world_size) for model in models]
-    return differentiated(function, models, others, options | {"group": group})
+    outputs, grads, stats = differentiated(function, models, others, options | {"group": group})
+    return [x.cpu() for x in outputs], [x.cpu() for x in grads], stats and [x.cpu() for x in stats]
 
 
-def work(rank, world_size):
+def work(rank, world_size, device):
     """What a rank of each case found, by a group and by a mesh."""
     torch.manual_seed(0)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     world = torch.distributed.group.WORLD
-    mesh = init_device_mesh("cpu", (world_size,))
-    found = {name: of_case(rank, world_size, name, world) for name in CASES}
-    found["by-mesh"] = of_case(rank, world_size, "everything-reverse", mesh)
+    mesh = init_device_mesh(device, (world_size,))
+    found = {name: of_case(rank, world_size, name, world, device) for name in CASES}
+    found["by-mesh"] = of_case(rank, world_size, "everything-reverse", mesh, device)
     return found
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(3, marks=exhaustive), pytest.param(4, marks=exhaustive)]
-)
+def where(device, transport, size, *marks):
+    return pytest.param((device, transport, size), id=f"{device}-{transport}-{size}", marks=marks)
+
+
+RANKS = [
+    where("cpu", "gloo", 2),
+    where("cpu", "gloo", 3, exhaustive),
+    where("cpu", "gloo", 4, exhaustive),
+    where("cuda", "gloo", 2, *gpu.marks),  # of one GPU too
+    where(
+        *("cuda", "nccl", 2),
+        pytest.mark.cuda,
+        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU of its own"),
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=RANKS)
 def ranks(request, tmp_path_factory):
-    size = request.param
-    folder = tmp_path_factory.mktemp(f"shards-{size}")
-    return results_of_ranks(OnRanks(work, size), folder, size, timeout=120)
+    device, transport, size = request.param
+    folder = tmp_path_factory.mktemp(f"shards-{device}-{transport}-{size}")
+    return results_of_ranks(OnRanks(work, size, device), folder, size, 120, transport)
 
 
 @pytest.mark.parametrize("name", CASES)

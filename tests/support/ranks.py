@@ -1,4 +1,4 @@
-"""Real processes over gloo, each of them a rank."""
+"""Real processes, each of them a rank."""
 
 import datetime
 import os
@@ -19,7 +19,7 @@ class OnRanks:
         return self.work(rank, *self.arguments)
 
 
-def run_rank(rank, work, folder, world_size, timeout):
+def run_rank(rank, work, folder, world_size, timeout, transport):
     """A process of the group, which saves what ``work(rank)`` returns, and ends.
 
     It ends without Python's own end, which a thread of gloo that still has a tensor would abort.
@@ -27,7 +27,7 @@ def run_rank(rank, work, folder, world_size, timeout):
     """
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo",
+        transport,
         store=torch.distributed.FileStore(f"{folder}/store", world_size),
         rank=rank,
         world_size=world_size,
@@ -40,9 +40,9 @@ def run_rank(rank, work, folder, world_size, timeout):
     os._exit(0)
 
 
-def results_of_ranks(work, folder, world_size=WORLD_SIZE, timeout=30):
+def results_of_ranks(work, folder, world_size=WORLD_SIZE, timeout=30, transport="gloo"):
     """The results of ``work(rank)``, a function of a module, on each rank."""
     torch.multiprocessing.spawn(
-        run_rank, (work, str(folder), world_size, timeout), nprocs=world_size
+        run_rank, (work, str(folder), world_size, timeout, transport), nprocs=world_size
     )
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
