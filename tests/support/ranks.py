@@ -19,7 +19,7 @@ class OnRanks:
         return self.work(rank, *self.arguments)
 
 
-def run_rank(rank, work, folder, world_size, timeout, transport):
+def run_rank(rank, work, folder, world_size, timeout, transport="gloo"):
     """A process of the group, which saves what ``work(rank)`` returns, and ends.
 
     It ends without Python's own end, which a thread of gloo that still has a tensor would abort.
