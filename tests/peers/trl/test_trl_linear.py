@@ -11,9 +11,8 @@ import torch
 from agreement_of_runs import assert_same_training
 from transformers import PrinterCallback
 from trl import GRPOTrainer
-from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 from trl.kernels import chunked_divergence as kernels
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+from trl.kernels import chunked_logprob
 from trl.trainer import distillation_trainer as distillation
 from trl.trainer import utils
 
@@ -24,8 +23,8 @@ N, D, D_TEACHER, V = 37, 16, 12, 1000
 TILE = 300
 EPS = torch.finfo(torch.float32).eps
 PAIRS = {
-    "logprobs": (trl.ChunkedLogProbFunction, ChunkedLogProbFunction),
-    "divergence": (trl.ChunkedDivergenceFunction, ChunkedDivergenceFunction),
+    "logprobs": (trl.ChunkedLogProbFunction, chunked_logprob.ChunkedLogProbFunction),
+    "divergence": (trl.ChunkedDivergenceFunction, kernels.ChunkedDivergenceFunction),
 }
 
 
