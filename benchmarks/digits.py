@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.digits trl`` compares klfast, eager PyTorch and the functions of the peers'
 packages (``trl`` or ``verl``, whichever is importable), and writes
-``benchmarks/results/digits-<peers>.json``; ``make bench-peers`` runs it with both.
+``benchmarks/results/digits-<peers>.json``; ``make compare-peers`` runs it with both.
 ``benchmarks/report.py`` makes the table of them in docs/hidden_states.md. Nothing is timed, so a
 load does no harm.
 

@@ -8,7 +8,7 @@ trained head, at small shapes, as the suite ``linear`` does, and fits to it
 of N tokens, width D, V words, and P logits that a way holds of a part of the batch: of ways that
 hold all logits P is 0, of others a. It then runs each way at the size of a public model and
 compares, and writes ``FILE``, of which ``benchmarks/report.py`` makes the tables in
-docs/hidden_states.md. ``make bench-peers`` runs it with TRL. Nothing is timed, so a load does no
+docs/hidden_states.md. ``make compare-peers`` runs it with TRL. Nothing is timed, so a load does no
 harm.
 """
 
