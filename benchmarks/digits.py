@@ -27,7 +27,6 @@ from torch.nn.functional import linear, log_softmax
 import klfast
 from benchmarks import outcome, rivals, tables
 from klfast.formulas import FORMULAS
-from klfast.provenance import commit
 from klfast.selfcheck import eager
 
 RESULTS = Path(__file__).parent / "results"
@@ -302,10 +301,7 @@ def main() -> int:
     releases = outcome.releases(*PEERS[arguments.peers])
     rows = measure({**OURS, **WAYS_OF[arguments.peers]()}, sizes)
     where = {
-        "date": outcome.now(),
-        "device": outcome.cpu_model(),
-        "versions": {**outcome.versions("klfast", "torch"), **releases},
-        "commit": commit(),
+        **outcome.provenance({**outcome.versions("klfast", "torch"), **releases}),
         "sizes": list(sizes),
         "logits_std": LOGIT_STD,
     }

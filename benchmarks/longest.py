@@ -30,7 +30,6 @@ from benchmarks.candidates import KLFAST
 from benchmarks.cases import DTYPES, EAGER, Case, Shape
 from benchmarks.linear import CHECKPOINT, HELD, OPS
 from klfast.linear.chunks import length_of
-from klfast.provenance import commit
 
 FILE = Path(__file__).parent / "results" / "longest.json"
 OP = OPS["linear-kl-loss"]
@@ -290,10 +289,7 @@ def main() -> int:
     ways = [way for way in WAYS if way != TRL or TRL in rivals.installed()[0]]
     rows = [measure(way) for way in ways]
     where = {
-        "date": outcome.now(),
-        "device": outcome.cpu_model(),
-        "versions": {**outcome.versions("klfast", "torch"), **outcome.releases("trl")},
-        "commit": commit(),
+        **outcome.provenance({**outcome.versions("klfast", "torch"), **outcome.releases("trl")}),
         "given": GIVEN,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -64,29 +64,29 @@ class Results:
 def conditions(plan: Plan) -> dict[str, Any]:
     """Where, when and how it is measured on a CPU."""
     return {
-        "date": now(),
-        "device": cpu_model(),
+        **provenance(versions("klfast", "torch", "python")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instruction_set": info()["cpu"],
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "versions": versions("klfast", "torch", "python"),
-        "commit": commit(),
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
         "memory": allocator.KEPT if plan.keeps_memory else allocator.GIVEN_BACK,
     }
 
 
+def provenance(of: Mapping[str, str | None]) -> dict[str, Any]:
+    """When, on which processor, and of which commit and versions something is measured."""
+    return {"date": now(), "device": cpu_model(), "versions": {**of}, "commit": commit()}
+
+
 def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> dict[str, Any]:
     """The same on a GPU. To be asked for while the clocks are still up."""
     return {
-        "date": now(),
+        **provenance(versions("klfast", "torch", "python", "triton", "cuda")),
         **device_facts(place),
         "clocks": clocks(place),
         "host": {"processor": cpu_model(), "cores": os.cpu_count()},
-        "versions": versions("klfast", "torch", "python", "triton", "cuda"),
-        "commit": commit(),
         "rounds": plan.rounds,
         "graph_calls": GRAPH_CALLS,
         "budget_s": plan.budget,

@@ -279,7 +279,7 @@ WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
   const auto find = [&](int64_t words) {
     sums.mass = NAN;
     Acc top = greatest<Acc>(row, words);
-    // Of nothing but -infinity the sum is 0, and NaN if there is a NaN.
+    // The sum over nothing but -infinity is 0, and NaN if there is a NaN.
     if (top == -INFINITY && words == row.size) top = 0;
     if (!std::isfinite(top)) return Verdict::kUseless;
     const double origin = divergences::origin_of(top, in.scale(index));

@@ -131,7 +131,7 @@ __device__ __forceinline__ bool are_finite(double first, double second) {
   return std::isfinite(first) && std::isfinite(second);
 }
 
-// Whether neither model has a word: against any guess its sums are 0, or NaN if there is a NaN.
+// True where neither model has a word: against any guess the sums are 0, or NaN if there is a NaN.
 __device__ __forceinline__ bool are_excluded(double first, double second) {
   return first == -INFINITY && second == -INFINITY;
 }

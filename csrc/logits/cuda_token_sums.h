@@ -423,7 +423,7 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
     if (decides) shared.greatest = greatest[0];
     __syncthreads();
     if (!std::isfinite(shared.greatest)) {
-      // Of nothing but -infinity the sum is 0. It is NaN if there is a NaN, which `greatest`
+      // The sum over nothing but -infinity is 0. It is NaN if there is a NaN, which `greatest`
       // ignores.
       if (shared.greatest != -INFINITY) sums[0] = NAN;
       return base;

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from klfast.checks.values import IGNORED as IGNORED
 from klfast.logits.api import token_logprobs as fused_token_logprobs
 from klfast.logits.inplace import why_not_inplace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def token_logprobs(
@@ -42,8 +47,19 @@ def token_logprobs(
     return logprobs.to(logits.dtype) if exact else logprobs
 
 
-def entropy(logits: Tensor, *, mask: Tensor | None = None, exact: bool = False) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], in nats; ``mask``, ``exact`` as above."""
+def entropy(
+    logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    group: ProcessGroup | None = None,
+    exact: bool = False,
+) -> Tensor:
+    """Entropies of softmax(logits / temperature), [..., V] -> [...], in nats; ``group`` as of
+    ``klfast.token_logprobs``, the others as above.
+    """
     any_word = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    _, entropies = fused_token_logprobs(logits, any_word, mask=mask, return_entropy=True)
+    _, entropies = fused_token_logprobs(
+        logits, any_word, mask=mask, temperature=temperature, return_entropy=True, group=group
+    )
     return entropies.to(logits.dtype) if exact else entropies

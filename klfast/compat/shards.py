@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, distributed
 
+from klfast.compat.logits import entropy
 from klfast.logits.api import kl_divergence, token_logprobs
 
 if TYPE_CHECKING:
@@ -46,12 +46,7 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     Differs from verl: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32, and
     the backward writes into nothing but its gradient, where theirs changes the logits for a while.
     """
-    logits = vocab_parallel_logits
-    any_word = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    group = _tensor_parallel_group()
-    found = token_logprobs(logits, any_word, return_entropy=True, group=group)
-    assert found.entropy is not None
-    return found.entropy
+    return entropy(vocab_parallel_logits, group=_tensor_parallel_group())
 
 
 def vocab_parallel_entropy_with_chunking(

@@ -19,13 +19,13 @@ from torch import Tensor
 from klfast.checks.arguments import check_choice, check_number
 from klfast.compat.divergences import interpolated
 from klfast.compat.hidden import check_words
+from klfast.compat.logits import entropy as entropy_of
 from klfast.dtensors import refuse_dtensors
 from klfast.linear.api import chosen
 from klfast.linear.call import LinearCall
 from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs_call
 from klfast.linear.chunks import Chunk
 from klfast.linear.graphs import breaks_graphs
-from klfast.logits.api import token_logprobs
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What ``outputs`` of :class:`ChunkedLogProbFunction` may name."""
@@ -258,9 +258,7 @@ class _Entropies:
         self.found = call.first().new_zeros(call.shape, dtype=call.arithmetic())
 
     def __call__(self, logits: Tensor, chunk: Chunk) -> None:
-        any_word = torch.zeros(logits.shape[:1], dtype=torch.int64, device=logits.device)
-        found = token_logprobs(logits, any_word, temperature=self._temperature, return_entropy=True)
-        chunk.put(self.found, found.entropy)
+        chunk.put(self.found, entropy_of(logits, temperature=self._temperature))
 
 
 def _scaled_cap(argument: str, softcap: float | None, scale: float) -> float | None:

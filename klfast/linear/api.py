@@ -5,9 +5,7 @@ Shapes: B sequences of T tokens, or N packed tokens, of width D; V words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from klfast.linear.arguments import Softcap
 from klfast.linear.call import LinearCall
 from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs_call
 from klfast.linear.graphs import breaks_graphs
-from klfast.logits.agreement import sharded_call
+from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
 from klfast.names import BackendName, DirectionName, ReductionName
@@ -165,7 +163,7 @@ def linear_token_logprobs(
         *(hidden, weight, token_ids, mask, bias, softcap),
         *(temperature, return_entropy, chunk),
     )
-    call = _call_of(linear_token_logprobs_call, arguments, group, backend)
+    call = call_of(linear_token_logprobs_call, arguments, group, backend, may_wait=True)
     logprobs, entropy = chosen(backend, call).linear_token_logprobs(call)
     return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
 
@@ -372,29 +370,11 @@ def linear_kl_divergence(
         *(jsd_beta, temperature, token_ids, return_entropy, reduction, cu_seqlens, normalizer),
         *(coef, return_stats, chunk),
     )
-    call = _call_of(linear_kl_divergence_call, arguments, group, backend)
+    call = call_of(linear_kl_divergence_call, arguments, group, backend, may_wait=True)
     outputs = chosen(backend, call).linear_kl_divergence(call)
     hints.of_linear_divergence(hidden, ref_hidden, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats
     return outputs if asks_for_more else outputs.kl
-
-
-def _call_of(
-    make: Callable[..., LinearCall],
-    arguments: tuple[Any, ...],
-    group: Group | None,
-    backend: BackendName,
-) -> LinearCall:
-    """The call of a public function's arguments, which the ranks of a group make together."""
-    if group is None:
-        return make(*arguments)
-    check = partial(_resolved, backend)
-    call: LinearCall = sharded_call(group, make, arguments, check, may_wait=True)
-    return call
-
-
-def _resolved(name: BackendName, call: LinearCall) -> Backend:
-    return backends.resolve(name, call.first().device, call)
 
 
 def chosen(name: BackendName, call: LinearCall) -> Backend:

@@ -15,6 +15,7 @@ from klfast.call import Layout, LogProbs, PenaltyCall, Spec, of_rows
 from klfast.checks.values import check_temperatures, check_token_ids
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.arguments import NO_ID
+from klfast.logits.call import told_of_reduction, told_of_temperature
 from klfast.names import DirectionName
 
 if TYPE_CHECKING:
@@ -159,9 +160,7 @@ class LinearCall(NamedTuple):
             "the number of token_ids": 0 if ids is None else ids.numel(),
             "token_ids": ids,
             "mask": self.keep,
-            "temperature": (
-                self.temperature if self.inverse_temperature is None else self.inverse_temperature
-            ),
+            **told_of_temperature(self.temperature, self.inverse_temperature),
             "return_entropy": self.return_entropy,
             **({} if of is None else _told(of)),
         }
@@ -195,7 +194,5 @@ def _told(of: Divergence) -> dict[str, object]:
         "direction": of.direction,
         "the weights of mask": of.layout.mask,
         "cu_seqlens": of.layout.cu_seqlens,
-        "reduction": of.spec.reduction,
-        "coef": of.spec.coef,
-        "normalizer": of.spec.normalizer,
+        **told_of_reduction(of.spec),
     }

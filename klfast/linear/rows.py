@@ -15,7 +15,7 @@ from klfast.linear.call import LinearCall
 from klfast.linear.chunks import Chunk, chunks_of, length_of
 from klfast.linear.models import ChunkOfModel
 from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.ops.table import Ops
+from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
 
 T = TypeVar("T")
 
@@ -113,11 +113,11 @@ class RowOps:
 
     def numbers_of_tokens(self, want_entropy: bool) -> int:
         """How many numbers a backward needs of a model's token."""
-        return 2
+        return SAVED_OF_TOKENS
 
     def numbers_of_pairs(self) -> int:
         """How many numbers a backward needs of a divergence."""
-        return 5
+        return SAVED_OF_PAIRS
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], rows: Rows) -> None:
         """Store the log-probs and entropies of a chunk's tokens that the call asks for."""

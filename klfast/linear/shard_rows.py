@@ -31,10 +31,7 @@ from klfast.logits.shard_rows import (
     token_rows,
 )
 from klfast.logits.shards import Shards
-from klfast.ops.table import Ops
-
-_OF_PAIRS, _OF_TOKENS = 5, 2
-"""Numbers that the ops save of a row."""
+from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
 
 
 class ShardRowOps(RowOps):
@@ -50,11 +47,11 @@ class ShardRowOps(RowOps):
         """Own saved numbers and log-probs, those of the shards, masses; four for entropies."""
         ids = self._call.token_ids
         picks = 1 if ids is None or ids.dim() == 1 else ids.shape[1]
-        return 2 * (_OF_TOKENS + picks) + self._shards.ranks.size + 4 * want_entropy
+        return 2 * (SAVED_OF_TOKENS + picks) + self._shards.ranks.size + 4 * want_entropy
 
     def numbers_of_pairs(self) -> int:
         """The same of pairs, and share and surplus."""
-        return 2 * (_OF_PAIRS + 1 + self._shards.ranks.size) + 2
+        return 2 * (SAVED_OF_PAIRS + 1 + self._shards.ranks.size) + 2
 
     def own_ids(self, chunk: Chunk, none: int) -> Tensor:
         return self._shards.own_ids(self.ids(chunk), none)
@@ -154,7 +151,8 @@ class ShardRowOps(RowOps):
     ) -> tuple[TokensOfShard, TokenRows]:
         """The inverse of ``_packed_tokens``."""
         ids, dtype = of_k(self.own_ids(chunk, NO_ID)), self._call.arithmetic()
-        sizes = _OF_TOKENS, ids.shape[1], _OF_TOKENS, ids.shape[1], self._shards.ranks.size
+        of_rows = SAVED_OF_TOKENS, ids.shape[1]
+        sizes = *of_rows, *of_rows, self._shards.ranks.size
         saved, logprobs, of_saved, of_shards, masses, *others = torch.split(
             table, [*sizes, *(1,) * (4 * want_entropy)]
         )
@@ -177,7 +175,7 @@ class ShardRowOps(RowOps):
         """The inverse of ``_packed_pairs``."""
         size, dtype, nothing = self._shards.ranks.size, self._call.arithmetic(), table.new_empty(0)
         saved, of_saved, kl, of_shards, share, surplus, masses, ref_masses = torch.split(
-            table, [_OF_PAIRS, _OF_PAIRS, 1, 1, 1, 1, size, size]
+            table, [SAVED_OF_PAIRS, SAVED_OF_PAIRS, 1, 1, 1, 1, size, size]
         )
         none = nothing.to(dtype)
         own = PairsOfShard(None, None, saved, kl[0].to(dtype), none, none, none)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
+from klfast import backends
 from klfast.checks.values import are_checked, checks_requested
 from klfast.logits.shards import Shards
 from klfast.ranks import Ranks
@@ -25,6 +26,8 @@ from klfast.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from klfast.names import BackendName
 
     Group = ProcessGroup | DeviceMesh
 
@@ -73,26 +76,29 @@ def ranks_of_shards(group: Group) -> Ranks:
     return Ranks(group, "group")
 
 
-def sharded_call(
-    group: Group,
+def call_of(
     make: Callable[..., Call],
     arguments: tuple[Any, ...],
-    check: Callable[[Call], object],
+    group: Group | None,
+    backend: BackendName,
     *,
     may_wait: bool = False,
 ) -> Call:
-    """The call of this rank, after all ranks have said that they make the same one.
+    """The call of a public function's arguments; with a group after all ranks have said that they
+    make the same one.
 
     Args:
-        group: the ranks of the shards. Of one rank the call is as without a group.
         make: the call of the arguments, after their checks; ``of_shard`` says that it is of one.
         arguments: of the public function.
-        check: raises for a call that this rank cannot compute, before the others wait for it.
+        group: the ranks of the shards; None, or of one rank, for a vocabulary that is whole.
+        backend: which must serve the call, before the other ranks wait for it.
         may_wait: whether the host may wait for a device, to look at what ranks say.
 
     Raises:
         As ``make`` and ``agreed``; ValueError of values that all ranks have.
     """
+    if group is None:
+        return make(*arguments)
     ranks = ranks_of_shards(group)
     if ranks.size == 1:
         call = make(*arguments, of_shard=True)
@@ -101,7 +107,7 @@ def sharded_call(
 
     def checked() -> Call:
         call = make(*arguments, of_shard=True)
-        check(call)
+        backends.resolve(backend, call.first().device, cast(Any, call))
         return call
 
     call, shards = agreed(ranks, checked, may_wait=may_wait)
@@ -119,7 +125,7 @@ def agreed(
     Args:
         ranks: of the shards.
         make: the call of this rank's arguments, after their checks.
-        may_wait: as of ``sharded_call``.
+        may_wait: as of ``call_of``.
 
     Raises:
         RuntimeError: the ranks do not agree, or one of them has refused its arguments or is gone.

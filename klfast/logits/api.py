@@ -6,18 +6,16 @@ or ``len(cu_seqlens) - 1``). On a GPU V is at most 2^30.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from klfast import backends
-from klfast.calls import Call
 from klfast.checks import hints
 from klfast.checks.values import are_checked
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
-from klfast.logits.agreement import sharded_call
+from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
@@ -29,11 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from klfast.logits.agreement import Group
-
-
-def _resolve(backend: str) -> Callable[[Call], object]:
-    """A check that a backend serves a call."""
-    return lambda call: backends.resolve(backend, call.first().device, call)
 
 
 class _TokenOptions(TypedDict, total=False):
@@ -159,10 +152,7 @@ def token_logprobs(
         *(logits, token_ids, mask, ignore_index, temperature),
         *(return_entropy, inplace_backward),
     )
-    if group is None:
-        call = token_logprobs_call(*arguments)
-    else:
-        call = sharded_call(group, token_logprobs_call, arguments, _resolve(backend))
+    call = call_of(token_logprobs_call, arguments, group, backend)
     logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
     hints.of_token_logprobs(logits, mask)
     return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
@@ -345,10 +335,7 @@ def kl_divergence(
         *(logits, ref_logits, mask, direction, jsd_beta, temperature, reduction, cu_seqlens),
         *(normalizer, coef, token_ids, return_stats, return_entropy),
     )
-    if group is None:
-        call = kl_divergence_call(*arguments)
-    else:
-        call = sharded_call(group, kl_divergence_call, arguments, _resolve(backend))
+    call = call_of(kl_divergence_call, arguments, group, backend)
     outputs = backends.choose(backend, call).kl_divergence(call)
     hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats

@@ -21,7 +21,6 @@ from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits import sharded
 from klfast.logits.call import DIVERGENCES, ENTROPIES, KLDivergenceCall, TokenLogprobsCall
-from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.ops import autograd
@@ -195,10 +194,7 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
         sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
         if not sent:
             return (None,) * 7
-        if any(map(autograd.is_batched, sent)):
-            raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
-        if torch.is_grad_enabled() or autograd.take(ctx, "is_fresh") is None:
-            raise RuntimeError(SERVES_ONE_BACKWARD)
+        autograd.check_one_backward(ctx, sent)
         logits, *others, inverse = autograd.saved(ctx)
         assert logits is not None
         ctx.ops.token_logprobs_bwd_(

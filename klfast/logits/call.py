@@ -99,7 +99,7 @@ class TokenLogprobsCall(NamedTuple):
             "the number of token_ids": self.token_ids.numel(),
             "token_ids": self.token_ids,
             "mask, with ignore_index,": self.keep,
-            "temperature": _temperature(self),
+            **told_of_temperature(self.temperature, self.inverse_temperature),
             "return_entropy": self.return_entropy,
         }
 
@@ -161,10 +161,8 @@ class KLDivergenceCall(NamedTuple):
             "token_ids": self.token_ids,
             "mask": self.layout.mask,
             "cu_seqlens": self.layout.cu_seqlens,
-            "temperature": _temperature(self),
-            "reduction": self.spec.reduction,
-            "coef": self.spec.coef,
-            "normalizer": self.spec.normalizer,
+            **told_of_temperature(self.temperature, self.inverse_temperature),
+            **told_of_reduction(self.spec),
             "return_entropy": self.return_entropy,
         }
 
@@ -207,8 +205,14 @@ def _told(function: str, logits: Tensor, tokens: torch.Size) -> dict[str, object
     }
 
 
-def _temperature(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
-    return call.temperature if call.inverse_temperature is None else call.inverse_temperature
+def told_of_temperature(temperature: float, inverse: Tensor | None) -> dict[str, object]:
+    """The temperature that must be the same on all ranks; of a tensor its inverse."""
+    return {"temperature": temperature if inverse is None else inverse}
+
+
+def told_of_reduction(spec: Spec) -> dict[str, object]:
+    """The options of a reduction that must be the same on all ranks."""
+    return {"reduction": spec.reduction, "coef": spec.coef, "normalizer": spec.normalizer}
 
 
 def token_logprobs_call(

@@ -27,7 +27,7 @@ from klfast.logits.chain_rule import (
 )
 from klfast.logits.normalizers import LogSumExp, Units, of_pairs, of_tokens, rounded_scale
 from klfast.logits.shards import Shards
-from klfast.ops.table import Ops
+from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
 
 NO_ENTROPY = ENTROPIES.index("none")
 
@@ -102,7 +102,9 @@ def _tokens_of_shard(logits: Tensor, plan: Plan) -> tuple[TokensOfShard, LogSumE
         nothing = logits.new_zeros((plan.rows,), dtype=torch.float64)
         taken = logits.new_zeros(ids.shape, dtype=dtype)
         entropy = nothing if plan.has_entropy else nothing[:0]
-        own = TokensOfShard(ids, nothing.expand(2, plan.rows), taken, entropy.to(dtype))
+        own = TokensOfShard(
+            ids, nothing.expand(SAVED_OF_TOKENS, plan.rows), taken, entropy.to(dtype)
+        )
         return own, LogSumExp(nothing, _without_words(nothing, plan.keep))
     logprobs, entropy, saved = plan.ops.token_logprobs_fwd(
         logits, ids, plan.keep, plan.temperature, plan.has_entropy, plan.inverse_temperature
@@ -317,7 +319,7 @@ def _pairs_of_no_word(
 ) -> tuple[PairsOfShard, LogSumExp, LogSumExp]:
     nothing = logits.new_zeros((plan.rows,), dtype=torch.float64)
     own = nothing.to(dtype)
-    found = _Outputs(nothing.expand(5, plan.rows), own, own, own, own)
+    found = _Outputs(nothing.expand(SAVED_OF_PAIRS, plan.rows), own, own, own, own)
     lse = LogSumExp(nothing, _without_words(nothing, plan.keep))
     return PairsOfShard(ids, has_word, *found), lse, lse
 

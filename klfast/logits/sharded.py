@@ -15,7 +15,6 @@ from torch import Tensor
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import ENTROPIES, KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.chain_rule import PairRows, TokenRows
-from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.normalizers import Units
 from klfast.logits.outputs import BesideDivergences
 from klfast.logits.shard_rows import (
@@ -165,10 +164,7 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
         sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
         if not sent:
             return None, None
-        if any(map(autograd.is_batched, sent)):
-            raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
-        if torch.is_grad_enabled() or autograd.take(ctx, "is_fresh") is None:
-            raise RuntimeError(SERVES_ONE_BACKWARD)
+        autograd.check_one_backward(ctx, sent)
         logits, *saved = autograd.saved(ctx)
         assert logits is not None
         _token_gradient(ctx, logits, saved, (grad_logprobs, grad_entropy), in_place=True)

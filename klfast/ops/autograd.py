@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from klfast.call import PenaltyCall, Values
 from klfast.checks.values import are_tracing
+from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.ops.direct import NotPlainError
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
@@ -241,6 +242,19 @@ def is_batched(tensor: Tensor) -> bool:
         return False
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def check_one_backward(ctx: Any, sent: Sequence[Tensor]) -> None:
+    """Raise RuntimeError where a backward may not leave its gradient in the memory of logits.
+
+    Args:
+        ctx: of a forward that has set ``is_fresh``, which is taken.
+        sent: the gradients that come in.
+    """
+    if any(map(is_batched, sent)):
+        raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
+    if torch.is_grad_enabled() or take(ctx, "is_fresh") is None:
+        raise RuntimeError(SERVES_ONE_BACKWARD)
 
 
 def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:

@@ -25,6 +25,10 @@ from klfast.rollout.call import WEIGHTS, RolloutChoices, RuleBounds
 from klfast.rollout.stats import rows_of_table
 from klfast.stats import KLStats
 
+SAVED_OF_TOKENS, SAVED_OF_PAIRS = 2, 5
+"""Numbers of a row that the forwards over logits leave to a backward: ``WordSaved`` and ``Saved``
+in ``csrc/logits/call.h``."""
+
 _CALL = (
     "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
     "Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, "
@@ -79,9 +83,10 @@ the backward needs), statistics ([8, S], in the order of
 ``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
 log-ratio. ``token_weights`` returns by how much a scalar reduction of values, in the shape of
 ``like``, grows with each of them ([N], fp32 or fp64). ``token_logprobs_fwd`` returns logprobs,
-entropy, saved ([2, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved ([5, R]), the
-gradients of sum(row_weights * rows), and the entropies of the model that ``entropy_of`` says, a
-position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor beside gradients.
+entropy, saved ([SAVED_OF_TOKENS, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved
+([SAVED_OF_PAIRS, R]), the gradients of sum(row_weights * rows), and the entropies of the model that
+``entropy_of`` says, a position in ``klfast.logits.call.ENTROPIES``: never the second of a JSD, nor
+beside gradients.
 ``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
 the memory of the logits, which are contiguous and not each other. A gradient that comes in as None
 stands for zeros. ``grad_lse`` and ``grad_ref_lse`` are those of the rows' log-sum-exps under either
@@ -179,7 +184,7 @@ def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits))
     entropy = results.new_empty((rows if a.want_entropy else 0,))
     logprobs = results.new_empty((a.token_ids.numel(),))
-    return logprobs, entropy, results.new_empty((2, rows), dtype=torch.float64)
+    return logprobs, entropy, results.new_empty((SAVED_OF_TOKENS, rows), dtype=torch.float64)
 
 
 def _token_logprobs_bwd(a: Arguments) -> Tensor:
@@ -201,7 +206,7 @@ def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
         results,
         results.new_empty(taken),
         results.new_empty(taken),
-        results.new_empty((5, rows), dtype=torch.float64),
+        results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64),
         *_gradients_of_divergence(a),
         results.new_empty((0 if ENTROPIES[a.entropy_of] == "none" else rows,)),
     )
@@ -210,7 +215,7 @@ def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
 def _kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
     rows = a.logits.shape[0] * a.logits.shape[1]
     results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
-    return results, results.new_empty((5, rows), dtype=torch.float64)
+    return results, results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64)
 
 
 def _rollout_correction(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:

@@ -196,7 +196,7 @@ def test_good_linking():
         ({"needed": LINKING.needed | {"libgomp.so.1"}}, "needs libgomp.so.1"),
         ({"needed": LINKING.needed | {"libcudart.so.13"}}, "needs libcudart.so.13"),
         ({"needed": LINKING.needed | {"libtorch_python.so"}}, "needs libtorch_python.so"),
-        ({"rpaths": ("/work/torch/lib",)}, "looks for libraries in /work/torch/lib"),
+        ({"rpaths": ("/build/torch/lib",)}, "looks for libraries in /build/torch/lib"),
         ({"text_relocations": True}, "text relocations"),
         ({"executable_stack": True}, "executable stack"),
         ({"symbols": True}, "not stripped"),

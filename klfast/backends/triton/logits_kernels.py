@@ -317,7 +317,7 @@ def finish_words(
             largest = nearer.to(FORM.acc)
         else:
             largest = row_maximum(x_of, cut, FORM)
-            # Of nothing but -infinity the sum is 0, and NaN if there is a NaN.
+            # The sum over nothing but -infinity is 0, and NaN if there is a NaN.
             largest = tl.where(largest == float("-inf"), 0.0, largest)
         total, moment = sum_words(x_of, scale, largest, left_out, cut, 0, cut[2], ENTROPY, FORM)
         total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
@@ -612,7 +612,7 @@ def look_again(
         if (looks == 1) & ~usable:
             x = row_maximum(x_of, cut, FORM)
             y = row_maximum(y_of, cut, FORM)
-            # Of nothing but -infinity the sums are 0, and NaN if there is a NaN.
+            # The sums over nothing but -infinity are 0, and NaN if there is a NaN.
             are_excluded = (x == float("-inf")) & (y == float("-inf"))
             x = tl.where(are_excluded, 0.0, x)
             y = tl.where(are_excluded, 0.0, y)

@@ -15,7 +15,7 @@ from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.ops.table import Arguments
+from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
@@ -170,7 +170,7 @@ def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call(a, a.logits)
     rows = call.rows
     logprobs, entropy = call.empty(a.token_ids.numel()), call.result(a.want_entropy)
-    saved = call.empty(2, rows.rows, dtype=torch.float64)
+    saved = call.empty(SAVED_OF_TOKENS, rows.rows, dtype=torch.float64)
     call.launch_forward(
         kernels.token_logprobs_kernel,
         (a.logits, a.token_ids, a.keep, logprobs, _wanted(entropy), saved),
@@ -279,7 +279,7 @@ def _kl_divergence_forward(
     result, logprobs, ref_logprobs, entropy = (
         call.result(wanted) for wanted in (True, has_tokens, has_tokens, has_entropies)
     )
-    saved = call.empty(5, rows.rows, dtype=torch.float64)
+    saved = call.empty(SAVED_OF_PAIRS, rows.rows, dtype=torch.float64)
     written = tuple(map(_wanted, grads)) if rows.segments == 1 else (None, None)
     call.launch_forward(
         kernels.kl_divergence_kernel,

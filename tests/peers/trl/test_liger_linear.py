@@ -6,15 +6,13 @@
 
 import inspect
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 from liger_kernel.transformers import LigerFusedLinearJSD, functional
+from peer_kernels import interpreted
 
 from klfast.compat import liger, verl
 
@@ -81,7 +79,8 @@ def test_jsd(tmp_path):
     logits are rounded to it on a CPU.
     """
     made = [*calls()]
-    for call, theirs in zip(made, interpreted(made, tmp_path), strict=True):
+    script = Path(__file__).with_name("interpreted_jsd.py")
+    for call, theirs in zip(made, interpreted(script, made, tmp_path), strict=True):
         given = {name: value for name, value in call.items() if name != "tensors"}
         leaves = [t.detach().requires_grad_(i < 2) for i, t in enumerate(call["tensors"])]
         labels, upstream, is_module = (given.pop(n) for n in ("labels", "upstream", "is_module"))
@@ -105,24 +104,6 @@ def test_jsd(tmp_path):
                 assert other.abs().max() > 0
                 distance = (mine.double() - other.double()).norm()
                 assert distance <= share * other.double().norm(), (call, distance)
-
-
-def interpreted(made, folder):
-    """What Liger makes of the calls, in a process where Triton interprets."""
-    support = Path(__file__).parents[2] / "support"
-    inputs, outputs = folder / "inputs.pt", folder / "outputs.pt"
-    torch.save(made, inputs)
-    script = Path(__file__).with_name("interpreted_jsd.py")
-    path = os.pathsep.join([str(support), os.environ["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(inputs), str(outputs)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(outputs)
 
 
 @pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)], ids=str)

@@ -5,13 +5,11 @@ run in its interpreter.
 """
 
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from peer_kernels import interpreted
 from verl.utils.experimental import torch_functional
 from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
@@ -205,7 +203,8 @@ def test_linear_cross_entropy(tmp_path):
         cross_entropy_call(torch.float32, 16, "mean", 0.7),
         cross_entropy_call(torch.float16, 16, "none", 1.5),  # the interpreter multiplies no bf16
     ]
-    for call, theirs in zip(calls, interpreted(calls, tmp_path), strict=True):
+    script = Path(__file__).with_name("interpreted_entropy.py")
+    for call, theirs in zip(calls, interpreted(script, calls, tmp_path, "-O"), strict=True):
         given = {name: value for name, value in call.items() if name != "upstream"}
         leaves = [given[name].clone().requires_grad_() for name in ("hidden", "weight")]
         given |= dict(zip(("hidden", "weight"), leaves, strict=True))
@@ -222,21 +221,3 @@ def test_linear_cross_entropy(tmp_path):
         for mine, other in zip(grads, theirs[2:], strict=True):
             assert mine.dtype == other.dtype == call["hidden"].dtype
             assert_close(mine, other, max(share, 2 * eps))
-
-
-def interpreted(calls, folder):
-    """What verl's kernels make of the calls, in a process where Triton interprets."""
-    support = Path(__file__).parents[2] / "support"
-    inputs, outputs = folder / "inputs.pt", folder / "outputs.pt"
-    torch.save(calls, inputs)
-    script = Path(__file__).with_name("interpreted_entropy.py")
-    path = os.pathsep.join([str(support), os.environ["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-O", "-W", "ignore", str(script), str(inputs), str(outputs)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(outputs)
