@@ -134,20 +134,15 @@ def place_text(where: tuple[int, ...]) -> str:
     return f"token {where[0]}" + "".join(f", entry {entry}" for entry in where[1:])
 
 
-def check_temperatures(inverse: Tensor | None, keep: Tensor | None) -> None:
-    """Raise ValueError unless the temperatures of kept tokens are > 0, and finite in fp32 like
-    their reciprocals.
+def check_temperatures(inverse: Tensor | None) -> None:
+    """Raise ValueError unless temperatures are > 0, and finite in fp32 like their reciprocals.
 
-    Args:
-        inverse: 1 / temperature, [R] or 0-dim; None if there is none.
-        keep: [R].
+    ``inverse``: 1 / temperature, [R] or 0-dim; None if there is none.
     """
     if inverse is None:
         return
     finite = torch.finfo(torch.float32)
     bad = ~((inverse > finite.tiny) & (inverse < finite.max))
-    if keep is not None and inverse.dim() > 0:
-        bad = bad & keep
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         got = 1 / inverse[where].item() if inverse[where] != 0 else float("inf")

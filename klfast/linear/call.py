@@ -132,7 +132,7 @@ class LinearCall(NamedTuple):
         """
         if self.divergence is not None:
             self.reduce(self.nothing()).check_values()
-        check_temperatures(self.inverse_temperature, self.keep)
+        check_temperatures(self.inverse_temperature)
         if self.token_ids is not None:
             none = NO_ID if self.token_ids.dim() == 2 else None
             check_token_ids(self.token_ids, self.keep, self.words(), none=none)

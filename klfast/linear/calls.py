@@ -63,11 +63,12 @@ def linear_token_logprobs_call(
         check_per_token("mask", mask, hidden, MASKS, of="hidden")
         check_keeping_mask(mask, arithmetic_dtype(hidden, weight, bias))
     (cap,) = softcaps_of(softcap, 1)
+    keep = kept(mask)
     return LinearCall(
         model_of(hidden, weight, bias, cap),
         picked(token_ids, hidden, None)[0],
-        kept(mask),
-        *temperature_of(temperature, hidden, of="hidden"),
+        keep,
+        *temperature_of(temperature, hidden, keep, of="hidden"),
         return_entropy,
         chunk_argument(chunk),
         hidden.shape[:-1],
@@ -121,7 +122,8 @@ def linear_kl_divergence_call(
     )
     caps = softcaps_of(softcap, 2)
     policy = model_of(hidden, weight, bias, caps[0])
-    number, inverse = temperature_of(temperature, hidden, of="hidden")
+    keep = kept(mask)
+    number, inverse = temperature_of(temperature, hidden, keep, of="hidden")
     divergence = Divergence(
         model_of(ref_hidden, ref_weight, ref_bias, caps[1]),
         direction,
@@ -133,7 +135,7 @@ def linear_kl_divergence_call(
     return LinearCall(
         policy,
         None if token_ids is None else picked(token_ids, hidden, None)[0],
-        kept(mask),
+        keep,
         number,
         inverse,
         return_entropy,

@@ -118,13 +118,16 @@ def jsd_beta_of(jsd_beta: float) -> float:
 
 
 def temperature_of(
-    temperature: Temperature, rows: Tensor, of: str = "logits"
+    temperature: Temperature, rows: Tensor, keep: Tensor | None, of: str = "logits"
 ) -> tuple[float, Tensor | None]:
     """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
-    symbol as (1, inverse).
+    symbol as (1, inverse), where a row that is not in ``keep`` has 1.
     """
     if isinstance(temperature, Tensor):
-        return 1.0, _inverse_of(temperature, rows, of)
+        inverse = _inverse_of(temperature, rows, of)
+        if keep is not None and inverse.dim() > 0:
+            inverse = torch.where(keep, inverse, 1.0)
+        return 1.0, inverse
     if torch.compiler.is_compiling() and type(temperature) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
         one = torch.ones((), dtype=torch.float64, device=rows.device)

@@ -60,7 +60,7 @@ class TokenLogprobsCall(NamedTuple):
     temperature: float
     inverse_temperature: Tensor | None
     """[R] or 0-dim, float64, in place of the temperature where that is a tensor or a symbol of
-    torch.compile."""
+    torch.compile; 1 in rows that are not read."""
     return_entropy: bool
     inplace_backward: bool
     shape: torch.Size
@@ -78,7 +78,7 @@ class TokenLogprobsCall(NamedTuple):
 
     def check_values(self) -> None:
         """Raise ValueError if a kept token's id is no word, or its temperature not > 0."""
-        check_temperatures(self.inverse_temperature, self.keep)
+        check_temperatures(self.inverse_temperature)
         none = NO_ID if self.token_ids.dim() == 2 else None
         check_token_ids(
             self.token_ids,
@@ -144,7 +144,7 @@ class KLDivergenceCall(NamedTuple):
         not > 0, and for ids that are no words.
         """
         self.reduce_zeros().check_values()
-        check_temperatures(self.inverse_temperature, self.keep)
+        check_temperatures(self.inverse_temperature)
         if self.token_ids is not None:
             check_token_ids(self.token_ids, self.keep, self.words())
 
@@ -240,14 +240,15 @@ def token_logprobs_call(
         raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
     if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
-    number, inverse_temperature = temperature_of(temperature, logits)
+    ids, exist = picked(token_ids, logits, ignore_index)
+    keep = kept(mask, exist)
+    number, inverse_temperature = temperature_of(temperature, logits, keep)
     if inplace_backward:
         check_inplace(logits)
-    ids, exist = picked(token_ids, logits, ignore_index)
     return TokenLogprobsCall(
         rows_of(logits),
         ids,
-        kept(mask, exist),
+        keep,
         number,
         inverse_temperature,
         return_entropy,
@@ -304,12 +305,13 @@ def kl_divergence_call(
     if token_ids is not None:
         check_per_token("token_ids", token_ids, logits, INTEGERS)
     spec = spec_of(logits, reduction, normalizer, coef)
-    number, inverse_temperature = temperature_of(temperature, logits)
+    keep = kept(mask)
+    number, inverse_temperature = temperature_of(temperature, logits, keep)
     return KLDivergenceCall(
         rows_of(logits),
         rows_of(ref_logits),
         None if token_ids is None else flat_ids(token_ids),
-        kept(mask),
+        keep,
         direction,
         jsd_beta_of(jsd_beta),
         number,

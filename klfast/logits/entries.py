@@ -89,7 +89,11 @@ def _log_sum(logprobs: Tensor, exist: Tensor) -> Tensor:
 
 
 def log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
-    """[R, 1] log(1 - sum), with the digits of a sum that is nearly 1; at least log(2^-24)."""
+    """[R, 1] log(1 - sum), with the digits of a sum that is nearly 1; at least log(2^-24), and 0
+    without a slope where no entry has a probability.
+    """
     greatest = math.log1p(-LEAST_TAIL)
-    log_sum = _log_sum(logprobs, exist).clamp(max=greatest)
+    possible = exist & (logprobs != -torch.inf)
+    log_sum = _log_sum(torch.where(possible, logprobs, 0.0), possible).clamp(max=greatest)
+    log_sum = torch.where(possible.any(-1, keepdim=True), log_sum, -torch.inf)
     return (-log_sum.expm1()).log()

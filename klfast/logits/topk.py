@@ -109,14 +109,14 @@ def topk_call(
         )
     if mask is not None:
         check_per_token("mask", mask, logits, MASKS)
-    number, inverse_temperature = temperature_of(temperature, logits)
     exist = ref_logprobs.detach() != -torch.inf
     ids = ids_of_k(ref_token_ids, exist)
-    entries = exist.reshape(ids.shape)
+    keep = kept(mask, exist.reshape(ids.shape).any(-1))
+    number, inverse_temperature = temperature_of(temperature, logits, keep)
     picks = TokenLogprobsCall(
         rows_of(logits),
         ids,
-        kept(mask, entries.any(-1)),
+        keep,
         number,
         inverse_temperature,
         return_entropy=False,

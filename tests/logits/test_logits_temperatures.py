@@ -18,6 +18,7 @@ from agreement_logits import (
     random_logits,
     tensors_of,
 )
+from agreement_topk import TAILS, assert_topk_agrees
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
@@ -143,6 +144,29 @@ def test_a_temperature_of_a_masked_token_is_not_looked_at(backend, bad):
     for direction in DIRECTIONS:
         options = {"direction": direction, "reduction": "token-mean"}
         assert_divergence_agrees(backend, logits, ref_logits, mask, temperature=poisoned, **options)
+    ref_logprobs, words = ref_logits.log_softmax(-1).topk(3)
+    for tail in TAILS:
+        options = {"tail": tail, "reduction": "token-mean", "temperature": poisoned}
+        assert_topk_agrees(backend, logits, words, ref_logprobs, mask, **options)
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("backend", NOT_EMULATED, indirect=True)
+def test_nor_from_hidden_states(backend, bad):
+    hidden, head = torch.randn(2, B, T, 5), torch.randn(2, V, 5)
+    ids, mask = torch.randint(V, (B, T)), torch.tensor([[1, 0, 1], [1, 1, 0]])
+    temperature = temperatures((B, T))
+
+    def bits(temperature):
+        inputs = leaves(hidden[0], head[0], hidden[1], head[1])
+        options = {"mask": mask, "temperature": temperature, "backend": backend}
+        logprobs = klfast.linear_token_logprobs(*inputs[:2], ids, **options)
+        kl = klfast.linear_kl_divergence(*inputs, reduction="token-mean", **options)
+        return logprobs, kl, *torch.autograd.grad(logprobs.sum() + kl, inputs)
+
+    poisoned = torch.where(mask != 0, temperature, bad)
+    for found, expected in zip(bits(poisoned), bits(temperature), strict=True):
+        assert same_bits(found, expected)
 
 
 @pytest.mark.grid

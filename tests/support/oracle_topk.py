@@ -150,6 +150,7 @@ def topk_kl_divergence(
     of_teacher = 1 / torch.as_tensor(temperature if tail == "renormalize" else 1.0).double()
     teacher = teacher * of_teacher
     off = words.unit * (3 * words.distance + 3 * words.logprobs.abs() + 8) + words.textbook
+    off = torch.where(words.logprobs == -math.inf, 0.0, off)  # exactly
     options = (direction, tail, jsd_beta)
     rows = of_each_row(
         *options,

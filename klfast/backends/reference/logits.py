@@ -74,14 +74,12 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
 
 
 def temperature_of(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
-    """A number or a tensor, 0-dim or one a row, [R, 1]; of any row that is masked 1."""
+    """A number or a tensor, 0-dim or one a row, [R, 1]."""
     inverse = call.inverse_temperature
     if inverse is None:
         return call.temperature
     if inverse.dim() == 0:
         return 1 / inverse
-    if call.keep is not None:
-        inverse = torch.where(call.keep, inverse, 1.0)
     return torch.where(inverse > 0, 1 / inverse, torch.nan)[:, None]
 
 
