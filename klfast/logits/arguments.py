@@ -204,11 +204,11 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
     """Ids [..., K] as [R, K], int64; ``NO_ID`` where none exists, and a wrong id as low as that
     another wrong one.
     """
-    rows = token_ids.shape[:-1].numel()
     ids = token_ids.detach().to(torch.int64).clamp(min=NO_ID + 1)
     if exist is not None:
         ids = torch.where(exist, ids, NO_ID)
-    return ids.reshape(rows, token_ids.shape[-1]).contiguous()
+    # Not reshape: the number of rows is an int to torch.Size, and a constant to torch.export.
+    return torch.atleast_2d(ids).flatten(0, -2).contiguous()
 
 
 def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:

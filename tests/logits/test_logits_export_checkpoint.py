@@ -3,7 +3,15 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import DIRECTIONS, FAST, leaves, random_ids, random_logits, tensors_of
+from agreement_logits import (
+    DIRECTIONS,
+    FAST,
+    NOT_EMULATED,
+    leaves,
+    random_ids,
+    random_logits,
+    tensors_of,
+)
 from torch.export import Dim, export
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +27,16 @@ class Divergence(torch.nn.Module):
 
     def forward(self, logits, ref_logits, ids):
         outputs = klfast.kl_divergence(logits, ref_logits, token_ids=ids, **self.options)
-        backend = self.options["backend"]
-        return *outputs, *klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
+        backend, reduction = self.options["backend"], self.options["reduction"]
+        ref_logprobs, words = ref_logits.log_softmax(-1).topk(2)
+        return (
+            *outputs,
+            *klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend),
+            klfast.token_logprobs(logits, words, ignore_index=3, backend=backend),
+            klfast.topk_kl_divergence(
+                logits, words, ref_logprobs, reduction=reduction, backend=backend
+            ),
+        )
 
 
 def arguments(*shape):
@@ -28,14 +44,15 @@ def arguments(*shape):
     return logits, ref_logits, random_ids(logits)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("reduction", ["none", "token-mean"])
-@every_fast
-def test_an_exported_program_takes_any_batch(backend, reduction):
+@pytest.mark.parametrize("backend", NOT_EMULATED, indirect=True)
+def test_an_exported_program_takes_any_batch(backend, reduction, strict):
     module = Divergence(reduction=reduction, direction="jsd", backend=backend, return_stats=True)
     tokens = {0: Dim("batch"), 1: Dim("tokens")}
     words = {**tokens, 2: Dim("words")}
     shapes = (words, words, tokens)
-    program = export(module, arguments(3, 7, 11), dynamic_shapes=shapes).module()
+    program = export(module, arguments(3, 7, 11), dynamic_shapes=shapes, strict=strict).module()
     for inputs in (arguments(3, 7, 11), arguments(5, 2, 70)):
         torch.testing.assert_close(program(*inputs), module(*inputs))
 
