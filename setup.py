@@ -24,13 +24,18 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pybind11
-import torch
-from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
-from setuptools.command.egg_info import egg_info
-from setuptools.command.sdist import sdist
-from torch.utils import cpp_extension
+try:
+    import pybind11
+    import torch
+    from setuptools import Extension, setup
+    from setuptools.command.build_ext import build_ext
+    from setuptools.command.egg_info import egg_info
+    from setuptools.command.sdist import sdist
+    from torch.utils import cpp_extension
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"klfast needs {error.name} to build: pip install torch pybind11 ninja setuptools"
+    ) from None
 
 ROOT = Path(__file__).parent.resolve()
 COMMIT = ROOT / "COMMIT"  # only in an sdist
@@ -281,6 +286,16 @@ def ninja_file(output: Path) -> str:
     return "\n".join(lines)
 
 
+def check_compiler() -> None:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        raise SystemExit(
+            f"klfast needs a C++ compiler to build, and there is no {compiler}: install g++ or "
+            "clang++ (apt install g++, dnf install gcc-c++, xcode-select --install), or name it in "
+            "CXX"
+        )
+
+
 def ninja_command() -> str:
     try:
         import ninja
@@ -338,6 +353,7 @@ class NinjaBuild(build_ext):
     """Compiles with ninja: in parallel, and only what has changed."""
 
     def build_extension(self, ext: Extension) -> None:
+        check_compiler()
         if builds_cuda() and torch.version.cuda is not None:
             major = cuda_version().split(".")[0]
             if major != torch.version.cuda.split(".")[0]:

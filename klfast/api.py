@@ -103,7 +103,8 @@ def kl_penalty(
             ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
             ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
-            nor gradient, which is exactly 0. None keeps all.
+            nor gradient, which is exactly 0. None keeps all. A constant: one that requires a
+            gradient raises, and importance weights go by ``old_logprobs``.
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, an alias
             ``mse``, ``low_var_kl``, or, for the gradient of k2, ``k1+``, ``k2+``, ``k3+``) or an
             :class:`klfast.Estimator`. In a loss ``k3+`` has the gradient of the reverse KL in
@@ -285,7 +286,7 @@ def reduce(
             fp32, bf16 or fp16, any strides. Gradients reach them in their own dtype.
         mask: as in :func:`kl_penalty`, like all that follow: which tokens exist, and their
             weights. At a zero a value is selected away: NaN there reaches neither result nor
-            gradient.
+            gradient. Multiply weights that require a gradient into ``values``.
         reduction: see there.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.

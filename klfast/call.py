@@ -264,7 +264,7 @@ def of_rows(rows: Tensor, layout: Layout, spec: Spec, return_stats: bool) -> Pen
 
 def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
     """The layout that checked arguments say."""
-    return Layout(without_graph(mask), None if cu_seqlens is None else cu_seqlens.contiguous())
+    return Layout(mask, None if cu_seqlens is None else cu_seqlens.contiguous())
 
 
 def check_layout(

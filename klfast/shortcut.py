@@ -82,6 +82,7 @@ def kl_penalty(
         and (normalizer == 0 or reduction in NORMALIZED_REDUCTIONS)
         and type(coef) in _NUMBERS
         and type(return_stats) is bool
+        and not getattr(mask, "requires_grad", False)
         and direct.serves(logprobs)
     ):
         return None
@@ -103,7 +104,7 @@ def kl_penalty(
                 or type(mask) not in _OPTIONAL
             ):
                 return None
-            constants = (without_graph(old_logprobs), without_graph(mask), cu_seqlens, None, None)
+            constants = (without_graph(old_logprobs), mask, cu_seqlens, None, None)
             plan = autograd.Plan(forward, direct.ops, encoded, is_scalar, return_stats)
             result, statistics = autograd.differentiable(logprobs, ref_logprobs, constants, plan)
         else:
@@ -154,6 +155,7 @@ def kl_rewards(
         and type(estimator) is Estimator
         and type(kl_coef) in _NUMBERS
         and type(return_stats) is bool
+        and not getattr(mask, "requires_grad", False)
         and direct.serves(logprobs)
     ):
         return None

@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import cast, overload
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -112,8 +112,18 @@ def check_normalizer(
     return scalar_argument("normalizer", normalizer, like, of=of, above=0)
 
 
+_CONSTANTS = {
+    "mask": "give kl_penalty an importance weight by old_logprobs=, multiply other weights into "
+    "the values of reduce, or use mask.detach()",
+    "normalizer": "use normalizer.detach()",
+}
+"""Arguments whose gradient would be lost, and the remedies."""
+
+
 def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """A dense tensor of one of the dtypes."""
+    """The value, or raise unless it is a dense tensor of one of the dtypes; a constant requires no
+    gradient.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -122,6 +132,11 @@ def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) 
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else value.layout
         raise ValueError(f"{argument} must have the layout torch.strided, got {kind}")
+    if value.requires_grad and argument in _CONSTANTS:
+        raise ValueError(
+            f"{argument} must be a constant, got a tensor that requires a gradient: "
+            f"{_CONSTANTS[argument]}"
+        )
     return value
 
 
@@ -133,10 +148,6 @@ def check_device(argument: str, value: Tensor, like: Tensor, of: str = "logprobs
         )
 
 
-@overload
-def without_graph(value: Tensor) -> Tensor: ...
-@overload
-def without_graph(value: None) -> None: ...
 def without_graph(value: Tensor | None) -> Tensor | None:
     """The tensor without a graph."""
     return value.detach() if value is not None and value.requires_grad else value
@@ -162,7 +173,7 @@ def scalar_argument(
     if value.device != like.device and value.device.type == "cpu":
         return check_number(argument, value.item(), above=above)
     check_device(argument, value, like, of)
-    return without_graph(value)
+    return value.detach() if value.requires_grad else value
 
 
 def shape_text(tensor: Tensor) -> str:

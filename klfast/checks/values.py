@@ -91,10 +91,12 @@ def check_token_ids(
     *,
     none: int | None = None,
     argument: str = "token_ids",
+    may_be_shard: bool = False,
 ) -> None:
     """Raise ValueError unless the ids of kept tokens are words of the vocabulary, or ``none``.
 
-    Ids are [R] or [R, K], ``keep`` [R]. ``argument`` is the name of the ids.
+    Ids are [R] or [R, K], ``keep`` [R]. ``argument`` is the name of the ids. ``may_be_shard``:
+    whether ``group=`` may have been forgotten.
     """
     bad = (token_ids < 0) | (token_ids >= vocabulary)
     if none is not None:
@@ -105,6 +107,8 @@ def check_token_ids(
         where = tuple(bad.nonzero()[0].tolist())
         got = token_ids[where].item()
         remedy = ": it marks a token that is left out, so mask it" if got == IGNORED else ""
+        if may_be_shard and got >= vocabulary:
+            remedy = ": with tensor parallelism, pass group= for a shard of the vocabulary"
         raise ValueError(
             f"{argument} must be in [0, {vocabulary}) where tokens are kept, got {got} at "
             f"{place_text(where)}{remedy}"

@@ -183,8 +183,10 @@ def reference_head(
     names = "ref_weight", "ref_bias"
     check_head(names, ref_weight, ref_bias, ref_hidden, "ref_hidden", least_words)
     if ref_weight.shape[0] != weight.shape[0]:
+        least = min(weight.shape[0], ref_weight.shape[0])
+        remedy = f": slice both to the common vocabulary, weight[:{least}]" if least_words else ""
         raise ValueError(
             f"ref_weight must have the words of weight, {weight.shape[0]}, got "
-            f"{shape_text(ref_weight)}"
+            f"{shape_text(ref_weight)}{remedy}"
         )
     return ref_weight, ref_bias

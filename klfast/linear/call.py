@@ -135,7 +135,8 @@ class LinearCall(NamedTuple):
         check_temperatures(self.inverse_temperature)
         if self.token_ids is not None:
             none = NO_ID if self.token_ids.dim() == 2 else None
-            check_token_ids(self.token_ids, self.keep, self.words(), none=none)
+            whole = self.shards is None
+            check_token_ids(self.token_ids, self.keep, self.words(), none=none, may_be_shard=whole)
 
     def words(self) -> int:
         """The number of words, of all shards where these are known."""

@@ -21,6 +21,7 @@ from torch import Tensor, distributed
 from klfast import backends
 from klfast.checks.values import are_checked, checks_requested
 from klfast.logits.shards import Shards
+from klfast.names import DIRECTIONS
 from klfast.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ def call_of(
         _check_words(call.words())
         return call
 
-    def checked() -> Call:
+    def checked() -> tuple[Call, Told]:
         call = make(*arguments, of_shard=True)
-        backends.resolve(backend, call.first().device, cast(Any, call))
-        return call
+        serving = backends.resolve(backend, call.first().device, cast(Any, call))
+        return call, {**call.told(), "backend": serving.name}
 
     call, shards = agreed(ranks, checked, may_wait=may_wait)
     call = cast(Any, call)._replace(shards=shards)
@@ -118,13 +119,13 @@ def call_of(
 
 
 def agreed(
-    ranks: Ranks, make: Callable[[], Call], *, may_wait: bool = False
+    ranks: Ranks, make: Callable[[], tuple[Call, Told]], *, may_wait: bool = False
 ) -> tuple[Call, Shards]:
     """The call of this rank, and the shards of all.
 
     Args:
         ranks: of the shards.
-        make: the call of this rank's arguments, after their checks.
+        make: the call of this rank's arguments, after their checks, and what it tells the others.
         may_wait: as of ``call_of``.
 
     Raises:
@@ -132,8 +133,8 @@ def agreed(
     """
     looks = may_wait or "cpu" in ranks.kinds or checks_requested()
     try:
-        call = make()
-        words, fields = call.words(), call.told()
+        call, fields = make()
+        words = call.words()
     except Exception:
         if looks:
             with contextlib.suppress(RuntimeError):  # of a rank that is gone: this error is first
@@ -172,8 +173,10 @@ def _check_words(words: int) -> None:
 
 def _difference(name: str, value: object, apart: list[int], values: list[int]) -> str:
     text = f"{name} must be the same on every rank of group, "
-    if type(value) is int:
-        return text + f"got {values[0]} on rank 0 and {values[1]} on rank {apart[0]}"
+    shown = {_encoded(choice): repr(choice) for choice in (*backends.BACKENDS, *DIRECTIONS)}
+    if type(value) is int or all(number in shown for number in values):
+        first, other = (shown.get(number, number) for number in values)
+        return text + f"got {first} on rank 0 and {other} on rank {apart[0]}"
     return text + f"got another on rank {apart[0]} than on rank 0"
 
 

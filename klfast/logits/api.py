@@ -106,7 +106,7 @@ def token_logprobs(
             word may be there more than once: its gradients are summed.
         mask: [...], any dtype, finite and >= 0: where it is 0 the token does not exist; its row is
             not read, its results are 0 and its gradient too, whatever its logits and its id are.
-            None keeps all.
+            None keeps all. A constant.
         temperature: > 0: a number, or a tensor of no dimensions, or one that has the first
             dimensions of the tokens' shape, such as [B], [B, 1] or [B, T], or packed [N]. No
             gradient reaches it. Logits are divided in fp32, whatever their dtype.

@@ -111,9 +111,12 @@ def _shape_of_k(tokens: list[int]) -> str:
 def jsd_beta_of(jsd_beta: float) -> float:
     if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
         return jsd_beta  # may be symbolic
-    number = check_number("jsd_beta", jsd_beta, above=0)
-    if number >= 1:
-        raise ValueError(f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}")
+    number = check_number("jsd_beta", jsd_beta)
+    if not 0 < number < 1:
+        raise ValueError(
+            f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}: 0 is "
+            "direction='forward', and 1 is direction='reverse'"
+        )
     return number
 
 
@@ -208,12 +211,12 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
     if exist is not None:
         ids = torch.where(exist, ids, NO_ID)
     # Not reshape: the number of rows is an int to torch.Size, and a constant to torch.export.
-    return torch.atleast_2d(ids).flatten(0, -2).contiguous()
+    return (ids if ids.dim() > 1 else ids[None]).flatten(0, -2).contiguous()
 
 
 def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
     """Which rows are read, [R] bool; None for all."""
-    keep = None if mask is None else _as_bool(mask.detach()).reshape(-1).contiguous()
+    keep = None if mask is None else _as_bool(mask).reshape(-1).contiguous()
     if keep is None or exist is None:
         return exist if keep is None else keep
     return keep & exist

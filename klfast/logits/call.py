@@ -5,6 +5,7 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class TokenLogprobsCall(NamedTuple):
             self.words(),
             none=none,
             argument=self.ids_argument,
+            may_be_shard=self.shards is None and self.ids_argument == "token_ids",
         )
 
     def words(self) -> int:
@@ -146,7 +148,8 @@ class KLDivergenceCall(NamedTuple):
         self.reduce_zeros().check_values()
         check_temperatures(self.inverse_temperature)
         if self.token_ids is not None:
-            check_token_ids(self.token_ids, self.keep, self.words())
+            whole = self.shards is None
+            check_token_ids(self.token_ids, self.keep, self.words(), may_be_shard=whole)
 
     def words(self) -> int:
         """As of ``TokenLogprobsCall``."""
@@ -234,13 +237,7 @@ def token_logprobs_call(
     if mask is not None:
         check_per_token("mask", mask, logits, MASKS)
         check_keeping_mask(mask, arithmetic_dtype(logits))
-    if ignore_index is not None and (
-        isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
-    ):
-        raise TypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
-    if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"ignore_index must be within int64, got {shown(ignore_index)}")
-    ids, exist = picked(token_ids, logits, ignore_index)
+    ids, exist = picked(token_ids, logits, _ignore_index_of(ignore_index))
     keep = kept(mask, exist)
     number, inverse_temperature = temperature_of(temperature, logits, keep)
     if inplace_backward:
@@ -256,6 +253,17 @@ def token_logprobs_call(
         token_ids.shape,
         logits.shape[:-1],
     )
+
+
+def _ignore_index_of(value: object) -> int | None:
+    """The checked integer, NumPy's too; None if there is none."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"ignore_index must be an integer or None, got {value!r}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"ignore_index must be within int64, got {shown(value)}")
+    return int(value)
 
 
 def refuse_jsd(direction: str) -> None:
@@ -295,9 +303,12 @@ def kl_divergence_call(
     check_sequences(logits, cu_seqlens)
     check_logits("ref_logits", ref_logits, least_words=0 if of_shard else 1)
     if ref_logits.shape != logits.shape:
+        least, remedy = min(logits.shape[-1], ref_logits.shape[-1]), ""
+        if ref_logits.shape[:-1] == logits.shape[:-1] and not of_shard:
+            remedy = f": slice both to the common vocabulary, logits[..., :{least}]"
         raise ValueError(
             f"ref_logits must have the shape of logits, {shape_text(logits)}, got "
-            f"{shape_text(ref_logits)}"
+            f"{shape_text(ref_logits)}{remedy}"
         )
     check_device("ref_logits", ref_logits, logits, "logits")
     if mask is not None:

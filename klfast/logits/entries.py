@@ -12,8 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import without_graph
-
 LEAST_TAIL = 2.0**-24
 """The least tail: half of the rounding of a probability of 1 in fp32."""
 
@@ -23,8 +21,7 @@ def without_missing(mask: Tensor | None, exist: Tensor) -> Tensor:
     has_entries = exist.any(-1)
     if mask is None:
         return has_entries
-    own = without_graph(mask)
-    return torch.where(has_entries, own, torch.zeros((), dtype=own.dtype, device=own.device))
+    return torch.where(has_entries, mask, torch.zeros((), dtype=mask.dtype, device=mask.device))
 
 
 def divergence_of_entries(

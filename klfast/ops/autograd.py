@@ -203,8 +203,8 @@ class _NotTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            "klfast's compiled backends are differentiable once; "
-            "for second derivatives use backend='reference'"
+            "klfast's compiled backends are differentiable once; for second derivatives pass "
+            "backend='reference', without group="
         )
 
 

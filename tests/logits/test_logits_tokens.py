@@ -1,5 +1,6 @@
 """token_logprobs against the oracle: log-probs and entropies of any shape, dtype and vocabulary."""
 
+import numpy as np
 import pytest
 import torch
 from agreement import same_bits
@@ -142,7 +143,7 @@ def test_masked_tokens_do_not_exist(backend, mask_dtype):
     assert_tokens_agree(backend, logits, ids, keep, mask=(keep * weight).to(mask_dtype))
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 0, 36, 2**40])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 36, 2**40, np.int64(-100)])
 def test_ignored_ids_do_not_exist(backend, ignore_index):
     logits, _ = random_logits(3, 4, 37)
     ids, mask = random_ids(logits), torch.rand(3, 4) < 0.8

@@ -190,6 +190,15 @@ def call_of(rank, **changes):
     return klfast.kl_divergence(**arguments, group=torch.distributed.group.WORLD)
 
 
+def hidden_call_of(rank, **changes):
+    """The same from hidden states, whose backward has a collective too."""
+    _, _, ids, mask = batch()
+    hidden, weight = torch.randn(3, 5, 4), torch.randn(WORDS, 4)
+    own = weight[slice(*EDGES[2][rank : rank + 2])]
+    group = torch.distributed.group.WORLD
+    return klfast.linear_token_logprobs(hidden, own, ids, mask, group=group, **changes)
+
+
 def changed(value, at, to):
     value = value.clone()
     value[at] = to
@@ -288,6 +297,9 @@ def refuse(rank):
     found = {name: message_of(call, rank) for name, call in (REFUSED | VALUES).items()}
     found["the function"] = message_of(_functions_apart, rank)
     found["one refuses"] = message_of(_one_refuses, rank)
+    for name, call in (("logits", call_of), ("hidden", hidden_call_of)):
+        backend = ("native", "reference")[rank]
+        found[f"backends-{name}"] = message_of(lambda r, c=call, b=backend: c(r, backend=b), rank)
     found["after all"] = call_of(rank)
     own = torch.distributed.new_group([rank], use_local_synchronization=True)
     logits, ref_logits, _, mask = batch()
@@ -314,6 +326,16 @@ def test_ranks_that_do_not_agree(refused, name):
     kind, message = of_both[0]
     assert kind == "RuntimeError"
     assert message.startswith(f"{name} must be the same on every rank of group")
+
+
+@pytest.mark.parametrize("of", ["logits", "hidden"])
+def test_ranks_with_different_backends(refused, of):
+    """As "auto" takes on a node without the extension."""
+    text = (
+        "backend must be the same on every rank of group, got 'native' on rank 0 and 'reference' "
+        "on rank 1"
+    )
+    assert [found[f"backends-{of}"] for found in refused] == [("RuntimeError", text)] * 2
 
 
 @pytest.mark.parametrize("beginning", VALUES)

@@ -125,7 +125,7 @@ VALUES = {
     **{
         f"jsd_beta-{value}": (
             {"direction": "jsd", "jsd_beta": value},
-            f"jsd_beta must be a (finite number > 0|number between 0 and 1), got {value}",
+            f"jsd_beta must be a (finite number|number between 0 and 1), got {value}",
         )
         for value in (0.0, 1.0, NAN)
     },

@@ -1,10 +1,12 @@
 """Bad input: one clear error that names the argument, what it must be, and what it got."""
 
+import inspect
 import math
 import re
 
 import pytest
 import torch
+from every_function import KEPT, every_function
 from refusals import A_TENSOR, FLOATS, ONE_OF_THE_DTYPES, POSITIVE, assert_refused, cases, weights
 
 import klfast
@@ -312,6 +314,25 @@ def test_kl_rewards_refuses(backend, arguments, error, message):
         **arguments,
     }
     assert_refused(klfast.kl_rewards, arguments, error, message)
+
+
+@pytest.mark.parametrize("argument", ["mask", "normalizer"])
+@pytest.mark.parametrize("name", every_function())
+def test_no_function_drops_a_gradient_of_its_mask_or_normalizer(name, argument):
+    """A product of mask and importance ratio is such a mask."""
+    function, arguments = every_function()[name]
+    arguments = {"mask": KEPT, **arguments}
+    remedy = r"normalizer\.detach"
+    if argument == "mask":
+        arguments["mask"] = KEPT * torch.ones(2, 3, requires_grad=True)
+        remedy = r"old_logprobs=.*mask\.detach"
+    elif "normalizer" not in inspect.signature(function).parameters:
+        pytest.skip("takes none")
+    else:
+        reduction = {} if name == "KLPenalty" else {"reduction": "token-mean"}
+        arguments |= {"normalizer": torch.tensor(2.0, requires_grad=True), **reduction}
+    text = f"{argument} must be a constant, got a tensor that requires a gradient: .*{remedy}"
+    assert_refused(function, arguments, ValueError, text)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

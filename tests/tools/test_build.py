@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -13,6 +15,33 @@ from klfast.ops import load
 
 FOLDER = "build/klfast-" + str(sysconfig.get_config_var("SOABI"))
 KERNELS = sorted((Path(__file__).parents[2] / FOLDER).glob("*_cpu_kernel.cpp_avx*.o"))
+
+
+SETUP = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({missing}))
+sys.argv = ["setup.py", "build_ext", "--build-lib", "nowhere", "--build-temp", "nowhere"]
+runpy.run_path("setup.py")
+"""
+
+
+@pytest.mark.parametrize("missing", ["torch", "pybind11", "setuptools", "compiler"])
+def test_what_a_build_lacks_is_named_with_its_remedy(missing):
+    modules = [] if missing == "compiler" else [missing]
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP.format(missing=modules)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CXX": "/nonexistent/c++", "FORCE_CUDA": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    expected = f"klfast needs {missing} to build: pip install torch pybind11 ninja setuptools"
+    if missing == "compiler":
+        expected = "klfast needs a C++ compiler to build, and there is no /nonexistent/c++: install"
+    assert done.stderr.splitlines()[-1].startswith(expected)
+    assert "Traceback" not in done.stderr
 
 
 def test_the_extension_is_of_these_sources():

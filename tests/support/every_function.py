@@ -1,0 +1,64 @@
+"""A call of every public function over tensors, small and differentiable, for what holds in all."""
+
+from functools import partial
+
+import torch
+
+import klfast
+
+B, T, V, K, D = 2, 3, 11, 3, 4
+KEPT = torch.tensor([[1.0, 1.0, 0.5], [1.0, 0.0, 0.0]])
+
+
+def every_function():
+    """By name: the function, and arguments of which the leaves are differentiated.
+
+    ``mask`` is not among them; what is not differentiable has no leaves.
+    """
+    a, b, c = (-torch.rand(B, T) - 0.2 for _ in range(3))
+    logits, ref_logits = torch.randn(2, B, T, V)
+    hidden, ref_hidden = torch.randn(2, B, T, D)
+    weight, ref_weight = torch.randn(2, V, D)
+    ids = torch.randint(V, (B, T))
+    ref_logprobs, words = ref_logits.log_softmax(-1).topk(K)
+    leaves = [a, b, logits, ref_logits, hidden, ref_hidden, weight, ref_weight, ref_logprobs]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    teacher = {"ref_token_ids": words, "ref_logprobs": ref_logprobs}
+    reference = {"ref_hidden": ref_hidden, "ref_weight": ref_weight}
+    return {
+        "kl_penalty": (klfast.kl_penalty, {"logprobs": a, "ref_logprobs": b}),
+        "kl_penalty(old)": (
+            klfast.kl_penalty,
+            {"logprobs": a, "ref_logprobs": b, "old_logprobs": c},
+        ),
+        "kl_rewards": (
+            partial(klfast.kl_rewards, torch.randn(B), kl_coef=0.1),
+            {"logprobs": a.detach(), "ref_logprobs": b.detach()},
+        ),
+        "reduce": (klfast.reduce, {"values": a, "reduction": "token-mean"}),
+        "token_logprobs": (klfast.token_logprobs, {"logits": logits, "token_ids": ids}),
+        "kl_divergence": (klfast.kl_divergence, {"logits": logits, "ref_logits": ref_logits}),
+        "topk_kl_divergence": (klfast.topk_kl_divergence, {"logits": logits, **teacher}),
+        "linear_token_logprobs": (
+            klfast.linear_token_logprobs,
+            {"hidden": hidden, "weight": weight, "token_ids": ids},
+        ),
+        "linear_kl_divergence": (
+            klfast.linear_kl_divergence,
+            {"hidden": hidden, "weight": weight, **reference},
+        ),
+        "rollout_correction": (
+            klfast.rollout_correction,
+            {"logprobs": a.detach(), "rollout_logprobs": b.detach()},
+        ),
+        "log_ratio_profile": (
+            klfast.log_ratio_profile,
+            {"logprobs": a.detach(), "ref_logprobs": b.detach()},
+        ),
+        "data_parallel_normalizer": (
+            klfast.data_parallel_normalizer,
+            {"reduction": "seq-mean-token-mean"},
+        ),
+        "KLPenalty": (klfast.KLPenalty(), {"logprobs": a, "ref_logprobs": b}),
+    }
