@@ -261,9 +261,10 @@ def _ignore_index_of(value: object) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"ignore_index must be an integer or None, got {value!r}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"ignore_index must be within int64, got {shown(value)}")
-    return int(value)
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"ignore_index must be within int64, got {shown(number)}")
+    return number
 
 
 def refuse_jsd(direction: str) -> None:
