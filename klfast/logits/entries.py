@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from klfast.formulas import zero_at
+
 LEAST_TAIL = 2.0**-24
 """The least tail: half of the rounding of a probability of 1 in fp32."""
 
@@ -42,6 +44,7 @@ def divergence_of_entries(
     (1 - b) times the terms of (q, m) plus b times those of (p, m).
     """
     p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
+    are_equal = (p == q).all(-1)
     if tail == "bucket":
         p, q = (torch.cat([x, log_tail(x, exist)], -1) for x in (p, q))
         exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
@@ -56,10 +59,8 @@ def divergence_of_entries(
         m = torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
         terms = (1 - beta) * term(q, m) + beta * term(p, m)
     rows = torch.where(exist, terms, 0.0).sum(-1)
-    if tail == "drop":
-        return rows
-    # Rounding may leave less than 0; the gradient stays.
-    return torch.where(rows < 0, rows - rows.detach(), rows)
+    # Rounding may leave a number below 0, or equal entries apart. A dropped tail may be below 0.
+    return zero_at(are_equal if tail == "drop" else are_equal | (rows < 0), rows)
 
 
 def _term(log_x: Tensor, log_y: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import klfast
+from klfast.names import DIRECTIONS
 
 OF_TOKENS = draws_linear.rows(draws_linear.OPTIONS)
 OF_DIVERGENCES = draws_linear.rows(draws_linear.OF_DIVERGENCES)
@@ -38,6 +39,22 @@ def test_token_logprobs(backend, row):
 def test_kl_divergence(backend, row):
     call = draws_linear.call_of(row)
     oracle_linear.assert_agrees(call, *found_by(call, backend))
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-9], ids=["equal", "near"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_reference_is_never_negative_and_0_at_equal_models(direction, apart):
+    """In memory of any layout, which decides how a matmul rounds."""
+    hidden, weight = (torch.randn(n, 33, dtype=torch.float64) for n in (40, 301))
+    near = hidden + apart * torch.randn_like(hidden)
+    unaligned = torch.cat([near.new_zeros(1), near.flatten()])[1:].view(near.shape)
+    for other in (unaligned, near.t().contiguous().t()):
+        for head in (None, weight.t().contiguous().t()):
+            found = klfast.linear_kl_divergence(
+                hidden, weight, other, head, direction=direction, backend="reference"
+            )
+            assert (found >= 0).all()
+            assert apart or not found.any()
 
 
 @pytest.mark.parametrize("row", OF_DIVERGENCES[:60:4], ids=draws_linear.name_of)

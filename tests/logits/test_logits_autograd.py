@@ -349,8 +349,11 @@ def test_a_gradient_that_could_have_been_differentiated_is_the_same(function):
 
 @one_of_each_kind
 @every_direction
-def test_the_reference_is_differentiable_twice(direction, reduction):
+@pytest.mark.parametrize("are_equal", [False, True], ids=["apart", "equal"])
+def test_the_reference_is_differentiable_twice(direction, reduction, are_equal):
     inputs = models(1, 2, 4, dtype=torch.float64)
+    if are_equal:
+        inputs = leaves(inputs[0].detach(), inputs[0].detach().clone())
     assert torch.autograd.gradgradcheck(
         lambda *logits: klfast.kl_divergence(
             *logits, direction=direction, reduction=reduction, backend="reference"

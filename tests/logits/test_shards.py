@@ -70,6 +70,17 @@ def test_entropies_beside_a_divergence(backend, direction, edges):
         assert_entropy_agrees(backend, *random_logits(2, 3, WORDS), **options)
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-9], ids=["equal", "near"])
+@every_direction
+def test_no_divergence_is_negative_and_of_equals_it_is_0(backend, direction, apart):
+    logits = random_logits(4, 8, WORDS, dtype=torch.float64)[0]
+    other = (logits + apart * torch.randn_like(logits)).transpose(0, 2).contiguous().transpose(0, 2)
+    with over_shards(CUTS["five"]):
+        found = klfast.kl_divergence(logits, other, direction=direction, backend=backend)
+    assert (found >= 0).all()
+    assert apart or not found.any()
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @every_direction

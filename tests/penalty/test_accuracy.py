@@ -211,6 +211,24 @@ def test_k3_is_never_negative_and_0_at_0(backend, dtype):
         assert (klfast.kl_penalty(log_ratio, log_ratio, **options) == 0).all()
 
 
+@pytest.mark.parametrize("estimator", ["k3", "k3_ref"])
+def test_k3_of_the_reference_is_not_negative_under_any_expm1(monkeypatch, estimator):
+    """A library's results may be the next number below. The gradient stays."""
+    exact = torch.expm1
+
+    def next_below(x):
+        return exact(x) - (exact(x) - exact(x).nextafter(x - 1)).detach()
+
+    monkeypatch.setattr(torch, "expm1", next_below)
+    x = 10.0 ** -torch.arange(1, 40, dtype=torch.float64)
+    x = torch.cat([x, -x])
+    k3, grad, _ = penalty_and_grads("reference", estimator, x, torch.zeros_like(x))
+    assert (k3 == 0).any()
+    assert (k3 >= 0).all()
+    sign = 1 if estimator == "k3_ref" else -1
+    torch.testing.assert_close(grad, sign * exact(sign * x), rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_estimator
 def test_beyond_the_range_of_exp_results_saturate(backend, estimator, dtype):

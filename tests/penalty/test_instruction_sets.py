@@ -33,6 +33,14 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+AT_0 = (
+    "test_accuracy.py",
+    "../logits/test_logits_accuracy.py",
+    "../logits/test_topk.py",
+    "../logits/test_shards.py",
+    "../linear/test_linear_oracle.py",
+)
+
 exhaustive = pytest.mark.exhaustive
 
 
@@ -43,10 +51,10 @@ def _needs_native():
         pytest.skip(reason)
 
 
-def run(instruction_set, *arguments):
+def run(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-c", *arguments],
-        env=os.environ | {"KLFAST_CPU": instruction_set},
+        env=os.environ | environment,
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
@@ -65,11 +73,25 @@ def test_every_instruction_set_keeps_the_promises(instruction_set, part):
     if instruction_set == _C.instruction_set():
         pytest.skip(f"{instruction_set}: what this process uses, and every other file tests")
     options = ["-q", "-x", "-m", part, "-k", NAMES, "-p", "no:cacheprovider", *TESTS]
-    done = run(instruction_set, RUN, *options)
+    done = run(RUN, *options, KLFAST_CPU=instruction_set)
     if "which this processor does not have" in done.stderr:
         pytest.skip(f"this processor does not have {instruction_set}")
     if "uses baseline" in done.stdout and instruction_set != "baseline":
         pytest.skip(f"this build has no kernels for {instruction_set}")
     assert f"uses {instruction_set}\n" in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_the_reference_is_0_at_equal_inputs_with_any_vectors_of_torch(capability):
+    """And never negative: by its formulas, and not by how torch's exp and log round."""
+    here = ("DEFAULT", "AVX2", "AVX512")
+    if torch.backends.cpu.get_cpu_capability() not in here[here.index(capability.upper()) :]:
+        pytest.skip(f"torch has no {capability} kernels for this processor")
+    name = "reference and (identical or negative or is_the_teacher)"
+    options = ["-q", "-x", "-k", name, "-p", "no:cacheprovider", *AT_0]
+    done = run(RUN, *options, ATEN_CPU_CAPABILITY=capability)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

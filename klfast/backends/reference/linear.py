@@ -96,14 +96,16 @@ def _show(call: LinearCall, logits: Tensor) -> None:
 def _logits(call: LinearCall, model: Model) -> Tensor:
     """[1, R, V] in float64: softcap(hidden @ weight.T + bias), of zeros where masked."""
     hidden, (weight, bias, softcap) = model
-    rows = hidden.double()
+    # Both models are copied into one layout, so that a matmul of equal models rounds alike.
+    rows, weight = (
+        x.to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+        for x in (hidden, weight)
+    )
     if call.shards is not None:
         rows = over_shards.added_up(rows, call.shards)
     if call.keep is not None:
         rows = torch.where(call.keep[:, None], rows, 0.0)
-    logits = torch.nn.functional.linear(
-        rows, weight.double(), None if bias is None else bias.double()
-    )
+    logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.double())
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits[None]

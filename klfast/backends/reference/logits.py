@@ -13,6 +13,7 @@ from torch import Tensor
 
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
+from klfast.formulas import zero_at
 from klfast.logits.arguments import NO_ID
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
@@ -62,6 +63,8 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
         b = call.jsd_beta
         m = _log_mixture(p, q, b)
         rows = (1 - b) * expectation(p, p - m) + b * expectation(q, q - m)
+    # Rounding may leave a number below 0, or a JSD of equal models that is not 0.
+    rows = zero_at((rows < 0) | (p == q).all(-1), rows)
     rows = zero_where_masked(rows, call.keep).to(arithmetic)
     entropies = None
     if call.return_entropy:
@@ -94,9 +97,12 @@ def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float | Tenso
 
 
 def wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
-    """[A, T, V] -> [R, V], in float64; 0 where masked."""
+    """[A, T, V] -> [R, V], in float64; 0 where masked.
+
+    The rows are contiguous: equal logits give equal sums, whatever their strides are.
+    """
     wide = torch.float64 if logits.device.type != "mps" else torch.float32
-    rows = logits.to(wide).flatten(0, 1)
+    rows = logits.to(wide).flatten(0, 1).contiguous()
     return rows if keep is None else torch.where(keep[:, None], rows, 0.0)
 
 

@@ -23,6 +23,7 @@ from klfast.backends.reference.logits import (
 )
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.dtypes import arithmetic_dtype
+from klfast.formulas import zero_at
 from klfast.logits.arguments import NO_ID, of_k
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
@@ -91,6 +92,7 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     masses, ref_masses = _log_masses(*table[:2]), _log_masses(*table[2:4])
     p, q = (ref_masses, masses) if call.direction == "forward" else (masses, ref_masses)
     rows = expectation(p, table[4]) + expectation(p, p - q)
+    rows = zero_at(rows < 0, rows)
     rows = zero_where_masked(rows, call.keep).to(arithmetic)
     beside = BesideDivergences()
     if call.return_entropy:
