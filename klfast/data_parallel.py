@@ -14,7 +14,7 @@ from klfast.checks.arguments import (
 )
 from klfast.checks.values import are_checked, check_cu_seqlens_values, check_mask_values
 from klfast.dtensors import refuse_dtensors
-from klfast.dtypes import MASKS
+from klfast.dtypes import MASKS, wide, wide_dtype
 from klfast.layout import sequence_of_token
 from klfast.names import ReductionName
 from klfast.ranks import folded, ranks_of
@@ -55,9 +55,9 @@ def data_parallel_normalizer(
             list of them where ``mask`` is a list.
 
     Returns:
-        A number > 0, of tokens or of sequences: 0-dim, fp64, on the mask's device, the same bits on
-        every rank; of nothing 1 / W, so that a mean of nothing is 0. It takes one all-reduce, and
-        waits for no device.
+        A number > 0, of tokens or of sequences: 0-dim, fp64 (fp32 on a device without it), on the
+        mask's device, the same bits on every rank; of nothing 1 / W, so that a mean of nothing is
+        0. It takes one all-reduce, and waits for no device.
 
     Raises:
         ValueError: a reduction without a denominator, a wrong shape, device or layout, or a value
@@ -72,8 +72,8 @@ def data_parallel_normalizer(
         for of_batch, offsets in _batches(mask, cu_seqlens)
     ]
     where = counts[0].device if counts else None if ranks is None else ranks.device
-    nothing = torch.zeros((), dtype=torch.float64, device=where)
-    total = torch.stack([nothing, *counts]).sum()
+    nothing = torch.zeros((), device=where)
+    total = torch.stack([wide(nothing), *counts]).sum()
     if ranks is None:
         return torch.where(total > 0, total, 1.0)
     total = folded(ranks.gather(total))
@@ -106,17 +106,18 @@ def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
     refuse_dtensors(mask=mask)
     check_layout("mask", mask, cu_seqlens, MASKS)
     if are_checked(mask, in_kernel=False):
-        check_mask_values(mask, torch.float64)
+        check_mask_values(mask, wide_dtype(mask.device))
         if cu_seqlens is not None:
             check_cu_seqlens_values(cu_seqlens, mask.shape[0])
 
 
 def _denominator(mask: Tensor, cu_seqlens: Tensor | None, reduction: Reduction) -> Tensor:
-    """The denominator of one micro-batch, 0-dim fp64."""
+    """The denominator of one micro-batch, 0-dim."""
+    dtype = wide_dtype(mask.device)
     if cu_seqlens is None:
-        length = mask.sum(-1, dtype=torch.float64)
+        length = mask.sum(-1, dtype=dtype)
     else:
         sequence, number = sequence_of_token(mask, cu_seqlens)
-        length = torch.zeros(number, dtype=torch.float64, device=mask.device)
-        length.index_add_(0, sequence, mask.double())
-    return reduction.denominator_terms(length).sum(dtype=torch.float64)
+        length = torch.zeros(number, dtype=dtype, device=mask.device)
+        length.index_add_(0, sequence, mask.to(dtype))
+    return reduction.denominator_terms(length).sum(dtype=dtype)

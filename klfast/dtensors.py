@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from klfast.dtypes import wide_dtype
 from klfast.logits.entries import without_missing
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.stats import KLStats
@@ -258,8 +259,9 @@ def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tens
     if "ref_token_ids" in local:
         mask = without_missing(mask, local["ref_logprobs"] != -torch.inf)
     with torch.no_grad():
-        terms = REDUCTIONS[reduction].denominator_terms(mask.sum(-1, dtype=torch.float64))
-        count = shards.total(terms.sum(dtype=torch.float64)).full_tensor()
+        dtype = wide_dtype(mask.device)
+        terms = REDUCTIONS[reduction].denominator_terms(mask.sum(-1, dtype=dtype))
+        count = shards.total(terms.sum(dtype=dtype)).full_tensor()
         return torch.where(count == 0, 1.0, count)
 
 

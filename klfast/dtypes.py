@@ -9,6 +9,25 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MASKS = (torch.bool, *INTEGERS, *FLOATS)
 INDICES = (torch.int32, torch.int64)
+WITHOUT_FLOAT64 = ("mps",)
+"""Types of devices none of which has float64."""
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device has float64. Apple's GPUs lack it, and some of Intel's."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type not in WITHOUT_FLOAT64
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of the reference, and of sums and factors: float64, or float32 without it."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in ``wide_dtype``."""
+    return tensor.to(wide_dtype(tensor.device))
 
 
 def arithmetic_dtype(*logprobs: Tensor | None) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 from klfast.api import kl_penalty
 from klfast.checks.arguments import check_number
 from klfast.dtensors import made_whole
+from klfast.dtypes import wide, wide_dtype
 from klfast.names import BackendName
 
 __all__ = ["LogRatioProfile", "log_ratio_profile"]
@@ -127,7 +128,7 @@ def _levels(quantiles: Sequence[float]) -> tuple[float, ...]:
 
 
 def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
-    """The first place of each bucket, and fp64 sums [P, columns] over its tokens, in fixed order.
+    """The first place of each bucket, and sums [P, columns] over its tokens, in fixed order.
 
     A bucket of padded sequences is a slice; packed ones are looked through for each bucket.
     """
@@ -140,8 +141,9 @@ def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ..
         places = _places(columns.shape[-1], cu_seqlens)
         parts = (torch.where(_are_in(places, *bucket), columns, 0.0) for bucket in buckets)
     over = tuple(range(1, columns.dim()))
-    sums = [part.sum(over, dtype=torch.float64) for part in parts]
-    rows = torch.stack(sums) if sums else columns.new_zeros(0, len(columns), dtype=torch.float64)
+    dtype = wide_dtype(columns.device)
+    sums = [part.sum(over, dtype=dtype) for part in parts]
+    rows = torch.stack(sums) if sums else columns.new_zeros(0, len(columns), dtype=dtype)
     return first, rows
 
 
@@ -171,10 +173,10 @@ def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
     count = keep.sum()
     found = []
     for level in levels:
-        at = (count - 1).clamp(min=0).double() * level
+        at = wide((count - 1).clamp(min=0)) * level
         below = at.floor().long()
         above = torch.minimum(below + 1, (count - 1).clamp(min=0))
         # ordered[below] would read the index
-        low, high = ordered.gather(0, torch.stack([below, above])).double().unbind()
+        low, high = wide(ordered.gather(0, torch.stack([below, above]))).unbind()
         found.append(torch.where(below == above, low, low + (at - below) * (high - low)))
     return torch.where(count > 0, torch.stack(found), torch.nan).to(x.dtype)

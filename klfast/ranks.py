@@ -115,8 +115,8 @@ class Ranks:
             RuntimeError: as of ``gather``.
         """
         own = (*table.shape, table.dtype == torch.float64, bool(sharded))
-        everywhere = self.gather(torch.tensor(own, dtype=torch.float64, device=self.device))
-        rows, columns, is_double, of_shards = everywhere.long().T.tolist()
+        everywhere = self.gather(torch.tensor(own, dtype=torch.int64, device=self.device))
+        rows, columns, is_double, of_shards = everywhere.T.tolist()
         return Told(rows, columns, [*map(bool, is_double)], [*map(bool, of_shards)])
 
     def side_by_side(self, table: Tensor, told: Told) -> Tensor:
@@ -132,11 +132,11 @@ class Ranks:
             RuntimeError: as of ``gather``.
         """
         missing = max(told.columns) - table.shape[1]
-        padded = torch.nn.functional.pad(table.double(), (0, missing))
-        parts = zip(self.gather(padded), told.columns, strict=True)
         of_doubles = [n for n, double in zip(told.columns, told.is_double, strict=True) if double]
         dtype = torch.float64 if any(of_doubles) else torch.float32
-        return torch.cat([part[:, :count] for part, count in parts], 1).to(dtype)
+        padded = torch.nn.functional.pad(table.to(dtype), (0, missing))
+        parts = zip(self.gather(padded), told.columns, strict=True)
+        return torch.cat([part[:, :count] for part, count in parts], 1)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks.values import holds_values
+from klfast.dtypes import wide
 from klfast.ranks import Ranks, check_same, folded
 from klfast.transfer import are_readable, fields_of, finite_floats, line_of
 
@@ -121,7 +122,7 @@ class KLStats(NamedTuple):
         if not sharded:
             return _of_table(ranks.side_by_side(table, told))
         check_same("with sharded=True, the number of sequences", told.columns)
-        tables = ranks.gather(table.double())
+        tables = ranks.gather(wide(table))
         whole = folded(tables)
         whole[_MAXIMA] = tables[:, _MAXIMA].amax(0)
         return _of_table(whole.to(torch.float64 if any(told.is_double) else table.dtype))

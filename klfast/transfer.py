@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.dtypes import wide
+
 
 def is_dtensor(value: object) -> bool:
     """Whether a value is a DTensor, without importing what makes them."""
@@ -26,7 +28,7 @@ def floats(numbers: Mapping[str, Any]) -> dict[str, float]:
     tensors = {name: whole(value) for name, value in numbers.items() if isinstance(value, Tensor)}
     read: dict[str, float] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        here = {name: t.detach().double() for name, t in tensors.items() if t.device == device}
+        here = {name: wide(t.detach()) for name, t in tensors.items() if t.device == device}
         read |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
     return {name: read[name] if name in read else float(numbers[name]) for name in numbers}
 

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from klfast.dtypes import FLOATS, INDICES, INTEGERS
+from klfast.dtypes import FLOATS, INDICES, INTEGERS, wide_dtype
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TORCHS_REDUCTIONS
 
 
@@ -164,7 +164,9 @@ def scalar_argument(
     """A checked number, or a 0-dim tensor where ``like`` is, without a graph."""
     if torch.compiler.is_compiling() and type(value) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
-        return cast(float, value) * torch.ones((), dtype=torch.float64, device=like.device)
+        return cast(float, value) * torch.ones(
+            (), dtype=wide_dtype(like.device), device=like.device
+        )
     if not isinstance(value, Tensor):
         return check_number(argument, value, above=above)
     check_tensor(argument, value, (*FLOATS, *INTEGERS))

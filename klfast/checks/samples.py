@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klfast.dtypes import has_float64
+
 SAMPLE = 1024
 
 TOLERANCE = 1e-3
@@ -68,6 +70,8 @@ def are_of_taken_tokens(logits: Tensor, mask: Tensor | None) -> bool:
 
 
 def _are_no_vocabulary(rows: Tensor, *, is_part: bool) -> bool:
+    if not has_float64(rows.device):
+        rows = rows.cpu()
     if not ((rows <= TOLERANCE) & (rows > -torch.inf)).all():
         return False
     # Not exp: MKL's takes threads for a few numbers, which a forked process has lost.

@@ -22,6 +22,7 @@ from klfast.compat.divergences import (
     check_per_token,
     distill,
 )
+from klfast.dtypes import wide
 from klfast.logits.api import token_logprobs
 from klfast.logits.entries import divergence_of_entries
 
@@ -133,8 +134,8 @@ def _of_all_words(
     Reverse, with the sums over the K words: sum p log(p / q) - entropy - sum p log p + 100 (1 - P).
     """
     logprobs, entropy = token_logprobs(student, ids, keep, return_entropy=True)
-    log_p = logprobs.to(torch.float64)
-    log_q = torch.where(keep.unsqueeze(-1), teacher, 0.0).to(torch.float64).log_softmax(-1)
+    log_p = wide(logprobs)
+    log_q = wide(torch.where(keep.unsqueeze(-1), teacher, 0.0)).log_softmax(-1)
     exist = keep.unsqueeze(-1).expand(ids.shape)
 
     def divergence_of(divergence: Divergence) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from klfast.api import reduce
 from klfast.compat.divergences import FORWARD, check_per_token, check_same_shape, distill
 from klfast.compat.logits import entropy
+from klfast.dtypes import wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,5 +100,5 @@ def _check(student: Tensor, teacher: Tensor, mask: Tensor, group: ProcessGroup |
 def _normalizer(mask: Tensor, factor: float | Tensor | None) -> float | Tensor:
     """At least 1."""
     if factor is None:
-        return mask.sum(dtype=torch.float64).clamp(min=1)
+        return mask.sum(dtype=wide_dtype(mask.device)).clamp(min=1)
     return factor.clamp(min=1) if isinstance(factor, Tensor) else max(1.0, factor)

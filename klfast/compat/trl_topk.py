@@ -28,6 +28,7 @@ from klfast.compat.divergences import (
     kept,
 )
 from klfast.compat.trl_distillation import Reduction, reduced
+from klfast.dtypes import wide
 from klfast.logits.api import token_logprobs, topk_kl_divergence
 from klfast.logits.entries import log_tail
 
@@ -40,9 +41,7 @@ def add_tail_bucket(log_probs: Tensor) -> Tensor:
 
     Differs from TRL: see above; where all K are -inf the gradient is 0, not NaN.
     """
-    exist = log_probs != -torch.inf
-    wide = torch.where(exist, log_probs, 0.0).to(torch.float64)
-    tail = torch.where(exist.any(-1, keepdim=True), log_tail(wide, exist), 0.0)
+    tail = log_tail(wide(log_probs), torch.ones_like(log_probs, dtype=torch.bool))
     return torch.cat([log_probs, tail.to(log_probs.dtype)], -1)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from klfast.compat.divergences import check_k_words
+from klfast.dtypes import wide
 from klfast.logits.api import token_logprobs
 from klfast.logits.entries import divergence_of_entries
 
@@ -61,7 +62,7 @@ def compute_forward_kl_topk(
         "student_logits", student_logits, teacher_topk_log_probs=logprobs, teacher_topk_ids=ids
     )
     picked = token_logprobs(student_logits, ids)
-    student, teacher = picked.to(torch.float64), logprobs.to(torch.float64)
+    student, teacher = wide(picked), wide(logprobs)
     masses = {
         f"{name}_mass": of.detach().exp().sum(-1).to(picked.dtype)
         for name, of in (("student", student), ("teacher", teacher))

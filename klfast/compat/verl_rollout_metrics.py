@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from klfast.compat.verl_rollout_options import Option
+from klfast.dtypes import wide
 from klfast.rollout.formulas import chi2, ratio
 from klfast.rollout.stats import RolloutStats, RuleStats, divide, greatest, least
 
@@ -109,7 +110,7 @@ def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
     """``compute_rs_metrics`` of one option."""
     length = stats.length
     is_there = length > 0
-    sequences = is_there.sum().double()
+    sequences = wide(is_there.sum())
     is_of_tokens = not option.rule.is_of_sequence
     total, low, high, below, above, bounded, squares = (field for field in seen)
     if option.sign < 0:
@@ -125,7 +126,7 @@ def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
     mean, square = (divide((weight * t).sum(), length.sum()) for t in (bounded, squares))
 
     def fraction(condition: Tensor) -> Tensor:
-        return divide((condition & is_there).sum().double(), sequences)
+        return divide(wide((condition & is_there).sum()), sequences)
 
     own_mean = divide(torch.where(is_there, numbers, 0.0).sum(), sequences)
     off = torch.where(is_there, (numbers - own_mean).square(), 0.0).sum()
@@ -152,7 +153,7 @@ def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
 
 def _share(condition: Tensor) -> Tensor:
     """The share of all sequences."""
-    return condition.double().mean()
+    return wide(condition).mean()
 
 
 def _deviation(variance: Tensor, tokens: Tensor) -> Tensor:
@@ -179,11 +180,11 @@ def on_host(
     Raises:
         ValueError: the mask keeps nothing.
     """
-    table = stats.table().double()
+    table = wide(stats.table())
     shape = table.shape
     table = table.flatten()
     if factor is not None:
-        table = torch.cat([table, factor.double().reshape(1)])
+        table = torch.cat([table, wide(factor).reshape(1)])
     table = table.cpu()
     copied = RolloutStats.of_table(table[: shape.numel()].view(shape))
     check_keeps(mask, float(copied.tokens.sum()))

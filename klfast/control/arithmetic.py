@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from klfast.control.exponential import Exponential
+from klfast.dtypes import has_float64, wide_dtype
 
 Number: TypeAlias = Any
 """A Python float on the host, a 0-dim fp64 tensor on a device."""
@@ -59,14 +60,16 @@ class Floats:
 
 
 class Tensors:
-    """0-dim fp64 tensors on one device, without a branch on what they hold."""
+    """0-dim tensors on one device, without a branch on what they hold; fp64, and the host's bits,
+    where the device has it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._exp = Exponential(device)
+        self._exp = Exponential(device) if has_float64(device) else torch.exp
 
     def where(self, condition: Tensor, yes: Number, no: Number, /) -> Tensor:
         if not isinstance(yes, Tensor) and not isinstance(no, Tensor):
-            yes = torch.full_like(condition, yes, dtype=torch.float64)
+            yes = torch.full_like(condition, yes, dtype=wide_dtype(condition.device))
         return torch.where(condition, yes, no)
 
     def minimum(self, a: Tensor, b: Number, /) -> Tensor:

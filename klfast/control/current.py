@@ -14,6 +14,7 @@ from torch import Tensor
 from klfast.checks.arguments import check_choice, shown
 from klfast.control.diagnosis import Means, is_far
 from klfast.dtensors import made_whole
+from klfast.dtypes import wide, wide_dtype
 from klfast.ranks import Ranks
 from klfast.stats import KLStats, is_without_tokens
 
@@ -138,13 +139,13 @@ def row_of(
         device: of the row.
     """
     if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
-        n_steps = torch.where(n_steps < 0, math.nan, n_steps.double())
+        n_steps = torch.where(n_steps < 0, math.nan, wide(n_steps))
     if isinstance(current, KLStats):
-        length = current.length.double()
+        length = wide(current.length)
         counts: tuple[Any, Any] = length.sum(), (length > 0).sum()
         own, other = counts if unit == "token" else counts[::-1]
         sequences = current.kl.numel() if n_steps is None else n_steps
-        return stacked((current.kl.double().sum(), own, other, sequences, equal, 1.0), device)
+        return stacked((wide(current.kl).sum(), own, other, sequences, equal, 1.0), device)
     count: Any = 1 if n_steps is None else n_steps
     n_steps = 0 if n_steps is None else n_steps
     # A rank without sequences says nothing, whatever it calls its KL.
@@ -157,16 +158,22 @@ def row_of(
 
 
 def stacked(parts: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Numbers and 0-dim tensors as one fp64 tensor on ``device``; nothing on it is read back."""
+    """Numbers and 0-dim tensors as one tensor on ``device``; nothing on it is read back."""
     if not any(isinstance(part, Tensor) for part in parts):
-        return torch.tensor([float(part) for part in parts], dtype=torch.float64, device=device)
+        return torch.tensor(
+            [float(part) for part in parts], dtype=wide_dtype(device), device=device
+        )
     return torch.stack([on_device(part, device) for part in parts])
 
 
 def on_device(number: float | Tensor, device: torch.device) -> Tensor:
-    """A number or 0-dim tensor as a 0-dim fp64 tensor on ``device``, without its graph."""
+    """A number or 0-dim tensor as a 0-dim tensor on ``device``, without its graph."""
+    dtype = wide_dtype(device)
     if isinstance(number, Tensor) and number.device.type == "cpu" != device.type:
         number = number.item()  # a copy to a GPU would wait for it, a fill does not
     if isinstance(number, Tensor):
-        return number.detach().to(device=device, dtype=torch.float64)
-    return torch.full((), float(number), dtype=torch.float64, device=device)
+        return number.detach().to(device=device, dtype=dtype)
+    number = float(number)
+    if abs(number) > torch.finfo(dtype).max:
+        number = math.copysign(math.inf, number)
+    return torch.full((), number, dtype=dtype, device=device)

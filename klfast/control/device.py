@@ -12,11 +12,12 @@ from klfast.control.arithmetic import Tensors
 from klfast.control.current import on_device
 from klfast.control.measured import COUNT, EQUAL, GIVEN, KL, N_STEPS
 from klfast.control.rules import Plan, advance
+from klfast.dtypes import wide_dtype
 from klfast.ranks import folded
 
 
 class DeviceState:
-    """A rule's state in fp64 tensors that are updated in place.
+    """A rule's state in tensors that are updated in place, fp64 where the device has it.
 
     ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
     addresses of its tensors never change.
@@ -46,14 +47,15 @@ class DeviceState:
         self.names = tuple(state)[1:]
         # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
         # no views into a tensor whose size it generalises: so a size of 1, and memory beside it.
-        self.coefficient = torch.tensor([value], dtype=torch.float64, device=device)
+        dtype = wide_dtype(device)
+        self.coefficient = torch.tensor([value], dtype=dtype, device=device)
         self.value = self.coefficient[0]
-        self.memory = torch.tensor(memory, dtype=torch.float64, device=device)
+        self.memory = torch.tensor(memory, dtype=dtype, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.disagreements = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, kl: Tensor, n_steps: Tensor, is_given: Tensor | None = None) -> None:
-        """Move by a KL and a number of sequences, 0-dim fp64; nothing if either is not valid.
+        """Move by a KL and a number of sequences, 0-dim; nothing if either is not valid.
 
         What is not valid is counted, unless ``is_given`` says that nothing was measured.
         """
@@ -84,7 +86,7 @@ class DeviceState:
         """Set the state in place, so that a captured graph goes on from it."""
         self.coefficient.fill_(state["value"])
         memory = [state[name] for name in self.names]
-        self.memory.copy_(torch.tensor(memory, dtype=torch.float64, device=self.memory.device))
+        self.memory.copy_(self.memory.new_tensor(memory))
         self.skipped.fill_(skipped)
 
     def __getstate__(self) -> dict[str, Any]:

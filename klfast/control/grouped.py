@@ -176,8 +176,8 @@ class GroupedKLController:
         """
         names = [*self.groups]
         own = [len(names), zlib.crc32(json.dumps(names).encode())]
-        rows = ranks.gather(torch.tensor(own, dtype=torch.float64, device=ranks.device))
-        counts, checksums = rows.long().T.tolist()
+        rows = ranks.gather(torch.tensor(own, dtype=torch.int64, device=ranks.device))
+        counts, checksums = rows.T.tolist()
         check_same("the number of groups in targets", counts)
         check_same("the checksum of the groups in targets", checksums)
         self._are_groups_compared = True

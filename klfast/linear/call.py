@@ -74,7 +74,7 @@ class LinearCall(NamedTuple):
     """[R], bool, contiguous: the tokens that exist."""
     temperature: float
     inverse_temperature: Tensor | None
-    """[R] or 0-dim, float64, in place of the temperature where that is a tensor."""
+    """[R] or 0-dim, in ``wide_dtype``, in place of the temperature where that is a tensor."""
     return_entropy: bool
     chunk: int | None
     """Tokens per chunk; None for "auto"."""

@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 
 from klfast import backends
 from klfast.checks.values import are_checked, checks_requested
+from klfast.dtypes import has_float64
 from klfast.logits.shards import Shards
 from klfast.names import DIRECTIONS
 from klfast.ranks import Ranks
@@ -205,6 +206,8 @@ def _encoded(value: object) -> int:
 
 def _digest(tensor: Tensor) -> int:
     """The same of what a tensor holds."""
+    if not has_float64(tensor.device):
+        tensor = tensor.cpu()
     numbers: Any = tensor.detach().reshape(-1)
     if tensor.is_floating_point():
         numbers = numbers.to(torch.float64).view(torch.int64)

@@ -18,7 +18,7 @@ from klfast.checks.arguments import (
     shape_text,
 )
 from klfast.coefficient import Coefficient, coef_argument
-from klfast.dtypes import FLOATS, INTEGERS
+from klfast.dtypes import FLOATS, INTEGERS, wide, wide_dtype
 from klfast.names import ReductionName
 from klfast.reduction import REDUCTIONS
 
@@ -133,7 +133,7 @@ def temperature_of(
         return 1.0, inverse
     if torch.compiler.is_compiling() and type(temperature) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
-        one = torch.ones((), dtype=torch.float64, device=rows.device)
+        one = torch.ones((), dtype=wide_dtype(rows.device), device=rows.device)
         return 1.0, one / temperature
     number = check_number("temperature", temperature, above=0)
     if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
@@ -142,7 +142,7 @@ def temperature_of(
 
 
 def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
-    """1 / temperature, float64: 0-dim, or one a row, [R]."""
+    """1 / temperature, in ``wide_dtype``: 0-dim, or one a row, [R]."""
     check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
     check_device("temperature", temperature, rows, of)
     tokens = rows.shape[:-1]
@@ -152,7 +152,7 @@ def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
             "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
             f"{_TOKENS_OF[of]}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
         )
-    inverse = temperature.detach().to(torch.float64).reciprocal()
+    inverse = wide(temperature.detach()).reciprocal()
     if inverse.dim() == 0:
         return inverse
     missing = (1,) * (len(tokens) - inverse.dim())

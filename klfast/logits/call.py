@@ -60,8 +60,8 @@ class TokenLogprobsCall(NamedTuple):
     """[R], bool, contiguous: which rows are read."""
     temperature: float
     inverse_temperature: Tensor | None
-    """[R] or 0-dim, float64, in place of the temperature where that is a tensor or a symbol of
-    torch.compile; 1 in rows that are not read."""
+    """[R] or 0-dim, in ``wide_dtype``, in place of the temperature where that is a tensor or a
+    symbol of torch.compile; 1 in rows that are not read."""
     return_entropy: bool
     inplace_backward: bool
     shape: torch.Size

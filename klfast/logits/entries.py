@@ -1,8 +1,8 @@
 """Divergences from a teacher that is known at K words of a token.
 
 Shapes: R tokens, K entries a token. p is the teacher, q the student, P and Q the sums of p and q
-over a token's entries. All is in nats, and in float64: a tail 1 - Q would have few digits left in
-fp32.
+over a token's entries. All is in nats, and in float64 where the device has it: a tail 1 - Q has few
+digits left in fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from klfast.formulas import zero_at
+from klfast.formulas import exp_minus_1_minus, zero_at
 
 LEAST_TAIL = 2.0**-24
 """The least tail: half of the rounding of a probability of 1 in fp32."""
@@ -29,7 +29,7 @@ def without_missing(mask: Tensor | None, exist: Tensor) -> Tensor:
 def divergence_of_entries(
     teacher: Tensor, student: Tensor, exist: Tensor, direction: str, tail: str, beta: float
 ) -> Tensor:
-    """[R] divergences of log-probs [R, K], in float64, where entries ``exist``.
+    """[R] divergences of log-probs [R, K], where entries ``exist``.
 
     =============== ================================================================================
     ``tail``        what is compared
@@ -50,27 +50,30 @@ def divergence_of_entries(
         exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
     elif tail == "renormalize":
         p, q = (x - _log_sum(x, exist) for x in (p, q))
-    term = _dropped_term if tail == "drop" else _term
+    of = _dropped_term if tail == "drop" else term
     if direction == "forward":
-        terms = term(p, q)
+        terms = of(p, q)
     elif direction == "reverse":
-        terms = term(q, p)
+        terms = of(q, p)
     else:
         m = torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
-        terms = (1 - beta) * term(q, m) + beta * term(p, m)
+        terms = (1 - beta) * of(q, m) + beta * of(p, m)
     rows = torch.where(exist, terms, 0.0).sum(-1)
     # Rounding may leave a number below 0, or equal entries apart. A dropped tail may be below 0.
     return zero_at(are_equal if tail == "drop" else are_equal | (rows < 0), rows)
 
 
-def _term(log_x: Tensor, log_y: Tensor) -> Tensor:
-    """X log(x / y) - x + y, which is x (e^d - 1 - d) with d = log(y / x): >= 0, and 0 at x = y."""
+def term(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """X log(x / y) - x + y, which is x (e^d - 1 - d) with d = log(y / x): >= 0, and 0 at x = y.
+
+    ``log_ratio``: d, where it has more digits than the difference.
+    """
     x = log_x.exp()
-    ratio = log_y - log_x
+    ratio = log_y - log_x if log_ratio is None else log_ratio
     is_near = ratio.abs() <= 1
     near = torch.where(is_near, ratio, 0.0)
     return torch.where(
-        is_near, x * (near.expm1() - near), log_y.exp() - x + _dropped_term(log_x, log_y)
+        is_near, x * exp_minus_1_minus(near), log_y.exp() - x + _dropped_term(log_x, log_y)
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klfast.dtypes import wide
 from klfast.logits.arguments import NO_ID
 from klfast.ranks import Ranks
 
@@ -54,8 +55,10 @@ class Shards(NamedTuple):
         return torch.where(token_ids == NO_ID, NO_ID, owners)
 
     def gather(self, columns: Sequence[Tensor]) -> Tensor:
-        """All ranks' columns of R numbers, [columns, R, S], fp64: the one collective of a call."""
-        table = torch.stack([column.to(torch.float64) for column in columns])
+        """All ranks' columns of R numbers, [columns, R, S], in ``wide_dtype``: the one collective
+        of a call.
+        """
+        table = torch.stack([wide(column) for column in columns])
         if self.are_apart is not None:
             table = torch.where(self.are_apart, torch.nan, table)
         return self.ranks.all_gather(table).permute(1, 2, 0)

@@ -14,7 +14,7 @@ from klfast.call import Layout, PenaltyCall, Spec, layout_of, of_rows
 from klfast.checks.arguments import check_choice, check_reduction, shape_text
 from klfast.checks.values import check_distinct
 from klfast.coefficient import Coefficient
-from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype
+from klfast.dtypes import FLOATS, INTEGERS, MASKS, arithmetic_dtype, wide
 from klfast.logits.arguments import (
     NO_ID,
     Temperature,
@@ -40,7 +40,7 @@ class TopKCall(NamedTuple):
     picks: TokenLogprobsCall
     """Of the student's log-probs at the entries' words, [R, K]."""
     ref_logprobs: Tensor
-    """[R, K], float64, with its graph."""
+    """[R, K], in ``wide_dtype``, with its graph."""
     direction: DirectionName
     tail: TailName
     jsd_beta: float
@@ -60,7 +60,7 @@ class TopKCall(NamedTuple):
         exist = self.picks.token_ids != NO_ID
         if self.picks.keep is not None:
             exist = exist & self.picks.keep[:, None]
-        student = logprobs.to(torch.float64)
+        student = wide(logprobs)
         teacher = self.ref_logprobs
         if self.tail == "renormalize":  # a server's tail has a temperature that is not known
             teacher = _divided(teacher, self.picks)
@@ -127,7 +127,7 @@ def topk_call(
     )
     return TopKCall(
         picks,
-        ref_logprobs.to(torch.float64).reshape(ids.shape),
+        wide(ref_logprobs).reshape(ids.shape),
         direction,
         tail,
         jsd_beta_of(jsd_beta),

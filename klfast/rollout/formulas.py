@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.formulas import FORMULAS
+from klfast.formulas import FORMULAS, exp_minus_1_minus
 
 EXPONENT_LIMIT = 20.0
 """No exponential is taken of more nats than this, nor a ratio's of less than minus this: a ratio
@@ -45,7 +45,11 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
     """KL of two events, this token and any other, of probabilities exp(a) and exp(b)."""
     a, b = a.clamp(max=0), b.clamp(max=0)
     rest_a, rest_b = ((-torch.expm1(t)).clamp(min=LEAST_COMPLEMENT) for t in (a, b))
-    kl = torch.exp(a) * (a - b) + rest_a * torch.log(rest_a / rest_b)
+    rest = torch.log(rest_b / rest_a)
+    if rest.dtype == torch.float64:
+        kl = torch.exp(a) * (a - b) - rest_a * rest
+    else:  # the same by terms that do not cancel
+        kl = torch.exp(a) * exp_minus_1_minus(b - a) + rest_a * exp_minus_1_minus(rest)
     return kl.clamp(min=0)
 
 

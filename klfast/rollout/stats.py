@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from klfast.dtypes import wide
 from klfast.ranks import Ranks, check_same, folded
 from klfast.rollout.formulas import SUMS, chi2
 from klfast.transfer import are_readable, fields_of, finite_floats, line_of
@@ -144,16 +145,17 @@ class RolloutStats(NamedTuple):
         return RolloutStats.of_table(ranks.side_by_side(table, told))
 
     def weight_mean(self, over: str, group: ProcessGroup | None = None) -> Tensor:
-        """The mean of the weights, 0-dim fp64: per token, or per sequence with a kept token.
+        """The mean of the weights, 0-dim, in ``wide_dtype``: per token, or per sequence with a kept
+        token.
 
         Args:
             over: ``"token"``: sum of the weights over the sum of the mask. ``"sequence"``: mean of
                 the sequences' own means.
             group: the ranks over whose sequences it is taken; None: this process's.
         """
-        weight, length = self.weight.double(), self.length.double()
+        weight, length = wide(self.weight), wide(self.length)
         if over == "sequence":
-            weight, length = divide(weight, length), (length > 0).double()
+            weight, length = divide(weight, length), wide(length > 0)
         sums = torch.stack([weight.sum(), length.sum()])
         if group is not None:
             sums = folded(Ranks(group).gather(sums))

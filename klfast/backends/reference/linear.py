@@ -12,6 +12,7 @@ from torch import Tensor
 from klfast.backends.reference import logits as over_logits
 from klfast.backends.reference import shards as over_shards
 from klfast.backends.reference.penalty import kl_penalty
+from klfast.dtypes import wide_dtype
 from klfast.linear.call import LinearCall, Model
 from klfast.linear.chunks import chunks_of
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
@@ -96,16 +97,16 @@ def _show(call: LinearCall, logits: Tensor) -> None:
 def _logits(call: LinearCall, model: Model) -> Tensor:
     """[1, R, V] in float64: softcap(hidden @ weight.T + bias), of zeros where masked."""
     hidden, (weight, bias, softcap) = model
+    dtype = wide_dtype(hidden.device)
     # Both models are copied into one layout, so that a matmul of equal models rounds alike.
     rows, weight = (
-        x.to(torch.float64, memory_format=torch.contiguous_format, copy=True)
-        for x in (hidden, weight)
+        x.to(dtype, memory_format=torch.contiguous_format, copy=True) for x in (hidden, weight)
     )
     if call.shards is not None:
         rows = over_shards.added_up(rows, call.shards)
     if call.keep is not None:
         rows = torch.where(call.keep[:, None], rows, 0.0)
-    logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.double())
+    logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits[None]

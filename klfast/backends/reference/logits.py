@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from klfast.backends.reference.penalty import kl_penalty
-from klfast.dtypes import arithmetic_dtype
+from klfast.dtypes import arithmetic_dtype, wide
 from klfast.formulas import zero_at
 from klfast.logits.arguments import NO_ID
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.entries import term
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 
@@ -55,14 +56,18 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
         _log_softmax(logits, call.keep, temperature_of(call))
         for logits in (call.logits, call.ref_logits)
     )
+    ratio = _log_ratio(call, p, q) if p.dtype == torch.float32 else None
     if call.direction == "reverse":
-        rows = expectation(p, p - q)
+        rows = divergence(p, q, ratio)
     elif call.direction == "forward":
-        rows = expectation(q, q - p)
+        rows = divergence(q, p, None if ratio is None else -ratio)
     else:
         b = call.jsd_beta
         m = _log_mixture(p, q, b)
-        rows = (1 - b) * expectation(p, p - m) + b * expectation(q, q - m)
+        of_p = of_q = None
+        if ratio is not None:
+            of_p, of_q = _mixed(ratio, m - p, b), _mixed(-ratio, m - q, 1 - b)
+        rows = (1 - b) * divergence(p, m, of_p) + b * divergence(q, m, of_q)
     # Rounding may leave a number below 0, or a JSD of equal models that is not 0.
     rows = zero_at((rows < 0) | (p == q).all(-1), rows)
     rows = zero_where_masked(rows, call.keep).to(arithmetic)
@@ -101,8 +106,7 @@ def wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
 
     The rows are contiguous: equal logits give equal sums, whatever their strides are.
     """
-    wide = torch.float64 if logits.device.type != "mps" else torch.float32
-    rows = logits.to(wide).flatten(0, 1).contiguous()
+    rows = wide(logits).flatten(0, 1).contiguous()
     return rows if keep is None else torch.where(keep[:, None], rows, 0.0)
 
 
@@ -116,6 +120,37 @@ def expectation(logprobs: Tensor, values: Tensor) -> Tensor:
     terms = weights * torch.where(possible, values, 0.0)
     terms = torch.where((weights == 0) & (values == torch.inf), values, terms)
     return torch.where(possible, terms, 0.0).sum(-1)
+
+
+def divergence(p: Tensor, q: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """Sum over the vocabulary of p log(p / q), of log-probs.
+
+    In float32 that cancels: there the terms are p log(p / q) - p + q, which are never negative.
+    ``log_ratio``: log(q / p) there, where it has more digits than the difference.
+    """
+    if p.dtype == torch.float64:
+        return expectation(p, p - q)
+    terms = term(p, q, log_ratio)
+    is_infinite = (q == -torch.inf) & (p != -torch.inf)
+    return torch.where(is_infinite & terms.isfinite(), p - q, terms).sum(-1)
+
+
+def _log_ratio(call: KLDivergenceCall, p: Tensor, q: Tensor) -> Tensor:
+    """log(q / p) of a word with the digits of the logits' difference, [R, V].
+
+    All words of a row share an error, of the log-sum-exps. Divergences feel its square.
+    """
+    first, second = (wide_rows(x, call.keep) for x in (call.logits, call.ref_logits))
+    apart = (second - first) / temperature_of(call)
+    shared = (p + q).argmax(-1, keepdim=True)
+    return apart - (apart - (q - p)).gather(-1, shared)
+
+
+def _mixed(log_ratio: Tensor, log_of_mixture: Tensor, b: float) -> Tensor:
+    """log(1 - b + b e^log_ratio), which is ``log_of_mixture`` with few digits near 0."""
+    is_near = log_ratio.abs() <= 1
+    near = torch.log1p(b * torch.where(is_near, log_ratio, 0.0).expm1())
+    return torch.where(is_near, near, log_of_mixture)
 
 
 def entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
-from klfast.dtypes import arithmetic_dtype
+from klfast.dtypes import arithmetic_dtype, wide
 from klfast.estimator import Estimator
 from klfast.formulas import FORMULAS
 from klfast.layout import sequence_of_token
@@ -37,13 +37,12 @@ class _Tokens:
         logprobs, ref_logprobs, old_logprobs, *_ = call.tensors()
         assert logprobs is not None
         mask, cu_seqlens = call.layout
-        wide = torch.float64 if logprobs.device.type != "mps" else torch.float32
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
         weight = torch.ones_like(logprobs) if mask is None else mask
-        self.weight = weight.detach().to(self.dtype).to(wide).flatten()
+        self.weight = wide(weight.detach().to(self.dtype)).flatten()
         self.keep = self.weight != 0
-        logprobs = logprobs.to(wide)
+        logprobs = wide(logprobs)
         self.log_ratio = self._difference(logprobs, ref_logprobs)
         self.log_weight = None  # log of the importance weight w
         if old_logprobs is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klfast.dtypes import wide
 from klfast.layout import sequence_of_token
 from klfast.rollout import formulas
 from klfast.rollout.call import RolloutCall
@@ -40,14 +41,13 @@ class _Tokens:
     """
 
     def __init__(self, call: RolloutCall) -> None:
-        wide = torch.float64 if call.logprobs.device.type != "mps" else torch.float32
         self.dtype = call.arithmetic()
         self.shape = call.logprobs.shape
         mask, cu_seqlens = call.layout
         weight = torch.ones_like(call.logprobs) if mask is None else mask
-        self.weight = weight.to(self.dtype).to(wide).flatten()
+        self.weight = wide(weight.to(self.dtype)).flatten()
         self.keep = self.weight != 0
-        a, b = (t.to(wide).flatten() for t in (call.logprobs, call.rollout_logprobs))
+        a, b = (wide(t).flatten() for t in (call.logprobs, call.rollout_logprobs))
         self.counted = self.keep & (a - b).isfinite()
         self.logprobs, self.rollout_logprobs = (torch.where(self.counted, t, 0.0) for t in (a, b))
         self.x = self.logprobs - self.rollout_logprobs

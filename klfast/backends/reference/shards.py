@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from klfast.backends.reference.logits import (
+    divergence,
     entropies_of,
     expectation,
     overwritten,
@@ -82,7 +83,7 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     first, second = policy, reference
     if call.direction == "forward":
         first, second = second, first
-    within = expectation(first.logprobs, first.logprobs - second.logprobs)
+    within = divergence(first.logprobs, second.logprobs)
     columns = [policy.far, policy.near, reference.far, reference.near, within]
     if call.return_entropy:
         columns.append(entropies_of(policy.logprobs, call.keep))
@@ -91,7 +92,7 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     table = _everywhere(call.shards, columns)
     masses, ref_masses = _log_masses(*table[:2]), _log_masses(*table[2:4])
     p, q = (ref_masses, masses) if call.direction == "forward" else (masses, ref_masses)
-    rows = expectation(p, table[4]) + expectation(p, p - q)
+    rows = expectation(p, table[4]) + divergence(p, q)
     rows = zero_at(rows < 0, rows)
     rows = zero_where_masked(rows, call.keep).to(arithmetic)
     beside = BesideDivergences()
