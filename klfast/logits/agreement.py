@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 
 from klfast import backends
 from klfast.checks.values import are_checked, checks_requested
-from klfast.dtypes import has_float64
+from klfast.dtypes import wide
 from klfast.logits.shards import Shards
 from klfast.names import DIRECTIONS
 from klfast.ranks import Ranks
@@ -206,11 +206,10 @@ def _encoded(value: object) -> int:
 
 def _digest(tensor: Tensor) -> int:
     """The same of what a tensor holds."""
-    if not has_float64(tensor.device):
-        tensor = tensor.cpu()
     numbers: Any = tensor.detach().reshape(-1)
     if tensor.is_floating_point():
-        numbers = numbers.to(torch.float64).view(torch.int64)
+        numbers = wide(numbers)
+        numbers = numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
     numbers = numbers.to(torch.int64)
     places = torch.arange(numbers.numel(), device=tensor.device)
     # Sums of products wrap around.
