@@ -50,7 +50,10 @@ def data_parallel_normalizer(
         reduction: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``, as of
             :func:`klfast.kl_penalty`.
         group: the ranks over which gradients are averaged, all of which must call; None: all ranks,
-            if torch.distributed is initialised, else this process alone.
+            if torch.distributed is initialised, else this process alone. The ranks must have
+            different sequences. With context parallelism, where a rank has a part of every
+            sequence, pass DTensors with ``Shard(1)`` to :func:`klfast.kl_penalty` instead, and no
+            normalizer.
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1]; a
             list of them where ``mask`` is a list.
 

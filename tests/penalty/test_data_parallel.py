@@ -12,6 +12,7 @@ import pytest
 import readme
 import torch
 from ranks import WORLD_SIZE, results_of_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import klfast
 from klfast.compat import trl, verl
@@ -79,6 +80,21 @@ def with_readme(model, batch):
     return left["loss_kl"]
 
 
+def with_context_parallelism(model, whole, rank, mesh):
+    """Each rank has half of the tokens of every sequence."""
+    half = slice(rank * TOKENS // WORLD_SIZE, (rank + 1) * TOKENS // WORLD_SIZE)
+    features, ref_logits, token_ids, mask = (tensor[:, half] for tensor in whole)
+    left = readme.run(
+        "context-parallel",
+        klfast=klfast,
+        mesh=mesh,
+        logprobs=picked(model(features), token_ids),
+        ref_logprobs=picked(ref_logits, token_ids),
+        mask=mask,
+    )
+    return left["loss_kl"]
+
+
 def with_verl(model, batch, reduction, total):
     """The count of all ranks as it is: verl multiplies by the number of ranks."""
     features, ref_logits, token_ids, mask = batch
@@ -101,7 +117,7 @@ def with_trl(model, batch, total):
     return loss
 
 
-def losses(model, whole, rank):
+def losses(model, whole, rank, mesh):
     """Name -> loss of this rank's half of the batch."""
     half = slice(rank * SEQUENCES // WORLD_SIZE, (rank + 1) * SEQUENCES // WORLD_SIZE)
     batch = [tensor[half] for tensor in whole]
@@ -114,14 +130,16 @@ def losses(model, whole, rank):
         yield ("verl", reduction), with_verl(model, batch, reduction, total)
     yield ("trl",), with_trl(model, batch, count(whole[-1], "token-mean"))
     yield ("readme",), with_readme(model, batch)
+    yield ("context-parallel",), with_context_parallelism(model, whole, rank, mesh)
 
 
 def work(rank):
     """The gradients that DDP leaves a rank with, by case."""
     model = torch.nn.parallel.DistributedDataParallel(make_model())
+    mesh = {"cp": init_device_mesh("cpu", (WORLD_SIZE,))}
     gradients = {}
     for split in SPLITS:
-        for case, loss in losses(model, make_batch(split), rank):
+        for case, loss in losses(model, make_batch(split), rank, mesh):
             model.zero_grad()
             loss.backward()
             gradients[(split, *case)] = [p.grad.clone() for p in model.parameters()]
@@ -220,6 +238,12 @@ def test_without_a_normalizer_it_is_the_mean_of_the_ranks_means(
 def test_the_readmes_example_is_the_whole_batch(gradients, split):
     expected = single_process(split, "k3+", "token-mean")
     torch.testing.assert_close(gradients[split, "readme"], expected, rtol=1e-6, atol=1e-8)
+
+
+@every_split
+def test_the_pages_example_of_context_parallelism_is_the_whole_batch(gradients, split):
+    expected = single_process(split, "k3+", "seq-mean-token-mean")
+    torch.testing.assert_close(gradients[split, "context-parallel"], expected, rtol=1e-6, atol=1e-8)
 
 
 @every_reduction
