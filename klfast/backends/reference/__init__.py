@@ -1,4 +1,4 @@
-"""The readable specification in float64, on any device."""
+"""The readable specification, on any device: in float64, or in float32 on a device without it."""
 
 from __future__ import annotations
 
