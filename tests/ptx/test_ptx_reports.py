@@ -6,6 +6,9 @@ import pytest
 from ptx_run import LaunchError, aligned, kernel, launch
 
 
+pytestmark = pytest.mark.exhaustive  # a minute of the compiler, and they test the instrument
+
+
 @pytest.fixture(autouse=True)
 def _options():
     ptx_run.set_options(races=2)
