@@ -103,7 +103,7 @@ def chosen_sets(default: str) -> str:
 
 
 def here_has(flags: tuple[str, ...]) -> bool:
-    """Whether this processor has all the instructions that the flags let the compiler use."""
+    """True if this processor has every instruction that the flags allow."""
     needed, here = (
         set(re.findall(r"#define (__[A-Z0-9]+__) 1$", predefined, re.MULTILINE))
         for predefined in map(macros, (flags[0], "-march=native"))

@@ -26,7 +26,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "klfast"))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", default="1/1", help="2/4 is the second quarter of the test functions")
+    parser.addoption("--part", default="1/1", help="2/4: the second quarter of the tests")
 
 
 def pytest_configure():

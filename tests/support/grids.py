@@ -60,6 +60,6 @@ def mark_exhaustive(items):
 
 
 def is_in_part(nodeid, part):
-    """Whether a test belongs to a part such as "2/4"; all cases of a test function belong to one."""
+    """True if a test belongs to a part such as "2/4". The cases of a function stay together."""
     number, parts = map(int, part.split("/"))
     return zlib.crc32(nodeid.partition("[")[0].encode()) % parts == number % parts

@@ -1,6 +1,6 @@
 """What ``make test`` runs of a grid."""
 
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import pytest
 from grids import covering, is_in_part, mark_exhaustive
@@ -91,6 +91,6 @@ def test_every_test_function_is_whole_in_one_of_the_parts():
         of_part = {
             p: [n for n in names if is_in_part(n, f"{p}/{parts}")] for p in range(1, parts + 1)
         }
-        assert sorted(sum(of_part.values(), [])) == sorted(names)
+        assert sorted(chain.from_iterable(of_part.values())) == sorted(names)
         assert all(of_part.values())
         assert all(is_in_part(f"{n}[x/2-y]", f"{p}/{parts}") for p in of_part for n in of_part[p])
