@@ -285,12 +285,13 @@ def ninja_file(output: Path, sets: dict[str, tuple[str, ...]]) -> str:
     """The build as a ninja file: one object per source, and per instruction set for the kernels."""
     cxx = compiler()
     common = ninja_quote([*compile_flags(), *path_flags()])
-    objects = {object_of(source): (source, HOST_FLAGS) for source in SOURCES}
-    tables = tuple(f"-DKLFAST_HAS_{name.upper()}" for name in sets)
-    objects[object_of(CHOICE)] = (CHOICE, (*HOST_FLAGS, *tables))
-    for name, flags in sets.items():
+    objects: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, flags in reversed(sets.items()):  # ninja begins with what takes longest
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
         objects |= {object_of(kernel, name): (kernel, flags) for kernel in KERNELS}
+    objects |= {object_of(source): (source, HOST_FLAGS) for source in SOURCES}
+    tables = tuple(f"-DKLFAST_HAS_{name.upper()}" for name in sets)
+    objects[object_of(CHOICE)] = (CHOICE, (*HOST_FLAGS, *tables))
     if builds_cuda():
         objects |= {object_of(source): (source, ()) for source in CUDA_SOURCES}
     lines = [
