@@ -1,11 +1,15 @@
 # Each target sets up what it needs, once: .venv with the versions of constraints.txt, and the build.
+# The build has the CPU kernels for this machine; KLFAST_INSTRUCTION_SETS=all builds all of them.
 #   make demo     train a small language model under KL control, and write a report; an earlier
 #                 one is kept (DEMO_OPTIONS=--resume goes on with it)
 #   make test     lint and the tests that show a fault soonest: of a grid of options a part in which
 #                 any two meet
-#   make test-all     make test, and then make test-rest: the rest of the grids, the CUDA build
-#   make test-peers   tests against trl, Liger, verl, OpenRLHF, SkyRL and ms-swift themselves, which
-#                     it installs, the newest and older releases
+#   make test-rest    the other tests: the rest of the grids, slow tests, the CUDA build;
+#                     TEST_OPTIONS="--part 2/4" runs the second quarter of them
+#   make test-all     all CPU kernels, make test, make test-rest, make test-older
+#   make test-peers   tests against the newest trl, Liger, verl, OpenRLHF, SkyRL and ms-swift
+#                     themselves, which it installs
+#   make test-older   the same against older releases
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
 #   make bench-peers    time klfast against the frameworks' own functions
@@ -32,7 +36,11 @@ DEMO_OPTIONS ?= --force
 TEST_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+TOOLS_demo := jinja2 matplotlib numpy rich
+TOOLS_test := basedpyright clang-format hypothesis markdown-it-py mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist pyyaml ruff "triton; sys_platform == 'linux'"
+TOOLS_package := auditwheel cibuildwheel twine
+TOOLS_docs := furo latex2mathml matplotlib myst-nb myst-parser sphinx sphinx-copybutton sphinx-design
 TORCH := $(shell sed -n s/^torch==//p constraints.txt)
 BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* csrc/*/*/*)
 PEERS := $(patsubst %,build/peers/%/installed,trl verl hub skyrl ms_swift)
@@ -42,23 +50,26 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/support/ptx/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers lint bench bench-peers compare-peers gpu-check sass asan test-break docs hub sdist wheel wheel-check format clean
+.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers compare-peers gpu-check sass asan test-break docs hub sdist wheel wheel-check format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
-demo: $(VENV)/built
+demo: $(VENV)/built $(VENV)/demo-tools
 	$(BIN)/python -m lab compare $(DEMO_OPTIONS)
 
 test: lint
 	$(PYTEST) -m "not exhaustive" $(TEST_OPTIONS)
 
-test-rest: $(VENV)/built
+test-rest: $(VENV)/tested
 	$(PYTEST) -m exhaustive $(TEST_OPTIONS)
 
-test-all: test
+test-all: export KLFAST_INSTRUCTION_SETS := all
+test-all: $(VENV)/built-all
+	$(MAKE) --no-print-directory test
 	$(MAKE) --no-print-directory test-rest
+	$(MAKE) --no-print-directory test-older
 
-test-peers: $(VENV)/built $(PEERS)
+test-peers: $(VENV)/tested $(PEERS)
 	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
 	PYTHONPATH="$(CURDIR)/build/peers/verl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/verl
 	PYTHONPATH="$(CURDIR)/build/peers/hub/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/hub
@@ -66,6 +77,8 @@ test-peers: $(VENV)/built $(PEERS)
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peer/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
 	    $(BIN)/pytest -p no:benchmark tests/peers/$$peer || exit 1; \
 	done
+
+test-older: $(VENV)/tested $(PEERS)
 	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)
 
 # Older code beside what the newest imports. TRL 0.x has tests of its own, and wants transformers 5.10.
@@ -73,22 +86,22 @@ test-older-%: build/peers/older/%/installed
 	PYTHONPATH="$(CURDIR)/build/peers/older/$*/site-packages:$(CURDIR)/build/peers/$(if $(filter trl-1.%,$*),trl,verl)/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
 	  $(BIN)/pytest -p no:benchmark tests/peers/older/test_$(if $(filter trl-0.%,$*),trl_ppo,$(firstword $(subst -, ,$*))).py
 
-lint: $(VENV)/built
+lint: $(VENV)/tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
-bench: $(VENV)/built
+bench: $(VENV)/tested
 	$(BIN)/python -m benchmarks
 
-bench-peers: $(VENV)/built $(PEERS)
+bench-peers: $(VENV)/tested $(PEERS)
 	for peers in verl trl; do \
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
 	    $(BIN)/python -W ignore -m benchmarks.drop_in $$peers $(BENCH_PEERS_OPTIONS) || exit 1; \
 	done
 
-compare-peers: $(VENV)/built $(PEERS)
+compare-peers: $(VENV)/tested $(PEERS)
 	for peers in verl trl; do \
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
 	    $(BIN)/python -W ignore -m benchmarks.digits $$peers || exit 1; \
@@ -100,12 +113,12 @@ compare-peers: $(VENV)/built $(PEERS)
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_OPTIONS)
 
-sass: $(VENV)/built
+sass: $(VENV)/tested
 	FORCE_CUDA=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/sass .
 	$(BIN)/python -m benchmarks.sass build/sass/klfast/_C*.so $(SASS_OPTIONS)
 
 # The sanitizers' runtimes must be there before Python starts. Leaks are Python's own.
-asan: $(VENV)/built
+asan: $(VENV)/tested
 	SANITIZE=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/asan .
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
@@ -116,35 +129,35 @@ asan: $(VENV)/built
 include tests/aarch64/aarch64.mk
 include tests/ptx/ptx.mk
 
-test-break: $(VENV)/built
+test-break: $(VENV)/tested
 	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)
 
-docs: $(VENV)/docs
+docs: $(VENV)/built $(VENV)/docs-tools
 	rm -rf docs/api/generated build/site
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
 	$(BIN)/python docs/links.py build/site
 
-hub: $(VENV)/installed
+hub: $(VENV)/torch
 	$(BIN)/python hub/generate.py
 
-sdist: $(VENV)/installed
+sdist: $(VENV)/package-tools
 	$(BIN)/python release/artifacts.py dist --sdist
 	$(BIN)/twine check --strict dist/*.tar.gz
 
 # AUDITWHEEL_PLAT=manylinux_2_28_x86_64 refuses a wheel that needs a newer system.
-wheel: $(VENV)/installed
+wheel: $(VENV)/package-tools
 	$(BIN)/python release/artifacts.py dist
 	$(BIN)/twine check --strict dist/*.tar.gz dist/*.whl
 	$(BIN)/python release/check_wheel.py dist/*.tar.gz dist/*.whl
 	$(BIN)/python release/check_versions.py dist --pythons $(BIN)/python --torches $(TORCH)
 
 # PYTHONS="python3.12 python3.13" TORCHES="newest 2.10.0"; an interpreter that is named must be there.
-wheel-check: $(VENV)/installed
+wheel-check: $(VENV)/package-tools
 	rm -rf build/versions
 	$(BIN)/python release/check_versions.py build/versions $(if $(PYTHONS),--pythons $(PYTHONS)) \
 	  $(if $(TORCHES),--torches $(TORCHES)) $(WHEEL_CHECK_OPTIONS)
 
-format: $(VENV)/built
+format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
@@ -152,31 +165,41 @@ format: $(VENV)/built
 clean:
 	rm -rf $(VENV) build dist klfast/_C*.so klfast/_build_info.json *.egg-info
 
-# torch first and by its pinned version, so that nothing that depends on it chooses another.
-$(VENV)/installed: pyproject.toml constraints.txt
+# torch first and by its pinned version, so that nothing that depends on it chooses another. Python
+# compiles what is imported, which is a part of it.
+$(VENV)/torch: pyproject.toml constraints.txt
+	@echo "== Installing torch and the build tools into $(VENV) (1 to 2 minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$(TORCH)
 	$(PIP) setuptools pybind11 ninja numpy
-	$(PIP) basedpyright clang-format hypothesis jinja2 markdown-it-py matplotlib mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist pyyaml rich ruff "triton; sys_platform == 'linux'"
-	$(PIP) auditwheel cibuildwheel twine
 	touch $@
 
-$(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
+# setup.py by itself shows what ninja does, which pip hides.
+$(VENV)/built: $(VENV)/torch $(BUILD_INPUTS)
+	@echo "== Compiling klfast's CPU kernels (1 to 3 minutes)"
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
-$(VENV)/docs: $(VENV)/built
-	$(PIP) furo latex2mathml myst-nb myst-parser sphinx sphinx-copybutton sphinx-design
+$(VENV)/built-all: $(VENV)/built
+	KLFAST_INSTRUCTION_SETS=all $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/%-tools: $(VENV)/torch
+	@echo "== Installing what make $* needs: $(TOOLS_$*)"
+	$(PIP) $(TOOLS_$*)
+	touch $@
+
+$(VENV)/tested: $(VENV)/built $(VENV)/demo-tools $(VENV)/test-tools $(VENV)/package-tools
 	touch $@
 
 # The folder must be called site-packages: dill, of datasets, pickles by value what lies elsewhere.
-# Python compiles what the tests import, which is a part of it.
-build/peers/older/%/installed: tests/peers/older/releases.txt $(VENV)/installed
+build/peers/older/%/installed: tests/peers/older/releases.txt $(VENV)/torch
 	rm -rf $(@D)
-	$(PIP) --no-deps --no-compile --no-build-isolation --target $(@D)/site-packages $(subst -,==,$*)
+	$(PIP) --no-deps --no-build-isolation --target $(@D)/site-packages $(subst -,==,$*)
 	touch $@
 
-build/peers/%/installed: tests/peers/%/requirements.txt $(VENV)/installed
+build/peers/%/installed: tests/peers/%/requirements.txt $(VENV)/torch
 	rm -rf $(@D)
-	$(PIP) --no-deps --no-compile --no-build-isolation --target $(@D)/site-packages --requirement $<
+	$(PIP) --no-deps --no-build-isolation --target $(@D)/site-packages --requirement $<
 	touch $@

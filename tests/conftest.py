@@ -25,14 +25,20 @@ settings.register_profile("explore", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "klfast"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="2/4: the second quarter of the tests")
+
+
 def pytest_configure():
     if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     grids.mark_exhaustive(items)
+    part = config.getoption("--part")
+    items[:] = [item for item in items if grids.is_in_part(item.nodeid, part)]
     # Of two processes, one begins with what is long, and the other takes over what it leaves.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

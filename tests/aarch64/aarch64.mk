@@ -52,7 +52,7 @@ $(AARCH64)/debian/done: | aarch64-tools
 	rm -rf $(AARCH64)/apt
 	touch $@
 
-$(AARCH64)/site-packages/done: tests/aarch64/requirements.txt $(AARCH64)/debian/done $(VENV)/installed
+$(AARCH64)/site-packages/done: tests/aarch64/requirements.txt $(AARCH64)/debian/done $(VENV)/torch
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(@D) \
 	  --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform any --only-binary :all: \

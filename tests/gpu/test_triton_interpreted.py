@@ -24,6 +24,8 @@ OF_EVERY_BACKEND = [
 """Of these, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
 
 SUITES = {**OF_TRITON, "every-backend": OF_EVERY_BACKEND}
+SMOKE = [f"{file}::test_dtypes_mix" for (file,) in OF_TRITON.values()]
+"""What ``make test`` runs: the whole suites take three minutes of a processor."""
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = pytest.mark.skipif(
@@ -53,8 +55,14 @@ def run_interpreted(*arguments):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
-@pytest.mark.parametrize("suite", [*OF_TRITON, pytest.param("every-backend", marks=exhaustive)])
+def test_all_dtypes_pass_in_the_interpreter():
+    assert passed(run_interpreted("-m", "not exhaustive", *SMOKE)) > 8
+
+
+@exhaustive
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["not exhaustive", "exhaustive"])
+@pytest.mark.parametrize("suite", SUITES)
 def test_kernels_pass_in_the_interpreter(suite, part, record_property):
     process = run_interpreted("-m", part, *SUITES[suite])
     record_property("interpreted", passed(process))

@@ -191,6 +191,7 @@ def growth():
     return json.loads(run_fresh(code, arguments=folders, timeout=600, PYTHONMALLOC="malloc"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_no_call_leaves_memory_behind(growth, case):

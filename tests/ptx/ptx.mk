@@ -7,5 +7,5 @@
 
 .PHONY: test-ptx
 
-test-ptx: $(VENV)/built
+test-ptx: $(VENV)/tested
 	$(BIN)/python tests/ptx/run.py $(TEST_PTX_OPTIONS)

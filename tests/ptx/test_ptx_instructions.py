@@ -14,6 +14,8 @@ import ptx_types
 import pytest
 from ptx_types import bits_of, exactly, flushed, number_of, rounded, size_of, with_flush
 
+pytestmark = pytest.mark.exhaustive  # a minute of the compiler, and they test the instrument
+
 NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 LETTER = {1: "rs", 2: "rs", 4: "r", 8: "rd"}
 INF, NAN = math.inf, math.nan

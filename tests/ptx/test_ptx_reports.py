@@ -5,6 +5,8 @@ import ptx_run
 import pytest
 from ptx_run import LaunchError, aligned, kernel, launch
 
+pytestmark = pytest.mark.exhaustive  # a minute of the compiler, and they test the instrument
+
 
 @pytest.fixture(autouse=True)
 def _options():

@@ -66,7 +66,7 @@ BUILD_INFO = """
 import json, runpy, setuptools
 setuptools.setup = lambda **options: None
 facts = runpy.run_path("setup.py")
-print(json.dumps(facts["build_info"]()))
+print(json.dumps(facts["build_info"]([])))
 """
 
 

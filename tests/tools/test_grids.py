@@ -1,9 +1,9 @@
 """What ``make test`` runs of a grid."""
 
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import pytest
-from grids import covering, mark_exhaustive
+from grids import covering, is_in_part, mark_exhaustive
 
 pytest_plugins = ["pytester"]
 
@@ -83,3 +83,14 @@ def test_markers_part_a_suite_in_two(pytester, chosen, counts):
     tests = [report.nodeid.partition("::")[2] for report in done.listoutcomes()[0]]
     assert {name: sum(test.startswith(f"{name}[") for test in tests) for name in counts} == counts
     assert ("test_plain" in tests) == (chosen == "not exhaustive")
+
+
+def test_every_test_function_is_whole_in_one_of_the_parts():
+    names = [f"tests/a.py::test_{n}" for n in range(40)]
+    for parts in (1, 4):
+        of_part = {
+            p: [n for n in names if is_in_part(n, f"{p}/{parts}")] for p in range(1, parts + 1)
+        }
+        assert sorted(chain.from_iterable(of_part.values())) == sorted(names)
+        assert all(of_part.values())
+        assert all(is_in_part(f"{n}[x/2-y]", f"{p}/{parts}") for p in of_part for n in of_part[p])

@@ -14,10 +14,12 @@ namespace klfast::cpu {
 extern const Kernels kernels_baseline;
 extern const LogitsKernels logits_kernels_baseline;
 extern const RolloutKernels rollout_kernels_baseline;
-#ifdef KLFAST_X86
+#ifdef KLFAST_HAS_AVX2
 extern const Kernels kernels_avx2;
 extern const LogitsKernels logits_kernels_avx2;
 extern const RolloutKernels rollout_kernels_avx2;
+#endif
+#ifdef KLFAST_HAS_AVX512
 extern const Kernels kernels_avx512;
 extern const LogitsKernels logits_kernels_avx512;
 extern const RolloutKernels rollout_kernels_avx512;
@@ -32,40 +34,63 @@ struct Choice {
   const RolloutKernels& rollout_kernels;
 };
 
-Choice best() {
-  const char* asked = std::getenv("KLFAST_CPU");
-  const std::string limit = asked == nullptr ? "" : asked;
-  if (limit != "" && limit != "baseline" && limit != "avx2" && limit != "avx512") {
-    throw std::runtime_error("KLFAST_CPU must be 'baseline', 'avx2' or 'avx512', got '" + limit +
+bool has_avx2() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi2");
+#else
+  return false;
+#endif
+}
+
+bool has_avx512() {
+#if defined(__x86_64__)
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+// The instruction sets that this build has, from the best.
+const Choice kChoices[] = {
+#ifdef KLFAST_HAS_AVX512
+    {"avx512", kernels_avx512, logits_kernels_avx512, rollout_kernels_avx512},
+#endif
+#ifdef KLFAST_HAS_AVX2
+    {"avx2", kernels_avx2, logits_kernels_avx2, rollout_kernels_avx2},
+#endif
+    {"baseline", kernels_baseline, logits_kernels_baseline, rollout_kernels_baseline},
+};
+
+bool processor_has(const std::string& name) {
+  return name == "baseline" || (name == "avx2" && has_avx2()) || (name == "avx512" && has_avx512());
+}
+
+const Choice& best() {
+  const char* variable = std::getenv("KLFAST_CPU");
+  const std::string asked = variable == nullptr ? "" : variable;
+  if (asked != "" && asked != "baseline" && asked != "avx2" && asked != "avx512") {
+    throw std::runtime_error("KLFAST_CPU must be 'baseline', 'avx2' or 'avx512', got '" + asked +
                              "'");
   }
-  bool avx2 = false;
-  bool avx512 = false;
-#ifdef KLFAST_X86
-  __builtin_cpu_init();
-  avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("bmi2");
-  avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-#endif
-  if ((limit == "avx512" && !avx512) || (limit == "avx2" && !avx2)) {
-    throw std::runtime_error("KLFAST_CPU asks for '" + limit +
+  if (asked != "" && !processor_has(asked)) {
+    throw std::runtime_error("KLFAST_CPU asks for '" + asked +
                              "', which this processor does not have");
   }
-#ifdef KLFAST_X86
-  if (avx512 && (limit == "" || limit == "avx512")) {
-    return {"avx512", kernels_avx512, logits_kernels_avx512, rollout_kernels_avx512};
+  for (const Choice& choice : kChoices) {
+    const std::string name = choice.instruction_set;
+    if (asked == "" ? processor_has(name) : name == asked) return choice;
   }
-  if (avx2 && limit != "baseline") {
-    return {"avx2", kernels_avx2, logits_kernels_avx2, rollout_kernels_avx2};
-  }
-#endif
-  return {"baseline", kernels_baseline, logits_kernels_baseline, rollout_kernels_baseline};
+  throw std::runtime_error("KLFAST_CPU asks for '" + asked +
+                           "', which this build does not have: build klfast again with "
+                           "KLFAST_INSTRUCTION_SETS=all");
 }
 
 const Choice& chosen() {
-  static const Choice choice = best();
+  static const Choice& choice = best();
   return choice;
 }
 
