@@ -234,7 +234,7 @@ def grouped(rank, size, group):
     given = {"chat": 6.0 + rank} if rank % 2 == 0 else {}
     if rank == size - 1:
         given["maths"] = 30.0
-    of_the_first = (torch.float64, 2 * size)  # which groups the ranks have
+    of_the_first = (torch.int64, 2 * size)  # which groups the ranks have
     for expected in ([of_the_first], []):
         other = copy.deepcopy(controller)
         _, calls = counted_all_reduces(lambda: controller.update(given, 8))
