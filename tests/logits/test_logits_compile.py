@@ -4,7 +4,6 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import FAST, NOT_EMULATED, leaves, random_ids, random_logits, tensors_of
-from refusals import POSITIVE
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
@@ -182,7 +181,7 @@ def test_true_is_no_number_in_compiled_code_either(option):
     def divergence(value):
         return klfast.kl_divergence(logits, ref_logits, direction="jsd", **{option: value})
 
-    with pytest.raises(TypeError, match=f"{option} {POSITIVE}, got True of type"):
+    with pytest.raises(TypeError, match=f"{option} must be a finite number.*, got True of type"):
         torch.compile(divergence, backend="aot_eager")(True)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
