@@ -45,7 +45,8 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
     """KL of two events, this token and any other, of probabilities exp(a) and exp(b)."""
     a, b = a.clamp(max=0), b.clamp(max=0)
     rest_a, rest_b = ((-torch.expm1(t)).clamp(min=LEAST_COMPLEMENT) for t in (a, b))
-    kl = torch.exp(a) * (a - b) + rest_a * torch.log(rest_a / rest_b)
+    of_this = torch.where(a == -torch.inf, 0.0, torch.exp(a) * (a - b))
+    kl = of_this + rest_a * torch.log(rest_a / rest_b)
     return kl.clamp(min=0)
 
 
