@@ -47,7 +47,7 @@ def json_of(number: float) -> float | str:
 
 
 def numbers_of(argument: str, field: object, besides: tuple[str, ...] = NOT_FINITE) -> list[float]:
-    """The numbers that a list of ``json_of`` stands for; ``besides`` finite ones, these strings.
+    """The numbers of a list that ``json_of`` made: finite ones, and the strings in ``besides``.
 
     Raises:
         TypeError, ValueError: it is something else.

@@ -105,7 +105,7 @@ KLFAST_HOST_DEVICE double number_of(const Rule& rule, const double* of_rule, dou
   }
 }
 
-// Whether a sequence has a token that its number and its weight take in.
+// A sequence has a number and a weight if one of its tokens is counted or excluded.
 KLFAST_HOST_DEVICE bool has_number(const double* totals) {
   return totals[kTokens] > totals[kNonfinite] || totals[kExcluded] > 0;
 }

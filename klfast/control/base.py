@@ -469,7 +469,7 @@ class TargetController(CoefficientController):
         self.floor = floor
         if max_coef is None:
             self._default_bound = math.inf
-        elif not (isinstance(max_coef, Real) and max_coef == math.inf):
+        elif not is_inf(max_coef):
             self.max_coef = check_number("max_coef", max_coef, least=floor or self.min_coef)
         self.dead_band = check_number("dead_band", dead_band, least=0)
         self.ema = check_part("ema", ema)
@@ -486,6 +486,11 @@ class TargetController(CoefficientController):
         """Check settings, numbers with a common bound, and keep them as attributes."""
         for name, number in numbers.items():
             setattr(self, name, check_number(name, number, above=above, least=least))
+
+
+def is_inf(value: object) -> bool:
+    """Whether a setting is the number inf."""
+    return isinstance(value, Real) and value == math.inf
 
 
 def check_part(argument: str, value: object) -> float:

@@ -137,7 +137,7 @@ def test_a_kept_token_that_is_not_finite_is_counted_and_rejected(backend, weight
 @pytest.mark.parametrize("over", OVER[1:])
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_a_sequence_sees_that_the_policy_excludes_a_token(backend, statistic, over, tokens, dtype):
-    """Its ratio is 0, and x -inf, for what is decided per sequence."""
+    """The ratio of the token is 0, and x is -inf, in weights and criteria of sequences."""
     logprobs, rollout_logprobs = (t.to(dtype) for t in sampled((3, tokens)))
     logprobs[1, tokens // 2] = -math.inf
     mask = torch.rand(3, tokens, dtype=dtype) + 0.1

@@ -186,7 +186,7 @@ def _weight(tokens, t, length, level, bounds, dtype):
     )
     exponents = sum(abs(masks[s] * power * token.log_ratio()) for s, token in of.items())
     u = oracle.unit_roundoff(dtype)
-    if product == 0:  # its weight is that of a log-ratio of -20
+    if product == 0:  # the weight is exp(-20)
         exponents = SATURATION
     log = min(abs(mpmath.log(product)), mpmath.mpf(1e6)) if product else SATURATION
     error = float(oracle.promise(max(ONE, log), dtype) + 20 * u * exponents)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,8 +39,8 @@ def rollout_correction(call: RolloutCall) -> RolloutCorrection:
 class _Tokens:
     """The inputs as flat float64 vectors over tokens.
 
-    ``keep``: the mask is not 0. ``counted``: x is finite too; elsewhere log-probs are 0. ``seen``
-    by what is decided per sequence: counted, or x is -inf.
+    ``keep``: the mask is not 0. ``counted``: x is finite too. Elsewhere log-probs are 0. ``seen``:
+    counted, or x is -inf. A decision per sequence sees these tokens.
     """
 
     def __init__(self, call: RolloutCall) -> None:
@@ -125,13 +128,13 @@ def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor,
     low, high = rule.bounds
     if rule.is_of_sequence:
         value = formula(*tokens.seen_pair)
-        number = {
+        numbers: dict[str, Callable[[Tensor], Tensor]] = {
             "seq-sum": tokens.sum,
             "seq-mean": tokens.mean,
-            "seq-max": lambda value: tokens.greatest(value, tokens.seen),
-            "seq-min": lambda value: tokens.least(value, tokens.seen),
-        }[rule.over](value)
-        return _judge_sequences(number, low, high, tokens)
+            "seq-max": partial(tokens.greatest, over=tokens.seen),
+            "seq-min": partial(tokens.least, over=tokens.seen),
+        }
+        return _judge_sequences(numbers[rule.over](value), low, high, tokens)
     value = formula(tokens.logprobs, tokens.rollout_logprobs)
     compared = value.to(tokens.dtype)
     below, above = (compared < low) & tokens.counted, (compared > high) & tokens.counted
