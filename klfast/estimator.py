@@ -49,6 +49,10 @@ class Estimator:
 
     .. [#a] also ``low_var_kl``.
 
+    In fp32 the value of k3 is inf below x = -88.7, of k3_ref above 88.7, of r_log_r above 84.2.
+    ``KLStats.nonfinite`` counts such tokens. ``linear_tail`` or ``log_ratio_clip`` keeps the value
+    finite.
+
     ``k1+``, ``k2+`` and ``k3+`` are names for ``gradient="k2", importance="detached"``:
     ``Estimator("k3+")`` is ``Estimator("k3", gradient="k2", importance="detached")``, with ``name``
     "k3". In expectation its gradient is that of the reverse KL, on-policy, and off-policy with
@@ -165,6 +169,9 @@ class Estimator:
             return (-math.inf, math.inf)
         lo, hi = clip if isinstance(clip, tuple) else (-clip, clip)
         return (float(lo), float(hi))
+
+
+torch.serialization.add_safe_globals([Estimator])
 
 
 def _check_log_ratio_clip(clip: object) -> None:

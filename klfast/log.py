@@ -146,7 +146,7 @@ class KLLog:
 
     def _of_framework(self, own: dict[str, float]) -> dict[str, float]:
         roots = {
-            f"sqrt_{name}": math.sqrt(max(0.0, own[name]))
+            f"sqrt_{name}": math.sqrt(max(own[name], 0.0))  # max keeps a NaN that comes first
             for name in ("token_mean", "sequence_mean")
             if name in own
         }

@@ -22,7 +22,7 @@ from klfast.pending import PendingStats, are_whole, merged, parts_of, state_of
 from klfast.ranks import Ranks, ranks_of
 from klfast.reduction import REDUCTIONS
 from klfast.stats import KLStats
-from klfast.transfer import finite_floats
+from klfast.transfer import floats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,10 +165,11 @@ class KLPenalty:
                 initialised, or this process alone.
 
         Returns:
-            The numbers of ``KLStats.to_floats()`` over these sequences, with ``"kl/coef"``, the
-            coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left out,
-            if it counts them.
-            Of one process, they come with one transfer from the device.
+            The numbers of ``KLStats.as_dict()`` over these sequences as floats, with ``"kl/coef"``,
+            the coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left
+            out, if it counts them. The keys are the same in every step. A number may be NaN or inf;
+            ``"kl/nonfinite"`` counts the tokens whose log-ratio or penalty is. In one process, the
+            numbers need one transfer from the device.
 
         Raises:
             RuntimeError: nothing was called since the last step, in a run of one process; of
@@ -189,14 +190,17 @@ class KLPenalty:
         logged = {**whole.as_dict(), "kl/coef": self.controller.value}
         if hasattr(self.controller, "skipped"):
             logged["kl/skipped"] = self.controller.skipped
-        if self._normalizer is not None:
+        if isinstance(self._normalizer, Tensor):
             logged |= {"tokens": whole.length.sum(), "normalizer": self._normalizer}
-        numbers = finite_floats(logged)
+        numbers = floats(logged)
         self._check_normalizer(numbers.pop("tokens", None), numbers.pop("normalizer", None))
         return numbers
 
     def _check_normalizer(self, tokens: float | None, normalizer: float | None) -> None:
-        """Warn, once, of a denominator that no reduction of the step's batch has."""
+        """Warn, once, of a denominator that no reduction of the step's batch has.
+
+        A number is a constant, such as Dr. GRPO's, and may be any; what a batch counts is a tensor.
+        """
         self._normalizer = None
         if tokens is None or normalizer is None or self._warned_of_normalizer:
             return

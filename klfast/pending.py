@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from klfast.checks.arguments import check_choice, check_number
+from klfast.checks.arguments import check_choice
 from klfast.dtensors import made_whole
 from klfast.stats import KLStats
+from klfast.transfer import json_of, numbers_of
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class PendingStats:
@@ -70,7 +69,7 @@ def state_of(parts: list[KLStats]) -> list[Any]:
         return []
     stats = merged(parts, torch.device("cpu"))
     dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
-    return [dtype, *([_to_json(number) for number in field.tolist()] for field in stats)]
+    return [dtype, *([*map(json_of, field.tolist())] for field in stats)]
 
 
 def parts_of(argument: str, state: object) -> list[KLStats]:
@@ -85,7 +84,7 @@ def parts_of(argument: str, state: object) -> list[KLStats]:
         return []
     dtype, *fields = state
     check_choice(f"{argument}[0]", dtype, _DTYPES)
-    rows = [_of_json(f"{argument}[{at}]", field) for at, field in enumerate(fields, 1)]
+    rows = [numbers_of(f"{argument}[{at}]", field) for at, field in enumerate(fields, 1)]
     lengths = [len(row) for row in rows]
     if len(rows) != len(KLStats._fields) or len({*lengths}) > 1:
         raise ValueError(
@@ -99,20 +98,3 @@ def _moved(stats: KLStats, device: torch.device) -> KLStats:
     if stats.kl.device == device:
         return stats
     return KLStats(*torch.stack(stats).to(device).unbind(0))
-
-
-def _to_json(number: float) -> float | str:
-    """A number as JSON holds it, which has neither NaN nor infinity."""
-    return number if math.isfinite(number) else str(number)
-
-
-def _of_json(argument: str, field: object) -> list[float]:
-    """The numbers that a list of ``_to_json`` stands for."""
-    if not isinstance(field, list):
-        raise TypeError(f"{argument} must be a list of numbers, got {type(field).__name__}")
-    return [
-        float(number)
-        if isinstance(number, str) and number in _NOT_FINITE
-        else check_number(argument, number)
-        for number in field
-    ]

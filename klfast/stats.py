@@ -39,7 +39,9 @@ class KLStats(NamedTuple):
         k3: sum of expm1(-x) + x.
         max_abs_log_ratio: max of abs(x); 0 for an empty sequence, NaN if a kept x is NaN.
         clipped: number of tokens where ``log_ratio_clip``, ``kl_clip`` or ``importance_cap`` acted.
-        nonfinite: number of tokens whose x is NaN or infinite.
+        nonfinite: number of tokens whose x, or whose term of ``kl``, is NaN or infinite. The term
+            of k3 is infinite in fp32 from x = -89 on; ``linear_tail`` and ``log_ratio_clip`` of
+            :class:`klfast.Estimator` keep it finite.
 
     Of :func:`klfast.kl_divergence`, ``kl`` sums the exact divergences and ``nonfinite`` counts the
     tokens whose divergence is NaN or infinite; ``k1``, ``k2``, ``k3`` and ``max_abs_log_ratio`` are

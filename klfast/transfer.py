@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.checks.arguments import check_number
 from klfast.dtypes import wide
+
+NOT_FINITE = ("nan", "inf", "-inf")
+"""The strings that stand for what JSON has no number for."""
 
 
 def is_dtensor(value: object) -> bool:
@@ -36,6 +40,27 @@ def floats(numbers: Mapping[str, Any]) -> dict[str, float]:
 def finite_floats(numbers: Mapping[str, Any]) -> dict[str, float]:
     """``floats`` without NaN and infinity, which JSON has not."""
     return {name: value for name, value in floats(numbers).items() if math.isfinite(value)}
+
+
+def json_of(number: float) -> float | str:
+    """A number as plain JSON holds it: NaN and infinity are strings."""
+    return number if math.isfinite(number) else str(number)
+
+
+def numbers_of(argument: str, field: object, besides: tuple[str, ...] = NOT_FINITE) -> list[float]:
+    """The numbers of a list that ``json_of`` made: finite ones, and the strings in ``besides``.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if not isinstance(field, list):
+        raise TypeError(f"{argument} must be a list of numbers, got {type(field).__name__}")
+    return [
+        float(number)
+        if isinstance(number, str) and number in besides
+        else check_number(argument, number)
+        for number in field
+    ]
 
 
 def line_of(name: str, numbers: Mapping[str, Any]) -> str:

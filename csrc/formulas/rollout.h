@@ -17,7 +17,8 @@ using namespace klfast::math;
 inline constexpr double kExponentLimit = 20;      // nats: exponentials saturate there
 inline constexpr double kLeastComplement = 1e-8;  // the least 1 - p of a binary divergence
 
-// A token of which both log-probs are finite. All are 0 of any other token.
+// A token of which both log-probs are finite. All are 0 of any other token, but where a rule over
+// sequences sees one that the policy excludes: then logprob and x are -infinity.
 template <typename T>
 struct Pair {
   T logprob;
@@ -125,10 +126,10 @@ KLFAST_HOST_DEVICE T binary_tv(T log_p, T log_q) {
 
 // p log(p / q) + (1 - p) log((1 - p) / (1 - q)) of log-probs up to 0, never negative. With
 // u = (q - p) / (1 - q) it is p (e^-x - 1 + x) + (q - p) u + (1 - p) (log(1 + u) - u), of which no
-// term is larger than the sum by more than a small factor.
+// term is larger than the sum by more than a small factor. One log-prob may be -infinity.
 template <typename T>
 KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
-  const T x = log_p - log_q, p = exp<Range::kAnywhere>(log_p);
+  const T x = finite_below(log_p - log_q), p = exp<Range::kAnywhere>(log_p);
   const T rest_p = complement(log_p), rest_q = complement(log_q);
   const T least = select(rest_p < rest_q, rest_p, rest_q);
   const bool limited = least <= T(kLeastComplement);  // not p and q's own
@@ -143,7 +144,7 @@ KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
   const T first = select(x < T(-1), apart, select(limited, apart, near_first));
   const T close = first + gap * near_u + rest_p * log1p(near_u).minus_argument;
   const T far = p * x + rest_p * log(rest_p / rest_q);
-  const T kl = select(is_close, close, far);
+  const T kl = select(x < T(INFINITY), select(is_close, close, far), T(INFINITY));
   return select(kl > T(0), kl, T(0));
 }
 

@@ -85,7 +85,9 @@ struct nonfinite : Statistic<Sum, Depth::kWanted> {
   template <Range range>
   static constexpr bool is_empty = range == Range::kNear;
   KLFAST_TERM {
-    return count<Acc>(math::magnitude_bits(token.log_ratio) >= math::magnitude_bits(Acc(INFINITY)));
+    const auto greatest =
+        MaximumOrNan::combine(math::magnitude(token.log_ratio), math::magnitude(token.value));
+    return count<Acc>(math::magnitude_bits(greatest) >= math::magnitude_bits(Acc(INFINITY)));
   }
 };
 

@@ -52,6 +52,7 @@ enum LaneRow {
   kFarTokens,
   kFarNonfinite,
   kFarCounted,
+  kFarExcluded,
   kDerived,  // of statistics::DerivedSums, in its order
   kFarBelow = kDerived + statistics::DerivedSums::kSize,
   kFarAbove,
@@ -164,8 +165,9 @@ template <typename Acc>
 struct Judged {
   using Bits = typename math::Constants<Acc>::Bits;
   alignas(64) Acc rollout_logprobs[kLanes];
-  alignas(64) Acc counted[kLanes];  // the mask's weight where counted, else 0
-  alignas(64) Bits lost[kLanes];    // 1 where a kept token is not counted, or a rule rejects it
+  alignas(64) Acc counted[kLanes];   // the mask's weight where counted, else 0
+  alignas(64) Acc excluded[kLanes];  // the mask's weight where the policy excludes a token, else 0
+  alignas(64) Bits lost[kLanes];     // 1 where a kept token is not counted, or a rule rejects it
 };
 
 // Whether a mask holds zeros and ones alone.
@@ -244,10 +246,12 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
     const Acc x = select(counted, difference, Acc(0));
     const Acc logprob = select(counted, a[lane], Acc(0));
     const Acc m = select(counted, given, Acc(0));
+    const Acc excluded = select(kept & (difference == -Acc(INFINITY)), given, Acc(0));
     const auto e = rollout::exponentials_of<Range::kAnywhere>(x);
     log_ratios[lane] = x;
     logprobs[lane] = logprob;
     group.counted[lane] = m;
+    group.excluded[lane] = excluded;
     group.lost[lane] = lost;
     any_lost |= lost;
 
@@ -272,6 +276,7 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
     count(kFarTokens, kept);
     count(kFarNonfinite, kept & !counted);
     add(kFarCounted, m);
+    add(kFarExcluded, excluded);
     count(kFarBelow, counted & (token.weight.below != 0));
     count(kFarAbove, counted & (token.weight.above != 0));
     count(kFarOutside, counted & (token.weight.outside != 0));
@@ -282,7 +287,8 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
 }
 
 // Adds a rule's numbers of a group, and marks what a rule over tokens rejects. `rises` says where
-// an advantage is positive, of a rule that is outward_only.
+// an advantage is positive, of a rule that is outward_only. A rule over sequences sees tokens that
+// the policy excludes, with an x of -infinity.
 template <typename F, typename Acc>
 __attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, const Acc* logprobs,
                                         const Acc* log_ratios, Judged<Acc>& group,
@@ -290,12 +296,17 @@ __attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, cons
   using namespace rollout;
   using Bits = typename math::Constants<Acc>::Bits;
   const Acc low = static_cast<Acc>(rule.low), high = static_cast<Acc>(rule.high);
+  const Acc sees_excluded = rule.over == Over::kToken ? 0 : 1;
   alignas(64) Acc numbers[kLanes];
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const Pair<Acc> pair = {logprobs[lane], group.rollout_logprobs[lane], log_ratios[lane]};
+    const Acc excluded = sees_excluded * group.excluded[lane];
+    const bool is_excluded = excluded != Acc(0);
+    const Pair<Acc> pair = {select(is_excluded, -Acc(INFINITY), logprobs[lane]),
+                            group.rollout_logprobs[lane],
+                            select(is_excluded, -Acc(INFINITY), log_ratios[lane])};
     const Acc number = F::template at<Range::kAnywhere>(pair);
-    const Acc m = group.counted[lane];
+    const Acc m = group.counted[lane] + excluded;
     const bool counted = m != Acc(0);
     numbers[lane] = number;
     sums[kRuleTotal].at[lane] += m * number;
@@ -331,7 +342,8 @@ bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc
 #pragma GCC ivdep
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     nonfinite[lane] = group.lost[lane];
-    group.rollout_logprobs[lane] = select(group.counted[lane] != Acc(0), b[lane], Acc(0));
+    const bool is_there = group.counted[lane] + group.excluded[lane] != Acc(0);
+    group.rollout_logprobs[lane] = select(is_there, b[lane], Acc(0));
   }
   for (int i = 0; i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
@@ -407,6 +419,7 @@ void write_totals(Sums<Acc>& sums, int rules, double* totals) {
   totals[rollout::kTokens] = length + lanes[kFarTokens];
   totals[rollout::kNonfinite] = lanes[kFarNonfinite];
   totals[rollout::kCounted] = length + lanes[kFarCounted];
+  totals[rollout::kExcluded] = lanes[kFarExcluded];
   totals[rollout::kRejected] = lanes[kLaneRejected];
   totals[rollout::kRejectedTokens] = lanes[kLaneRejectedTokens];
   for_each_row(statistics::Sums(), [&](auto row) {
@@ -646,6 +659,7 @@ class Pass {
       if (!is_added) add_near<1>(logprobs, x, mask, sums_.tile(), to);
       if (!judges) return;
       std::copy_n(mask, kLanes, judged_.counted);
+      std::fill_n(judged_.excluded, kLanes, Acc(0));
       std::fill_n(judged_.lost, kLanes, 0);
     } else {
       alignas(64) Acc a_buffer[kLanes];
@@ -671,7 +685,7 @@ bool run_segment(const Call& call, const Segment& segment, double* totals, Cache
                            : Pass<float>(call, segment, scratch).run(totals);
 }
 
-// Writes a sequence's weight to the counted tokens of a tile, else 0.
+// Writes a sequence's weight to the tokens of a tile with x < infinity, else 0.
 template <typename Acc>
 void fill_weights(const Inputs& in, const Tile& tile, const rollout::Fill& fill, Acc* buffer,
                   Acc* to) {
@@ -688,7 +702,7 @@ void fill_weights(const Inputs& in, const Tile& tile, const rollout::Fill& fill,
   const Acc* const b = load(in.rollout_logprobs, tile, buffer + 2 * (kTileTokens + kLanes));
 #pragma GCC ivdep
   for (int64_t i = 0; i < tile.size; ++i) {
-    to[i] = select(magnitude(a[i] - b[i]) < Acc(INFINITY), to[i], Acc(0));
+    to[i] = select(a[i] - b[i] < Acc(INFINITY), to[i], Acc(0));
   }
 }
 

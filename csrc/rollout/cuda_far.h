@@ -74,6 +74,7 @@ __device__ __forceinline__ Acc add_far_token(const TokenBounds<Acc>& bounds, Acc
   sums.at[kFarLength] += m;
   if (!(magnitude(x) < Acc(INFINITY))) {
     sums.at[kFarNumbers] += numbers<Acc>(1, 1);
+    if (x < Acc(0)) sums.at[kFarExcluded] += m;
     return 0;
   }
   const Exponentials<Acc> e = exponentials_of<Range::kAnywhere>(x);

@@ -21,7 +21,7 @@ __device__ __forceinline__ void zero_bytes(char* to, int64_t bytes) {
   if (lane < bytes - whole) to[whole + lane] = 0;
 }
 
-// Stores a sequence's weight at the counted tokens of a lane's chunk, else 0.
+// Stores a sequence's weight at the tokens of a lane's chunk with x < infinity, else 0.
 template <typename Acc, int W>
 __device__ __forceinline__ void fill_chunk(const Task<Acc>& task, const Span& span, const Place& at,
                                            const Fill& fill) {
@@ -39,8 +39,8 @@ __device__ __forceinline__ void fill_chunk(const Task<Acc>& task, const Span& sp
     load_converted<false>(in.rollout_logprobs, span.rollout_logprobs, span.size, at, b);
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      const bool is_finite = magnitude(a.element[i] - b.element[i]) < Acc(INFINITY);
-      weights.element[i] = is_finite ? weights.element[i] : Acc(0);
+      const bool is_weighed = a.element[i] - b.element[i] < Acc(INFINITY);
+      weights.element[i] = is_weighed ? weights.element[i] : Acc(0);
     }
   }
   store_chunk(static_cast<Acc*>(task.call.out.weights.data) + span.index + at.position,

@@ -6,7 +6,8 @@
 
 namespace klfast::rollout::cuda {
 
-// The tokens of a lane; all of one that is not counted is 0.
+// The tokens of a lane; all of one that is not counted is 0. A rule over sequences counts those
+// that the policy excludes, with an x of -infinity.
 template <typename Acc, int n>
 struct RuleTokens {
   Acc logprob[n];
@@ -141,7 +142,8 @@ __device__ __forceinline__ unsigned load_rising(const rollout::Inputs& in, const
 
 template <typename T, bool kBools, int W, typename Acc = typename Source<T>::Acc>
 __device__ __forceinline__ RuleTokens<Acc, W> load_tokens(const rollout::Inputs& in,
-                                                          const Span& span, const Place& at) {
+                                                          const Span& span, const Place& at,
+                                                          const Rule& rule) {
   const auto a = fetch<T, W>(in.logprobs, span.logprobs, span.size, at);
   const auto b = fetch<T, W>(in.rollout_logprobs, span.rollout_logprobs, span.size, at);
   Chunk<Acc, W> weights;
@@ -155,7 +157,8 @@ __device__ __forceinline__ RuleTokens<Acc, W> load_tokens(const rollout::Inputs&
     const Acc logprob = convert<Acc>(a.element[i]);
     const Acc rollout_logprob = convert<Acc>(b.element[i]);
     const Acc x = logprob - rollout_logprob, m = weights.element[i];
-    const bool is_counted = m != Acc(0) && magnitude(x) < Acc(INFINITY);
+    const bool is_excluded = rule.over != Over::kToken && x == -Acc(INFINITY);
+    const bool is_counted = m != Acc(0) && (magnitude(x) < Acc(INFINITY) || is_excluded);
     tokens.logprob[i] = is_counted ? logprob : Acc(0);
     tokens.rollout_logprob[i] = is_counted ? rollout_logprob : Acc(0);
     tokens.counted[i] = is_counted ? m : Acc(0);
@@ -223,7 +226,7 @@ __device__ __forceinline__ void run_rules(const Task<Acc>& task, const Span& seg
     RuleSums<Acc> sums;
     visit_chunks<W>(
         segment, first, end, [&](const Span& span, const Place& at) KLFAST_INLINE_LAMBDA {
-          RuleTokens<Acc, W> tokens = load_tokens<T, kBools, W>(in, span, at);
+          RuleTokens<Acc, W> tokens = load_tokens<T, kBools, W>(in, span, at, rule);
           if (rule.outward_only) {
             tokens.rising = load_rising<W>(in, span, at.position);
           }

@@ -26,6 +26,7 @@ enum LaneRow {
   kFarLength = kNearRows,
   kFarNumbers,  // of tokens, and of those that are not finite
   kFarCounted,
+  kFarExcluded,
   kFarBelowAbove,  // numbers of tokens
   kFarStatistics,  // those of statistics::Sums that are not added to the sum of near tokens
   kLaneRows = kFarStatistics + Where<HasFarSum, statistics::Sums>::kSize
@@ -308,6 +309,7 @@ __device__ __forceinline__ void write_totals(const TokenBounds<Acc>& bounds,
   totals[kTokens] = length + numbers.first;
   totals[kNonfinite] = numbers.second;
   totals[kCounted] = length + raw[kFarCounted];
+  totals[kExcluded] = raw[kFarExcluded];
   totals[kRejected] = sums.rejected(kWarpRejected);
   totals[kRejectedTokens] = sums.rejected(kWarpRejectedTokens);
   for_each_row(statistics::Sums(), [&](auto row) KLFAST_INLINE_LAMBDA {

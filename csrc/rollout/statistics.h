@@ -162,7 +162,7 @@ struct weight : Derived {
   KLFAST_DERIVED { return sums.ratios(); }
   KLFAST_FAR { return token.weight.value; }
   KLFAST_OF_SUM {
-    return sequence.per_token ? sum : sequence.counted * sequence.decision.weight.value;
+    return sequence.per_token ? sum : sequence.weighed * sequence.decision.weight.value;
   }
 };
 
@@ -171,7 +171,7 @@ struct weight_squares : Derived {
   KLFAST_FAR { return token.weight.value * token.weight.value; }
   KLFAST_OF_SUM {
     const double w = sequence.decision.weight.value;
-    return sequence.per_token ? sum : sequence.counted * (w * w);
+    return sequence.per_token ? sum : sequence.weighed * (w * w);
   }
 };
 
@@ -180,9 +180,9 @@ struct weight_deviation : Derived {
   KLFAST_FAR { return token.weight.deviation * token.weight.deviation; }
   KLFAST_OF_SUM {
     const double w = sequence.decision.weight.value;
-    // A token that is not counted has the weight 0.
-    return (sequence.length - sequence.counted) +
-           (sequence.per_token ? sum : sequence.counted * ((w - 1) * (w - 1)));
+    // A token that is not weighed has the weight 0.
+    return (sequence.length - sequence.weighed) +
+           (sequence.per_token ? sum : sequence.weighed * ((w - 1) * (w - 1)));
   }
 };
 

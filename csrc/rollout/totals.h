@@ -15,6 +15,7 @@ enum Total {
   kTokens,          // number
   kNonfinite,       // number of kept tokens that are not counted
   kCounted,         // sum of the mask of counted tokens
+  kExcluded,        // sum of the mask of kept tokens that the policy excludes: x is -infinity
   kRejected,        // sum of the mask of counted tokens that a rule over tokens rejects
   kRejectedTokens,  // number of them
   kBelow,           // number
@@ -104,26 +105,32 @@ KLFAST_HOST_DEVICE double number_of(const Rule& rule, const double* of_rule, dou
   }
 }
 
+// A sequence has a number and a weight if one of its tokens is counted or excluded.
+KLFAST_HOST_DEVICE bool has_number(const double* totals) {
+  return totals[kTokens] > totals[kNonfinite] || totals[kExcluded] > 0;
+}
+
 KLFAST_HOST_DEVICE Decision judge(const Options& options, const double* totals) {
-  const bool has_number = totals[kTokens] > totals[kNonfinite];
+  const bool is_judged = has_number(totals);
   Decision decision = {false, {1, false, false, false}};
-  for (int i = 0; has_number && i < options.rules_count; ++i) {
+  for (int i = 0; is_judged && i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     if (rule.over == Over::kToken) continue;
     const double number = number_of(rule, totals + rows_of_totals(i), totals[kLength]);
     decision.rejected |= !(number >= rule.low && number <= rule.high);
   }
-  if (has_number && options.weighs_sequences()) {
+  if (is_judged && options.weighs_sequences()) {
     const double length = options.weight == Weight::kSequence ? 1 : totals[kLength];
-    decision.weight =
-        bounded_weight(options, totals[kStatisticsSums + sum_of<statistics::k1>] / length);
+    const double log =
+        totals[kExcluded] > 0 ? -INFINITY : totals[kStatisticsSums + sum_of<statistics::k1>];
+    decision.weight = bounded_weight(options, log / length);
   }
   return decision;
 }
 
 // What is written to a sequence's tokens where totals decide.
 struct Fill {
-  double weight;  // of every counted token, where weights are not per token
+  double weight;  // of every token with x < infinity, where weights are not per token
   bool rejected;
   bool all_finite;  // every kept token is counted
 };
@@ -140,8 +147,9 @@ KLFAST_HOST_DEVICE constexpr int rows_of_table(int rules) {
 struct Sequence {
   const double* totals;
   Decision decision;
-  bool per_token;  // whether weights are; all counted tokens have the decision's otherwise
+  bool per_token;  // whether weights are; otherwise a token has the decision's
   double length, tokens, counted, finite_tokens;
+  double weighed;  // sum of the mask of the tokens that have a weight
 
   KLFAST_HOST_DEVICE Sequence(const Options& options, const double* of_sequence,
                               const Decision& decided)
@@ -151,7 +159,8 @@ struct Sequence {
         length(totals[kLength]),
         tokens(totals[kTokens]),
         counted(totals[kCounted]),
-        finite_tokens(tokens - totals[kNonfinite]) {}
+        finite_tokens(tokens - totals[kNonfinite]),
+        weighed(counted + (per_token ? 0.0 : totals[kExcluded])) {}
 
   KLFAST_HOST_DEVICE double nonfinite() const { return totals[kNonfinite]; }
   KLFAST_HOST_DEVICE double rejected() const { return totals[kRejected]; }
@@ -164,8 +173,7 @@ struct Sequence {
   KLFAST_HOST_DEVICE double least_weight() const { return totals[kLeastWeight]; }
   KLFAST_HOST_DEVICE double greatest_weight() const { return totals[kGreatestWeight]; }
 
-  KLFAST_HOST_DEVICE bool has_number() const { return finite_tokens > 0; }
-  KLFAST_HOST_DEVICE double extreme(double value) const { return has_number() ? value : 0.0; }
+  KLFAST_HOST_DEVICE double extreme(double value) const { return finite_tokens > 0 ? value : 0.0; }
   KLFAST_HOST_DEVICE double number_if(bool condition) const {
     return condition ? finite_tokens : 0.0;
   }
@@ -185,7 +193,7 @@ KLFAST_HOST_DEVICE void store_statistics(const Options& options, const double* t
       store(row++, Row::of(sequence));
     }
   });
-  const bool has_number = sequence.has_number();
+  const bool is_judged = has_number(totals);
   for (int i = 0; i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     const double* const of_rule = totals + rows_of_totals(i);
@@ -196,11 +204,11 @@ KLFAST_HOST_DEVICE void store_statistics(const Options& options, const double* t
       }
       continue;
     }
-    const double number = sequence.extreme(number_of(rule, of_rule, sequence.length));
-    const double bounded = has_number ? clamp(number, rule.low, rule.high) : 0.0;
+    const double number = is_judged ? number_of(rule, of_rule, sequence.length) : 0.0;
+    const double bounded = is_judged ? clamp(number, rule.low, rule.high) : 0.0;
     for (int j = 0; j < 3; ++j) store(row++, number);
-    store(row++, has_number && number < rule.low ? 1.0 : 0.0);
-    store(row++, has_number && number > rule.high ? 1.0 : 0.0);
+    store(row++, is_judged && number < rule.low ? 1.0 : 0.0);
+    store(row++, is_judged && number > rule.high ? 1.0 : 0.0);
     store(row++, bounded);
     store(row++, bounded * bounded);
   }

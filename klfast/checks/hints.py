@@ -240,11 +240,15 @@ def _of_logprobs(function: str, mask: Tensor | None, **logprobs: Tensor | None) 
         if tensor is None or not _may_look(function, "positive log-probs", tensor, mask):
             continue
         if (found := positive(tensor, mask)) is not None:
+            least, greatest = found
+            guess = "logits? klfast.token_logprobs makes log-probs of them"
+            if least >= 0 and greatest <= 1:
+                guess = f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs"
             _give(
                 function,
                 "positive log-probs",
-                f"{name} must hold log-probs, which are at most 0, got {found:.4g} at a kept "
-                "token: are these logits? klfast.token_logprobs makes log-probs of them",
+                f"{name} must hold log-probs, which are at most 0, got {greatest:.4g} at a kept "
+                f"token: are these {guess}",
             )
 
 

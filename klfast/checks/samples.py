@@ -24,8 +24,8 @@ _SMALL = 32
 _ORDERED = 0.8
 
 
-def positive(logprobs: Tensor, mask: Tensor | None) -> float | None:
-    """The greatest kept number, if it is more than rounding makes of a log-prob of 0.
+def positive(logprobs: Tensor, mask: Tensor | None) -> tuple[float, float] | None:
+    """The least and greatest kept number, if rounding does not make the latter of a log-prob of 0.
 
     Args:
         logprobs: [B, T] or [N], not empty.
@@ -34,10 +34,13 @@ def positive(logprobs: Tensor, mask: Tensor | None) -> float | None:
     sample = _spread(logprobs.detach())
     if sample.max().item() <= TOLERANCE:  # most often; never with a NaN
         return None
-    is_positive = sample > TOLERANCE
+    is_number = ~sample.isnan()
     if mask is not None:
-        is_positive &= _spread(mask.detach()) != 0
-    return sample[is_positive].max().item() if is_positive.any() else None
+        is_number &= _spread(mask.detach()) != 0
+    kept = sample[is_number]
+    if not (kept > TOLERANCE).any():
+        return None
+    return kept.min().item(), kept.max().item()
 
 
 def are_of_taken_tokens(logits: Tensor, mask: Tensor | None) -> bool:

@@ -17,6 +17,7 @@ published one bit for bit. As with the frameworks' own, the first coefficient ma
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -55,7 +56,8 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
         init_kl_coef: the first coefficient: 0, or within the bounds.
         target: the KL to hold, > 0, in nats per ``unit``.
         horizon: > 0, as of ``klfast.AdaptiveKLController``.
-        **options: the keywords of ``klfast.AdaptiveKLController``.
+        **options: the keywords of ``klfast.AdaptiveKLController``; without ``max_coef`` there is no
+            upper bound, as in the frameworks.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -68,6 +70,8 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
     def __init__(
         self, init_kl_coef: float, target: float, horizon: float = 10_000, **options: Any
     ) -> None:
+        if options.get("max_coef") is None:
+            options["max_coef"] = math.inf
         super().__init__(init_kl_coef, target, horizon, **options)
         self._warn_of_0()
 

@@ -50,7 +50,8 @@ def importance_sampling_ratio(
     token or exp(sum of x) of a sequence, moved into [clip_min, clip_max] (``*_truncate``) or 0
     outside (``*_mask``). A masked token has TRL's ratio of x = 0, and so has one whose log-prob is
     NaN, as vLLM has not scored it (since TRL 1.11; in 1.10 the loss is then NaN). The ratio ends
-    at exp(20) and exp(-20), and an infinite log-prob is treated as NaN.
+    at exp(20) and exp(-20). An infinite log-prob is treated as NaN. Only in a sequence mode a
+    policy's -inf is a ratio of 0.
 
     Args:
         old_per_token_logps: under the policy that starts the step, [B, T].

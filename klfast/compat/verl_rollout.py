@@ -113,8 +113,8 @@ def compute_rollout_rejection_mask(
     policy, and so does this: ``"0.5_4"`` keeps x in [-log 4, log 2]. Of k2 and k3 it is the
     greatest number, in nats.
 
-    Differs from verl: a log-ratio beyond 20 is limited where an exp is taken of it alone; NaN under
-    the mask has no effect.
+    Differs from verl: a log-ratio beyond 20 is limited where an exp is taken of it alone. NaN under
+    the mask has no effect. Every option rejects a token with a log-ratio of -inf.
 
     Raises:
         ValueError: an unknown option, a wrong threshold, or a mask that keeps nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
@@ -35,6 +36,9 @@ from klfast.stats import KLStats
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+MOST = 1_000.0
+"""The default ``max_coef``, in first coefficients."""
+
 _OF_OPTIONS = ("kl_ema", "measured")
 """The state of the option ``ema``; a checkpoint may lack it, or have it without the option."""
 
@@ -49,6 +53,7 @@ class CoefficientController(KLReader):
 
     _output = "value"
     _changed_in_place = ("_device_state", "_stall")
+    _takes_infinity = False
     _rule: ClassVar[Any]  # a static rules.Rule
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _needs_n_steps: bool = False
@@ -56,10 +61,11 @@ class CoefficientController(KLReader):
     _stall: Stall | None = None
     _told_of_stall: bool = False
     min_coef: float = 0.0
-    max_coef: float | None = None
+    max_coef: float = math.inf
     floor: float | None = None
     ema: float = 0.0
     dead_band: float = 0.0
+    _default_bound: float | None = None  # None where max_coef was given
     _value: float
     _memory: dict[str, float] | None = None
     _device_state: DeviceState | None = None
@@ -130,8 +136,8 @@ class CoefficientController(KLReader):
 
     @property
     def highest(self) -> float:
-        """The upper bound of the coefficient, the largest float64 where ``max_coef`` is None."""
-        return sys.float_info.max if self.max_coef is None else self.max_coef
+        """The upper bound of the coefficient, the largest float64 where there is none."""
+        return min(self.max_coef, sys.float_info.max)
 
     @property
     def lowest(self) -> float:
@@ -147,9 +153,16 @@ class CoefficientController(KLReader):
                 "multiplies never leaves 0; floor= lets the coefficient be 0 and leave it"
             )
         number = check_number(argument, value, least=self.lowest)
-        if self.max_coef is not None and number > self.max_coef:
+        if number > self.max_coef and self._default_bound is None:
             raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
         return number
+
+    def _hold(self, value: float) -> None:
+        """Raise a default bound to a coefficient that a run without one has reached."""
+        if self._default_bound is not None and value > self.max_coef:
+            vars(self)["max_coef"] = value
+            if self._device_state is not None:
+                self._device_state.settings.highest.fill_(value)
 
     def _check_n_steps(self, n_steps: object) -> int:
         return check_count("n_steps", n_steps, least=0)
@@ -316,7 +329,7 @@ class CoefficientController(KLReader):
             return self._device_state.value
         measured = Measured(table)
         measured.check_agreement(f"{type(self).__name__}'s value")
-        means = self._finite(measured.means) if measured.is_given else None
+        means = self._valid(measured.means) if measured.is_given else None
         if means is not None:
             self._steer(means, measured.n_steps)
         return self._value
@@ -367,9 +380,9 @@ class CoefficientController(KLReader):
         """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
 
         The target is this object's, whatever that of the state: a run goes on from its coefficient
-        to the new target. A state from before the option ``ema`` was given, or after, loads: the
-        average begins anew. So does the count of updates that a warning of ``update`` needs, and a
-        warning may be given again.
+        to the new target. A default ``max_coef`` rises to the coefficient of the state. A state
+        from before the option ``ema`` was given, or after, loads: the average begins anew. So does
+        the count of updates that a warning of ``update`` needs, and a warning may be given again.
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
@@ -380,6 +393,7 @@ class CoefficientController(KLReader):
         skipped = self._check_state_frame(state, optional=("memory",))
         value = self._check_value("state['value']", state["value"])
         memory = self._check_memory(state.get("memory", {}))
+        self._hold(value)
         if self._device_state is not None:
             self._device_state.write({"value": value, **memory}, skipped)
             self._device_state.disagreements.zero_()
@@ -419,7 +433,8 @@ class TargetController(CoefficientController):
         unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
             each sequence) or ``"token"`` (over all tokens).
         min_coef: the lower bound, > 0.
-        max_coef: the upper bound, >= ``min_coef``; None for none.
+        max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef`` (``floor``
+            where that is 0), which stops a target in the wrong unit. ``math.inf`` for none.
         device: where the coefficient lives, and is updated without a sync; None for the host.
         process_group: the ranks that measure together; None for this process alone.
         dead_band: >= 0; while ``abs(kl / target - 1) <= dead_band``, nothing moves. 0 for none.
@@ -452,11 +467,18 @@ class TargetController(CoefficientController):
         if floor is not None:
             floor = check_number("floor", floor, above=0)
         self.floor = floor
-        if max_coef is not None:
-            max_coef = check_number("max_coef", max_coef, least=floor or self.min_coef)
-        self.max_coef = max_coef
+        if max_coef is None:
+            self._default_bound = math.inf
+        elif not is_inf(max_coef):
+            self.max_coef = check_number("max_coef", max_coef, least=floor or self.min_coef)
         self.dead_band = check_number("dead_band", dead_band, least=0)
         self.ema = check_part("ema", ema)
+
+    def _begin(self, argument: str, value: float) -> None:
+        if self._default_bound is not None:
+            least = max(self._check_value(argument, value), self.lowest)
+            self.max_coef = self._default_bound = MOST * least
+        super()._begin(argument, value)
 
     def _set(
         self, above: float | None = None, least: float | None = None, **numbers: float
@@ -464,6 +486,11 @@ class TargetController(CoefficientController):
         """Check settings, numbers with a common bound, and keep them as attributes."""
         for name, number in numbers.items():
             setattr(self, name, check_number(name, number, above=above, least=least))
+
+
+def is_inf(value: object) -> bool:
+    """Whether a setting is the number inf."""
+    return isinstance(value, Real) and value == math.inf
 
 
 def check_part(argument: str, value: object) -> float:

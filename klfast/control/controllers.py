@@ -94,7 +94,8 @@ class AdaptiveKLController(TargetController):
         unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
             each sequence) or ``"token"`` (over all tokens).
         min_coef: the lower bound, > 0.
-        max_coef: the upper bound, >= ``min_coef``; None for none.
+        max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef``, which stops
+            a target in the wrong unit. ``math.inf`` for none.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``, of every
             controller with a target: see :class:`klfast.control.base.TargetController`.
 
@@ -150,7 +151,8 @@ class ExponentialKLController(TargetController):
         unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` (over all tokens) or
             ``"sequence"`` (of the sums over each sequence).
         min_coef: the lower bound, > 0.
-        max_coef: the upper bound, >= ``min_coef``; None for none.
+        max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef``. ``math.inf``
+            for none.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``, of every
             controller with a target: see :class:`klfast.control.base.TargetController`.
 

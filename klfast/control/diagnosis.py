@@ -20,6 +20,9 @@ _NEARER = 0.95  # the mean distance of the last fifth over that of an earlier on
 _PLAUSIBLE = 1.0  # nats per token
 
 
+_OTHER = {"sequence": "token", "token": "sequence"}
+
+
 class Means(NamedTuple):
     """The mean KL of a batch in nats: in the unit of its reader, and in the other one.
 
@@ -50,12 +53,17 @@ def is_young(means: Means, target: float) -> bool:
 
 def unit_question(name: str, means: Means, unit: str, target: float) -> str:
     """The warning of a target that seems to be in the other unit."""
-    other = "token" if unit == "sequence" else "sequence"
+    other = _OTHER[unit]
     return (
         f"{name}: the KL is {means.kl:.3g} nats per {unit}, {means.kl / target:.2g} times its "
         f"target of {target:.4g}, and {means.other:.3g} nats per {other}, which is near it; did "
         f"you mean unit={other!r}?"
     )
+
+
+def _question(unit: str) -> str:
+    """The remedy where a target may be in the other unit."""
+    return f"if the target is in nats per {_OTHER[unit]}, pass unit={_OTHER[unit]!r}"
 
 
 @dataclass
@@ -125,8 +133,8 @@ def bound_warning(name: str, side: int, means: Means, unit: str, target: float, 
         remedy = "without a penalty too the policy stays this near to its reference: lower target"
     return (
         f"{name}: the coefficient is at its bound {at}, and for {UPDATES} updates the KL has been "
-        f"{where} its target: {means.kl:.3g} nats per {unit}, target {target:.4g}; {remedy}, and "
-        "check unit"
+        f"{where} its target: {means.kl:.3g} nats per {unit}, target {target:.4g}; {remedy}; "
+        f"{_question(unit)}"
     )
 
 
@@ -141,7 +149,7 @@ def stall_warning(
     """
     less, more = sorted((stall.begun_at, value))
     is_slow = more <= 1.5 * less
-    not_followed = "the KL does not follow it yet: check that it is in the loss, and check unit"
+    not_followed = f"the KL does not follow it yet: check that it is in the loss; {_question(unit)}"
     return (
         f"{name}: in {UPDATES} updates the coefficient went from {stall.begun_at:.4g} to "
         f"{value:.4g}, and the KL came no nearer to its target: {means.kl:.3g} nats per {unit}, "

@@ -76,8 +76,8 @@ class KLEarlyStop(KLReader):
 
         Args:
             current: the mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose mean is
-                taken by ``unit``. NaN or inf does not stop: it is counted in ``skipped`` and warned
-                of once. So is a ``KLStats`` that keeps no token.
+                taken by ``unit``. inf stops. NaN or -inf does not stop: it is counted in
+                ``skipped`` and warned of once. So is a ``KLStats`` that keeps no token.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
             kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.

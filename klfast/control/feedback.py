@@ -150,7 +150,7 @@ class PIDLagrangianKLController(TargetController):
         clip: float = 10.0,
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
-        max_coef: float | None = 100.0,
+        max_coef: float | None = None,
         **options: Unpack[TargetOptions],
     ) -> None:
         super().__init__(target, unit, min_coef, max_coef, **options)
@@ -313,7 +313,7 @@ class ControlVAEKLController(TargetController):
         clip: float = 10.0,
         unit: Unit = "sequence",
         min_coef: float = 1e-6,
-        max_coef: float | None = 100.0,
+        max_coef: float | None = None,
         **options: Unpack[TargetOptions],
     ) -> None:
         super().__init__(target, unit, min_coef, max_coef, **options)

@@ -105,8 +105,9 @@ class KLAdaptiveLR(LRScheduler, KLReader):
 
         Args:
             current: the update's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
-                mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
-                and warned of once. So is a ``KLStats`` that keeps no token. None changes nothing.
+                mean is taken by ``unit``. inf is above the band. NaN or -inf changes nothing: it is
+                counted in ``skipped`` and warned of once. So is a ``KLStats`` that keeps no token.
+                None changes nothing.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
             kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from klfast.checks.arguments import check_number
 from klfast.control.current import KLName, Unit, check_count
 from klfast.control.reading import KLReader
+from klfast.transfer import json_of, numbers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +70,9 @@ class _Window(KLReader, Generic[S]):
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
-                mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
-                and warned of once. So is a ``KLStats`` that keeps no token, which has no mean.
+                mean is taken by ``unit``. inf makes the window's mean infinite until it has left
+                the window. NaN or -inf changes nothing: it is counted in ``skipped`` and warned of
+                once. So is a ``KLStats`` that keeps no token, which has no mean.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
             kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.
@@ -97,8 +99,9 @@ class _Window(KLReader, Generic[S]):
         return self.status
 
     def _judged(self) -> Any:
-        """The status, ``"ok"`` while there are too few values."""
-        return self._judge() if len(self._values) >= self.min_updates else "ok"
+        """The status, ``"ok"`` while there are too few values, of which none is infinite."""
+        is_known = len(self._values) >= self.min_updates or math.inf in self._values
+        return self._judge() if is_known else "ok"
 
     @abstractmethod
     def _judge(self) -> S:
@@ -111,12 +114,13 @@ class _Window(KLReader, Generic[S]):
     def state_dict(self) -> dict[str, Any]:
         """Return the window's values and the count of skipped ones, as plain JSON.
 
-        Of the settings it has ``unit``, and a ``KLMonitor``'s ``target``.
+        A KL of inf is the string ``"inf"``. Of the settings it has ``unit``, and a ``KLMonitor``'s
+        ``target``.
         """
         return self._framed(self._content())
 
     def _content(self) -> dict[str, Any]:
-        return {"values": list(self._values)}
+        return {"values": [*map(json_of, self._values)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
@@ -126,12 +130,10 @@ class _Window(KLReader, Generic[S]):
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
             ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
-                one, or a value is not finite. The object is then unchanged.
+                one, or a value is NaN or -inf. The object is then unchanged.
         """
         skipped = self._check_state_frame(state)
-        if not isinstance(state["values"], list):
-            raise TypeError(f"state['values'] must be a list, got {type(state['values']).__name__}")
-        values = [check_number("state['values']", value) for value in state["values"]]
+        values = numbers_of("state['values']", state["values"], besides=("inf",))
         self._values = deque(values, maxlen=self.window)
         self._skipped = skipped
         self._status = self._judged()
@@ -142,8 +144,9 @@ class KLMonitor(_Window[Status]):
 
     With m the mean of the last ``window`` values (of those there are, while there are fewer), the
     status is ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``;
-    ``"ok"`` too before there are ``min_updates`` values, as every run begins with a low KL. Each
-    change into ``"high"`` or ``"low"`` gives one ``RuntimeWarning``, which says what to do.
+    ``"ok"`` too before there are ``min_updates`` values, as every run begins with a low KL. A KL of
+    inf is ``"high"`` at once, and as long as it is in the window. Each change into ``"high"`` or
+    ``"low"`` gives one ``RuntimeWarning``, which says what to do.
 
     Args:
         target: the KL to hold, > 0, in nats per ``unit``.

@@ -1,4 +1,8 @@
-"""A reader of KLs, as controllers and monitors are: skips a bad one, and frames its state."""
+"""A reader of KLs, as controllers and watchers are: skips a bad one, and frames its state.
+
+A watcher takes a KL of +inf as above every limit, and skips NaN and -inf, which are no KL. A
+controller skips +inf too.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,7 @@ class KLReader(ABC):
     _kind: ClassVar[str]
     _output: ClassVar[str]  # the name of what ``update`` returns
     _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
+    _takes_infinity: ClassVar[bool] = True
     target: float | None = None
     _ranks: Ranks | None = None
     _group_of_data: str | None = None
@@ -81,7 +86,7 @@ class KLReader(ABC):
 
     @property
     def skipped(self) -> int:
-        """How many values were left out because they were NaN or infinite."""
+        """How many values were left out because they were NaN or -inf."""
         skipped: int = self._skipped
         return skipped
 
@@ -92,7 +97,7 @@ class KLReader(ABC):
         also: Any = None,
         kl: KLName = "kl",
     ) -> Means | None:
-        """The means of the KL, of all ranks where there is a group; None if it is not finite.
+        """The means of the KL, of all ranks where there is a group; None if it is skipped.
 
         Args:
             current: as of ``update``.
@@ -111,17 +116,17 @@ class KLReader(ABC):
         row = row_of(here, n_steps, equal, self.unit, self._ranks.device)
         measured = Measured(self._ranks.gather(row))
         measured.check_agreement(f"what {type(self).__name__} goes by", is_number=False)
-        return self._finite(measured.means)
+        return self._valid(measured.means)
 
     def _read(self, current: float | Tensor | KLStats) -> Means | None:
-        """The means as floats; None, counted and warned of once, if the KL is not finite."""
+        """The means as floats; None, counted and warned of once, if the KL is skipped."""
         if isinstance(current, KLStats):
             target = None if self._asked_unit else self._target_now()
-            return self._finite(means_of(current, self.unit, target))
-        return self._finite(Means(number_of(current)))
+            return self._valid(means_of(current, self.unit, target))
+        return self._valid(Means(number_of(current)))
 
-    def _finite(self, means: Means) -> Means | None:
-        if math.isfinite(means.kl):
+    def _valid(self, means: Means) -> Means | None:
+        if math.isfinite(means.kl) or (self._takes_infinity and means.kl == math.inf):
             return means
         self._skipped += 1
         if self._skipped == 1:

@@ -106,8 +106,9 @@ class ReferenceReset(KLReader):
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
-                mean is taken by ``unit``. NaN or inf changes nothing: it is counted in ``skipped``
-                and warned of once. So is a ``KLStats`` that keeps no token.
+                mean is taken by ``unit``. inf is above the budget. NaN or -inf changes nothing: it
+                is counted in ``skipped`` and warned of once. So is a ``KLStats`` that keeps no
+                token.
             metric: what should rise, such as a validation reward, and the same on every rank. None
                 says nothing of the plateau, and neither does NaN or inf.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all

@@ -118,6 +118,7 @@ class ScheduledKLController(CoefficientController):
         self._inner = inner = make(init_kl_coef, target, unit=self.unit, **options)
         self.rule, self.target = inner._kind, inner.target
         self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor
+        self._default_bound = inner._default_bound
         self._needs_n_steps = inner._needs_n_steps
         self._begin("init_kl_coef", init_kl_coef)
 
@@ -132,6 +133,13 @@ class ScheduledKLController(CoefficientController):
             return None
         curve = _CURVES[self.shape]
         return self.target * float(curve(Floats(), self, self._memory["step"]))
+
+    def _hold(self, value: float) -> None:
+        super()._hold(value)
+        if self._inner is not None:
+            self._inner._hold(value)
+            if self._device_state is not None:
+                self._device_state.settings._inner.highest.fill_(self._inner.highest)
 
     def _steering(self) -> CoefficientController:
         return self if self._inner is None else self._inner

@@ -53,8 +53,14 @@ def rollout_correction(
     Bounds are compared with u as their logarithms, and are inclusive. u is limited to [-20, 20]
     before exp, so that a weight is finite without a cap too. Rules reject tokens and whole
     sequences independently of the weights and of each other; what fails any is 0 in the mask. A
-    kept token whose x is NaN or infinite is rejected, has the weight 0, adds nothing to a sum of
-    x, and is counted in ``stats.nonfinite``. Nothing carries a gradient.
+    kept token whose x is NaN or infinite is rejected, adds nothing to a sum of x, and is counted in
+    ``stats.nonfinite``. Its weight per token is 0. Nothing carries a gradient.
+
+    A policy log-prob of -inf is a ratio of 0 in weights and rules of sequences. The sum and the
+    mean of x are then -inf: every token of the sequence has the weight of u = -20, within the
+    bounds, and a veto rejects the sequence. These weights and rules leave out an x of NaN (both
+    log-probs are -inf) or inf (``rollout_logprobs`` is -inf, of a token that was sampled), and give
+    such a token the weight 0.
 
     A loss keeps the count from before the rejection: ``torch.where(mask != 0, loss * weights,
     0).sum() / stats.length.sum()``; with klfast, ``normalizer=stats.length.sum()`` beside the new

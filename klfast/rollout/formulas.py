@@ -47,9 +47,12 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
     rest_a, rest_b = ((-torch.expm1(t)).clamp(min=LEAST_COMPLEMENT) for t in (a, b))
     rest = torch.log(rest_b / rest_a)
     if rest.dtype == torch.float64:
-        kl = torch.exp(a) * (a - b) - rest_a * rest
+        of_this = torch.where(a == -torch.inf, 0.0, torch.exp(a) * (a - b))
+        kl = of_this - rest_a * rest
     else:  # the same by terms that do not cancel
-        kl = torch.exp(a) * exp_minus_1_minus(b - a) + rest_a * exp_minus_1_minus(rest)
+        of_this = torch.exp(a) * exp_minus_1_minus(b - a)
+        of_this = torch.where(a == -torch.inf, torch.exp(b), of_this)
+        kl = of_this + rest_a * exp_minus_1_minus(rest)
     return kl.clamp(min=0)
 
 

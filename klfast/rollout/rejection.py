@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from klfast.checks.arguments import check_choice, check_number
 
 STATISTICS = (
@@ -54,8 +56,10 @@ class Rejection:
     A token's number and its bounds are rounded to fp32 (fp64 where a log-prob is fp64) before they
     are compared; a sequence's are compared in fp64.
 
-    Numbers saturate instead of overflowing: exp(x) of k3 at x = 20; 1 - p and 1 - q are at least
-    1e-8, and p and q at most 1.
+    Numbers saturate instead of overflowing: exp(x) of k3 at x = 20. 1 - p and 1 - q are at least
+    1e-8, and p and q at most 1. A criterion over sequences sees a token with x = -inf, whose policy
+    log-prob is -inf: its ratio is 0, k1 is -inf, and abs, k2, k3 and binary_kl are inf. It leaves
+    out a token with x = inf or NaN. Every token that is not finite is rejected by itself.
 
     Args:
         statistic: one of the names above.
@@ -115,6 +119,9 @@ class Rejection:
     def is_of_sequence(self) -> bool:
         """Whether the rule rejects whole sequences."""
         return self.over != "token"
+
+
+torch.serialization.add_safe_globals([Rejection])
 
 
 def as_rules(reject: object) -> tuple[Rejection, ...]:

@@ -49,9 +49,10 @@ class RolloutStats(NamedTuple):
     fp64 input), on the inputs' device, without gradient. ``x = logprobs - rollout_logprobs`` in
     nats. Kept are the tokens whose mask is not 0, before any rejection. Sums are weighted by the
     mask, counts and extremes are not. A kept token whose x is NaN or infinite is in ``length``,
-    ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field. Exponentials
-    saturate at 20 nats (see ``klfast.rollout.formulas``). Weights are those before ``normalize``,
-    1 where none are asked for.
+    ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field. Only weights
+    and rules of sequences see an x of -inf. Exponentials saturate at 20 nats (see
+    ``klfast.rollout.formulas``). Weights are those before ``normalize``, 1 where none are asked
+    for.
 
     Attributes:
         length: sum of the mask before rejection.
@@ -71,7 +72,7 @@ class RolloutStats(NamedTuple):
         max_log_ratio: greatest x; 0 for such a sequence.
         weight: sum of the weights.
         weight_squares: sum of their squares.
-        weight_deviation: sum of (weight - 1)**2, of a token that is not finite 1. Near on-policy it
+        weight_deviation: sum of (weight - 1)**2, of a token without a weight 1. Near on-policy it
             holds the variance, whose digits the sum of squares loses.
         min_weight: least weight; 0 for such a sequence.
         max_weight: greatest weight; 0 for such a sequence.

@@ -86,10 +86,15 @@ def test_copies_and_states(hunt):
                     hunt.equal(monitor.state_dict(), before, window, step, "is another")
 
 
-def test_what_is_not_finite_is_skipped(hunt):
+def test_what_is_no_kl_is_skipped_and_inf_is_high(hunt):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for bad in (NAN, INF, -INF, 2**5000, -(2**5000), torch.tensor(NAN)):
+        for above_all in (INF, 2**5000, torch.tensor(INF)):
+            monitor = KLMonitor(6.0, window=2)
+            for current, status in ((6.0, "ok"), (above_all, "high"), (6.0, "high"), (6.0, "ok")):
+                hunt.equal(monitor.update(current), status, above_all)
+            hunt.equal(monitor.skipped, 0, above_all)
+        for bad in (NAN, -INF, -(2**5000), torch.tensor(NAN)):
             monitor = KLMonitor(6.0, window=2, min_updates=1)
             for count in range(1, 5):
                 monitor.update(20.0)

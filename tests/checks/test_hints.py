@@ -89,6 +89,26 @@ def test_logits_in_place_of_logprobs_are_named_once(backend, name):
     call(logits + 1, logits, backend=backend)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("name", [*OF_LOGPROBS, "topk_kl_divergence"])
+def test_probabilities_in_place_of_logprobs_are_named(name, masked):
+    p = torch.rand(2, 50).clamp(0.01, 0.99)
+    p[0, 3], p[0, 4], p[1, 0] = 0.0, 1.0, torch.nan
+    mask = torch.ones(2, 50, dtype=torch.bool)
+    mask[1, 0] = not masked
+    if masked:
+        p[1, 0] = -3.0
+    argument = "logprobs"
+    if name == "topk_kl_divergence":
+        argument = "ref_logprobs"
+        teacher, ids = torch.randn(2, 50, 9).softmax(-1).topk(4)
+        said = messages(klfast.topk_kl_divergence, torch.randn(2, 50, 9), ids, teacher, mask)
+    else:
+        said = messages(OF_LOGPROBS[name], p, p, mask=mask)
+    assert len(said) == 1
+    assert f"are these probabilities? All lie in [0, 1]; {argument}.log() has their" in said[0]
+
+
 @pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs"])
 def test_every_argument_is_looked_at(argument):
     tensors = {"ref_logprobs": logprobs(2, 3), "old_logprobs": logprobs(2, 3)}

@@ -78,7 +78,7 @@ def test_fixed_never_moves():
 def test_adaptive_is_the_published_rule_bit_for_bit(seed):
     rng = random.Random(seed)
     target, horizon = rng.choice([(6, 10_000), (0.1, 10_000), (rng.uniform(1e-3, 50), 777)])
-    controller = AdaptiveKLController(0.2, target, horizon, min_coef=1e-300)
+    controller = AdaptiveKLController(0.2, target, horizon, min_coef=1e-300, max_coef=math.inf)
     expected = 0.2
     for _ in range(5_000):
         current = target * rng.choice([rng.uniform(0.7, 1.3), rng.lognormvariate(0, 3), -1.0, 1.0])
@@ -91,7 +91,7 @@ def test_adaptive_is_the_published_rule_bit_for_bit(seed):
 def test_defaults_are_those_of_the_literature():
     adaptive, exponential = AdaptiveKLController(0.1, 6), ExponentialKLController()
     assert (adaptive.horizon, adaptive.clip, adaptive.unit) == (10_000, 0.2, "sequence")
-    assert (adaptive.min_coef, adaptive.max_coef) == (1e-6, None)
+    assert (adaptive.min_coef, adaptive.max_coef) == (1e-6, 100.0)
     assert (exponential.value, exponential.target, exponential.gain) == (0.1, 0.1, 0.1)
     assert (exponential.min_coef, exponential.max_coef, exponential.unit) == (1e-4, 10, "token")
 
@@ -111,7 +111,7 @@ def test_coefficient_rises_above_target_and_falls_below(kind):
 @pytest.mark.parametrize(
     ("make", "target"),
     [
-        (lambda start: AdaptiveKLController(start, 6.0, 2_000), 6.0),
+        (lambda start: AdaptiveKLController(start, 6.0, 2_000, max_coef=math.inf), 6.0),
         (lambda start: ExponentialKLController(start, 0.1), 0.1),
     ],
     ids=STEERING,
@@ -167,8 +167,29 @@ def test_bounds_are_reached_and_left_again(kind):
     assert controller.update(1e6, 10_000) > 0.05
 
 
+@pytest.mark.filterwarnings("ignore:.*updates the:RuntimeWarning")
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("kind", kinds.STEERING)
+def test_the_default_upper_bound_is_1000_first_coefficients(kind, device):
+    """A state of a run without a bound may be above it, and loads."""
+    options = {"device": device, "max_coef": None}
+    controller = kinds.make(kind, 0.5, 6.0, **options)
+    assert controller.max_coef == 500.0
+    for _ in range(200):
+        controller.update(1e9, 10**9)
+    assert controller.value == 500.0 or kind in ("pid-lagrangian", "nupi-linear", "control-vae")
+    high = {**controller.state_dict(), "value": 1e4}
+    controller.load_state_dict(high)
+    assert controller.value == 1e4 >= controller.update(1e9, 10**9)
+    assert controller.max_coef == 1e4
+    with pytest.raises(ValueError, match="must be <= max_coef=500"):
+        kinds.make(kind, 0.5, 6.0, max_coef=500.0).load_state_dict(high)
+    assert kinds.make(kind, 0.5, 6.0, max_coef=math.inf).highest == sys.float_info.max
+    assert kinds.make(kind, 0.0, 6.0, max_coef=None, floor=0.01).max_coef == 10.0
+
+
 def test_exponential_overflow_without_upper_bound_stays_finite():
-    controller = ExponentialKLController(max_coef=None)
+    controller = ExponentialKLController(max_coef=math.inf)
     assert controller.update(1e300) == sys.float_info.max
     assert controller.update(-1e300) == 1e-4
 
@@ -349,6 +370,8 @@ def test_settings_beyond_float64_are_refused(huge):
 )
 def test_settings_must_be_positive_numbers(kind, setting):
     for bad in (0, -1.0, *NOT_FINITE):
+        if setting == "max_coef" and bad == math.inf:  # no bound
+            continue
         with pytest.raises(ValueError, match=f"{setting} must be") as error:
             MAKERS[kind](**{setting: bad})
         assert_one_line(error, repr(bad))

@@ -115,12 +115,12 @@ def test_it_goes_on_from_its_state():
         klfast.KLMonitor(6.0).load_state_dict(half.state_dict())
 
 
-def test_what_is_not_finite_is_skipped():
-    alarm = KLDriftAlarm(6.0)
-    statuses, said = feed(alarm, [math.nan, math.inf, 3.0])
-    assert statuses == ["ok"] * 3
+def test_an_infinite_kl_is_over_every_limit_and_what_is_no_kl_is_skipped():
+    alarm = KLDriftAlarm(6.0, window=8)
+    statuses, said = feed(alarm, [math.nan, -math.inf, math.inf, *[3.0] * 8])
+    assert statuses == ["ok"] * 2 + ["over"] * 8 + ["ok"]
     assert alarm.skipped == 2
-    assert len(said) == 1
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(

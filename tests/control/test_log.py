@@ -149,6 +149,19 @@ def test_frameworks_names_stand_beside_klfasts(names):
     }
 
 
+def test_a_kl_of_nan_stays_nan_under_every_name(tmp_path):
+    """And null in a file: a square root of 0 would be the best KL that there is."""
+    one = torch.ones(1)
+    stats = klfast.KLStats(one * math.nan, *[one] * 7)
+    written = KLLog(tmp_path / "kl.jsonl", names="trlx")(0, stats)
+    line = json.loads((tmp_path / "kl.jsonl").read_text())
+    for name in ("kl/token_mean", "policy/sqrt_kl", "policy/kl_per_token"):
+        assert math.isnan(written[name])
+        assert line[name] is None
+    below_0 = KLLog(Board(), names="trlx")(0, stats._replace(kl=-one))
+    assert below_0["policy/sqrt_kl"] == 0
+
+
 def test_every_framework_is_there():
     with pytest.raises(ValueError, match=f"expected one of 'klfast', '{sorted(THEIRS)[0]}'"):
         KLLog(Board(), names="tensorboard")

@@ -9,7 +9,7 @@ import torch
 
 from klfast import KLAdaptiveLR, KLEarlyStop, KLStats, ReferenceReset
 
-BAD_KLS = [math.nan, math.inf, -math.inf]
+BAD_KLS = [math.nan, -math.inf]
 
 
 def stats(kl, length):
@@ -43,6 +43,17 @@ def test_early_stop_reads_the_mean_per_token():
     assert KLEarlyStop(1.0).update(stats([9.0, 7.0], [5.0, 5.0]))
     assert not KLEarlyStop(1.0).update(stats([9.0, 5.0], [5.0, 5.0]))
     assert KLEarlyStop(4.0, unit="sequence").update(stats([9.0, 5.0], [5.0, 5.0]))
+
+
+def test_an_infinite_kl_is_above_every_limit():
+    stop, reset = KLEarlyStop(1e300), ReferenceReset(budget=1e300)
+    assert stop.update(math.inf)
+    assert stop.update(stats([1.0, math.inf], [5.0, 5.0]))
+    assert reset.update(math.inf) == "budget"
+    scheduler = KLAdaptiveLR(optimizer_of(1e-3), 1e300)
+    scheduler.step(math.inf)
+    assert scheduler.get_last_lr() == [pytest.approx(1e-3 / 1.5)]
+    assert stop.skipped == reset.skipped == scheduler.skipped == 0
 
 
 @pytest.mark.parametrize("bad", BAD_KLS)
@@ -174,7 +185,7 @@ def test_a_plateau_is_of_the_metric_since_the_last_reset():
     assert reasons(reset, [1.0] * 10, metrics) == expected
 
 
-@pytest.mark.parametrize("bad", BAD_KLS)
+@pytest.mark.parametrize("bad", [*BAD_KLS, math.inf])
 def test_a_metric_that_is_no_number_says_nothing_of_the_plateau(bad):
     reset = ReferenceReset(plateau=2, interval=6)
     metrics = [1.0, bad, 1.0, bad, 1.0, bad]

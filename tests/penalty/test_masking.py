@@ -156,6 +156,24 @@ def test_what_is_not_finite_on_kept_tokens_is_counted(backend, side, poison):
     assert largest[2].isnan() if math.isnan(poison) else largest[2] == math.inf
 
 
+@pytest.mark.parametrize(
+    ("name", "sign"), [("k3", -1), ("k3_ref", 1), ("r_log_r", 1)], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "weighted"])
+def test_a_value_that_overflows_on_a_kept_token_is_counted(backend, name, sign, masked):
+    """A finite log-ratio beyond exp's range, far from others; limits keep the value finite."""
+    policy, ref = torch.full((2, 300), -1.0), torch.full((2, 300), -1.1)
+    (policy if sign < 0 else ref)[0, [3, 290]] = -121.0
+    mask = torch.ones(2, 300) if masked else None
+    for options, counted in (({}, 2), ({"log_ratio_clip": 20}, 0), ({"linear_tail": 5.0}, 0)):
+        estimator = Estimator(name, **options)
+        _, stats = klfast.kl_penalty(
+            policy, ref, mask, estimator=estimator, return_stats=True, backend=backend
+        )
+        assert stats.nonfinite.tolist() == [counted, 0]
+        assert stats.kl.isfinite().tolist() == [counted == 0, True]
+
+
 def test_nan_outranks_infinity_in_max_abs_log_ratio(backend):
     for values in ([math.inf, math.nan, 1.0], [math.nan, 1.0, math.inf]):
         _, stats = klfast.kl_penalty(

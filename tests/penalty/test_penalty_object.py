@@ -152,24 +152,28 @@ def test_numbers_are_floats_that_json_and_a_log_hold(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "device"])
-@pytest.mark.parametrize("case", ["masked", "empty", "nan"])
+@pytest.mark.parametrize("case", ["masked", "empty", "nan", "overflow"])
 def test_a_batch_without_a_mean_is_skipped(kind, case):
     logprobs, ref_logprobs, mask = batch()
     given = {
         "masked": (logprobs, ref_logprobs, torch.zeros_like(mask)),
         "empty": (logprobs[:0], ref_logprobs[:0], mask[:0]),
         "nan": (torch.full_like(logprobs, math.nan), ref_logprobs, mask),
+        "overflow": (ref_logprobs - 120, ref_logprobs, mask),  # exp(120) in fp32
     }[case]
     penalty = KLPenalty(controller=controllers()[kind])
-    assert not penalty(*given).isinf()
+    assert penalty(*given).isinf() == (case == "overflow")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         numbers = penalty.step()
     assert (numbers["kl/coef"], numbers["kl/skipped"]) == (0.2, 1.0)
-    assert ("kl/token_mean" in numbers) == (case != "nan")
-    assert numbers["kl/nonfinite"] == (mask.sum() if case == "nan" else 0)
+    mean = {"nan": math.nan, "overflow": math.inf}.get(case, 0.0)
+    assert numbers["kl/token_mean"] == pytest.approx(mean, nan_ok=True)
+    assert numbers["kl/nonfinite"] == (mask.sum() if case in ("nan", "overflow") else 0)
     penalty(logprobs, ref_logprobs, mask)
-    assert penalty.step()["kl/coef"] != 0.2
+    others = penalty.step()
+    assert others["kl/coef"] != 0.2
+    assert others.keys() == numbers.keys()
 
 
 def test_an_empty_or_masked_micro_batch_is_a_part_of_the_batch():
@@ -259,14 +263,16 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
     for normalizer in (4.0, torch.tensor(4.0), None, 2.0):
         penalty(base, base, mask, normalizer=normalizer)
         assert "normalizer" not in penalty.step()
-    # Two micro-batches are one batch of 8 tokens.
-    penalty(base, base, mask, normalizer=8.0)
-    penalty(base, base, mask, normalizer=8.0)
+    # Two micro-batches are one batch of 8 tokens. A number is a constant.
+    penalty(base, base, mask, normalizer=torch.tensor(8.0))
+    penalty(base, base, mask, normalizer=torch.tensor(8.0))
+    penalty.step()
+    penalty(base, base, mask, normalizer=100.0)
     penalty.step()
     penalty(base, base, mask, normalizer=torch.tensor(6.0))
     with pytest.warns(RuntimeWarning, match=r"normalizer must be .*, got 6 in a step of 4 tokens"):
         penalty.step()
-    penalty(base, base, mask, normalizer=6.0)
+    penalty(base, base, mask, normalizer=torch.tensor(6.0))
     penalty.step()
 
 

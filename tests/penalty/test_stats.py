@@ -109,6 +109,19 @@ def test_results_are_saved_and_loaded_as_weights_alone(tmp_path, name):
         assert found is expected or torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        klfast.Estimator("k3+", log_ratio_clip=(-1, 2), linear_tail=3.0),
+        klfast.Rejection("ratio", "seq-min", low=1e-4),
+    ],
+    ids=lambda settings: type(settings).__name__,
+)
+def test_settings_are_saved_and_loaded_as_weights_alone(tmp_path, settings):
+    torch.save([settings], tmp_path / "settings.pt")
+    assert torch.load(tmp_path / "settings.pt", weights_only=True) == [settings]
+
+
 def test_every_named_tuple_of_tensors_is_among_them():
     """Those of text, which a patch returns, are left out; a ``RuleStats`` has no public name."""
     frameworks = (getattr(klfast.compat, name) for name in klfast.compat.FRAMEWORKS)

@@ -1,7 +1,9 @@
 """A masked token does not exist; a kept one that is not finite is counted and rejected."""
 
+import itertools
 import math
 
+import oracle_rollout
 import pytest
 import torch
 from agreement import same_bits
@@ -105,8 +107,10 @@ def test_a_kept_token_that_is_not_finite_is_counted_and_rejected(backend, weight
     )
     assert stats.nonfinite.tolist() == [0, 0, 1, 0]
     assert stats.tokens.tolist() == keep.sum(1).tolist()
+    is_excluded = poison == -math.inf if side == 0 else poison == math.inf  # x is -inf
+    weighs_excluded = is_excluded and weight in ("sequence", "geometric")
     assert not mask[2, 5]
-    assert weights is None or weights[2, 5] == 0
+    assert weights is None or weights[2, 5] == pytest.approx(weighs_excluded * math.exp(-20), 1e-6)
     assert all(leaf.isfinite().all() for leaf in tensors_of((weights, stats)))
     assert all(value.isfinite() for value in stats.as_dict().values())
 
@@ -119,13 +123,48 @@ def test_a_kept_token_that_is_not_finite_is_counted_and_rejected(backend, weight
     others = keep.clone()
     others[2, 5] = False
     assert torch.equal(mask[others], clean.mask[others])
-    if weights is not None:
+    if weights is not None and not weighs_excluded:
         assert same_bits(weights[others], clean.weights[others])
     for name in ("length", "tokens", "logprobs", "k1", "k2", "k3", "abs", "chi2", "error"):
         # A kernel may add its neighbours by another formula.
         torch.testing.assert_close(
             getattr(stats, name), getattr(clean.stats, name), rtol=1e-6, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("over", OVER[1:])
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_sequence_sees_that_the_policy_excludes_a_token(backend, statistic, over, tokens, dtype):
+    """The ratio of the token is 0, and x is -inf, in weights and criteria of sequences."""
+    logprobs, rollout_logprobs = (t.to(dtype) for t in sampled((3, tokens)))
+    logprobs[1, tokens // 2] = -math.inf
+    mask = torch.rand(3, tokens, dtype=dtype) + 0.1
+    bound = {"ratio": {"low": 1e-9}, "k1": {"low": -1e6}}.get(statistic, {"high": 1e6})
+    rules = (Rejection(statistic, over, **bound),)
+    for weight, options in itertools.product(
+        ("sequence", "geometric"), ({}, {"floor": 0.5}, {"floor": 0.5, "outside": "mask"})
+    ):
+        args = {"weight": weight, "reject": rules, **options}
+        got = klfast.rollout_correction(logprobs, rollout_logprobs, mask, backend=backend, **args)
+        truth = oracle_rollout.rollout_correction(logprobs, rollout_logprobs, mask, **args)
+        assert torch.equal(got.mask != 0, truth.mask)
+        error = (got.weights.double() - truth.weights).abs()
+        assert (error <= truth.weights_tolerance).all()
+        for name in ("tokens", "nonfinite", "rejected", "below", "outside", "kept"):
+            torch.testing.assert_close(getattr(got.stats, name).double(), truth.stats[name])
+        for name in ("weight", "weight_squares", "weight_deviation", "min_weight", "k1", "k3"):
+            expected, allowed = truth.stats[name], truth.tolerance[name]
+            assert ((getattr(got.stats, name).double() - expected).abs() <= allowed).all(), name
+        (seen,) = got.stats.rules
+        for name, of_sequence in truth.rules[0].items():
+            torch.testing.assert_close(
+                getattr(seen, name).double(), of_sequence, rtol=1e-4, atol=1e-5, msg=name
+            )
+        assert got.mask[[0, 2]].all()
+        if over in ("seq-sum", "seq-mean") and not statistic.startswith("binary"):
+            assert not got.mask[1].any()
 
 
 def test_both_minus_infinity_is_not_finite(backend):

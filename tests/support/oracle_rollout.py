@@ -24,7 +24,7 @@ ONE = mpf(1)
 
 
 class Token(NamedTuple):
-    """A kept token of which both log-probs are finite."""
+    """A kept token of which both log-probs are finite; for a sequence the policy's may be -inf."""
 
     a: mpf
     b: mpf
@@ -34,7 +34,7 @@ class Token(NamedTuple):
         return self.a - self.b
 
     def ratio(self):
-        return saturated(self.a - self.b)
+        return saturated(self.a - self.b) if mpmath.isfinite(self.a) else mpf(0)
 
 
 def saturated(log):
@@ -54,7 +54,10 @@ def _events(log):
 
 
 def _binary_kl(of, to):
-    terms = [p * mpmath.log(p / q) for p, q in zip(_events(of), _events(to), strict=True)]
+    events = zip(_events(of), _events(to), strict=True)
+    if mpmath.exp(to) == 0 < mpmath.exp(of):
+        return mpmath.inf
+    terms = [p * mpmath.log(p / q) for p, q in events if p]
     return max(sum(terms), mpf(0))
 
 
@@ -136,13 +139,17 @@ def rollout_correction(
     for sequence in sequences:
         there = [t for t in sequence if m[t]]
         tokens = {t: Token(mpf(a[t]), mpf(b[t]), m[t]) for t in there if math.isfinite(a[t] - b[t])}
+        # A sequence's number and weight take in a token that the policy excludes: its ratio is 0.
+        excluded = {t: Token(mpf(a[t]), mpf(b[t]), m[t]) for t in there if a[t] - b[t] == -math.inf}
         length = math.fsum(m[t] for t in there)
         passed = dict.fromkeys(tokens, True)
         for rule, seen in zip(reject, rules, strict=True):
-            seen.append(_apply(rule, tokens, length, passed, advantage))
-        of_weights = {t: _weight(tokens, t, length, weight, bounds, dtype) for t in tokens}
+            judged = tokens if rule.over == "token" else tokens | excluded
+            seen.append(_apply(rule, judged, length, passed, advantage))
+        weighed = tokens | excluded if weight in ("sequence", "geometric") else tokens
+        of_weights = {t: _weight(weighed, t, length, weight, bounds, dtype) for t in weighed}
         for t, of in of_weights.items():
-            weights[t], relative[t], kept[t] = of.value, of.relative, passed[t]
+            weights[t], relative[t], kept[t] = of.value, of.relative, passed.get(t, False)
         row = _statistics(there, tokens, length, of_weights, passed, m, dtype)
         stats.append({name: value for name, (value, _) in row.items()})
         tolerance.append({name: error for name, (_, error) in row.items()})
@@ -179,7 +186,10 @@ def _weight(tokens, t, length, level, bounds, dtype):
     )
     exponents = sum(abs(masks[s] * power * token.log_ratio()) for s, token in of.items())
     u = oracle.unit_roundoff(dtype)
-    error = float(oracle.promise(max(ONE, abs(mpmath.log(product))), dtype) + 20 * u * exponents)
+    if product == 0:  # the weight is exp(-20)
+        exponents = SATURATION
+    log = min(abs(mpmath.log(product)), mpmath.mpf(1e6)) if product else SATURATION
+    error = float(oracle.promise(max(ONE, log), dtype) + 20 * u * exponents)
     value = saturated(mpmath.log(product))
     below = not is_within(product, floor, None)
     above = not is_within(product, None, cap)
@@ -201,7 +211,7 @@ def _apply(rule, tokens, length, passed, advantage):
         numbers = {}
     for t, number in numbers.items():
         if not is_within(number, rule.low, rule.high) and _counts(rule, tokens, t, advantage):
-            passed.update(dict.fromkeys(tokens, False) if t == "all" else {t: False})
+            passed.update(dict.fromkeys(passed, False) if t == "all" else {t: False})
     masks = {t: 1.0 if t == "all" else tokens[t].mask for t in numbers}
     low, high = rule.low, rule.high
     if rule.statistic == "ratio":  # the stats have its logarithm
@@ -233,8 +243,8 @@ def _counts(rule, tokens, t, advantage):
 def _statistics(there, tokens, length, of_weights, passed, mask, dtype):
     """Name -> (value, how far a backend may be from it), of one sequence."""
     u = oracle.unit_roundoff(dtype)
-    values, weights = list(tokens.values()), list(of_weights.values())
-    losses = sum(w.relative * w.value * t.mask for w, t in zip(weights, values, strict=True))
+    values, weights = list(tokens.values()), [of_weights[t] for t in tokens]
+    losses = sum(w.relative * w.value * mask[t] for t, w in of_weights.items())
 
     def total(of, relative=None):
         terms = [t.mask * of(t) for t in values]
@@ -252,8 +262,8 @@ def _statistics(there, tokens, length, of_weights, passed, mask, dtype):
     def count(number):
         return mpf(number), 0
 
-    largest = max((w.relative for w in weights), default=0)
-    shares = [(t.mask, w.value) for t, w in zip(values, weights, strict=True)]
+    largest = max((w.relative for w in of_weights.values()), default=0)
+    shares = [(mask[t], w.value) for t, w in of_weights.items()]
     return {
         "length": (mpf(length), 20 * u * length),
         "tokens": count(len(there)),

@@ -138,7 +138,7 @@ STATISTIC = Recipe(
         ),
         Edit(
             "klfast/backends/reference/penalty.py",
-            r"(?<=nonfinite=total\(~x.isfinite\(\)\),\n)    \)",
+            r"(?<=\(tokens\.dtype\)\.isfinite\(\)\)\),\n)    \)",
             "        k1_squares=total(weight * x.square()),\n",
         ),
         Edit(
@@ -155,7 +155,7 @@ STATISTIC = Recipe(
         ),
         Edit(
             "klfast/backends/triton/statistics.py",
-            r"(?<=\(magnitude >= infinity\)\.to\(tl\.int32\),\n)        \)",
+            r"(?<= >= infinity\)\.to\(tl\.int32\),\n)        \)",
             "            weight * x * x,\n",
         ),
     ),

@@ -185,5 +185,5 @@ def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
         k3=total(weight * FORMULAS["k3"](x)),
         max_abs_log_ratio=tokens.max_by_sequence(x.abs()).to(tokens.dtype),
         clipped=total(clipped & tokens.keep),
-        nonfinite=total(~x.isfinite()),
+        nonfinite=total(~(x.isfinite() & value.to(tokens.dtype).isfinite())),
     )

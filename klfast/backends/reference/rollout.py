@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -37,7 +40,8 @@ def rollout_correction(call: RolloutCall) -> RolloutCorrection:
 class _Tokens:
     """The inputs as flat float64 vectors over tokens.
 
-    ``keep``: the mask is not 0. ``counted``: x is finite too; elsewhere log-probs are 0.
+    ``keep``: the mask is not 0. ``counted``: x is finite too. Elsewhere log-probs are 0. ``seen``:
+    counted, or x is -inf. A decision per sequence sees these tokens.
     """
 
     def __init__(self, call: RolloutCall) -> None:
@@ -49,6 +53,8 @@ class _Tokens:
         self.keep = self.weight != 0
         a, b = (wide(t).flatten() for t in (call.logprobs, call.rollout_logprobs))
         self.counted = self.keep & (a - b).isfinite()
+        self.seen = self.keep & (a - b < torch.inf)
+        self.seen_pair = tuple(torch.where(self.seen, t, 0.0) for t in (a, b))
         self.logprobs, self.rollout_logprobs = (torch.where(self.counted, t, 0.0) for t in (a, b))
         self.x = self.logprobs - self.rollout_logprobs
         self.sequence, self.sequences = sequence_of_token(call.logprobs, cu_seqlens)
@@ -65,16 +71,16 @@ class _Tokens:
     def _add(self, value: Tensor) -> Tensor:
         return value.new_zeros(self.sequences).index_add(0, self.sequence, value)
 
-    def greatest(self, value: Tensor) -> Tensor:
-        """[tokens] -> [S] over counted tokens; 0 for a sequence without one."""
-        value = torch.where(self.counted, value, -torch.inf)
+    def greatest(self, value: Tensor, over: Tensor) -> Tensor:
+        """[tokens] -> [S] over some tokens; 0 for a sequence without one."""
+        value = torch.where(over, value, -torch.inf)
         start = value.new_full((self.sequences,), -torch.inf)
         top = start.scatter_reduce(0, self.sequence, value, "amax")
-        return torch.where(top == -torch.inf, 0.0, top)
+        return torch.where(self.count(over) > 0, top, 0.0)
 
-    def least(self, value: Tensor) -> Tensor:
-        """[tokens] -> [S] over counted tokens; 0 for a sequence without one."""
-        return 0.0 - self.greatest(-value)  # -0 of nothing otherwise
+    def least(self, value: Tensor, over: Tensor) -> Tensor:
+        """[tokens] -> [S] over some tokens; 0 for a sequence without one."""
+        return 0.0 - self.greatest(-value, over)  # -0 of nothing otherwise
 
     def mean(self, value: Tensor) -> Tensor:
         """[tokens] -> [S], weighted by the mask; 0 for an empty sequence."""
@@ -94,38 +100,42 @@ class _Weight:
 
     def __init__(self, tokens: _Tokens, call: RolloutCall) -> None:
         spec = call.spec
+        seen_x = tokens.seen_pair[0] - tokens.seen_pair[1]
         log = {
             "none": lambda: torch.zeros_like(tokens.x),
             "token": lambda: tokens.x,
-            "sequence": lambda: tokens.spread(tokens.sum(tokens.x)),
-            "geometric": lambda: tokens.spread(tokens.mean(tokens.x)),
+            "sequence": lambda: tokens.spread(tokens.sum(seen_x)),
+            "geometric": lambda: tokens.spread(tokens.mean(seen_x)),
         }[spec.weight]()
         low, high = spec.log_bounds()
         compared = log.to(tokens.dtype) if spec.weight == "token" else log
         self.below = tokens.counted & (compared < spec.log_least())
         self.above = tokens.counted & (compared > high)
-        self.outside = tokens.counted & ((compared < low) | (compared > high))
+        outside = (compared < low) | (compared > high)
+        self.outside = tokens.counted & outside
         value = formulas.ratio(log)
         if spec.outside == "mask":
-            value = torch.where(self.outside, 0.0, value)
+            value = torch.where(outside, 0.0, value)
         elif spec.floor is not None or spec.cap is not None:
             value = value.clamp(spec.floor, spec.cap)
-        self.value = torch.where(tokens.counted, value, 0.0)
+        is_of_sequence = spec.weight in ("sequence", "geometric")
+        self.value = torch.where(tokens.seen if is_of_sequence else tokens.counted, value, 0.0)
 
 
 def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor, RuleStats]:
     """Which tokens pass a rule, and what it saw."""
     formula = formulas.TOKEN_STATISTICS[rule.formula]
-    value = formula(tokens.logprobs, tokens.rollout_logprobs)
     low, high = rule.bounds
     if rule.is_of_sequence:
-        number = {
+        value = formula(*tokens.seen_pair)
+        numbers: dict[str, Callable[[Tensor], Tensor]] = {
             "seq-sum": tokens.sum,
             "seq-mean": tokens.mean,
-            "seq-max": tokens.greatest,
-            "seq-min": tokens.least,
-        }[rule.over](value)
-        return _judge_sequences(number, low, high, tokens)
+            "seq-max": partial(tokens.greatest, over=tokens.seen),
+            "seq-min": partial(tokens.least, over=tokens.seen),
+        }
+        return _judge_sequences(numbers[rule.over](value), low, high, tokens)
+    value = formula(tokens.logprobs, tokens.rollout_logprobs)
     compared = value.to(tokens.dtype)
     below, above = (compared < low) & tokens.counted, (compared > high) & tokens.counted
     fails = below | above
@@ -134,8 +144,8 @@ def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor,
     bounded = torch.where(tokens.counted, value.clamp(low, high), 0.0)
     stats = RuleStats(
         total=tokens.sum(value),
-        least=tokens.least(value),
-        greatest=tokens.greatest(value),
+        least=tokens.least(value, tokens.counted),
+        greatest=tokens.greatest(value, tokens.counted),
         below=tokens.count(below),
         above=tokens.count(above),
         bounded=tokens.sum(bounded),
@@ -147,8 +157,8 @@ def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor,
 def _judge_sequences(
     number: Tensor, low: float, high: float, tokens: _Tokens
 ) -> tuple[Tensor, RuleStats]:
-    """A sequence without a counted token has no number, and passes."""
-    has_number = tokens.count(tokens.counted) > 0
+    """A sequence without a token that is seen has no number, and passes."""
+    has_number = tokens.count(tokens.seen) > 0
     below, above = (number < low) & has_number, (number > high) & has_number
     bounded = torch.where(has_number, number.clamp(low, high), 0.0)
     stats = RuleStats(
@@ -187,10 +197,10 @@ def _stats(
         "nonfinite": tokens.count(tokens.keep & ~tokens.counted),
         "kept": tokens.sum(passed),
         "rejected": tokens.count(tokens.keep & ~passed),
-        "min_log_ratio": tokens.least(token.x),
-        "max_log_ratio": tokens.greatest(token.x),
-        "min_weight": tokens.least(weight.value),
-        "max_weight": tokens.greatest(weight.value),
+        "min_log_ratio": tokens.least(token.x, tokens.counted),
+        "max_log_ratio": tokens.greatest(token.x, tokens.counted),
+        "min_weight": tokens.least(weight.value, tokens.counted),
+        "max_weight": tokens.greatest(weight.value, tokens.counted),
         "below": tokens.count(weight.below),
         "above": tokens.count(weight.above),
         "outside": tokens.count(weight.outside),

@@ -49,7 +49,7 @@ def terms(value, weight, x, limited, COUNT: tl.constexpr):
             weight * k3_value(x),
             magnitude,
             limited.to(tl.int32),
-            (magnitude >= infinity).to(tl.int32),
+            (tl.maximum(magnitude, bits_of(tl.abs(value))) >= infinity).to(tl.int32),
         )
     return added
 
