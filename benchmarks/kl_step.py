@@ -10,17 +10,19 @@ from benchmarks.tokens import OPS
 
 STEPS = {"forward": OPS["forward"], "forward+backward": OPS["one-read"]}
 LARGE = (512, 8192)
+PLAN = Plan(with_compile=False)
 KEYS = ("impl", "median_ms", "min_ms", "ratio")
 
 
 def time_kl_step(
-    shape: tuple[int, int], *, plan: Plan | None = None, large: tuple[int, int] = LARGE
+    shape: tuple[int, int], *, plan: Plan = PLAN, large: tuple[int, int] = LARGE
 ) -> list[dict[str, Any]]:
     """Times the k3 penalty, fp32, on random tensors of a run's shape and of [512, 8192].
 
-    Two steps: forward to per-sequence sums, and forward+backward of the mean over tokens. Three
-    implementations, interleaved and checked against float64 first: klfast, the frameworks' eager
-    formula, ``torch.compile`` of it.
+    Two steps: forward to per-sequence sums, and forward+backward of the mean over tokens. Two
+    implementations, interleaved and checked against float64 first: klfast and the frameworks' eager
+    formula. ``python -m benchmarks`` has ``torch.compile`` too, whose compiler takes longer than
+    the rest.
 
     Returns:
         A dict for each case and implementation: ``case``, ``impl``, ``median_ms`` and ``min_ms`` of
@@ -33,7 +35,7 @@ def time_kl_step(
     rows = []
     for label, size in ((f"{list(shape)} of this run", shape), (str(list(large)), large)):
         for step, op in STEPS.items():
-            measured = measure(Case(op, "fp32", size), plan or Plan())
+            measured = measure(Case(op, "fp32", size), plan)
             busy = None if measured.load is None else not measured.load.is_idle
             for row in measured.rows:
                 if row.ratio is not None:  # but for plain reads

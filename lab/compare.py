@@ -13,11 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import torch
-
 from lab import folder, run
 from lab.accuracy import measure, read_accuracy
 from lab.answer import answer, reading
+from lab.cores import one_thread
 from lab.lock import locked
 from lab.model import count_parameters
 from lab.pictures import draw_pictures
@@ -88,33 +87,38 @@ def _compare(options: Options, stop: Callable[[], bool] | None, team: Team) -> b
 def _run(
     experiment: Run, options: Options, stop: Callable[[], bool] | None, console: Console
 ) -> bool:
-    with one_thread():
-        report = _compute_and_report(experiment, stop, console)
-    if not experiment.team.leads:
-        return experiment.finished
-    _print_result(experiment, console)
-    finished = experiment.finished
-    if not finished:
-        console.print("Interrupted. Everything done so far is saved; go on with --resume.")
-    elif options.bench:
-        finished = _add_speed(experiment, console)
-    _print_line(console, f"Report: {report}")
+    """Alone, whatever happens leaves a report; an error of a rank may have left the others."""
+    leaves_report = experiment.team.group is None
+    _print_plan(experiment, console)
+    try:
+        _compute(experiment, stop, console)
+        leaves_report = experiment.team.leads
+        finished = experiment.finished
+        if leaves_report:
+            _print_result(experiment, console)
+            if not finished:
+                text = "Interrupted. Everything done so far is saved; go on with --resume."
+                _print_line(console, text)
+            elif options.bench:
+                finished = _add_speed(experiment, console)
+    finally:
+        if leaves_report:
+            report = write_report(experiment)
+    if leaves_report:
+        _print_line(console, f"Report: {report}")
+        _print_line(console, f"Open it in a browser: {report.resolve().as_uri()}")
     return finished
 
 
-def _compute_and_report(
-    experiment: Run, stop: Callable[[], bool] | None, console: Console
-) -> Path | None:
-    """Alone, whatever happens leaves a report; an error of a rank may have left the others."""
-    if experiment.team.group is None:
-        try:
-            _compute(experiment, stop, console)
-        finally:
-            report: Path | None = write_report(experiment)
-        return report
-    _compute(experiment, stop, console)
-    run.unshard(experiment)
-    return write_report(experiment) if experiment.team.leads else None
+def _print_plan(experiment: Run, console: Console) -> None:
+    settings = experiment.settings
+    _print_line(
+        console,
+        f"Pretraining a GPT of {count_parameters(experiment.pretraining.model):,} parameters for "
+        f"{settings.pretrain_steps} steps. It is the reference of {len(settings.arms)} arms of "
+        f"{settings.steps} steps, {run.workers(experiment)} of which train at a time. The results "
+        f"go to {experiment.out}.",
+    )
 
 
 def _print_line(console: Console, text: str) -> None:
@@ -201,22 +205,11 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Numbers then do not depend on the cores of a machine; the model is too small to miss them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console) -> None:
     from lab.terminal import progress_bars
 
     bars_shown = progress_bars(console, experiment.settings)
-    with interruptible() as interrupted, bars_shown as bars:
+    with one_thread(), interruptible() as interrupted, bars_shown as bars:
 
         def stopped() -> bool:
             return experiment.team.any(interrupted() or (stop is not None and stop()))
@@ -225,8 +218,11 @@ def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console)
         run.pretrain(experiment, stopped, bars.pretrained)
         if experiment.pretrained:
             run.train(experiment, stopped, bars.trained)
+    if experiment.team.group is not None:
+        run.unshard(experiment)
 
 
+@one_thread()
 def write_report(experiment: Run) -> Path:
     """Draws the pictures and writes the report; returns its path."""
     settings, rows, out = experiment.settings, experiment.rows, experiment.out
@@ -281,14 +277,12 @@ def _add_speed(experiment: Run, console: Console) -> bool:
     path, settings = experiment.out / folder.SPEED, experiment.settings
     speed: list[SpeedRow] | None = folder.read_json(path)
     if speed is None:
+        _print_line(console, "Timing the KL step against eager PyTorch, for some 10 s ...")
         try:
-            with console.status("Timing the KL step against eager PyTorch and torch.compile ..."):
-                speed = time_kl_step((settings.batch, settings.continuation_length))
+            speed = time_kl_step((settings.batch, settings.continuation_length))
         except KeyboardInterrupt:
-            console.print("Interrupted: the report is complete but for the speed table.")
+            _print_line(console, "Interrupted: the report is complete but for the speed table.")
             return False
         folder.write_json(path, speed)
-        with one_thread():
-            write_report(experiment)
     print_speed(console, speed)
     return True

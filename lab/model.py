@@ -1,6 +1,7 @@
 """A small GPT in plain PyTorch: the policy, and (frozen) the reference.
 
-Shapes: B sequences, S tokens in the context so far, T new tokens, D channels, V characters.
+Shapes: P prompts of S tokens, B continuations of T tokens, D channels, V tokens in the vocabulary.
+The continuations of a prompt are neighbours: B / P of them for each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from lab.team import Share
 
 @dataclass(frozen=True)
 class Batch:
-    """Sampled continuations. ``mask`` ``[B, T]`` ends with the token that ends the paragraph."""
+    """Sampled continuations.
+
+    ``prompts`` ``[P, S]``, ``continuations`` ``[B, T]``. ``mask`` ``[B, T]`` ends with the token
+    that ends the paragraph.
+    """
 
     prompts: Tensor
     continuations: Tensor
@@ -33,7 +38,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, start: int, cache: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, start: int, cache: Tensor | None, mask: Tensor | None) -> Tensor:
         """``[B, T, D]`` -> ``[B, T, D]``; keys and values go to, and come from, the cache."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -41,7 +46,8 @@ class Attention(nn.Module):
         if cache is not None:
             cache[:, :, :, start : start + length] = qkv[1:]
             key, value = cache[:, :, :, : start + length].unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=start == 0)
+        causal = mask is None and start == 0
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return projected
 
@@ -56,8 +62,8 @@ class Block(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x: Tensor, start: int, cache: Tensor | None) -> Tensor:
-        mixed: Tensor = x + self.attention(self.attention_norm(x), start, cache)
+    def forward(self, x: Tensor, start: int, cache: Tensor | None, mask: Tensor | None) -> Tensor:
+        mixed: Tensor = x + self.attention(self.attention_norm(x), start, cache, mask)
         return mixed + cast(Tensor, self.mlp(self.mlp_norm(mixed)))
 
 
@@ -81,15 +87,27 @@ class GPT(nn.Module):
                 elif name.endswith("bias"):
                     parameter.zero_()
 
-    def forward(self, ids: Tensor, start: int = 0, caches: list[Tensor] | None = None) -> Tensor:
-        """``[B, T]`` at positions from ``start`` -> logits ``[B, T, V]``.
+    def forward(
+        self,
+        ids: Tensor,
+        start: int = 0,
+        caches: list[Tensor] | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """Token ids ``[B, T]`` -> logits ``[B, T - first, V]``, from the token ``first`` on.
 
         With caches, the tokens before ``start`` are in them; T is then 1, or start is 0.
+        ``positions`` ``[T]`` are by default those from ``start`` on. ``mask`` ``[T, T]`` says which
+        tokens a token sees, by default all before it.
         """
-        x = self.tokens(ids) + self.positions.weight[start : start + ids.shape[1]]
+        if positions is None:
+            positions = torch.arange(start, start + ids.shape[1])
+        x = self.tokens(ids) + self.positions(positions)
         for i, block in enumerate(self.blocks):
-            x = block(x, start, caches[i] if caches else None)
-        return functional.linear(self.norm(x), self.tokens.weight)
+            x = block(x, start, caches[i] if caches else None, mask)
+        return functional.linear(self.norm(x[:, first:]), self.tokens.weight)
 
     def new_caches(self, batch: int) -> list[Tensor]:
         """Room for a full context: per layer ``[2, B, heads, S + T, D / heads]``."""
@@ -113,20 +131,21 @@ def sample(
     generator: torch.Generator,
     share: Share | None = None,
 ) -> Tensor:
-    """Continuations ``[B, length]`` of ``prompts`` ``[B, S]``, drawn at temperature 1.
+    """Continuations ``[B, length]`` of ``prompts`` ``[P, S]``, drawn at temperature 1.
 
-    With a share they are those that its rows of the whole batch would get.
+    With a share they are those that its rows of the whole batch would get; otherwise B is P.
     """
-    share = share or Share(slice(None), len(prompts))
+    share = share or Share(slice(0, len(prompts)), len(prompts))
+    group = (share.rows.stop - share.rows.start) // len(prompts)
     caches = model.new_caches(len(prompts))
+    logits = model(prompts, 0, caches, first=-1).repeat_interleave(group, 0)
+    caches = [cache.repeat_interleave(group, 1) for cache in caches]
     drawn: list[Tensor] = []
-    new, start = prompts, 0
-    for _ in range(length):
-        logits = model(new, start, caches)[:, -1]
-        start += new.shape[1]
+    for position in range(prompts.shape[1], prompts.shape[1] + length):
+        if drawn:
+            logits = model(drawn[-1], position - 1, caches)
         uniform = torch.rand(share.total, 1, generator=generator)[share.rows]
-        new = draw(logits.softmax(-1), uniform)
-        drawn.append(new)
+        drawn.append(draw(logits[:, 0].softmax(-1), uniform))
     return torch.cat(drawn, 1)
 
 
@@ -138,10 +157,21 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def continuation_logits(model: nn.Module, prompts: Tensor, continuations: Tensor) -> Tensor:
-    """Logits ``[B, T, V]`` at each token of ``continuations``, given all before it."""
-    ids = torch.cat([prompts, continuations], 1)
-    logits: Tensor = model(ids[:, :-1])[:, prompts.shape[1] - 1 :]
-    return logits
+    """Logits ``[B, T, V]`` at each token of ``continuations``, given all before it.
+
+    A row of the model's batch is a prompt and then its continuations, which do not see each other:
+    so the prompt is read once.
+    """
+    (rows, length), own = prompts.shape, continuations.shape[1] - 1
+    group = len(continuations) // rows
+    positions = torch.cat([torch.arange(length), torch.arange(length, length + own).repeat(group)])
+    branch = torch.cat([torch.zeros(length), torch.arange(1, group + 1).repeat_interleave(own)])
+    mask = ((branch[:, None] == branch) | (branch == 0)).tril()
+    ids = torch.cat([prompts, continuations[:, :-1].reshape(rows, -1)], 1)
+    logits: Tensor = model(ids, positions=positions, mask=mask, first=length - 1)
+    begin = logits[:, None, :1].expand(-1, group, -1, -1)
+    rest = logits[:, 1:].reshape(rows, group, own, -1)
+    return torch.cat([begin, rest], 2).flatten(0, 1)
 
 
 def cross_entropy(model: GPT, windows: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from lab.cores import side_by_side
 from lab.model import GPT, cross_entropy
 from lab.settings import Settings
 from lab.text import Corpus, random_windows
@@ -45,13 +47,19 @@ def pretrain_step(state: PretrainState, corpus: Corpus, settings: Settings) -> f
     windows = random_windows(
         corpus.train, settings.pretrain_batch, settings.context, state.generator
     )
-    loss = cross_entropy(state.model, windows)
     state.optimizer.zero_grad()
-    torch.autograd.backward(loss)
+
+    def add_gradient(part: Tensor) -> float:
+        loss = cross_entropy(state.model, part) * (len(part) / len(windows))
+        torch.autograd.backward(loss)
+        return float(loss.detach())
+
+    # Two parts, on any number of cores: the sum of two gradients does not depend on their order.
+    losses = side_by_side(add_gradient, windows.chunk(2))
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
     state.optimizer.step()
     state.step += 1
-    return float(loss.detach())
+    return sum(losses)
 
 
 def _schedule(step: int, steps: int) -> float:

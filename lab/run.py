@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from klfast.provenance import commit
 from klfast.version import __version__
 from lab import folder
+from lab.cores import cores, side_by_side
 from lab.folder import Row
 from lab.model import GPT, frozen_copy
 from lab.pretrain import PretrainState, new_pretraining, pretrain_step
@@ -35,7 +38,7 @@ from lab.team import ALONE, Team, load_whole_state, whole_state
 from lab.text import Corpus
 from lab.train import ArmState, World, build_world, new_arm, train_step
 
-VERSION = 4
+VERSION = 5
 """The version of a run's records and arithmetic: a run goes on under the one it began with."""
 
 SAVE_EVERY = 10
@@ -58,7 +61,9 @@ class Run:
 
     @property
     def rows(self) -> list[Row]:
-        return [row for arm in self.arms.values() for row in arm.rows]
+        """The records, one arm after the other."""
+        done = (self.arms[name] for name in self.settings.arms if name in self.arms)
+        return [row for arm in done for row in arm.rows]
 
     @property
     def pretrained(self) -> bool:
@@ -189,33 +194,54 @@ def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) 
     run.team.equalise(state.model)
 
 
+def workers(run: Run) -> int:
+    """How many arms are trained at a time. Ranks have to take the same steps in the same order."""
+    return min(cores(), len(run.settings.arms)) if run.team.group is None else 1
+
+
 def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
-    """Runs, or goes on running, one arm after the other; returns early when ``stopped``."""
+    """Trains the arms, or goes on training them; returns early when ``stopped``.
+
+    Threads take turns at the arms, each turn up to the arm's next checkpoint, so that all arms end
+    at about the same time. An arm's numbers do not depend on the others.
+    """
     world = build_world(run.corpus, run.reference, run.settings)
     for name in run.settings.arms:
-        if stopped():
-            return
         if name not in run.arms:
             run.arms[name] = new_arm(name, world, run.settings, run.team)
-        arm = run.arms[name]
-        _train_arm(run, arm, world, stopped, on_step)
+    turns = cycle(run.arms.values())
+    end = threading.Event()
+
+    def work(_: int) -> None:
+        try:
+            while not (run.finished or end.is_set()):
+                arm = next(turns)
+                with arm.turn:
+                    if not _take_turn(run, arm, world, stopped, on_step):
+                        break
+        finally:
+            end.set()  # an error or a stop in one thread ends all
+
+    side_by_side(work, range(workers(run)))
+    if run.team.leads:
+        folder.write_rows(run.out / folder.METRICS, run.rows)
 
 
-def _train_arm(
+def _take_turn(
     run: Run, arm: ArmState, world: World, stopped: Stopped, on_step: Callable[[Row], None]
-) -> None:
-    steps = run.settings.steps
-    saved = len(arm.rows)
-    while len(arm.rows) < steps and not stopped():
+) -> bool:
+    """Trains an arm up to its next checkpoint; returns whether it came there."""
+    before, goes_on = len(arm.rows), True
+    while len(arm.rows) < run.settings.steps and (goes_on := not stopped()):
         row = train_step(arm, world, run.settings, run.team)
         if run.team.leads:
             folder.append_row(run.out / folder.METRICS, row)
         on_step(row)
         if len(arm.rows) % SAVE_EVERY == 0:
-            _save_arm(run, arm)
-            saved = len(arm.rows)
-    if saved != len(arm.rows):
+            break
+    if len(arm.rows) > before:
         _save_arm(run, arm)
+    return goes_on
 
 
 def _checkpoint(out: Path, name: str) -> Path:

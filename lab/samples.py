@@ -9,7 +9,7 @@ import torch
 from lab.arms import ARMS
 from lab.model import GPT, sample
 from lab.run import Run
-from lab.text import random_prompts
+from lab.text import prompt_starts, random_prompts
 from lab.train import kept
 
 PROMPTS = 3
@@ -29,7 +29,8 @@ def sample_texts(run: Run) -> list[Sample]:
     models += [(ARMS[arm.name].label, arm.policy) for arm in run.arms.values() if arm.rows]
     generator = torch.Generator().manual_seed(run.settings.seed)
     corpus, settings = run.corpus, run.settings
-    prompts = random_prompts(corpus, corpus.held_out, PROMPTS, settings.prompt_length, generator)
+    starts = prompt_starts(corpus, corpus.held_out, settings.prompt_length)
+    prompts = random_prompts(corpus.held_out, starts, PROMPTS, settings.prompt_length, generator)
     texts = [(label, _continue(model, prompts, run)) for label, model in models]
     return [
         Sample(corpus.decode(prompt), [(label, own[i]) for label, own in texts])

@@ -78,7 +78,7 @@ class Settings:
     layers: int = 2
     width: int = 96
     heads: int = 4
-    held_out_windows: int = 32
+    held_out_windows: int = 16
 
     @property
     def context(self) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -25,13 +27,20 @@ from lab.settings import Settings
 from lab.summary import Summary
 from lab.words import number
 
+LINE_SECONDS = 5.0
+"""Without a terminal, a bar's next line comes so much later."""
+
+_ALL = "all"
+_ARM_STEP = 2.0  # an arm's step takes as long as so many of the pretraining
+
 
 @dataclass
 class Bars:
-    """A bar for the pretraining and one for each arm."""
+    """A bar for the pretraining, for each arm and for all; lines where there is no terminal."""
 
     progress: Progress
     tasks: dict[str, TaskID]
+    said: dict[str, float] = field(default_factory=dict)
 
     def show(self, pretrain_step: int, rows: list[Row]) -> None:
         """The steps that an interrupted run had already done."""
@@ -39,6 +48,8 @@ class Bars:
             self._move("pretraining", pretrain_step, "")
         for row in {row["arm"]: row for row in rows}.values():
             self.trained(row)
+        done = self.progress.tasks[self.tasks[_ALL]].completed
+        self.progress.reset(self.tasks[_ALL], completed=int(done))  # they say nothing of speed
 
     def pretrained(self, step: int, loss: float) -> None:
         self._move("pretraining", step, f"loss {loss:.2f}")
@@ -47,10 +58,25 @@ class Bars:
         self._move(row["arm"], row["step"], describe(row))
 
     def _move(self, name: str, step: int, note: str) -> None:
-        task = self.tasks[name]
-        if not self.progress.tasks[task].started:
-            self.progress.start_task(task)
-        self.progress.update(task, completed=step, note=note)
+        task, whole = (self.progress.tasks[self.tasks[each]] for each in (name, _ALL))
+        if not task.started:
+            self.progress.start_task(task.id)
+        cost = 1.0 if name == "pretraining" else _ARM_STEP
+        self.progress.advance(whole.id, cost * (step - task.completed))
+        self.progress.update(task.id, completed=step, note=note)
+        left = "" if not whole.time_remaining else f"about {duration(whole.time_remaining)} left"
+        self.progress.update(whole.id, note=left)
+        now = time.monotonic()
+        if self.progress.disable and (
+            step == task.total or now - self.said.get(name, -math.inf) >= LINE_SECONDS
+        ):
+            self.said[name] = now
+            text = ", ".join(filter(None, [f"{name}: step {step} of {task.total:.0f}", note, left]))
+            self.progress.console.print(text, soft_wrap=True, highlight=False)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def describe(row: Row) -> str:
@@ -65,17 +91,19 @@ def progress_bars(console: Console, settings: Settings) -> Iterator[Bars]:
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=6),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
         console=console,
+        disable=not console.is_terminal,
     )
     totals = {"pretraining": settings.pretrain_steps}
     totals.update(dict.fromkeys(settings.arms, settings.steps))
+    everything = settings.pretrain_steps + _ARM_STEP * settings.steps * len(settings.arms)
     with progress:
         tasks = {
-            name: progress.add_task(name, total=total, start=False, note="")
-            for name, total in totals.items()
+            name: progress.add_task(name, total=total, start=name == _ALL, note="")
+            for name, total in {**totals, _ALL: everything}.items()
         }
         yield Bars(progress, tasks)
 

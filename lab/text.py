@@ -11,6 +11,7 @@ import pydoc_data.topics
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Corpus:
         return "".join(self.tokens[i] for i in ids.tolist())
 
 
+@cache
 def load_corpus() -> Corpus:
     """The prose of Python's own language reference, as shipped in ``pydoc_data.topics``."""
     return build_corpus(prose_paragraphs(pydoc_data.topics.topics))
@@ -95,16 +97,15 @@ def even_windows(ids: Tensor, count: int, length: int) -> Tensor:
 
 
 def random_prompts(
-    corpus: Corpus, ids: Tensor, count: int, length: int, generator: torch.Generator
+    ids: Tensor, starts: Tensor, count: int, length: int, generator: torch.Generator
 ) -> Tensor:
-    """``[count, length]`` prompts: real text up to the end of a word, none across paragraphs."""
-    starts = prompt_starts(corpus, ids, length)
+    """``[count, length]`` of ``ids``, which begin at some of ``starts``."""
     chosen = starts[torch.randint(len(starts), (count,), generator=generator)]
     return ids[chosen[:, None] + torch.arange(length)]
 
 
 def prompt_starts(corpus: Corpus, ids: Tensor, length: int) -> Tensor:
-    """Where a prompt of ``length`` may begin: at a word, a word following it, in one paragraph."""
+    """Places in ``ids`` from which ``length`` tokens are whole words of one paragraph."""
     begins_word = torch.tensor([token.startswith(" ") for token in corpus.tokens])[ids]
     paragraph = torch.cumsum(ids == corpus.end, 0)
     first = torch.arange(len(ids) - length)

@@ -6,6 +6,7 @@ Shapes: B = prompts x group sequences, T tokens in a continuation.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +36,7 @@ from lab.off_policy import (
 )
 from lab.settings import CompareError, Settings
 from lab.team import ALONE, Share, Team
-from lab.text import Corpus, even_windows, random_prompts
+from lab.text import Corpus, even_windows, prompt_starts, random_prompts
 
 ESTIMATOR = Estimator("k3+")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
@@ -58,6 +59,7 @@ class World:
         corpus: the text.
         reference: the pretrained, frozen model.
         held_out: ``[W, context]`` windows on which fluency is measured.
+        starts: where prompts may begin in the train part.
         letters: ``[V]`` how often the rewarded letter occurs in each token.
         characters: ``[V]`` the length of each token's text.
     """
@@ -65,6 +67,7 @@ class World:
     corpus: Corpus
     reference: GPT
     held_out: Tensor
+    starts: Tensor
     letters: Tensor
     characters: Tensor
 
@@ -74,7 +77,8 @@ class ArmState:
     """The state of one arm: all that a step reads and changes.
 
     ``trainee`` has the policy's weights, and passes gradients to the other ranks. ``sampler`` draws
-    the tokens; the policy itself where there is none.
+    the tokens; the policy itself where there is none. The thread that trains the arm holds
+    ``turn``.
     """
 
     name: str
@@ -85,6 +89,7 @@ class ArmState:
     generator: torch.Generator
     sampler: GPT | None = None
     rows: list[Row] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
         corpus=corpus,
         reference=reference,
         held_out=even_windows(corpus.held_out, settings.held_out_windows, settings.context),
+        starts=prompt_starts(corpus, corpus.train, settings.prompt_length),
         letters=torch.tensor([float(t.lower().count(settings.letter)) for t in corpus.tokens]),
         characters=torch.tensor([float(len(t)) for t in corpus.tokens]),
     )
@@ -131,7 +137,7 @@ def new_arm(name: str, world: World, settings: Settings, team: Team = ALONE) -> 
 
 def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALONE) -> Row:
     """Samples, rewards, penalises, updates policy and coefficient; returns the step's record."""
-    started = time.perf_counter()
+    started = time.thread_time()
     share = team.share(settings.prompts, settings.group)
     if arm.sampler is not None and len(arm.rows) % settings.staleness == 0:
         synchronize(arm.sampler, arm.policy)
@@ -195,7 +201,7 @@ def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALO
             **drift_record(team.gather_rollout(corrected.stats, share)),
             "weighted_k1": float(whole(weighted).mean()),
         }
-    row["step_seconds"] = time.perf_counter() - started
+    row["step_seconds"] = time.thread_time() - started
     if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
         raise CompareError(
             f"arm {arm.name!r} diverged at step {row['step']}: there is a NaN or an infinity among "
@@ -215,8 +221,8 @@ def sample_batch(
     corpus = world.corpus
     share = share or ALONE.share(settings.prompts, settings.group)
     prompts = random_prompts(
-        corpus, corpus.train, settings.prompts, settings.prompt_length, arm.generator
-    ).repeat_interleave(settings.group, 0)[share.rows]
+        corpus.train, world.starts, settings.prompts, settings.prompt_length, arm.generator
+    )[share.rows.start // settings.group : share.rows.stop // settings.group]
     model = arm.policy if arm.sampler is None else arm.sampler
     continuations = sample(model, prompts, settings.continuation_length, arm.generator, share)
     return Batch(prompts, continuations, kept(continuations, corpus.end))
@@ -275,7 +281,7 @@ def kl_step(
     estimator: Estimator = ESTIMATOR,
     sequences: float | None = None,
 ) -> tuple[Tensor, KLStats, float]:
-    """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and the seconds taken.
+    """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and its processor time.
 
     ``mask`` may hold weights. ``sequences`` divides the sum over sequences; those that there are by
     default.
@@ -284,7 +290,7 @@ def kl_step(
     gradient is taken apart so that the time is the penalty's alone, forward and backward.
     """
     logprobs = logprobs.requires_grad_()
-    started = time.perf_counter()
+    started = time.thread_time()
     penalty, stats = kl_penalty(
         logprobs,
         ref_logprobs,
@@ -296,7 +302,7 @@ def kl_step(
         return_stats=True,
     )
     (gradient,) = torch.autograd.grad(penalty, logprobs)
-    return gradient, stats, time.perf_counter() - started
+    return gradient, stats, time.thread_time() - started
 
 
 def kl_record(stats: KLStats) -> Row:

@@ -50,8 +50,9 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
         of_this = torch.where(a == -torch.inf, 0.0, torch.exp(a) * (a - b))
         kl = of_this - rest_a * rest
     else:  # the same by terms that do not cancel
-        of_this = torch.exp(a) * exp_minus_1_minus(b - a)
-        of_this = torch.where(a == -torch.inf, torch.exp(b), of_this)
+        gap = (b - a).clamp(max=200)  # beyond, exp(a) is 0
+        far, near = torch.exp(b) - torch.exp(a) * (1 + gap), exp_minus_1_minus(gap)
+        of_this = torch.where(gap > 1, far, torch.exp(a) * near)
         kl = of_this + rest_a * exp_minus_1_minus(rest)
     return kl.clamp(min=0)
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from experiment import metrics, no_pictures, one_corpus, without_times
+from experiment import metrics, no_pictures, without_times
 
 import klfast
 from benchmarks.__main__ import main as benchmarks_main
@@ -30,8 +30,7 @@ def whole(case):
 
 @pytest.fixture(autouse=True)
 def _quick():
-    """One corpus and no pictures."""
-    with one_corpus(), no_pictures():
+    with no_pictures():
         yield
 
 
@@ -115,7 +114,7 @@ def rows(out):
 def finished(tmp_path_factory):
     """A run that was never interrupted. Not to be changed."""
     out = tmp_path_factory.mktemp("cli") / "finished"
-    with one_corpus(), no_pictures():
+    with no_pictures():
         assert outcome("compare", "--out", out, *SHORT)[0] == 0
     return out
 

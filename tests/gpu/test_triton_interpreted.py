@@ -56,7 +56,7 @@ def run_interpreted(*arguments):
 
 @pytest.mark.long
 def test_all_dtypes_pass_in_the_interpreter():
-    assert passed(run_interpreted("-m", "not exhaustive", *SMOKE)) > 8
+    assert passed(run_interpreted("-m", "not exhaustive", *SMOKE)) >= 2 * 4  # of four dtypes
 
 
 @exhaustive

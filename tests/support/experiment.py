@@ -2,14 +2,12 @@
 
 import json
 from contextlib import contextmanager
-from functools import cache
 
 import pytest
 
 from lab import compare as compare_module
 from lab import folder
 from lab.pictures import Picture
-from lab.text import load_corpus
 
 TINY = {
     "pretrain_steps": 3,
@@ -23,19 +21,6 @@ TINY = {
     "held_out_windows": 4,
 }
 """Settings; a run has its steps and arms beside them."""
-
-
-@cache
-def corpus():
-    return load_corpus()
-
-
-@contextmanager
-def one_corpus():
-    """All runs share a corpus, which takes a second to make."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "load_corpus", corpus)
-        yield patch
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +22,15 @@ ROOT = Path(klfast.__file__).parents[1]
 SHORT = ["--steps", "2", "--arms", "adaptive", "--pretrain-steps", "2", "--no-bench"]
 
 
-def test_compare_writes_a_report_and_names_it(tmp_path, capsys):
+def test_compare_writes_a_report_and_names_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     out = tmp_path / "new" / "folder"
     assert main(["compare", *SHORT, "--seed", "3", "--target", "2.5", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(f"Report: {out / 'report.html'}")
+    printed = capsys.readouterr().out
+    assert printed.startswith("Pretraining a GPT of ")
+    assert re.search(r"^adaptive: step 1 of \d+, KL 0, exact 0, coef 0\.03, reward", printed, re.M)
+    page = out / "report.html"
+    assert printed.endswith(f"Report: {page}\nOpen it in a browser: {page.as_uri()}\n")
     settings = json.loads((out / "settings.json").read_text())["settings"]
     assert (settings["seed"], settings["target"], settings["arms"]) == (3, 2.5, ["adaptive"])
     names = {path.name for path in out.iterdir()}
@@ -243,7 +249,7 @@ def test_a_report_in_ascii_has_question_marks_and_ends_as_others_do(tmp_path):
     code, printed, _ = shell(f"cd {tmp_path}; $PYTHON -m {command}", PYTHONIOENCODING="ascii")
     assert code == 0
     assert "?stale sampler?" in printed
-    assert printed.rstrip().endswith("Report: out/report.html")
+    assert "\nReport: out/report.html\nOpen it in a browser: file:///" in printed
 
 
 def test_the_version_is_said_with_its_commit(monkeypatch, capsys):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from experiment import TINY, metrics, no_pictures, one_corpus, without_times
+from experiment import TINY, metrics, no_pictures, without_times
 
 from lab import folder, run
 from lab.compare import Options, compare
@@ -28,10 +28,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
-    """One corpus, pictures without drawing, and checkpoints often enough to be caught."""
+    """Pictures without drawing, and checkpoints often enough to be caught."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads does not live on in a fork
-    with one_corpus() as patch, no_pictures():
+    with no_pictures() as patch:
         patch.setattr(run, "SAVE_EVERY", 3)
         patch.setattr(run, "PRETRAIN_SAVE_EVERY", 3)
         yield

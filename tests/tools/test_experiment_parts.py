@@ -24,7 +24,8 @@ from lab.settings import (
     settings_from_json,
     settings_to_json,
 )
-from lab.text import build_corpus, load_corpus, prose_paragraphs, random_prompts
+from lab.team import Share
+from lab.text import build_corpus, load_corpus, prompt_starts, prose_paragraphs, random_prompts
 from lab.words import number
 
 PARAGRAPHS = [f"the {word} is a kind of thing that one sees" for word in "abcdefghijklmnopqrst"]
@@ -63,7 +64,8 @@ def test_encoding_is_reversible_and_prefers_whole_words():
 
 def test_prompts_stay_inside_a_paragraph_and_end_with_a_word(corpus):
     generator = torch.Generator().manual_seed(0)
-    prompts = random_prompts(corpus, corpus.train, 50, 8, generator)
+    starts = prompt_starts(corpus, corpus.train, 8)
+    prompts = random_prompts(corpus.train, starts, 50, 8, generator)
     text = corpus.decode(corpus.train)
     for prompt in prompts:
         words = corpus.decode(prompt)
@@ -72,15 +74,20 @@ def test_prompts_stay_inside_a_paragraph_and_end_with_a_word(corpus):
         assert words + " " in text
 
 
-def test_cached_sampling_draws_from_the_model(model):
-    prompts = torch.randint(20, (400, 4), generator=torch.Generator().manual_seed(1))
-    drawn = sample(model, prompts, 8, torch.Generator().manual_seed(2))
+@pytest.mark.parametrize("group", [1, 4])
+def test_cached_sampling_draws_from_the_model(model, group):
+    """A prompt is read once for all its continuations, which changes no logits."""
+    count = 400 // group
+    prompts = torch.randint(20, (count, 4), generator=torch.Generator().manual_seed(1))
+    share = Share(slice(0, 400), 400)
+    drawn, again = (
+        sample(model, prompts, 8, torch.Generator().manual_seed(2), share) for _ in range(2)
+    )
     assert drawn.shape == (400, 8)
-    again = sample(model, prompts, 8, torch.Generator().manual_seed(2))
     assert torch.equal(drawn, again)
 
     caches = model.new_caches(400)
-    ids = torch.cat([prompts, drawn], 1)
+    ids = torch.cat([prompts.repeat_interleave(group, 0), drawn], 1)
     stepwise = [model(ids[:, :4], 0, caches)[:, -1]]
     stepwise += [model(ids[:, t : t + 1], t, caches)[:, 0] for t in range(4, 11)]
     chosen = torch.stack(stepwise, 1).log_softmax(-1).gather(-1, drawn[..., None])[..., 0]
@@ -114,6 +121,7 @@ def test_reward_is_the_share_of_the_letter_and_unused_places_count():
         corpus=build_corpus(PARAGRAPHS),
         reference=None,
         held_out=None,
+        starts=None,
         letters=torch.tensor([0.0, 1.0, 2.0]),
         characters=torch.tensor([1.0, 1.0, 4.0]),
     )
@@ -130,9 +138,10 @@ def test_advantage_has_no_mean_within_a_group():
 def test_models_are_compared_over_the_vocabulary_and_at_the_drawn_tokens(model):
     reference = GPT(vocabulary=20, context=12, layers=1, width=8, heads=2)
     reference.initialise(torch.Generator().manual_seed(3))
-    ids = torch.randint(20, (3, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(8) < torch.tensor([[8], [1], [5]])
-    both = train.compare_models(model, reference, train.Batch(ids[:, :4], ids[:, 4:], mask))
+    ids = torch.randint(20, (6, 12), generator=torch.Generator().manual_seed(1))
+    ids[1::2, :4] = ids[::2, :4]  # two continuations of each prompt
+    mask = torch.arange(8) < torch.tensor([[8], [1], [5], [8], [2], [7]])
+    both = train.compare_models(model, reference, train.Batch(ids[::2, :4], ids[:, 4:], mask))
 
     p, q = (m(ids[:, :-1])[:, 3:].double().log_softmax(-1) for m in (model, reference))
     exact = (p.exp() * (p - q)).sum(-1) * mask
@@ -145,7 +154,7 @@ def test_models_are_compared_over_the_vocabulary_and_at_the_drawn_tokens(model):
     k1 = (logprobs - ref_logprobs).sum(1)
     torch.testing.assert_close(both.stats.k1.double(), k1, rtol=0, atol=rounding)
     weights = tuple(model.parameters())
-    share = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    share = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
     for gradient, expected in zip(
         torch.autograd.grad(both.logprobs, weights, share),
         torch.autograd.grad(logprobs, weights, share.double()),

@@ -4,13 +4,14 @@ import json
 import re
 import shutil
 import sys
+import threading
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import experiment
 import pytest
 import torch
-from experiment import contents, metrics, no_pictures, one_corpus, without_times
+from experiment import contents, metrics, no_pictures, without_times
 
 from klfast import provenance
 from lab import compare as compare_module
@@ -19,12 +20,6 @@ from lab.compare import Options, compare
 from lab.settings import CompareError
 
 TINY = {**experiment.TINY, "steps": 4, "arms": ("none", "adaptive")}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_corpus():
-    with one_corpus():
-        yield
 
 
 @pytest.fixture
@@ -153,17 +148,68 @@ def test_a_run_killed_between_checkpoints_goes_on_from_the_last_one(whole, tmp_p
     train_step = run.train_step
 
     def killed_at_step_4(arm, world, settings, team):
-        if len(arm.rows) == 3:
+        if len(arm.rows) == 3 and arm.name == "none":
             raise RuntimeError("killed")
         return train_step(arm, world, settings, team)
 
     monkeypatch.setattr(run, "train_step", killed_at_step_4)
     with pytest.raises(RuntimeError, match="killed"):
         compare(options(tmp_path))
-    assert len(metrics(tmp_path)) == 3
+    assert [row["step"] for row in metrics(tmp_path) if row["arm"] == "none"] == [1, 2, 3]
     monkeypatch.setattr(run, "train_step", train_step)
     assert compare(options(tmp_path, resume=True))
     assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
+
+
+@pytest.mark.usefixtures("_no_picture")
+@pytest.mark.parametrize("cores", [1, 5])
+def test_the_number_of_cores_changes_no_number(whole, tmp_path, monkeypatch, cores):
+    monkeypatch.setattr(run, "cores", lambda: cores)
+    monkeypatch.setattr(run, "SAVE_EVERY", 1)
+    threads = set()
+    train_step = run.train_step
+
+    def watched(arm, world, settings, team):
+        threads.add(threading.get_ident())
+        assert torch.get_num_threads() == 1
+        return train_step(arm, world, settings, team)
+
+    monkeypatch.setattr(run, "train_step", watched)
+    assert compare(options(tmp_path))
+    assert len(threads) <= min(cores, len(TINY["arms"]))
+    assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
+
+
+@pytest.mark.usefixtures("_no_picture")
+def test_an_arms_error_stops_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "cores", lambda: 2)
+    train_step = run.train_step
+    others = threading.Event()
+
+    def diverges(arm, world, settings, team):
+        if arm.name == "none":
+            others.wait(60)
+            raise CompareError("arm 'none' diverged")
+        others.set()
+        return train_step(arm, world, settings, team)
+
+    monkeypatch.setattr(run, "train_step", diverges)
+    with pytest.raises(CompareError, match="arm 'none' diverged"):
+        compare(options(tmp_path, steps=100_000))
+    rows = metrics(tmp_path)
+    assert {row["arm"] for row in rows} == {"adaptive"}
+    saved = torch.load(tmp_path / "checkpoints" / "adaptive.pt", weights_only=True)
+    assert saved["rows"] == rows
+
+
+@pytest.mark.usefixtures("_no_picture")
+def test_a_terminal_has_bars_in_place_of_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert compare(options(tmp_path))
+    printed = capsys.readouterr().out
+    assert "step 1 of" not in printed
+    for name in ("pretraining", *TINY["arms"], "all"):
+        assert re.search(rf"{name} .*100%", printed)
 
 
 @pytest.mark.usefixtures("_no_picture")
@@ -272,7 +318,7 @@ def test_resuming_with_another_setting_or_text_is_refused(whole, tmp_path):
 @pytest.mark.usefixtures("_no_picture")
 def test_a_diverging_arm_is_named_and_the_rest_reported(tmp_path):
     with pytest.raises(CompareError, match="arm 'none' diverged at step"):
-        compare(options(tmp_path, learning_rate=1e30))
+        compare(options(tmp_path, learning_rate=1e30, arms=("none",)))
     assert "stopped before any arm made a step" in (tmp_path / "report.html").read_text()
 
 
@@ -389,4 +435,5 @@ def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsy
     for text in ("this run [4, 6]", "eager", "12.5", "noisy, busy"):
         assert text in html
         assert text in printed
-    assert printed.rstrip().endswith(f"Report: {tmp_path / 'report.html'}")
+    assert printed.count(f"\nReport: {tmp_path / 'report.html'}\n") == 3
+    assert printed.count("Timing the KL step") == 1

@@ -6,7 +6,7 @@ from functools import cache
 import experiment
 import pytest
 import torch
-from experiment import corpus, metrics, no_pictures, one_corpus, without_times
+from experiment import metrics, no_pictures, without_times
 
 import klfast
 from klfast.rollout.presets import PRESETS
@@ -17,6 +17,7 @@ from lab.model import continuation_logits, frozen_copy
 from lab.pretrain import new_pretraining, pretrain_step
 from lab.settings import OFF_POLICY_ARMS, CompareError, Settings, check_settings
 from lab.summary import read_drift, summarise, summarise_drift
+from lab.text import load_corpus
 
 pytestmark = pytest.mark.exhaustive
 
@@ -30,25 +31,19 @@ TINY = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_corpus():
-    with one_corpus():
-        yield
-
-
 @cache
 def reference(precision):
     settings = Settings(**TINY, precision=precision)
-    pretraining = new_pretraining(corpus(), settings)
+    pretraining = new_pretraining(load_corpus(), settings)
     for _ in range(settings.pretrain_steps):
-        pretrain_step(pretraining, corpus(), settings)
+        pretrain_step(pretraining, load_corpus(), settings)
     return pretraining.model
 
 
 def trained(name, precision="float64", **changes):
     """(arm, its weights and its sampler's after each step)."""
     settings = Settings(**{**TINY, **changes}, precision=precision)
-    world = train.build_world(corpus(), frozen_copy(reference(precision)), settings)
+    world = train.build_world(load_corpus(), frozen_copy(reference(precision)), settings)
     arm = train.new_arm(name, world, settings)
     history = [(weights(arm.policy), None)]
     for _ in range(settings.steps):
@@ -161,7 +156,7 @@ def test_the_gradient_is_that_of_weighted_tokens(monkeypatch):
         return seen["corrected"]
 
     settings = Settings(**TINY, precision="float64")
-    world = train.build_world(corpus(), frozen_copy(reference("float64")), settings)
+    world = train.build_world(load_corpus(), frozen_copy(reference("float64")), settings)
     arm = train.new_arm("corrected", world, settings)
     train.train_step(arm, world, settings)
     monkeypatch.setattr(train, "correct", watched)

@@ -1,0 +1,42 @@
+"""Work on all cores, with numbers that do not depend on how many there are.
+
+A thread has one torch thread. Torch's kernels run without Python's lock, so that threads fill the
+cores as processes would, and share models and corpus.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def side_by_side(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """The results of ``work``, for each item in a thread of its own; or the first one's error."""
+    with ThreadPoolExecutor(len(items), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(work, items))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch has one thread. The model is too small for more of them to be of use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
