@@ -158,7 +158,7 @@ def test_a_penalty_goes_through_a_distributed_checkpoint_into_any_other(
     assert json.loads(json.dumps(state["penalty"], allow_nan=False)) == expected
     for one in (penalty, resumed):
         one(torch.tensor([[-1.0, -2.0]], dtype=dtype), torch.zeros(1, 2, dtype=dtype))
-    assert resumed.step() == penalty.step()
+    assert repr(resumed.step()) == repr(penalty.step())  # NaN equals NaN
 
 
 def penalties_of_ranks(rank, folder):
