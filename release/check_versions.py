@@ -117,7 +117,7 @@ def checked(interpreter: str, torch: str, folder: Path) -> dict[str, Any]:
         installed = environment.install_torch(torch)
         wheel = the_wheel(folder, environment)
         environment.install(wheel)
-        has_answers = environment.passes("-m", "klfast", "check")
+        has_answers = environment.passes("-m", "klfast", "check", "--strict")
         environment.install(*TOOLS)
         if environment.says("import torch; print(torch.__version__)") != installed:
             raise SystemExit(f"{wheel.name} brought another torch than {installed}")

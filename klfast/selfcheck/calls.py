@@ -74,8 +74,10 @@ def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tenso
     if graded and leaves:
         numbers = (torch.linspace(1, most, t.numel(), dtype=t.dtype, device="cpu") for t in graded)
         upstream = [n.to(t.device).view(t.shape) for n, t in zip(numbers, graded, strict=True)]
-        of = list(leaves.values())
-        grads = torch.autograd.grad(graded, of, upstream, materialize_grads=True)
+        # A scalar needs no grad_outputs, whose check in torch imports sympy.
+        products = [(t * n).flatten() for t, n in zip(graded, upstream, strict=True)]
+        total = torch.cat(products).sum()
+        grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
         found |= {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}
     return {name: output.detach() for name, output in found.items()}
 

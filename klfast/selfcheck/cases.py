@@ -276,7 +276,7 @@ def _rewards(row: Row, draw: Draw) -> Call:
 
 def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor]]:
     """Logits, mask and cu_seqlens; which tokens are kept; and what stores other logits."""
-    shape, edges, _ = _tokens(row, draw, (3, 7), (0, 5, 1, 0, 6))
+    shape, edges, _ = _tokens(row, draw, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
     words = row["words"]
 
@@ -349,7 +349,7 @@ def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, 
 
 def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor, Row]:
     """The policy, mask, ids and cu_seqlens; its hidden states; which tokens are kept; options."""
-    shape, edges, _ = _tokens(row, draw, (3, 7), (0, 5, 1, 0, 6))
+    shape, edges, _ = _tokens(row, draw, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
     hidden = draw.bell(*shape, row["width"])
     model = _model(row, draw, hidden, kept)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -76,11 +76,33 @@ class Failure:
     tolerance: str
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A backend passed or failed on a device, in the functions that "auto" gives it or in others.
+
+    Attributes:
+        auto: whether "auto" chooses the backend for these functions.
+        counts: whether a failure fails the check.
+        functions: names of ``klfast``'s.
+    """
+
+    device: str
+    backend: str
+    auto: bool
+    counts: bool
+    functions: list[str]
+    cases: int
+    failed: int
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``klfast check``."""
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: all that are here)")
     parser.add_argument("--backend", help="native, triton or reference (default: all that can run)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--strict", action="store_true", help='also fail where "auto" does not choose the backend'
+    )
     parser.add_argument(
         "--time", action="store_true", help="also time six sizes, beside eager PyTorch and a copy"
     )
@@ -102,7 +124,7 @@ def _refusing_nothing() -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if all is right, 1 if something is not, 2 for a device or backend that is not here."""
+    """0 if what counts passed, 1 if not, 2 for a device or backend that is not here."""
     begin = time.perf_counter()
     facts = info()
     try:
@@ -117,8 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
         tallies, failures = check(targets)
         times = _times(targets) if arguments.time else []
+    verdicts = _verdicts(tallies, facts, arguments)
+    passed = not any(verdict.counts and verdict.failed for verdict in verdicts)
     report = {
-        "passed": not failures,
+        "passed": passed,
+        "verdict": [asdict(verdict) for verdict in verdicts],
+        "next": _next_step(verdicts, passed),
         "seconds": time.perf_counter() - begin,
         "checks": [asdict(tally) for tally in tallies],
         "not_available": missing,
@@ -130,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         _print(report)
-    return int(bool(failures))
+    return int(not passed)
 
 
 def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
@@ -235,6 +261,80 @@ def _wrong(outcome: _Outcome) -> list[Wrong]:
         return [Wrong("the call", said, "no error", "-", "-")]
 
 
+def _verdicts(
+    tallies: Sequence[Tally], facts: Mapping[str, Any], arguments: argparse.Namespace
+) -> list[Verdict]:
+    """Each device has the backends that "auto" chooses, checked or not, and the others."""
+    found = []
+    for device in dict.fromkeys(tally.device for tally in tallies):
+        why_not = facts["backends"][device]["why_not"]
+        chosen = {
+            name: next(
+                backend.name
+                for backend in backends.BACKENDS.values()
+                if why_not[backend.name] is None and not backend.lacks(family.function)
+            )
+            for name, family in FAMILIES.items()
+        }
+        groups: dict[tuple[bool, str], list[Tally]] = {(True, b): [] for b in chosen.values()}
+        for tally in tallies:
+            if tally.device == device:
+                auto = chosen[tally.family] == tally.backend
+                groups.setdefault((auto, tally.backend), []).append(tally)
+        for (auto, backend), own in groups.items():
+            families = [t.family for t in own] or [f for f in chosen if chosen[f] == backend]
+            found.append(
+                Verdict(
+                    device,
+                    backend,
+                    auto,
+                    counts=auto or arguments.strict or arguments.backend is not None,
+                    functions=[FAMILIES[name].function for name in families],
+                    cases=sum(tally.cases for tally in own),
+                    failed=sum(tally.failed for tally in own),
+                )
+            )
+    return found
+
+
+def _sentence(verdict: Verdict) -> str:
+    """The sentence says if a backend passed, and if that matters."""
+    outcome = f"passed {verdict.cases} cases" if verdict.cases else "was not checked"
+    if verdict.failed:
+        outcome = f"FAILED {verdict.failed} of {verdict.cases} cases"
+    if verdict.auto:
+        some = len(verdict.functions) < len(FAMILIES)
+        of = f" for {', '.join(verdict.functions)}" if some else ""
+        return f'{verdict.device}: "auto" uses {verdict.backend}{of}, which {outcome}'
+    sentence = f"{verdict.device}: {verdict.backend} {outcome}"
+    if verdict.failed:
+        sentence += f", which matters only with backend={verdict.backend!r}"
+    return sentence
+
+
+def _next_step(verdicts: Sequence[Verdict], passed: bool) -> str:
+    """The steps that the user should take."""
+    steps = [_avoiding(v, verdicts) for v in verdicts if v.counts and v.failed]
+    if passed and all(verdict.cases for verdict in verdicts):
+        steps.append("use klfast")
+    elif passed:
+        steps.append('run `klfast check` without --backend, which checks what "auto" uses')
+    if any(verdict.auto and verdict.backend == "reference" for verdict in verdicts):
+        steps.append("reference is slow: see above why no other backend is available")
+    if any(verdict.failed for verdict in verdicts):
+        steps.append("open an issue with this output")
+    return "; ".join(steps)
+
+
+def _avoiding(wrong: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """Which backend to use in place of one that is wrong."""
+    for other in verdicts:
+        serves = other.cases and set(other.functions) >= set(wrong.functions)
+        if other.device == wrong.device and serves and not other.failed:
+            return f"use backend={other.backend!r} on {wrong.device} until {wrong.backend} is right"
+    return f"do not use {wrong.backend} on {wrong.device}"
+
+
 def _times(targets: Sequence[Target]) -> list[TimeRow]:
     """The outcomes of every device that is checked."""
     rows = []
@@ -248,6 +348,7 @@ def _print(report: dict[str, Any]) -> None:
     _print_table(
         ("device", "backend", "checked", "cases", "failed", "left out", "seconds"),
         [(*list(c.values())[:-1], f"{c['seconds']:.2f}") for c in report["checks"]],
+        texts=3,
     )
     for each in report["not_available"]:
         print(f"{each['device']}: {each['backend']} is not available: {each['reason']}")
@@ -260,22 +361,24 @@ def _print(report: dict[str, Any]) -> None:
     if len(failures) > SHOWN:
         print(f"and {len(failures) - SHOWN} more, which --json has")
     if report["times"]:
-        _print_table(TIMES, [cells_of(row) for row in report["times"]])
+        _print_table(TIMES, [cells_of(row) for row in report["times"]], texts=3)
     cases = sum(c["cases"] for c in report["checks"])
-    verdict = f"{len(failures)} FAILED" if failures else "all right"
-    print(f"\n{cases} cases in {report['seconds']:.1f} s: {verdict}")
+    print(f"\n{cases} cases in {report['seconds']:.1f} s, {len(failures)} failed")
+    for verdict in report["verdict"]:
+        print(_sentence(Verdict(**verdict)))
+    print(f"{'passed' if report['passed'] else 'FAILED'}: {report['next']}")
 
 
-def _print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], texts: int = 2) -> None:
     print()
-    print_plainly([tuple(headings), *(tuple(map(str, row)) for row in rows)])
+    print_plainly([tuple(headings), *(tuple(map(str, row)) for row in rows)], texts)
 
 
-def print_plainly(lines: Sequence[tuple[str, ...]]) -> None:
-    """Lines of cells in columns, the first two from the left."""
+def print_plainly(lines: Sequence[tuple[str, ...]], texts: int = 2) -> None:
+    """Lines of cells in columns: the first are texts, from the left, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        left, right = line[:2], line[2:]
-        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:2], strict=True)]
-        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[2:], strict=True)]
+        left, right = line[:texts], line[texts:]
+        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:texts], strict=True)]
+        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[texts:], strict=True)]
         print("  ".join(padded).rstrip())

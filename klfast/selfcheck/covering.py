@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -31,28 +31,24 @@ def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
 def _pairs_missing_from(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
     places = [(option, value) for option, size in enumerate(sizes) for value in range(size)]
     missing = {(a, b): None for a, b in combinations(places, 2) if a[0] != b[0]}  # in order
+    unmet = {a: {b for b in places if a[0] != b[0]} for a in places}
     for row in rows:
-        _remove(missing, row)
+        _remove(missing, unmet, row)
     added = []
     while missing:
-        chosen = dict(next(iter(missing)))
-        for option in range(len(sizes)):
-            if option not in chosen:
-                gains = [_gain(missing, (option, v), chosen) for v in range(sizes[option])]
-                chosen[option] = gains.index(max(gains))
-        added.append([chosen[option] for option in range(len(sizes))])
-        _remove(missing, added[-1])
+        chosen = set(next(iter(missing)))
+        for option in sorted(set(range(len(sizes))) - {option for option, _ in chosen}):
+            gains = [len(unmet[option, value] & chosen) for value in range(sizes[option])]
+            chosen.add((option, gains.index(max(gains))))
+        added.append([value for _, value in sorted(chosen)])
+        _remove(missing, unmet, added[-1])
     return added
 
 
-def _gain(missing: dict[Any, None], place: _Place, chosen: dict[int, int]) -> int:
-    return sum(tuple(sorted((place, other))) in missing for other in chosen.items())
-
-
-def _remove(missing: dict[Any, None], row: Sequence[int]) -> None:
-    for pair in _pairs(row):
-        missing.pop(pair, None)
-
-
-def _pairs(row: Sequence[int]) -> Iterator[tuple[_Place, _Place]]:
-    return combinations(enumerate(row), 2)
+def _remove(
+    missing: dict[tuple[_Place, _Place], None], unmet: dict[_Place, set[_Place]], row: Sequence[int]
+) -> None:
+    for a, b in combinations(enumerate(row), 2):
+        missing.pop((a, b), None)
+        unmet[a].discard(b)
+        unmet[b].discard(a)

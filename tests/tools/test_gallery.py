@@ -100,10 +100,11 @@ def test_the_notebook_of_controllers(run):
     names = run("controllers.ipynb")
     ends = [kl[-1] for kl, _, _ in names["fixed"].values()]
     assert ends == sorted(ends, reverse=True)
-    assert "choose a horizon" in str(names["said"][0].message)
-    for misses in (names["misses"], names["changed_misses"]):
-        first, ziegler, nupi = misses.values()
-        assert nupi < 0.5 * ziegler < ziegler < first
-    assert names["misses_of"]({"mine": names["mine"]})["mine"] > 2 * names["misses"]["nuPI"]
-    assert names["difference"] < 1e-4
+    assert any("choose a horizon" in str(warning.message) for warning in names["said"])
+    for runs in (names["controlled"], names["changed"]):
+        first, ziegler, nupi = names["misses_of"](runs).values()
+        assert nupi < 0.7 * ziegler < ziegler < 0.8 * first
+    (mine,) = names["misses_of"](names["mine"]).values()
+    assert mine > 2 * names["misses_of"](names["controlled"])["nuPI"]
+    assert names["difference"] < 1e-9
     assert names["first"].value == names["second"].value

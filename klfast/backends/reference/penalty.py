@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
+from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype, wide
 from klfast.estimator import Estimator
 from klfast.formulas import FORMULAS
@@ -92,15 +93,24 @@ def _with_linear_tail(
     """f, continued on its tangents beyond abs(x) = tail."""
     if tail is None:
         return formula
-    slope = torch.func.grad(lambda x: formula(x).sum())
 
     def tailed(x: Tensor) -> Tensor:
         beyond = x.abs() > tail
         nearest = x.detach().clamp(-tail, tail)
-        on_tangent = formula(nearest) + slope(nearest) * (x - nearest)
+        on_tangent = formula(nearest) + _slope(formula, nearest) * (x - nearest)
         return torch.where(beyond, on_tangent, formula(torch.where(beyond, nearest, x)))
 
     return tailed
+
+
+def _slope(formula: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The derivative of f at x, which has no graph."""
+    if are_tracing():
+        slope: Tensor = torch.func.grad(lambda x: formula(x).sum())(x)
+        return slope
+    with torch.inference_mode(False), torch.enable_grad():  # torch.func would import dynamo
+        leaf = x.detach().clone().requires_grad_()
+        return torch.autograd.grad(formula(leaf).sum(), leaf)[0]
 
 
 def _clip_value(
