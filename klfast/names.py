@@ -25,6 +25,9 @@ GradientName = Literal["value", "k2", "none"]
 ImportanceName = Literal["differentiable", "detached"]
 """``importance`` of a :class:`klfast.Estimator`, in the order of the ops."""
 
+ReturnEntropy = bool | Literal["detached"]
+"""``return_entropy=`` of the functions over a vocabulary; detached entropies have no gradient."""
+
 ReductionName = Literal[
     "none",
     "seq-sum",

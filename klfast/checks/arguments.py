@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import cast
@@ -87,6 +88,22 @@ def check_number(
     return number
 
 
+def check_integer(argument: str, value: object, wanted: str, *, least: int = -(2**63)) -> int:
+    """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within int64.
+    NumPy's integers are integers.
+    """
+    text = f"{argument} must be {wanted}, got {shown(value)}"
+    if isinstance(value, bool | Tensor):
+        raise TypeError(text)
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(text) from None
+    if not least <= number < 2**63:
+        raise ValueError(text)
+    return number
+
+
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     """The reduction is a known one, and has a denominator if there is a normalizer."""
     check_choice("reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS)
@@ -127,8 +144,9 @@ def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) 
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
-        expected = ", ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{argument} must have one of the dtypes {expected}, got {value.dtype}")
+        raise TypeError(
+            f"{argument} must have one of the dtypes {dtypes_text(dtypes)}, got {value.dtype}"
+        )
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else value.layout
         raise ValueError(f"{argument} must have the layout torch.strided, got {kind}")
@@ -138,6 +156,11 @@ def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) 
             f"{_CONSTANTS[argument]}"
         )
     return value
+
+
+def dtypes_text(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Dtypes as error texts list them."""
+    return ", ".join(str(dtype) for dtype in dtypes)
 
 
 def check_device(argument: str, value: Tensor, like: Tensor, of: str = "logprobs") -> None:
@@ -176,6 +199,17 @@ def scalar_argument(
         return check_number(argument, value.item(), above=above)
     check_device(argument, value, like, of)
     return value.detach() if value.requires_grad else value
+
+
+GATHERED = (
+    "DeepSpeed ZeRO-3 empties parameters outside of deepspeed.zero.GatheredParameters, which must "
+    "stay open around the forward and the backward"
+)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was freed, as FSDP does outside of its forward and backward."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def shape_text(tensor: Tensor) -> str:

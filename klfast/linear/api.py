@@ -20,8 +20,8 @@ from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs
 from klfast.linear.graphs import breaks_graphs
 from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
-from klfast.logits.outputs import KLDivergence, TokenLogprobs
-from klfast.names import BackendName, DirectionName, ReductionName
+from klfast.logits.outputs import KLDivergence, TokenLogprobs, with_detached_entropy
+from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,7 +63,7 @@ def linear_token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    return_entropy: Literal[True],
+    return_entropy: Literal[True, "detached"],
     **options: Unpack[_TokenOptions],
 ) -> TokenLogprobs: ...
 
@@ -75,7 +75,7 @@ def linear_token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    return_entropy: bool,
+    return_entropy: ReturnEntropy,
     **options: Unpack[_TokenOptions],
 ) -> Tensor | TokenLogprobs: ...
 
@@ -90,7 +90,7 @@ def linear_token_logprobs(
     bias: Tensor | None = None,
     softcap: float | None = None,
     temperature: Temperature = 1.0,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     chunk: int | Literal["auto"] = "auto",
     group: Group | None = None,
     backend: BackendName = "auto",
@@ -125,7 +125,8 @@ def linear_token_logprobs(
         softcap: c > 0: ``c * tanh(logits / c)`` takes the place of the logits.
         temperature: as in :func:`klfast.token_logprobs`; it acts behind the softcap. A factor of
             the logits is its reciprocal.
-        return_entropy: also return the entropies, [...].
+        return_entropy: also return the entropies, [...]. ``"detached"``: without a gradient, for
+            entropies that are only logged. They take no matmul, and nothing is held for them.
         chunk: tokens at a time. ``"auto"``: the power of two within 16 and 4,096 whose fp32 logits
             are nearest to 64 MiB (600 MiB on a GPU). With a number every product has that many
             rows, those of the last chunk filled up with zeros, and a token's log-prob has the same
@@ -165,7 +166,9 @@ def linear_token_logprobs(
     )
     call = call_of(linear_token_logprobs_call, arguments, group, backend, may_wait=True)
     logprobs, entropy = chosen(backend, call).linear_token_logprobs(call)
-    return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
+    if entropy is None:
+        return logprobs
+    return TokenLogprobs(logprobs, entropy.detach() if return_entropy == "detached" else entropy)
 
 
 class _DivergenceOptions(TypedDict, total=False):
@@ -210,7 +213,7 @@ def linear_kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_stats: bool = False,
     **options: Unpack[_DivergenceOptions],
 ) -> KLDivergence: ...
@@ -225,7 +228,7 @@ def linear_kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor | None = None,
-    return_entropy: Literal[True],
+    return_entropy: Literal[True, "detached"],
     return_stats: bool = False,
     **options: Unpack[_DivergenceOptions],
 ) -> KLDivergence: ...
@@ -240,7 +243,7 @@ def linear_kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_stats: Literal[True],
     **options: Unpack[_DivergenceOptions],
 ) -> KLDivergence: ...
@@ -255,7 +258,7 @@ def linear_kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_stats: bool = False,
     **options: Unpack[_DivergenceOptions],
 ) -> Tensor | KLDivergence: ...
@@ -276,7 +279,7 @@ def linear_kl_divergence(
     jsd_beta: float = 0.5,
     temperature: Temperature = 1.0,
     token_ids: Tensor | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -331,6 +334,8 @@ def linear_kl_divergence(
         token_ids: [B, T] or [N], or [..., K]: also return the log-probs of these tokens under both
             models, each with its gradient; 0 where masked.
         return_entropy: also return the entropies of the policy, with their gradient.
+            ``"detached"``: without a gradient, as in :func:`linear_token_logprobs`. A scalar then
+            keeps the costs of a scalar.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
@@ -374,6 +379,8 @@ def linear_kl_divergence(
     outputs = chosen(backend, call).linear_kl_divergence(call)
     hints.of_linear_divergence(hidden, ref_hidden, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats
+    if return_entropy == "detached":
+        outputs = with_detached_entropy(outputs)
     return outputs if asks_for_more else outputs.kl
 
 

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_device, check_number, check_tensor, shape_text
+from klfast.checks.arguments import (
+    GATHERED,
+    check_device,
+    check_integer,
+    check_number,
+    check_tensor,
+    dtypes_text,
+    is_freed,
+    shape_text,
+    shown,
+)
+from klfast.checks.values import are_tracing
 from klfast.dtypes import FLOATS
 from klfast.linear.call import Head, Model
 from klfast.logits.arguments import MOST_WORDS_ON_GPU
@@ -31,7 +42,7 @@ def check_hidden(argument: str, hidden: Tensor) -> None:
 
 def check_head(
     names: tuple[str, str],
-    weight: Tensor,
+    weight: Any,
     bias: Tensor | None,
     hidden: Tensor,
     of: str,
@@ -39,12 +50,27 @@ def check_head(
 ) -> None:
     """Raise unless these are a head of the hidden states. ``names``: of weight and bias."""
     of_weight, of_bias = names
+    if isinstance(weight, torch.nn.Module):
+        raise TypeError(
+            f"{of_weight} must be a torch.Tensor, got the module {type(weight).__name__}: pass "
+            "head.weight, and head.bias as the bias"
+        )
+    if isinstance(weight, Tensor) and weight.dtype not in FLOATS and weight.itemsize == 1:
+        raise TypeError(
+            f"{of_weight} must have one of the dtypes {dtypes_text(FLOATS)}, got {weight.dtype}: "
+            "dequantize a quantized head first (bitsandbytes.functional.dequantize_4bit)"
+        )
     check_tensor(of_weight, weight, FLOATS)
     width = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < least_words:
+        remedy = ""
+        if weight.numel() == 0 and weight.shape != (0, width):
+            remedy = f": {GATHERED}"
+        elif weight.dim() == 2 and weight.shape[0] == width:
+            remedy = f": pass {of_weight}.T"
         raise ValueError(
             f"{of_weight} must have shape [V, {width}], V >= {least_words}, as the width of {of} "
-            f"is {width}, got {shape_text(weight)}"
+            f"is {width}, got {shape_text(weight)}{remedy}"
         )
     check_device(of_weight, weight, hidden, of)
     words = weight.shape[0]
@@ -55,10 +81,19 @@ def check_head(
     if bias is not None:
         check_tensor(of_bias, bias, FLOATS)
         if tuple(bias.shape) != (words,):
+            remedy = f": {GATHERED}" if bias.numel() == 0 else ""
             raise ValueError(
-                f"{of_bias} must have shape [{words}], a number a word, got {shape_text(bias)}"
+                f"{of_bias} must have shape [{words}], a number a word, got "
+                f"{shape_text(bias)}{remedy}"
             )
         check_device(of_bias, bias, hidden, of)
+    if not are_tracing():
+        for name, tensor in ((of_weight, weight), (of_bias, bias)):
+            if tensor is not None and is_freed(tensor):
+                raise ValueError(
+                    f"{name} must have memory, got a storage that was freed: FSDP frees parameters "
+                    "outside of the forward of their module, so call klfast in that forward"
+                )
 
 
 def softcaps_of(softcap: Softcap, models: int) -> Sequence[float | None]:
@@ -76,18 +111,20 @@ def softcaps_of(softcap: Softcap, models: int) -> Sequence[float | None]:
 
 
 def _softcap_of(softcap: float | None) -> float | None:
-    return None if softcap is None else check_number("softcap", softcap, above=0)
+    if softcap is None:
+        return None
+    number = check_number("softcap", softcap, above=0)
+    within = torch.finfo(torch.float32)
+    if not within.tiny <= number <= within.max:
+        raise ValueError(f"softcap must be a number > 0 within fp32, got {shown(softcap)}")
+    return number
 
 
 def chunk_argument(chunk: Any) -> int | None:
     """The checked number of tokens per chunk; None for "auto"."""
     if chunk == "auto" and isinstance(chunk, str):
         return None
-    if isinstance(chunk, bool) or not isinstance(chunk, int):
-        raise TypeError(f'chunk must be "auto" or an integer >= 1, got {chunk!r}')
-    if chunk < 1:
-        raise ValueError(f'chunk must be "auto" or an integer >= 1, got {chunk!r}')
-    return chunk
+    return check_integer("chunk", chunk, '"auto" or an integer >= 1 within int64', least=1)
 
 
 def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
@@ -101,7 +138,7 @@ def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float
 def _as_autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
     """What ``torch.nn.functional.linear`` makes of these: under autocast copies in its dtype."""
     first = next(t for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(first.device.type):
+    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from klfast.linear.call import LinearCall
-from klfast.linear.held import Vectors
+from klfast.linear.held import Vectors, add_divergences, add_tokens, gradient_of, vectors_of
 from klfast.linear.models import ChunkOfModel, Gradients
 from klfast.linear.rows import Grads, RowOps, Rows, chunks
 from klfast.linear.shard_rows import ShardRowOps
@@ -33,6 +33,8 @@ from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
+NAMES = ("hidden", "weight", "bias", "ref_hidden", "ref_weight", "ref_bias")
+"""The tensors of the policy and of the reference, by their names in the public functions."""
 TENSORS = 3
 """Of a model that may carry a graph: hidden states, weight, bias."""
 
@@ -53,9 +55,10 @@ def kl_divergence(call: LinearCall, ops: Ops, units_of: UnitsOf = in_nats) -> KL
     plan = _plan_of(call, ops, units_of)
     try:
         if _is_scalar(call):
-            result, *stats = _Scalar.apply(*call.tensors(), plan)
+            result, entropy, *stats = _Scalar.apply(*call.tensors(), plan)
             reduced = result, KLStats(*stats) if stats else None
-            return outputs_of(call, reduced, BesideDivergences(), lambda c: _reduce(c, ops))
+            beside = BesideDivergences(entropies=entropy)
+            return outputs_of(call, reduced, beside, lambda c: _reduce(c, ops))
         kl, logprobs, entropy, ref_logprobs = _numbers(call, plan)
         assert kl is not None
         beside = BesideDivergences(logprobs, ref_logprobs, entropy)
@@ -138,7 +141,7 @@ def _is_scalar(call: LinearCall) -> bool:
         of is not None
         and of.spec.reduction.is_scalar()
         and call.token_ids is None
-        and not call.return_entropy
+        and (not call.return_entropy or call.detaches_entropy)
         and autograd.may_need_gradient(*call.tensors())
     )
 
@@ -206,52 +209,48 @@ class _Scalar(torch.autograd.Function):
     """A scalar of the divergences; the forward makes its gradient, the backward scales that."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, plan = args
         call, ops = plan.call.with_tensors(tensors), plan.ops
         shaped = call.reduce(call.policy.hidden.select(-1, 0))  # numbers of no interest
         weights = autograd.token_weights(shaped, call.arithmetic() == torch.float64, ops)
         sums = _Sums(call, _needs(ctx, len(call.models())))
         kernels, rows = plan.kernels(call), call.nothing().contiguous()
+        policy = kernels.empty_tokens(call.return_entropy)
         with _in_its_dtypes(tensors):
             for own in chunks(call):
+                if policy is not None:
+                    kernels.compute_model(own[0], policy, want_entropy=True)
                 of_chunk = own[0].chunk.of(weights)
                 sums.add(own, kernels.divergences(own, rows, None, of_chunk, sums.wants))
         result, stats = _reduce(call.reduce(rows), ops)
-        ctx.unit_grads, ctx.ops = sums.tensors(), ops
-        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
-        autograd.save(ctx, tensors)  # of which a second derivative says that it depends on them
-        others = stats or ()
-        ctx.mark_non_differentiable(*others)
+        ctx.ops, ctx.is_fresh = ops, True
+        # A second derivative says that it depends on the tensors.
+        autograd.save(ctx, (*tensors, *sums.tensors()), NAMES[: len(tensors)])
+        entropy, others = None if policy is None else policy.entropy, stats or ()
+        ctx.mark_non_differentiable(*others, *(() if entropy is None else (entropy,)))
         ctx.set_materialize_grads(False)
-        return (result, *others)
+        return (result, entropy, *others)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        tensors = len(ctx.needs_input_grad) - 1
         if grad_out is None:
-            return (None,) * (len(ctx.dtypes) + 1)
-        grads = _rounded(_scaled(ctx, grad_out), ctx.dtypes)
-        inputs = autograd.saved(ctx) if torch.is_grad_enabled() else ()
-        return (*autograd.guarded(grads, *inputs, grad_out), None)
+            return (None,) * (tensors + 1)
+        saved = autograd.saved(ctx, are_read=False)
+        inputs, grads = saved[:tensors], _scaled(ctx, saved[tensors:], grad_out)
+        return (*autograd.guarded(_rounded(grads, inputs), *inputs, grad_out), None)
 
 
-def _scaled(ctx: Any, grad_out: Tensor) -> Sequence[Tensor | None]:
+def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Sequence[Tensor | None]:
     """The unit gradients times ``grad_out``: in place in the last backward of a graph, else as
     copies.
     """
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    grads: Sequence[Tensor | None] | None
-    if is_kept or autograd.is_batched(grad_out):
-        grads = getattr(ctx, "unit_grads", None)
-    else:
-        grads = autograd.take(ctx, "unit_grads")
-    if grads is None:
-        raise RuntimeError(
-            "the gradient of this call of klfast.linear_kl_divergence has been handed out; for "
-            "another backward, give the first one retain_graph=True"
-        )
     if is_kept or autograd.is_batched(grad_out):
         return [None if grad is None else grad * grad_out for grad in grads]
+    if autograd.take(ctx, "is_fresh") is None:  # another thread scales them
+        raise RuntimeError("the gradient of klfast.linear_kl_divergence serves one backward")
     with torch.no_grad():
         for grad in grads:
             if grad is not None:
@@ -260,11 +259,11 @@ def _scaled(ctx: Any, grad_out: Tensor) -> Sequence[Tensor | None]:
 
 
 def _rounded(
-    grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
+    grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients in the dtypes of their tensors."""
-    both = zip(grads, dtypes, strict=True)
-    return [None if grad is None else grad.to(dtype) for grad, dtype in both]
+    both = zip(grads, tensors, strict=True)
+    return [None if g is None or t is None else g.to(t.dtype) for g, t in both]
 
 
 class _Recomputed(torch.autograd.Function):
@@ -272,11 +271,11 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> _Numbers:
-        *tensors, ctx.plan = args
-        call = ctx.plan.call.with_tensors(tensors)
-        rows = _computed(call, ctx.plan)
+        *tensors, plan = args
+        call = plan.call.with_tensors(tensors)
+        rows = _computed(call, plan)
         outputs = _Numbers.of(rows, call)
-        autograd.save(ctx, (*tensors, *rows.flat()))
+        autograd.save_all(ctx, (tensors, plan, rows), NAMES[: len(tensors)])
         wants = map(any, _needs(ctx, len(call.models())))
         ctx.mark_non_differentiable(*outputs.constant([*wants]))
         ctx.set_materialize_grads(False)
@@ -285,18 +284,15 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         incoming = _Numbers(*grads)
-        saved = autograd.saved(ctx)
-        tensors = saved[: len(ctx.needs_input_grad) - 1]
-        call = ctx.plan.call.with_tensors(tensors)
-        rows = Rows.from_flat(saved[len(tensors) :])
+        tensors, plan, rows = autograd.saved_all(ctx)
+        call = plan.call.with_tensors(tensors)
         with torch.no_grad(), _in_its_dtypes(tensors):
             sums = _Sums(call, _needs(ctx, len(call.models())))
-            kernels = ctx.plan.kernels(call)
+            kernels = plan.kernels(call)
             if any(grad is not None for grad in incoming):
                 for own in chunks(call):
                     sums.add(own, _chunk_gradients(kernels, own, rows, incoming, sums.wants))
-            dtypes = [None if t is None else t.dtype for t in tensors]
-            found = _rounded(sums.tensors(), dtypes)
+            found = _rounded(sums.tensors(), tensors)
         return (*autograd.guarded(found, *tensors, *incoming), None)
 
 
@@ -329,20 +325,19 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> _Numbers:
-        *tensors, ctx.plan = args
-        call = ctx.plan.call.with_tensors(tensors)
-        kernels = ctx.plan.kernels(call)
+        *tensors, plan = args
+        call = plan.call.with_tensors(tensors)
+        kernels = plan.kernels(call)
         rows = kernels.empty()
         wants = [own[0] for own in _needs(ctx, len(call.models()))]
-        ctx.vectors = [Vectors(call, m, rows) if want else None for m, want in enumerate(wants)]
+        vectors = [vectors_of(call, m, rows) if want else None for m, want in enumerate(wants)]
         with _in_its_dtypes(tensors):
             for own in chunks(call):
                 kernels.compute_tokens(own, rows)
-                _store_vectors(kernels, own, rows, ctx.vectors)
+                _store_vectors(kernels, own, rows, vectors)
         # The backward reads the weights' rows of the tokens' words.
         logprobs = [None if own is None else own.logprobs for own in rows.tokens]
-        autograd.save(ctx, (*tensors, *logprobs))
-        ctx.dtypes = [t.dtype for t in tensors[::TENSORS]]
+        autograd.save_all(ctx, (tensors, plan, logprobs, vectors), NAMES[: len(tensors)])
         ctx.set_materialize_grads(False)
         outputs = _Numbers.of(rows, call)
         ctx.mark_non_differentiable(*outputs.constant(wants))
@@ -350,20 +345,21 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        incoming, saved = _Numbers(*grads), autograd.saved(ctx)
-        inputs, logprobs = saved[: -len(ctx.vectors)], saved[-len(ctx.vectors) :]
+        incoming = _Numbers(*grads)
+        picks = incoming.logprobs is not None or incoming.ref_logprobs is not None
+        tensors, plan, logprobs, vectors = autograd.saved_all(ctx, are_read=picks)
+        call = plan.call.with_tensors(tensors)
         found: list[Tensor | None] = []
-        with torch.no_grad(), _in_its_dtypes(saved):
-            for m, vectors in enumerate(ctx.vectors):
-                own = None
-                if vectors is not None:
-                    weight = inputs[TENSORS * m + 1]
+        with torch.no_grad(), _in_its_dtypes(tensors):
+            for m, (of_model, own) in enumerate(zip(vectors, logprobs, strict=True)):
+                grad = None
+                if of_model is not None:
                     sent = incoming.kl, *incoming.of_tokens(m)
-                    own = vectors.gradient(weight, logprobs[m], *sent)
-                    _add_over_shards(own, ctx.plan.call)
-                    own = own.to(ctx.dtypes[m])
-                found += [own, None, None]
-        return (*autograd.guarded(found, *inputs, *incoming), None)
+                    grad = gradient_of(of_model, call, m, own, *sent)
+                    _add_over_shards(grad, call)
+                found += [grad, None, None]
+            found = _rounded(found, tensors)
+        return (*autograd.guarded(found, *tensors, *incoming), None)
 
 
 def _store_vectors(
@@ -372,7 +368,7 @@ def _store_vectors(
     """Store a chunk's divergences, and the gradients of all its numbers to the hidden states."""
     for model, of_model, tokens in zip(own, vectors, rows.tokens, strict=True):
         if of_model is not None and tokens is not None:
-            of_model.add_tokens(kernels, model, tokens)
+            add_tokens(of_model, kernels, model, tokens)
     if rows.kl is None:
         return
     ones = rows.kl.new_ones(own[0].chunk.tokens)
@@ -380,4 +376,4 @@ def _store_vectors(
     grads = kernels.divergences(own, rows.kl, rows.kl_saved, ones, wants)
     for model, of_model, grad in zip(own, vectors, grads, strict=True):
         if of_model is not None and grad is not None:
-            of_model.add_divergences(model, grad)
+            add_divergences(of_model, model, grad)

@@ -82,6 +82,8 @@ class LinearCall(NamedTuple):
     """The shape of results per token."""
     divergence: Divergence | None = None
     """None for ``linear_token_logprobs``."""
+    detaches_entropy: bool = False
+    """Whether the entropies have no gradient."""
     on_chunk: Callable[[Tensor, Chunk], None] | None = None
     """Called where numbers per token are computed, without a graph, with the policy's logits
     [n, V] of each chunk in turn, behind the softcap: for further numbers of these, at no further
@@ -162,7 +164,7 @@ class LinearCall(NamedTuple):
             "token_ids": ids,
             "mask": self.keep,
             **told_of_temperature(self.temperature, self.inverse_temperature),
-            "return_entropy": self.return_entropy,
+            "return_entropy": "detached" if self.detaches_entropy else self.return_entropy,
             **({} if of is None else _told(of)),
         }
 

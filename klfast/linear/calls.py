@@ -32,9 +32,10 @@ from klfast.logits.arguments import (
     picked,
     spec_of,
     temperature_of,
+    wants_entropy,
 )
 from klfast.logits.call import refuse_jsd
-from klfast.names import DIRECTIONS, DirectionName, ReductionName
+from klfast.names import DIRECTIONS, DirectionName, ReductionName, ReturnEntropy
 
 
 def linear_token_logprobs_call(
@@ -45,7 +46,7 @@ def linear_token_logprobs_call(
     bias: Tensor | None,
     softcap: float | None,
     temperature: Temperature,
-    return_entropy: bool,
+    return_entropy: ReturnEntropy,
     chunk: int | str,
     of_shard: bool = False,
 ) -> LinearCall:
@@ -69,9 +70,10 @@ def linear_token_logprobs_call(
         picked(token_ids, hidden, None)[0],
         keep,
         *temperature_of(temperature, hidden, keep, of="hidden"),
-        return_entropy,
+        wants_entropy(return_entropy),
         chunk_argument(chunk),
         hidden.shape[:-1],
+        detaches_entropy=return_entropy == "detached",
     )
 
 
@@ -88,7 +90,7 @@ def linear_kl_divergence_call(
     jsd_beta: float,
     temperature: Temperature,
     token_ids: Tensor | None,
-    return_entropy: bool,
+    return_entropy: ReturnEntropy,
     reduction: ReductionName,
     cu_seqlens: Tensor | None,
     normalizer: float | Tensor | None,
@@ -138,8 +140,9 @@ def linear_kl_divergence_call(
         keep,
         number,
         inverse,
-        return_entropy,
+        wants_entropy(return_entropy),
         chunk_argument(chunk),
         hidden.shape[:-1],
         divergence,
+        detaches_entropy=return_entropy == "detached",
     )

@@ -10,131 +10,167 @@ of these over a token's ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from klfast.linear.call import LinearCall
 from klfast.linear.models import ChunkOfModel, slope_of
 from klfast.linear.products import to_hidden
-from klfast.linear.rows import RowOps, Rows, Tokens
+from klfast.linear.rows import RowOps, Rows, Tokens, length_of_chunks
 from klfast.logits.arguments import NO_ID, of_k
 
 
-class Vectors:
-    """The gradients of one model's numbers to its hidden states, [R, D] each.
+class Vectors(NamedTuple):
+    """The gradients of one model's numbers to its hidden states, [R, D] each; None if not asked
+    for.
+    """
+
+    of_kl: Tensor | None
+    of_entropy: Tensor | None
+    of_others: Tensor | None
+    """Of log-probs, without the words that are ids of the token."""
+    slopes: Tensor | None
+    """[R] or [R, K]: d logit / d z at the ids, of the scaled logits and those z before the
+    softcap."""
+
+
+def vectors_of(call: LinearCall, model: int, rows: Rows) -> Vectors:
+    """Zeros for all tokens.
 
     Args:
         call: what is asked.
         model: its place in ``call.models()``.
         rows: where the call's numbers are stored.
     """
+    tokens, hidden = rows.tokens[model], call.models()[model].hidden
 
-    def __init__(self, call: LinearCall, model: int, rows: Rows) -> None:
-        self._ids, self._keep, self._rows = call.token_ids, call.keep, call.shape.numel()
-        self._own_ids = self._ids
-        """As words of this rank's shard, where it has one; ``NO_ID`` for those of others."""
-        if call.shards is not None and self._ids is not None:
-            self._own_ids = call.shards.own_ids(self._ids, NO_ID)
-        tokens, hidden = rows.tokens[model], call.models()[model].hidden
+    def vectors(wanted: bool) -> Tensor | None:
+        return hidden.new_zeros(hidden.shape, dtype=call.arithmetic()) if wanted else None
 
-        def vectors(wanted: bool) -> Tensor | None:
-            return hidden.new_zeros(hidden.shape, dtype=call.arithmetic()) if wanted else None
+    has_entropy = tokens is not None and tokens.entropy.numel() > 0
+    picks = None
+    if tokens is not None and call.token_ids is not None and tokens.logprobs.numel() > 0:
+        picks = tokens.logprobs
+    return Vectors(
+        vectors(rows.kl is not None),
+        vectors(has_entropy and not call.detaches_entropy),
+        vectors(picks is not None),
+        None if picks is None else torch.zeros_like(picks),
+    )
 
-        has_ids = tokens is not None and call.token_ids is not None
-        self._of_kl = vectors(rows.kl is not None)
-        self._of_entropy = vectors(tokens is not None and tokens.entropy.numel() > 0)
-        self._of_others = vectors(has_ids)
-        self._slopes = torch.zeros_like(tokens.logprobs) if tokens is not None and has_ids else None
-        """[R] or [R, K]: d logit / d z at the ids, of the scaled logits and those z before the
-        softcap."""
 
-    def add_divergences(self, model: ChunkOfModel, grad: Tensor) -> None:
-        """Store those of a chunk's divergences, of their gradients to the logits, [1, n, V]."""
-        if self._of_kl is not None:
-            _store(self._of_kl, model, grad)
+def add_divergences(vectors: Vectors, model: ChunkOfModel, grad: Tensor) -> None:
+    """Store those of a chunk's divergences, of their gradients to the logits, [1, n, V]."""
+    if vectors.of_kl is not None:
+        _store(vectors.of_kl, model, grad)
 
-    def add_tokens(self, kernels: RowOps, model: ChunkOfModel, tokens: Tokens) -> None:
-        """Store those of a chunk's log-probs and entropies."""
-        chunk = model.chunk
-        if self._of_entropy is not None:
-            ones = tokens.entropy.new_ones(chunk.tokens)
-            grad = kernels.token_gradient(model, tokens, None, ones, in_place=False)
-            _store(self._of_entropy, model, grad)
-        if self._of_others is None or self._slopes is None:
-            return
-        ids = kernels.ids(chunk)
-        exist = ids != NO_ID
-        shares = exist.to(tokens.logprobs.dtype)
-        if ids.dim() == 2:
-            shares /= exist.sum(-1, keepdim=True).clamp_(min=1)
-        grad = kernels.token_gradient(model, tokens, shares, None, in_place=False)
-        own_ids = kernels.own_ids(chunk, NO_ID)
-        words = _columns(own_ids, model.logits().shape[-1])
-        if words.numel() > 0:
-            has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
-            grad[0].scatter_(-1, words, torch.where(has_word, 0, grad[0].gather(-1, words)))
-        _store(self._of_others, model, grad)
-        slopes = torch.ones_like(shares).mul_(kernels.scale(chunk))
-        if words.numel() > 0 and (cap := model.head.softcap) is not None:
-            slopes *= slope_of(model.logits()[0].gather(-1, words), cap).view(ids.shape)
-        chunk.put_rows(self._slopes, slopes)
 
-    def gradient(
-        self,
-        weight: Tensor,
-        logprobs: Tensor | None,
-        grad_kl: Tensor | None,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-    ) -> Tensor:
-        """[R, D]: of the hidden states, of the gradients of the numbers, [R] or [R, K].
+def add_tokens(vectors: Vectors, kernels: RowOps, model: ChunkOfModel, tokens: Tokens) -> None:
+    """Store those of a chunk's log-probs and entropies."""
+    chunk = model.chunk
+    if vectors.of_entropy is not None:
+        ones = tokens.entropy.new_ones(chunk.tokens)
+        grad = kernels.token_gradient(model, tokens, None, ones, in_place=False)
+        _store(vectors.of_entropy, model, grad)
+    if vectors.of_others is None or vectors.slopes is None:
+        return
+    ids = kernels.ids(chunk)
+    exist = ids != NO_ID
+    shares = exist.to(tokens.logprobs.dtype)
+    if ids.dim() == 2:
+        shares /= exist.sum(-1, keepdim=True).clamp_(min=1)
+    grad = kernels.token_gradient(model, tokens, shares, None, in_place=False)
+    own_ids = kernels.own_ids(chunk, NO_ID)
+    words = _columns(own_ids, model.logits().shape[-1])
+    if words.numel() > 0:
+        has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
+        grad[0].scatter_(-1, words, torch.where(has_word, 0, grad[0].gather(-1, words)))
+    _store(vectors.of_others, model, grad)
+    slopes = torch.ones_like(shares).mul_(kernels.scale(chunk))
+    if words.numel() > 0 and (cap := model.head.softcap) is not None:
+        slopes *= slope_of(model.logits()[0].gather(-1, words), cap).view(ids.shape)
+    chunk.put_rows(vectors.slopes, slopes)
 
-        Args:
-            weight: of the head, [V, D].
-            logprobs: of the model's tokens, [R] or [R, K].
-            grad_kl: what flows to the divergences; None for nothing, like the next two.
-            grad_logprobs: what flows to the log-probs.
-            grad_entropy: what flows to the entropies.
-        """
-        own = next(v for v in (self._of_kl, self._of_entropy, self._of_others) if v is not None)
-        total = torch.zeros_like(own)
-        for vectors, grad in ((self._of_kl, grad_kl), (self._of_entropy, grad_entropy)):
-            if vectors is not None and grad is not None:
-                total.addcmul_(self._kept(grad)[:, None], vectors)
-        if self._of_others is None or grad_logprobs is None or logprobs is None:
-            return total
-        assert self._ids is not None
-        assert self._own_ids is not None
-        assert self._slopes is not None
-        grads = of_k(self._kept(grad_logprobs)).double()
-        grads = torch.where(of_k(self._ids) == NO_ID, 0.0, grads)
-        of_all = grads.sum(-1, keepdim=True)
-        total.addcmul_(of_all.to(total.dtype), self._of_others)
-        if weight.shape[0] == 0:
-            return total
-        ids, slopes = of_k(self._own_ids), of_k(self._slopes)
-        probs = of_k(logprobs).double().exp()
-        for first in range(0, self._rows, PICKED):
-            at = slice(first, first + PICKED)
-            once = probs[at] * _are_first(ids[at])
-            factors = (slopes[at] * (grads[at] - of_all[at] * once)).to(total.dtype)
-            factors = torch.where(ids[at] == NO_ID, 0.0, factors)
-            if self._keep is not None:
-                factors = torch.where(self._keep[at, None], factors, 0.0)
-            words = weight[_columns(ids[at], weight.shape[0])].to(total.dtype)
-            total[at] += (factors[:, None] @ words)[:, 0]
+
+def gradient_of(
+    vectors: Vectors,
+    call: LinearCall,
+    model: int,
+    logprobs: Tensor | None,
+    grad_kl: Tensor | None,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """[R, D]: of the hidden states, of the gradients of the numbers, [R] or [R, K].
+
+    Args:
+        vectors: of the model.
+        call: what was asked.
+        model: its place in ``call.models()``.
+        logprobs: of the model's tokens, [R] or [R, K].
+        grad_kl: what flows to the divergences; None for nothing, like the next two.
+        grad_logprobs: what flows to the log-probs.
+        grad_entropy: what flows to the entropies.
+    """
+    hidden, (weight, *_) = call.models()[model]
+    total = hidden.new_zeros(hidden.shape, dtype=call.arithmetic())
+    for own, grad in ((vectors.of_kl, grad_kl), (vectors.of_entropy, grad_entropy)):
+        if own is not None and grad is not None:
+            total.addcmul_(_kept(grad, call)[:, None], own)
+    if vectors.of_others is None or grad_logprobs is None or logprobs is None:
         return total
+    assert call.token_ids is not None
+    assert vectors.slopes is not None
+    grads = of_k(_kept(grad_logprobs, call)).double()
+    grads = torch.where(of_k(call.token_ids) == NO_ID, 0.0, grads)
+    of_all = grads.sum(-1, keepdim=True)
+    total.addcmul_(of_all.to(total.dtype), vectors.of_others)
+    if weight.shape[0] == 0:
+        return total
+    own_ids = call.token_ids
+    if call.shards is not None:
+        own_ids = call.shards.own_ids(own_ids, NO_ID)
+    ids, slopes, logprobs = of_k(own_ids), of_k(vectors.slopes), of_k(logprobs)
+    for at, places in _pieces(call, ids.shape, weight):
+        once = logprobs[at].double().exp() * _are_first(ids[at])
+        factors = (slopes[at] * (grads[at] - of_all[at] * once)).to(total.dtype)
+        factors = torch.where(ids[at] == NO_ID, 0.0, factors)
+        if call.keep is not None:
+            factors = torch.where(call.keep[at, None], factors, 0.0)
+        columns = _columns(ids[at], weight.shape[0])
+        for some in places:
+            # Without a name, so that two pieces are never there at once.
+            total[at] += (factors[:, None, some] @ weight[columns[:, some]].to(total.dtype))[:, 0]
+    return total
 
-    def _kept(self, grads: Tensor) -> Tensor:
-        """Gradients [R, ...] of the tokens that exist; 0 of the others."""
-        if self._keep is None:
-            return grads
-        keep = self._keep.view(-1, *(1,) * (grads.dim() - 1))
-        return torch.where(keep, grads, 0.0)
+
+def _kept(grads: Tensor, call: LinearCall) -> Tensor:
+    """Gradients [R, ...] of the tokens that exist; 0 of the others."""
+    if call.keep is None:
+        return grads
+    keep = call.keep.view(-1, *(1,) * (grads.dim() - 1))
+    return torch.where(keep, grads, 0.0)
 
 
 PICKED = 128
-"""Tokens whose words' weights, [n, K, D], the backward holds at a time."""
+"""The most tokens whose words' weights, [n, K, D], the backward holds at a time."""
+
+
+def _pieces(
+    call: LinearCall, shape: torch.Size, weight: Tensor
+) -> Iterator[tuple[slice, list[slice]]]:
+    """The tokens of ids [R, K], some at a time, and the places of their ids, some at a time: of
+    these the weights are no more numbers than the logits of a chunk.
+    """
+    rows, picks = shape
+    most = max(length_of_chunks(call) * weight.shape[0] // weight.shape[1], 1)
+    together = min(picks, most)
+    tokens = min(max(most // together, 1), PICKED)
+    for first in range(0, rows, tokens):
+        yield slice(first, first + tokens), [slice(k, k + most) for k in range(0, picks, most)]
 
 
 def _store(vectors: Tensor, model: ChunkOfModel, grad: Tensor) -> None:
@@ -154,5 +190,7 @@ def _columns(ids: Tensor, words: int) -> Tensor:
 
 def _are_first(ids: Tensor) -> Tensor:
     """[n, K]: whether no earlier id of the token is the same."""
-    same = ids[:, :, None] == ids[:, None, :]
-    return ~same.tril(-1).any(-1)
+    ordered, places = ids.sort(dim=-1, stable=True)
+    are_first = torch.ones_like(ids, dtype=torch.bool)
+    are_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(are_first).scatter_(-1, places, are_first)

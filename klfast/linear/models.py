@@ -84,5 +84,6 @@ class Gradients:
     def tensors(self) -> list[Tensor | None]:
         """Of hidden states, weight and bias; None where not needed."""
         if self._needs_weight and self.weight is None:
-            self.weight = torch.zeros_like(self._head.weight, dtype=self._dtype)
+            like = self._head.weight  # of any strides; the gradient is contiguous
+            self.weight = like.new_zeros(like.shape, dtype=self._dtype)
         return [self.hidden, self.weight, self.bias]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.linear.call import LinearCall
-from klfast.linear.chunks import Chunk, chunks_of, length_of
+from klfast.linear.chunks import MOST, Chunk, chunks_of, length_of
 from klfast.linear.models import ChunkOfModel
 from klfast.logits.call import DIVERGENCES, ENTROPIES
 from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
@@ -44,35 +44,21 @@ class Rows(NamedTuple):
     tokens: tuple[Tokens | None, ...]
     """One a model."""
 
-    def flat(self) -> list[Tensor | None]:
-        """All tensors, in the order of ``from_flat``."""
-        nothing = (None,) * len(Tokens._fields)
-        return [self.kl, self.kl_saved, *(t for own in self.tokens for t in own or nothing)]
 
-    @classmethod
-    def from_flat(cls, tensors: Sequence[Tensor | None]) -> Rows:
-        """The inverse of ``flat``."""
-        kl, kl_saved, *rest = tensors
-        groups = zip(*[iter(rest)] * len(Tokens._fields), strict=True)
-        return cls(kl, kl_saved, tuple(_tokens_of(*group) for group in groups))
-
-
-def _tokens_of(
-    logprobs: Tensor | None, entropy: Tensor | None, saved: Tensor | None
-) -> Tokens | None:
-    if logprobs is None or entropy is None or saved is None:
-        return None
-    return Tokens(logprobs, entropy, saved)
+def length_of_chunks(call: LinearCall) -> int:
+    """The tokens of a chunk."""
+    words = call.policy.head.weight.shape[0] if call.shards is None else call.shards.widest
+    return call.chunk or length_of(words, call.arithmetic(), call.first().device)
 
 
 def chunks(call: LinearCall) -> Iterator[list[ChunkOfModel]]:
     """The models' logits, chunk after chunk, in memory that all chunks share."""
     words, dtype = call.policy.head.weight.shape[0], call.arithmetic()
-    rows, device = call.shape.numel(), call.first().device
-    widest = words if call.shards is None else call.shards.widest
-    length = call.chunk or length_of(widest, dtype, device)
+    rows, length = call.shape.numel(), length_of_chunks(call)
     memory: list[Tensor] = []
-    for chunk in chunks_of(rows, call.keep, length, padded=call.chunk is not None):
+    # More rows than MOST are never filled up: they would take memory that no token needs.
+    padded = call.chunk is not None and length <= MOST
+    for chunk in chunks_of(rows, call.keep, length, padded=padded):
         if not memory:  # the first chunk is the largest
             memory = [call.first().new_empty(chunk.size, words, dtype=dtype) for _ in call.models()]
         both = zip(call.models(), memory, strict=True)
@@ -92,24 +78,22 @@ class RowOps:
 
     def empty(self) -> Rows:
         """Zeros for all tokens."""
-        call = self._call
-        rows, dtype = call.shape.numel(), call.arithmetic()
-
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return call.first().new_zeros(shape, dtype=dtype)
-
-        def tokens(want_entropy: bool) -> Tokens | None:
-            if call.token_ids is None and not want_entropy:
-                return None
-            picks = () if call.token_ids is None else call.token_ids.shape[1:]
-            entropy = zeros(rows if want_entropy else 0)
-            saved = zeros(self.numbers_of_tokens(want_entropy), rows, dtype=torch.float64)
-            return Tokens(zeros(rows, *picks), entropy, saved)
-
+        policy, call = self.empty_tokens(self._call.return_entropy), self._call
         if call.divergence is None:
-            return Rows(None, None, (tokens(call.return_entropy),))
-        both = tokens(call.return_entropy), tokens(False)
-        return Rows(zeros(rows), zeros(self.numbers_of_pairs(), rows, dtype=torch.float64), both)
+            return Rows(None, None, (policy,))
+        kl = call.nothing().contiguous()
+        saved = kl.new_zeros((self.numbers_of_pairs(), *kl.shape), dtype=torch.float64)
+        return Rows(kl, saved, (policy, self.empty_tokens(want_entropy=False)))
+
+    def empty_tokens(self, want_entropy: bool) -> Tokens | None:
+        """Zeros for one model's tokens; None if nothing is asked of them."""
+        ids, entropy = self._call.token_ids, self._call.nothing().contiguous()
+        if ids is None and not want_entropy:
+            return None
+        logprobs = entropy.new_zeros(entropy.shape if ids is None else ids.shape)
+        size = self.numbers_of_tokens(want_entropy), *entropy.shape
+        saved = entropy.new_zeros(size, dtype=torch.float64)
+        return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), saved)
 
     def numbers_of_tokens(self, want_entropy: bool) -> int:
         """How many numbers a backward needs of a model's token."""

@@ -18,9 +18,9 @@ from klfast.dtensors import serves_dtensors
 from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
-from klfast.logits.outputs import KLDivergence, TokenLogprobs
+from klfast.logits.outputs import KLDivergence, TokenLogprobs, with_detached_entropy
 from klfast.logits.topk import topk_call
-from klfast.names import BackendName, DirectionName, ReductionName, TailName
+from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 from klfast.stats import without_tokens
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    return_entropy: Literal[True],
+    return_entropy: Literal[True, "detached"],
     **options: Unpack[_TokenOptions],
 ) -> TokenLogprobs: ...
 
@@ -67,7 +67,7 @@ def token_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    return_entropy: bool,
+    return_entropy: ReturnEntropy,
     **options: Unpack[_TokenOptions],
 ) -> Tensor | TokenLogprobs: ...
 
@@ -80,7 +80,7 @@ def token_logprobs(
     *,
     temperature: Temperature = 1.0,
     ignore_index: int | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     inplace_backward: bool = False,
     group: Group | None = None,
     backend: BackendName = "auto",
@@ -112,7 +112,7 @@ def token_logprobs(
             gradient reaches it. Logits are divided in fp32, whatever their dtype.
         ignore_index: an id that marks tokens that do not exist either, such as -100; of K ids the
             entries, whose log-probs are 0 and have no gradient.
-        return_entropy: also return the entropies, [...].
+        return_entropy: also return the entropies, [...]. ``"detached"``: without a gradient.
         inplace_backward: let the backward write the gradient over the logits instead of into new
             memory. For those who know that nobody needs the logits any more: autograd raises
             where an op has saved them, not where a caller holds them. The logits must be
@@ -155,7 +155,9 @@ def token_logprobs(
     call = call_of(token_logprobs_call, arguments, group, backend)
     logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
     hints.of_token_logprobs(logits, mask)
-    return logprobs if entropy is None else TokenLogprobs(logprobs, entropy)
+    if entropy is None:
+        return logprobs
+    return TokenLogprobs(logprobs, entropy.detach() if return_entropy == "detached" else entropy)
 
 
 class _DivergenceOptions(TypedDict, total=False):
@@ -192,7 +194,7 @@ def kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_stats: bool = False,
     **options: Unpack[_DivergenceOptions],
 ) -> KLDivergence: ...
@@ -205,7 +207,7 @@ def kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor | None = None,
-    return_entropy: Literal[True],
+    return_entropy: Literal[True, "detached"],
     return_stats: bool = False,
     **options: Unpack[_DivergenceOptions],
 ) -> KLDivergence: ...
@@ -218,7 +220,7 @@ def kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_stats: Literal[True],
     **options: Unpack[_DivergenceOptions],
 ) -> KLDivergence: ...
@@ -231,7 +233,7 @@ def kl_divergence(
     mask: Tensor | None = None,
     *,
     token_ids: Tensor | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_stats: bool = False,
     **options: Unpack[_DivergenceOptions],
 ) -> Tensor | KLDivergence: ...
@@ -247,7 +249,7 @@ def kl_divergence(
     jsd_beta: float = 0.5,
     temperature: Temperature = 1.0,
     token_ids: Tensor | None = None,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -296,7 +298,7 @@ def kl_divergence(
         return_entropy: also return the entropies of the policy, ``-sum p log p``, [B, T] or [N]
             whatever the reduction, from the same read, with their gradient to ``logits``, as
             :func:`token_logprobs` returns them: ``mask`` only leaves tokens out, and ``coef``
-            does not scale them. NaN where D is.
+            does not scale them. NaN where D is. ``"detached"``: without a gradient.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
@@ -339,6 +341,8 @@ def kl_divergence(
     outputs = backends.choose(backend, call).kl_divergence(call)
     hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
     asks_for_more = token_ids is not None or return_entropy or return_stats
+    if return_entropy == "detached":
+        outputs = with_detached_entropy(outputs)
     return outputs if asks_for_more else outputs.kl
 
 

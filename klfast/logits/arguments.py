@@ -19,7 +19,7 @@ from klfast.checks.arguments import (
 )
 from klfast.coefficient import Coefficient, coef_argument
 from klfast.dtypes import FLOATS, INTEGERS, wide, wide_dtype
-from klfast.names import ReductionName
+from klfast.names import ReductionName, ReturnEntropy
 from klfast.reduction import REDUCTIONS
 
 MOST_WORDS_ON_GPU = 2**30
@@ -106,6 +106,14 @@ def check_entries(
 def _shape_of_k(tokens: list[int]) -> str:
     """The shape of K numbers a token, as messages show it."""
     return f"[{', '.join(map(str, [*tokens, 'K']))}]"
+
+
+def wants_entropy(return_entropy: ReturnEntropy) -> bool:
+    if isinstance(return_entropy, str) and return_entropy != "detached":
+        raise ValueError(
+            f"return_entropy must be True, False or 'detached', got {return_entropy!r}"
+        )
+    return bool(return_entropy)
 
 
 def jsd_beta_of(jsd_beta: float) -> float:

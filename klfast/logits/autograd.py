@@ -121,6 +121,7 @@ def _is_one_read(call: KLDivergenceCall) -> bool:
         and call.token_ids is None
         and not call.return_entropy
         and not are_tracing()
+        and not autograd.are_packed()  # hooks see saved tensors alone
         and all(
             autograd.holds_unit_gradient(logits) or not logits.requires_grad
             for logits in (call.logits, call.ref_logits)
@@ -153,7 +154,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.ops = inputs
         logprobs, entropy, saved = output
-        autograd.save(ctx, (logits, token_ids, keep, saved, logprobs, entropy, inverse))
+        tensors = (logits, token_ids, keep, saved, logprobs, entropy, inverse)
+        autograd.save(ctx, tensors, ("logits", "token_ids", "mask"))
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
         autograd.take_gradients_as_sent(ctx)
 
@@ -210,6 +212,10 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
         return logits.detach(), *(None,) * 6
 
 
+_INPUTS = ("logits or ref_logits", "logits or ref_logits", "token_ids", "mask")
+"""The names of two models' inputs, whose order is that of the direction."""
+
+
 class _KLRows(torch.autograd.Function):
     """Divergences of rows, read again by the backward."""
 
@@ -233,7 +239,7 @@ class _KLRows(torch.autograd.Function):
         ctx.has_entropies = ENTROPIES[entropy_of] != "none"
         # The inverse temperature is the last of the tensors.
         own = (rows, saved, entropies if ctx.has_entropies else None)
-        autograd.save(ctx, (*tensors, *own))
+        autograd.save(ctx, (*tensors, *own), _INPUTS)
         no_gradient = [saved]
         if not ctx.has_tokens:
             no_gradient += [logprobs, ref_logprobs]
@@ -295,12 +301,12 @@ class _OneReadKL(torch.autograd.Function):
         ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
         call, ctx.options, ctx.ops = plan
-        ctx.row_weights = row_weights(call, ctx.ops)
+        weights = row_weights(call, ctx.ops)
         needs = ctx.needs_input_grad[:2]
         rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
             *(first, second, None, call.keep),
             *ctx.options,
-            ctx.row_weights,
+            weights,
             *needs,
             call.inverse_temperature,
         )
@@ -317,7 +323,8 @@ class _OneReadKL(torch.autograd.Function):
         # Autograd sees no change of an inference tensor; a copy would be of the logits' size.
         models = [None if logits.is_inference() else logits for logits in (first, second)]
         ctx.is_read_once = any(logits is None for logits in models)
-        autograd.save(ctx, (*models, None, call.keep, call.inverse_temperature, rows, saved))
+        own = (None, call.keep, call.inverse_temperature, rows, saved, weights)
+        autograd.save(ctx, (*models, *own), _INPUTS)
         ctx.unit_grads = autograd.wanted(grads, needs)
         if reduced.return_stats:
             ctx.mark_non_differentiable(statistics)
@@ -327,12 +334,15 @@ class _OneReadKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
+            autograd.take(ctx, "unit_grads")
             return None, None, None
         grads = autograd.take_unit_gradients(ctx, grad_out, keep=ctx.is_read_once)
         saved = autograd.saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None:
+            *inputs, weights = saved
+            assert weights is not None
             none = (None, None, None)
-            grads = _recompute(ctx, saved, None, ctx.row_weights * grad_out, *none)
+            grads = _recompute(ctx, inputs, None, weights * grad_out, *none)
         return (*autograd.once(grads, *saved[:2], grad_out), None)
 
 

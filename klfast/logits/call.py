@@ -5,14 +5,19 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.call import Layout, LogProbs, PenaltyCall, Spec, layout_of, of_rows
-from klfast.checks.arguments import check_choice, check_device, check_reduction, shape_text, shown
+from klfast.checks.arguments import (
+    check_choice,
+    check_device,
+    check_integer,
+    check_reduction,
+    shape_text,
+)
 from klfast.checks.values import (
     are_tracing,
     check_keeping_mask,
@@ -35,9 +40,10 @@ from klfast.logits.arguments import (
     rows_of,
     spec_of,
     temperature_of,
+    wants_entropy,
 )
 from klfast.logits.inplace import check_inplace
-from klfast.names import DIRECTIONS, DirectionName, ReductionName
+from klfast.names import DIRECTIONS, DirectionName, ReductionName, ReturnEntropy
 
 if TYPE_CHECKING:
     from klfast.logits.shards import Shards
@@ -224,7 +230,7 @@ def token_logprobs_call(
     mask: Tensor | None,
     ignore_index: int | None,
     temperature: Temperature,
-    return_entropy: bool,
+    return_entropy: ReturnEntropy,
     inplace_backward: bool,
     of_shard: bool = False,
 ) -> TokenLogprobsCall:
@@ -237,7 +243,9 @@ def token_logprobs_call(
     if mask is not None:
         check_per_token("mask", mask, logits, MASKS)
         check_keeping_mask(mask, arithmetic_dtype(logits))
-    ids, exist = picked(token_ids, logits, _ignore_index_of(ignore_index))
+    if ignore_index is not None:
+        ignore_index = check_integer("ignore_index", ignore_index, "an integer or None")
+    ids, exist = picked(token_ids, logits, ignore_index)
     keep = kept(mask, exist)
     number, inverse_temperature = temperature_of(temperature, logits, keep)
     if inplace_backward:
@@ -248,23 +256,11 @@ def token_logprobs_call(
         keep,
         number,
         inverse_temperature,
-        return_entropy,
+        wants_entropy(return_entropy),
         inplace_backward,
         token_ids.shape,
         logits.shape[:-1],
     )
-
-
-def _ignore_index_of(value: object) -> int | None:
-    """The checked integer, NumPy's too; None if there is none."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"ignore_index must be an integer or None, got {value!r}")
-    number = int(value)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"ignore_index must be within int64, got {shown(number)}")
-    return number
 
 
 def refuse_jsd(direction: str) -> None:
@@ -289,7 +285,7 @@ def kl_divergence_call(
     coef: Coefficient,
     token_ids: Tensor | None,
     return_stats: bool,
-    return_entropy: bool,
+    return_entropy: ReturnEntropy,
     of_shard: bool = False,
 ) -> KLDivergenceCall:
     """The arguments of ``kl_divergence`` after every check that needs no data.
@@ -332,5 +328,5 @@ def kl_divergence_call(
         layout_of(mask, cu_seqlens),
         spec,
         return_stats,
-        return_entropy,
+        wants_entropy(return_entropy),
     )

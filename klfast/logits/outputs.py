@@ -61,6 +61,12 @@ class BesideDivergences(NamedTuple):
     """Entropies of the policy."""
 
 
+def with_detached_entropy(outputs: KLDivergence) -> KLDivergence:
+    kl, logprobs, ref_logprobs, entropy, stats = outputs
+    assert entropy is not None
+    return KLDivergence(kl, logprobs, ref_logprobs, entropy.detach(), stats)
+
+
 class OfTokens(Protocol):
     """A call whose rows are tokens, with or without ids."""
 

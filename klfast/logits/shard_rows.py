@@ -52,24 +52,12 @@ class Plan(NamedTuple):
     def has_entropy(self) -> bool:
         return self.entropy_of != NO_ENTROPY
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that autograd keeps in place of the plan."""
-        return self.token_ids, self.keep, self.inverse_temperature
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Plan:
-        token_ids, keep, inverse = tensors
-        return self._replace(token_ids=token_ids, keep=keep, inverse_temperature=inverse)
-
     def has(self) -> tuple[bool, ...]:
         """Which outputs of two models there are."""
         return True, *(self.token_ids is not None,) * 2, self.has_entropy
 
     def scale(self, dtype: torch.dtype) -> float | Tensor:
         return rounded_scale(self.temperature, self.inverse_temperature, dtype, self.units)
-
-
-TENSORS = 3
-"""Of a plan."""
 
 
 # ---------------------------------------------------------------- one model

@@ -6,7 +6,6 @@ backend alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ from klfast.logits.chain_rule import PairRows, TokenRows
 from klfast.logits.normalizers import Units
 from klfast.logits.outputs import BesideDivergences
 from klfast.logits.shard_rows import (
-    TENSORS,
-    PairsOfShard,
     Plan,
-    TokensOfShard,
     pair_gradients,
     pair_rows,
     token_gradient,
@@ -108,17 +104,12 @@ def _outputs_of(rows: TokenRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     return logprobs, _optional(entropy, logprobs)
 
 
-def _save(ctx: Any, plan: Plan, logits: Iterable[Tensor], others: Iterable[Any]) -> None:
-    """Keep logits, the plan's tensors and others for the backward."""
-    ctx.plan = plan.with_tensors((None,) * TENSORS)
-    autograd.save(ctx, (*logits, *plan.tensors(), *others))
-
-
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         own, rows = token_rows(logits, plan)
-        _save(ctx, plan, (logits,), (*own, *rows))
+        autograd.save_all(ctx, (logits, plan, own, rows), ("logits", "token_ids", "mask"))
+        ctx.has_entropy = plan.has_entropy
         outputs = _outputs_of(rows, logits)
         if not plan.has_entropy:
             ctx.mark_non_differentiable(outputs[1])
@@ -129,23 +120,14 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, None]:
-        grad_entropy = grad_entropy if ctx.plan.has_entropy else None
+        grad_entropy = grad_entropy if ctx.has_entropy else None
         if grad_logprobs is None and grad_entropy is None:
             return None, None
-        logits, *saved = autograd.saved(ctx)
-        assert logits is not None
+        logits, plan, own, rows = autograd.saved_all(ctx)
+        incoming = grad_logprobs, grad_entropy
         with torch.no_grad():
-            grad = _token_gradient(ctx, logits, saved, (grad_logprobs, grad_entropy))
+            grad = token_gradient(logits, plan, own, rows, *incoming, in_place=False)
         return autograd.once((grad, None), logits, grad_logprobs, grad_entropy)[0], None
-
-
-def _token_gradient(
-    ctx: Any, logits: Tensor, saved: Any, incoming: Any, in_place: bool = False
-) -> Tensor:
-    plan = ctx.plan.with_tensors(saved[:TENSORS])
-    own = TokensOfShard(*saved[TENSORS : -len(TokenRows._fields)])
-    rows = TokenRows(*saved[-len(TokenRows._fields) :])
-    return token_gradient(logits, plan, own, rows, *incoming, in_place=in_place)
 
 
 class _InplaceTokenLogprobs(_TokenLogprobs):
@@ -160,14 +142,13 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, None]:
-        grad_entropy = grad_entropy if ctx.plan.has_entropy else None
+        grad_entropy = grad_entropy if ctx.has_entropy else None
         sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
         if not sent:
             return None, None
         autograd.check_one_backward(ctx, sent)
-        logits, *saved = autograd.saved(ctx)
-        assert logits is not None
-        _token_gradient(ctx, logits, saved, (grad_logprobs, grad_entropy), in_place=True)
+        logits, plan, own, rows = autograd.saved_all(ctx)
+        token_gradient(logits, plan, own, rows, grad_logprobs, grad_entropy, in_place=True)
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None
 
@@ -186,7 +167,8 @@ class _KLRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor, plan: Plan) -> tuple[Tensor, ...]:
         own, rows = pair_rows(first, second, plan)
-        _save(ctx, plan, (first, second), (*own, *rows))
+        names = ("logits or ref_logits", "logits or ref_logits", "token_ids", "mask")
+        autograd.save_all(ctx, (first, second, plan, own, rows), names)
         ctx.has = plan.has()
         outputs = _pair_outputs(rows, first, second)
         no_gradient = [x for x, is_there in zip(outputs, ctx.has, strict=True) if not is_there]
@@ -199,13 +181,8 @@ class _KLRows(torch.autograd.Function):
         incoming = tuple(g if own else None for g, own in zip(incoming, ctx.has, strict=True))
         if all(grad is None for grad in incoming):
             return None, None, None
-        first, second, *saved = autograd.saved(ctx)
-        assert first is not None
-        assert second is not None
+        first, second, plan, own, rows = autograd.saved_all(ctx)
         needs = ctx.needs_input_grad[:2]
-        plan = ctx.plan.with_tensors(saved[:TENSORS])
-        own = PairsOfShard(*saved[TENSORS : -len(PairRows._fields)])  # type: ignore[arg-type]
-        rows = PairRows(*saved[-len(PairRows._fields) :])  # type: ignore[arg-type]
         with torch.no_grad():
             found = pair_gradients(first, second, plan, own, rows, incoming, needs)
         grads = autograd.wanted(found, needs)

@@ -8,6 +8,7 @@ and may have been changed since.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from klfast.call import PenaltyCall, Values
+from klfast.checks.arguments import GATHERED, is_freed, shape_text
 from klfast.checks.values import are_tracing
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.ops.direct import NotPlainError
@@ -111,24 +113,84 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
-    """Save for backward. Inference tensors, which autograd refuses as it does not see their
-    changes, are kept as copies.
+def are_packed() -> bool:
+    """Whether saved-tensor hooks act: offloading, or a checkpoint that computes again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) -> None:
+    """Save for backward. Inference tensors, whose changes autograd does not see, are copied.
+
+    Args:
+        ctx: of the Function.
+        tensors: to be saved.
+        names: of the first of them, which a caller holds and may change. ``saved`` compares their
+            shapes and storages.
     """
+    ctx.known = ()
     if not torch.compiler.is_compiling():  # which knows no inference tensors
-        for tensor in tensors:
-            if tensor is not None and tensor.is_inference():
-                _save_inference_tensors(ctx, tensors)
-                return
-    ctx.inference = None
+        tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
+        if names and not torch._C._are_functorch_transforms_active():
+            ctx.known = _known(tensors, names)
     ctx.save_for_backward(*tensors)
 
 
-def _save_inference_tensors(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
-    copies = [t.clone() if t is not None and t.is_inference() else None for t in tensors]
-    ctx.inference = copies
-    kept = zip(tensors, copies, strict=True)
-    ctx.save_for_backward(*(t if copy is None else None for t, copy in kept))
+def _known(
+    tensors: Sequence[Tensor | None], names: Sequence[str]
+) -> list[tuple[str, torch.Size, Any] | None]:
+    """The name, shape and storage of tensors. Hooks give back other storages, which are not known.
+
+    Weak references keep no memory, and an address is not taken twice as long as they live.
+    """
+    storage_of: Callable[[Tensor], Any] = _no_storage if are_packed() else _storage_of
+    return [
+        None if t is None else (name, t.shape, storage_of(t))
+        for name, t in zip(names, tensors, strict=False)
+    ]
+
+
+def _storage_of(tensor: Tensor) -> Any:
+    return weakref.ref(tensor.untyped_storage())
+
+
+def _no_storage(tensor: Tensor) -> None:
+    return None
+
+
+class _Saved(NamedTuple):
+    """The place of a saved tensor."""
+
+    at: int
+
+
+def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
+    """``save`` all tensors in nested tuples and lists, so that the graph frees them; ``names`` as
+    there.
+    """
+    tensors: list[Tensor | None] = []
+
+    def place_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor | None):
+            return leaf
+        tensors.append(leaf)
+        return _Saved(len(tensors) - 1)
+
+    ctx.values = _mapped(place_of, values)
+    save(ctx, tensors, names)
+
+
+def saved_all(ctx: Any, *, are_read: bool = True) -> Any:
+    """The values of ``save_all``; ``are_read`` as of ``saved``."""
+    tensors = saved(ctx, are_read=are_read)
+    return _mapped(lambda leaf: tensors[leaf.at] if type(leaf) is _Saved else leaf, ctx.values)
+
+
+def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """The same tuples and lists of what a function makes of their leaves."""
+    if not isinstance(values, tuple | list) or isinstance(values, _Saved | torch.Size):
+        return function(values)
+    parts = [_mapped(function, value) for value in values]
+    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
 
 
 def take_gradients_as_sent(ctx: Any) -> None:
@@ -141,12 +203,40 @@ def take_gradients_as_sent(ctx: Any) -> None:
         ctx.set_materialize_grads(False)
 
 
-def saved(ctx: Any) -> Sequence[Tensor | None]:
-    """The saved tensors; read once in a backward, as checkpointing allows no more."""
+def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
+    """The saved tensors; read once in a backward, as checkpointing allows no more.
+
+    Args:
+        ctx: of the Function.
+        are_read: whether the backward reads a caller's tensors again. Else they may be gone, but
+            a tensor that gets a gradient keeps its shape.
+
+    Raises:
+        RuntimeError: a caller's tensor has another shape or storage than in the forward, or its
+            storage was freed. A storage that was freed and filled again passes (FSDP).
+    """
     tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
-    if ctx.inference is None:
-        return tensors
-    return [other if t is None else t for t, other in zip(tensors, ctx.inference, strict=True)]
+    for known, tensor in zip(ctx.known, tensors, strict=False):
+        if known is not None and tensor is not None and (are_read or tensor.requires_grad):
+            _check_unchanged(tensor, *known, are_read=are_read)
+    return tensors
+
+
+def _check_unchanged(
+    tensor: Tensor, name: str, shape: torch.Size, storage: Any, *, are_read: bool
+) -> None:
+    now = None
+    if tensor.shape != shape:
+        now = f"shape {shape_text(tensor)} in place of {list(shape)}"
+    elif are_read and storage is not None and storage() is not tensor.untyped_storage():
+        now = "another storage"
+    elif are_read and is_freed(tensor):
+        now = "a storage that was freed"
+    if now is not None:
+        raise RuntimeError(
+            f"{name} must keep its shape and storage from the forward to the backward, got {now}: "
+            f"{GATHERED}"
+        )
 
 
 def take(ctx: Any, name: str) -> Any:
@@ -273,6 +363,11 @@ def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     return grads
 
 
+_LOGPROBS = ("logprobs", "ref_logprobs", "old_logprobs", "mask", "cu_seqlens", "coef", "normalizer")
+_VALUES = ("values", *_LOGPROBS[1:])
+"""The names of a call's tensors in the public functions."""
+
+
 class _KLPenalty(torch.autograd.Function):
     """Outside torch.func, in ctx style: ``setup_context`` takes some 10 us a call (torch 2.13)."""
 
@@ -282,13 +377,19 @@ class _KLPenalty(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         constants, (forward, ctx.ops, ctx.encoded, is_one_read, return_stats) = others
         needs, needs_second, _ = ctx.needs_input_grad
-        unit = is_one_read and holds_unit_gradient(first) and holds_unit_gradient(second)
+        unit = (
+            is_one_read
+            and holds_unit_gradient(first)
+            and holds_unit_gradient(second)
+            and not are_packed()  # hooks see saved tensors alone
+        )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
         outputs = forward(first, second, *constants, *ctx.encoded, None, *wants)
         if outputs is NotImplemented:
             raise NotPlainError
         result, weights, statistics, grad, grad_second = outputs
-        save(ctx, (first, second, *constants, None if unit else weights))
+        tensors = (first, second, *constants, None if unit else weights)
+        save(ctx, tensors, _VALUES if second is None else _LOGPROBS)
         if unit:
             ctx.unit_grads = (grad if needs else None, grad_second if needs_second else None)
         if return_stats:
@@ -299,6 +400,7 @@ class _KLPenalty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
+            take(ctx, "unit_grads")
             return None, None, None
         grads = take_unit_gradients(ctx, grad_out)
         if grads is not None and not torch.is_grad_enabled():
