@@ -88,7 +88,7 @@ def check_number(
     return number
 
 
-def check_integer(argument: str, value: object, wanted: str, *, least: int = -(2**63)) -> int:
+def check_integer(argument: str, value: object, wanted: str, *, least: int | None = None) -> int:
     """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within int64.
     NumPy's integers are integers.
     """
@@ -99,8 +99,10 @@ def check_integer(argument: str, value: object, wanted: str, *, least: int = -(2
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(text) from None
-    if not least <= number < 2**63:
+    if least is not None and number < least:
         raise ValueError(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{argument} must be within int64, got {shown(value)}")
     return number
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.checks import hints
-from klfast.checks.values import are_checked
+from klfast.checks.values import can_be_read
 from klfast.coefficient import Coefficient
 from klfast.dtensors import refuse_dtensors
 from klfast.linear.arguments import Softcap
@@ -387,6 +387,6 @@ def linear_kl_divergence(
 def chosen(name: BackendName, call: LinearCall) -> Backend:
     """The backend to use, after the check of all values: products are made of them at once."""
     backend = backends.choose(name, call)
-    if are_checked(call.first(), in_kernel=False):
+    if can_be_read(call.first()):
         call.check_values()
     return backend

@@ -124,7 +124,7 @@ def chunk_argument(chunk: Any) -> int | None:
     """The checked number of tokens per chunk; None for "auto"."""
     if chunk == "auto" and isinstance(chunk, str):
         return None
-    return check_integer("chunk", chunk, '"auto" or an integer >= 1 within int64', least=1)
+    return check_integer("chunk", chunk, '"auto" or an integer >= 1', least=1)
 
 
 def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:

@@ -65,7 +65,8 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> Iterator[Chunk]:
-    """The chunks of the tokens that exist, in their order; while a CUDA graph is captured, of all.
+    """The chunks of the tokens that exist, in their order; of all while a CUDA graph is captured,
+    and of tensors without data.
 
     Args:
         rows: R.
@@ -74,7 +75,7 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
         padded: whether every product has ``length`` rows, so that no token's bits depend on how
             many there are. Else at least ``LEAST``.
     """
-    places = None if keep is None or _is_capturing(keep) else keep.nonzero()[:, 0]
+    places = None if keep is None or _is_unknown(keep) else keep.nonzero()[:, 0]
     total = rows if places is None else places.shape[0]
     for first in range(0, total, length):
         count = min(length, total - first)
@@ -86,6 +87,10 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
             yield Chunk(own, count, size, None if keep is None else keep[own])
 
 
-def _is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is captured: it allows no question of how many tokens a mask keeps."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def _is_unknown(keep: Tensor) -> bool:
+    """Whether nobody may ask how many tokens a mask keeps: a CUDA graph is captured, or tensors
+    have no data.
+    """
+    if keep.is_meta or type(keep) is not Tensor:  # FakeTensor
+        return True
+    return keep.is_cuda and torch.cuda.is_current_stream_capturing()

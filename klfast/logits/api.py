@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.checks import hints
-from klfast.checks.values import are_checked
+from klfast.checks.values import can_be_read
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.logits.agreement import call_of
@@ -499,7 +499,7 @@ def topk_kl_divergence(
         coef,
         return_stats,
     )
-    if are_checked(logits, in_kernel=False):
+    if can_be_read(logits):
         call.check_values()
     logprobs, _ = backends.choose(backend, call.picks).token_logprobs(call.picks)
     reduced = call.reduce(call.rows(logprobs))

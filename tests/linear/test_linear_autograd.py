@@ -4,9 +4,11 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import COMPILED
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import klfast
+from klfast.linear import held, models, products
 
 WORDS = 40
 
@@ -64,6 +66,186 @@ def test_a_scalar_whose_graph_is_gone_says_so(compiled):
     torch.autograd.grad(result, tensors[:2])
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(result, tensors[:2])
+
+
+def emptied(weight):
+    weight.data = torch.empty(0)
+
+
+def replaced(weight):
+    weight.data = torch.randn(WORDS, 8)
+
+
+def freed(weight):
+    weight.untyped_storage().resize_(0)
+
+
+@every_call
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("change", [emptied, replaced, freed], ids=lambda f: f.__name__)
+def test_a_head_that_changed_unseen_gives_an_error_or_the_gradient(compiled, call, trained, change):
+    """DeepSpeed ZeRO-3 and FSDP change parameters without autograd's knowledge."""
+    hidden, weight, ref_hidden = inputs()
+    weight = torch.nn.Parameter(weight.detach(), requires_grad=trained)
+    ref_weight = weight.detach().clone()
+    options = {} if call is log_probs else {"ref_weight": ref_weight}
+    wanted = torch.autograd.grad(
+        call(hidden, weight, ref_hidden, **options, backend=compiled), hidden
+    )
+    result = call(hidden, weight, ref_hidden, **options, backend=compiled)
+    change(weight)
+    # Only these read the weight again, or have a gradient of its shape.
+    needs_weight = call is log_probs or (trained and (call is rows_kl or change is emptied))
+    if needs_weight:
+        message = "weight must keep its shape and storage .* DeepSpeed ZeRO-3 .* around the forward"
+        with pytest.raises(RuntimeError, match=message):
+            result.backward()
+        assert hidden.grad is None
+    else:
+        result.backward()
+        assert same_bits(hidden.grad, wanted[0])
+
+
+@every_call
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_storage_that_is_freed_and_filled_again_is_the_same(compiled, call, trained):
+    """What FSDP does between the forward and the backward."""
+    hidden, weight, ref_hidden = inputs()
+    weight.requires_grad_(trained)
+    wanted = torch.autograd.grad(call(hidden, weight, ref_hidden, backend=compiled), hidden)
+    whole = weight.detach().clone()
+    result = call(hidden, weight, ref_hidden, backend=compiled)
+    storage = weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.copy_(whole)
+    assert same_bits(torch.autograd.grad(result, hidden)[0], wanted[0])
+
+
+@every_call
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["offloaded", "checkpointed"])
+def test_hooks_give_back_what_was_packed(compiled, call, trained, elsewhere):
+    """Offloading and checkpoints: a parameter may be emptied in between, and has another storage
+    when a checkpoint computes again.
+    """
+    hidden, weight, ref_hidden = inputs()
+    weight, whole = torch.nn.Parameter(weight.detach(), requires_grad=trained), weight.detach()
+    run = lambda h: call(h, weight, ref_hidden, backend=compiled)  # noqa: E731
+    weight.data = whole.clone()
+    wanted = torch.autograd.grad(run(hidden), hidden)
+    if elsewhere:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy):
+            result = run(hidden)
+        weight.data = torch.zeros(WORDS, 8)
+    else:
+        result = checkpoint(run, hidden, use_reentrant=False)
+        weight.data = torch.empty(0)
+        weight.data = whole.clone()
+    assert same_bits(torch.autograd.grad(result, hidden)[0], wanted[0])
+
+
+def kept_by(result):
+    """The tensors in the attributes of a graph's Functions."""
+    nodes, found = [result.grad_fn], []
+    for node in nodes:  # grows as it is read
+        nodes += [following for following, _ in node.next_functions if following is not None]
+        values = [*getattr(node, "__dict__", {}).values()]
+        for value in values:
+            values += value if isinstance(value, tuple | list) else ()
+        found += [value for value in values if isinstance(value, torch.Tensor)]
+    return found
+
+
+@every_call
+@pytest.mark.parametrize("trained", [False, True])
+def test_all_that_a_call_keeps_is_freed_with_its_graph(compiled, call, trained):
+    """Saved tensors are, and hooks can offload them; attributes of Functions are not."""
+    hidden, weight, ref_hidden = inputs()
+    weight.requires_grad_(trained)
+    with torch.inference_mode():
+        ref_hidden = ref_hidden.clone()
+    result = call(hidden, weight, ref_hidden, backend=compiled)
+    assert not kept_by(result)
+    result.backward()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "token-mean"])
+def test_a_detached_entropy_costs_no_matmul(compiled, monkeypatch, trained, reduction):
+    hidden, weight, ref_hidden = inputs()
+    weight.requires_grad_(trained)
+    ids, counted = torch.arange(len(hidden)), []
+    to_hidden = products.to_hidden
+
+    def count(*args):
+        counted.append(args)
+        return to_hidden(*args)
+
+    for module in (held, models):
+        monkeypatch.setattr(module, "to_hidden", count)
+
+    def run(return_entropy, **options):
+        counted.clear()
+        if reduction == "none":
+            outputs = klfast.linear_token_logprobs(
+                hidden, weight, ids, return_entropy=return_entropy, **options
+            )
+        else:
+            outputs = klfast.linear_kl_divergence(
+                *(hidden, weight, ref_hidden, weight.detach()),
+                reduction=reduction,
+                return_entropy=return_entropy,
+                **options,
+            )
+        result = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        grad = torch.autograd.grad(result.sum(), hidden)[0]
+        return grad, getattr(outputs, "entropy", None), len(counted)
+
+    plain, _, matmuls = run(False, backend=compiled)
+    grad, entropy, same = run("detached", backend=compiled)
+    assert same_bits(grad, plain)
+    assert same == matmuls
+    assert not entropy.requires_grad
+    assert same_bits(entropy, run(True, backend=compiled)[1].detach())
+    torch.testing.assert_close(entropy, run("detached", backend="reference")[1])
+
+
+def test_many_ids_a_token_take_the_memory_of_a_chunk(compiled):
+    """In pieces of 5 ids under a chunk of one token: the gradient of a trained head's backward."""
+    hidden, weight, _ = inputs()
+    ids = torch.randint(WORDS, (len(hidden), 12))
+    upstream = torch.randn(ids.shape)
+    found = []
+    for trained in (False, True):
+        weight.requires_grad_(trained)
+        logprobs = klfast.linear_token_logprobs(hidden, weight, ids, chunk=1, backend=compiled)
+        found += torch.autograd.grad(logprobs, hidden, upstream)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@every_call
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+@pytest.mark.filterwarnings("ignore:klfast uses its slow reference backend on meta")
+def test_tensors_without_data_have_shapes(call, trained, fake):
+    """A dry run, forward and backward, with a mask, whose zeros nobody can count."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        hidden, weight, ref_hidden = (torch.empty(n, 8) for n in (9, WORDS, 9))
+        mask, ids = torch.ones(9), torch.zeros(9, 3, dtype=torch.int64)
+        hidden.requires_grad_()
+        weight.requires_grad_(trained)
+        if call is log_probs:
+            result = klfast.linear_token_logprobs(hidden, weight, ids, mask)
+            assert result.shape == (9, 3)
+            result = result.sum()
+        else:
+            result = call(hidden, weight, ref_hidden, mask=mask)
+        result.backward()
+        assert hidden.grad.shape == (9, 8)
+        assert weight.grad is None or weight.grad.shape == (WORDS, 8)
 
 
 @every_call

@@ -27,6 +27,27 @@ def test_the_length_of_auto(words, device, tokens):
     assert length_of(words, torch.float32, torch.device(device)) == tokens
 
 
+def test_a_chunk_larger_than_any_takes_no_memory():
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(9, 4), torch.arange(3)
+    wanted = klfast.linear_token_logprobs(hidden, weight, ids)
+    for chunk in (2**31, 2**63 - 1):
+        torch.testing.assert_close(
+            klfast.linear_token_logprobs(hidden, weight, ids, chunk=chunk), wanted
+        )
+
+
+def test_a_chunk_is_any_integer():
+    numpy = pytest.importorskip("numpy")
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(9, 4), torch.arange(3)
+    wanted = klfast.linear_token_logprobs(hidden, weight, ids, chunk=16)
+    for chunk in (numpy.int64(16), numpy.int32(16)):
+        found = klfast.linear_token_logprobs(hidden, weight, ids, chunk=chunk)
+        assert same_bits(found, wanted)
+    logits = hidden @ weight.t()
+    found = klfast.token_logprobs(logits, ids, ignore_index=numpy.int64(1))
+    assert same_bits(found, klfast.token_logprobs(logits, ids, ignore_index=1))
+
+
 def test_masked_tokens_enter_no_product():
     keep = torch.tensor([True, False, True, True, False])
     chunks = [*chunks_of(5, keep, 2, padded=True)]
@@ -51,7 +72,7 @@ def test_a_captured_graph_computes_all_tokens(monkeypatch):
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     wanted = run()
-    monkeypatch.setattr("klfast.linear.chunks._is_capturing", lambda keep: True)
+    monkeypatch.setattr("klfast.linear.chunks._is_unknown", lambda keep: True)
     for a, b in zip(run(), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

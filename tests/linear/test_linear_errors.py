@@ -36,6 +36,18 @@ TYPES = {
     "chunk-bool": ({"chunk": True}, 'chunk must be "auto" or an integer >= 1, got True'),
     "chunk-name": ({"chunk": "all"}, "chunk must be \"auto\" or an integer >= 1, got 'all'"),
     "temperature": ({"temperature": None}, "temperature must be a finite number > 0"),
+    "packed": (
+        {"weight": torch.zeros(10, 1, dtype=torch.uint8)},
+        f"weight must have one of the dtypes {FLOATS}, got torch.uint8: dequantize a quantized",
+    ),
+    "fp8": (
+        {"weight": ones(5, 4).to(torch.float8_e4m3fn)},
+        f"weight must have one of the dtypes {FLOATS}, got torch.float8_e4m3fn: dequantize",
+    ),
+    "module": (
+        {"weight": torch.nn.Linear(4, 5)},
+        "weight must be a torch.Tensor, got the module Linear: pass head.weight",
+    ),
 }
 VALUES = {
     "no width": ({"hidden": ones(2, 3, 0)}, r"hidden must have shape \[..., D\] with D >= 1, got"),
@@ -43,6 +55,12 @@ VALUES = {
         {"weight": ones(5, 3)},
         r"weight must have shape \[V, 4\], V >= 1, as the width of hidden is 4, got \[5, 3\]",
     ),
+    "not gathered": (
+        {"weight": ones(0)},
+        r"weight must have shape .* got \[0\]: DeepSpeed ZeRO-3 empties parameters outside",
+    ),
+    "bias not gathered": ({"bias": ones(0)}, r"bias must have .* got \[0\]: DeepSpeed ZeRO-3"),
+    "transposed": ({"weight": ones(4, 5)}, r"weight must .* got \[4, 5\]: pass weight.T"),
     "no words": ({"weight": ones(0, 4)}, r"weight must have shape \[V, 4\], V >= 1"),
     "one dimension": ({"weight": ones(4)}, r"weight must have shape \[V, 4\], V >= 1"),
     "sparse": ({"weight": SPARSE}, "weight must have the layout torch.strided, got torch.sparse"),
@@ -53,6 +71,13 @@ VALUES = {
     ),
     "softcap-0": ({"softcap": 0}, "softcap must be a finite number > 0, got 0"),
     "softcap-nan": ({"softcap": math.nan}, "softcap must be a finite number > 0, got nan"),
+    "softcap beyond fp32": ({"softcap": 1e39}, r"softcap must be a number > 0 within fp32, got 1e"),
+    "softcap below fp32": ({"softcap": 1e-46}, r"softcap must be a number > 0 within fp32, got 1e"),
+    "chunk beyond int64": ({"chunk": 2**70}, "chunk must be within int64, got 1"),
+    "entropy": (
+        {"return_entropy": "detach"},
+        "return_entropy must be True, False or 'detached', got 'detach'",
+    ),
     "chunk-0": ({"chunk": 0}, 'chunk must be "auto" or an integer >= 1, got 0'),
     "mask": (
         {"mask": ones(2, 4)},
@@ -153,8 +178,30 @@ def test_one_model_has_one_softcap():
     )
 
 
-def test_no_kept_token_is_0(backend):
-    hidden, weight = (t.clone().requires_grad_() for t in (GOOD["hidden"], GOOD["weight"]))
+def test_a_freed_weight_is_refused():
+    weight = GOOD["weight"].clone()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="weight must have memory, got a storage that was freed"):
+        klfast.linear_kl_divergence(GOOD["hidden"], weight, GOOD["hidden"])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_id_a_token_is_nothing(backend, frozen):
+    hidden = GOOD["hidden"].clone().requires_grad_()
+    weight = GOOD["weight"].clone().requires_grad_(not frozen)
+    found = klfast.linear_token_logprobs(hidden, weight, IDS[..., None][..., :0], backend=backend)
+    assert found.shape == (2, 3, 0)
+    found.sum().backward()
+    assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_kept_token_is_0(backend, transposed):
+    hidden, weight = (t.clone() for t in (GOOD["hidden"], GOOD["weight"]))
+    if transposed:
+        weight = weight.t().contiguous().t()
+    hidden.requires_grad_()
+    weight.requires_grad_()
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     kl = klfast.linear_kl_divergence(
         hidden, weight, GOOD["hidden"], mask=nothing, reduction="token-mean", backend=backend

@@ -71,8 +71,31 @@ def under_fsdp(rank, per_token):
     return gradients(model)
 
 
+def under_fsdp_whole(rank, per_token):
+    """The module that calls klfast is wrapped: its parameters' storages are freed between the
+    forward and the backward, and filled again.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    seen = []
+    model = model_of(per_token)
+    forward = model.forward
+
+    def noting(states):
+        seen.append(model.head.weight)
+        return forward(states)
+
+    model.forward = noting
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    loss = model(parts(rank))
+    assert seen[0].untyped_storage().nbytes() == 0
+    loss.backward()
+    return gradients(model)
+
+
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("work", [under_ddp, under_fsdp])
+@pytest.mark.parametrize("work", [under_ddp, under_fsdp, under_fsdp_whole])
 def test_gradients_are_those_of_one_process(tmp_path, work, per_token):
     model = model_of(per_token)
     model(parts()).backward()

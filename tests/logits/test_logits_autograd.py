@@ -385,6 +385,44 @@ def test_an_input_changed_before_a_recomputing_backward_is_an_error(reduction, s
         result.backward()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda z, y, ids: klfast.token_logprobs(z, ids, backend="native"),
+        lambda z, y, ids: klfast.token_logprobs(z, ids, inplace_backward=True, backend="native"),
+        lambda z, y, ids: klfast.token_logprobs(z, ids, inplace_backward=True, backend="reference"),
+        lambda z, y, ids: klfast.kl_divergence(z, y, backend="native"),
+        lambda z, y, ids: klfast.kl_divergence(y, z, direction="forward", backend="native"),
+    ],
+    ids=["log-probs", "in-place", "in-place-reference", "kl", "kl-of-reference"],
+)
+def test_logits_that_are_freed_before_a_reading_backward_are_an_error(call):
+    leaf, other = models()
+    logits = leaf * 1
+    found = call(logits, other.detach(), random_ids(leaf))
+    logits.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"logits.* must keep its shape and storage .* freed"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "token-mean"])
+def test_detached_entropies_have_no_gradient(backend, reduction):
+    inputs = models()
+    options = {"reduction": reduction, "backend": backend}
+    ids = random_ids(inputs[0])
+    calls = [
+        lambda e: klfast.kl_divergence(*inputs, return_entropy=e, **options),
+        lambda e: klfast.token_logprobs(inputs[0], ids, return_entropy=e, backend=backend),
+    ]
+    for call in calls:
+        wanted, found = call(True), call("detached")
+        assert wanted.entropy.requires_grad
+        assert not found.entropy.requires_grad
+        assert same_bits(found.entropy, wanted.entropy.detach())
+        grads = [torch.autograd.grad(outputs[0].sum(), inputs[0])[0] for outputs in (found, wanted)]
+        assert same_bits(*grads)
+
+
 def test_logits_changed_before_the_backward_of_log_probs_are_an_error():
     leaf, _ = models()
     logits = leaf * 1

@@ -384,6 +384,24 @@ def test_an_input_changed_before_a_recomputing_backward_is_an_error(reduction, a
         penalty.backward()
 
 
+@pytest.mark.parametrize("argument", ["logprobs", "ref_logprobs", "old_logprobs", "mask"])
+@pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean"])
+def test_an_input_that_changed_unseen_before_a_recomputing_backward_is_an_error(
+    reduction, argument
+):
+    """In ways that autograd does not see."""
+    names = ("logprobs", "ref_logprobs", "old_logprobs", "mask")
+    for values in (lambda t: torch.rand(3, 5), lambda t: t.data[:1], lambda t: torch.empty(0)):
+        inputs = [t.requires_grad_(n == 0) for n, t in enumerate(random_inputs((3, 5)))]
+        tensors = dict(zip(names, [*inputs, torch.ones(3, 5)], strict=True))
+        penalty = klfast.kl_penalty(**tensors, reduction=reduction, backend="native").sum()
+        if reduction in SCALAR_REDUCTIONS:
+            penalty.backward(retain_graph=True)  # from the unit gradient
+        tensors[argument].data = values(tensors[argument])
+        with pytest.raises(RuntimeError, match=f"{argument} must keep its shape and storage"):
+            penalty.backward()
+
+
 @pytest.mark.parametrize("reduction", SCALAR_REDUCTIONS)
 def test_a_unit_gradient_is_that_of_the_forward_whatever_happens_to_the_inputs(reduction):
     """Either that or torch's error, never the gradient of what the tensor holds later."""

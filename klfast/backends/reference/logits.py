@@ -19,6 +19,7 @@ from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.entries import term
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
+from klfast.ops import autograd
 
 
 def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
@@ -193,7 +194,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
+        autograd.save(ctx, (logits,), ("logits",))
         ctx.overwritten = False
         return logits.clone()
 
@@ -202,5 +203,6 @@ class _Overwritten(torch.autograd.Function):
         if ctx.overwritten or torch.is_grad_enabled():
             raise RuntimeError(SERVES_ONE_BACKWARD)
         ctx.overwritten = True
-        logits: Tensor = ctx.saved_tensors[0].detach()
-        return logits.copy_(grad)
+        (logits,) = autograd.saved(ctx)
+        assert logits is not None
+        return logits.detach().copy_(grad)
