@@ -211,7 +211,7 @@ GATHERED = (
 
 def is_freed(tensor: Tensor) -> bool:
     """Whether a tensor's storage was freed, as FSDP does outside of its forward and backward."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def shape_text(tensor: Tensor) -> str:

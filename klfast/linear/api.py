@@ -111,7 +111,8 @@ def linear_token_logprobs(
     ========================= ============ =========================================================
 
     A product is one of chunk x D x V multiplications a chunk. Memory beside inputs and gradients:
-    the fp32 logits of a chunk, twice with a softcap, and under a frozen head.
+    the fp32 logits of a chunk, twice with a softcap, and under a frozen head. Entropies that are
+    only logged need no gradient: ``return_entropy="detached"`` saves their product and vectors.
 
     Args:
         hidden: [..., D], the hidden states before the head; fp64, fp32, bf16 or fp16, any strides.
@@ -130,7 +131,8 @@ def linear_token_logprobs(
         chunk: tokens at a time. ``"auto"``: the power of two within 16 and 4,096 whose fp32 logits
             are nearest to 64 MiB (600 MiB on a GPU). With a number every product has that many
             rows, those of the last chunk filled up with zeros, and a token's log-prob has the same
-            bits whatever else is in the batch.
+            bits whatever else is in the batch. A number above 4,096 only bounds the tokens at a
+            time, and fills up nothing.
         group: the ranks among which the vocabulary is cut, as in :func:`klfast.token_logprobs`:
             ``weight`` and ``bias`` are this rank's words, plain tensors; all else is the same on
             every rank. No product is added. A few numbers a token travel, per chunk, and the
@@ -147,7 +149,11 @@ def linear_token_logprobs(
             are checked as in :func:`klfast.token_logprobs`, before any product is made.
         TypeError: an argument of the wrong type or dtype, and hidden states in a DTensor.
         RuntimeError: the backend asked for cannot run here, and why; torch.func transforms, which
-            ``reference`` alone serves; ranks of ``group`` that make other calls, or are gone.
+            ``reference`` alone serves; ranks of ``group`` that make other calls, or are gone. In
+            the backward: a tensor that it reads again has another shape or storage than in the
+            forward. Under DeepSpeed ZeRO-3 keep ``deepspeed.zero.GatheredParameters`` open around
+            the forward and the backward. New values in the same storage are not seen where
+            autograd does not see them. FSDP, offloading and checkpoints need nothing.
 
     Under autocast, hidden states, weight and bias are taken in its dtype, as a linear layer takes
     them. torch.compile breaks the graph at a call. On a GPU a mask costs one sync, for the number
@@ -355,8 +361,8 @@ def linear_kl_divergence(
             Values are checked as in :func:`klfast.kl_divergence`, before any product is made.
         TypeError: an argument of the wrong type or dtype, and hidden states in a DTensor.
         RuntimeError: the backend asked for cannot run here, and why; torch.func transforms, which
-            ``reference`` alone serves; a second backward of a scalar whose first did not retain the
-            graph.
+            ``reference`` alone serves; in the backward a tensor that changed, as in
+            :func:`linear_token_logprobs`.
 
     Warns once a process of [N, D] hidden states without ``cu_seqlens`` under a reduction by
     sequences, and of a reference that requires a gradient where the policy does not.

@@ -1,5 +1,9 @@
 """The ops over log-probs, differentiable, for every compiled backend alike.
 
+All that a Function keeps is a saved tensor, so that the graph frees it and hooks can offload it.
+The one exception is the unit gradient of a scalar, which the first backward hands out; under hooks
+there is none. ``saved`` refuses what changed without autograd's knowledge.
+
 A backend brings ``Ops``, the Function decides what to compute when. For a scalar reduction the
 forward writes the unit gradient in the same read; the first backward scales that in place and hands
 it out, every later one computes the gradient anew, since what was handed out belongs to autograd
@@ -129,32 +133,23 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) 
     """
     ctx.known = ()
     if not torch.compiler.is_compiling():  # which knows no inference tensors
-        tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
+        for tensor in tensors:
+            if tensor is not None and tensor.is_inference():
+                tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
+                break
         if names and not torch._C._are_functorch_transforms_active():
-            ctx.known = _known(tensors, names)
+            ctx.names, ctx.known = names, _known(tensors[: len(names)])
     ctx.save_for_backward(*tensors)
 
 
-def _known(
-    tensors: Sequence[Tensor | None], names: Sequence[str]
-) -> list[tuple[str, torch.Size, Any] | None]:
-    """The name, shape and storage of tensors. Hooks give back other storages, which are not known.
+def _known(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, Any] | None]:
+    """The shapes and storages of tensors. Hooks give back other storages, which are not known.
 
-    Weak references keep no memory, and an address is not taken twice as long as they live.
+    Weak references keep no memory, and no other storage has their address.
     """
-    storage_of: Callable[[Tensor], Any] = _no_storage if are_packed() else _storage_of
-    return [
-        None if t is None else (name, t.shape, storage_of(t))
-        for name, t in zip(names, tensors, strict=False)
-    ]
-
-
-def _storage_of(tensor: Tensor) -> Any:
-    return weakref.ref(tensor.untyped_storage())
-
-
-def _no_storage(tensor: Tensor) -> None:
-    return None
+    if are_packed():
+        return [None if t is None else (t.shape, None) for t in tensors]
+    return [None if t is None else (t.shape, weakref.ref(t.untyped_storage())) for t in tensors]
 
 
 class _Saved(NamedTuple):
@@ -216,27 +211,25 @@ def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
             storage was freed. A storage that was freed and filled again passes (FSDP).
     """
     tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
-    for known, tensor in zip(ctx.known, tensors, strict=False):
-        if known is not None and tensor is not None and (are_read or tensor.requires_grad):
-            _check_unchanged(tensor, *known, are_read=are_read)
+    for at, known in enumerate(ctx.known):
+        tensor = tensors[at]
+        if known is None or tensor is None:
+            continue
+        shape, storage = known
+        now = None
+        if tensor.shape != shape:
+            if are_read or tensor.requires_grad:
+                now = f"shape {shape_text(tensor)} in place of {list(shape)}"
+        elif are_read and storage is not None and storage() is not tensor.untyped_storage():
+            now = "another storage"
+        elif are_read and is_freed(tensor):
+            now = "a storage that was freed"
+        if now is not None:
+            raise RuntimeError(
+                f"{ctx.names[at]} must keep its shape and storage from the forward to the "
+                f"backward, got {now}: {GATHERED}"
+            )
     return tensors
-
-
-def _check_unchanged(
-    tensor: Tensor, name: str, shape: torch.Size, storage: Any, *, are_read: bool
-) -> None:
-    now = None
-    if tensor.shape != shape:
-        now = f"shape {shape_text(tensor)} in place of {list(shape)}"
-    elif are_read and storage is not None and storage() is not tensor.untyped_storage():
-        now = "another storage"
-    elif are_read and is_freed(tensor):
-        now = "a storage that was freed"
-    if now is not None:
-        raise RuntimeError(
-            f"{name} must keep its shape and storage from the forward to the backward, got {now}: "
-            f"{GATHERED}"
-        )
 
 
 def take(ctx: Any, name: str) -> Any:
