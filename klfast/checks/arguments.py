@@ -210,7 +210,7 @@ GATHERED = (
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether a tensor's storage was freed, as FSDP does outside of its forward and backward."""
+    """Whether FSDP or a user has freed a tensor's storage."""
     return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 

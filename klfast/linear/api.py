@@ -151,8 +151,8 @@ def linear_token_logprobs(
         RuntimeError: the backend asked for cannot run here, and why; torch.func transforms, which
             ``reference`` alone serves; ranks of ``group`` that make other calls, or are gone. In
             the backward: a tensor that it reads again has another shape or storage than in the
-            forward. Under DeepSpeed ZeRO-3 keep ``deepspeed.zero.GatheredParameters`` open around
-            the forward and the backward. New values in the same storage are not seen where
+            forward. Keep ``deepspeed.zero.GatheredParameters`` open around the forward and the
+            backward under DeepSpeed ZeRO-3. New values in the same storage are not seen where
             autograd does not see them. FSDP, offloading and checkpoints need nothing.
 
     Under autocast, hidden states, weight and bias are taken in its dtype, as a linear layer takes

@@ -88,8 +88,8 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
 
 
 def _is_unknown(keep: Tensor) -> bool:
-    """Whether nobody may ask how many tokens a mask keeps: a CUDA graph is captured, or tensors
-    have no data.
+    """Whether the number of kept tokens cannot be read: a CUDA graph is captured, or tensors have
+    no data.
     """
     if keep.is_meta or type(keep) is not Tensor:  # FakeTensor
         return True

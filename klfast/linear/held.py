@@ -162,8 +162,8 @@ PICKED = 128
 def _pieces(
     call: LinearCall, shape: torch.Size, weight: Tensor
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """The tokens of ids [R, K], some at a time, and the places of their ids, some at a time: of
-    these the weights are no more numbers than the logits of a chunk.
+    """Some of the tokens of ids [R, K] at a time, and some of their ids at a time. The weights of
+    these are no more numbers than the logits of a chunk.
     """
     rows, picks = shape
     most = max(length_of_chunks(call) * weight.shape[0] // weight.shape[1], 1)

@@ -118,7 +118,7 @@ def is_forward_mode() -> bool:
 
 
 def are_packed() -> bool:
-    """Whether saved-tensor hooks act: offloading, or a checkpoint that computes again."""
+    """Whether saved-tensor hooks act, as offloading and checkpoints do."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
