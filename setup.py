@@ -97,7 +97,8 @@ def instruction_sets(chosen: str) -> dict[str, tuple[str, ...]]:
         return {"baseline": ()} | X86_FLAGS
     best = next((name for name in reversed(X86_FLAGS) if here_has(X86_FLAGS[name])), None)
     # 60 % of the compiler's time for it goes into what -O1 leaves out, and here it serves tests.
-    return {"baseline": ("-O1",), best: X86_FLAGS[best]} if best else {"baseline": ()}
+    quick = () if enabled("DEBUG") else ("-O1",)
+    return {"baseline": quick, best: X86_FLAGS[best]} if best else {"baseline": ()}
 
 
 def chosen_sets(default: str) -> str:

@@ -48,9 +48,23 @@ def _backends_stay():
     """Set up before all others, and so torn down after them: what a test puts in place of a backend
     does not serve the next one.
     """
-    before = {**backends.BACKENDS}
+    before = list(backends.BACKENDS.items())
     yield
-    assert before == backends.BACKENDS
+    assert before == list(backends.BACKENDS.items())
+
+
+@pytest.fixture
+def only_backend():
+    """Leaves ``auto`` one backend. The table's order, which ``auto`` goes by, comes back after it."""
+    before = {**backends.BACKENDS}
+
+    def leave(name):
+        backends.BACKENDS.clear()
+        backends.BACKENDS[name] = before[name]
+
+    yield leave
+    backends.BACKENDS.clear()
+    backends.BACKENDS.update(before)
 
 
 @pytest.fixture(params=TARGETS)

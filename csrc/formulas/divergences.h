@@ -146,7 +146,7 @@ struct Word {
 
 template <typename Acc>
 KLFAST_HOST_DEVICE Word<Acc> word_of(Acc x, Acc scale, Acc guess) {
-  const Acc s = math::fma(x, scale, -guess);
+  const Acc s = math::fma_of_exact_product(x, scale, -guess);
   const Acc mass = math::exp_term(s);
   // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays.
   return {mass, mass * math::select(s < Acc(-100), Acc(-100), s)};
@@ -194,11 +194,11 @@ KLFAST_HOST_DEVICE Acc log_ratio_in_nats(Acc x, Acc y, const Guess<Acc, base>& g
 // x - m and y - m - c, in the base's unit.
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE Acc first_exponent(Acc x, const Guess<Acc, base>& guess) {
-  return math::fma(x, guess.scale, -guess.first);
+  return math::fma_of_exact_product(x, guess.scale, -guess.first);
 }
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE Acc second_exponent(Acc y, const Guess<Acc, base>& guess) {
-  return math::fma(y, guess.scale, -guess.second) - guess.second_rest;
+  return math::fma_of_exact_product(y, guess.scale, -guess.second) - guess.second_rest;
 }
 
 // e^(x - m) and e^(y - m - c).
@@ -671,7 +671,7 @@ KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a
 // gradient 0.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
-  const Acc log_p = math::fma(x, row.scale, -row.lse);
+  const Acc log_p = math::fma_of_exact_product(x, row.scale, -row.lse);
   const Acc p = math::exp_term(log_p);
   const Acc gradient = -p * math::fma(row.entropy, log_p + row.mean, row.logprob);
   return math::select(p == Acc(0), Acc(0), gradient);

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "math/host_device.h"
 
@@ -187,6 +188,23 @@ KLFAST_HOST_DEVICE T fma(T a, T b, T c) {
   return std::fma(a, b, c);
 #else
   return a * b + c;
+#endif
+}
+
+// a * b + c, whose product is not rounded on any instruction set. The exponents of a row of logits
+// cancel: there the rounding of a large product would be an error of the result.
+template <typename T>
+KLFAST_HOST_DEVICE T fma_of_exact_product(T a, T b, T c) {
+#if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA) || defined(__FMA__) || \
+    defined(__ARM_FEATURE_FMA)
+  return fma(a, b, c);
+#else
+  if constexpr (std::is_same_v<T, float>) {
+    return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) +
+                              static_cast<double>(c));
+  } else {
+    return fma(a, b, c);
+  }
 #endif
 }
 

@@ -28,7 +28,7 @@ class NoFloat64(TorchDispatchMode):
 
 
 @pytest.fixture
-def without_float64(monkeypatch):
+def without_float64(monkeypatch, only_backend):
     """Runs a function as on a device that lacks float64, which only the reference serves."""
 
     def run(function, *args):
@@ -36,8 +36,7 @@ def without_float64(monkeypatch):
             patch.setattr(dtypes, "WITHOUT_FLOAT64", ("cpu",))
             return function(*args)
 
-    for name in [name for name in backends.BACKENDS if name != "reference"]:
-        monkeypatch.delitem(backends.BACKENDS, name)
+    only_backend("reference")
     return run
 
 

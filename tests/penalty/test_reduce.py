@@ -16,14 +16,9 @@ LAYOUTS = ("dense", "transposed", "strided", "expanded")
 
 
 @pytest.fixture
-def only(backend, monkeypatch):
+def only(backend, only_backend):
     """``auto`` has one backend to take."""
-    chosen = backends.BACKENDS[backend]
-    with monkeypatch.context() as patch:
-        for name in [*backends.BACKENDS]:
-            patch.delitem(backends.BACKENDS, name)
-        patch.setitem(backends.BACKENDS, backend, chosen)
-        yield
+    only_backend(backend)
 
 
 def laid_out(tensor, layout):

@@ -66,6 +66,8 @@ class Exact:
         "where": lambda condition, x, y: x if condition else y,
     }
 
+    dtype = torch.float64  # the textbook's formulas, not the series of fp32
+
     def __init__(self, number):
         self.number = number
 
