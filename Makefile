@@ -186,7 +186,7 @@ $(VENV)/built-all: $(VENV)/built
 	touch $@
 
 $(VENV)/%-tools: $(VENV)/torch
-	@echo "== Installing what make $* needs: $(TOOLS_$*)"
+	$(info == Installing what make $* needs: $(TOOLS_$*))
 	$(PIP) $(TOOLS_$*)
 	touch $@
 
