@@ -165,8 +165,8 @@ format: $(VENV)/tested
 clean:
 	rm -rf $(VENV) build dist klfast/_C*.so klfast/_build_info.json *.egg-info
 
-# torch first and by its pinned version, so that nothing that depends on it chooses another. Python
-# compiles what is imported, which is a part of it.
+# torch comes first, by its pinned version, so that no other package chooses another. pip compiles no
+# bytecode: Python does that for the small part which is imported.
 $(VENV)/torch: pyproject.toml constraints.txt
 	@echo "== Installing torch and the build tools into $(VENV) (1 to 2 minutes)"
 	$(PYTHON) -m venv $(VENV)
@@ -186,7 +186,7 @@ $(VENV)/built-all: $(VENV)/built
 	touch $@
 
 $(VENV)/%-tools: $(VENV)/torch
-	@echo "== Installing what make $* needs: $(TOOLS_$*)"
+	$(info == Installing what make $* needs: $(TOOLS_$*))
 	$(PIP) $(TOOLS_$*)
 	touch $@
 

@@ -96,7 +96,7 @@ def instruction_sets(chosen: str) -> dict[str, tuple[str, ...]]:
     if chosen == "all":
         return {"baseline": ()} | X86_FLAGS
     best = next((name for name in reversed(X86_FLAGS) if here_has(X86_FLAGS[name])), None)
-    # 60 % of the compiler's time for it goes into what -O1 leaves out, and here it serves tests.
+    # Only tests use this baseline. -O1 takes 60 % less time to compile than -O3.
     quick = () if enabled("DEBUG") else ("-O1",)
     return {"baseline": quick, best: X86_FLAGS[best]} if best else {"baseline": ()}
 
@@ -124,7 +124,7 @@ def macros(flag: str) -> str:
 
 
 def compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "c++"))
+    return shlex.split(os.environ.get("CXX") or "c++")
 
 
 def enabled(variable: str) -> bool:
@@ -328,10 +328,10 @@ def ninja_file(output: Path, sets: dict[str, tuple[str, ...]]) -> str:
 
 
 def check_compiler() -> None:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    if shutil.which(compiler) is None:
+    program = compiler()[0]
+    if shutil.which(program) is None:
         raise SystemExit(
-            f"klfast needs a C++ compiler to build, and there is no {compiler}: install g++ or "
+            f"klfast needs a C++ compiler to build, and there is no {program}: install g++ or "
             "clang++ (apt install g++, dnf install gcc-c++, xcode-select --install), or name it in "
             "CXX"
         )

@@ -49,8 +49,8 @@ def data_parallel_normalizer(
             the same normalizer. A rank without data gives an empty list.
         reduction: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``, as of
             :func:`klfast.kl_penalty`.
-        group: the ranks over which gradients are averaged, all of which must call; None: all ranks,
-            if torch.distributed is initialised, else this process alone. The ranks must have
+        group: the ranks over which gradients are averaged. All must call. None means all ranks if
+            torch.distributed is initialised, else this process alone. The ranks must have
             different sequences. With context parallelism, where a rank has a part of every
             sequence, pass DTensors with ``Shard(1)`` to :func:`klfast.kl_penalty` instead, and no
             normalizer.
@@ -58,9 +58,9 @@ def data_parallel_normalizer(
             list of them where ``mask`` is a list.
 
     Returns:
-        A number > 0, of tokens or of sequences: 0-dim, fp64 (fp32 on a device without it), on the
-        mask's device, the same bits on every rank; of nothing 1 / W, so that a mean of nothing is
-        0. It takes one all-reduce, and waits for no device.
+        A number > 0 of tokens or of sequences, with the same bits on every rank. It is 0-dim, fp64
+        (fp32 on a device without it), and on the mask's device. Without any token it is 1 / W, so
+        that the mean is 0. It takes one all-reduce, and waits for no device.
 
     Raises:
         ValueError: a reduction without a denominator, a wrong shape, device or layout, or a value

@@ -10,18 +10,18 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MASKS = (torch.bool, *INTEGERS, *FLOATS)
 INDICES = (torch.int32, torch.int64)
 WITHOUT_FLOAT64 = ("mps",)
-"""Types of devices none of which has float64."""
+"""Device types without float64."""
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether a device has float64. Apple's GPUs lack it, and some of Intel's."""
+    """True if the device has float64. Apple's GPUs and some of Intel's lack it."""
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type not in WITHOUT_FLOAT64
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of the reference, and of sums and factors: float64, or float32 without it."""
+    """The dtype of the reference, of sums and of factors: float64, or float32 on such a device."""
     return torch.float64 if has_float64(device) else torch.float32
 
 

@@ -208,16 +208,16 @@ def _clips(summaries: list[Summary], settings: Settings) -> str:
 
 
 def _nonfinite(summaries: list[Summary]) -> str:
-    bad = [f"{s.nonfinite:,} in {mid(s)}" for s in summaries if s.nonfinite]
-    return f"Tokens with a log-ratio that is NaN or infinite: {', '.join(bad)}." if bad else ""
+    bad = ", ".join(f"{s.nonfinite:,} in {mid(s)}" for s in summaries if s.nonfinite)
+    return f"Tokens with a log-ratio or a penalty that is NaN or infinite: {bad}." if bad else ""
 
 
 def _cost(summaries: list[Summary]) -> str:
     kl = median(s.kl_seconds for s in summaries)
     step = median(s.step_seconds for s in summaries)
     return (
-        f"The KL step (penalty, gradient and statistics) took {number(kl * 1e3)} ms, "
-        f"{kl / step:.1%} of a training step of {number(step * 1e3)} ms (medians)."
+        f"The KL step (penalty, gradient and statistics) took {number(kl * 1e3)} ms of processor "
+        f"time, {kl / step:.1%} of a training step of {number(step * 1e3)} ms (medians)."
     )
 
 

@@ -87,7 +87,10 @@ def _compare(options: Options, stop: Callable[[], bool] | None, team: Team) -> b
 def _run(
     experiment: Run, options: Options, stop: Callable[[], bool] | None, console: Console
 ) -> bool:
-    """Alone, whatever happens leaves a report; an error of a rank may have left the others."""
+    """Computes, and writes a report. A single process writes it even after an error.
+
+    With ranks, an error may leave the others waiting, so that no report can be written.
+    """
     leaves_report = experiment.team.group is None
     _print_plan(experiment, console)
     try:

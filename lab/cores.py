@@ -1,7 +1,7 @@
-"""Work on all cores, with numbers that do not depend on how many there are.
+"""Work on all cores, with results that do not depend on the number of cores.
 
-A thread has one torch thread. Torch's kernels run without Python's lock, so that threads fill the
-cores as processes would, and share models and corpus.
+Each worker is a Python thread with one torch thread. Torch's kernels release Python's lock, so the
+workers run in parallel. Unlike processes, they share the models and the corpus.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ R = TypeVar("R")
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def side_by_side(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """The results of ``work``, for each item in a thread of its own; or the first one's error."""
+    """The results of ``work`` for the items, each in its own thread. Raises the first error."""
     with ThreadPoolExecutor(len(items), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(work, items))
 

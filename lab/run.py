@@ -195,15 +195,15 @@ def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) 
 
 
 def workers(run: Run) -> int:
-    """How many arms are trained at a time. Ranks have to take the same steps in the same order."""
+    """The number of arms that train at a time: 1 with ranks, which must take steps in one order."""
     return min(cores(), len(run.settings.arms)) if run.team.group is None else 1
 
 
 def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
     """Trains the arms, or goes on training them; returns early when ``stopped``.
 
-    Threads take turns at the arms, each turn up to the arm's next checkpoint, so that all arms end
-    at about the same time. An arm's numbers do not depend on the others.
+    The threads take turns at the arms. A turn ends at the arm's next checkpoint, so all arms end at
+    about the same time. An arm's numbers do not depend on the other arms.
     """
     world = build_world(run.corpus, run.reference, run.settings)
     for name in run.settings.arms:

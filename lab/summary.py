@@ -117,9 +117,9 @@ class Summary(Ending):
         length: tokens of a sequence.
         first_reward, first_perplexity: of the first step.
         settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
-        kl_seconds, step_seconds: medians over all steps.
+        kl_seconds, step_seconds: medians of the processor time over all steps.
         clipped: tokens where the penalty's clip acted, as a share of all.
-        nonfinite: tokens whose log-ratio was NaN or infinite, in all steps.
+        nonfinite: tokens whose log-ratio or penalty was NaN or infinite, in all steps.
         lengths: the KL by the length of the sequence.
     """
 

@@ -28,10 +28,10 @@ from lab.summary import Summary
 from lab.words import number
 
 LINE_SECONDS = 5.0
-"""Without a terminal, a bar's next line comes so much later."""
+"""The time between the lines of a bar, without a terminal."""
 
 _ALL = "all"
-_ARM_STEP = 2.0  # an arm's step takes as long as so many of the pretraining
+_ARM_STEP = 2.0  # pretraining steps that take as long as one step of an arm
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Bars:
         for row in {row["arm"]: row for row in rows}.values():
             self.trained(row)
         done = self.progress.tasks[self.tasks[_ALL]].completed
-        self.progress.reset(self.tasks[_ALL], completed=int(done))  # they say nothing of speed
+        self.progress.reset(self.tasks[_ALL], completed=int(done))  # leaves them out of the speed
 
     def pretrained(self, step: int, loss: float) -> None:
         self._move("pretraining", step, f"loss {loss:.2f}")

@@ -136,12 +136,13 @@ _CONSTANTS = {
     "the values of reduce, or use mask.detach()",
     "normalizer": "use normalizer.detach()",
 }
-"""Arguments whose gradient would be lost, and the remedies."""
+"""The arguments that raise if they require a gradient, and the remedies."""
 
 
 def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """The value, or raise unless it is a dense tensor of one of the dtypes; a constant requires no
-    gradient.
+    """Return a dense tensor of one of the dtypes, or raise.
+
+    An argument in ``_CONSTANTS`` that requires a gradient raises too.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")

@@ -141,7 +141,7 @@ def place_text(where: tuple[int, ...]) -> str:
 def check_temperatures(inverse: Tensor | None) -> None:
     """Raise ValueError unless temperatures are > 0, and finite in fp32 like their reciprocals.
 
-    ``inverse``: 1 / temperature, [R] or 0-dim; None if there is none.
+    ``inverse`` is 1 / temperature, [R] or 0-dim, or None.
     """
     if inverse is None:
         return

@@ -48,9 +48,9 @@ def importance_sampling_ratio(
 
     With x = old_per_token_logps - sampling_per_token_logps in nats, the ratio is exp(x) of each
     token or exp(sum of x) of a sequence, moved into [clip_min, clip_max] (``*_truncate``) or 0
-    outside (``*_mask``). A masked token has TRL's ratio of x = 0, and so has one whose log-prob is
-    NaN, as vLLM has not scored it (since TRL 1.11; in 1.10 the loss is then NaN). The ratio ends
-    at exp(20) and exp(-20). An infinite log-prob is treated as NaN. Only in a sequence mode a
+    outside (``*_mask``). A masked token has TRL's ratio of x = 0. So has a token whose log-prob is
+    NaN because vLLM has not scored it (since TRL 1.11; in 1.10 the loss is then NaN). The ratio
+    ends at exp(20) and exp(-20). An infinite log-prob is treated as NaN. Only in a sequence mode a
     policy's -inf is a ratio of 0.
 
     Args:

@@ -60,8 +60,9 @@ class Floats:
 
 
 class Tensors:
-    """0-dim tensors on one device, without a branch on what they hold; fp64, and the host's bits,
-    where the device has it.
+    """0-dim tensors on one device, without a branch on their values.
+
+    In fp64 they have the bits of the host. A device without fp64 has fp32.
     """
 
     def __init__(self, device: torch.device) -> None:

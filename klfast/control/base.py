@@ -136,7 +136,7 @@ class CoefficientController(KLReader):
 
     @property
     def highest(self) -> float:
-        """The upper bound of the coefficient, the largest float64 where there is none."""
+        """The upper bound of the coefficient. Without a bound it is the largest float64."""
         return min(self.max_coef, sys.float_info.max)
 
     @property
@@ -379,8 +379,8 @@ class CoefficientController(KLReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
 
-        The target is this object's, whatever that of the state: a run goes on from its coefficient
-        to the new target. A default ``max_coef`` rises to the coefficient of the state. A state
+        The target stays this object's too: a run goes on from the state's coefficient to the new
+        target. A default ``max_coef`` rises to the coefficient of the state. A state
         from before the option ``ema`` was given, or after, loads: the average begins anew. So does
         the count of updates that a warning of ``update`` needs, and a warning may be given again.
 
@@ -489,7 +489,7 @@ class TargetController(CoefficientController):
 
 
 def is_inf(value: object) -> bool:
-    """Whether a setting is the number inf."""
+    """True if a setting is the number inf."""
     return isinstance(value, Real) and value == math.inf
 
 

@@ -114,8 +114,8 @@ class _Window(KLReader, Generic[S]):
     def state_dict(self) -> dict[str, Any]:
         """Return the window's values and the count of skipped ones, as plain JSON.
 
-        A KL of inf is the string ``"inf"``. Of the settings it has ``unit``, and a ``KLMonitor``'s
-        ``target``.
+        A KL of inf is the string ``"inf"``. The state also has ``unit``, and the ``target`` of a
+        ``KLMonitor``.
         """
         return self._framed(self._content())
 
@@ -142,10 +142,10 @@ class _Window(KLReader, Generic[S]):
 class KLMonitor(_Window[Status]):
     """Watches the mean of the last KLs and warns when it leaves the band around the target.
 
-    With m the mean of the last ``window`` values (of those there are, while there are fewer), the
-    status is ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``;
-    ``"ok"`` too before there are ``min_updates`` values, as every run begins with a low KL. A KL of
-    inf is ``"high"`` at once, and as long as it is in the window. Each change into ``"high"`` or
+    m is the mean of the last ``window`` values, or of all while there are fewer. The status is
+    ``"high"`` if ``m > high * target``, ``"low"`` if ``m < low * target``, else ``"ok"``. Before
+    there are ``min_updates`` values it is ``"ok"``, as every run begins with a low KL. A KL of inf
+    is ``"high"`` at once, and as long as it is in the window. Each change into ``"high"`` or
     ``"low"`` gives one ``RuntimeWarning``, which says what to do.
 
     Args:

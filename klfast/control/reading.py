@@ -1,7 +1,7 @@
-"""A reader of KLs, as controllers and watchers are: skips a bad one, and frames its state.
+"""The base of controllers and watchers, which read KLs. It skips a wrong KL, and frames the state.
 
-A watcher takes a KL of +inf as above every limit, and skips NaN and -inf, which are no KL. A
-controller skips +inf too.
+To a watcher a KL of +inf is above every limit. It skips NaN and -inf, which are no KL. A controller
+skips +inf too.
 """
 
 from __future__ import annotations

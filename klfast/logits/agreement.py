@@ -126,7 +126,7 @@ def agreed(
 
     Args:
         ranks: of the shards.
-        make: the call of this rank's arguments, after their checks, and what it tells the others.
+        make: returns this rank's checked call, and the fields that all ranks compare.
         may_wait: as of ``call_of``.
 
     Raises:

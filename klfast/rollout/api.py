@@ -58,9 +58,8 @@ def rollout_correction(
 
     A policy log-prob of -inf is a ratio of 0 in weights and rules of sequences. The sum and the
     mean of x are then -inf: every token of the sequence has the weight of u = -20, within the
-    bounds, and a veto rejects the sequence. These weights and rules leave out an x of NaN (both
-    log-probs are -inf) or inf (``rollout_logprobs`` is -inf, of a token that was sampled), and give
-    such a token the weight 0.
+    bounds, and a veto rejects the sequence. These weights and rules leave out a token whose x is
+    NaN (both log-probs are -inf) or inf (only ``rollout_logprobs`` is -inf). Its weight is 0.
 
     A loss keeps the count from before the rejection: ``torch.where(mask != 0, loss * weights,
     0).sum() / stats.length.sum()``; with klfast, ``normalizer=stats.length.sum()`` beside the new

@@ -13,7 +13,7 @@ KEPT = torch.tensor([[1.0, 1.0, 0.5], [1.0, 0.0, 0.0]])
 def every_function():
     """By name: the function, and arguments of which the leaves are differentiated.
 
-    ``mask`` is not among them; what is not differentiable has no leaves.
+    ``mask`` is not among them. A function without gradients has no leaves.
     """
     a, b, c = (-torch.rand(B, T) - 0.2 for _ in range(3))
     logits, ref_logits = torch.randn(2, B, T, V)

@@ -137,9 +137,9 @@ def divergence(p: Tensor, q: Tensor, log_ratio: Tensor | None = None) -> Tensor:
 
 
 def _log_ratio(call: KLDivergenceCall, p: Tensor, q: Tensor) -> Tensor:
-    """log(q / p) of a word with the digits of the logits' difference, [R, V].
+    """log(q / p) of every token id, with the digits of the logits' difference, [R, V].
 
-    All words of a row share an error, of the log-sum-exps. Divergences feel its square.
+    The log-sum-exps give all of a row one common error. A divergence changes by its square.
     """
     first, second = (wide_rows(x, call.keep) for x in (call.logits, call.ref_logits))
     apart = (second - first) / temperature_of(call)
