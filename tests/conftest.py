@@ -55,7 +55,7 @@ def _backends_stay():
 
 @pytest.fixture
 def only_backend():
-    """Leaves ``auto`` one backend. The table's order, which ``auto`` goes by, comes back after it."""
+    """Leaves ``auto`` one backend, until the test ends. ``auto`` goes by the table's order."""
     before = {**backends.BACKENDS}
 
     def leave(name):

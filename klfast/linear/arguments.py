@@ -223,7 +223,7 @@ def reference_head(
         least = min(weight.shape[0], ref_weight.shape[0])
         remedy = f": slice both to the common vocabulary, weight[:{least}]" if least_words else ""
         raise ValueError(
-            f"ref_weight must have the words of weight, {weight.shape[0]}, got "
+            f"ref_weight must have the vocabulary size of weight, {weight.shape[0]}, got "
             f"{shape_text(ref_weight)}{remedy}"
         )
     return ref_weight, ref_bias

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import klfast
-from klfast import Estimator, Rejection, backends, dtypes
+from klfast import Estimator, Rejection, dtypes
 from klfast.control.table import CONTROLLERS
 from klfast.logits import agreement
 from klfast.names import DIRECTIONS, ESTIMATORS, TAILS

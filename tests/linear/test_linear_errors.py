@@ -113,7 +113,7 @@ OF_DIVERGENCE = {
     ),
     "words": (
         {"ref_weight": ones(7, 6)},
-        r"ref_weight must have the words of weight, 5, got \[7, 6\]: slice both to the common "
+        r"ref_weight must have the vocabulary size of weight, 5, got \[7, 6\]: slice both to the common "
         r"vocabulary, weight\[:5\]$",
     ),
     "reference's width": (

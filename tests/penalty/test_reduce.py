@@ -7,7 +7,7 @@ import torch
 from refusals import A_TENSOR, ONE_OF_THE_DTYPES, POSITIVE
 
 import klfast
-from klfast import FixedKLController, backends
+from klfast import FixedKLController
 from klfast.dtypes import FLOATS, MASKS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
