@@ -113,8 +113,8 @@ OF_DIVERGENCE = {
     ),
     "words": (
         {"ref_weight": ones(7, 6)},
-        r"ref_weight must have the vocabulary size of weight, 5, got \[7, 6\]: slice both to the common "
-        r"vocabulary, weight\[:5\]$",
+        r"ref_weight must have the vocabulary size of weight, 5, got \[7, 6\]: slice both to "
+        r"the common vocabulary, weight\[:5\]$",
     ),
     "reference's width": (
         {"ref_weight": ones(5, 4)},
