@@ -97,7 +97,7 @@ def test_what_must_pass_runs_in_every_change():
     assert ".ci/run" in commands_of(ROOT / ".github" / "workflows" / "ci.yml").splitlines()
     run = (ROOT / ".ci" / "run").read_text()
     for target in ("test", "test-rest", "docs", "wheel"):
-        assert re.search(rf"\bstage make {target}( |$)", run, re.MULTILINE)
+        assert re.search(rf"\bmake {target}( |$)", run, re.MULTILINE)
 
 
 def test_a_release_is_published_by_a_tag_from_its_environment():

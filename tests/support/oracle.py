@@ -356,10 +356,14 @@ def _stats(kept, columns, weight, sequences, lengths, dtype):
     ratios = [[abs(log_ratio[t]) for t in sequence if t in kept] for sequence in sequences]
     stats["max_abs_log_ratio"] = _tensor([max(r, default=0) for r in ratios])
     tolerance["max_abs_log_ratio"] = unit_roundoff(dtype) * stats["max_abs_log_ratio"]
-    clipped = [sum(kept[t].clipped for t in sequence if t in kept) for sequence in sequences]
-    stats["clipped"] = _tensor(clipped)
-    stats["nonfinite"] = torch.zeros(len(sequences), dtype=torch.float64)
-    for count in ("clipped", "nonfinite"):
+    greatest = torch.finfo(dtype).max
+    counts = {
+        "clipped": lambda token: token.clipped,
+        "nonfinite": lambda token: abs(token.value) > greatest,  # no input here is infinite
+    }
+    for count, of in counts.items():
+        per_sequence = [sum(of(kept[t]) for t in sequence if t in kept) for sequence in sequences]
+        stats[count] = _tensor(per_sequence)
         tolerance[count] = torch.zeros(len(sequences), dtype=torch.float64)
     return stats, tolerance
 
