@@ -6,6 +6,7 @@ A new backend is a ``Backend`` and one row in ``order``.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -27,9 +28,13 @@ def why_not(device: torch.device) -> dict[str, str | None]:
     return {name: backend.why_not(device) for name, backend in BACKENDS.items()}
 
 
-def first_available(reasons: dict[str, str | None]) -> str:
-    """The backend that ``auto`` takes, given what ``why_not`` says."""
-    return next(name for name, reason in reasons.items() if reason is None)
+def first_available(reasons: Mapping[str, str | None], function: str = "") -> str:
+    """The backend that ``auto`` takes for a function, given the reasons of ``why_not``."""
+    return next(
+        name
+        for name, reason in reasons.items()
+        if reason is None and not BACKENDS[name].lacks(function)
+    )
 
 
 def first_use(device: torch.device) -> dict[str, str]:

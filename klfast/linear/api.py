@@ -20,7 +20,12 @@ from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs
 from klfast.linear.graphs import breaks_graphs
 from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
-from klfast.logits.outputs import KLDivergence, TokenLogprobs, with_detached_entropy
+from klfast.logits.outputs import (
+    KLDivergence,
+    TokenLogprobs,
+    outputs_of_tokens,
+    with_detached_entropy,
+)
 from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy
 
 if TYPE_CHECKING:
@@ -172,9 +177,7 @@ def linear_token_logprobs(
     )
     call = call_of(linear_token_logprobs_call, arguments, group, backend, may_wait=True)
     logprobs, entropy = chosen(backend, call).linear_token_logprobs(call)
-    if entropy is None:
-        return logprobs
-    return TokenLogprobs(logprobs, entropy.detach() if return_entropy == "detached" else entropy)
+    return outputs_of_tokens(logprobs, entropy, return_entropy)
 
 
 class _DivergenceOptions(TypedDict, total=False):

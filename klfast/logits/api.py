@@ -18,7 +18,12 @@ from klfast.dtensors import serves_dtensors
 from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
 from klfast.logits.call import kl_divergence_call, token_logprobs_call
-from klfast.logits.outputs import KLDivergence, TokenLogprobs, with_detached_entropy
+from klfast.logits.outputs import (
+    KLDivergence,
+    TokenLogprobs,
+    outputs_of_tokens,
+    with_detached_entropy,
+)
 from klfast.logits.topk import topk_call
 from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 from klfast.stats import without_tokens
@@ -155,9 +160,7 @@ def token_logprobs(
     call = call_of(token_logprobs_call, arguments, group, backend)
     logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
     hints.of_token_logprobs(logits, mask)
-    if entropy is None:
-        return logprobs
-    return TokenLogprobs(logprobs, entropy.detach() if return_entropy == "detached" else entropy)
+    return outputs_of_tokens(logprobs, entropy, return_entropy)
 
 
 class _DivergenceOptions(TypedDict, total=False):

@@ -20,7 +20,14 @@ from torch import Tensor
 from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits import sharded
-from klfast.logits.call import DIVERGENCES, ENTROPIES, KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import (
+    DIVERGENCES,
+    ENTROPIES,
+    OF_ONE_MODEL,
+    OF_TWO_MODELS,
+    KLDivergenceCall,
+    TokenLogprobsCall,
+)
 from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
 from klfast.ops import autograd
@@ -155,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.ops = inputs
         logprobs, entropy, saved = output
         tensors = (logits, token_ids, keep, saved, logprobs, entropy, inverse)
-        autograd.save(ctx, tensors, ("logits", "token_ids", "mask"))
+        autograd.save(ctx, tensors, OF_ONE_MODEL)
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
         autograd.take_gradients_as_sent(ctx)
 
@@ -212,10 +219,6 @@ class _InplaceTokenLogprobs(_TokenLogprobs):
         return logits.detach(), *(None,) * 6
 
 
-_INPUTS = ("logits or ref_logits", "logits or ref_logits", "token_ids", "mask")
-"""The names of two models' inputs, whose order is that of the direction."""
-
-
 class _KLRows(torch.autograd.Function):
     """Divergences of rows, read again by the backward."""
 
@@ -239,7 +242,7 @@ class _KLRows(torch.autograd.Function):
         ctx.has_entropies = ENTROPIES[entropy_of] != "none"
         # The inverse temperature is the last of the tensors.
         own = (rows, saved, entropies if ctx.has_entropies else None)
-        autograd.save(ctx, (*tensors, *own), _INPUTS)
+        autograd.save(ctx, (*tensors, *own), OF_TWO_MODELS)
         no_gradient = [saved]
         if not ctx.has_tokens:
             no_gradient += [logprobs, ref_logprobs]
@@ -324,7 +327,7 @@ class _OneReadKL(torch.autograd.Function):
         models = [None if logits.is_inference() else logits for logits in (first, second)]
         ctx.is_read_once = any(logits is None for logits in models)
         own = (None, call.keep, call.inverse_temperature, rows, saved, weights)
-        autograd.save(ctx, (*models, *own), _INPUTS)
+        autograd.save(ctx, (*models, *own), OF_TWO_MODELS)
         ctx.unit_grads = autograd.wanted(grads, needs)
         if reduced.return_stats:
             ctx.mark_non_differentiable(statistics)

@@ -48,6 +48,10 @@ from klfast.names import DIRECTIONS, DirectionName, ReductionName, ReturnEntropy
 if TYPE_CHECKING:
     from klfast.logits.shards import Shards
 
+OF_ONE_MODEL = ("logits", "token_ids", "mask")
+OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1:])
+"""The names of a call's tensors in the public functions. The direction orders two models."""
+
 DIVERGENCES = ("kl", "jsd")
 """The divergences of the ops, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 ENTROPIES = ("none", "first", "second")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
+from klfast.names import ReturnEntropy
 from klfast.stats import KLStats, with_tokens_of, without_tokens
 
 Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
@@ -59,6 +60,15 @@ class BesideDivergences(NamedTuple):
     ref_logprobs: Tensor | None = None
     entropies: Tensor | None = None
     """Entropies of the policy."""
+
+
+def outputs_of_tokens(
+    logprobs: Tensor, entropy: Tensor | None, return_entropy: ReturnEntropy
+) -> Tensor | TokenLogprobs:
+    """The result of a function over tokens: log-probs alone, or with their entropies."""
+    if entropy is None:
+        return logprobs
+    return TokenLogprobs(logprobs, entropy.detach() if return_entropy == "detached" else entropy)
 
 
 def with_detached_entropy(outputs: KLDivergence) -> KLDivergence:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import ENTROPIES, KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import (
+    ENTROPIES,
+    OF_ONE_MODEL,
+    OF_TWO_MODELS,
+    KLDivergenceCall,
+    TokenLogprobsCall,
+)
 from klfast.logits.chain_rule import PairRows, TokenRows
 from klfast.logits.normalizers import Units
 from klfast.logits.outputs import BesideDivergences
@@ -108,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         own, rows = token_rows(logits, plan)
-        autograd.save_all(ctx, (logits, plan, own, rows), ("logits", "token_ids", "mask"))
+        autograd.save_all(ctx, (logits, plan, own, rows), OF_ONE_MODEL)
         ctx.has_entropy = plan.has_entropy
         outputs = _outputs_of(rows, logits)
         if not plan.has_entropy:
@@ -167,8 +173,7 @@ class _KLRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor, plan: Plan) -> tuple[Tensor, ...]:
         own, rows = pair_rows(first, second, plan)
-        names = ("logits or ref_logits", "logits or ref_logits", "token_ids", "mask")
-        autograd.save_all(ctx, (first, second, plan, own, rows), names)
+        autograd.save_all(ctx, (first, second, plan, own, rows), OF_TWO_MODELS)
         ctx.has = plan.has()
         outputs = _pair_outputs(rows, first, second)
         no_gradient = [x for x, is_there in zip(outputs, ctx.has, strict=True) if not is_there]

@@ -269,11 +269,7 @@ def _verdicts(
     for device in dict.fromkeys(tally.device for tally in tallies):
         why_not = facts["backends"][device]["why_not"]
         chosen = {
-            name: next(
-                backend.name
-                for backend in backends.BACKENDS.values()
-                if why_not[backend.name] is None and not backend.lacks(family.function)
-            )
+            name: backends.first_available(why_not, family.function)
             for name, family in FAMILIES.items()
         }
         groups: dict[tuple[bool, str], list[Tally]] = {(True, b): [] for b in chosen.values()}
