@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import klfast.interrupt  # noqa: F401  # before torch
 from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
+from klfast.backends.info import info
 from klfast.control.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
@@ -28,7 +29,6 @@ from klfast.control.reset import ReferenceReset
 from klfast.control.scheduled import ScheduledKLController
 from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
-from klfast.info import info
 from klfast.linear.api import linear_kl_divergence, linear_token_logprobs
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs, topk_kl_divergence

@@ -12,7 +12,7 @@ from klfast.provenance import described
 from klfast.streams import replace_standard_streams
 
 # A command is a module with HELP, add_arguments(parser) and run(arguments) -> exit code.
-COMMANDS = {"check": "klfast.selfcheck.command", "info": "klfast.info"}
+COMMANDS = {"check": "klfast.cli.check.report", "info": "klfast.backends.info"}
 
 
 class _Version(argparse.Action):

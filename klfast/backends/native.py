@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from klfast.backends.compiled import compiled
+from klfast.backends.self_test import FirstUse
 from klfast.checks.values import checks_requested
 from klfast.logits.normalizers import NATS, Units, of_cuda
 from klfast.ops import load
 from klfast.ops.direct import Direct, Functions, directly
 from klfast.ops.table import Ops
-from klfast.selfcheck.first_use import FirstUse
 
 
 def _why_not(device: torch.device) -> str | None:

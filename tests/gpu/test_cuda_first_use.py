@@ -10,9 +10,9 @@ import torch
 
 import klfast
 from klfast import backends
+from klfast.backends import known_calls, self_test
+from klfast.backends.self_test import FirstUse
 from klfast.ops.table import Ops
-from klfast.selfcheck import first_calls, first_use
-from klfast.selfcheck.first_use import FirstUse
 
 pytestmark = gpu.marks
 
@@ -40,7 +40,7 @@ def device():
 
 def check(first, device):
     """What is known of every family when all have been checked."""
-    for op in first_calls.CALLS:
+    for op in known_calls.CALLS:
         first._failure(op, device, 2)
     return set(first.results(device).values())
 
@@ -58,7 +58,7 @@ def test_every_family_of_kernels_gives_its_known_answers(first):
     klfast.rollout_correction(*logprobs(), backend="native")
     known = klfast.info()["first_use"][f"cuda:{torch.cuda.current_device()}"]
     assert known == dict.fromkeys(
-        (family for op in first_calls.CALLS for family in first_use.families(op)), "ok"
+        (family for op in known_calls.CALLS for family in self_test.families(op)), "ok"
     )
 
 
@@ -92,7 +92,7 @@ def test_it_takes_milliseconds_and_gives_its_memory_back(first, device):
     check(first, device)
     before = torch.cuda.memory_allocated()
     slowest = []
-    for op in first_calls.CALLS:
+    for op in known_calls.CALLS:
         seconds = []
         for _ in range(7):
             begun = time.perf_counter()

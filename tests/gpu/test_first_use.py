@@ -9,7 +9,7 @@ import threading
 import warnings
 
 import emulated
-import first_answers
+import known_answers
 import pytest
 import torch
 from fresh import run_fresh
@@ -19,15 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 import klfast
 from klfast import backends
+from klfast.backends import known_calls, self_test
 from klfast.backends.compiled import compiled
+from klfast.backends.self_test import FirstUse
 from klfast.ops.table import Ops
-from klfast.selfcheck import first_calls, first_use
-from klfast.selfcheck.first_use import FirstUse
 
 CPU = torch.device("cpu")
 NATIVE = Ops.of("klfast")
-FUNCTIONS = tuple(first_calls.CALLS)
-FAMILIES = tuple(family for op in FUNCTIONS for family in first_use.families(op))
+FUNCTIONS = tuple(known_calls.CALLS)
+FAMILIES = tuple(family for op in FUNCTIONS for family in self_test.families(op))
 CLOSE = 1e-9
 """Of stored answers and those of this machine's float64, to the same sums."""
 
@@ -124,9 +124,9 @@ def same(numbers, others):
 
 
 def test_the_stored_answers_are_those_of_the_reference():
-    """`python tests/support/first_answers.py` writes them anew."""
-    stored = json.loads(first_use.ANSWERS.read_text())
-    computed = first_answers.all_answers()
+    """`python tests/support/known_answers.py` writes them anew."""
+    stored = json.loads(self_test.ANSWERS.read_text())
+    computed = known_answers.all_answers()
     assert list(stored) == list(computed) == list(FAMILIES)
     for family, answers in stored.items():
         assert answers.keys() == computed[family].keys()
@@ -136,8 +136,8 @@ def test_the_stored_answers_are_those_of_the_reference():
 
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_inputs_are_the_same_numbers_in_every_dtype(op):
-    for known in first_calls.CALLS[op](lambda tensor: tensor):
-        for tensor in first_calls.named(known._asdict()).values():
+    for known in known_calls.CALLS[op](lambda tensor: tensor):
+        for tensor in known_calls.named(known._asdict()).values():
             if tensor.is_floating_point():
                 assert torch.equal(tensor.bfloat16().double(), tensor.double())
 
@@ -274,7 +274,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(use, monkeypatch):
     counted = Counting(lying("kl_penalty_fwd", LIES["off"]))
     first = use(counted.ops)
     with monkeypatch.context() as patch:
-        patch.setattr(first_use, "_is_capturing", lambda device: True)
+        patch.setattr(self_test, "_is_capturing", lambda device: True)
         klfast.kl_penalty(*logprobs(), backend="native")
     assert counted.calls == 1
     assert set(first.results(CPU).values()) == {"unchecked"}
@@ -315,12 +315,12 @@ def test_threads_wait_for_one_check(use):
 FORKED = """
 import os, threading, torch
 from klfast.ops.table import Ops
-from klfast.selfcheck import first_use
+from klfast.backends import self_test
 import klfast
-first = first_use.FirstUse(Ops.of("klfast"), lambda device: True)
+first = self_test.FirstUse(Ops.of("klfast"), lambda device: True)
 held = threading.Event()
 def hold():
-    with first_use._lock:
+    with self_test._lock:
         held.set()
         threading.Event().wait(60)
 threading.Thread(target=hold, daemon=True).start()
@@ -393,7 +393,7 @@ class Seeing(TorchDispatchMode):
     """Refuses to see what is of bf16, which the call itself has nothing of."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        flat = first_calls.named(tuple(args))
+        flat = known_calls.named(tuple(args))
         assert not any(tensor.dtype == torch.bfloat16 for tensor in flat.values())
         return op(*args, **(kwargs or {}))
 

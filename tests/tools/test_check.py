@@ -11,13 +11,13 @@ from fresh import run_fresh
 
 from klfast import backends
 from klfast.__main__ import main
+from klfast.cli.check import report as command
+from klfast.cli.check.cases import FAMILIES, Case, Draw
+from klfast.cli.check.covering import covering
 from klfast.formulas import FORMULAS
 from klfast.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
 from klfast.reduction import REDUCTIONS
 from klfast.rollout.rejection import OVER, STATISTICS
-from klfast.selfcheck import command
-from klfast.selfcheck.cases import FAMILIES, Case, Draw
-from klfast.selfcheck.covering import covering
 
 SLIGHTLY = 1 + 2e-5
 

@@ -5,7 +5,7 @@ every machine, without a generator. Of log-probs every other 256 tokens have |x|
 reference; the others reach 4. A sequence of 9,001 tokens has two segments, and starts off the
 addresses of vectors if it is the second. Rows of 15,101 words in fp32 need a cluster of blocks.
 
-``tests/support/first_answers.py`` writes what the reference says of them in float64.
+``tests/support/known_answers.py`` writes what the reference says of them in float64.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A family is the kernels of a public function with gradient, or without. The first call that may go
 to one has both checked: the calls of ``first_calls`` run on a stream that waits for nothing, their
-results come back in one transfer, and what they add up to is compared with ``first_answers.json``.
+results come back in one transfer, and what they add up to is compared with ``known_answers.json``.
 That is done once per device and function in a process, by one thread while others wait.
 
 Nothing is checked while the current stream is captured, or while somebody traces (torch.compile
@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from klfast.backends import known_calls
 from klfast.calls import Call
 from klfast.ops.autograd import may_need_gradient
 from klfast.ops.table import Ops
-from klfast.selfcheck import first_calls
 
 RELATIVE = 1e-5
 """The error allowed to a checksum, relative to the sum of the absolute values that it
 adds. A gradient in bf16 of which one entry is rounded the other way is off by 1e-6."""
 
-ANSWERS = Path(__file__).with_name("first_answers.json")
+ANSWERS = Path(__file__).with_name("known_answers.json")
 REPORT = "run `klfast check` and open an issue with its output"
 
 Outcome = tuple[str, ...]
@@ -46,7 +46,7 @@ Results = dict[str, Tensor] | Exception
 
 def families(op: str) -> tuple[str, ...]:
     """The families of a function, in the order of an ``Outcome``."""
-    return (op, f"{op}, gradient") if op in first_calls.GRADIENTS else (op,)
+    return (op, f"{op}, gradient") if op in known_calls.GRADIENTS else (op,)
 
 
 class FirstUse:
@@ -74,7 +74,7 @@ class FirstUse:
         is_compiling = torch.compiler.is_compiling()  # which would guard a set
         if not is_compiling and (type(call), device) in self._passed:
             return None
-        ops, differentiated = first_calls.ops_of(call)
+        ops, differentiated = known_calls.ops_of(call)
         needed = 2 if may_need_gradient(*differentiated) else 1
         reasons = [self._failure(op, device, needed) for op in ops]
         outcomes = [self._outcomes.get((op, device), ()) for op in ops]
@@ -87,7 +87,7 @@ class FirstUse:
         if not self._applies(device):
             return {}
         unknown = ("off" if _is_off() else "unchecked",) * 2
-        known = {op: self._outcomes.get((op, device), unknown) for op in first_calls.CALLS}
+        known = {op: self._outcomes.get((op, device), unknown) for op in known_calls.CALLS}
         return {
             family: outcome
             for op, outcomes in known.items()
@@ -130,10 +130,10 @@ class FirstUse:
             return tensor.to(device, non_blocking=True)
 
         with _as_nobody_sees(), _aside(device):
-            calls = first_calls.CALLS[op](place)
-            found = [_results(first_calls.results, op, calls, self._ops)]
-            if op in first_calls.GRADIENTS:
-                found += [_results(first_calls.gradients, op, calls, self._ops)]
+            calls = known_calls.CALLS[op](place)
+            found = [_results(known_calls.results, op, calls, self._ops)]
+            if op in known_calls.GRADIENTS:
+                found += [_results(known_calls.gradients, op, calls, self._ops)]
             found = _on_host(found)
             named = zip(families(op), found, strict=True)
             return tuple(judge(results, answers[family]) for family, results in named)

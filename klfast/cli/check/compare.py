@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.selfcheck.calls import OF_POLICY, OF_REFERENCE, Call, Tensors, run
+from klfast.cli.check.calls import OF_POLICY, OF_REFERENCE, Call, Tensors, run
 from klfast.stats import OF_TOKENS
 
 PROMISE, OF_LOGITS = 4e-7, 2e-6

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import klfast
+from klfast.cli.check.calls import Call, Tensors, placed, run
+from klfast.cli.check.cases import Draw
+from klfast.cli.check.compare import Wrong
 from klfast.names import DIRECTIONS, NAMES
-from klfast.selfcheck.calls import Call, Tensors, placed, run
-from klfast.selfcheck.cases import Draw
-from klfast.selfcheck.compare import Wrong
 
 LENGTHS, ROWS = (1, 63, 65, 16_500, 1025), (3, 1, 6)
 """Tokens of sequences, one longer than a kernel's segments, and of those with logits."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 import klfast
+from klfast.cli.check.calls import MEMORIES, OF_POLICY, OF_REFERENCE, Call, Tensors, run
+from klfast.cli.check.covering import Row, covering
 from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
 from klfast.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS, TAILS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.rollout.call import NORMALIZE, OUTSIDE, WEIGHTS
 from klfast.rollout.rejection import OVER, STATISTICS, Rejection
-from klfast.selfcheck.calls import MEMORIES, OF_POLICY, OF_REFERENCE, Call, Tensors, run
-from klfast.selfcheck.covering import Row, covering
 
 
 class Draw:
