@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from klfast.linear.call import LinearCall
 from klfast.logits import autograd as over_logits
 from klfast.logits.call import (
     DIVERGENCES,
-    ENTROPIES,
     KLDivergenceCall,
     TokenLogprobsCall,
     kl_divergence_call,
@@ -36,26 +35,30 @@ from klfast.ops.table import Ops
 from klfast.rollout.call import RolloutCall, rollout_call
 from klfast.rollout.rejection import Rejection
 
-Place = Callable[[Tensor], Tensor]
+Place: TypeAlias = Callable[[Tensor], Tensor]
 """Puts a tensor made on the CPU where the call is to run."""
+
+Known: TypeAlias = dict[str, tuple[Call, tuple[int, ...]]]
+"""Calls by name, each with the seed of the gradient that comes in for each differentiable result;
+() is no gradient."""
+
+Run: TypeAlias = Callable[[Any], Any]
+"""The results of a call."""
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class KnownCall(NamedTuple):
-    """A call, and the gradients that come in where it is differentiated."""
-
-    name: str
-    call: Call
-    incoming: tuple[Tensor, ...] = ()
-    """One per result that is not None, of those that have a gradient; () is no gradient."""
-
-
-def integers(shape: tuple[int, ...], seed: int, least: int, past: int) -> Tensor:
+def integers(shape: Sequence[int], seed: int, least: int, past: int) -> Tensor:
     """Integers from ``least`` on, below ``past``."""
     i = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu") + 1000 * seed
     mixed = (i * i * 40503 + i * 2654435761) >> 12
-    return (mixed % (past - least) + least).view(shape)
+    return (mixed % (past - least) + least).view(*shape)
+
+
+def incoming(output: Tensor, seed: int) -> Tensor:
+    """The gradient that comes in: of a scalar a power of 2, which rounds no gradient in bf16."""
+    grad = integers(output.shape, seed, 32, 96) / 64 if output.dim() else torch.tensor(0.5)
+    return grad.to(output)
 
 
 def _log_probs(
@@ -74,15 +77,6 @@ def _logits(shape: tuple[int, ...], seed: int, dtype: torch.dtype, place: Place)
     return [place(model.to(dtype) / 16) for model in (first, second)]
 
 
-def _incoming(shape: tuple[int, ...], seed: int, place: Place) -> Tensor:
-    return place(integers(shape, seed, 32, 96).to(FP32) / 64)
-
-
-def _factor(place: Place) -> Tensor:
-    """A scalar's incoming gradient: by a power of 2 no gradient in bf16 is rounded again."""
-    return place(torch.tensor(0.5, device="cpu"))
-
-
 def _padded(seed: int, place: Place) -> tuple[Tensor, Tensor, Tensor]:
     """bf16 log-probs of two models [2, 9001], and a mask."""
     shape = (2, 9001)
@@ -96,110 +90,87 @@ def _packed(seed: int, place: Place) -> tuple[Tensor, Tensor, Tensor]:
     return first[1:], second[1:], place(ends)
 
 
-def _penalty_calls(place: Place) -> list[KnownCall]:
+def _penalty_calls(place: Place) -> Known:
     first, second, mask = _padded(1, place)
     old = _log_probs((2, 9001), 5, BF16, place)[0]
     packed, packed_ref, ends = _packed(9, place)
+    scores = place(integers((2,), 15, 32, 96).to(FP32) / 64)
     clipped = Estimator("k3", log_ratio_clip=2.01, kl_clip=4.1, importance_cap=2.5)
-    return [
-        KnownCall(
-            "bf16, padded, token-mean",
-            penalty_call(first, second, mask, "k3", "token-mean", None, None, None, 0.5, True),
-            (_factor(place),),
-        ),
-        KnownCall(
-            "fp32, packed, seq-mean",
-            penalty_call(packed, packed_ref, None, "k3", "seq-mean", ends, None, None, 1.0, False),
-            (_incoming((4,), 14, place),),
-        ),
-        KnownCall(
-            "bf16, weighted and clipped, seq-mean-token-mean",
-            penalty_call(
-                first, second, mask, clipped, "seq-mean-token-mean", None, old, None, 1.0, True
-            ),
-            (_factor(place),),
-        ),
-        KnownCall(
-            "bf16, rewards",
-            rewards_call(_incoming((2,), 15, place), first, second, mask, 0.25, "k1", None, True),
-        ),
-    ]
+    token_mean = penalty_call(first, second, mask, "k3", "token-mean", None, None, None, 0.5, True)
+    seq_mean = penalty_call(
+        packed, packed_ref, None, "k3", "seq-mean", ends, None, None, 1.0, False
+    )
+    weighted = penalty_call(
+        first, second, mask, clipped, "seq-mean-token-mean", None, old, None, 1.0, True
+    )
+    rewards = rewards_call(scores, first, second, mask, 0.25, "k1", None, True)
+    return {
+        "bf16, padded, token-mean": (token_mean, (0,)),
+        "fp32, packed, seq-mean": (seq_mean, (14,)),
+        "bf16, weighted and clipped, seq-mean-token-mean": (weighted, (0,)),
+        "bf16, rewards": (rewards, ()),
+    }
 
 
-def _token_calls(place: Place) -> list[KnownCall]:
+def _token_calls(place: Place) -> Known:
     logits, _ = _logits((3, 9001), 16, BF16, place)
     warm, _ = _logits((2, 4096), 18, FP32, place)
     ids, mask = integers((3,), 20, 0, 9001), torch.tensor([True, False, True], device="cpu")
+    entropies = token_logprobs_call(logits, place(ids), place(mask), None, 1.0, True, False)
     in_place = token_logprobs_call(warm, place(ids[:2] % 4096), None, None, 0.5, False, False)
-    return [
-        KnownCall(
-            "bf16, with entropies",
-            token_logprobs_call(logits, place(ids), place(mask), None, 1.0, True, False),
-            (_incoming((3,), 21, place), _incoming((3,), 22, place)),
-        ),
-        KnownCall(
-            "fp32, in place",
-            in_place._replace(inplace_backward=True),
-            (_incoming((2,), 23, place),),
-        ),
-    ]
+    return {
+        "bf16, with entropies": (entropies, (21, 22)),
+        "fp32, in place": (in_place._replace(inplace_backward=True), (23,)),
+    }
 
 
-def _divergence_calls(place: Place) -> list[KnownCall]:
+def _divergence_calls(place: Place) -> Known:
     first, second = _logits((5, 4001), 24, BF16, place)
     wide, wide_ref = _logits((2, 15101), 26, FP32, place)
     mask = place(torch.tensor([True, True, False, True, True], device="cpu"))
     ids = place(integers((2,), 28, 0, 15101))
     packed = (None, None, 1.0)  # cu_seqlens, normalizer, coef
-    return [
-        KnownCall(
-            "bf16, KL, token-mean",
-            kl_divergence_call(
-                first, second, mask, "reverse", 0.5, 1.0, "token-mean", *packed, None, False, False
-            ),
-            (_factor(place),),
-        ),
-        KnownCall(
-            "fp32, JSD, with tokens and entropies",
-            kl_divergence_call(
-                wide, wide_ref, None, "jsd", 0.5, 1.0, "none", *packed, ids, False, True
-            ),
-            tuple(_incoming((2,), seed, place) for seed in (30, 31, 32, 33)),
-        ),
-    ]
+    token_mean = kl_divergence_call(
+        first, second, mask, "reverse", 0.5, 1.0, "token-mean", *packed, None, False, False
+    )
+    jsd = kl_divergence_call(
+        wide, wide_ref, None, "jsd", 0.5, 1.0, "none", *packed, ids, False, True
+    )
+    return {
+        "bf16, KL, token-mean": (token_mean, (0,)),
+        "fp32, JSD, with tokens and entropies": (jsd, (30, 31, 32, 33)),
+    }
 
 
-def _rollout_calls(place: Place) -> list[KnownCall]:
+def _rollout_calls(place: Place) -> Known:
     first, second, mask = _padded(34, place)
     packed, packed_ref, ends = _packed(38, place)
     rules = (Rejection("k3", high=2.1), Rejection("ratio", "seq-mean", low=0.3, high=3.3))
-    return [
-        KnownCall(
-            "bf16, weights of tokens, rules",
-            rollout_call(
-                first, second, mask, "token", None, 2.2, "truncate", rules, None, None, None
-            ),
-        ),
-        KnownCall(
-            "fp32, packed, geometric weights",
-            rollout_call(
-                packed, packed_ref, None, "geometric", 0.3, 3.3, "mask", (), None, ends, None
-            ),
-        ),
-    ]
+    tokens = rollout_call(
+        first, second, mask, "token", None, 2.2, "truncate", rules, None, None, None
+    )
+    geometric = rollout_call(
+        packed, packed_ref, None, "geometric", 0.3, 3.3, "mask", (), None, ends, None
+    )
+    return {
+        "bf16, weights of tokens, rules": (tokens, ()),
+        "fp32, packed, geometric weights": (geometric, ()),
+    }
 
 
-CALLS: dict[str, Callable[[Place], list[KnownCall]]] = {
-    "kl_penalty": _penalty_calls,
-    "token_logprobs": _token_calls,
-    "kl_divergence": _divergence_calls,
-    "rollout_correction": _rollout_calls,
+FUNCTIONS: dict[str, tuple[Callable[[Place], Known], Callable[..., Any]]] = {
+    "kl_penalty": (_penalty_calls, over_logprobs.kl_penalty),
+    "token_logprobs": (_token_calls, over_logits.token_logprobs),
+    "kl_divergence": (_divergence_calls, over_logits.kl_divergence),
+    "rollout_correction": (_rollout_calls, rollout.rollout_correction),
 }
-"""By the name of the public function, which two families have: with gradients, and without."""
+"""By the name of the public function: its calls, and the results of a call by ``ops``."""
+
+DIFFERENTIABLE = ("kl_penalty", "token_logprobs", "kl_divergence")
 
 
 def ops_of(call: Call) -> tuple[tuple[str, ...], Sequence[Tensor | None]]:
-    """The names in ``CALLS`` of the kernels of a call, and its tensors that may have a gradient."""
+    """The functions whose kernels a call takes, and its tensors that may have a gradient."""
     if isinstance(call, RolloutCall):
         return ("rollout_correction",), ()
     if isinstance(call, PenaltyCall):
@@ -211,18 +182,38 @@ def ops_of(call: Call) -> tuple[tuple[str, ...], Sequence[Tensor | None]]:
     return ("kl_divergence",), (call.logits, call.ref_logits)
 
 
-def results(op: str, calls: list[KnownCall], ops: Ops) -> dict[str, Tensor]:
-    """The results of calls by name, without autograd where gradients are off."""
-    return named({known.name: FORWARDS[op](known.call, ops) for known in calls})
+def results(calls: Known, run: Run) -> dict[str, Tensor]:
+    """The results of calls by name, without gradient."""
+    with torch.no_grad():
+        return named({name: run(call) for name, (call, _) in calls.items()})
 
 
-def gradients(op: str, calls: list[KnownCall], ops: Ops) -> dict[str, Tensor]:
-    """The gradients of calls, and the results that come with them, by name.
-
-    Autograd has no part in it: it would call a user's hooks of saved tensors, and checkpointing
-    counts these.
+def gradients(calls: Known, run: Run, ops: Ops | None = None) -> dict[str, Tensor]:
+    """The gradients of calls, and the first of the results that come with them, by name; with
+    ``ops``, those of the ops in place too.
     """
-    return named({k.name: GRADIENTS[op](k, ops) for k in calls if k.incoming})
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, (call, seeds) in calls.items():
+        if not seeds:
+            continue
+        outputs = [*named(run(call)).values()]
+        graded = [output for output in outputs if output.requires_grad]
+        sent = [incoming(output, seed) for output, seed in zip(graded, seeds, strict=True)]
+        inputs = [tensor for tensor in ops_of(call)[1] if tensor is not None]
+        grads = zip(("grad", "grad_ref"), gradients_of(graded, sent, inputs), strict=False)
+        found[name] = {"result": outputs[0], **dict(grads)}
+        if ops is not None and isinstance(call, KLDivergenceCall) and outputs[0].dim() == 0:
+            found[name] |= _in_place(call, sent[0], ops)
+    return {name: tensor.detach() for name, tensor in named(found).items()}
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], sent: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The gradients by one backward, for those that come in."""
+    # Of one scalar: torch imports sympy to compare the shapes of grad_outputs with the outputs'.
+    products = [(output * grad).flatten() for output, grad in zip(outputs, sent, strict=True)]
+    return torch.autograd.grad(torch.cat(products).sum(), inputs, materialize_grads=True)
 
 
 def named(value: Any, name: str = "") -> dict[str, Tensor]:
@@ -241,99 +232,26 @@ def named(value: Any, name: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-FORWARDS: dict[str, Callable[[Any, Ops], Any]] = {
-    "kl_penalty": over_logprobs.kl_penalty,
-    "token_logprobs": over_logits.token_logprobs,
-    "kl_divergence": over_logits.kl_divergence,
-    "rollout_correction": rollout.rollout_correction,
-}
-"""The results of a call by ops; without autograd where gradients are off."""
-
-
-def _penalty_gradients(known: KnownCall, ops: Ops) -> dict[str, Tensor]:
-    call = cast(PenaltyCall, known.call)
-    (grad_out,) = known.incoming
-    arguments = *call.tensors(), *call.spec.encoded()
-    if call.spec.reduction.is_scalar():
-        result, _, _, *grads = ops.kl_penalty_fwd(*arguments, None, False, True, True, False)
-        _scale(grads, grad_out, ops)
-    else:
-        result, weights, *_ = ops.kl_penalty_fwd(*arguments, None, True, False, False, False)
-        grads = [*ops.kl_penalty_bwd(*arguments, grad_out, weights, True, True)]
-    return {"result": result, "grad": grads[0], "grad_ref": grads[1]}
-
-
-def _token_gradients(known: KnownCall, ops: Ops) -> dict[str, Tensor]:
-    call = cast(TokenLogprobsCall, known.call)
-    tensors, inverse = (call.logits, call.token_ids, call.keep), call.inverse_temperature
-    result, entropy, saved = ops.token_logprobs_fwd(
-        *tensors, call.temperature, call.return_entropy, inverse
-    )
-    of_entropy = known.incoming[1] if call.return_entropy else None
-    rest = saved, result, entropy, call.temperature, known.incoming[0], of_entropy, inverse
-    if not call.inplace_backward:
-        return {"result": result, "grad": ops.token_logprobs_bwd(*tensors, *rest)}
-    ops.token_logprobs_bwd_(*tensors, *rest)
-    return {"result": result, "grad": call.logits}
-
-
-def _divergence_gradients(known: KnownCall, ops: Ops) -> dict[str, Tensor]:
-    call = cast(KLDivergenceCall, known.call)
-    divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
-    entropy_of = ENTROPIES.index("first" if call.return_entropy else "none")
-    tensors = call.logits, call.ref_logits, call.token_ids, call.keep
-    arguments = *tensors, divergence, call.jsd_beta, call.temperature, entropy_of
-    is_one_read, inverse = call.spec.reduction.is_scalar(), call.inverse_temperature
-    weights = over_logits.row_weights(call, ops) if is_one_read else None
-    rows, _, _, saved, *grads, entropy = ops.kl_divergence_fwd(
-        *arguments, weights, is_one_read, is_one_read, inverse
-    )
-    if is_one_read:
-        _scale(grads, known.incoming[0], ops)
-    else:
-        incoming = rows, saved, entropy, *known.incoming
-        grads = [*ops.kl_divergence_bwd(*arguments, *incoming, True, True, inverse)]
-    result, _ = over_logprobs.kl_penalty(call.reduce(rows), ops)
-    found = {"result": result, "grad": grads[0], "grad_ref": grads[1]}
-    if weights is None:
-        return found
-    return found | _in_place(call, weights, known.incoming[0], ops)
-
-
-def _in_place(
-    call: KLDivergenceCall, weights: Tensor, factor: Tensor, ops: Ops
-) -> dict[str, Tensor]:
-    """The same of a one-read call by the ops that leave gradients in the memory of the logits."""
-    divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
-    options = call.keep, divergence, call.jsd_beta, call.temperature
+@torch.no_grad()
+def _in_place(call: KLDivergenceCall, factor: Tensor, ops: Ops) -> dict[str, Tensor]:
+    """What a scalar KL gives by the ops that leave gradients in the memory of the logits."""
+    options = call.keep, DIVERGENCES.index("kl"), call.jsd_beta, call.temperature
     both = (True, True, call.inverse_temperature)
+    weights = over_logits.row_weights(call, ops)
     first, again = ([t.clone() for t in (call.logits, call.ref_logits)] for _ in range(2))
     rows, saved = ops.kl_divergence_fwd_(*first, *options, weights, *both)
-    _scale(first, factor, ops)
+    for grad in first:
+        ops.scale_(grad, factor)
     ops.kl_divergence_bwd_(*again, *options, rows, saved, weights * factor, *both)
     result, _ = over_logprobs.kl_penalty(call.reduce(rows), ops)
-    named = zip(ALONE, (result, *first, *again), strict=True)
-    return dict(named)
+    return dict(zip(IN_PLACE, (result, *first, *again), strict=True))
 
 
-ALONE = {
+IN_PLACE = {
     "result in place": "result",
     "grad in place": "grad",
     "grad_ref in place": "grad_ref",
     "grad again": "grad",
     "grad_ref again": "grad_ref",
 }
-"""What the ops in place say of a call, and the results that these must be."""
-
-
-def _scale(grads: list[Tensor], factor: Tensor, ops: Ops) -> None:
-    for grad in grads:
-        ops.scale_(grad, factor)
-
-
-GRADIENTS: dict[str, Callable[[KnownCall, Ops], dict[str, Tensor]]] = {
-    "kl_penalty": _penalty_gradients,
-    "token_logprobs": _token_gradients,
-    "kl_divergence": _divergence_gradients,
-}
-"""By ops alone, the gradients of a call, and the result that comes with them."""
+"""What the ops in place give, and the results that these must be."""

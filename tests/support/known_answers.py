@@ -16,45 +16,30 @@ def wide(tensor):
     return tensor.double().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def differentiated(call):
-    """The tensors of a call that get gradients, by what these are named."""
-    _, tensors = known_calls.ops_of(call)
-    return dict(zip(("grad", "grad_ref"), tensors, strict=False))
-
-
-def reference_gradients(op, known):
-    """The gradients of a call in the dtypes of its tensors, and the first of its results."""
-    results = list(known_calls.named(getattr(REFERENCE, op)(known.call)).values())
-    outputs = [t for t in results if t.requires_grad]
-    inputs = differentiated(known.call)
-    grads = torch.autograd.grad(outputs, [*inputs.values()], known.incoming)
-    return {"result": results[0], **dict(zip(inputs, grads, strict=True))}
-
-
 def answers_of(op):
-    """The checksums of the families of an op."""
-    calls, narrow = known_calls.CALLS[op](wide), known_calls.CALLS[op](torch.Tensor.clone)
-    found = [{known.name: getattr(REFERENCE, op)(known.call) for known in calls}]
-    if op in known_calls.GRADIENTS:
-        grads = {}
-        for known, small in zip(calls, narrow, strict=True):
-            if known.incoming:
-                grads[known.name] = reference_gradients(op, known)
-                for name, tensor in differentiated(small.call).items():
-                    grads[known.name][name] = grads[known.name][name].to(tensor.dtype)
-                if op == "kl_divergence" and known.call.spec.reduction.is_scalar():
-                    own = grads[known.name]
-                    own |= {name: own[same] for name, same in known_calls.ALONE.items()}
+    """The checksums of the families of an op: gradients are rounded to the dtypes of inputs."""
+    run, (calls_at, _) = getattr(REFERENCE, op), known_calls.FUNCTIONS[op]
+    calls = calls_at(wide)
+    found = [known_calls.results(calls, run)]
+    if op in known_calls.DIFFERENTIABLE:
+        grads = known_calls.gradients(calls, run)
+        for known, (call, seeds) in calls_at(torch.Tensor.clone).items():
+            inputs = known_calls.ops_of(call)[1] if seeds else ()
+            for name, tensor in zip(("grad", "grad_ref"), inputs, strict=False):
+                grads[f"{known}: {name}"] = grads[f"{known}: {name}"].to(tensor.dtype)
+            if op == "kl_divergence" and call.spec.reduction.is_scalar():
+                for name, same in known_calls.IN_PLACE.items():
+                    grads[f"{known}: {name}"] = grads[f"{known}: {same}"]
         found.append(grads)
     return {
-        family: {name: self_test.checksums(t.detach()) for name, t in known_calls.named(r).items()}
-        for family, r in zip(self_test.families(op), found, strict=True)
+        family: {name: self_test.checksums(tensor) for name, tensor in results.items()}
+        for family, results in zip(self_test.families(op), found, strict=True)
     }
 
 
 def all_answers():
     """What the file holds."""
-    return {family: of for op in known_calls.CALLS for family, of in answers_of(op).items()}
+    return {family: of for op in known_calls.FUNCTIONS for family, of in answers_of(op).items()}
 
 
 if __name__ == "__main__":
