@@ -24,8 +24,8 @@ from benchmarks.gpu_timing import GRAPH_CALLS, LONG_CALL
 from benchmarks.measure import Plan
 from benchmarks.timing import NOISY
 from klfast import info
+from klfast.backends.info import commit
 from klfast.cli.check.report import print_plainly
-from klfast.provenance import commit
 
 NOISY_FLAG, BUSY_FLAG = "noisy", "busy"
 

@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING
 
-import klfast.interrupt  # noqa: F401  # before torch
 from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
 from klfast.backends.info import info

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from klfast.provenance import commit
+from klfast.backends.info import commit
 from klfast.version import __version__
 from lab import folder
 from lab.cores import cores, side_by_side

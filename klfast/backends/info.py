@@ -1,21 +1,22 @@
-"""The installed versions, and the backend that serves each device."""
+"""The installed versions, the commit, and the backend that serves each device."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import platform
+import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from klfast import backends
 from klfast.ops import load
-from klfast.provenance import build_info
 from klfast.version import __version__
 
-HELP = "versions, build, and which backend serves which device"
+_PACKAGE = Path(__file__).parents[1]
 
 
 def info() -> dict[str, Any]:
@@ -33,7 +34,8 @@ def info() -> dict[str, Any]:
     """
     error = load.load_error()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    devices = ["cpu", *(f"cuda:{index}" for index in gpus)]
+    devices = {name: torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in gpus))}
+    first_use = {name: backends.first_use(device) for name, device in devices.items()}
     return {
         "versions": {
             "klfast": __version__,
@@ -46,8 +48,8 @@ def info() -> dict[str, Any]:
         "extension": error,
         "cpu": None if error else _instruction_set(),
         "devices": {f"cuda:{index}": _gpu(index) for index in gpus},
-        "backends": {device: _choice(torch.device(device)) for device in devices},
-        "first_use": {device: known for device in devices if (known := _first_use(device))},
+        "backends": {name: _choice(device) for name, device in devices.items()},
+        "first_use": {name: known for name, known in first_use.items() if known},
     }
 
 
@@ -63,17 +65,12 @@ def _gpu(index: int) -> dict[str, str]:
     return {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
 
 
-def _instruction_set() -> str:
-    from klfast import _C
-
+def _instruction_set() -> str | None:
+    extension = load.extension()
     try:
-        return _C.instruction_set()
+        return None if extension is None else str(extension.instruction_set())
     except RuntimeError as error:  # KLFAST_CPU asks for what is not here
         return str(error)
-
-
-def _first_use(device: str) -> dict[str, str]:
-    return backends.first_use(torch.device(device))
 
 
 def _choice(device: torch.device) -> dict[str, Any]:
@@ -81,48 +78,45 @@ def _choice(device: torch.device) -> dict[str, Any]:
     return {"auto": backends.first_available(why_not), "why_not": why_not}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``klfast info``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+def build_info() -> dict[str, Any] | None:
+    """The record of setup.py; None where nothing was built."""
+    path = _PACKAGE / "_build_info.json"
+    return dict(json.loads(path.read_text())) if path.exists() else None
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print ``info()``."""
-    facts = info()
-    if arguments.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print(text(facts))
-    return 0
+def described() -> str:
+    """Version and commit, such as ``"0.1.0, commit 9d5926d"``."""
+    return f"{__version__}, commit {commit() or 'not known'}"
 
 
-def text(facts: dict[str, Any]) -> str:
-    """The lines of ``klfast info``."""
-    return "\n".join(_lines(_in_words(facts)))
+def commit() -> str | None:
+    """The commit that klfast runs from, ``-dirty`` if changed since; None where nothing says it.
+
+    ``KLFAST_COMMIT`` says it where the sources have come without their history. A checkout has its
+    own, and an installed package the commit that it was built from.
+    """
+    return os.environ.get("KLFAST_COMMIT") or _of_checkout() or _of_installed_package()
 
 
-def _in_words(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts as text shows them: "ok" for what works, the reason for what does not."""
-    return {
-        **facts,
-        "extension": facts["extension"] or "ok",
-        "backends": {
-            device: {
-                "auto": choice["auto"],
-                **{name: reason or "ok" for name, reason in choice["why_not"].items()},
-            }
-            for device, choice in facts["backends"].items()
-        },
-    }
+def _of_checkout() -> str | None:
+    """None outside of klfast's own: an environment may lie in another project's checkout."""
+    if not _git("ls-files", "--error-unmatch", "version.py"):
+        return None
+    return _git("describe", "--always", "--dirty", "--exclude=*")
 
 
-def _lines(facts: Any, indent: str = "") -> list[str]:
-    """Nested dicts as indented text."""
-    lines = []
-    for key, value in facts.items():
-        if isinstance(value, dict) and value:
-            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
-        else:
-            shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            lines.append(f"{indent}{key}: {shown or '-'}")
-    return lines
+def _of_installed_package() -> str | None:
+    if (_PACKAGE.parent / "setup.py").exists():
+        return None  # sources without history may have changed since the build
+    found, *dirty = str((build_info() or {}).get("commit") or "").split("-")
+    return "-".join([found[:7], *dirty]) or None
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of git in the package's folder; None where it fails, or is not there."""
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    try:
+        done = subprocess.run(command, cwd=_PACKAGE, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import ptx_build  # noqa: E402
 import ptx_run  # noqa: E402
 
-from klfast.provenance import commit  # noqa: E402
+from klfast.backends.info import commit  # noqa: E402
 
 ARCH = "90"
 RESULT = ROOT / "benchmarks" / "results" / f"ptx-coverage-sm{ARCH}.json"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from experiment import contents, metrics, no_pictures, without_times
 
-from klfast import provenance
+from klfast.backends import info as provenance
 from lab import compare as compare_module
 from lab import folder, run
 from lab.compare import Options, compare

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from klfast import backends
-from klfast.backends.info import info, text
+from klfast.backends.info import info
 from klfast.checks.arguments import check_choice
 from klfast.cli.check import calls
 from klfast.cli.check.cases import FAMILIES
 from klfast.cli.check.compare import Truth, Wrong, transferred, truth_of, wrong_of
 from klfast.cli.check.promises import promises
+from klfast.cli.info import text
 from klfast.selfcheck.timing import TIMES, TimeRow, cells_of, time_on
 
 HELP = "known answers of every function, on every backend of every device that is here"
