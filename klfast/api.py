@@ -10,14 +10,13 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from klfast import backends, shortcut
+from klfast import backends
 from klfast.call import penalty_call, reduce_call, rewards_call
 from klfast.checks import hints
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
-from klfast.shortcut import tries_first
 from klfast.stats import KLStats
 
 
@@ -72,7 +71,6 @@ def kl_penalty(
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
-@tries_first(shortcut.kl_penalty)
 @serves_dtensors
 def kl_penalty(
     logprobs: Tensor,
@@ -213,7 +211,6 @@ def kl_rewards(
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
-@tries_first(shortcut.kl_rewards)
 @serves_dtensors
 def kl_rewards(
     scores: Tensor,

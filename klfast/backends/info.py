@@ -75,7 +75,7 @@ def _instruction_set() -> str | None:
 
 def _choice(device: torch.device) -> dict[str, Any]:
     why_not = backends.why_not(device)
-    return {"auto": backends.first_available(why_not), "why_not": why_not}
+    return {"auto": backends.first_available(why_not, device), "why_not": why_not}
 
 
 def build_info() -> dict[str, Any] | None:

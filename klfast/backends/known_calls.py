@@ -30,10 +30,8 @@ from klfast.logits.call import (
     token_logprobs_call,
 )
 from klfast.ops import autograd as over_logprobs
-from klfast.ops import rollout
 from klfast.ops.table import Ops
-from klfast.rollout.call import RolloutCall, rollout_call
-from klfast.rollout.rejection import Rejection
+from klfast.rollout.call import RolloutCall
 
 Place: TypeAlias = Callable[[Tensor], Tensor]
 """Puts a tensor made on the CPU where the call is to run."""
@@ -142,37 +140,18 @@ def _divergence_calls(place: Place) -> Known:
     }
 
 
-def _rollout_calls(place: Place) -> Known:
-    first, second, mask = _padded(34, place)
-    packed, packed_ref, ends = _packed(38, place)
-    rules = (Rejection("k3", high=2.1), Rejection("ratio", "seq-mean", low=0.3, high=3.3))
-    tokens = rollout_call(
-        first, second, mask, "token", None, 2.2, "truncate", rules, None, None, None
-    )
-    geometric = rollout_call(
-        packed, packed_ref, None, "geometric", 0.3, 3.3, "mask", (), None, ends, None
-    )
-    return {
-        "bf16, weights of tokens, rules": (tokens, ()),
-        "fp32, packed, geometric weights": (geometric, ()),
-    }
-
-
 FUNCTIONS: dict[str, tuple[Callable[[Place], Known], Callable[..., Any]]] = {
     "kl_penalty": (_penalty_calls, over_logprobs.kl_penalty),
     "token_logprobs": (_token_calls, over_logits.token_logprobs),
     "kl_divergence": (_divergence_calls, over_logits.kl_divergence),
-    "rollout_correction": (_rollout_calls, rollout.rollout_correction),
 }
 """By the name of the public function: its calls, and the results of a call by ``ops``."""
-
-DIFFERENTIABLE = ("kl_penalty", "token_logprobs", "kl_divergence")
 
 
 def ops_of(call: Call) -> tuple[tuple[str, ...], Sequence[Tensor | None]]:
     """The functions whose kernels a call takes, and its tensors that may have a gradient."""
     if isinstance(call, RolloutCall):
-        return ("rollout_correction",), ()
+        return (), ()
     if isinstance(call, PenaltyCall):
         return ("kl_penalty",), () if call.scores is not None else call.tensors()[:2]
     if isinstance(call, TokenLogprobsCall):

@@ -48,7 +48,7 @@ Outcomes = dict[str, str]
 
 def families(op: str) -> tuple[str, ...]:
     """The families of a function: without gradient, and with it."""
-    return (op, f"{op}, gradient") if op in known_calls.DIFFERENTIABLE else (op,)
+    return op, f"{op}, gradient"
 
 
 class FirstUse:
@@ -63,12 +63,9 @@ class FirstUse:
         self._ops = ops
         self._applies = applies
         self._outcomes: dict[tuple[str, torch.device], Outcomes] = {}
-        self.indices: set[int] = set()
-        """The indices of the devices on which every family of ``kl_penalty`` may be used."""
 
-    def problem(self, call: Call) -> str | None:
+    def problem(self, call: Call, device: torch.device) -> str | None:
         """Why the ops must not serve a call; None if they may. Checks what has not been checked."""
-        device = call.first().device
         if not self._applies(device):
             return None
         ops, differentiated = known_calls.ops_of(call)
@@ -109,10 +106,6 @@ class FirstUse:
                     outcomes = self._check(op, device)
                 except torch.OutOfMemoryError:
                     return {}
-                if op == "kl_penalty" and not any(
-                    t.startswith("failed") for t in outcomes.values()
-                ):
-                    self.indices.add(device.index or 0)
                 self._outcomes[op, device] = outcomes
         return self._outcomes[op, device]
 
@@ -129,7 +122,7 @@ class FirstUse:
                 lambda: known_calls.results(calls, run),
                 lambda: known_calls.gradients(calls, run, self._ops),
             )
-            named = zip(families(op), results, strict=False)
+            named = zip(families(op), results, strict=True)
             return {family: _outcome(found, answers[family]) for family, found in named}
 
         return _aside(device, outcomes)

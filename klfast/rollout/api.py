@@ -123,9 +123,7 @@ def rollout_correction(
     )
     if process_group is not None:
         Ranks(process_group)  # raises unless it is one, also where nothing is normalized
-    compute = backends.choose(backend, call).rollout_correction
-    assert compute is not None  # why_not_call has been asked
-    corrected = compute(call)
+    corrected = backends.choose(backend, call).rollout_correction(call)
     hints.of_rollout(logprobs, rollout_logprobs, mask, cu_seqlens, call.spec.by_sequence())
     if normalize is None or corrected.weights is None:
         return corrected

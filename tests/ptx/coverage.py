@@ -100,12 +100,6 @@ class Reason(NamedTuple):
 # The first that fits.
 REASONS = (
     Reason(
-        r"rollout_kernel<.*, false,",
-        r"rollout/totals\.h$",
-        r"[rR]ule",
-        "rules, in a kernel of calls that have none",
-    ),
-    Reason(
         r"divergence_(forward|backward)",
         r"formulas/divergences\.h$",
         r"std::exp\(x\)",

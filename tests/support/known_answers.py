@@ -21,16 +21,15 @@ def answers_of(op):
     run, (calls_at, _) = getattr(REFERENCE, op), known_calls.FUNCTIONS[op]
     calls = calls_at(wide)
     found = [known_calls.results(calls, run)]
-    if op in known_calls.DIFFERENTIABLE:
-        grads = known_calls.gradients(calls, run)
-        for known, (call, seeds) in calls_at(torch.Tensor.clone).items():
-            inputs = known_calls.ops_of(call)[1] if seeds else ()
-            for name, tensor in zip(("grad", "grad_ref"), inputs, strict=False):
-                grads[f"{known}: {name}"] = grads[f"{known}: {name}"].to(tensor.dtype)
-            if op == "kl_divergence" and call.spec.reduction.is_scalar():
-                for name, same in known_calls.IN_PLACE.items():
-                    grads[f"{known}: {name}"] = grads[f"{known}: {same}"]
-        found.append(grads)
+    grads = known_calls.gradients(calls, run)
+    for known, (call, seeds) in calls_at(torch.Tensor.clone).items():
+        inputs = known_calls.ops_of(call)[1] if seeds else ()
+        for name, tensor in zip(("grad", "grad_ref"), inputs, strict=False):
+            grads[f"{known}: {name}"] = grads[f"{known}: {name}"].to(tensor.dtype)
+        if op == "kl_divergence" and call.spec.reduction.is_scalar():
+            for name, same in known_calls.IN_PLACE.items():
+                grads[f"{known}: {name}"] = grads[f"{known}: {same}"]
+    found.append(grads)
     return {
         family: {name: self_test.checksums(tensor) for name, tensor in results.items()}
         for family, results in zip(self_test.families(op), found, strict=True)

@@ -157,7 +157,7 @@ def leaking(call, result, stats):
 
 def other_bits_under_padding(call, result, stats):
     """A step of the last bit, where there is a mask."""
-    if call.layout.mask is not None:
+    if call.mask is not None:
         value = result.detach()
         step = torch.nextafter(value, torch.full_like(value, torch.inf)) - value
         result = result + torch.where(value == 0, 0, step)
@@ -167,9 +167,9 @@ def other_bits_under_padding(call, result, stats):
 def with_textbook_k3(call, result, stats):
     """fp32 without a series: all digits lost near 0."""
     plain = call.spec.estimator.name == "k3" and call.scores is None
-    if not plain or result.shape != call.first().shape or call.layout.mask is not None:
+    if not plain or result.shape != call.first().shape or call.mask is not None:
         return result, stats
-    x = call.first().float() - call.source.ref_logprobs.float()
+    x = call.first().float() - call.ref_logprobs.float()
     return (torch.exp(-x) - 1 + x).to(result.dtype), stats
 
 
@@ -294,7 +294,7 @@ LIES = {
 def test_a_backend_that_lies_is_seen(monkeypatch, capsys, family, lies, output):
     honest = backends.BACKENDS["native"]
     told = {name: lie(getattr(honest, name)) for name, lie in lies.items()}
-    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(direct=None, **told))
+    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(**told))
     others = [other for other in FAMILIES if other != family]
     for other in others:
         monkeypatch.delitem(command.FAMILIES, other)

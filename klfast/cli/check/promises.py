@@ -58,8 +58,7 @@ Promise = tuple[str, str, Callable[[], list[Wrong]]]
 
 def promises(backend: str, device: torch.device) -> Iterator[Promise]:
     """All that a backend promises on a device."""
-    if backend != "reference":
-        yield from _kept_bits(backend, device)
+    yield from _kept_bits(backend, device)
     for name in NAMES:
         yield "penalty", f"sign, {name}", partial(_wrong_signs, name, backend, device)
     for direction in DIRECTIONS:
@@ -69,8 +68,10 @@ def promises(backend: str, device: torch.device) -> Iterator[Promise]:
 
 def _kept_bits(backend: str, device: torch.device) -> Iterator[Promise]:
     for number, (family, function, names, options) in enumerate(SUBJECTS):
+        words = "logits" in names
+        if words and backend == "reference":  # torch adds up its rows, in an order of its own
+            continue
         for dtype in (torch.float32, torch.bfloat16):
-            words = "logits" in names
             leaves = tuple(n for n in names[:2] if function != "kl_rewards" and n != "token_ids")
             of = Call(function, {}, options, leaves, "dense", words)
             sequences = _sequences(names, dtype, Draw(number))

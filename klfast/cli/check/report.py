@@ -223,7 +223,8 @@ def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
 
 def _has(target: Target, family: str) -> bool:
     """Whether a backend has kernels for the function of a family."""
-    return not backends.BACKENDS[target.backend].lacks(FAMILIES[family].function)
+    device = torch.device(target.device)
+    return not backends.BACKENDS[target.backend].lacks(FAMILIES[family].function, device)
 
 
 _Outcome = Callable[[], list[Wrong]]
@@ -270,7 +271,7 @@ def _verdicts(
     for device in dict.fromkeys(tally.device for tally in tallies):
         why_not = facts["backends"][device]["why_not"]
         chosen = {
-            name: backends.first_available(why_not, family.function)
+            name: backends.first_available(why_not, torch.device(device), family.function)
             for name, family in FAMILIES.items()
         }
         groups: dict[tuple[bool, str], list[Tally]] = {(True, b): [] for b in chosen.values()}

@@ -1,17 +1,13 @@
-// The direct road to the ops that the interpreter runs, and what tests ask of it.
-
-#include "binding/direct.cpp"
+// What tests ask of the interpreter, as functions of Python.
 
 #include <pybind11/pybind11.h>
 
 #include "allocations.h"
-#include "binding/py_tensor.cpp"
 #include "runtime.h"
 #include "torch_memory.h"
 #include "warp.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  if (!klfast::direct::add_to(module.ptr())) throw pybind11::error_already_set();
   module.def("set_folder", &ptx::set_folder);
   module.def("watch_torch", &ptx::watch_torch);
   module.def("count_of_instructions", &ptx::count_of_instructions);
