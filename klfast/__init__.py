@@ -43,9 +43,8 @@ from klfast.names import (
 from klfast.penalty import KLPenalty
 from klfast.profile import LogRatioProfile, log_ratio_profile
 from klfast.rollout.api import rollout_correction
-from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutStats
+from klfast.rollout.stats import RolloutCorrection, RolloutStats
 from klfast.stats import KLStats
 from klfast.version import __version__
 

@@ -18,16 +18,16 @@ def number_of_sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
 class Sequences:
     """The sequences of a batch, for sums over flat vectors of its tokens.
 
-    The bits of a sum depend on the sequence's own tokens alone: no padding, layout, neighbour,
-    device's scheduling or number of threads changes them. torch has no such sum. On a GPU,
-    ``index_add`` adds in the order in which threads arrive, and ``segment_reduce`` in an order that
-    depends on the address of the segment; ``sum`` chooses its order by the shape of the whole
-    tensor; a difference of two cumsums has the rounding of all that came before.
+    The bits of a sum depend on the sequence's own tokens alone. No padding, layout, neighbour or
+    number of threads changes them. torch has no such sum. On a GPU, ``index_add`` adds in the order
+    in which threads arrive, and the order of ``segment_reduce`` depends on the segment's address.
+    The order of ``sum`` depends on the shape of the whole tensor. A difference of two cumsums has
+    the rounding of all earlier sequences.
 
-    So each sequence is cut into blocks of ``BLOCK`` tokens from its own start. Zeros fill the last.
-    The halves of the blocks are added until one number of each is left. These are summed in the
-    same way, until each sequence is one block. Every step is elementwise, and no shape depends on a
-    value: nothing waits for a GPU.
+    Here each sequence is cut into blocks of ``BLOCK`` tokens from its own start, the last one filled
+    with zeros. The halves of every block are added until one number is left. The blocks' numbers
+    are summed in the same way, until each sequence has one. Every step is elementwise, and no shape
+    depends on a value, so nothing waits for a GPU.
     """
 
     BLOCK = 32
@@ -44,8 +44,8 @@ class Sequences:
         else:
             longest = n
             starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-            # repeat_interleave would write out of bounds where cu_seqlens, which nobody checks on a
-            # GPU, is wrong. Here tokens outside of all sequences are in a pseudo-sequence, S.
+            # Nobody has checked cu_seqlens on a GPU, and repeat_interleave would write out of bounds
+            # if it is wrong. Tokens outside of all sequences belong to a pseudo-sequence, S.
             position = torch.arange(n, device=device, dtype=cu_seqlens.dtype)
             starts_before = torch.searchsorted(cu_seqlens.contiguous(), position, right=True)
             self.of_token = (starts_before - 1) % (self.number + 1)
@@ -54,7 +54,7 @@ class Sequences:
     def sum(self, value: Tensor) -> Tensor:
         """[..., tokens] -> [..., S]."""
         for tokens in self._blocks:
-            padded = torch.nn.functional.pad(value, (0, 1))  # what a block lacks is the zero
+            padded = torch.nn.functional.pad(value, (0, 1))  # the zero that fills blocks
             value = torch.unflatten(padded.index_select(-1, tokens), -1, (-1, self.BLOCK))
             while value.shape[-1] > 1:
                 first, second = value.chunk(2, -1)
@@ -73,10 +73,10 @@ class Sequences:
 
 
 def _blocks(starts: Tensor, lengths: Tensor, n: int, longest: int) -> Iterator[Tensor]:
-    """The indices of the blocks' numbers, step by step, flat; n, past the end, stands for a zero.
+    """The indices of the numbers in all blocks, flat, for each step. n, past the end, is a zero.
 
-    Each sequence has at least one block, so that its sum stands in its place after the last step.
-    The number of blocks is no value's but a bound: the surplus has zeros.
+    Each sequence has at least one block, so that the first S numbers are the sums after the last
+    step. The number of blocks is an upper bound that needs no value; surplus blocks hold zeros.
     """
     size = Sequences.BLOCK
     within = torch.arange(size, device=starts.device)

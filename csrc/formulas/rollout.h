@@ -111,8 +111,8 @@ KLFAST_HOST_DEVICE T binary_tv(T log_p, T log_q) {
 
 // p log(p / q) + (1 - p) log((1 - p) / (1 - q)) of log-probs up to 0, never negative. One log-prob
 // may be -infinity. With u = (q - p) / (1 - q), the same divergence is
-//   p (e^-x - 1 + x) + (q - p) u + (1 - p) (log(1 + u) - u)
-// These three terms hardly cancel: none is much larger than the divergence.
+//   p (e^-x - 1 + x) + (q - p) u + (1 - p) (log(1 + u) - u).
+// None of these terms is much larger than the divergence.
 template <typename T>
 KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
   const T x = finite_below(log_p - log_q), p = exp<Range::kAnywhere>(log_p);

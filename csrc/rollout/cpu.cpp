@@ -1,6 +1,6 @@
 // rollout_correction of a batch on the CPU. One read leaves totals per segment, which are added per
-// sequence in the order of positions. Where they decide, a second pass fills weights and masks. A
-// sequence's results do not depend on the number of threads or on other sequences.
+// sequence in the order of positions. A second pass fills weights and masks, if the totals decide
+// them. A sequence's results do not depend on the number of threads or on other sequences.
 
 #include "rollout/cpu.h"
 

@@ -106,8 +106,8 @@ inline double number_of(const Rule& rule, const double* of_rule, double length) 
   }
 }
 
-// Whether a sequence has a number for rules to compare, and a weight. One token with x < infinity,
-// counted or excluded, is enough.
+// A sequence without any token of x < infinity, counted or excluded, has no number for rules to
+// compare, and no weight.
 inline bool has_number(const double* totals) {
   return totals[kTokens] > totals[kNonfinite] || totals[kExcluded] > 0;
 }

@@ -14,7 +14,7 @@ from klfast.linear.call import LinearCall
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import KLDivergence
 from klfast.rollout.call import RolloutCall
-from klfast.rollout.outputs import RolloutCorrection
+from klfast.rollout.stats import RolloutCorrection
 from klfast.stats import KLStats
 
 

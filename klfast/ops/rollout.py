@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from klfast.rollout.call import RolloutCall
-from klfast.rollout.outputs import RolloutCorrection
-from klfast.rollout.stats import RolloutStats
+from klfast.rollout.stats import RolloutCorrection, RolloutStats
 
 
 @torch.no_grad()

@@ -39,9 +39,8 @@ from .names import (
 from .penalty import KLPenalty
 from .profile import LogRatioProfile, log_ratio_profile
 from .rollout.api import rollout_correction
-from .rollout.outputs import RolloutCorrection
 from .rollout.rejection import Rejection
-from .rollout.stats import RolloutStats
+from .rollout.stats import RolloutCorrection, RolloutStats
 from .stats import KLStats
 from .version import __version__
 

@@ -12,9 +12,8 @@ from klfast.dtypes import wide
 from klfast.layout import Sequences
 from klfast.rollout import formulas
 from klfast.rollout.call import RolloutCall
-from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutStats, RuleStats
+from klfast.rollout.stats import RolloutCorrection, RolloutStats, RuleStats
 
 
 @torch.no_grad()
