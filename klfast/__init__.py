@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING
 from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
 from klfast.backends.info import info
-from klfast.control.controllers import (
+from klfast.controllers.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
     get_kl_controller,
 )
-from klfast.control.early_stop import KLEarlyStop
-from klfast.control.feedback import (
+from klfast.controllers.early_stop import KLEarlyStop
+from klfast.controllers.feedback import (
     ControlVAEKLController,
     DoublingKLController,
     DualKLController,
     NuPIKLController,
     PIDLagrangianKLController,
 )
-from klfast.control.grouped import GroupedKLController
-from klfast.control.learning_rate import KLAdaptiveLR
-from klfast.control.monitor import KLDriftAlarm, KLMonitor
-from klfast.control.protocol import KLController
-from klfast.control.reset import ReferenceReset
-from klfast.control.scheduled import ScheduledKLController
+from klfast.controllers.grouped import GroupedKLController
+from klfast.controllers.learning_rate import KLAdaptiveLR
+from klfast.controllers.monitor import KLDriftAlarm, KLMonitor
+from klfast.controllers.protocol import KLController
+from klfast.controllers.reset import ReferenceReset
+from klfast.controllers.scheduled import ScheduledKLController
 from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
 from klfast.linear.api import linear_kl_divergence, linear_token_logprobs

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from klfast import Estimator
-from klfast.control.base import CoefficientController, TargetController
+from klfast.controllers.base import CoefficientController, TargetController
 from lab.arms import ARMS
 from lab.settings import Settings
 from lab.train import REDUCTION, estimator

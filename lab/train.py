@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from klfast import Estimator, KLStats, RolloutCorrection, kl_divergence, kl_penalty
-from klfast.control.base import CoefficientController
+from klfast.controllers.base import CoefficientController
 from klfast.names import ReductionName
 from lab.accuracy import SAMPLED, token_errors
 from lab.arms import ARMS

@@ -23,12 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control import controllers as own
-from klfast.control import rules
-from klfast.control.base import CoefficientController
-from klfast.control.current import KLName, to_scalar
-from klfast.control.reading import warn_caller
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import controllers as own
+from klfast.controllers import rules
+from klfast.controllers.base import CoefficientController
+from klfast.controllers.current import KLName, to_scalar
+from klfast.controllers.reading import warn_caller
+from klfast.controllers.table import CONTROLLERS
 from klfast.stats import KLStats
 
 

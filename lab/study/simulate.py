@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.control import rules
-from klfast.control.arithmetic import Tensors
-from klfast.control.device import settings_on
+from klfast.controllers import rules
+from klfast.controllers.arithmetic import Tensors
+from klfast.controllers.device import settings_on
 from lab.study.candidates import BATCH, Candidate, Gains
 from lab.study.plant import Plant, Policy
 

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from refusals import POSITIVE
 from threads import in_threads
 
-from klfast.control.base import TargetController, TargetOptions
-from klfast.control.controllers import (
+from klfast.controllers.base import TargetController, TargetOptions
+from klfast.controllers.controllers import (
     ADAPTIVE_OPTIONS,
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
     get_kl_controller,
 )
-from klfast.control.monitor import KLMonitor
+from klfast.controllers.monitor import KLMonitor
 from klfast.stats import KLStats
 
 MAKERS = {

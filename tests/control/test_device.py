@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 import klfast.compat.controllers
-from klfast.control.exponential import Exponential, _fused, _separate
+from klfast.controllers.exponential import Exponential, _fused, _separate
 
 every_kind = pytest.mark.parametrize("kind", [*STEERING, "fixed", "schedule"])
 

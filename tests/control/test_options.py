@@ -10,7 +10,7 @@ from kinds import STEERING, make
 
 import klfast
 from klfast import AdaptiveKLController, FixedKLController, GroupedKLController, KLStats
-from klfast.control.base import TargetController
+from klfast.controllers.base import TargetController
 
 every_kind = pytest.mark.parametrize("kind", STEERING)
 constant_target = pytest.mark.parametrize("kind", [k for k in STEERING if k != "scheduled"])

@@ -3,8 +3,8 @@
 import readme
 
 import klfast
-from klfast.control.base import TargetController
-from klfast.control.table import CONTROLLERS
+from klfast.controllers.base import TargetController
+from klfast.controllers.table import CONTROLLERS
 from lab.arms import ARMS
 
 

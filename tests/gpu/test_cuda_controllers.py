@@ -10,7 +10,7 @@ from gpu import capture
 from kinds import STEERING, make
 
 import klfast
-from klfast.control.exponential import Exponential
+from klfast.controllers.exponential import Exponential
 
 pytestmark = gpu.marks
 

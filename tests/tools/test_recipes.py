@@ -242,14 +242,14 @@ int main() { return klfast::rollout::kRolloutStatistics == 24 ? 0 : 1; }
 CONTROLLER = Recipe(
     (
         Edit(
-            "klfast/control/rules.py",
+            "klfast/controllers/rules.py",
             r"def doubling\(",
             "def switch(ops, settings, state, kl, n_steps):\n"
             "    value = ops.where(kl > settings.target, state['value'] * 2, state['value'] / 2)\n"
             "    return {**state, 'value': value}\n\n\n",
         ),
         Edit(
-            "klfast/control/feedback.py",
+            "klfast/controllers/feedback.py",
             r"class DoublingKLController\(",
             "class SwitchKLController(TargetController):\n"
             "    _kind, _rule, _paced_by = 'switch', staticmethod(rules.switch), 'target'\n\n"
@@ -259,7 +259,7 @@ CONTROLLER = Recipe(
             "        self._begin('init_kl_coef', init_kl_coef)\n\n\n",
         ),
         Edit(
-            "klfast/control/table.py",
+            "klfast/controllers/table.py",
             r"        feedback.DoublingKLController,",
             "        feedback.SwitchKLController,\n",
         ),

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.control.arithmetic import Tensors
-from klfast.control.current import on_device
-from klfast.control.measured import COUNT, EQUAL, GIVEN, KL, N_STEPS
-from klfast.control.rules import Plan, advance
+from klfast.controllers.arithmetic import Tensors
+from klfast.controllers.current import on_device
+from klfast.controllers.measured import COUNT, EQUAL, GIVEN, KL, N_STEPS
+from klfast.controllers.rules import Plan, advance
 from klfast.dtypes import wide_dtype
 from klfast.ranks import folded
 
@@ -71,7 +71,7 @@ class DeviceState:
         self.skipped.add_(~is_valid if is_given is None else ~is_valid & is_given)
 
     def update_of_ranks(self, table: Tensor) -> None:
-        """Move by what all ranks measured, see :class:`klfast.control.measured.Measured`."""
+        """Move by what all ranks measured, see :class:`klfast.controllers.measured.Measured`."""
         sums = folded(table)
         equal = table[:, EQUAL]
         self.disagreements.add_((equal != equal[0]).any())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.current import NUMBER, KLName, Unit, check_count, number_of
-from klfast.control.reading import KLReader
+from klfast.controllers.current import NUMBER, KLName, Unit, check_count, number_of
+from klfast.controllers.reading import KLReader
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from klfast.checks.arguments import check_number
-from klfast.control.current import KLName, Unit, check_count
-from klfast.control.reading import KLReader
+from klfast.controllers.current import KLName, Unit, check_count
+from klfast.controllers.reading import KLReader
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

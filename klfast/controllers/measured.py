@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from klfast.control.diagnosis import Means
+from klfast.controllers.diagnosis import Means
 from klfast.ranks import folded
 
 KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)

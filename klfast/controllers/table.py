@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from klfast.control import controllers, feedback, scheduled
-from klfast.control.base import CoefficientController
+from klfast.controllers import controllers, feedback, scheduled
+from klfast.controllers.base import CoefficientController
 
 CONTROLLERS: dict[str, type[CoefficientController]] = {
     controller._kind: controller

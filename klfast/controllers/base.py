@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control import rules
-from klfast.control.arithmetic import Floats, Number
-from klfast.control.current import (
+from klfast.controllers import rules
+from klfast.controllers.arithmetic import Floats, Number
+from klfast.controllers.current import (
     KL_INPUT,
     KLName,
     Unit,
@@ -26,10 +26,16 @@ from klfast.control.current import (
     plain,
     row_of,
 )
-from klfast.control.device import DeviceState
-from klfast.control.diagnosis import Means, Stall, bound_warning, is_of_other_unit, stall_warning
-from klfast.control.measured import Measured
-from klfast.control.reading import KLReader
+from klfast.controllers.device import DeviceState
+from klfast.controllers.diagnosis import (
+    Means,
+    Stall,
+    bound_warning,
+    is_of_other_unit,
+    stall_warning,
+)
+from klfast.controllers.measured import Measured
+from klfast.controllers.reading import KLReader
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 

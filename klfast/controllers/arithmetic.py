@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from klfast.control.exponential import Exponential
+from klfast.controllers.exponential import Exponential
 from klfast.dtypes import has_float64, wide_dtype
 
 Number: TypeAlias = Any

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.base import CoefficientController, TargetController
-from klfast.control.current import KLName, chosen, plain
-from klfast.control.protocol import KLController
-from klfast.control.reading import STATE_VERSION, check_state_kind
-from klfast.control.scheduled import ScheduledKLController
+from klfast.controllers.base import CoefficientController, TargetController
+from klfast.controllers.current import KLName, chosen, plain
+from klfast.controllers.protocol import KLController
+from klfast.controllers.reading import STATE_VERSION, check_state_kind
+from klfast.controllers.scheduled import ScheduledKLController
 from klfast.ranks import Ranks, check_same
 from klfast.stats import KLStats
 

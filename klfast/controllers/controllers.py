@@ -20,16 +20,16 @@ resumed with the same ones continues bit for bit, on any number of ranks. Of the
 checkpoint names two. A controller of another unit refuses it; one with another target takes it, and
 steers to its own target from the coefficient that the run had reached.
 
-The rules themselves are in ``klfast.control.rules``.
+The rules themselves are in ``klfast.controllers.rules``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from klfast.control import rules
-from klfast.control.base import CoefficientController, TargetController, TargetOptions
-from klfast.control.current import Unit
+from klfast.controllers import rules
+from klfast.controllers.base import CoefficientController, TargetController, TargetOptions
+from klfast.controllers.current import Unit
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ class AdaptiveKLController(TargetController):
         max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef``, which stops
             a target in the wrong unit. ``math.inf`` for none.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``, of every
-            controller with a target: see :class:`klfast.control.base.TargetController`.
+            controller with a target: see :class:`klfast.controllers.base.TargetController`.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -154,7 +154,7 @@ class ExponentialKLController(TargetController):
         max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef``. ``math.inf``
             for none.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``, of every
-            controller with a target: see :class:`klfast.control.base.TargetController`.
+            controller with a target: see :class:`klfast.controllers.base.TargetController`.
 
     Raises:
         TypeError: a setting is of the wrong type.

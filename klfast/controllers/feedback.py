@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from klfast.checks.arguments import check_choice
-from klfast.control import rules
-from klfast.control.arithmetic import Number
-from klfast.control.base import TargetController, TargetOptions, check_part
-from klfast.control.current import Unit, check_count
+from klfast.controllers import rules
+from klfast.controllers.arithmetic import Number
+from klfast.controllers.base import TargetController, TargetOptions, check_part
+from klfast.controllers.current import Unit, check_count
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,7 +49,7 @@ class NuPIKLController(TargetController):
             coefficient is the published multiplier, and gains are in its units.
         clip: > 0; the largest relative error that counts.
         unit, min_coef, max_coef: of every controller with a target, see
-            :class:`klfast.control.base.TargetController`.
+            :class:`klfast.controllers.base.TargetController`.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
@@ -115,7 +115,7 @@ class PIDLagrangianKLController(TargetController):
         d_delay: updates, >= 1.
         clip: > 0; the largest relative error that counts.
         unit, min_coef, max_coef: of every controller with a target, see
-            :class:`klfast.control.base.TargetController`.
+            :class:`klfast.controllers.base.TargetController`.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
@@ -178,7 +178,7 @@ class DualKLController(TargetController):
         lr: > 0; the change of ``log(value)`` per relative error of 1.
         clip: > 0; the largest relative error that counts.
         unit, min_coef, max_coef: of every controller with a target, see
-            :class:`klfast.control.base.TargetController`.
+            :class:`klfast.controllers.base.TargetController`.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
@@ -231,7 +231,7 @@ class DoublingKLController(TargetController):
         threshold: >= 1; the band without a change is ``[target / threshold, threshold * target]``.
         every: updates per change, >= 1.
         unit, min_coef, max_coef: of every controller with a target, see
-            :class:`klfast.control.base.TargetController`.
+            :class:`klfast.controllers.base.TargetController`.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:
@@ -284,7 +284,7 @@ class ControlVAEKLController(TargetController):
         kp, ki: the gains, > 0. The published ones have the opposite sign of e, and ki < 0.
         clip: > 0; the largest relative error that counts.
         unit, min_coef, max_coef: of every controller with a target, see
-            :class:`klfast.control.base.TargetController`.
+            :class:`klfast.controllers.base.TargetController`.
         **options: ``device``, ``process_group``, ``dead_band``, ``ema`` and ``floor``: see there.
 
     Raises:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control.current import KLName, Unit, check_count
-from klfast.control.reading import KLReader
+from klfast.controllers.current import KLName, Unit, check_count
+from klfast.controllers.reading import KLReader
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from klfast.checks.arguments import check_number
-from klfast.control.current import KLName, Unit, check_count
-from klfast.control.reading import KLReader
+from klfast.controllers.current import KLName, Unit, check_count
+from klfast.controllers.reading import KLReader
 from klfast.transfer import json_of, numbers_of
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from klfast.checks.arguments import check_choice, check_number
-from klfast.control import rules
-from klfast.control.arithmetic import Floats, Number
-from klfast.control.base import CoefficientController, TargetController
-from klfast.control.current import Unit, check_count
-from klfast.control.feedback import NuPIKLController
+from klfast.controllers import rules
+from klfast.controllers.arithmetic import Floats, Number
+from klfast.controllers.base import CoefficientController, TargetController
+from klfast.controllers.current import Unit, check_count
+from klfast.controllers.feedback import NuPIKLController
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from klfast.callers import caller
 from klfast.checks.arguments import check_choice, check_number
-from klfast.control.current import (
+from klfast.controllers.current import (
     KLName,
     Unit,
     check_count,
@@ -29,8 +29,8 @@ from klfast.control.current import (
     plain,
     row_of,
 )
-from klfast.control.diagnosis import Means, is_of_other_unit, is_young, unit_question
-from klfast.control.measured import Measured
+from klfast.controllers.diagnosis import Means, is_of_other_unit, is_young, unit_question
+from klfast.controllers.measured import Measured
 from klfast.ranks import Ranks
 from klfast.stats import KLStats
 

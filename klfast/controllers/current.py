@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_choice, shown
-from klfast.control.diagnosis import Means, is_far
+from klfast.controllers.diagnosis import Means, is_far
 from klfast.dtensors import made_whole
 from klfast.dtypes import wide, wide_dtype
 from klfast.ranks import Ranks
@@ -129,7 +129,7 @@ def row_of(
     unit: Unit,
     device: torch.device,
 ) -> Tensor:
-    """A rank's row of the all-reduce, see ``klfast.control.measured.Measured``.
+    """A rank's row of the all-reduce, see ``klfast.controllers.measured.Measured``.
 
     Args:
         current: statistics, a float, or a 0-dim tensor, which is not read.

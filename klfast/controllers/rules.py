@@ -2,7 +2,7 @@
 
 A rule is ``rule(ops, settings, state, kl, n_steps) -> state``:
 
-- ``ops``: the arithmetic of floats or of tensors (``klfast.control.arithmetic``);
+- ``ops``: the arithmetic of floats or of tensors (``klfast.controllers.arithmetic``);
 - ``settings``: by attribute: numbers of that arithmetic;
 - ``state``: the coefficient under ``"value"``, and what else the rule remembers, numbers by name;
 - ``kl``: the measured KL in nats, finite;
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from klfast.control.arithmetic import Arithmetic, Number
+from klfast.controllers.arithmetic import Arithmetic, Number
 
 State: TypeAlias = dict[str, Number]
 Rule: TypeAlias = Callable[[Arithmetic, Any, State, Number, Number], State]
