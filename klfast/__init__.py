@@ -6,26 +6,27 @@ from typing import TYPE_CHECKING
 from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
 from klfast.backends.info import info
-from klfast.controllers.controllers import (
+from klfast.controllers.grouped import GroupedKLController, KLController
+from klfast.controllers.schedule import ScheduledKLController
+from klfast.controllers.target import (
     AdaptiveKLController,
-    ExponentialKLController,
-    FixedKLController,
-    get_kl_controller,
-)
-from klfast.controllers.early_stop import KLEarlyStop
-from klfast.controllers.feedback import (
     ControlVAEKLController,
     DoublingKLController,
     DualKLController,
+    ExponentialKLController,
+    FixedKLController,
     NuPIKLController,
     PIDLagrangianKLController,
+    TargetController,
+    get_kl_controller,
 )
-from klfast.controllers.grouped import GroupedKLController
-from klfast.controllers.learning_rate import KLAdaptiveLR
-from klfast.controllers.monitor import KLDriftAlarm, KLMonitor
-from klfast.controllers.protocol import KLController
-from klfast.controllers.reset import ReferenceReset
-from klfast.controllers.scheduled import ScheduledKLController
+from klfast.controllers.watchers import (
+    KLAdaptiveLR,
+    KLDriftAlarm,
+    KLEarlyStop,
+    KLMonitor,
+    ReferenceReset,
+)
 from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
 from klfast.linear.api import linear_kl_divergence, linear_token_logprobs
@@ -83,6 +84,7 @@ __all__ = [
     "RolloutStats",
     "ScheduledKLController",
     "TailName",
+    "TargetController",
     "TokenLogprobs",
     "__version__",
     "compat",

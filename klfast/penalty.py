@@ -11,11 +11,10 @@ from torch import Tensor
 from klfast.api import kl_penalty
 from klfast.backends import BACKENDS
 from klfast.checks.arguments import check_choice, check_number, shown
-from klfast.controllers.controllers import FixedKLController
-from klfast.controllers.current import Unit
-from klfast.controllers.grouped import GroupedKLController
-from klfast.controllers.protocol import KLController
-from klfast.controllers.reading import STATE_VERSION, check_state_kind, warn_caller
+from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
+from klfast.controllers.grouped import GroupedKLController, KLController
+from klfast.controllers.inputs import Unit
+from klfast.controllers.target import FixedKLController
 from klfast.estimator import Estimator, as_estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.pending import PendingStats, are_whole, merged, parts_of, state_of

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from klfast.controllers import CONTROLLERS
 from klfast.controllers.base import CoefficientController
-from klfast.controllers.controllers import (
+from klfast.controllers.target import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
 )
-from klfast.controllers.table import CONTROLLERS
 from lab.settings import Settings
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from klfast import Estimator
-from klfast.controllers.base import CoefficientController, TargetController
+from klfast.controllers.base import CoefficientController
 from lab.arms import ARMS
 from lab.settings import Settings
 from lab.train import REDUCTION, estimator
@@ -51,10 +51,8 @@ def recipe(name: str, settings: Settings) -> str:
 def controller_text(controller: CoefficientController) -> str:
     """The call that made a controller which has not moved; what it left at defaults is left out."""
     chosen = {}
-    own = inspect.signature(type(controller)).parameters
-    shared = inspect.signature(TargetController).parameters if "options" in own else {}
-    for parameter in {**own, **shared, **own}.values():  # in the order of its own
-        if parameter.name in _OF_A_PLACE or parameter.kind is parameter.VAR_KEYWORD:
+    for parameter in inspect.signature(type(controller)).parameters.values():
+        if parameter.name in _OF_A_PLACE:
             continue
         attribute = "value" if parameter.name in _FIRST else parameter.name
         value = getattr(controller, attribute)

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from klfast.checks.arguments import check_number
-from klfast.controllers.base import CoefficientController, TargetController
-from klfast.controllers.controllers import AdaptiveKLController
-from klfast.controllers.scheduled import ScheduledKLController
+from klfast.controllers.base import CoefficientController
+from klfast.controllers.schedule import ScheduledKLController
+from klfast.controllers.target import AdaptiveKLController, TargetController
 
 STATE = "klfast.AdaptiveKLCallback"
 """Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""

@@ -1,52 +1,257 @@
-"""A coefficient inside its bounds, on the host or on a device, of one process or of many ranks."""
+"""The base of controllers and watchers, which read KLs, and the base of controllers.
+
+To a watcher a KL of +inf is above every limit. It skips NaN and -inf, which are no KL. A controller
+skips +inf too.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import math
 import sys
-from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+import warnings
+from abc import ABC
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_number
-from klfast.controllers import rules
-from klfast.controllers.arithmetic import Floats, Number
-from klfast.controllers.current import (
-    KL_INPUT,
-    KLName,
-    Unit,
-    check_count,
-    check_scalar,
-    chosen,
-    mean_of,
-    number_of,
-    on_device,
-    plain,
-    row_of,
-)
-from klfast.controllers.device import DeviceState
-from klfast.controllers.diagnosis import (
-    Means,
-    Stall,
-    bound_warning,
-    is_of_other_unit,
-    stall_warning,
-)
-from klfast.controllers.measured import Measured
-from klfast.controllers.reading import KLReader
-from klfast.ranks import Ranks
+from klfast.callers import caller
+from klfast.checks.arguments import check_choice, check_number
+from klfast.controllers import diagnosis, inputs, rules
+from klfast.controllers.diagnosis import Means
+from klfast.controllers.inputs import KLName, Unit, check_count
+from klfast.dtypes import wide_dtype
+from klfast.ranks import Ranks, folded
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MOST = 1_000.0
-"""The default ``max_coef``, in first coefficients."""
+STATE_VERSION = 1
+_LARGEST = torch.iinfo(torch.int64).max
 
-_OF_OPTIONS = ("kl_ema", "measured")
-"""The state of the option ``ema``; a checkpoint may lack it, or have it without the option."""
+
+def warn_caller(message: str) -> None:
+    """Issue a RuntimeWarning that names the line outside klfast which led here."""
+    warnings.warn(message, RuntimeWarning, stacklevel=caller().stacklevel)
+
+
+def check_state_kind(state: object, kind: str) -> None:
+    """Raise unless ``state`` is a dict of that kind and of this version."""
+    if not isinstance(state, dict):
+        raise TypeError(f"state must be a dict, got {type(state).__name__}")
+    for key, expected in (("kind", kind), ("version", STATE_VERSION)):
+        got = state.get(key)
+        if type(got) is not type(expected) or got != expected:
+            raise ValueError(f"state[{key!r}] must be {expected!r}, got {got!r}")
+
+
+class Field(NamedTuple):
+    """A row of a class's table ``_fields``: an entry of its state, and where the object has it.
+
+    ``check(object, "state['name']", value)`` returns the attribute, or raises. ``plain`` returns
+    the attribute as plain JSON.
+    """
+
+    name: str
+    attribute: str
+    check: Callable[[Any, str, Any], Any]
+    plain: Callable[[Any], Any] = lambda value: value
+
+
+def count_field(name: str, attribute: str | None = None) -> Field:
+    """The entry of a number of updates."""
+    return Field(
+        name, attribute or f"_{name}", lambda _, argument, value: check_count(argument, value, 0)
+    )
+
+
+class KLReader(ABC):
+    """A reader of KLs. It skips a bad one, asks about the unit of its target, and has a state."""
+
+    _kind: ClassVar[str]
+    _output: ClassVar[str]  # the name of what ``update`` returns
+    _fields: ClassVar[tuple[Field, ...]]
+    _optional_fields: ClassVar[tuple[str, ...]] = ()
+    _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
+    _takes_infinity: ClassVar[bool] = True
+    target: float | None = None
+    _ranks: Ranks | None = None
+    _group_of_data: str | None = None
+    _is_mute: bool = False  # another rank says it
+    _asked_unit: bool = False
+
+    def __init__(self, unit: Unit, process_group: ProcessGroup | None = None) -> None:
+        check_choice("unit", unit, get_args(Unit))
+        self.unit = unit
+        self._skipped: Any = 0
+        if process_group is not None:
+            self._ranks = Ranks(process_group)
+            self._is_mute = self._ranks.rank != 0
+
+    @property
+    def _name(self) -> str:
+        """The name in warnings."""
+        name = type(self).__name__
+        return name if self._group_of_data is None else f"{name} of {self._group_of_data!r}"
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The group whose ranks measure together, None for this process alone."""
+        return None if self._ranks is None else self._ranks.group
+
+    @property
+    def skipped(self) -> int:
+        """How many values were left out because they were NaN or -inf."""
+        skipped: int = self._skipped
+        return skipped
+
+    def _measure(
+        self, current: float | Tensor | KLStats, n_steps: int | None, kl: KLName, also: Any = None
+    ) -> Means | None:
+        """The means of the KL, of all ranks where there is a group; None if it is skipped.
+
+        Every rank must have the same state, and the same plain JSON in ``also``.
+        """
+        if n_steps is not None:
+            n_steps = check_count("n_steps", n_steps, least=0)
+        current = inputs.chosen(current, kl, self._ranks, reads=True)
+        if self._ranks is None:
+            return self._valid(self._means(current))
+        text = json.dumps([self._content(), also]).encode()
+        # 48 bits of a hash, which fp64 holds exactly
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+        here = current if isinstance(current, KLStats) else inputs.number_of(current)
+        row = inputs.row_of(here, n_steps, float(digest), self.unit, self._ranks.device)
+        must_match = f"what {type(self).__name__} goes by"
+        means, _ = inputs.measured(self._ranks.gather(row), must_match, shows_values=False)
+        return self._valid(means)
+
+    def _means(self, current: float | Tensor | KLStats) -> Means:
+        """The means of this process as floats, the other unit's where a question needs it."""
+        if not isinstance(current, KLStats):
+            return Means(inputs.number_of(current))
+        return inputs.means_of(current, self.unit, None if self._asked_unit else self._target_now())
+
+    def _valid(self, means: Means | None) -> Means | None:
+        """The means; None, counted and warned of once, if the KL is skipped."""
+        if means is None or math.isfinite(means.kl):
+            return means
+        if self._takes_infinity and means.kl == math.inf:
+            return means
+        self._skipped += 1
+        if self._skipped == 1:
+            warn_caller(
+                f"{self._name} skipped a KL of {means.kl}; .skipped counts any further ones"
+            )
+        return None
+
+    def _target_now(self) -> float | None:
+        """The KL to hold in the next update; None where there is none."""
+        return self.target
+
+    def _ask_unit(self, means: Means, target: float | None, is_stalled: bool = False) -> None:
+        """Warn, once, of a target that seems to be in the other unit.
+
+        A low KL per token is asked about only when it ``is_stalled``: every run begins with one.
+        """
+        if target is None or self._asked_unit or not diagnosis.is_of_other_unit(means, target):
+            return
+        if diagnosis.is_young(means, target) and not is_stalled:
+            return
+        self._asked_unit = True
+        self._warn(diagnosis.unit_question(self._name, means, self.unit, target))
+
+    def _warn(self, message: str) -> None:
+        """Warn on one rank alone of what all ranks know."""
+        if not self._is_mute:
+            warn_caller(message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what updates have changed, as plain JSON, with the count of skipped values.
+
+        Of the settings the state has ``unit`` and ``target``, where there is a target. States of a
+        controller on the host and of one on a device are alike, and load into the other. With
+        ``device=`` this waits for the device.
+
+        Raises:
+            RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
+                coefficients in an update since the state was loaded.
+        """
+        frame = {"kind": self._kind, "version": STATE_VERSION, **self._measured_in()}
+        return {**frame, "skipped": int(self.skipped), **self._content()}
+
+    def _measured_in(self) -> dict[str, Any]:
+        """The unit and the target, which a state tells of."""
+        return {"unit": self.unit} | ({} if self.target is None else {"target": self.target})
+
+    def _content(self) -> dict[str, Any]:
+        """The state beside the count of skipped values, as plain JSON."""
+        return {each.name: each.plain(getattr(self, each.attribute)) for each in self._fields}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+
+        A controller goes on from the state's coefficient to its own target. A default ``max_coef``
+        rises to the coefficient of the state. A state from before the option ``ema`` was given, or
+        after, loads, and the average begins anew. So does the count of updates that a warning of
+        ``update`` needs, and a warning may be given again. The status of a monitor follows from the
+        state's values, without a warning; a smaller window keeps the last ones. The optimizer's own
+        state holds the rates of a ``KLAdaptiveLR``.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
+                one, or an entry is out of its range, which is that of this object's bounds for a
+                coefficient. The object is then unchanged. States of earlier versions, without a
+                unit, load.
+        """
+        check_state_kind(state, self._kind)
+        expected = KLReader.state_dict(self).keys()
+        optional = {*self._optional_fields, *self._measured_in()}
+        if not expected - optional <= state.keys() <= expected | optional:
+            raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
+        if state.get("unit", self.unit) != self.unit:
+            raise ValueError(
+                f"state['unit'] must be {self.unit!r}, in which this {type(self).__name__} "
+                f"measures, got {state['unit']!r}; make one with the unit of the state"
+            )
+        if "target" in state:
+            check_number("state['target']", state["target"], above=0)
+        skipped = check_count("state['skipped']", state["skipped"], least=0)
+        if skipped > _LARGEST:
+            raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
+        entries = {
+            each.attribute: each.check(self, f"state[{each.name!r}]", state.get(each.name, {}))
+            for each in self._fields
+        }
+        self._restore({**entries, "_skipped": skipped})
+
+    def _restore(self, attributes: dict[str, Any]) -> None:
+        """Take the checked entries of a state."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __copy__(self) -> Any:
+        """A copy goes on by itself: an update of one changes nothing in the other."""
+        other = type(self).__new__(type(self))
+        own = {name: copy.copy(getattr(self, name)) for name in self._changed_in_place}
+        vars(other).update({**vars(self), **own})
+        return other
+
+    def _settings(self) -> list[str]:
+        """The names of what ``repr`` shows."""
+        return [name for name in vars(self) if not name.startswith("_")]
+
+    def __repr__(self) -> str:
+        names = (self._output, *self._settings(), "skipped")
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({fields})"
 
 
 class CoefficientController(KLReader):
@@ -58,13 +263,18 @@ class CoefficientController(KLReader):
     """
 
     _output = "value"
+    _fields = (
+        Field("value", "_value", lambda self, name, value: self._check_value(name, value)),
+        Field("memory", "_memory", lambda self, _, memory: self._check_memory(memory)),
+    )
+    _optional_fields = ("memory",)
     _changed_in_place = ("_device_state", "_stall")
     _takes_infinity = False
-    _rule: ClassVar[Any]  # a static rules.Rule
+    _rule: Any  # a rules.Rule; of a class a static one
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _needs_n_steps: bool = False
     _paced_by: ClassVar[str]  # the setting that says how fast the coefficient moves
-    _stall: Stall | None = None
+    _stall: diagnosis.Stall | None = None
     _told_of_stall: bool = False
     min_coef: float = 0.0
     max_coef: float = math.inf
@@ -72,8 +282,7 @@ class CoefficientController(KLReader):
     ema: float = 0.0
     dead_band: float = 0.0
     _default_bound: float | None = None  # None where max_coef was given
-    _value: float
-    _memory: dict[str, float] | None = None
+    _state: dict[str, float]  # on the host
     _device_state: DeviceState | None = None
 
     def __init__(
@@ -83,7 +292,16 @@ class CoefficientController(KLReader):
         process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(unit, process_group)
-        self.device = None if device is None else check_torch_device(device)
+        if not (device is None or isinstance(device, (str, torch.device))):
+            raise TypeError(
+                f"device must be a torch.device, its name or None, got {type(device).__name__}"
+            )
+        try:
+            self.device = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"device must be a torch.device or its name, got {device!r}"
+            ) from error
 
     def __setattr__(self, name: str, value: object) -> None:
         if self._device_state is not None and not name.startswith("_"):
@@ -96,33 +314,28 @@ class CoefficientController(KLReader):
     def _begin(self, argument: str, value: float) -> None:
         """Check and take the first coefficient, once the settings are there."""
         value = self._check_value(argument, value)
-        memory = self._first_memory(self, value)
+        state = {"value": value, **self._first_memory(self, value)}
         if self.ema:
-            memory.update(kl_ema=0.0, measured=0.0)
+            state.update(kl_ema=0.0, measured=0.0)
         if self.device is None:
-            self._value, self._memory = value, memory or None
+            self._state = state
         else:
-            self._device_state = DeviceState(
-                self._plan(), self, {"value": value, **memory}, self.device
-            )
+            self._device_state = DeviceState(self._update_rule(), self, state, self.device)
 
-    def _first_memory(self, settings: Any, value: Number) -> rules.State:
+    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
         """The rule's state beside the coefficient, before the first update.
 
         Numbers and settings are floats, or tensors on which the rule runs.
         """
         return {}
 
-    def _plan(self) -> rules.Plan:
+    def _update_rule(self) -> rules.UpdateRule:
+        """The rule with the options around it."""
         leaves_zero = self.floor is not None
         limit = rules.bounded_or_zero if leaves_zero else self._limit
-        return rules.Plan(
-            self._rule_of_settings(), limit, bool(self.ema), bool(self.dead_band), leaves_zero
+        return rules.UpdateRule(
+            self._rule, limit, bool(self.ema), bool(self.dead_band), leaves_zero
         )
-
-    def _rule_of_settings(self) -> rules.Rule:
-        rule: rules.Rule = self._rule
-        return rule
 
     @property
     def value(self) -> Any:
@@ -130,7 +343,7 @@ class CoefficientController(KLReader):
 
         A float; with ``device=`` a 0-dim fp64 tensor there, always the same one, updated in place.
         """
-        return self._value if self._device_state is None else self._device_state.value
+        return self._state["value"] if self._device_state is None else self._device_state.value
 
     @property
     def skipped(self) -> Any:
@@ -162,13 +375,6 @@ class CoefficientController(KLReader):
         if number > self.max_coef and self._default_bound is None:
             raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
         return number
-
-    def _hold(self, value: float) -> None:
-        """Raise a default bound to a coefficient that a run without one has reached."""
-        if self._default_bound is not None and value > self.max_coef:
-            vars(self)["max_coef"] = value
-            if self._device_state is not None:
-                self._device_state.settings.highest.fill_(value)
 
     def _check_n_steps(self, n_steps: object) -> int:
         return check_count("n_steps", n_steps, least=0)
@@ -221,72 +427,91 @@ class CoefficientController(KLReader):
             RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
                 says so), or a rank has died.
         """
-        current = chosen(plain(current, self._ranks), kl, reads=self._device_state is None)
-        n_steps = self._sequences(current, n_steps)
+        current, n_steps = self._checked(current, n_steps, kl, self._ranks)
         if self._ranks is not None:
-            row = self._measured_here(current, n_steps, self._ranks)
-            return self._take(self._ranks.gather(row))
-        if self._device_state is not None:
-            return self._update_on_device(self._device_state, current, n_steps)
-        means = self._read(current)
-        if means is not None:
-            self._require(n_steps)
-            self._steer(means, n_steps)
-        return self._value
+            row = self._row(current, n_steps, self._ranks)
+            return self._update_of_ranks(self._ranks.gather(row))
+        if self._device_state is None:
+            self._steer(self._valid(self._means(current)), n_steps)
+        else:
+            self._device_state.update(current, n_steps, self.unit)
+        return self.value
 
-    def _sequences(
-        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None
-    ) -> int | Tensor | None:
-        """The checked number of sequences, None if it is not known."""
+    def _checked(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None,
+        kl: KLName,
+        ranks: Ranks | None,
+    ) -> tuple[float | Tensor | KLStats, int | Tensor | None]:
+        """Plain statistics or one number, and ``n_steps``, or the error of ``update``."""
+        is_on_host = self._device_state is None
+        current = inputs.chosen(current, kl, ranks, reads=is_on_host)
         if n_steps is None:
-            return current.kl.numel() if isinstance(current, KLStats) else None
-        if isinstance(n_steps, Tensor) and self._device_state is not None:
-            check_scalar("n_steps", n_steps)
-            return n_steps
-        return self._check_n_steps(n_steps)
-
-    def _check_update(
-        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None
-    ) -> None:
-        """Raise what ``update`` would raise for its arguments, and change nothing."""
-        self._checked(current)
-        self._require(self._sequences(current, n_steps))
-
-    def _require(self, n_steps: object) -> None:
-        if self._needs_n_steps and n_steps is None:
+            n_steps = current.kl.numel() if isinstance(current, KLStats) else None
+        elif is_on_host or not isinstance(n_steps, Tensor):
+            n_steps = self._check_n_steps(n_steps)
+        else:
+            inputs.check_scalar("n_steps", n_steps)
+        if isinstance(current, Tensor) and not is_on_host:
+            inputs.check_scalar("current", current, inputs.KL_INPUT)
+        elif not isinstance(current, KLStats):
+            current = inputs.number_of(current)
+        is_skipped = isinstance(current, float) and not math.isfinite(current)
+        if self._needs_n_steps and n_steps is None and not is_skipped:
             raise TypeError("n_steps must be given when current is not a KLStats, got None")
+        return current, n_steps
 
-    def _steer(self, means: Means, n_steps: Any) -> None:
-        """Move by a finite KL, on the host, then say what keeps it off its target."""
-        target, before = self._target_now(), self._value
-        self._move(means.kl, n_steps)
-        if target is None or before == self._value == 0:  # nothing acts
+    def _row(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
+    ) -> Tensor:
+        """This rank's row of the all-reduce, where the coefficient is."""
+        device = ranks.device if self._device_state is None else self._device_state.value.device
+        return inputs.row_of(current, n_steps, self.value, self.unit, device)
+
+    def _update_of_ranks(self, table: Tensor) -> Any:
+        """Move by the rows of all ranks."""
+        if self._device_state is None:
+            means, n_steps = inputs.measured(table, f"{type(self).__name__}'s value")
+            self._steer(self._valid(means), n_steps)
+        else:
+            self._device_state.update_of_ranks(table)
+        return self.value
+
+    def _steer(self, means: Means | None, n_steps: Any) -> None:
+        """Move by a KL that is not skipped, on the host, then say what keeps it off its target."""
+        if means is None:
+            return
+        target, before = self._target_now(), self.value
+        batch = rules.Batch(means.kl, self.target, n_steps)
+        self._state = self._update_rule().advance(self, self._state, batch)
+        if target is None or before == self.value == 0:  # nothing acts
             return
         self._ask_unit(means, target)
-        if not self._told_of_stall:
-            self._look_for_stall(means, target, before, n_steps)
-
-    def _look_for_stall(self, means: Means, target: float, before: float, n_steps: Any) -> None:
-        """Count what brings the KL no nearer to its target, and warn, once, of too much of it."""
-        if self._value == 0 or (self.floor is not None and means.kl < target):
+        if self._told_of_stall:
+            return
+        if self.value == 0 or (self.floor is not None and means.kl < target):
             self._stall = None  # a floor makes an upper limit of the target: the rule may rest
             return
-        steering, self._stall = self._steering(), self._stall or Stall()
-        if not self._stall.add(means.kl, target, steering.dead_band, before, self._value):
+        steering, self._stall = self._steering(), self._stall or diagnosis.Stall()
+        if not self._stall.add(means.kl, target, steering.dead_band, before, self.value):
             return
         self._told_of_stall = True
-        if is_of_other_unit(means, target):
+        if diagnosis.is_of_other_unit(means, target):
             self._ask_unit(means, target, is_stalled=True)
-        else:
-            self._warn(self._stall_warning(self._stall, means, target, steering._pace(n_steps)))
-
-    def _stall_warning(self, stall: Stall, means: Means, target: float, pace: str) -> str:
-        bound, at = ("max_coef", self.max_coef) if stall.side > 0 else ("min_coef", self.min_coef)
-        if self._value == at:
-            return bound_warning(
-                self._name, stall.side, means, self.unit, target, f"{bound}={at:.4g}"
+            return
+        side = self._stall.side
+        bound, at = ("max_coef", self.max_coef) if side > 0 else ("min_coef", self.min_coef)
+        if self.value == at:
+            text = diagnosis.bound_warning(
+                self._name, side, means, self.unit, target, f"{bound}={at:.4g}"
             )
-        return stall_warning(self._name, stall, self._value, means, self.unit, target, pace)
+        else:
+            pace = steering._pace(n_steps)
+            text = diagnosis.stall_warning(
+                self._name, self._stall, self.value, means, self.unit, target, pace
+            )
+        self._warn(text)
 
     def _steering(self) -> CoefficientController:
         """The controller whose settings say how the coefficient moves."""
@@ -296,224 +521,166 @@ class CoefficientController(KLReader):
         """The setting that bounds how fast the coefficient moves, and the remedy."""
         return f"its pace is set by {self._paced_by}={getattr(self, self._paced_by)!r}: raise it"
 
-    def _move(self, kl: float, n_steps: Any) -> None:
-        """Apply the rule to a finite KL, on the host."""
-        state = {"value": self._value, **(self._memory or {})}
-        new = rules.advance(Floats(), self._plan(), self, state, kl, n_steps)
-        self._value = new.pop("value")
-        self._memory = new or None
-
-    @torch.no_grad()
-    def _update_on_device(
-        self, state: DeviceState, current: float | Tensor | KLStats, n_steps: int | Tensor | None
-    ) -> Tensor:
-        self._require(n_steps)
-        device = state.value.device
-        kl = self._checked(current)
-        if isinstance(kl, KLStats):
-            kl = torch.where(kl.length.any(), mean_of(kl, self.unit), math.nan)
-        state.update(on_device(kl, device), on_device(1 if n_steps is None else n_steps, device))
-        return state.value
-
-    def _measured_here(
-        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
-    ) -> Tensor:
-        """This rank's row of the all-reduce."""
-        self._require(n_steps)
-        kl = self._checked(current)
-        if self._device_state is None:
-            return row_of(kl, n_steps, self._value, self.unit, ranks.device)
-        return row_of(
-            kl, n_steps, self._device_state.value, self.unit, self._device_state.value.device
-        )
-
-    def _take(self, table: Tensor) -> Any:
-        """Move by the rows of all ranks."""
-        if self._device_state is not None:
-            with torch.no_grad():
-                self._device_state.update_of_ranks(table)
-            return self._device_state.value
-        measured = Measured(table)
-        measured.check_agreement(f"{type(self).__name__}'s value")
-        means = self._valid(measured.means) if measured.is_given else None
-        if means is not None:
-            self._steer(means, measured.n_steps)
-        return self._value
-
-    def _checked(self, current: float | Tensor | KLStats) -> float | Tensor | KLStats:
-        """Statistics as they are; a number as a float, or, on a device, as a 0-dim tensor."""
-        if isinstance(current, KLStats):
-            return current
-        if self._device_state is None or not isinstance(current, Tensor):
-            return number_of(current)
-        check_scalar("current", current, KL_INPUT)
-        return current
-
-    def _state(self) -> tuple[float, dict[str, float]]:
-        """The coefficient and what else is remembered, as floats."""
-        if self._device_state is None:
-            return self._value, dict(self._memory or {})
-        state = self._device_state.read()
-        return state.pop("value"), state
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient, the count of skipped values and the rule's memory.
-
-        Plain JSON, and the same on the host and on a device: a state of one loads into the other.
-        Of the settings it has ``unit`` and ``target``, where there is a target. With ``device=``
-        this waits for the device.
-
-        Raises:
-            RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
-                coefficients in an update since the state was loaded.
-        """
         disagreements = 0 if self._device_state is None else int(self._device_state.disagreements)
         if disagreements:
             raise RuntimeError(
                 f"{type(self).__name__}'s value must be the same on every rank, got different ones "
                 f"in {disagreements} updates"
             )
-        return self._framed(self._content())
+        return super().state_dict()
+
+    def _numbers(self) -> dict[str, float]:
+        """The coefficient and what else the rule remembers, as floats."""
+        return dict(self._state) if self._device_state is None else self._device_state.read()
 
     def _measured_in(self) -> dict[str, Any]:
         return {} if self.target is None else super()._measured_in()
 
     def _content(self) -> dict[str, Any]:
-        value, memory = self._state()
+        memory = self._numbers()
+        value = memory.pop("value")
         return {"value": value, "memory": memory} if memory else {"value": value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
-
-        The target stays this object's too: a run goes on from the state's coefficient to the new
-        target. A default ``max_coef`` rises to the coefficient of the state. A state
-        from before the option ``ema`` was given, or after, loads: the average begins anew. So does
-        the count of updates that a warning of ``update`` needs, and a warning may be given again.
-
-        Raises:
-            TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
-                one, or its coefficient is outside this object's bounds. The object is then
-                unchanged. States of earlier versions, without a unit, load.
-        """
-        skipped = self._check_state_frame(state, optional=("memory",))
-        value = self._check_value("state['value']", state["value"])
-        memory = self._check_memory(state.get("memory", {}))
-        self._hold(value)
-        if self._device_state is not None:
-            self._device_state.write({"value": value, **memory}, skipped)
-            self._device_state.disagreements.zero_()
-            return
-        self._value, self._memory, self._skipped = value, memory or None, skipped
-        self._stall = None
 
     def _check_memory(self, memory: object) -> dict[str, float]:
         if not isinstance(memory, dict):
             raise TypeError(f"state['memory'] must be a dict, got {type(memory).__name__}")
-        own = self._state()[1]
-        averages = memory.keys() & set(_OF_OPTIONS)
-        if memory.keys() - averages != own.keys() - set(_OF_OPTIONS) or len(averages) == 1:
-            raise ValueError(f"state['memory'] must have keys {[*own]}, got {[*memory]}")
+        own = [name for name in self._numbers() if name != "value"]
+        of_ema = {"kl_ema", "measured"}  # a checkpoint may lack them, or be the only one with them
+        averages = memory.keys() & of_ema
+        if memory.keys() - averages != {*own} - of_ema or len(averages) == 1:
+            raise ValueError(f"state['memory'] must have keys {own}, got {[*memory]}")
         checked = {
             name: check_number(f"state['memory'][{name!r}]", value)
             for name, value in memory.items()
         }
         return {name: checked.get(name, 0.0) for name in own}
 
+    def _restore(self, attributes: dict[str, Any]) -> None:
+        state = {"value": attributes["_value"], **attributes["_memory"]}
+        self._hold(state["value"])
+        if self._device_state is None:
+            self._state, self._skipped, self._stall = state, attributes["_skipped"], None
+        else:
+            self._device_state.write(state, attributes["_skipped"])
 
-class TargetOptions(TypedDict, total=False):
-    """The options of every controller with a target beside its unit and its bounds."""
-
-    device: str | torch.device | None
-    process_group: ProcessGroup | None
-    dead_band: float
-    ema: float
-    floor: float | None
+    def _hold(self, value: float) -> None:
+        """Raise a default bound to a coefficient that a run without one has reached."""
+        if self._default_bound is not None and value > self.max_coef:
+            vars(self)["max_coef"] = value
+            if self._device_state is not None:
+                self._device_state.settings.highest.fill_(value)
 
 
-class TargetController(CoefficientController):
-    """A controller with a target, and the options that all of those have.
+class DeviceState:
+    """A rule's state in tensors that are updated in place, fp64 where the device has it.
+
+    ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
+    addresses of its tensors never change.
 
     Args:
-        target: the KL to hold, > 0, in nats per ``unit``: about 6 per sequence or 0.1 per token.
-        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` (of the sums over
-            each sequence) or ``"token"`` (over all tokens).
-        min_coef: the lower bound, > 0.
-        max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef`` (``floor``
-            where that is 0), which stops a target in the wrong unit. ``math.inf`` for none.
-        device: where the coefficient lives, and is updated without a sync; None for the host.
-        process_group: the ranks that measure together; None for this process alone.
-        dead_band: >= 0; while ``abs(kl / target - 1) <= dead_band``, nothing moves. 0 for none.
-        ema: the weight of the past in a moving average of the KL, which the rule then sees:
-            ``average = ema * average + (1 - ema) * kl``, in [0, 1); 0 for the KL itself.
-        floor: > 0; lets the coefficient be 0, at first and later. 0 then acts as ``floor``, which
-            takes the place of ``min_coef``: the coefficient leaves 0 when the rule moves ``floor``
-            upwards, and is 0 when the rule falls below it. None: a rule that multiplies would never
-            leave 0, so the coefficient cannot be 0.
+        rule: the rule and the options around it.
+        settings: the controller, whose numbers become tensors.
+        state: numbers by name, ``"value"`` first.
+        device: where.
+
+    Attributes:
+        coefficient: [1].
+        value: the same memory, 0-dim.
+        memory: [M], what else the rule remembers.
+        skipped: int64, how many KLs were not finite.
+        disagreements: int64, in how many updates the ranks had different coefficients.
     """
 
-    target: float
-
+    @torch.inference_mode(False)  # tensors of inference mode cannot be updated outside of it
     def __init__(
         self,
-        target: float,
-        unit: Unit,
-        min_coef: float,
-        max_coef: float | None,
-        *,
-        device: str | torch.device | None = None,
-        process_group: ProcessGroup | None = None,
-        dead_band: float = 0.0,
-        ema: float = 0.0,
-        floor: float | None = None,
+        rule: rules.UpdateRule,
+        settings: CoefficientController,
+        state: dict[str, float],
+        device: torch.device,
     ) -> None:
-        super().__init__(unit, device, process_group)
-        self.target = check_number("target", target, above=0)
-        self.min_coef = check_number("min_coef", min_coef, above=0)
-        if floor is not None:
-            floor = check_number("floor", floor, above=0)
-        self.floor = floor
-        if max_coef is None:
-            self._default_bound = math.inf
-        elif not is_inf(max_coef):
-            self.max_coef = check_number("max_coef", max_coef, least=floor or self.min_coef)
-        self.dead_band = check_number("dead_band", dead_band, least=0)
-        self.ema = check_part("ema", ema)
+        self.rule = rule
+        self.settings = settings_on(settings, device)
+        self.target = None if settings.target is None else self.settings.target
+        value, *memory = state.values()
+        self.names = tuple(state)[1:]
+        # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
+        # no views into a tensor whose size it generalises: so a size of 1, and memory beside it.
+        dtype = wide_dtype(device)
+        self.coefficient = torch.tensor([value], dtype=dtype, device=device)
+        self.value = self.coefficient[0]
+        self.memory = torch.tensor(memory, dtype=dtype, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.disagreements = torch.zeros((), dtype=torch.int64, device=device)
 
-    def _begin(self, argument: str, value: float) -> None:
-        if self._default_bound is not None:
-            least = max(self._check_value(argument, value), self.lowest)
-            self.max_coef = self._default_bound = MOST * least
-        super()._begin(argument, value)
-
-    def _set(
-        self, above: float | None = None, least: float | None = None, **numbers: float
+    @torch.no_grad()
+    def update(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, unit: Unit
     ) -> None:
-        """Check settings, numbers with a common bound, and keep them as attributes."""
-        for name, number in numbers.items():
-            setattr(self, name, check_number(name, number, above=above, least=least))
-
-
-def is_inf(value: object) -> bool:
-    """True if a setting is the number inf."""
-    return isinstance(value, Real) and value == math.inf
-
-
-def check_part(argument: str, value: object) -> float:
-    """Return ``value`` as a float, or raise unless it is in [0, 1)."""
-    number = check_number(argument, value, least=0)
-    if number >= 1:
-        raise ValueError(f"{argument} must be a finite number >= 0 and < 1, got {value!r}")
-    return number
-
-
-def check_torch_device(device: object) -> torch.device:
-    """Return ``device`` as a torch.device, or raise unless it names one."""
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(
-            f"device must be a torch.device, its name or None, got {type(device).__name__}"
+        """Move by what was measured; nothing if it has no mean."""
+        if isinstance(current, KLStats):
+            current = torch.where(current.length.any(), inputs.mean_of(current, unit), math.nan)
+        device = self.value.device
+        self._move(
+            inputs.on_device(current, device),
+            inputs.on_device(1 if n_steps is None else n_steps, device),
         )
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be a torch.device or its name, got {device!r}") from error
+
+    @torch.no_grad()
+    def update_of_ranks(self, table: Tensor) -> None:
+        """Move by the rows of all ranks, see ``klfast.controllers.inputs.row_of``."""
+        sums = folded(table)
+        equal = table[:, inputs.EQUAL]
+        self.disagreements.add_((equal != equal[0]).any())
+        self._move(
+            sums[inputs.KL] / sums[inputs.COUNT], sums[inputs.N_STEPS], sums[inputs.GIVEN] > 0
+        )
+
+    def _move(self, kl: Tensor, n_steps: Tensor, is_given: Tensor | None = None) -> None:
+        """Move by a KL and a number of sequences, 0-dim; nothing if either is not valid.
+
+        What is not valid is counted, unless ``is_given`` says that nothing was measured.
+        """
+        memory = dict(zip(self.names, self.memory.unbind(), strict=True))
+        batch = rules.Batch(kl, self.target, n_steps)
+        new = self.rule.advance(self.settings, {"value": self.value, **memory}, batch)
+        is_valid = kl.isfinite() & n_steps.isfinite() & (n_steps >= 0)
+        if self.names:
+            moved = torch.stack([new[name] for name in self.names])
+            self.memory.copy_(torch.where(is_valid, moved, self.memory))
+        self.coefficient.copy_(torch.where(is_valid, new["value"], self.coefficient))
+        self.skipped.add_(~is_valid if is_given is None else ~is_valid & is_given)
+
+    def read(self) -> dict[str, float]:
+        """The state as floats; waits for the device."""
+        numbers = torch.cat([self.coefficient, self.memory]).tolist()
+        return dict(zip(("value", *self.names), numbers, strict=True))
+
+    def write(self, state: dict[str, float], skipped: int) -> None:
+        """Set the state in place, so that a captured graph goes on from it."""
+        self.coefficient.fill_(state["value"])
+        self.memory.copy_(self.memory.new_tensor([state[name] for name in self.names]))
+        self.skipped.fill_(skipped)
+        self.disagreements.zero_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares no tensor that is updated in place."""
+        own = ("coefficient", "memory", "skipped", "disagreements")
+        return {**vars(self), **{name: getattr(self, name).clone() for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.value = self.coefficient[0]
+
+
+def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:
+    """The numbers among a controller's attributes as tensors; those of one within it likewise."""
+    converted: dict[str, Any] = {}
+    bounds = {"lowest": settings.lowest, "highest": settings.highest}
+    for name, value in {**vars(settings), **bounds}.items():
+        if isinstance(value, (int, float)):
+            converted[name] = inputs.on_device(value, device)
+        elif hasattr(value, "highest"):  # a controller within it, as a scheduled one has
+            converted[name] = settings_on(value, device)
+    return SimpleNamespace(**converted)

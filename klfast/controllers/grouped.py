@@ -1,4 +1,4 @@
-"""A coefficient for each group of the data, with its own target."""
+"""The protocol of a controller, and a coefficient for each group of the data."""
 
 from __future__ import annotations
 
@@ -6,26 +6,71 @@ import copy
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.controllers.base import CoefficientController, TargetController
-from klfast.controllers.current import KLName, chosen, plain
-from klfast.controllers.protocol import KLController
-from klfast.controllers.reading import STATE_VERSION, check_state_kind
-from klfast.controllers.scheduled import ScheduledKLController
+from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state_kind
+from klfast.controllers.inputs import GIVEN, KLName, chosen
+from klfast.controllers.target import FixedKLController
 from klfast.ranks import Ranks, check_same
 from klfast.stats import KLStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GroupedKLController"]
+__all__ = ["GroupedKLController", "KLController"]
 
 Current: TypeAlias = "float | Tensor | KLStats"
+
+
+@runtime_checkable
+class KLController(Protocol):
+    """A controller with one coefficient: any object with these four members.
+
+    It is taken as ``controller`` of :class:`klfast.KLPenalty` and :class:`klfast.KLLog`, as
+    ``coef`` of :func:`klfast.kl_penalty`, :func:`klfast.kl_divergence` and :func:`klfast.reduce`,
+    and as ``kl_coef`` of :func:`klfast.kl_rewards`. :class:`klfast.GroupedKLController` takes a
+    class of them, and makes its objects as ``controller(init_kl_coef, target, **options)``. ::
+
+        class Halving:
+            def __init__(self, init_kl_coef, target):
+                self.value, self.target = init_kl_coef, target
+
+            def update(self, current):  # the batch's KLStats
+                kl = current.token_mean().item()
+                self.value *= 0.5 if kl < self.target else 1.0
+
+            def state_dict(self):
+                return {"value": self.value}
+
+            def load_state_dict(self, state):
+                self.value = state["value"]
+
+    What klfast's controllers have beside them is used where it is there: ``skipped`` is logged;
+    statistics are brought to ``device``; ``unit`` is compared with that of ``KLPenalty``; a
+    controller with a ``process_group`` adds up the ranks' KL itself, where others are given the
+    statistics of all ranks by ``KLPenalty.step``.
+
+    Units: those of the statistics, nats per sequence; the coefficient has none.
+
+    Source: klfast's own.
+    """
+
+    @property
+    def value(self) -> Any:
+        """The coefficient, a number, or a 0-dim tensor that is updated in place."""
+
+    def update(self, current: Any, /) -> Any:
+        """Move the coefficient after a batch; ``current`` is its ``KLStats`` or mean KL in nats."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Restore the ``state`` that ``state_dict`` returned."""
 
 
 class GroupedKLController:
@@ -60,7 +105,9 @@ class GroupedKLController:
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        if not _can_steer(controller):
+        given: Any = controller
+        is_fixed = isinstance(given, type) and issubclass(given, FixedKLController)
+        if is_fixed or not callable(given):
             raise TypeError(
                 f"controller must be the class of a controller with a target, got {controller!r}"
             )
@@ -79,23 +126,19 @@ class GroupedKLController:
         self._ranks = None if process_group is None else Ranks(process_group)
         self._are_groups_compared = False
         for name, part in self.groups.items():
-            self._adopt(name, part)
-
-    def _adopt(self, name: str, part: object) -> None:
-        """Let a controller's warnings name its group; on ranks, let one rank alone warn."""
-        if isinstance(part, CoefficientController):
-            part._group_of_data = name
-            part._is_mute = self._ranks is not None and self._ranks.rank != 0
-        elif not isinstance(part, KLController):
-            raise TypeError(
-                "controller must make objects with value, update, state_dict and load_state_dict, "
-                f"got {type(part).__name__}"
-            )
-        elif self._ranks is not None:
-            raise TypeError(
-                "process_group must be None for a controller that is not klfast's, whose ranks "
-                f"cannot measure together, got one for {type(part).__name__}"
-            )
+            if isinstance(part, CoefficientController):
+                part._group_of_data = name  # in its warnings, which one rank alone gives
+                part._is_mute = self._ranks is not None and self._ranks.rank != 0
+            elif not isinstance(part, KLController):
+                raise TypeError(
+                    "controller must make objects with value, update, state_dict and "
+                    f"load_state_dict, got {type(part).__name__}"
+                )
+            elif self._ranks is not None:
+                raise TypeError(
+                    "process_group must be None for a controller that is not klfast's, whose ranks "
+                    f"cannot measure together, got one for {type(part).__name__}"
+                )
 
     @staticmethod
     def _by_group(argument: str, given: Any, groups: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,28 +189,27 @@ class GroupedKLController:
         unknown = [name for name in current if name not in self.groups]
         if unknown:
             raise ValueError(f"current must have groups of {[*self.groups]}, got {unknown[0]!r}")
-        current = {
-            name: chosen(plain(given, self._ranks), kl, reads=_is_on_host(self.groups[name]))
-            for name, given in current.items()
-        }
         sequences = self._by_group("n_steps", n_steps, current)
+        checked: dict[str, tuple[Any, Any]] = {}
         for name, given in current.items():
-            if isinstance(part := self.groups[name], CoefficientController):
-                part._check_update(given, sequences[name])
+            part = self.groups[name]
+            if isinstance(part, CoefficientController):
+                checked[name] = part._checked(given, sequences[name], kl, self._ranks)
+            else:
+                checked[name] = chosen(given, kl, self._ranks, reads=True), sequences[name]
         if self._ranks is None:
-            for name, given in current.items():
-                n_steps_here = () if sequences[name] is None else (sequences[name],)
-                self.groups[name].update(given, *n_steps_here)
+            for name, (given, count) in checked.items():
+                self.groups[name].update(given, *(() if count is None else (count,)))
             return self.value
         if not self._are_groups_compared:
             self._compare_groups(self._ranks)
-        rows = [
-            self._row(name, part, current, sequences, self._ranks)
-            for name, part in self.groups.items()
-        ]
+        rows = []
+        for name, part in self.groups.items():
+            rows.append(part._row(*checked.get(name, (0.0, 0)), self._ranks))
+            rows[-1][GIVEN] = float(name in checked)
         table = self._ranks.gather(torch.stack(rows))
         for at, part in enumerate(self.groups.values()):
-            part._take(table[:, at])
+            part._update_of_ranks(table[:, at])
         return self.value
 
     def _compare_groups(self, ranks: Ranks) -> None:
@@ -181,21 +223,6 @@ class GroupedKLController:
         check_same("the number of groups in targets", counts)
         check_same("the checksum of the groups in targets", checksums)
         self._are_groups_compared = True
-
-    @staticmethod
-    def _row(
-        name: str,
-        part: CoefficientController,
-        current: Mapping[str, Current],
-        sequences: Mapping[str, Any],
-        ranks: Ranks,
-    ) -> Tensor:
-        if name in current:
-            n_steps = part._sequences(current[name], sequences[name])
-            return part._measured_here(current[name], n_steps, ranks)
-        row = part._measured_here(0.0, 0, ranks)
-        row[-1] = 0.0  # not given
-        return row
 
     def state_dict(self) -> dict[str, Any]:
         """Return every group's state, as plain JSON; no settings."""
@@ -233,15 +260,3 @@ class GroupedKLController:
     def __repr__(self) -> str:
         parts = ", ".join(f"{name!r}: {part!r}" for name, part in self.groups.items())
         return f"{type(self).__name__}({{{parts}}})"
-
-
-def _can_steer(controller: object) -> bool:
-    """Whether a class, or a function that makes controllers, has a target."""
-    if isinstance(controller, type) and issubclass(controller, CoefficientController):
-        return issubclass(controller, (TargetController, ScheduledKLController))
-    return callable(controller)
-
-
-def _is_on_host(part: object) -> bool:
-    """Whether the statistics of an update may be read, which waits for their device."""
-    return getattr(part, "_device_state", None) is None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.controllers.base import TargetController
-from klfast.controllers.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
+from klfast.controllers.target import TargetController
 from lab.arms import ARMS
 
 BATCH = 40

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from klfast.controllers import CONTROLLERS
 from klfast.controllers.base import CoefficientController
-from klfast.controllers.table import CONTROLLERS
 from lab.arms import ARMS
 from lab.model import frozen_copy
 from lab.pretrain import new_pretraining, pretrain_step

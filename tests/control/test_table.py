@@ -3,8 +3,8 @@
 import readme
 
 import klfast
-from klfast.controllers.base import TargetController
-from klfast.controllers.table import CONTROLLERS
+from klfast import TargetController
+from klfast.controllers import CONTROLLERS
 from lab.arms import ARMS
 
 

@@ -244,28 +244,28 @@ CONTROLLER = Recipe(
         Edit(
             "klfast/controllers/rules.py",
             r"def doubling\(",
-            "def switch(ops, settings, state, kl, n_steps):\n"
-            "    value = ops.where(kl > settings.target, state['value'] * 2, state['value'] / 2)\n"
+            "def switch(settings, state, batch):\n"
+            "    is_high, value = batch.kl > batch.target, state['value']\n"
+            "    value = where(is_high, value * 2, value / 2)\n"
             "    return {**state, 'value': value}\n\n\n",
         ),
         Edit(
-            "klfast/controllers/feedback.py",
+            "klfast/controllers/target.py",
             r"class DoublingKLController\(",
             "class SwitchKLController(TargetController):\n"
             "    _kind, _rule, _paced_by = 'switch', staticmethod(rules.switch), 'target'\n\n"
-            "    def __init__(self, init_kl_coef, target, *, unit='sequence', min_coef=1e-6,\n"
-            "                 max_coef=None, **options):\n"
-            "        super().__init__(target, unit, min_coef, max_coef, **options)\n"
-            "        self._begin('init_kl_coef', init_kl_coef)\n\n\n",
+            "    @shows_options\n"
+            "    def __init__(self, init_kl_coef, target, **options):\n"
+            "        super().__init__(init_kl_coef, target, **options)\n\n\n",
         ),
         Edit(
-            "klfast/controllers/table.py",
-            r"        feedback.DoublingKLController,",
-            "        feedback.SwitchKLController,\n",
+            "klfast/controllers/__init__.py",
+            r"        target.DoublingKLController,",
+            "        target.SwitchKLController,\n",
         ),
         Edit(
             "klfast/__init__.py",
-            r"    PIDLagrangianKLController,\n\)",
+            r"    TargetController,\n    get_kl",
             "    SwitchKLController,\n",
         ),
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from refusals import POSITIVE
 
-from klfast.controllers.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 from lab.__main__ import main
 from lab.study.candidates import CANDIDATES, Candidate
 from lab.study.measure import FACTORS, _octaves, judge, mean_miss

@@ -1,4 +1,4 @@
-"""The argument ``current`` of ``update``, a KL: its checks, its means, and its row among ranks."""
+"""The inputs of ``update``: their checks, the means of a KL, and the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from torch import Tensor
 
 from klfast.checks.arguments import check_choice, shown
 from klfast.controllers.diagnosis import Means, is_far
+from klfast.controllers.rules import where
 from klfast.dtensors import made_whole
 from klfast.dtypes import wide, wide_dtype
-from klfast.ranks import Ranks
+from klfast.ranks import Ranks, check_same, folded
 from klfast.stats import KLStats, is_without_tokens
 
 Unit = Literal["sequence", "token"]
 KLName = Literal["kl", "k1", "k2", "k3"]
 """Whose sums among a ``KLStats`` are measured."""
+
+NUMBER = "a number or a 0-dim tensor"
+KL_INPUT = "a number, a 0-dim tensor or a KLStats"
 
 
 def to_scalar(value: Any) -> Any:
@@ -41,10 +45,6 @@ def check_count(argument: str, value: object, least: int) -> int:
     return count
 
 
-NUMBER = "a number or a 0-dim tensor"
-KL_INPUT = "a number, a 0-dim tensor or a KLStats"
-
-
 def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT) -> float:
     """``current`` as a float, inf beyond float64; TypeError unless it is one number."""
     kl = to_scalar(current)
@@ -58,7 +58,7 @@ def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT
         return math.inf if number > 0 else -math.inf
 
 
-def check_scalar(argument: str, value: Tensor, wanted: str = "a number or a 0-dim tensor") -> None:
+def check_scalar(argument: str, value: Tensor, wanted: str = NUMBER) -> None:
     """Raise unless a tensor is one real number, by its shape and dtype alone."""
     if value.dim() != 0 or value.dtype == torch.bool or value.is_complex():
         raise TypeError(
@@ -67,41 +67,38 @@ def check_scalar(argument: str, value: Tensor, wanted: str = "a number or a 0-di
         )
 
 
-def plain(current: Any, ranks: Ranks | None) -> Any:
-    """``current`` as plain tensors, which every rank has whole where it was a DTensor."""
+def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
+    """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's.
+
+    Args:
+        current: as of ``update``.
+        kl: as of ``update``.
+        ranks: those that measure together; they would count a DTensor's sequences more than once.
+        reads: whether the statistics may be looked at, which waits for their device.
+
+    Raises:
+        TypeError: ``kl`` is not a string.
+        ValueError: it is no statistic, or one that ``current`` does not have; or ``current`` is of
+            DTensors, and there are ranks.
+    """
     whole = made_whole(current)
     if ranks is not None and whole is not current:
         raise ValueError(
             "process_group must be None for statistics of DTensors, which are of all sequences on "
             "every rank, got a group"
         )
-    return whole
-
-
-def chosen(current: Any, kl: KLName, reads: bool) -> Any:
-    """``current``, of statistics with the sums of ``kl`` in the place of the estimator's.
-
-    Args:
-        current: plain, as of ``update``.
-        kl: as of ``update``.
-        reads: whether the statistics may be looked at, which waits for their device.
-
-    Raises:
-        TypeError: ``kl`` is not a string.
-        ValueError: it is no statistic, or one that ``current`` does not have.
-    """
     if kl == "kl":
-        return current
+        return whole
     check_choice("kl", kl, get_args(KLName))
-    if not isinstance(current, KLStats):
+    if not isinstance(whole, KLStats):
         raise ValueError(f"kl must be 'kl' when current is not a KLStats, got {kl!r}")
-    sums: Tensor = getattr(current, kl)
-    if reads and is_without_tokens(current):
+    sums: Tensor = getattr(whole, kl)
+    if reads and is_without_tokens(whole):
         raise ValueError(
             f"kl must be 'kl' for statistics of divergences without token_ids, got {kl!r}, which "
             "they do not have"
         )
-    return current._replace(kl=sums)
+    return whole._replace(kl=sums)
 
 
 def mean_of(stats: KLStats, unit: Unit) -> Tensor:
@@ -122,50 +119,6 @@ def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
     return Means(kl, float(mean_of(stats, "sequence" if unit == "token" else "token")))
 
 
-def row_of(
-    current: float | Tensor | KLStats,
-    n_steps: int | Tensor | None,
-    equal: float | Tensor,
-    unit: Unit,
-    device: torch.device,
-) -> Tensor:
-    """A rank's row of the all-reduce, see ``klfast.controllers.measured.Measured``.
-
-    Args:
-        current: statistics, a float, or a 0-dim tensor, which is not read.
-        n_steps: the number of this rank's sequences, None if it is not known.
-        equal: a number that must be the same on every rank.
-        unit: of the mean.
-        device: of the row.
-    """
-    if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
-        n_steps = torch.where(n_steps < 0, math.nan, wide(n_steps))
-    if isinstance(current, KLStats):
-        length = wide(current.length)
-        counts: tuple[Any, Any] = length.sum(), (length > 0).sum()
-        own, other = counts if unit == "token" else counts[::-1]
-        sequences = current.kl.numel() if n_steps is None else n_steps
-        return stacked((wide(current.kl).sum(), own, other, sequences, equal, 1.0), device)
-    count: Any = 1 if n_steps is None else n_steps
-    n_steps = 0 if n_steps is None else n_steps
-    # A rank without sequences says nothing, whatever it calls its KL.
-    if isinstance(count, Tensor):
-        total: Any = torch.where(count > 0, current * count, 0.0)
-    else:
-        total = current * count if count else 0.0
-    unknown = 0.0 if isinstance(count, int) and count == 0 else math.nan
-    return stacked((total, count, unknown, n_steps, equal, 1.0), device)
-
-
-def stacked(parts: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Numbers and 0-dim tensors as one tensor on ``device``; nothing on it is read back."""
-    if not any(isinstance(part, Tensor) for part in parts):
-        return torch.tensor(
-            [float(part) for part in parts], dtype=wide_dtype(device), device=device
-        )
-    return torch.stack([on_device(part, device) for part in parts])
-
-
 def on_device(number: float | Tensor, device: torch.device) -> Tensor:
     """A number or 0-dim tensor as a 0-dim tensor on ``device``, without its graph."""
     dtype = wide_dtype(device)
@@ -177,3 +130,71 @@ def on_device(number: float | Tensor, device: torch.device) -> Tensor:
     if abs(number) > torch.finfo(dtype).max:
         number = math.copysign(math.inf, number)
     return torch.full((), number, dtype=dtype, device=device)
+
+
+# One all-reduce brings a row of each rank to every rank.
+
+KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)
+"""The columns: the sum of KL, what it is divided by, what it would be divided by in the other unit
+(NaN if the rank does not know), the number of sequences, what must be equal on all ranks, and
+whether (1 or 0) the rank gave anything to measure.
+"""
+
+
+def row_of(
+    current: float | Tensor | KLStats,
+    n_steps: int | Tensor | None,
+    equal: float | Tensor,
+    unit: Unit,
+    device: torch.device,
+) -> Tensor:
+    """A rank's row, of which nothing is read.
+
+    Args:
+        current: statistics, a float, or a 0-dim tensor.
+        n_steps: the number of this rank's sequences, None if it is not known.
+        equal: a number that must be the same on every rank.
+        unit: of the mean.
+        device: of the row.
+    """
+    if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
+        n_steps = torch.where(n_steps < 0, math.nan, wide(n_steps))
+    total: Any
+    count: Any
+    other: Any
+    if isinstance(current, KLStats):
+        length = wide(current.length)
+        counts = length.sum(), (length > 0).sum()
+        n_steps = current.kl.numel() if n_steps is None else n_steps
+        total, (count, other) = wide(current.kl).sum(), counts if unit == "token" else counts[::-1]
+    else:
+        count, n_steps = (1, 0) if n_steps is None else (n_steps, n_steps)
+        # A rank without sequences says nothing, whatever it calls its KL.
+        total = where(count > 0, current * count, 0.0)
+        other = 0.0 if isinstance(count, int) and count == 0 else math.nan
+    parts = (total, count, other, n_steps, equal, 1.0)
+    return torch.stack([on_device(part, device) for part in parts])
+
+
+def measured(table: Tensor, must_match: str, shows_values: bool = True) -> tuple[Means | None, int]:
+    """The means and the number of sequences of all ranks, from the rows of all.
+
+    The means are None where no rank gave anything, and NaN where there is no sequence, or sequences
+    beyond float64.
+
+    Args:
+        table: [ranks, 6].
+        must_match: what the column ``EQUAL`` is, in words.
+        shows_values: whether the values of that column mean something in an error.
+
+    Raises:
+        RuntimeError: on every rank, unless all ranks have the same in that column.
+    """
+    table = table.cpu()  # one transfer
+    check_same(must_match, table[:, EQUAL].tolist(), shows_values)
+    total, count, other, n_steps, _, given = folded(table).tolist()
+    if not given:
+        return None, 0
+    if not (count > 0 and math.isfinite(n_steps)):
+        return Means(math.nan), 0
+    return Means(total / count, total / other if other > 0 else math.nan), int(n_steps)

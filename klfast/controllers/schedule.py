@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from klfast.checks.arguments import check_choice, check_number
 from klfast.controllers import rules
-from klfast.controllers.arithmetic import Floats, Number
-from klfast.controllers.base import CoefficientController, TargetController
-from klfast.controllers.current import Unit, check_count
-from klfast.controllers.feedback import NuPIKLController
+from klfast.controllers.base import CoefficientController
+from klfast.controllers.inputs import Unit, check_count
+from klfast.controllers.target import NuPIKLController, TargetController
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +45,7 @@ class ScheduledKLController(CoefficientController):
         start: c before the first update, where there is a warm-up: >= 0, of a target > 0.
         final: c at the end: >= 0, of a target > 0; by default 0, of a target 1.
         controller: the class that steers, made by ``controller(init_kl_coef, target, **options)``.
-        unit: the mean of a ``KLStats`` to read as ``current``: ``"sequence"`` or ``"token"``.
-        device: where the coefficient lives, and is updated without a sync; None for the host.
-        process_group: the ranks that measure together; None for this process alone.
+        unit, device, process_group: as of :class:`klfast.TargetController`.
         **options: of ``controller``.
 
     Raises:
@@ -84,55 +81,33 @@ class ScheduledKLController(CoefficientController):
         self.warmup = check_count("warmup", warmup, least=0)
         self.steps = check_count("steps", steps, least=1)
         if target is None:
-            self._schedule_coefficient(init_kl_coef, start, final, options)
-        else:
-            self._schedule_target(init_kl_coef, target, start, final, controller, options)
-
-    def _schedule_coefficient(
-        self, init_kl_coef: float, start: float | None, final: float | None, options: dict[str, Any]
-    ) -> None:
-        if options:
-            raise TypeError(f"target must be a number when {', '.join(options)} is given, got None")
-        self.start = check_number("start", 0.0 if start is None else start, least=0)
-        self.final = check_number("final", 0.0 if final is None else final, least=0)
-        self.init_kl_coef = check_number("init_kl_coef", init_kl_coef, least=0)
-        first = self.init_kl_coef * (self.start if self.warmup else 1.0)
-        self._begin("init_kl_coef", first)
-
-    def _schedule_target(
-        self,
-        init_kl_coef: float,
-        target: float,
-        start: float | None,
-        final: float | None,
-        controller: type[TargetController],
-        options: dict[str, Any],
-    ) -> None:
+            if options:
+                given = ", ".join(options)
+                raise TypeError(f"target must be a number when {given} is given, got None")
+            self.start = check_number("start", 0.0 if start is None else start, least=0)
+            self.final = check_number("final", 0.0 if final is None else final, least=0)
+            self._rule = rules.Scheduled(_CURVES[shape])
+            self.init_kl_coef = check_number("init_kl_coef", init_kl_coef, least=0)
+            self._begin("init_kl_coef", self.init_kl_coef * (self.start if self.warmup else 1.0))
+            return
         if not (isinstance(controller, type) and issubclass(controller, TargetController)):
             raise TypeError(
                 f"controller must be the class of a controller with a target, got {controller!r}"
             )
         self.start = check_number("start", 1.0 if start is None else start, above=0)
         self.final = check_number("final", 1.0 if final is None else final, above=0)
-        make: Any = controller
-        self._inner = inner = make(init_kl_coef, target, unit=self.unit, **options)
+        self._inner = inner = controller(init_kl_coef, target, unit=unit, **options)
+        self._rule = rules.ScheduledTarget(_CURVES[shape], inner._update_rule())
         self.rule, self.target = inner._kind, inner.target
         self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor
         self._default_bound = inner._default_bound
         self._needs_n_steps = inner._needs_n_steps
         self._begin("init_kl_coef", init_kl_coef)
 
-    def _rule_of_settings(self) -> rules.Rule:
-        curve = _CURVES[self.shape]
-        if self._inner is None:
-            return rules.Scheduled(curve)
-        return rules.ScheduledTarget(curve, self._inner._plan())
-
     def _target_now(self) -> float | None:
-        if self.target is None or self._memory is None:
+        if self.target is None:
             return None
-        curve = _CURVES[self.shape]
-        return self.target * float(curve(Floats(), self, self._memory["step"]))
+        return self.target * float(_CURVES[self.shape](self, self._state["step"]))
 
     def _hold(self, value: float) -> None:
         super()._hold(value)
@@ -144,6 +119,7 @@ class ScheduledKLController(CoefficientController):
     def _steering(self) -> CoefficientController:
         return self if self._inner is None else self._inner
 
-    def _first_memory(self, settings: Any, value: Number) -> rules.State:
-        of_rule = {} if self._inner is None else self._inner._state()[1]
+    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+        of_rule = {} if self._inner is None else self._inner._numbers()
+        of_rule.pop("value", None)
         return {**of_rule, "step": 0.0}
