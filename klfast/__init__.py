@@ -7,7 +7,6 @@ from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
 from klfast.backends.info import info
 from klfast.controllers.grouped import GroupedKLController, KLController
-from klfast.controllers.schedule import ScheduledKLController
 from klfast.controllers.target import (
     AdaptiveKLController,
     ControlVAEKLController,
@@ -17,6 +16,7 @@ from klfast.controllers.target import (
     FixedKLController,
     NuPIKLController,
     PIDLagrangianKLController,
+    ScheduledKLController,
     TargetController,
     get_kl_controller,
 )

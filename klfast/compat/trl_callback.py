@@ -9,8 +9,7 @@ from transformers import Trainer, TrainerCallback
 
 from klfast.checks.arguments import check_number
 from klfast.controllers.base import CoefficientController
-from klfast.controllers.schedule import ScheduledKLController
-from klfast.controllers.target import AdaptiveKLController, TargetController
+from klfast.controllers.target import AdaptiveKLController, ScheduledKLController, TargetController
 
 STATE = "klfast.AdaptiveKLCallback"
 """Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""

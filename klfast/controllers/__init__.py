@@ -21,7 +21,7 @@ checkpoint names two. A controller of another unit refuses it; one with another 
 steers to its own target from the coefficient that the run had reached.
 """
 
-from klfast.controllers import schedule, target
+from klfast.controllers import target
 from klfast.controllers.base import CoefficientController
 
 __all__ = ["CONTROLLERS"]
@@ -36,7 +36,7 @@ CONTROLLERS: dict[str, type[CoefficientController]] = {
         target.DualKLController,
         target.DoublingKLController,
         target.ControlVAEKLController,
-        schedule.ScheduledKLController,
+        target.ScheduledKLController,
     )
 }
 """The kind of its state -> a controller that is made as ``controller(init_kl_coef, target)``."""

@@ -79,26 +79,23 @@ class KLReader(ABC):
     _fields: ClassVar[tuple[Field, ...]]
     _optional_fields: ClassVar[tuple[str, ...]] = ()
     _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
-    _takes_infinity: ClassVar[bool] = True
+    _infinity: ClassVar[float | None] = math.inf  # None where it is skipped
+    _needs_n_steps: bool = False
     target: float | None = None
     _ranks: Ranks | None = None
-    _group_of_data: str | None = None
+    _inner: Any = None  # a controller within it, as a scheduled one has
+    _device_state: DeviceState | None = None
     _is_mute: bool = False  # another rank says it
     _asked_unit: bool = False
 
     def __init__(self, unit: Unit, process_group: ProcessGroup | None = None) -> None:
         check_choice("unit", unit, get_args(Unit))
         self.unit = unit
-        self._skipped: Any = 0
+        self._name = type(self).__name__  # in warnings
+        self._skipped = 0
         if process_group is not None:
             self._ranks = Ranks(process_group)
             self._is_mute = self._ranks.rank != 0
-
-    @property
-    def _name(self) -> str:
-        """The name in warnings."""
-        name = type(self).__name__
-        return name if self._group_of_data is None else f"{name} of {self._group_of_data!r}"
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -106,28 +103,59 @@ class KLReader(ABC):
         return None if self._ranks is None else self._ranks.group
 
     @property
-    def skipped(self) -> int:
-        """How many values were left out because they were NaN or -inf."""
-        skipped: int = self._skipped
-        return skipped
+    def skipped(self) -> Any:
+        """How many values were left out: NaN and -inf, and by a controller inf too.
+
+        An int; with ``device=`` a 0-dim int64 tensor there.
+        """
+        return self._skipped if self._device_state is None else self._device_state.skipped
+
+    def _check_n_steps(self, n_steps: object) -> int:
+        return check_count("n_steps", n_steps, least=0)
+
+    def _checked(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None,
+        kl: KLName,
+        ranks: Ranks | None,
+    ) -> tuple[float | Tensor | KLStats, int | Tensor | None]:
+        """Plain statistics or one number, and ``n_steps``, or the error of ``update``."""
+        is_on_host = self._device_state is None
+        current = inputs.chosen(current, kl, ranks, reads=is_on_host)
+        if n_steps is None:
+            n_steps = current.kl.numel() if isinstance(current, KLStats) else None
+        elif is_on_host or not isinstance(n_steps, Tensor):
+            n_steps = self._check_n_steps(n_steps)
+        else:
+            inputs.check_scalar("n_steps", n_steps)
+        if isinstance(current, Tensor) and not is_on_host:
+            inputs.check_scalar("current", current, inputs.KL_INPUT)
+        elif not isinstance(current, KLStats):
+            current = inputs.number_of(current)
+        is_skipped = isinstance(current, float) and not math.isfinite(current)
+        if self._needs_n_steps and n_steps is None and not is_skipped:
+            raise TypeError("n_steps must be given when current is not a KLStats, got None")
+        return current, n_steps
 
     def _measure(
-        self, current: float | Tensor | KLStats, n_steps: int | None, kl: KLName, also: Any = None
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None,
+        kl: KLName,
+        also: Any = None,
     ) -> Means | None:
         """The means of the KL, of all ranks where there is a group; None if it is skipped.
 
         Every rank must have the same state, and the same plain JSON in ``also``.
         """
-        if n_steps is not None:
-            n_steps = check_count("n_steps", n_steps, least=0)
-        current = inputs.chosen(current, kl, self._ranks, reads=True)
+        current, n_steps = self._checked(current, n_steps, kl, self._ranks)
         if self._ranks is None:
             return self._valid(self._means(current))
         text = json.dumps([self._content(), also]).encode()
         # 48 bits of a hash, which fp64 holds exactly
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
-        here = current if isinstance(current, KLStats) else inputs.number_of(current)
-        row = inputs.row_of(here, n_steps, float(digest), self.unit, self._ranks.device)
+        row = inputs.row_of(current, n_steps, float(digest), self.unit, self._ranks.device)
         must_match = f"what {type(self).__name__} goes by"
         means, _ = inputs.measured(self._ranks.gather(row), must_match, shows_values=False)
         return self._valid(means)
@@ -135,14 +163,12 @@ class KLReader(ABC):
     def _means(self, current: float | Tensor | KLStats) -> Means:
         """The means of this process as floats, the other unit's where a question needs it."""
         if not isinstance(current, KLStats):
-            return Means(inputs.number_of(current))
+            return Means(float(current))
         return inputs.means_of(current, self.unit, None if self._asked_unit else self._target_now())
 
     def _valid(self, means: Means | None) -> Means | None:
         """The means; None, counted and warned of once, if the KL is skipped."""
-        if means is None or math.isfinite(means.kl):
-            return means
-        if self._takes_infinity and means.kl == math.inf:
+        if means is None or math.isfinite(means.kl) or means.kl == self._infinity:
             return means
         self._skipped += 1
         if self._skipped == 1:
@@ -162,8 +188,8 @@ class KLReader(ABC):
         """
         if target is None or self._asked_unit or not diagnosis.is_of_other_unit(means, target):
             return
-        if diagnosis.is_young(means, target) and not is_stalled:
-            return
+        if means.kl < target < diagnosis.PLAUSIBLE and not is_stalled:
+            return  # the policy is still its reference
         self._asked_unit = True
         self._warn(diagnosis.unit_question(self._name, means, self.unit, target))
 
@@ -269,10 +295,9 @@ class CoefficientController(KLReader):
     )
     _optional_fields = ("memory",)
     _changed_in_place = ("_device_state", "_stall")
-    _takes_infinity = False
+    _infinity = None
     _rule: Any  # a rules.Rule; of a class a static one
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
-    _needs_n_steps: bool = False
     _paced_by: ClassVar[str]  # the setting that says how fast the coefficient moves
     _stall: diagnosis.Stall | None = None
     _told_of_stall: bool = False
@@ -283,7 +308,6 @@ class CoefficientController(KLReader):
     dead_band: float = 0.0
     _default_bound: float | None = None  # None where max_coef was given
     _state: dict[str, float]  # on the host
-    _device_state: DeviceState | None = None
 
     def __init__(
         self,
@@ -346,14 +370,6 @@ class CoefficientController(KLReader):
         return self._state["value"] if self._device_state is None else self._device_state.value
 
     @property
-    def skipped(self) -> Any:
-        """How many values were left out because they were NaN or infinite.
-
-        An int; with ``device=`` a 0-dim int64 tensor there.
-        """
-        return self._skipped if self._device_state is None else self._device_state.skipped
-
-    @property
     def highest(self) -> float:
         """The upper bound of the coefficient. Without a bound it is the largest float64."""
         return min(self.max_coef, sys.float_info.max)
@@ -376,9 +392,6 @@ class CoefficientController(KLReader):
             raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
         return number
 
-    def _check_n_steps(self, n_steps: object) -> int:
-        return check_count("n_steps", n_steps, least=0)
-
     def update(
         self,
         current: float | Tensor | KLStats,
@@ -386,18 +399,17 @@ class CoefficientController(KLReader):
         *,
         kl: KLName = "kl",
     ) -> Any:
-        """Move the coefficient after a batch.
+        """Move the coefficient after a batch, and return the new one, ``value``.
 
         With ``device=`` nothing waits for the device, whatever of the arguments is there, and a
         CUDA graph can capture the call. With ``process_group=`` every rank must call it, in the
         same order, with its own data: a rank without any passes statistics that keep no token, or
         ``n_steps=0``. The ranks' sums and counts are added in fp64 by one all-reduce.
 
-        On the host a ``RuntimeWarning`` says once what keeps the KL off its target: that the KL of
-        a ``KLStats`` is over 20 times off it, and within 5 times in the other unit; and that for
-        100 updates in a row it was off by over a fifth on one side and came no nearer, with the
-        likely cause (a bound, the rule's pace, the unit). With ``process_group=`` the group's rank
-        0 says it. Nothing is said with ``device=``, whose numbers are not read.
+        On the host a ``RuntimeWarning``, of the group's rank 0, says once what keeps the KL off its
+        target: that the KL of a ``KLStats`` is over 20 times off it, and within 5 times in the
+        other unit; and that for 100 updates in a row it was off by over a fifth on one side and
+        came no nearer, with the likely cause (a bound, the rule's pace, the unit).
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
@@ -414,9 +426,6 @@ class CoefficientController(KLReader):
                 coefficient multiplies. ``"k1"``, ``"k2"``, ``"k3"``: the plain estimator's, which
                 is the same number whatever the penalty's estimator is, as for an estimator with
                 importance weights or clips. ``k1`` is unbiased and may be negative.
-
-        Returns:
-            The new coefficient, ``value``.
 
         Raises:
             TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
@@ -436,31 +445,6 @@ class CoefficientController(KLReader):
         else:
             self._device_state.update(current, n_steps, self.unit)
         return self.value
-
-    def _checked(
-        self,
-        current: float | Tensor | KLStats,
-        n_steps: int | Tensor | None,
-        kl: KLName,
-        ranks: Ranks | None,
-    ) -> tuple[float | Tensor | KLStats, int | Tensor | None]:
-        """Plain statistics or one number, and ``n_steps``, or the error of ``update``."""
-        is_on_host = self._device_state is None
-        current = inputs.chosen(current, kl, ranks, reads=is_on_host)
-        if n_steps is None:
-            n_steps = current.kl.numel() if isinstance(current, KLStats) else None
-        elif is_on_host or not isinstance(n_steps, Tensor):
-            n_steps = self._check_n_steps(n_steps)
-        else:
-            inputs.check_scalar("n_steps", n_steps)
-        if isinstance(current, Tensor) and not is_on_host:
-            inputs.check_scalar("current", current, inputs.KL_INPUT)
-        elif not isinstance(current, KLStats):
-            current = inputs.number_of(current)
-        is_skipped = isinstance(current, float) and not math.isfinite(current)
-        if self._needs_n_steps and n_steps is None and not is_skipped:
-            raise TypeError("n_steps must be given when current is not a KLStats, got None")
-        return current, n_steps
 
     def _row(
         self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
@@ -493,29 +477,19 @@ class CoefficientController(KLReader):
         if self.value == 0 or (self.floor is not None and means.kl < target):
             self._stall = None  # a floor makes an upper limit of the target: the rule may rest
             return
-        steering, self._stall = self._steering(), self._stall or diagnosis.Stall()
+        steering, self._stall = self._inner or self, self._stall or diagnosis.Stall()
         if not self._stall.add(means.kl, target, steering.dead_band, before, self.value):
             return
         self._told_of_stall = True
         if diagnosis.is_of_other_unit(means, target):
             self._ask_unit(means, target, is_stalled=True)
             return
-        side = self._stall.side
-        bound, at = ("max_coef", self.max_coef) if side > 0 else ("min_coef", self.min_coef)
-        if self.value == at:
-            text = diagnosis.bound_warning(
-                self._name, side, means, self.unit, target, f"{bound}={at:.4g}"
+        bounds, pace = (self.min_coef, self.max_coef), steering._pace(n_steps)
+        self._warn(
+            diagnosis.stall_warning(
+                self._name, self._stall, self.value, bounds, means, self.unit, target, pace
             )
-        else:
-            pace = steering._pace(n_steps)
-            text = diagnosis.stall_warning(
-                self._name, self._stall, self.value, means, self.unit, target, pace
-            )
-        self._warn(text)
-
-    def _steering(self) -> CoefficientController:
-        """The controller whose settings say how the coefficient moves."""
-        return self
+        )
 
     def _pace(self, n_steps: Any) -> str:
         """The setting that bounds how fast the coefficient moves, and the remedy."""
@@ -576,20 +550,8 @@ class DeviceState:
     """A rule's state in tensors that are updated in place, fp64 where the device has it.
 
     ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
-    addresses of its tensors never change.
-
-    Args:
-        rule: the rule and the options around it.
-        settings: the controller, whose numbers become tensors.
-        state: numbers by name, ``"value"`` first.
-        device: where.
-
-    Attributes:
-        coefficient: [1].
-        value: the same memory, 0-dim.
-        memory: [M], what else the rule remembers.
-        skipped: int64, how many KLs were not finite.
-        disagreements: int64, in how many updates the ranks had different coefficients.
+    addresses of its tensors never change. ``value`` is the memory of ``coefficient``, 0-dim.
+    ``disagreements`` counts the updates in which the ranks had different coefficients.
     """
 
     @torch.inference_mode(False)  # tensors of inference mode cannot be updated outside of it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 UPDATES = 100
 """For how many updates in a row a KL must be off on one side to be a stall."""
@@ -17,10 +17,10 @@ UPDATES = 100
 _FAR, _NEAR = 20.0, 5.0
 _OFF = 0.2  # of the target: where the error of Ziegler's rule reaches its clip
 _NEARER = 0.95  # the mean distance of the last fifth over that of an earlier one
-_PLAUSIBLE = 1.0  # nats per token
+PLAUSIBLE = 1.0
+"""Nats per token; a policy is held at a lower target."""
 
-
-_OTHER = {"sequence": "token", "token": "sequence"}
+OTHER_UNIT: dict[str, Any] = {"sequence": "token", "token": "sequence"}
 
 
 class Means(NamedTuple):
@@ -43,17 +43,9 @@ def is_of_other_unit(means: Means, target: float) -> bool:
     return is_far(means.kl, target) and target / _NEAR <= means.other <= _NEAR * target
 
 
-def is_young(means: Means, target: float) -> bool:
-    """Whether a low KL is what every run begins with: the policy is still its reference.
-
-    A target of 1 nat per token and more is none that a policy is held at, so there it is not.
-    """
-    return means.kl < target and target < _PLAUSIBLE
-
-
 def unit_question(name: str, means: Means, unit: str, target: float) -> str:
     """The warning of a target that seems to be in the other unit."""
-    other = _OTHER[unit]
+    other = OTHER_UNIT[unit]
     return (
         f"{name}: the KL is {means.kl:.3g} nats per {unit}, {means.kl / target:.2g} times its "
         f"target of {target:.4g}, and {means.other:.3g} nats per {other}, which is near it; did "
@@ -61,25 +53,14 @@ def unit_question(name: str, means: Means, unit: str, target: float) -> str:
     )
 
 
-def _question(unit: str) -> str:
-    """The remedy where a target may be in the other unit."""
-    return f"if the target is in nats per {_OTHER[unit]}, pass unit={_OTHER[unit]!r}"
-
-
 @dataclass
 class Stall:
-    """Updates in a row in which the KL was off its target on one side, by over a fifth.
+    """Updates in a row in which the KL was off its target on one side, by over a fifth."""
 
-    Attributes:
-        side: 1 above the target, -1 below it, 0 for neither.
-        updates: how many there were.
-        begun_at: the coefficient before the first.
-        first, middle, last: sums of ``abs(log(kl / target))`` over three of their fifths.
-    """
-
-    side: int = 0
+    side: int = 0  # 1 above the target, -1 below it, 0 for neither
     updates: int = 0
-    begun_at: float = 0.0
+    begun_at: float = 0.0  # the coefficient before the first
+    # sums of abs(log(kl / target)) over three of their fifths
     first: float = 0.0
     middle: float = 0.0
     last: float = 0.0
@@ -91,12 +72,8 @@ class Stall:
         that overshoots is on its way back. Those in which the coefficient moved against the KL's
         side on the whole do not count.
 
-        Args:
-            kl: measured in nats.
-            target: in nats.
-            band: of the target, in which the KL is as it should be.
-            before: the coefficient that the batch was taken with.
-            after: the next one.
+        ``band``, of the target, is where the KL is as it should be. ``before`` is the coefficient
+        that the batch was taken with, and ``after`` the next one.
         """
         off = kl / target - 1
         side = 0 if abs(off) <= max(band, _OFF) else 1 if off > 0 else -1
@@ -107,7 +84,8 @@ class Stall:
             return False
         fifth = self.updates * 5 // UPDATES
         self.updates += 1
-        distance = _distance(kl, target)
+        least = max(1e-6 * target, sys.float_info.min)  # stands for a KL of 0 or less
+        distance = abs(math.log(max(kl, least)) - math.log(target))
         self.first += distance if fifth == 0 else 0.0
         self.middle += distance if fifth == 2 else 0.0
         self.last += distance if fifth == 4 else 0.0
@@ -118,40 +96,41 @@ class Stall:
         )
 
 
-def _distance(kl: float, target: float) -> float:
-    """``abs(log(kl / target))``; a KL of 0 or less is as one of a millionth of the target."""
-    least = max(1e-6 * target, sys.float_info.min)
-    return abs(math.log(max(kl, least)) - math.log(target))
-
-
-def bound_warning(name: str, side: int, means: Means, unit: str, target: float, at: str) -> str:
-    """The warning of a coefficient that its bound keeps from doing more; ``at`` names it."""
-    if side > 0:
-        where, remedy = "above", "raise max_coef, or lower the learning rate"
-    else:
-        where = "below"
-        remedy = "without a penalty too the policy stays this near to its reference: lower target"
-    return (
-        f"{name}: the coefficient is at its bound {at}, and for {UPDATES} updates the KL has been "
-        f"{where} its target: {means.kl:.3g} nats per {unit}, target {target:.4g}; {remedy}; "
-        f"{_question(unit)}"
-    )
-
-
 def stall_warning(
-    name: str, stall: Stall, value: float, means: Means, unit: str, target: float, pace: str
+    name: str,
+    stall: Stall,
+    value: float,
+    bounds: tuple[float, float],
+    means: Means,
+    unit: str,
+    target: float,
+    pace: str,
 ) -> str:
-    """The warning of a coefficient whose moves do not show in the KL; ``pace`` says what sets it.
+    """The warning of a coefficient at its bound, or one whose moves do not show in the KL.
 
-    A coefficient that has not even changed by half in so many updates is slow. Where it has changed
-    by more, the KL does not follow it: the penalty is not in the loss, or the first coefficient was
-    far from where it acts.
+    ``pace`` says what sets how fast it moves. A coefficient that has not even changed by half in so
+    many updates is slow. Where it has changed by more, the KL does not follow it: the penalty is
+    not in the loss, or the first coefficient was far from where it acts.
     """
+    other, is_above = OTHER_UNIT[unit], stall.side > 0
+    measured = f"{means.kl:.3g} nats per {unit}, target {target:.4g}"
+    question = f"if the target is in nats per {other}, pass unit={other!r}"
+    if value == bounds[is_above]:
+        where, bound, remedy = (
+            "below",
+            "min_coef",
+            ("without a penalty too the policy stays this near to its reference: lower target"),
+        )
+        if is_above:
+            where, bound, remedy = "above", "max_coef", "raise max_coef, or lower the learning rate"
+        return (
+            f"{name}: the coefficient is at its bound {bound}={value:.4g}, and for {UPDATES} "
+            f"updates the KL has been {where} its target: {measured}; {remedy}; {question}"
+        )
     less, more = sorted((stall.begun_at, value))
-    is_slow = more <= 1.5 * less
-    not_followed = f"the KL does not follow it yet: check that it is in the loss; {_question(unit)}"
+    if more > 1.5 * less:
+        pace = f"the KL does not follow it yet: check that it is in the loss; {question}"
     return (
         f"{name}: in {UPDATES} updates the coefficient went from {stall.begun_at:.4g} to "
-        f"{value:.4g}, and the KL came no nearer to its target: {means.kl:.3g} nats per {unit}, "
-        f"target {target:.4g}; {pace if is_slow else not_followed}"
+        f"{value:.4g}, and the KL came no nearer to its target: {measured}; {pace}"
     )

@@ -21,8 +21,6 @@ from klfast.stats import KLStats
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GroupedKLController", "KLController"]
-
 Current: TypeAlias = "float | Tensor | KLStats"
 
 
@@ -55,8 +53,6 @@ class KLController(Protocol):
     statistics of all ranks by ``KLPenalty.step``.
 
     Units: those of the statistics, nats per sequence; the coefficient has none.
-
-    Source: klfast's own.
     """
 
     @property
@@ -127,7 +123,7 @@ class GroupedKLController:
         self._are_groups_compared = False
         for name, part in self.groups.items():
             if isinstance(part, CoefficientController):
-                part._group_of_data = name  # in its warnings, which one rank alone gives
+                part._name += f" of {name!r}"  # in its warnings, which one rank alone gives
                 part._is_mute = self._ranks is not None and self._ranks.rank != 0
             elif not isinstance(part, KLController):
                 raise TypeError(
@@ -166,7 +162,7 @@ class GroupedKLController:
         *,
         kl: KLName = "kl",
     ) -> dict[str, Any]:
-        """Move the coefficients of the groups that a batch has; the others stay.
+        """Move the coefficients of the groups that a batch has, and return ``value``.
 
         Args:
             current: the mean KL in nats by group, as of the controller's ``update``. With
@@ -174,9 +170,6 @@ class GroupedKLController:
             n_steps: the number of sequences, of each group in ``current`` or by group.
             kl: which sums of the ``KLStats`` steer, as of the controller's ``update``, whose
                 warnings name the group.
-
-        Returns:
-            The new coefficients, ``value``.
 
         Raises:
             TypeError: ``current`` is not a mapping, or as the controller's ``update``.
@@ -198,11 +191,19 @@ class GroupedKLController:
             else:
                 checked[name] = chosen(given, kl, self._ranks, reads=True), sequences[name]
         if self._ranks is None:
-            for name, (given, count) in checked.items():
-                self.groups[name].update(given, *(() if count is None else (count,)))
+            for name, (kl_of_group, count) in checked.items():
+                self.groups[name].update(kl_of_group, *(() if count is None else (count,)))
             return self.value
         if not self._are_groups_compared:
-            self._compare_groups(self._ranks)
+            # A table whose size differs between ranks ends the process under gloo, and hangs under
+            # NCCL: the ranks must have the same groups, in one order.
+            names = [*self.groups]
+            own = [len(names), zlib.crc32(json.dumps(names).encode())]
+            given = self._ranks.gather(torch.tensor(own, device=self._ranks.device))
+            counts, checksums = given.T.tolist()
+            check_same("the number of groups in targets", counts)
+            check_same("the checksum of the groups in targets", checksums)
+            self._are_groups_compared = True
         rows = []
         for name, part in self.groups.items():
             rows.append(part._row(*checked.get(name, (0.0, 0)), self._ranks))
@@ -211,18 +212,6 @@ class GroupedKLController:
         for at, part in enumerate(self.groups.values()):
             part._update_of_ranks(table[:, at])
         return self.value
-
-    def _compare_groups(self, ranks: Ranks) -> None:
-        """Raise on every rank unless all have the same groups, in one order: a table whose size
-        differs between ranks ends the process under gloo and hangs under NCCL.
-        """
-        names = [*self.groups]
-        own = [len(names), zlib.crc32(json.dumps(names).encode())]
-        rows = ranks.gather(torch.tensor(own, dtype=torch.int64, device=ranks.device))
-        counts, checksums = rows.T.tolist()
-        check_same("the number of groups in targets", counts)
-        check_same("the checksum of the groups in targets", checksums)
-        self._are_groups_compared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return every group's state, as plain JSON; no settings."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_choice, shown
-from klfast.controllers.diagnosis import Means, is_far
+from klfast.controllers.diagnosis import OTHER_UNIT, Means, is_far
 from klfast.controllers.rules import where
 from klfast.dtensors import made_whole
 from klfast.dtypes import wide, wide_dtype
@@ -70,16 +70,11 @@ def check_scalar(argument: str, value: Tensor, wanted: str = NUMBER) -> None:
 def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
     """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's.
 
-    Args:
-        current: as of ``update``.
-        kl: as of ``update``.
-        ranks: those that measure together; they would count a DTensor's sequences more than once.
-        reads: whether the statistics may be looked at, which waits for their device.
+    ``reads`` says whether the statistics may be looked at, which waits for their device.
 
     Raises:
         TypeError: ``kl`` is not a string.
-        ValueError: it is no statistic, or one that ``current`` does not have; or ``current`` is of
-            DTensors, and there are ranks.
+        ValueError: ``current`` does not have it, or is of DTensors that the ranks would add up.
     """
     whole = made_whole(current)
     if ranks is not None and whole is not current:
@@ -116,7 +111,7 @@ def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
     kl = float(mean_of(stats, unit))
     if target is None or not is_far(kl, target):
         return Means(kl)
-    return Means(kl, float(mean_of(stats, "sequence" if unit == "token" else "token")))
+    return Means(kl, float(mean_of(stats, OTHER_UNIT[unit])))
 
 
 def on_device(number: float | Tensor, device: torch.device) -> Tensor:
@@ -148,15 +143,7 @@ def row_of(
     unit: Unit,
     device: torch.device,
 ) -> Tensor:
-    """A rank's row, of which nothing is read.
-
-    Args:
-        current: statistics, a float, or a 0-dim tensor.
-        n_steps: the number of this rank's sequences, None if it is not known.
-        equal: a number that must be the same on every rank.
-        unit: of the mean.
-        device: of the row.
-    """
+    """A rank's row on ``device``, of which nothing is read."""
     if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
         n_steps = torch.where(n_steps < 0, math.nan, wide(n_steps))
     total: Any
@@ -177,18 +164,14 @@ def row_of(
 
 
 def measured(table: Tensor, must_match: str, shows_values: bool = True) -> tuple[Means | None, int]:
-    """The means and the number of sequences of all ranks, from the rows of all.
+    """The means and the number of sequences of all ranks, from the table of their rows.
 
     The means are None where no rank gave anything, and NaN where there is no sequence, or sequences
     beyond float64.
 
-    Args:
-        table: [ranks, 6].
-        must_match: what the column ``EQUAL`` is, in words.
-        shows_values: whether the values of that column mean something in an error.
-
     Raises:
-        RuntimeError: on every rank, unless all ranks have the same in that column.
+        RuntimeError: on every rank, unless all have the same in the column ``EQUAL``, which is
+            ``must_match`` in words.
     """
     table = table.cpu()  # one transfer
     check_same(must_match, table[:, EQUAL].tolist(), shows_values)

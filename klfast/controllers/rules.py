@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,17 +30,11 @@ State: TypeAlias = dict[str, Number]
 
 
 class Batch(NamedTuple):
-    """What a rule sees of a batch.
+    """What a rule sees of a batch."""
 
-    Attributes:
-        kl: the measured KL in nats, finite.
-        target: the KL to hold; None for a rule without.
-        n_steps: the number of sequences.
-    """
-
-    kl: Number
-    target: Number
-    n_steps: Number
+    kl: Number  # measured, in nats, finite
+    target: Number  # the KL to hold, None for a rule without
+    n_steps: Number  # of sequences
 
 
 Rule: TypeAlias = Callable[[Any, State, Batch], State]
@@ -81,21 +74,13 @@ def cos(x: Number) -> Number:
 
 
 class UpdateRule(NamedTuple):
-    """A rule and the options around it, which all controllers have.
-
-    Attributes:
-        rule: moves the coefficient.
-        limit: (settings, old, new) -> the new coefficient within its bounds.
-        smooths: the rule sees a moving average of the KL, with ``settings.ema``.
-        rests: nothing moves while the KL is within ``settings.dead_band``.
-        leaves_zero: a coefficient of 0 acts as ``settings.floor``.
-    """
+    """A rule and the options around it, which all controllers have."""
 
     rule: Rule
-    limit: Limit
-    smooths: bool = False
-    rests: bool = False
-    leaves_zero: bool = False
+    limit: Limit  # (settings, old, new) -> the new coefficient within its bounds
+    smooths: bool  # the rule sees a moving average of the KL, with ``settings.ema``
+    rests: bool  # nothing moves while the KL is within ``settings.dead_band``
+    leaves_zero: bool  # a coefficient of 0 acts as ``settings.floor``
 
     def advance(self, settings: Any, state: State, batch: Batch) -> State:
         """The state after a batch of a finite KL."""
@@ -175,22 +160,17 @@ def doubling(settings: Any, state: State, batch: Batch) -> State:
 
 def nupi(settings: Any, state: State, batch: Batch) -> State:
     """``value += ki * e + kp * (xi - xi_before)``."""
-    step, remembered = _nupi_step(settings, state, batch)
-    return {**state, **remembered, "value": state["value"] + step}
+    error = _error(settings, batch)
+    before = where(state["errors"] == 0, error, state["xi"])
+    xi = before + (1 - settings.nu) * (error - before)
+    value = state["value"] + (settings.ki * error + settings.kp * (xi - before))
+    return {**state, "value": value, "xi": xi, "errors": state["errors"] + 1}
 
 
 def nupi_of_log(settings: Any, state: State, batch: Batch) -> State:
     """``log(value) += ki * e + kp * (xi - xi_before)``."""
-    step, remembered = _nupi_step(settings, state, batch)
-    return {**state, **remembered, "value": state["value"] * exp(step)}
-
-
-def _nupi_step(settings: Any, state: State, batch: Batch) -> tuple[Number, State]:
-    error = _error(settings, batch)
-    before = where(state["errors"] == 0, error, state["xi"])
-    xi = before + (1 - settings.nu) * (error - before)
-    step = settings.ki * error + settings.kp * (xi - before)
-    return step, {"xi": xi, "errors": state["errors"] + 1}
+    new = nupi(settings, {**state, "value": 0.0}, batch)
+    return {**new, "value": state["value"] * exp(new["value"])}
 
 
 def pid(settings: Any, state: State, batch: Batch) -> State:
@@ -235,29 +215,19 @@ Curve: TypeAlias = Callable[[Any, Number], Number]
 """(settings, step) -> what a schedule multiplies by."""
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """The rule ``value = init_kl_coef * curve(step)``."""
-
-    curve: Curve
-
-    def __call__(self, settings: Any, state: State, batch: Batch) -> State:
-        step = state["step"] + 1
-        return {**state, "step": step, "value": settings.init_kl_coef * self.curve(settings, step)}
+def scheduled(curve: Curve, settings: Any, state: State, batch: Batch) -> State:
+    """``value = init_kl_coef * curve(step)``."""
+    step = state["step"] + 1
+    return {**state, "step": step, "value": settings.init_kl_coef * curve(settings, step)}
 
 
-@dataclass(frozen=True)
-class ScheduledTarget:
+def scheduled_target(
+    curve: Curve, inner: UpdateRule, settings: Any, state: State, batch: Batch
+) -> State:
     """The rule of another controller, with ``target * curve(step)`` for its target."""
-
-    curve: Curve
-    inner: UpdateRule
-
-    def __call__(self, settings: Any, state: State, batch: Batch) -> State:
-        target = batch.target * self.curve(settings, state["step"])
-        batch = Batch(batch.kl, target, batch.n_steps)
-        new = self.inner.advance(settings._inner, state, batch)
-        return {**new, "step": state["step"] + 1}
+    target = batch.target * curve(settings, state["step"])
+    new = inner.advance(settings._inner, state, Batch(batch.kl, target, batch.n_steps))
+    return {**new, "step": state["step"] + 1}
 
 
 def linear(settings: Any, step: Number) -> Number:

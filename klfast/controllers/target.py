@@ -1,4 +1,4 @@
-"""Controllers with a target, and the fixed one.
+"""The controllers: the fixed one, those with a target, the scheduled one.
 
 The defaults of ``NuPIKLController`` and those below it hold a KL that follows the coefficient
 within tens of updates, per sequence or per token.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
@@ -22,21 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-__all__ = [
-    "AdaptiveKLController",
-    "ControlVAEKLController",
-    "DoublingKLController",
-    "DualKLController",
-    "ExponentialKLController",
-    "FixedKLController",
-    "NuPIKLController",
-    "PIDLagrangianKLController",
-    "TargetController",
-    "get_kl_controller",
-]
-
 F = TypeVar("F", bound=Callable[..., None])
 Scale = Literal["log", "linear"]
+Shape = Literal["linear", "cosine"]
+_CURVES: dict[str, rules.Curve] = {"linear": rules.linear, "cosine": rules.cosine}
 
 FIXED_OPTIONS = ("device", "process_group")
 MOST = 1_000.0
@@ -51,10 +41,6 @@ class FixedKLController(CoefficientController):
             penalty off.
         device: where the coefficient lives; None for the host.
         process_group: the ranks that measure together; None for this process alone.
-
-    Raises:
-        TypeError: ``kl_coef`` is not a number.
-        ValueError: ``kl_coef`` is negative, NaN or infinite.
     """
 
     _kind = "fixed"
@@ -179,10 +165,9 @@ class AdaptiveKLController(TargetController):
     At most clip * n / horizon a step; choose horizon of about n times the number of steps you want.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         horizon: > 0, in sequences.
         clip: > 0; the largest relative error that counts.
-        **options: the other keywords of ``TargetController``.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
     arXiv:1909.08593), section 2.2, and its code, lm-human-preferences.
@@ -222,10 +207,9 @@ class ExponentialKLController(TargetController):
     per ``update``, whatever the size of the batch.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         gain: > 0; the change of ``log(value)`` per nat and update.
-        unit, min_coef, max_coef: see there; they have other defaults here.
-        **options: the other keywords of ``TargetController``.
+        unit, min_coef, max_coef: as there, with other defaults.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: klfast's own. It is dual ascent (:class:`klfast.DualKLController`) with the error in
     nats, not in units of the target.
@@ -264,14 +248,13 @@ class NuPIKLController(TargetController):
     optimistic gradient. There is no integral to wind up: the coefficient is the integral.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         kp: the proportional gain, >= 0.
         ki: the integral gain, > 0.
         nu: the weight of the past in xi, in [0, 1).
         scale: ``"log"``: gains mean the same for small and large coefficients. ``"linear"``: the
             coefficient is the published multiplier, and gains are in its units.
         clip: > 0; the largest relative error that counts.
-        **options: the other keywords of ``TargetController``.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: M. Sohrabi et al., "On PI Controllers for Updating Lagrange Multipliers in Constrained
     Optimization" (ICML 2024, arXiv:2406.04558), algorithm 1, with the error in units of the target;
@@ -318,12 +301,11 @@ class PIDLagrangianKLController(TargetController):
     ``[min_coef, max_coef]``, and so is I from above, lest it wind up.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         kp, ki, kd: the gains, ki > 0, the others >= 0.
         p_ema, d_ema: the weights of the past in P and J, in [0, 1).
         d_delay: updates, >= 1.
         clip: > 0; the largest relative error that counts.
-        **options: the other keywords of ``TargetController``.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: A. Stooke et al., "Responsive Safety in Reinforcement Learning by PID Lagrangian
     Methods" (ICML 2020, arXiv:2007.03964), algorithm 2; averages, delay, kp and kd are by default
@@ -371,10 +353,9 @@ class DualKLController(TargetController):
     ``[min_coef, max_coef]``. One step per ``update``.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         lr: > 0; the change of ``log(value)`` per relative error of 1.
         clip: > 0; the largest relative error that counts.
-        **options: the other keywords of ``TargetController``.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: A. Abdolmaleki et al., "Maximum a Posteriori Policy Optimisation" (ICLR 2018,
     arXiv:1806.06920), and H. F. Song et al., "V-MPO" (ICLR 2020, arXiv:1909.12238), section 3.2.1:
@@ -412,11 +393,10 @@ class DoublingKLController(TargetController):
     many, or the coefficient runs away between its bounds.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         factor: > 1.
         threshold: >= 1; the band without a change is ``[target / threshold, threshold * target]``.
         every: updates per change, >= 1.
-        **options: the other keywords of ``TargetController``.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017, arXiv:1707.06347),
     section 4.
@@ -454,10 +434,9 @@ class ControlVAEKLController(TargetController):
     rests while the coefficient is at a bound and e would drive it further out.
 
     Args:
-        init_kl_coef, target: see :class:`klfast.TargetController`.
         kp, ki: the gains, > 0. The published ones have the opposite sign of e, and ki < 0.
         clip: > 0; the largest relative error that counts.
-        **options: the other keywords of ``TargetController``.
+        **options: see :class:`klfast.TargetController`, also for ``init_kl_coef`` and ``target``.
 
     Source: H. Shao et al., "ControlVAE: Controllable Variational Autoencoder" (ICML 2020,
     arXiv:2004.05988), section 3.2, with the error in units of the target. Its authors' code tests
@@ -488,6 +467,108 @@ class ControlVAEKLController(TargetController):
         return {"integral": value - settings.kp / 2}
 
 
+class ScheduledKLController(CoefficientController):
+    """A coefficient that follows a schedule, or a target that does.
+
+    The curve c(t), t the number of updates that were not skipped: with ``s = (t - warmup) / steps``
+    limited to [0, 1],
+
+    - ``c = start + (1 - start) * t / warmup`` while ``t < warmup``; then
+    - ``c = 1 + (final - 1) * s`` of the shape ``"linear"``,
+    - ``c = 1 + (final - 1) * (1 - cos(pi * s)) / 2`` of the shape ``"cosine"``.
+
+    Without a target the coefficient is ``init_kl_coef * c(t)``, whatever the KL is. With one,
+    another controller steers it, and holds ``target * c(t)``. By default there is no warm-up, the
+    coefficient of a schedule falls to 0, and a target stays.
+
+    Args:
+        init_kl_coef: the coefficient that c multiplies, >= 0; with a target the first one, within
+            the controller's bounds.
+        target: the KL that c multiplies, > 0, in nats per ``unit``; None for a schedule of the
+            coefficient.
+        shape: ``"linear"`` or ``"cosine"``.
+        warmup: updates, >= 0.
+        steps: updates after those of ``warmup``, >= 1.
+        start: c before the first update, where there is a warm-up: >= 0, of a target > 0.
+        final: c at the end: >= 0, of a target > 0; by default 0, of a target 1.
+        controller: the class that steers, made by ``controller(init_kl_coef, target, **options)``.
+        unit, device, process_group: as of :class:`klfast.TargetController`.
+        **options: of ``controller``.
+
+    Raises:
+        TypeError: a setting is of the wrong type, or options are given without a target.
+        ValueError: a setting is NaN, infinite or out of its range, or a choice is unknown.
+
+    Source of the cosine: I. Loshchilov and F. Hutter, "SGDR" (ICLR 2017, arXiv:1608.03983),
+    equation 5, without restarts.
+    """
+
+    _kind = "scheduled"
+    _inner: TargetController | None = None
+
+    def __init__(
+        self,
+        init_kl_coef: float,
+        target: float | None = None,
+        *,
+        shape: Shape = "linear",
+        warmup: int = 0,
+        steps: int = 1_000,
+        start: float | None = None,
+        final: float | None = None,
+        controller: type[TargetController] = NuPIKLController,
+        unit: Unit = "sequence",
+        device: str | torch.device | None = None,
+        process_group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(unit, device, process_group)
+        check_choice("shape", shape, get_args(Shape))
+        self.shape = shape
+        self.warmup = check_count("warmup", warmup, least=0)
+        self.steps = check_count("steps", steps, least=1)
+        if target is None:
+            if options:
+                given = ", ".join(options)
+                raise TypeError(f"target must be a number when {given} is given, got None")
+            self.start = check_number("start", 0.0 if start is None else start, least=0)
+            self.final = check_number("final", 0.0 if final is None else final, least=0)
+            self._rule = partial(rules.scheduled, _CURVES[shape])
+            self.init_kl_coef = check_number("init_kl_coef", init_kl_coef, least=0)
+            self._begin("init_kl_coef", self.init_kl_coef * (self.start if self.warmup else 1.0))
+            return
+        if not (isinstance(controller, type) and issubclass(controller, TargetController)):
+            raise TypeError(
+                f"controller must be the class of a controller with a target, got {controller!r}"
+            )
+        self.start = check_number("start", 1.0 if start is None else start, above=0)
+        self.final = check_number("final", 1.0 if final is None else final, above=0)
+        self._inner = inner = controller(init_kl_coef, target, unit=unit, **options)
+        self._rule = partial(rules.scheduled_target, _CURVES[shape], inner._update_rule())
+        self.rule, self.target = inner._kind, inner.target
+        self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor
+        self._default_bound = inner._default_bound
+        self._needs_n_steps = inner._needs_n_steps
+        self._begin("init_kl_coef", init_kl_coef)
+
+    def _target_now(self) -> float | None:
+        if self.target is None:
+            return None
+        return self.target * float(_CURVES[self.shape](self, self._state["step"]))
+
+    def _hold(self, value: float) -> None:
+        super()._hold(value)
+        if self._inner is not None:
+            self._inner._hold(value)
+            if self._device_state is not None:
+                self._device_state.settings._inner.highest.fill_(self._inner.highest)
+
+    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+        of_rule = {} if self._inner is None else self._inner._numbers()
+        of_rule.pop("value", None)
+        return {**of_rule, "step": 0.0}
+
+
 _OF_ADAPTIVE = inspect.signature(AdaptiveKLController).parameters.values()
 ADAPTIVE_OPTIONS = tuple(each.name for each in _OF_ADAPTIVE if each.kind is each.KEYWORD_ONLY)
 
@@ -503,9 +584,6 @@ def get_kl_controller(
         horizon: of ``AdaptiveKLController``; a fixed coefficient has no use for it.
         **options: the keywords of ``AdaptiveKLController``; of those a fixed coefficient has
             ``device`` and ``process_group``.
-
-    Returns:
-        :class:`FixedKLController` or :class:`AdaptiveKLController`.
 
     Raises:
         TypeError: an option is unknown or given without a target, or of the wrong type.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -32,18 +31,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["KLAdaptiveLR", "KLDriftAlarm", "KLEarlyStop", "KLMonitor", "ReferenceReset"]
-
 Status = Literal["ok", "high", "low"]
 Drift = Literal["ok", "drifting", "over"]
 Reason = Literal["interval", "budget", "plateau"]
 R = TypeVar("R")
 
-_FIRST = 20
-"""The most values that a ``KLMonitor`` waits for by default."""
-_ENOUGH = 8
-"""The fewest values that ``KLDriftAlarm`` lays a line through."""
-
+_FIRST = 20  # the most values that a ``KLMonitor`` waits for by default
+_ENOUGH = 8  # the fewest values that ``KLDriftAlarm`` lays a line through
 _REMEDIES = {
     "high": "raise the coefficient or lower the learning rate, and check that the tokens were "
     "sampled from the policy that trains",
@@ -67,17 +61,15 @@ class _Watcher(KLReader, Generic[R]):
         With ``process_group=`` every rank must call it, and all get the same result.
 
         Args:
-            current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
-                mean is taken by ``unit``. inf is above every limit. NaN or -inf changes nothing: it
-                is counted in ``skipped`` and warned of once. So is a ``KLStats`` that keeps no
-                token, which has no mean.
+            current: the KL, as of a controller's ``update``. inf is above every limit. NaN, -inf or
+                a ``KLStats`` that keeps no token changes nothing: it is counted in ``skipped`` and
+                warned of once.
             n_steps: with ``process_group=``, the weight of this rank's number in the mean of all
                 ranks; 1 by default, 0 on a rank without data.
             kl: which sums of a ``KLStats`` to go by, as of a controller's ``update``.
 
         Returns:
-            ``KLEarlyStop``: whether to end the epochs over this batch, ``False`` for a KL that is
-            skipped. ``KLMonitor`` and ``KLDriftAlarm``: the status.
+            ``KLEarlyStop``: whether to end the epochs over this batch. Others: the status.
 
         Raises:
             TypeError: ``current`` is not a number, or ``n_steps`` not an integer.
@@ -106,15 +98,7 @@ class KLEarlyStop(_Watcher[bool]):
     Args:
         target: the KL to stay near, > 0, in nats per ``unit``.
         factor: > 0.
-        unit: the mean of a ``KLStats`` to read as ``current``: ``"token"`` (over all tokens) or
-            ``"sequence"`` (of the sums over each sequence). A target that seems to be in the other
-            one is warned of once, as by a controller's ``update``.
-        process_group: the ranks that measure together, and so stop together; each must call
-            ``update``. None for this process alone.
-
-    Raises:
-        TypeError: a setting is of the wrong type.
-        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
+        unit, process_group: as of :class:`klfast.KLMonitor`; ranks stop together.
 
     Source: J. Achiam, "Spinning Up in Deep RL" (2018), PPO's ``target_kl``, with its factor of 1.5.
     """
@@ -162,17 +146,16 @@ class _Window(_Watcher[R]):
         Field(
             "values",
             "_values",
-            lambda self, name, values: deque(numbers_of(name, values, ("inf",)), self.window),
+            lambda self, name, values: numbers_of(name, values, ("inf",))[-self.window :],
             lambda values: [*map(json_of, values)],
         ),
     )
-    _changed_in_place = ("_values",)
     min_updates: int = 1
 
     def _watch(self, window: object) -> None:
         """Begin with an empty window."""
         self.window = check_count("window", window, least=1)
-        self._values: deque[float] = deque(maxlen=self.window)
+        self._values: list[float] = []
         self._status: Any = "ok"
 
     @property
@@ -183,7 +166,7 @@ class _Window(_Watcher[R]):
 
     def _judge(self, means: Means | None) -> R:
         if means is not None:
-            self._values.append(means.kl)
+            self._values = [*self._values, means.kl][-self.window :]
             before = self._status
             self._set_status()
             if self._status not in ("ok", before):
@@ -294,10 +277,6 @@ class KLDriftAlarm(_Window[Drift]):
         window: the number of values that are looked at, >= 1.
         ahead: updates, >= 0; 0 says ``"over"`` alone.
         unit, process_group: as of :class:`klfast.KLMonitor`.
-
-    Raises:
-        TypeError: a setting is of the wrong type.
-        ValueError: a setting is NaN, infinite or out of its range, or ``unit`` is unknown.
 
     Source: I. Shenfeld et al., "RL's Razor: Why Online Reinforcement Learning Forgets Less" (2025,
     arXiv:2509.04259), on KL and forgetting.
@@ -491,7 +470,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``, between which the first learning rates
             must be. None: a hundredth and ten times each group's first learning rate, which are the
             source's bounds for its 1e-3.
-        unit, process_group: as of :class:`klfast.KLEarlyStop`; each rank must call ``step``.
+        unit, process_group: as of :class:`klfast.KLMonitor`; each rank must call ``step``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -569,8 +548,19 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         means = None
         if current is not None:
             means = self._measure(current, n_steps, kl, self._rates())
-            if means is not None:
-                self._move(means.kl)
+        is_high = means is not None and means.kl > self.high * self.target
+        if is_high or (means is not None and 0 < means.kl < self.low * self.target):
+            groups = self.optimizer.param_groups  # which may share one tensor
+            rates = [(group, float(group["lr"]), *self._bounds_of(group)) for group in groups]
+            for group, before, low, high in rates:
+                if is_high:
+                    lr = min(before, max(before / self.factor, low))
+                else:
+                    lr = max(before, min(before * self.factor, high))
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
         self.last_epoch += 1
         self._last_lr = self._rates()
         if means is not None:
@@ -587,22 +577,6 @@ class KLAdaptiveLR(KLReader, LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """The learning rates as they are."""
         return [group["lr"] for group in self.optimizer.param_groups]
-
-    def _move(self, kl: float) -> None:
-        is_high = kl > self.high * self.target
-        if not is_high and not 0 < kl < self.low * self.target:
-            return
-        groups = self.optimizer.param_groups  # which may share one tensor
-        rates = [(group, float(group["lr"]), *self._bounds_of(group)) for group in groups]
-        for group, before, low, high in rates:
-            if is_high:
-                lr = min(before, max(before / self.factor, low))
-            else:
-                lr = max(before, min(before * self.factor, high))
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
 
     def _check_rates(self, rates: object) -> list[float]:
         if not isinstance(rates, list):

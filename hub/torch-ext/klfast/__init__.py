@@ -4,7 +4,6 @@ from . import _requirements as _requirements  # first: it raises where torch is 
 from . import names
 from .api import kl_penalty, kl_rewards, reduce
 from .controllers.grouped import GroupedKLController, KLController
-from .controllers.schedule import ScheduledKLController
 from .controllers.target import (
     AdaptiveKLController,
     ControlVAEKLController,
@@ -14,6 +13,7 @@ from .controllers.target import (
     FixedKLController,
     NuPIKLController,
     PIDLagrangianKLController,
+    ScheduledKLController,
     TargetController,
     get_kl_controller,
 )
