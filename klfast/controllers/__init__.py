@@ -21,22 +21,14 @@ checkpoint names two. A controller of another unit refuses it; one with another 
 steers to its own target from the coefficient that the run had reached.
 """
 
-from klfast.controllers import target
 from klfast.controllers.base import CoefficientController
+from klfast.controllers.target import ScheduledKLController, TargetController
 
 __all__ = ["CONTROLLERS"]
 
-CONTROLLERS: dict[str, type[CoefficientController]] = {
-    controller._kind: controller
-    for controller in (
-        target.AdaptiveKLController,
-        target.ExponentialKLController,
-        target.NuPIKLController,
-        target.PIDLagrangianKLController,
-        target.DualKLController,
-        target.DoublingKLController,
-        target.ControlVAEKLController,
-        target.ScheduledKLController,
-    )
-}
+_STEERING: list[type[CoefficientController]] = [
+    *TargetController.__subclasses__(),
+    ScheduledKLController,
+]
+CONTROLLERS = {controller._kind: controller for controller in _STEERING}
 """The kind of its state -> a controller that is made as ``controller(init_kl_coef, target)``."""

@@ -52,7 +52,7 @@ def check_state_kind(state: object, kind: str) -> None:
 
 
 class Field(NamedTuple):
-    """A row of a class's table ``_fields``: an entry of its state, and where the object has it.
+    """A row of a class's table ``_saved``: an entry of its state, and where the object has it.
 
     ``check(object, "state['name']", value)`` returns the attribute, or raises. ``plain`` returns
     the attribute as plain JSON.
@@ -76,8 +76,8 @@ class KLReader(ABC):
 
     _kind: ClassVar[str]
     _output: ClassVar[str]  # the name of what ``update`` returns
-    _fields: ClassVar[tuple[Field, ...]]
-    _optional_fields: ClassVar[tuple[str, ...]] = ()
+    _saved: ClassVar[tuple[Field, ...]]
+    _saved_sometimes: ClassVar[tuple[str, ...]] = ()
     _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
     _infinity: ClassVar[float | None] = math.inf  # None where it is skipped
     _needs_n_steps: bool = False
@@ -201,9 +201,9 @@ class KLReader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return what updates have changed, as plain JSON, with the count of skipped values.
 
-        Of the settings the state has ``unit`` and ``target``, where there is a target. States of a
-        controller on the host and of one on a device are alike, and load into the other. With
-        ``device=`` this waits for the device.
+        The state also has ``unit`` and, where there is one, ``target``. A controller has the same
+        state on the host and on a device, and either loads into the other. With ``device=`` this
+        waits for the device.
 
         Raises:
             RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
@@ -218,10 +218,10 @@ class KLReader(ABC):
 
     def _content(self) -> dict[str, Any]:
         """The state beside the count of skipped values, as plain JSON."""
-        return {each.name: each.plain(getattr(self, each.attribute)) for each in self._fields}
+        return {each.name: each.plain(getattr(self, each.attribute)) for each in self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+        """Restore exactly what ``state_dict`` returned. This object keeps its settings.
 
         A controller goes on from the state's coefficient to its own target. A default ``max_coef``
         rises to the coefficient of the state. A state from before the option ``ema`` was given, or
@@ -233,13 +233,13 @@ class KLReader(ABC):
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
             ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
-                one, or an entry is out of its range, which is that of this object's bounds for a
-                coefficient. The object is then unchanged. States of earlier versions, without a
-                unit, load.
+                one, or an entry is out of its range. The range of a coefficient is this object's
+                bounds. The object is then unchanged. States without a unit, of earlier versions,
+                load.
         """
         check_state_kind(state, self._kind)
         expected = KLReader.state_dict(self).keys()
-        optional = {*self._optional_fields, *self._measured_in()}
+        optional = {*self._saved_sometimes, *self._measured_in()}
         if not expected - optional <= state.keys() <= expected | optional:
             raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
         if state.get("unit", self.unit) != self.unit:
@@ -254,7 +254,7 @@ class KLReader(ABC):
             raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
         entries = {
             each.attribute: each.check(self, f"state[{each.name!r}]", state.get(each.name, {}))
-            for each in self._fields
+            for each in self._saved
         }
         self._restore({**entries, "_skipped": skipped})
 
@@ -289,11 +289,11 @@ class CoefficientController(KLReader):
     """
 
     _output = "value"
-    _fields = (
+    _saved = (
         Field("value", "_value", lambda self, name, value: self._check_value(name, value)),
         Field("memory", "_memory", lambda self, _, memory: self._check_memory(memory)),
     )
-    _optional_fields = ("memory",)
+    _saved_sometimes = ("memory",)
     _changed_in_place = ("_device_state", "_stall")
     _infinity = None
     _rule: Any  # a rules.Rule; of a class a static one
@@ -344,7 +344,7 @@ class CoefficientController(KLReader):
         if self.device is None:
             self._state = state
         else:
-            self._device_state = DeviceState(self._update_rule(), self, state, self.device)
+            self._device_state = DeviceState(self, state, self.device)
 
     def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
         """The rule's state beside the coefficient, before the first update.
@@ -407,9 +407,9 @@ class CoefficientController(KLReader):
         ``n_steps=0``. The ranks' sums and counts are added in fp64 by one all-reduce.
 
         On the host a ``RuntimeWarning``, of the group's rank 0, says once what keeps the KL off its
-        target: that the KL of a ``KLStats`` is over 20 times off it, and within 5 times in the
-        other unit; and that for 100 updates in a row it was off by over a fifth on one side and
-        came no nearer, with the likely cause (a bound, the rule's pace, the unit).
+        target. The KL of a ``KLStats`` may be over 20 times off it, and within 5 times in the other
+        unit. Or for 100 updates in a row it was off by over a fifth on one side and came no nearer.
+        The warning then names the likely cause: a bound, the rule's pace, or the unit.
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
@@ -556,15 +556,10 @@ class DeviceState:
 
     @torch.inference_mode(False)  # tensors of inference mode cannot be updated outside of it
     def __init__(
-        self,
-        rule: rules.UpdateRule,
-        settings: CoefficientController,
-        state: dict[str, float],
-        device: torch.device,
+        self, of: CoefficientController, state: dict[str, float], device: torch.device
     ) -> None:
-        self.rule = rule
-        self.settings = settings_on(settings, device)
-        self.target = None if settings.target is None else self.settings.target
+        self.rule, self.settings = of._update_rule(), settings_on(of, device)
+        self.target = None if of.target is None else self.settings.target
         value, *memory = state.values()
         self.names = tuple(state)[1:]
         # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
@@ -580,7 +575,7 @@ class DeviceState:
     def update(
         self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, unit: Unit
     ) -> None:
-        """Move by what was measured; nothing if it has no mean."""
+        """Move by a batch. One without a mean moves nothing."""
         if isinstance(current, KLStats):
             current = torch.where(current.length.any(), inputs.mean_of(current, unit), math.nan)
         device = self.value.device
@@ -602,7 +597,7 @@ class DeviceState:
     def _move(self, kl: Tensor, n_steps: Tensor, is_given: Tensor | None = None) -> None:
         """Move by a KL and a number of sequences, 0-dim; nothing if either is not valid.
 
-        What is not valid is counted, unless ``is_given`` says that nothing was measured.
+        An update that is not valid is counted, unless ``is_given`` says that no rank measured.
         """
         memory = dict(zip(self.names, self.memory.unbind(), strict=True))
         batch = rules.Batch(kl, self.target, n_steps)
@@ -637,7 +632,7 @@ class DeviceState:
 
 
 def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:
-    """The numbers among a controller's attributes as tensors; those of one within it likewise."""
+    """A controller's numbers as tensors, with the numbers of a controller within it."""
     converted: dict[str, Any] = {}
     bounds = {"lowest": settings.lowest, "highest": settings.highest}
     for name, value in {**vars(settings), **bounds}.items():

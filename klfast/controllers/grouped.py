@@ -6,7 +6,7 @@ import copy
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from klfast.stats import KLStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Current: TypeAlias = "float | Tensor | KLStats"
 
 
 @runtime_checkable
@@ -53,6 +51,8 @@ class KLController(Protocol):
     statistics of all ranks by ``KLPenalty.step``.
 
     Units: those of the statistics, nats per sequence; the coefficient has none.
+
+    Source: klfast's own.
     """
 
     @property
@@ -157,7 +157,7 @@ class GroupedKLController:
 
     def update(
         self,
-        current: Mapping[str, Current],
+        current: Mapping[str, float | Tensor | KLStats],
         n_steps: Mapping[str, int] | int | None = None,
         *,
         kl: KLName = "kl",

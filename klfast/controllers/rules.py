@@ -4,11 +4,11 @@ A rule is ``rule(settings, state, batch) -> state``:
 
 - ``settings``: the controller, or its numbers as tensors on a device, by attribute;
 - ``state``: the coefficient under ``"value"``, and what else the rule remembers, numbers by name;
-- ``batch``: what was measured, see ``Batch``.
+- ``batch``: the measured KL, the target and the number of sequences.
 
 Numbers are Python floats on the host and 0-dim tensors on a device, and a rule is written once for
-both, with ``+ - * /``, comparisons, ``&``, ``|`` and the functions below. ``exp`` and ``cos`` are
-those of the device, within 1 ulp of the host's. Settings are tensors too on a device, because CUDA
+both, with ``+ - * /``, comparisons, ``&``, ``|`` and the functions below. A device has its own
+``exp`` and ``cos``, within 1 ulp of the host's. Settings are tensors too on a device, because CUDA
 divides by a *number* through its reciprocal, which rounds twice.
 
 The error of a rule is relative, ``e = clip(kl / target - 1, -clip, clip)``: gains then mean the
@@ -30,7 +30,7 @@ State: TypeAlias = dict[str, Number]
 
 
 class Batch(NamedTuple):
-    """What a rule sees of a batch."""
+    """The inputs of a rule for one batch."""
 
     kl: Number  # measured, in nats, finite
     target: Number  # the KL to hold, None for a rule without

@@ -29,8 +29,7 @@ Shape = Literal["linear", "cosine"]
 _CURVES: dict[str, rules.Curve] = {"linear": rules.linear, "cosine": rules.cosine}
 
 FIXED_OPTIONS = ("device", "process_group")
-MOST = 1_000.0
-"""The default ``max_coef``, in first coefficients."""
+MOST = 1_000.0  # the default ``max_coef``, in first coefficients
 
 
 class FixedKLController(CoefficientController):
@@ -41,6 +40,9 @@ class FixedKLController(CoefficientController):
             penalty off.
         device: where the coefficient lives; None for the host.
         process_group: the ranks that measure together; None for this process alone.
+
+    Raises:
+        TypeError, ValueError: ``kl_coef`` is not a number, negative, NaN or infinite.
     """
 
     _kind = "fixed"
@@ -585,6 +587,9 @@ def get_kl_controller(
         **options: the keywords of ``AdaptiveKLController``; of those a fixed coefficient has
             ``device`` and ``process_group``.
 
+    Returns:
+        :class:`FixedKLController` or :class:`AdaptiveKLController`.
+
     Raises:
         TypeError: an option is unknown or given without a target, or of the wrong type.
         ValueError: a setting is out of its range.
@@ -596,7 +601,7 @@ def get_kl_controller(
 
 
 def check_options(target: float | None, options: dict[str, Any]) -> None:
-    """Raise unless all options of a factory are known, and those of a target come with one."""
+    """Raise unless a factory knows all options, and has a target for those that need one."""
     for option in options:
         if option not in ADAPTIVE_OPTIONS:
             expected = ", ".join(map(repr, ADAPTIVE_OPTIONS))

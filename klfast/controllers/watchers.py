@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torch import Tensor
@@ -17,13 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from klfast.checks.arguments import check_number
 from klfast.controllers.base import Field, KLReader, count_field
 from klfast.controllers.diagnosis import Means
-from klfast.controllers.inputs import (
-    NUMBER,
-    KLName,
-    Unit,
-    check_count,
-    number_of,
-)
+from klfast.controllers.inputs import NUMBER, KLName, Unit, check_count, number_of
 from klfast.stats import KLStats
 from klfast.transfer import json_of, numbers_of
 
@@ -82,7 +76,7 @@ class _Watcher(KLReader, Generic[R]):
 
     @abstractmethod
     def _judge(self, means: Means | None) -> R:
-        """What follows from a batch; of None, a KL that is skipped, nothing."""
+        """The result of a batch. None, for a KL that is skipped, changes nothing."""
 
 
 class KLEarlyStop(_Watcher[bool]):
@@ -98,14 +92,17 @@ class KLEarlyStop(_Watcher[bool]):
     Args:
         target: the KL to stay near, > 0, in nats per ``unit``.
         factor: > 0.
-        unit, process_group: as of :class:`klfast.KLMonitor`; ranks stop together.
+        unit, process_group: see :class:`klfast.KLMonitor`. All ranks stop together.
+
+    Raises:
+        TypeError, ValueError: as :class:`klfast.KLMonitor`.
 
     Source: J. Achiam, "Spinning Up in Deep RL" (2018), PPO's ``target_kl``, with its factor of 1.5.
     """
 
     _kind = "early-stop"
     _output = "stops"
-    _fields = (count_field("stops"),)
+    _saved = (count_field("stops"),)
     target: float
 
     def __init__(
@@ -142,7 +139,7 @@ class _Window(_Watcher[R]):
     """
 
     _output = "status"
-    _fields = (
+    _saved = (
         Field(
             "values",
             "_values",
@@ -150,13 +147,10 @@ class _Window(_Watcher[R]):
             lambda values: [*map(json_of, values)],
         ),
     )
+    window: int
     min_updates: int = 1
-
-    def _watch(self, window: object) -> None:
-        """Begin with an empty window."""
-        self.window = check_count("window", window, least=1)
-        self._values: list[float] = []
-        self._status: Any = "ok"
+    _values: Sequence[float] = ()
+    _status: Any = "ok"
 
     @property
     def status(self) -> R:
@@ -236,7 +230,7 @@ class KLMonitor(_Window[Status]):
     ) -> None:
         super().__init__(unit, process_group)
         self.target = check_number("target", target, above=0)
-        self._watch(window)
+        self.window = check_count("window", window, least=1)
         self.low = check_number("low", low, least=0)
         self.high = check_number("high", high, above=self.low)
         if min_updates is None:
@@ -276,7 +270,10 @@ class KLDriftAlarm(_Window[Drift]):
         limit: the KL not to pass, > 0, in nats per ``unit``.
         window: the number of values that are looked at, >= 1.
         ahead: updates, >= 0; 0 says ``"over"`` alone.
-        unit, process_group: as of :class:`klfast.KLMonitor`.
+        unit, process_group: see :class:`klfast.KLMonitor`.
+
+    Raises:
+        TypeError, ValueError: as :class:`klfast.KLMonitor`.
 
     Source: I. Shenfeld et al., "RL's Razor: Why Online Reinforcement Learning Forgets Less" (2025,
     arXiv:2509.04259), on KL and forgetting.
@@ -295,7 +292,7 @@ class KLDriftAlarm(_Window[Drift]):
     ) -> None:
         super().__init__(unit, process_group)
         self.limit = check_number("limit", limit, above=0)
-        self._watch(window)
+        self.window = check_count("window", window, least=1)
         self.ahead = check_count("ahead", ahead, least=0)
 
     def _status_of_values(self) -> Drift:
@@ -319,7 +316,7 @@ class KLDriftAlarm(_Window[Drift]):
         )
 
 
-def _line(values: Collection[float]) -> tuple[float, float, float]:
+def _line(values: Sequence[float]) -> tuple[float, float, float]:
     """The least-squares line through values at 0, 1, ...: slope, its standard error, last point.
 
     Values are scaled by a power of 2, lest their squares be beyond float64.
@@ -354,7 +351,7 @@ class ReferenceReset(KLReader):
         plateau: updates, >= 1; None for never.
         patience: updates, >= 1, of the budget.
         min_delta: >= 0, of the plateau.
-        unit, process_group: as of :class:`klfast.KLMonitor`; ranks reset together.
+        unit, process_group: see :class:`klfast.KLMonitor`. All ranks reset together.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -367,7 +364,7 @@ class ReferenceReset(KLReader):
 
     _kind = "reference-reset"
     _output = "resets"
-    _fields = (
+    _saved = (
         *map(count_field, ("resets", "updates", "above", "stalled")),
         Field(
             "best",
@@ -422,8 +419,8 @@ class ReferenceReset(KLReader):
         """Take a batch's KL and metric; the reason of a reset, None while none is due.
 
         ``metric`` is what should rise, such as a validation reward, and the same on every rank.
-        None says nothing of the plateau, and neither does NaN or inf. The other arguments and the
-        errors are those of ``update`` of :class:`klfast.KLMonitor`.
+        None says nothing of the plateau, and neither does NaN or inf. ``update`` of
+        :class:`klfast.KLMonitor` describes ``current``, ``n_steps``, ``kl`` and the errors.
         """
         score = None if metric is None else number_of(metric, "metric", NUMBER)
         means = self._measure(current, n_steps, kl, score)
@@ -470,7 +467,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``, between which the first learning rates
             must be. None: a hundredth and ten times each group's first learning rate, which are the
             source's bounds for its 1e-3.
-        unit, process_group: as of :class:`klfast.KLMonitor`; each rank must call ``step``.
+        unit, process_group: see :class:`klfast.KLMonitor`. Every rank must call ``step``.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -484,7 +481,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
 
     _kind = "adaptive-lr"
     _output = "last_lr"
-    _fields = (
+    _saved = (
         count_field("steps", "last_epoch"),
         Field(
             "lr",
@@ -542,8 +539,8 @@ class KLAdaptiveLR(KLReader, LRScheduler):
     ) -> None:
         """Move the learning rates after an update of the policy, by the KL of that update.
 
-        The arguments and the errors are those of ``update`` of :class:`klfast.KLMonitor`. Without a
-        KL nothing moves.
+        ``update`` of :class:`klfast.KLMonitor` describes ``current``, ``n_steps``, ``kl`` and the
+        errors. Without a KL nothing moves.
         """
         means = None
         if current is not None:

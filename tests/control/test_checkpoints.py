@@ -307,7 +307,7 @@ def test_a_recorded_state_goes_on_as_it_did(name, device):
 
 
 def moved(thing, seed, steps):
-    """What updates with the KLs of a seed return, as JSON."""
+    """The results of updates with the KLs of a seed, as JSON."""
     returned = []
     for kl, n_steps, metric in course(seed, steps):
         if isinstance(thing, klfast.KLAdaptiveLR):

@@ -460,7 +460,7 @@ def test_factory_knows_every_option_of_the_adaptive_controller():
 
 @pytest.mark.parametrize("cls", CONTROLLERS.values())
 def test_a_signature_shows_every_option(cls):
-    """``**options`` of the scheduled controller are those of another one."""
+    """The scheduled controller hands its ``**options`` on to another one."""
     own = inspect.signature(cls).parameters
     expected = {"unit", "device", "process_group"}
     if issubclass(cls, TargetController):

@@ -65,8 +65,8 @@ class NoSync(TorchDispatchMode):
 def assert_near(found, state):
     """The states of a host and a device after an update from one state.
 
-    Functions of the device are within 1 ulp of the host's. A coefficient multiplies one by a
-    rounded number, or adds it to one of at most 1.
+    The device's ``exp`` and ``cos`` are within 1 ulp of the host's. A product or a sum with them
+    is rounded once more.
     """
     for name, value in {**state.pop("memory", {}), "value": state.pop("value")}.items():
         other = found["value"] if name == "value" else found["memory"][name]

@@ -259,11 +259,6 @@ CONTROLLER = Recipe(
             "        super().__init__(init_kl_coef, target, **options)\n\n\n",
         ),
         Edit(
-            "klfast/controllers/__init__.py",
-            r"        target.DoublingKLController,",
-            "        target.SwitchKLController,\n",
-        ),
-        Edit(
             "klfast/__init__.py",
             r"    TargetController,\n    get_kl",
             "    SwitchKLController,\n",
