@@ -24,8 +24,8 @@ class Sequences:
     The order of ``sum`` depends on the shape of the whole tensor. A difference of two cumsums has
     the rounding of all earlier sequences.
 
-    Here each sequence is cut into blocks of ``BLOCK`` tokens from its own start, the last one filled
-    with zeros. The halves of every block are added until one number is left. The blocks' numbers
+    Here each sequence is cut into blocks of ``BLOCK`` tokens from its own start, and zeros fill the
+    last block. The halves of every block are added until one number is left. The blocks' numbers
     are summed in the same way, until each sequence has one. Every step is elementwise, and no shape
     depends on a value, so nothing waits for a GPU.
     """
@@ -44,8 +44,8 @@ class Sequences:
         else:
             longest = n
             starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-            # Nobody has checked cu_seqlens on a GPU, and repeat_interleave would write out of bounds
-            # if it is wrong. Tokens outside of all sequences belong to a pseudo-sequence, S.
+            # Nobody has checked cu_seqlens on a GPU. If it is wrong, repeat_interleave would write
+            # out of bounds. Tokens outside of all sequences belong to a pseudo-sequence, S.
             position = torch.arange(n, device=device, dtype=cu_seqlens.dtype)
             starts_before = torch.searchsorted(cu_seqlens.contiguous(), position, right=True)
             self.of_token = (starts_before - 1) % (self.number + 1)

@@ -173,16 +173,16 @@ def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> T
 def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
     value, x, weight = value.detach(), tokens.log_ratio.detach(), tokens.weight
 
-    def sums(per_token: Tensor) -> Tensor:
+    def total(per_token: Tensor) -> Tensor:
         return tokens.sequences.sum(per_token.to(weight.dtype)).to(tokens.dtype)
 
     return KLStats(
-        kl=sums(value),
-        length=sums(weight),
-        k1=sums(weight * FORMULAS["k1"](x)),
-        k2=sums(weight * FORMULAS["k2"](x)),
-        k3=sums(weight * FORMULAS["k3"](x)),
+        kl=total(value),
+        length=total(weight),
+        k1=total(weight * FORMULAS["k1"](x)),
+        k2=total(weight * FORMULAS["k2"](x)),
+        k3=total(weight * FORMULAS["k3"](x)),
         max_abs_log_ratio=tokens.sequences.greatest(x.abs(), 0.0).to(tokens.dtype),
-        clipped=sums(clipped & tokens.keep),
-        nonfinite=sums(~(x.isfinite() & value.to(tokens.dtype).isfinite())),
+        clipped=total(clipped & tokens.keep),
+        nonfinite=total(~(x.isfinite() & value.to(tokens.dtype).isfinite())),
     )
