@@ -6,7 +6,7 @@ Shapes: B sequences of T tokens, or N packed tokens; S sequences (B, or ``len(cu
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -19,6 +19,21 @@ from klfast.estimator import Estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
 from klfast.stats import KLStats
 
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+
+class _PenaltyOptions(TypedDict, total=False):
+    """The options of ``kl_penalty`` that change no type."""
+
+    estimator: EstimatorName | Estimator
+    reduction: ReductionName
+    cu_seqlens: Tensor | None
+    old_logprobs: Tensor | None
+    normalizer: float | Tensor | None
+    coef: Coefficient
+    backend: BackendName
+
 
 @overload
 def kl_penalty(
@@ -26,14 +41,8 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: EstimatorName | Estimator = "k3",
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     return_stats: Literal[False] = False,
-    backend: BackendName = "auto",
+    **options: Unpack[_PenaltyOptions],
 ) -> Tensor: ...
 
 
@@ -43,14 +52,8 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: EstimatorName | Estimator = "k3",
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     return_stats: Literal[True],
-    backend: BackendName = "auto",
+    **options: Unpack[_PenaltyOptions],
 ) -> tuple[Tensor, KLStats]: ...
 
 
@@ -60,14 +63,8 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: EstimatorName | Estimator = "k3",
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     return_stats: bool,
-    backend: BackendName = "auto",
+    **options: Unpack[_PenaltyOptions],
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
@@ -166,6 +163,15 @@ def kl_penalty(
     return penalty if stats is None else (penalty, stats)
 
 
+class _RewardsOptions(TypedDict, total=False):
+    """The options of ``kl_rewards`` that change no type."""
+
+    kl_coef: Required[Coefficient]
+    estimator: EstimatorName | Estimator
+    cu_seqlens: Tensor | None
+    backend: BackendName
+
+
 @overload
 def kl_rewards(
     scores: Tensor,
@@ -173,11 +179,8 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: Coefficient,
-    estimator: EstimatorName | Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
     return_stats: Literal[False] = False,
-    backend: BackendName = "auto",
+    **options: Unpack[_RewardsOptions],
 ) -> Tensor: ...
 
 
@@ -188,11 +191,8 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: Coefficient,
-    estimator: EstimatorName | Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
     return_stats: Literal[True],
-    backend: BackendName = "auto",
+    **options: Unpack[_RewardsOptions],
 ) -> tuple[Tensor, KLStats]: ...
 
 
@@ -203,11 +203,8 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: Coefficient,
-    estimator: EstimatorName | Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
     return_stats: bool,
-    backend: BackendName = "auto",
+    **options: Unpack[_RewardsOptions],
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
