@@ -195,7 +195,7 @@ def gradients_of(
     return torch.autograd.grad(torch.cat(products).sum(), inputs, materialize_grads=True)
 
 
-def named(value: Any, name: str = "") -> dict[str, Tensor]:
+def named(value: Any, name: str = "", separator: str = ": ") -> dict[str, Tensor]:
     """The tensors in dicts and tuples, by the names or places that lead there."""
     if isinstance(value, Tensor):
         return {name: value}
@@ -207,7 +207,7 @@ def named(value: Any, name: str = "") -> dict[str, Tensor]:
         return {}
     tensors: dict[str, Tensor] = {}
     for key, field in fields.items():
-        tensors |= named(field, f"{name}: {key}" if name else str(key))
+        tensors |= named(field, f"{name}{separator}{key}" if name else str(key), separator)
     return tensors
 
 

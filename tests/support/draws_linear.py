@@ -3,7 +3,7 @@
 import torch
 from oracle_linear import Call
 
-from klfast.cli.check.covering import covering
+from klfast.cli.check.cases import covering
 from klfast.names import DIRECTIONS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 

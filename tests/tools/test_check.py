@@ -12,8 +12,7 @@ from fresh import run_fresh
 from klfast import backends
 from klfast.__main__ import main
 from klfast.cli.check import report as command
-from klfast.cli.check.cases import FAMILIES, Case, Draw
-from klfast.cli.check.covering import covering
+from klfast.cli.check.cases import FAMILIES, Case, covering
 from klfast.formulas import FORMULAS
 from klfast.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
 from klfast.reduction import REDUCTIONS
@@ -103,7 +102,7 @@ def test_the_options_are_klfasts_own_tables():
 def test_the_inputs_are_the_same_in_every_run():
     family = FAMILIES["rollout"]
     case = next(iter(family.cases("rollout")))
-    first, second = (family.build(case.row, Draw(case.seed)).tensors for _ in range(2))
+    first, second = (family.call(case.row, case.seed).tensors for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first.values(), second.values(), strict=True))
     assert first["logprobs"].double().sum().item() == pytest.approx(-285.11897687652197)
 

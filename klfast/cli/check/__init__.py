@@ -1,6 +1,5 @@
-"""Known answers and promises, checked on the machine that klfast runs on: ``klfast check``.
+"""Known answers and guarantees, checked on the machine that klfast runs on: ``klfast check``.
 
-``cases`` has the options of each function, ``covering`` the rows of them in which any two meet,
-``calls`` what runs, ``compare`` the truth and the tolerances, ``promises`` what must keep its bits,
-``report`` the command.
+``calls`` runs a call of a public function, ``cases`` makes the calls, ``compare`` has the truth and
+the tolerances, ``promises`` what must keep its bits, ``report`` the command.
 """

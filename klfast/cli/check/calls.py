@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import klfast
+from klfast.backends.known_calls import gradients_of, named
 
 Tensors = dict[str, Tensor]
 
-OUTPUTS = {
-    "kl_penalty": ("penalty", "stats"),
-    "kl_rewards": ("rewards", "stats"),
-    "token_logprobs": ("logprobs",),
-    "kl_divergence": ("kl",),
-    "topk_kl_divergence": ("kl",),
-    "linear_token_logprobs": ("logprobs",),
-    "linear_kl_divergence": ("kl",),
+RESULTS = {
+    "kl_penalty": "penalty",
+    "kl_rewards": "rewards",
+    "token_logprobs": "logprobs",
+    "linear_token_logprobs": "logprobs",
 }
-"""Names of what functions return, but for named tuples, which have their own."""
+"""Names of results that are no named tuples, which have their own; of others "kl"."""
 
 OF_POLICY = ("hidden", "weight", "bias")
 OF_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
@@ -42,7 +40,7 @@ class Call:
         options: the other arguments.
         leaves: the arguments that gradients are taken of.
         memory: one of ``MEMORIES``.
-        words: whether a vocabulary is behind: logits, or hidden states and heads.
+        kept: [tokens], bool: which exist; None for all.
     """
 
     function: str
@@ -50,9 +48,12 @@ class Call:
     options: Mapping[str, Any]
     leaves: tuple[str, ...]
     memory: str = "dense"
-    words: bool = False
-    kept: Tensor | None = field(default=None)
-    """[tokens], bool: which exist; None for all."""
+    kept: Tensor | None = None
+
+    @property
+    def words(self) -> bool:
+        """Whether the call has a vocabulary: logits, or hidden states and heads."""
+        return not next(iter(self.tensors)).endswith("logprobs")
 
     @property
     def policy(self) -> Tensor:
@@ -66,30 +67,20 @@ def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tenso
     """
     leaves = {name: tensors[name].detach().requires_grad_() for name in call.leaves}
     given = tensors | leaves
-    if call.options.get("inplace_backward") and leaves:
+    if call.options.get("inplace_backward"):
         given |= {name: leaf.clone() for name, leaf in leaves.items()}  # leaves are refused
     returned = getattr(klfast, call.function)(**given, **call.options, backend=backend)
-    found = dict(_named(returned, OUTPUTS.get(call.function, ())))
+    if not hasattr(returned, "_fields"):
+        several = returned if isinstance(returned, tuple) else (returned,)
+        returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))
+    found = named(returned, separator=".")
     graded = [output for output in found.values() if output.requires_grad]
     if graded and leaves:
         numbers = (torch.linspace(1, most, t.numel(), dtype=t.dtype, device="cpu") for t in graded)
         upstream = [n.to(t.device).view(t.shape) for n, t in zip(numbers, graded, strict=True)]
-        # A scalar needs no grad_outputs, whose check in torch imports sympy.
-        products = [(t * n).flatten() for t, n in zip(graded, upstream, strict=True)]
-        total = torch.cat(products).sum()
-        grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        grads = gradients_of(graded, upstream, list(leaves.values()))
         found |= {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}
     return {name: output.detach() for name, output in found.items()}
-
-
-def _named(value: Any, names: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a result, of named tuples and tuples in it too."""
-    if isinstance(value, Tensor):
-        yield prefix or names[0], value
-    elif isinstance(value, tuple):
-        names = getattr(value, "_fields", names or tuple(map(str, range(len(value)))))
-        for name, part in zip(names, value, strict=True):
-            yield from _named(part, (), f"{prefix}.{name}" if prefix else name)
 
 
 def placed(call: Call, device: torch.device) -> Tensors:

@@ -1,15 +1,16 @@
-"""The cases of each function: its options, and the call that a row of them makes.
+"""The cases of each function: its options, rows of them in which any two values meet, and the call
+that a row makes.
 
 Choices are klfast's own tables, so a new estimator, reduction or statistic is a case without an
-edit. Where a row holds what does not go together, the option is left out.
+edit. If values of a row exclude each other, an option is left out.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, combinations
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor
 
 import klfast
 from klfast.cli.check.calls import MEMORIES, OF_POLICY, OF_REFERENCE, Call, Tensors, run
-from klfast.cli.check.covering import Row, covering
 from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
 from klfast.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS, TAILS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 from klfast.rollout.call import NORMALIZE, OUTSIDE, WEIGHTS
 from klfast.rollout.rejection import OVER, STATISTICS, Rejection
+
+Row = dict[str, Any]
+Made = tuple[Tensors, Tensor, Row]
+"""Tensors of a call, the tokens that exist, and the options beside ``PASSED``."""
 
 
 class Draw:
@@ -189,11 +193,11 @@ ROLLOUT = {
 }
 
 
-def _tokens(row: Row, draw: Draw, padded: tuple[int, int], lengths: Sequence[int]) -> Any:
+def _tokens(row: Row, padded: tuple[int, int], lengths: Sequence[int]) -> Any:
     """(shape of the tokens, cu_seqlens or nothing, how many sequences)."""
     form = row["form"]
     if isinstance(form, tuple):
-        edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=form[1], device="cpu")
+        edges = torch.tensor([0, *accumulate(lengths)], dtype=form[1], device="cpu")
         return (sum(lengths),), {"cu_seqlens": edges}, len(lengths)
     shapes = {"padded": padded, "one": (padded[1],), "empty": (2, 0), "none": ()}
     shape = shapes[form]
@@ -228,7 +232,7 @@ def _log_probs(
     row: Row, draw: Draw, names: Sequence[str]
 ) -> tuple[Tensors, Tensor, tuple[int, ...], int]:
     """Log-probs of two models and a third, under as many of the names; mask and cu_seqlens."""
-    shape, edges, sequences = _tokens(row, draw, (4, 37), LENGTHS)
+    shape, edges, sequences = _tokens(row, (4, 37), LENGTHS)
     mask, kept = _mask(row, draw, shape)
     first = -4 * draw.uniform(*shape) - 0.01
     others = (first - row["spread"] * draw.bell(*shape), first - 0.3 * draw.bell(*shape))
@@ -240,43 +244,29 @@ def _log_probs(
     return of_models | mask | edges, kept, shape, sequences
 
 
-def _scalars(row: Row, coef: str = "coef") -> tuple[Tensors, Row]:
-    """Coefficient and normalizer as tensors, and as other options."""
-    given = {coef: row["coef"]}
-    if row.get("reduction") in NORMALIZED_REDUCTIONS:
-        given["normalizer"] = row["normalizer"]
-    tensors = {n: torch.tensor(0.3, device="cpu") for n, v in given.items() if v == "tensor"}
-    return tensors, {n: v for n, v in given.items() if n not in tensors}
-
-
-def _penalty(row: Row, draw: Draw) -> Call:
+def _penalty(row: Row, draw: Draw) -> Made:
     names = ["logprobs", "ref_logprobs"] + ["old_logprobs"] * (row["importance"] is not None)
     tensors, kept, _, _ = _log_probs(row, draw, names)
-    scalars, options = _scalars(row)
-    options |= {name: row[name] for name in ("reduction", "return_stats")}
     never = row["estimator"] in PLUS and row["gradient"] == "none"
-    options["estimator"] = klfast.Estimator(
+    estimator = klfast.Estimator(
         row["estimator"],
         gradient="value" if never else row["gradient"],
         importance=row["importance"] or IMPORTANCE[0],
         clip_weighted=row["clip_weighted"],
         **row["limits"],
     )
-    return Call("kl_penalty", tensors | scalars, options, row["leaves"], row["memory"], kept=kept)
+    return tensors, kept, {"estimator": estimator}
 
 
-def _rewards(row: Row, draw: Draw) -> Call:
+def _rewards(row: Row, draw: Draw) -> Made:
     tensors, kept, _, sequences = _log_probs(row, draw, ("logprobs", "ref_logprobs"))
-    scalars, options = _scalars(row, "kl_coef")
-    options["return_stats"] = row["return_stats"]
-    options["estimator"] = klfast.Estimator(row["estimator"], **row["limits"])
     tensors["scores"] = (3 * draw.uniform(sequences)).to(row["scores"])
-    return Call("kl_rewards", tensors | scalars, options, (), row["memory"], kept=kept)
+    return tensors, kept, {"estimator": klfast.Estimator(row["estimator"], **row["limits"])}
 
 
 def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor]]:
     """Logits, mask and cu_seqlens; which tokens are kept; and what stores other logits."""
-    shape, edges, _ = _tokens(row, draw, (3, 5), (0, 5, 1, 0, 4))
+    shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
     words = row["words"]
 
@@ -292,33 +282,25 @@ def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor
     return tensors | mask | edges, kept, stored
 
 
-def _token_logprobs(row: Row, draw: Draw) -> Call:
+def _token_logprobs(row: Row, draw: Draw) -> Made:
     tensors, kept, stored = _logits(row, draw)
     tensors["logits"] = stored(tensors["logits"], row["dtypes"][0])
-    names = ("temperature", "ignore_index", "return_entropy", "inplace_backward")
-    options = {name: row[name] for name in names}
     if row["ignore_index"] is not None:
         kept = kept & (tensors["token_ids"] != row["ignore_index"])
-    memory = "dense" if row["inplace_backward"] else row["memory"]  # which must be contiguous
-    return Call("token_logprobs", tensors, options, row["leaves"], memory, True, kept)
+    return tensors, kept, {}
 
 
-def _kl_divergence(row: Row, draw: Draw) -> Call:
+def _kl_divergence(row: Row, draw: Draw) -> Made:
     tensors, kept, stored = _logits(row, draw)
     first = tensors["logits"]
     second = first + row["apart"] * draw.bell(*first.shape)
     models = (("logits", first), ("ref_logits", second))
     for (name, values), dtype in zip(models, row["dtypes"], strict=True):
         tensors[name] = stored(values, dtype)
-    scalars, options = _scalars(row)
-    names = ("direction", "jsd_beta", "temperature", "reduction", "return_stats", "return_entropy")
-    options |= {name: row[name] for name in names}
-    return Call(
-        "kl_divergence", tensors | scalars, options, row["leaves"], row["memory"], True, kept
-    )
+    return tensors, kept, {}
 
 
-def _topk(row: Row, draw: Draw) -> Call:
+def _topk(row: Row, draw: Draw) -> Made:
     tensors, kept, stored = _logits({**row, "ids": None}, draw)
     logits, (dtype, of_teacher) = tensors["logits"], row["dtypes"]
     some = min(row["words"] // 2, 120)  # which are not excluded, and which any integers hold
@@ -331,12 +313,7 @@ def _topk(row: Row, draw: Draw) -> Call:
     tensors["logits"] = stored(logits, dtype)
     tensors["ref_token_ids"] = ids.to(row["ids"])
     tensors["ref_logprobs"] = _poisoned(teacher, kept, of_teacher)
-    kept = kept & ~absent.all(-1)
-    scalars, options = _scalars(row)
-    names = ("direction", "tail", "jsd_beta", "temperature", "reduction", "return_stats")
-    options |= {name: row[name] for name in names}
-    memory = row["memory"]
-    return Call("topk_kl_divergence", tensors | scalars, options, row["leaves"], memory, True, kept)
+    return tensors, kept & ~absent.all(-1), {}
 
 
 def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
@@ -347,9 +324,9 @@ def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, 
     return _poisoned(hidden, kept, of_hidden), *(each.to(of_head) for each in head)
 
 
-def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor, Row]:
-    """The policy, mask, ids and cu_seqlens; its hidden states; which tokens are kept; options."""
-    shape, edges, _ = _tokens(row, draw, (3, 5), (0, 5, 1, 0, 4))
+def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor]:
+    """The policy, mask, ids and cu_seqlens; its hidden states; which tokens are kept."""
+    shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
     hidden = draw.bell(*shape, row["width"])
     model = _model(row, draw, hidden, kept)
@@ -357,38 +334,27 @@ def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor, Row]:
     if row["ids"] is not None:
         ids = torch.floor(row["words"] * draw.uniform(*shape)).clamp(max=120)
         tensors["token_ids"] = ids.to(row["ids"])
-    names = ("softcap", "temperature", "chunk", "return_entropy")
-    return tensors | mask | edges, hidden, kept, {name: row[name] for name in names}
+    return tensors | mask | edges, hidden, kept
 
 
-def _linear_call(function: str, row: Row, tensors: Tensors, options: Row, kept: Tensor) -> Call:
-    leaves = tuple(name for name in row["leaves"] if name in tensors)
-    return Call(function, tensors, options, leaves, row["memory"], True, kept)
+def _linear_logprobs(row: Row, draw: Draw) -> Made:
+    tensors, _, kept = _hidden(row, draw)
+    return tensors, kept, {}
 
 
-def _linear_logprobs(row: Row, draw: Draw) -> Call:
-    tensors, _, kept, options = _hidden(row, draw)
-    return _linear_call("linear_token_logprobs", row, tensors, options, kept)
-
-
-def _linear_divergence(row: Row, draw: Draw) -> Call:
-    tensors, hidden, kept, options = _hidden(row, draw)
+def _linear_divergence(row: Row, draw: Draw) -> Made:
+    tensors, hidden, kept = _hidden(row, draw)
     apart = hidden + row["apart"] * draw.bell(*hidden.shape)
-    model = _model(row, draw, apart, kept)
     own = OF_REFERENCE[:1] if row["shared_head"] else OF_REFERENCE
-    tensors |= dict(zip(own, model, strict=False))
-    scalars, of_result = _scalars(row)
-    names = ("direction", "jsd_beta", "reduction", "return_stats")
-    options |= of_result | {name: row[name] for name in names}
-    return _linear_call("linear_kl_divergence", row, tensors | scalars, options, kept)
+    reference = dict(zip(own, _model(row, draw, apart, kept), strict=False))
+    return tensors | reference, kept, {}
 
 
-def _rollout(row: Row, draw: Draw) -> Call:
+def _rollout(row: Row, draw: Draw) -> Made:
     tensors, kept, shape, sequences = _log_probs(row, draw, ("logprobs", "rollout_logprobs"))
-    bounds, weight = row["bounds"], None if row["weight"] == "none" else row["weight"]
-    options = {"weight": weight, "outside": row["outside"], **bounds}
-    options["normalize"] = row["normalize"] if weight else None
-    if weight is None:
+    options = {"weight": row["weight"], "normalize": row["normalize"], **row["bounds"]}
+    if row["weight"] == "none":
+        options |= {"weight": None, "normalize": None}
         options.pop("floor", None)
     rules = [Rejection("ratio", "seq-min", low=0.05)] * row["veto"]
     if row["statistic"] is not None and not (
@@ -399,8 +365,7 @@ def _rollout(row: Row, draw: Draw) -> Call:
         if rule.outward_only:
             of = shape if row["outward_only"] == "token" else (sequences,)
             tensors["advantages"] = draw.bell(*of).to(row["dtypes"][0])
-    options["reject"] = tuple(rules)
-    return Call("rollout_correction", tensors, options, (), row["memory"], kept=kept)
+    return tensors, kept, options | {"reject": tuple(rules)}
 
 
 def _rule(row: Row, tensors: Tensors) -> Rejection:
@@ -422,6 +387,13 @@ def _rule(row: Row, tensors: Tensors) -> Rejection:
     return Rejection(statistic, over, **chosen, outward_only=outward)
 
 
+PASSED = (
+    *("reduction", "return_stats", "direction", "tail", "jsd_beta", "temperature", "softcap"),
+    *("chunk", "return_entropy", "ignore_index", "inplace_backward", "outside"),
+)
+"""The options that a function gets as a row has them."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A row of a family. ``is_basic``: of those that hold every value of an option once."""
@@ -434,22 +406,37 @@ class Case:
 
     def call(self) -> Call:
         """The call of this case, on tensors made anew."""
-        return FAMILIES[self.family].build(self.row, Draw(self.seed))
+        return FAMILIES[self.family].call(self.row, self.seed)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A function, its options, and the call of a row."""
+    """A function, its options, and what a row makes of them."""
 
     function: str
     options: Mapping[str, Sequence[Any]]
-    build: Callable[[Row, Draw], Call]
+    build: Callable[[Row, Draw], Made]
 
     def cases(self, family: str) -> Iterator[Case]:
         """So many that any two values meet."""
         rows, basic = covering(self.options)
         for seed, row in enumerate(rows):
             yield Case(family, _name(row, self.options), row, seed, seed < basic)
+
+    def call(self, row: Row, seed: int) -> Call:
+        """The call of a row."""
+        tensors, kept, options = self.build(row, Draw(seed))
+        options |= {name: row[name] for name in PASSED if name in row}
+        for name in ("coef", "normalizer"):
+            if name in row and (name == "coef" or row["reduction"] in NORMALIZED_REDUCTIONS):
+                argument = "kl_coef" if self.function == "kl_rewards" else name
+                if row[name] == "tensor":
+                    tensors[argument] = torch.tensor(0.3, device="cpu")
+                else:
+                    options[argument] = row[name]
+        leaves = tuple(name for name in row.get("leaves", ()) if name in tensors)
+        memory = "dense" if row.get("inplace_backward") else row["memory"]  # must be contiguous
+        return Call(self.function, tensors, options, leaves, memory, kept)
 
 
 FAMILIES = {
@@ -480,3 +467,37 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}:{part}" for name, part in value.items()) or "none"
     return str(value).removeprefix("torch.")
+
+
+def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
+    """Rows in which any two values meet, and how many of the first hold every value at least once.
+
+    A fault depends on one option or on how two meet: such rows find nearly all that every
+    combination would. An option whose values have met all others has its first.
+    """
+    sizes = [len(values) for values in options.values()]
+    places = [(option, value) for option, size in enumerate(sizes) for value in range(size)]
+    missing = {frozenset((a, b)): None for a, b in combinations(places, 2) if a[0] != b[0]}
+    rows = [[i % size for size in sizes] for i in range(max(sizes))]
+    for row in rows:  # grows as it is read
+        for met in combinations(enumerate(row), 2):
+            missing.pop(frozenset(met), None)
+        if row is rows[-1] and missing:
+            rows.append(_next_row(missing, sizes))
+    named = [dict(zip(options, row, strict=True)) for row in rows]
+    return [{n: options[n][at] for n, at in row.items()} for row in named], max(sizes)
+
+
+def _next_row(
+    missing: Mapping[frozenset[tuple[int, int]], None], sizes: Sequence[int]
+) -> list[int]:
+    """The first of the missing pairs, and for each other option the value that has met fewest."""
+    chosen = dict(next(iter(missing)))
+    for option, size in enumerate(sizes):
+        if option not in chosen:
+            gains = [
+                sum(frozenset(((option, value), place)) in missing for place in chosen.items())
+                for value in range(size)
+            ]
+            chosen[option] = gains.index(max(gains))
+    return [value for _, value in sorted(chosen.items())]

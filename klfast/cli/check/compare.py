@@ -50,32 +50,47 @@ class Wrong(NamedTuple):
     tolerance: str
 
 
-class Truth(NamedTuple):
-    """Every output of a call in float64, how far each entry may be from it, and its dtype."""
+class Found(NamedTuple):
+    """Results of a backend in float64 on the CPU, and the dtypes that they had."""
 
     values: Tensors
-    allowed: Tensors
     dtypes: dict[str, torch.dtype]
+
+
+class Truth(NamedTuple):
+    """Every output of a call in float64, its dtype, and how far each entry may be from it."""
+
+    values: Tensors
+    dtypes: dict[str, torch.dtype]
+    allowed: Tensors
+
+
+def found_by(call: Call, tensors: Tensors, backend: str) -> Found:
+    """The results of a call on any device."""
+    results = run(call, tensors, backend)
+    return Found(
+        {name: t.double().cpu() for name, t in results.items()},
+        {name: t.dtype for name, t in results.items()},
+    )
 
 
 def truth_of(call: Call) -> Truth:
     """The reference's results, and what rounding may make of them."""
     arithmetic = _arithmetic(call)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
-    values = transferred(run(call, wide, "reference")).values
-    expected, squares = _flat(values, values), torch.zeros((), device="cpu")
+    values = found_by(call, wide, "reference").values
+    squares = {name: torch.zeros((), device="cpu") for name in values}
     for seed, sizes in enumerate(_directions(call)):
         moved = wide | _moved(call, wide, arithmetic, seed, sizes)
-        other = _flat(transferred(run(call, moved, "reference")).values, values)
-        difference = torch.where(expected == other, 0.0, expected - other)
-        squares = squares + difference.nan_to_num(0.0).square()
-    deviations = _split(_DEVIATIONS * squares.sqrt(), values)
+        for name, other in found_by(call, moved, "reference").values.items():
+            difference = torch.where(values[name] == other, 0.0, values[name] - other)
+            squares[name] = squares[name] + difference.nan_to_num(0.0).square()
     dtypes = {name: _dtype_of(call, arithmetic, name) for name in values}
     allowed = {
-        name: _allowed(call, arithmetic, name, dtypes[name], value, deviations[name])
-        for name, value in values.items()
+        name: _allowed(call, arithmetic, name, dtypes[name], value, _DEVIATIONS * rms.sqrt())
+        for (name, value), rms in zip(values.items(), squares.values(), strict=True)
     }
-    return Truth(values, allowed, dtypes)
+    return Truth(values, dtypes, allowed)
 
 
 def _dtype_of(call: Call, arithmetic: torch.dtype, name: str) -> torch.dtype:
@@ -85,17 +100,6 @@ def _dtype_of(call: Call, arithmetic: torch.dtype, name: str) -> torch.dtype:
     if call.function == "rollout_correction" and name == "mask":
         return call.tensors["mask"].dtype if "mask" in call.tensors else torch.bool
     return arithmetic
-
-
-def _flat(tensors: Tensors, like: Tensors) -> Tensor:
-    """One vector of all entries, in the order of other tensors."""
-    return torch.cat([tensors[name].flatten() for name in like])
-
-
-def _split(whole: Tensor, like: Tensors) -> Tensors:
-    """The inverse of ``_flat``."""
-    parts = torch.split(whole, [tensor.numel() for tensor in like.values()])
-    return {name: part.view(t.shape) for (name, t), part in zip(like.items(), parts, strict=True)}
 
 
 def _arithmetic(call: Call) -> torch.dtype:
@@ -202,52 +206,24 @@ def _moved_mask(tensors: Tensors, first: Tensor, arithmetic: torch.dtype, sign: 
     return {"mask": torch.where(mask == 0, 0.0, mask * weight)}
 
 
-class Found(NamedTuple):
-    """Results of a backend in float64 on the CPU, and the dtypes that they had."""
-
-    values: Tensors
-    dtypes: dict[str, torch.dtype]
-
-
-def transferred(results: Tensors) -> Found:
-    """Results on any device, with one transfer."""
-    whole = _flat({name: t.double() for name, t in results.items()}, results).cpu()
-    return Found(_split(whole, results), {name: t.dtype for name, t in results.items()})
-
-
 def wrong_of(call: Call, truth: Truth, found: Found) -> list[Wrong]:
     """The results that are further from the truth than allowed."""
     if missing := truth.values.keys() ^ found.values.keys():
         return [Wrong(name, "missing, or unasked for", "-", "-", "-") for name in sorted(missing)]
-    if found.dtypes == truth.dtypes and _are_right(truth, found):
-        return []
     outcomes = (_wrong_in(truth, name, found) for name in truth.values)
     return [wrong for wrong in outcomes if wrong is not None]
-
-
-def _are_right(truth: Truth, found: Found) -> bool:
-    """Compare all outputs at once: nearly all calls pass."""
-    if any(found.values[name].shape != value.shape for name, value in truth.values.items()):
-        return False
-    vectors = (_flat(each, truth.values) for each in (found.values, truth.values, truth.allowed))
-    return bool(_right(*vectors).all())
-
-
-def _right(got: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
-    is_near = expected.isfinite() & ((got - expected).abs() <= allowed)
-    return is_near | (got == expected) | (got.isnan() & expected.isnan())
 
 
 def _wrong_in(truth: Truth, name: str, found: Found) -> Wrong | None:
     got, expected, dtype = found.values[name], truth.values[name], found.dtypes[name]
     if got.shape != expected.shape:
         return Wrong(name, f"shape {list(got.shape)}", f"shape {list(expected.shape)}", "-", "-")
-    wanted = truth.dtypes[name]
-    if dtype != wanted:
-        return Wrong(name, str(dtype), str(wanted), "-", "-")
+    if dtype != truth.dtypes[name]:
+        return Wrong(name, str(dtype), str(truth.dtypes[name]), "-", "-")
     allowed = truth.allowed[name]
     error = (got - expected).abs()
-    right = _right(got, expected, allowed)
+    right = expected.isfinite() & (error <= allowed)
+    right |= (got == expected) | (got.isnan() & expected.isnan())
     if dtype.is_floating_point:  # beyond its range, infinity of the right sign
         beyond = expected.abs() + allowed > torch.finfo(dtype).max
         right |= beyond & got.isinf() & (got.sign() == expected.sign())

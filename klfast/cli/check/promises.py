@@ -29,10 +29,9 @@ Sequences = list[Tensors]
 _RICH = klfast.Estimator("k3", importance_cap=1.2, log_ratio_clip=2.0, linear_tail=1.0, kl_clip=2.0)
 _RULES = (klfast.Rejection("k3", "seq-mean", high=0.6), klfast.Rejection("ratio", low=0.2))
 _ALL = {"reduction": "seq-sum", "return_stats": True}
-_MODELS = ("logprobs", "ref_logprobs")
+_MODELS, _LOGITS = ("logprobs", "ref_logprobs"), ("logits", "ref_logits", "token_ids")
 
-_Subject = tuple[str, str, tuple[str, ...], dict[str, Any]]
-SUBJECTS: tuple[_Subject, ...] = (
+SUBJECTS: tuple[tuple[str, str, tuple[str, ...], dict[str, Any]], ...] = (
     ("penalty", "kl_penalty", _MODELS, _ALL),
     ("penalty", "kl_penalty", _MODELS, {"estimator": "k3+"}),
     ("penalty", "kl_penalty", (*_MODELS, "old_logprobs"), _ALL | {"estimator": _RICH}),
@@ -44,13 +43,15 @@ SUBJECTS: tuple[_Subject, ...] = (
     ("token log-probs", "token_logprobs", ("logits", "token_ids"), {"return_entropy": True}),
     *(
         (
-            *("divergences", "kl_divergence", ("logits", "ref_logits", "token_ids")),
-            _ALL | {"return_entropy": True, "direction": direction},
+            "divergences",
+            "kl_divergence",
+            _LOGITS,
+            _ALL | {"return_entropy": True, "direction": name},
         )
-        for direction in DIRECTIONS
+        for name in DIRECTIONS
     ),
 )
-
+"""Families, their functions, the tensors of calls, and options."""
 
 Promise = tuple[str, str, Callable[[], list[Wrong]]]
 """A family, a case, and what says how it is broken."""
@@ -68,32 +69,31 @@ def promises(backend: str, device: torch.device) -> Iterator[Promise]:
 
 def _kept_bits(backend: str, device: torch.device) -> Iterator[Promise]:
     for number, (family, function, names, options) in enumerate(SUBJECTS):
-        words = "logits" in names
-        if words and backend == "reference":  # torch adds up its rows, in an order of its own
-            continue
+        if "logits" in names and backend == "reference":
+            continue  # torch adds up its rows, in an order of its own
+        leaves = tuple(n for n in names[:2] if function != "kl_rewards" and n != "token_ids")
+        of = Call(function, {}, options, leaves)
         for dtype in (torch.float32, torch.bfloat16):
-            leaves = tuple(n for n in names[:2] if function != "kl_rewards" and n != "token_ids")
-            of = Call(function, {}, options, leaves, "dense", words)
             sequences = _sequences(names, dtype, Draw(number))
             name = f"same bits, {function} {str(dtype).removeprefix('torch.')}"
             yield family, name, partial(_other_bits, of, sequences, backend, device)
 
 
 def _sequences(names: tuple[str, ...], dtype: torch.dtype, draw: Draw) -> Sequences:
-    """The tensors of each sequence; of logits, over 2,500 words."""
+    """The tensors of each sequence, with logits over 2,500 token ids."""
     made = []
     for length in ROWS if "logits" in names else LENGTHS:
-        first = -4 * draw.uniform(length) - 0.01
-        values = {name: (first - 0.5 * draw.bell(length)).to(dtype) for name in names}
         if "logits" in names:
             common = draw.bell(length, 2500)
             apart = common + 0.5 * draw.bell(length, 2500)
-            both = {"logits": common.to(dtype), "ref_logits": apart.to(dtype)}
-            ids = {"token_ids": torch.floor(2500 * draw.uniform(length)).long()}
-            values = {name: t for name, t in (both | ids).items() if name in names}
+            values = {"logits": common.to(dtype), "ref_logits": apart.to(dtype)}
+            values["token_ids"] = torch.floor(2500 * draw.uniform(length)).long()
+        else:
+            first = -4 * draw.uniform(length) - 0.01
+            values = {name: (first - 0.5 * draw.bell(length)).to(dtype) for name in names}
         if "scores" in names:
             values["scores"] = draw.bell(1).to(dtype)
-        made.append(values)
+        made.append({name: values[name] for name in names})
     return made
 
 

@@ -21,7 +21,7 @@ from klfast.backends.info import info
 from klfast.checks.arguments import check_choice
 from klfast.cli.check import calls
 from klfast.cli.check.cases import FAMILIES
-from klfast.cli.check.compare import Truth, Wrong, transferred, truth_of, wrong_of
+from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of
 from klfast.cli.check.promises import promises
 from klfast.cli.info import text
 from klfast.selfcheck.timing import TIMES, TimeRow, cells_of, time_on
@@ -252,7 +252,7 @@ def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Ou
 
 def _of_call(call: calls.Call, truth: Truth, target: Target) -> list[Wrong]:
     tensors = calls.placed(call, torch.device(target.device))
-    return wrong_of(call, truth, transferred(calls.run(call, tensors, target.backend)))
+    return wrong_of(call, truth, found_by(call, tensors, target.backend))
 
 
 def _wrong(outcome: _Outcome) -> list[Wrong]:
