@@ -6,7 +6,7 @@
 #                 any two meet
 #   make test-rest    the other tests: the rest of the grids, slow tests, the CUDA build;
 #                     TEST_OPTIONS="--part 2/4" runs the second quarter of them
-#   make test-all     all CPU kernels, make test, make test-rest, make test-older
+#   make test-all     all CPU kernels, make test, make test-rest, make test-older, make test-mutation
 #   make test-peers   tests against the newest trl, Liger, verl, OpenRLHF, SkyRL and ms-swift
 #                     themselves, which it installs
 #   make test-older   the same against older releases
@@ -21,6 +21,7 @@
 #   make test-ptx     the tests of the CUDA kernels on nvcc's PTX, which an interpreter runs: needs nvcc
 #                     and no GPU; TEST_PTX_OPTIONS=--short runs a part
 #   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
+#   make test-mutation    plant faults in a copy of the sources: for each a test must fail
 #   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
 #   make sdist    the sources as a package, in dist
@@ -50,7 +51,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/support/ptx/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers compare-peers gpu-check sass asan test-break docs hub sdist wheel wheel-check format clean
+.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers compare-peers gpu-check sass asan test-break test-mutation docs hub sdist wheel wheel-check format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -68,6 +69,7 @@ test-all: $(VENV)/built-all
 	$(MAKE) --no-print-directory test
 	$(MAKE) --no-print-directory test-rest
 	$(MAKE) --no-print-directory test-older
+	$(MAKE) --no-print-directory test-mutation
 
 test-peers: $(VENV)/tested $(PEERS)
 	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
@@ -131,6 +133,9 @@ include tests/ptx/ptx.mk
 
 test-break: $(VENV)/tested
 	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)
+
+test-mutation: $(VENV)/tested
+	$(BIN)/python tests/mutation/run.py $(TEST_MUTATION_OPTIONS)
 
 docs: $(VENV)/built $(VENV)/docs-tools
 	rm -rf docs/api/generated build/site

@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import control_rules
 import pytest
@@ -16,7 +17,7 @@ from klfast import (
     PIDLagrangianKLController,
     ScheduledKLController,
 )
-from klfast.controllers import CONTROLLERS
+from klfast.controllers import CONTROLLERS, rules
 
 WIDE = {"min_coef": 1e-300, "max_coef": 1e300}
 
@@ -95,6 +96,12 @@ def test_pids_derivative_only_adds():
     assert controller.update(6.0) == pytest.approx(1.1)  # the first cost, 1, rises from 0
     assert controller.update(12.0) == pytest.approx(1.1)
     assert controller.update(6.0) == pytest.approx(1.0)
+
+
+def test_a_rule_that_gives_nan_leaves_the_coefficient():
+    settings = SimpleNamespace(lowest=0.01, highest=10.0, floor=0.01)
+    for limit in (rules.bounded, rules.bounded_or_zero, rules.bounded_or_absorbed):
+        assert limit(settings, 0.5, math.nan) == 0.5
 
 
 @pytest.mark.filterwarnings("ignore:.*the coefficient is at its bound:RuntimeWarning")

@@ -143,6 +143,7 @@ def test_a_sequence_is_the_same_alone_padded_packed_and_strided(dtype, lengths):
     packed = compute([torch.cat(column) for column in zip(*sequences, strict=True)], edges)
     for s, sequence in enumerate(sequences):
         value, grads, stats = compute(sequence)
+        assert stats.length == sequence[3].sum()
         for other, tokens in (
             (batch, (s, slice(lengths[s]))),
             (strided, (s, slice(lengths[s]))),

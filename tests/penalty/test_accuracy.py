@@ -251,6 +251,14 @@ def test_k3_is_not_negative_at_infinity_either(backend, estimator, dtype):
     assert not (k3 < 0).any()
 
 
+@every_dtype
+def test_r_log_r_of_what_the_policy_excludes_is_0(backend, dtype):
+    x = torch.tensor([-math.inf], dtype=dtype)
+    value, grad, _ = penalty_and_grads(backend, "r_log_r", x, torch.zeros_like(x))
+    assert value == 0
+    assert grad == 0
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
 @every_dtype

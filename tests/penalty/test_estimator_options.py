@@ -52,15 +52,19 @@ def tokens(dtype=torch.float32):
 
 
 def value_and_grad(backend, estimator, logprob, ref_logprob=0.0, old_logprob=None):
-    """Of one token, in float64."""
+    """A token's value and gradient in float64, the same alone and beside one that is far off."""
     numbers = (logprob, ref_logprob) if old_logprob is None else (logprob, ref_logprob, old_logprob)
-    logprobs, ref, *old = (torch.tensor([n], dtype=torch.float64) for n in numbers)
-    logprobs.requires_grad_()
-    value = klfast.kl_penalty(
-        logprobs, ref, estimator=estimator, old_logprobs=old[0] if old else None, backend=backend
-    )
-    (grad,) = torch.autograd.grad(value, logprobs)
-    return value.item(), grad.item()
+    found = []
+    for count in (1, 2):
+        pairs = ([n, far][:count] for n, far in zip(numbers, (40.0, 0.0, 0.0), strict=False))
+        logprobs, ref, *old = (torch.tensor(pair, dtype=torch.float64) for pair in pairs)
+        logprobs.requires_grad_()
+        options = {"old_logprobs": old[0] if old else None, "backend": backend}
+        value = klfast.kl_penalty(logprobs, ref, estimator=estimator, **options)
+        (grad,) = torch.autograd.grad(value[0], logprobs)
+        found.append((value[0].item(), grad[0].item()))
+    assert found[0] == found[1]
+    return found[0]
 
 
 @pytest.mark.parametrize(
