@@ -11,7 +11,7 @@ from torch import Tensor
 
 from klfast.control.base import TargetController
 from klfast.control.table import CONTROLLERS
-from lab.arms import ARMS
+from lab.settings import ARMS
 
 BATCH = 40
 """Sequences in an update, as in ``python -m lab compare``."""

@@ -1,67 +1,60 @@
-"""Trains the demo's GPT under every rule, for the table of docs/controllers.md.
+"""Trains the demo's GPT under every controller, for the table of docs/controllers.md.
 
 ``python -m lab.study.experiment`` takes minutes on one core, and writes
-``benchmarks/results/study-experiment.json``; ``lab/study/report.py`` then writes the page.
-The best three rules of the recorded study run with the gains that were tuned on its plant too, if
-they are others than the defaults.
+``benchmarks/results/study-experiment.json``; ``lab/study/table.py`` then writes the page. The best
+three controllers of the recorded study run with the gains that were tuned on its plant too, if they
+are others than the defaults.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from klfast.control.base import CoefficientController
 from klfast.control.table import CONTROLLERS
-from lab.arms import ARMS
-from lab.model import frozen_copy
-from lab.pretrain import new_pretraining, pretrain_step
+from lab.model import frozen_copy, new_pretraining, pretrain_step
 from lab.run import environment
-from lab.settings import Settings
+from lab.settings import ARMS, Settings
 from lab.study.candidates import CANDIDATES
-from lab.study.measure import mean_miss
-from lab.study.simulate import Course
-from lab.study.table import gains_text, ranked
-from lab.text import Corpus, load_corpus
+from lab.study.simulate import Course, mean_miss
+from lab.study.table import EXPERIMENT, RESULTS, gains_text, ranked
+from lab.text import load_corpus
 from lab.train import World, build_world, new_arm, train_step
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-STUDY, EXPERIMENT = RESULTS / "study.json", RESULTS / "study-experiment.json"
 SEEDS = (0, 1, 2)
 BEST = 3
-DEMOS = ("adaptive", "exponential")
-"""Arms whose gains are settings of the demo."""
 FASTER = {"kp": 1.0, "ki": 0.2}
 """nuPI's defaults with twice the integral gain."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Case:
-    """A rule and its gains; without gains those of the arm."""
+    """A controller and its gains; without gains those of the arm."""
 
     arm: str
     source: str
     gains: dict[str, float] | None = None
+    runs: list[dict[str, float]] = field(default_factory=list)
 
     def controller(self, settings: Settings) -> CoefficientController:
         if self.gains is None:
-            return ARMS[self.arm].controller(settings, None)
+            return ARMS[self.arm].controller(settings)
         make: Any = CONTROLLERS[self.arm]
-        made: CoefficientController = make(
-            settings.init_coef, settings.target, unit="sequence", **self.gains
-        )
+        first: tuple[float, float] = (settings.init_coef, settings.target)
+        made: CoefficientController = make(*first, unit="sequence", **self.gains)
         return made
 
 
 def cases(study: dict[str, Any]) -> Iterator[Case]:
-    for arm in ARMS.values():
+    for name, arm in ARMS.items():
         if arm.steers:
-            yield Case(arm.name, "the demo's" if arm.name in DEMOS else "default")
+            is_setting = name in ("adaptive", "exponential")
+            yield Case(name, "the demo's" if is_setting else "default")
     for rule in ranked(study)[:BEST]:
         tuned = Case(rule["name"], "tuned on the plant", rule["tuned_gains"])
         if gains_of(tuned, Settings()) != gains_of(Case(rule["name"], ""), Settings()):
@@ -76,16 +69,8 @@ def gains_of(case: Case, settings: Settings) -> str:
     return gains_text({name: getattr(controller, name) for name in candidate.gains})
 
 
-def world_of(seed: int, corpus: Corpus) -> tuple[World, Settings]:
-    settings = Settings(seed=seed)
-    pretraining = new_pretraining(corpus, settings)
-    while pretraining.step < settings.pretrain_steps:
-        pretrain_step(pretraining, corpus, settings)
-    return build_world(corpus, frozen_copy(pretraining.model), settings), settings
-
-
 def held(case: Case, world: World, settings: Settings) -> dict[str, float]:
-    """How a rule held its target over a run."""
+    """How a controller held its target over a run."""
     state = new_arm(case.arm, world, settings)
     state.controller = case.controller(settings)
     while len(state.rows) < settings.steps:
@@ -102,22 +87,24 @@ def held(case: Case, world: World, settings: Settings) -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    corpus, study = load_corpus(), json.loads(STUDY.read_text())
-    found: dict[Case, list[dict[str, float]]] = {}
-    all_cases = list(cases(study))
+    corpus, all_cases = load_corpus(), list(cases(json.loads(RESULTS.read_text())))
     for seed in SEEDS:
-        world, settings = world_of(seed, corpus)
-        for case, runs in ((case, found.setdefault(case, [])) for case in all_cases):
-            runs.append(held(case, world, settings))
-            print(seed, case.arm, case.source, runs[-1], flush=True)
+        settings = Settings(seed=seed)
+        pretraining = new_pretraining(corpus, settings)
+        while pretraining.step < settings.pretrain_steps:
+            pretrain_step(pretraining, corpus, settings)
+        world = build_world(corpus, frozen_copy(pretraining.model), settings)
+        for case in all_cases:
+            case.runs.append(held(case, world, settings))
+            print(seed, case.arm, case.source, case.runs[-1], flush=True)
     rules = [
         {
             "label": ARMS[case.arm].label,
             "source": case.source,
             "gains": gains_of(case, Settings()),
-            "runs": runs,
+            "runs": case.runs,
         }
-        for case, runs in found.items()
+        for case in all_cases
     ]
     recorded = {"environment": environment(corpus), "seeds": SEEDS, "rules": rules}
     EXPERIMENT.write_text(json.dumps(recorded, indent=1) + "\n")

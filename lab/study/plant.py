@@ -13,14 +13,20 @@ after it, in which Adam moves every weight by a whole step.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.study.records import Records
+from lab.run import METRICS, read_rows
+from lab.train import Row
+
+RECORDED = Path(__file__).with_name("recorded.json")
+"""Runs with the default settings, which the default plant is fitted to."""
 
 _SLOW = 0.95
 _DELAYS = range(4)
@@ -129,6 +135,85 @@ def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
         kl.append(policy.kl)
         policy.update(value)
     return torch.stack(kl, 1)
+
+
+# The records
+
+
+@dataclass(frozen=True)
+class Records:
+    """Which coefficient met which KL: arms of one length, [A] by [T] steps, fp64.
+
+    Attributes:
+        arms: their names.
+        coefficient: [A, T], of the step.
+        kl: [A, T], the exact KL in nats per sequence of the step's samples, before the step.
+        measured: [A, T], its estimate by k3, which controllers read.
+    """
+
+    arms: tuple[str, ...]
+    coefficient: Tensor
+    kl: Tensor
+    measured: Tensor
+
+
+_KEYS = {
+    "coefficient": "coefficient",
+    "kl": "kl_per_sequence_exact",
+    "measured": "kl_per_sequence_k3",
+}
+"""Column of the records -> key of a run's row."""
+
+
+def read_run(folder: Path) -> Records:
+    """The records of a finished run's folder, of the arms whose samples are the policy's own.
+
+    Raises:
+        ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        raise ValueError(f"there is no {path}: not the folder of a run of python -m lab compare")
+    rows: dict[str, list[Row]] = {}
+    for row in read_rows(path):
+        missing = [name for name in ("arm", *_KEYS.values()) if name not in row]
+        if missing:
+            raise ValueError(f"{path} must have {missing[0]} in every line, got {str(row)[:60]!r}")
+        if "rollout" not in row:
+            rows.setdefault(row["arm"], []).append(row)
+    if not rows or len({len(own) for own in rows.values()}) > 1:
+        raise ValueError(f"the run in {folder} is not finished: its arms have different lengths")
+    return _records(
+        {
+            name: {column: [row[key] for row in own] for column, key in _KEYS.items()}
+            for name, own in rows.items()
+        }
+    )
+
+
+def load_records(path: Path = RECORDED) -> Records:
+    """The records that :func:`save_records` wrote."""
+    return _records(json.loads(path.read_text()))
+
+
+def save_records(records: Records, path: Path = RECORDED) -> None:
+    """Writes records, rounded to seven digits."""
+    columns = {
+        name: {
+            key: [float(f"{value:.7g}") for value in getattr(records, key)[i].tolist()]
+            for key in _KEYS
+        }
+        for i, name in enumerate(records.arms)
+    }
+    path.write_text(json.dumps(columns) + "\n")
+
+
+def _records(columns: dict[str, dict[str, list[float]]]) -> Records:
+    tensors = {
+        key: torch.tensor([own[key] for own in columns.values()], dtype=torch.float64)
+        for key in _KEYS
+    }
+    return Records(tuple(columns), **tensors)
 
 
 # The fit

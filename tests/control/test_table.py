@@ -5,7 +5,7 @@ import readme
 import klfast
 from klfast.control.base import TargetController
 from klfast.control.table import CONTROLLERS
-from lab.arms import ARMS
+from lab.settings import ARMS
 
 
 def kinds_below(cls):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from lab.settings import Settings
-from lab.study import experiment, report
-from lab.study.plant import fit
-from lab.study.records import load_records
+from lab.study import experiment
+from lab.study import table as report
+from lab.study.plant import fit, load_records
 
 ROOT = Path(__file__).parents[2]
 
