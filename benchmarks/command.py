@@ -13,10 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import allocator, gpu, idle
+from benchmarks import allocator, idle
 from benchmarks.cases import DTYPES, Case, Op, Shape, Shapes, Suite, shape_text
 from benchmarks.check import WrongResult
-from benchmarks.measure import ATTEMPTS, ROUNDS, Measured, Plan, Skip, measure, one_line
+from benchmarks.measure import (
+    ATTEMPTS,
+    ROUNDS,
+    GpuBench,
+    Measured,
+    NoBackend,
+    Plan,
+    Skip,
+    find_place,
+    measure,
+    one_line,
+)
 from benchmarks.outcome import (
     Output,
     Results,
@@ -25,8 +36,7 @@ from benchmarks.outcome import (
     gpu_conditions,
     load_conditions,
     loaded_text,
-    print_cpu_results,
-    print_gpu_results,
+    print_results,
 )
 from benchmarks.suites import SUITES
 
@@ -201,7 +211,6 @@ class Bench:
         cases: what is measured.
         measure: what was measured of a case.
         where: the conditions.
-        show: prints results and conditions.
         keep_going: whether the cases behind one that fails are measured.
         notes: what a reader must know before there is a result.
         failed: what goes wrong within a case that is measured; filled as it does.
@@ -210,7 +219,6 @@ class Bench:
     cases: list[Case]
     measure: Callable[[Case], Measured]
     where: Callable[[], dict[str, Any]]
-    show: Callable[[Results, dict[str, Any], Suite], None]
     keep_going: bool = False
     notes: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
@@ -227,7 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
     suite = SUITES[arguments.suite]
     try:
         bench = (_gpu_bench if arguments.device == "cuda" else _cpu_bench)(arguments, suite)
-    except gpu.NoBackend as error:
+    except NoBackend as error:
         return _fail(str(error), 1)
     except allocator.NotKept as error:
         return _fail(str(error), 2)
@@ -250,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         results.notes.append("Interrupted: the cases that follow were not measured.")
-    bench.show(results, where(), suite)
+    print_results(results, where(), suite, arguments.device)
     if output is not None:
         if _refuses_load(arguments) and (reason := loaded_text(results.loads)) is not None:
             output.withdraw()
@@ -301,7 +309,7 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
     for name, reason in CPU_OPTIONS.items():
         if getattr(arguments, name):
             return f"--{name.replace('_', '-')} needs --device cpu: {reason}"
-    return None if gpu.find_place() else "--device cuda: torch sees no CUDA device here"
+    return None if find_place() else "--device cuda: torch sees no CUDA device here"
 
 
 def _cpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
@@ -320,25 +328,23 @@ def _cpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
         cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
         measure=lambda case: measure(case, plan),
         where=functools.cache(lambda: conditions(plan)),
-        show=print_cpu_results,
     )
 
 
 def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
-    plan = gpu.GpuPlan(
+    plan = Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else suite.gpu_rounds),
         budget=arguments.budget or suite.gpu_budget,
         with_compile=arguments.compile,
     )
     cases = gpu_cases(arguments, suite)
-    place = gpu.find_place()
+    place = find_place()
     assert place is not None  # _mistake has looked
-    bench = gpu.GpuBench(place, plan, cases)
+    bench = GpuBench(place, plan, cases)
     return Bench(
         cases=cases,
         measure=bench.measure,
         where=lambda: gpu_conditions(place, plan, bench.ceilings),
-        show=print_gpu_results,
         failed=bench.failed,
         keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
         notes=tuple(f"not timed: {reason}" for reason in bench.missing),

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, digits, gpu_plan, longest, proved, tables
+from benchmarks import command, gpu_plan, proved, studies, tables
 from benchmarks.candidates import MODES
 from benchmarks.cases import Case, Suite
 from benchmarks.measure import PRODUCTS
@@ -66,23 +66,19 @@ def pending(name: str, suite: Suite, cases: list[Case]) -> str:
     """The table of results: a measured one's headings and lines, with what is there to be
     measured.
     """
-    names = [{*map(tables.rival_of, names_of(case)), *MODES} for case in cases]
-    rivals = tables.rivals_of([{name: {} for name in each} for each in names], always=())
-    headings = tables.kernel_headings(suite.name, rivals)
-    lines = []
-    for case, candidates in zip(cases, names, strict=True):
+    lines: list[list[str]] = []
+    all_rivals: list[tables.Case] = []
+    for case in cases:
+        beside = [] if case.op.floors() is None else [PRODUCTS]
+        names = {*map(tables.rival_of, [*case.op.eager(case.packed), *beside]), *MODES}
+        all_rivals.append({name: {} for name in names})
+    headings = [heading for heading, _ in tables.kernel_columns(suite.name, all_rivals)]
+    rivals = [heading for heading, _ in tables.rivals_of(all_rivals, always=())]
+    for case, own in zip(cases, all_rivals, strict=True):
         row = {"shape": list(case.shape), "packed": case.packed, "op": case.op.name}
-        cells = [PENDING if name in candidates else "" for name in rivals]
-        rest = len(headings) - 2 - len(tables.BACKENDS) - len(rivals)
-        lines.append(
-            [
-                tables.label(row, with_shape=True),
-                case.dtype,
-                *[PENDING] * len(tables.BACKENDS),
-                *cells,
-                *[PENDING] * rest,
-            ]
-        )
+        timed = [heading for heading, _ in tables.rivals_of([own], always=())]
+        cells = ["" if each in rivals and each not in timed else PENDING for each in headings[2:]]
+        lines.append([tables.label(row), case.dtype, *cells])
     return (
         f"{tables.table(headings, lines)}\n\n"
         f"Not measured: `{command_of(name)}` on a machine with a GPU measures these "
@@ -90,11 +86,6 @@ def pending(name: str, suite: Suite, cases: list[Case]) -> str:
         f"{suite.gpu_rounds} interleaved rounds of each with L2 flushed, checked against float64 "
         f"first: {suite.text}. The device, its clocks and the versions then stand here."
     )
-
-
-def names_of(case: Case) -> list[str]:
-    """What is timed beside klfast and the compiler."""
-    return [*case.op.eager(case.packed), *([] if case.op.floors() is None else [PRODUCTS])]
 
 
 def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
@@ -142,10 +133,10 @@ def blocks(results: Path) -> dict[str, str]:
         texts["drop-in"] = tables.drop_in_table([json.loads(path.read_text()) for path in drop_in])
     of_digits = sorted(results.glob("digits-*.json"))
     if of_digits:
-        texts["digits"] = digits.table_of([json.loads(path.read_text()) for path in of_digits])
-    of_batches = load(results / longest.FILE.name)
+        texts["digits"] = studies.digits_table([json.loads(path.read_text()) for path in of_digits])
+    of_batches = load(results / "longest.json")
     if of_batches is not None:
-        texts["longest"] = longest.tables_of(of_batches)
+        texts["longest"] = studies.longest_tables(of_batches)
     parts = [load(results / f"{name}.json") for name in tables.SUMMARY]
     known = [part for part in parts if part is not None]
     if len(known) == len(tables.SUMMARY):

@@ -12,12 +12,11 @@ from torch import Tensor
 import klfast
 from benchmarks import candidates, check, command, linear, measure, outcome, tokens
 from benchmarks.__main__ import main
-from benchmarks.bandwidth import PROBES
 from benchmarks.cases import DTYPES, Case, make_inputs, shape_text
 from benchmarks.check import WrongResult, check_outputs, named_outputs, tolerances, truth
 from benchmarks.kl_step import time_kl_step
-from benchmarks.measure import Plan, checked_candidates, rows_of
-from benchmarks.outcome import print_cpu_results
+from benchmarks.measure import PROBES, Plan, checked_candidates, rows_of
+from benchmarks.outcome import print_results
 from benchmarks.suites import OPS, SUITES
 from benchmarks.timing import Timing, interleave
 
@@ -360,7 +359,7 @@ def test_a_median_of_twice_the_minimum_is_flagged(capsys, median, noisy):
     results = outcome.Results(rows=[row_of(median, 1.0), row_of(1.0, 1.0, "eager")])
     results.loads = {results.rows[0].case: None}
     where = {**outcome.conditions(Plan()), "quick": False}
-    print_cpu_results(results, {**where, "others_share": None}, SUITES["tokens"])
+    print_results(results, {**where, "others_share": None}, SUITES["tokens"], "cpu")
     heading, ours, eager, *below = capsys.readouterr().out.splitlines()
     assert heading.endswith("flags")
     assert ours.endswith("noisy") == noisy

@@ -10,20 +10,26 @@ import torch
 from fake_gpu import FakeGpu
 from small_cases import small
 
-from benchmarks import gpu, gpu_timing, linear, rivals, tokens
+from benchmarks import command, linear, measure, rivals, timing, tokens
 from benchmarks.__main__ import main
 from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
 from benchmarks.cases import DTYPES, Case, boundaries, make_inputs
-from benchmarks.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
-from benchmarks.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
 from benchmarks.linear import OPS as LINEAR_OPS
 from benchmarks.logits import OPS as LOGITS_OPS
-from benchmarks.measure import Skip, check_candidates
+from benchmarks.measure import (
+    Ceilings,
+    GpuBench,
+    Plan,
+    Skip,
+    check_candidates,
+    gpu_rows,
+    modes_within,
+    usable_backends,
+)
 from benchmarks.suites import OPS, SUITES
-from benchmarks.timing import Timing
+from benchmarks.timing import GRAPH_CALLS, HOST_CALLS, Cuda, GpuTiming, Timing, alternate, time_on
 from benchmarks.topk import OPS as TOPK_OPS
 from klfast import backends
-from klfast.selfcheck import clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,9 +47,9 @@ LOGITS_COMMAND = ["--device", "cuda", "--suite", "logits", "--quick", "--no-comp
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """`python -m benchmarks --device cuda`, on the CPU."""
-    monkeypatch.setattr(gpu, "find_place", lambda: CPU)
-    monkeypatch.setattr(gpu, "Cuda", FakeGpu)
-    monkeypatch.setattr(gpu, "_CEILING_BYTES", 1 << 20)
+    monkeypatch.setattr(command, "find_place", lambda: CPU)
+    monkeypatch.setattr(measure, "Cuda", FakeGpu)
+    monkeypatch.setattr(measure, "_CEILING_BYTES", 1 << 20)
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
 
 
@@ -133,7 +139,7 @@ def test_kernels_are_timed_cold_and_graphs_warm():
 
 
 def test_a_long_call_is_in_no_graph_and_queued_once_at_a_time(monkeypatch):
-    monkeypatch.setattr(gpu_timing, "LONG_CALL", 1e-3)
+    monkeypatch.setattr(timing, "LONG_CALL", 1e-3)
     device, calls = FakeGpu(), []
     both = {"long": lambda: calls.append(1) or time.sleep(2e-3), "short": lambda: None}
     timings = time_on(device, both, 4)
@@ -175,8 +181,8 @@ def test_events_enclose_the_call_alone_behind_a_head_start(monkeypatch, cold):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("sleep", cycles)))
-    monkeypatch.setattr(clock, "LEAST_FLUSH", 1)
-    device = gpu_timing.Cuda(CPU)
+    monkeypatch.setattr(timing, "LEAST_FLUSH", 1)
+    device = Cuda(CPU)
     assert device._flush.nbytes == 2 * cache.L2_cache_size
     read_back = SimpleNamespace(amax=lambda: log.append("read"))
     device._flush = SimpleNamespace(zero_=lambda: log.append("flush"), view=lambda dtype: read_back)
@@ -217,13 +223,12 @@ def test_rows_hold_what_the_clock_and_the_bytes_say():
     assert (ours.graph_ms, ours.host_ms, ours.peak_bytes) == (None, pytest.approx(5e-3), 12)
 
 
-def test_a_budget_is_shared_by_the_cases_that_are_left():
-    times = iter([0.0, 0.0, 30.0, 100.0])
-    clock = Clock(100.0, cases=4, now=lambda: next(times))
-    assert clock.next_case() == 25
-    assert clock.next_case() == pytest.approx(70 / 3)
+def test_a_budget_is_shared_by_the_cases_that_are_left(fake_gpu):
+    bench = GpuBench(CPU, Plan(rounds=1, budget=100.0), [Case(OPS["forward"], "fp32", (4, 8))] * 4)
+    assert bench.next_case(0.0) == 25
+    assert bench.next_case(30.0) == pytest.approx(70 / 3)
     with pytest.raises(Skip, match="the budget of 100 s was used up"):
-        clock.next_case()
+        bench.next_case(100.0)
 
 
 def test_a_case_that_is_short_of_time_does_without_autotuning():
@@ -235,18 +240,18 @@ def test_a_case_that_is_short_of_time_does_without_autotuning():
 
 def test_a_promised_gpu_needs_every_backend(monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
-    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native", "missing"))
+    monkeypatch.setattr(measure, "KLFAST_BACKENDS", ("native", "missing"))
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
     assert usable_backends(CPU) == (["native"], "missing: why")
     monkeypatch.setenv("KLFAST_REQUIRE_CUDA", "1")
-    with pytest.raises(gpu.NoBackend, match="klfast cannot be timed on cpu: missing: why"):
+    with pytest.raises(measure.NoBackend, match="klfast cannot be timed on cpu: missing: why"):
         usable_backends(CPU)
 
 
 def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
     out = tmp_path / "gpu.json"
-    command = ["--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
-    assert main(command) == 0
+    options = ["--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
+    assert main(options) == 0
     data = json.loads(out.read_text())
     assert data["finished"]
     assert data["failed"] == data["skipped"] == {}
@@ -270,8 +275,8 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
 def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(tokens.SUMS, "token-mean", lambda masked, *_: masked.sum())
     out = tmp_path / "gpu.json"
-    command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
-    assert main([*command, "--out", str(out)]) == 1
+    options = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    assert main([*options, "--out", str(out)]) == 1
     data = json.loads(out.read_text())
     cases = ["one-read fp32 16x256", "one-read fp32 16x256 packed"]
     assert list(data["failed"]) == [f"{case}, eager" for case in cases]
@@ -284,7 +289,7 @@ def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_pa
 
 
 def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native",))
+    monkeypatch.setattr(measure, "KLFAST_BACKENDS", ("native",))
     forward = tokens.TokensOp.klfast
 
     def broken(op, backend="auto", normalizer=None):
@@ -296,8 +301,8 @@ def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_p
 
     monkeypatch.setattr(tokens.TokensOp, "klfast", broken)
     out = tmp_path / "gpu.json"
-    command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
-    assert main([*command, "--out", str(out)]) == 1
+    options = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    assert main([*options, "--out", str(out)]) == 1
     data = json.loads(out.read_text())
     assert data["failed"]["two-pass fp32 16x256"] == "NoBackend: no backend of klfast works"
     assert data["failed"]["two-pass fp32 16x256, native"] == "RuntimeError: no kernel image"
@@ -305,9 +310,9 @@ def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_p
 
 
 def test_what_does_not_fit_is_left_out_visibly(fake_gpu, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "Cuda", lambda place: FakeGpu(place, free=1 << 16))
-    command = ["--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
-    assert main(command) == 0
+    monkeypatch.setattr(measure, "Cuda", lambda place: FakeGpu(place, free=1 << 16))
+    options = ["--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
+    assert main(options) == 0
     assert "left out: forward fp32 16x256: needs 0.0 GiB of memory" in capsys.readouterr().out
 
 
@@ -415,7 +420,7 @@ def test_a_device_that_does_not_fit_the_options_is_a_mistake(
 
 def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsys):
     monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
-    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("missing",))
+    monkeypatch.setattr(measure, "KLFAST_BACKENDS", ("missing",))
     assert main(["--device", "cuda", "--quick"]) == 1
     assert "klfast cannot be timed on cpu: missing: why" in capsys.readouterr().err
 
@@ -424,7 +429,7 @@ def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsy
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_events_graphs_and_peaks_of_a_device():
     """The bandwidth and the memory that a plain copy of 256 MiB shows are those of a GPU."""
-    device = gpu_timing.Cuda(torch.device("cuda", 0))
+    device = Cuda(torch.device("cuda", 0))
     source = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
     timing = time_on(device, {"clone": source.clone}, 5)["clone"]
     assert timing.capture_error is None
