@@ -21,7 +21,6 @@ from lab.summary import (
     ENOUGH_TOKENS,
     HELD_WITHIN,
     Bin,
-    Drift,
     Sampled,
     Summary,
     number,
@@ -277,7 +276,7 @@ def _bins(count: int) -> str:
 # The sampler
 
 
-def read_drift(drifts: list[Drift], settings: Settings) -> list[str]:
+def read_drift(drifts: list[Summary], settings: Settings) -> list[str]:
     """How far the stale sampler was from the policy, and what the correction changed."""
     sentences = [_drifted(d, d.sampled, settings) for d in drifts if d.sampled]
     ends = {
@@ -297,7 +296,7 @@ def read_drift(drifts: list[Drift], settings: Settings) -> list[str]:
     return sentences
 
 
-def _drifted(drift: Drift, sampled: Sampled, settings: Settings) -> str:
+def _drifted(drift: Summary, sampled: Sampled, settings: Settings) -> str:
     would = "" if ARMS[drift.name].is_corrected else "would have "
     return (
         f"In the arm “{drift.label}” KL(rollout || policy) was {number(sampled.k3)} nats per token "

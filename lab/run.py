@@ -105,21 +105,16 @@ def held(out: Path) -> Iterator[None]:
 
 
 def check_ours(out: Path) -> None:
-    """Raises :class:`CompareError` for a folder with files, but none of the run's settings."""
+    """Raises :class:`CompareError` for a folder with files, but none of a run's settings."""
+    begun = (LOCK, EARLIER, f".{SETTINGS}.new")
     try:
         names = sorted(path.name for path in out.iterdir())
     except FileNotFoundError:
         return
     except OSError as error:
         raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
-    begun = (LOCK, EARLIER, f".{SETTINGS}.new")
     foreign = next((name for name in names if name not in begun), None)
-    if SETTINGS in names:
-        with suppress(OSError, ValueError, TypeError):
-            if json.loads((out / SETTINGS).read_bytes()).keys() >= {"version", "settings"}:
-                return
-        foreign = SETTINGS
-    if foreign is not None:
+    if SETTINGS not in names and foreign is not None:
         raise CompareError(
             f"{out} is no folder of python -m lab compare, which did not write its {foreign}; "
             "choose a new or an empty folder"

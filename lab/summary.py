@@ -45,39 +45,6 @@ def mean_of(rows: Iterable[Row], key: str) -> float:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How one arm ended: means over the last third of its steps.
-
-    Attributes:
-        steps: how many it has made.
-        window: how many the means are over.
-        exact_kl: to the reference, over the whole vocabulary, nats per sequence.
-        perplexity: of held-out text, per token.
-    """
-
-    name: str
-    label: str
-    steps: int
-    window: int
-    reward: float
-    exact_kl: float
-    perplexity: float
-
-
-def _ending(name: str, rows: Sequence[Row]) -> Ending:
-    last = last_third(rows)
-    return Ending(
-        name=name,
-        label=ARMS[name].label,
-        steps=len(rows),
-        window=len(last),
-        reward=mean_of(last, "reward"),
-        exact_kl=mean_of(last, "kl_per_sequence_exact"),
-        perplexity=mean_of(last, "held_out_perplexity"),
-    )
-
-
-@dataclass(frozen=True)
 class Estimate:
     """One sampled estimator beside the exact KL, in nats per sequence.
 
@@ -90,102 +57,6 @@ class Estimate:
     kl: float
     bias: float
     error_std: float
-
-
-@dataclass(frozen=True)
-class Summary(Ending):
-    """One arm. Unless said otherwise, means over the last third of its steps.
-
-    Attributes:
-        kl: nats per sequence (k3, the estimator that the controllers read).
-        kl_spread, reward_spread: standard deviations from step to step; 0 for a single step.
-        kl_per_token: nats per token.
-        length: tokens of a sequence.
-        settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
-        kl_seconds, step_seconds: medians of the processor time over all steps.
-        clipped: tokens where the penalty's clip acted, as a share of all.
-        nonfinite: tokens whose log-ratio or penalty was NaN or infinite, in all steps.
-    """
-
-    steers: bool
-    kl: float
-    kl_spread: float
-    reward_spread: float
-    kl_per_token: float
-    length: float
-    estimates: dict[str, Estimate]
-    coefficient: float
-    settled: int | None
-    kl_seconds: float
-    step_seconds: float
-    clipped: float
-    nonfinite: int
-
-    @property
-    def kl_noise(self) -> float:
-        """Standard error of ``kl``, of steps as if they were independent; unknown of one."""
-        return self.kl_spread / sqrt(self.window) if self.window > 1 else inf
-
-    @property
-    def reward_noise(self) -> float:
-        """The standard error of ``reward``."""
-        return self.reward_spread / sqrt(self.window) if self.window > 1 else inf
-
-    def miss(self, target: float) -> float:
-        """How far ``kl`` is off, as a share of the target: -0.1 is 10 % below."""
-        return self.kl / target - 1
-
-    def held(self, target: float) -> bool:
-        return abs(self.miss(target)) <= HELD_WITHIN
-
-
-def summarise(rows: Iterable[Row], settings: Settings) -> list[Summary]:
-    """One summary for each arm on the policy that has made a step, in the order of the settings."""
-    by_arm = rows_by_arm(rows, on_policy(settings.arms))
-    return [_summarise_arm(name, own, settings) for name, own in by_arm.items() if own]
-
-
-def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
-    last = last_third(rows)
-    near = (
-        row["step"]
-        for row in rows
-        if abs(row["kl_per_sequence_k3"] / settings.target - 1) <= HELD_WITHIN
-    )
-    length = mean_of(last, "mean_length")
-    return Summary(
-        **vars(_ending(name, rows)),
-        steers=ARMS[name].steers,
-        kl=mean_of(last, "kl_per_sequence_k3"),
-        kl_spread=_spread(last, "kl_per_sequence_k3"),
-        reward_spread=_spread(last, "reward"),
-        kl_per_token=mean_of(last, "kl_per_token_k3"),
-        length=length,
-        estimates={estimator: _estimate(estimator, last) for estimator in SAMPLED},
-        coefficient=mean_of(last, "coefficient"),
-        settled=next(near, None),
-        kl_seconds=median(row["kl_step_seconds"] for row in rows),
-        step_seconds=median(row["step_seconds"] for row in rows),
-        clipped=mean_of(last, "clipped") / (length * settings.batch),
-        nonfinite=sum(row["nonfinite"] for row in rows),
-    )
-
-
-def _spread(rows: Sequence[Row], key: str) -> float:
-    """Standard deviation from step to step."""
-    return stdev(row[key] for row in rows) if len(rows) > 1 else 0.0
-
-
-def _estimate(estimator: str, rows: Sequence[Row]) -> Estimate:
-    key = f"kl_per_sequence_{estimator}"
-    return Estimate(
-        kl=mean_of(rows, key),
-        bias=fmean(row[key] - row["kl_per_sequence_exact"] for row in rows),
-        error_std=sqrt(fmean(row[f"{key}_error_std"] ** 2 for row in rows)),
-    )
-
-
-# The sampler
 
 
 @dataclass(frozen=True)
@@ -212,23 +83,73 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Drift(Ending):
-    """One arm off the policy, or the one that is the same on it, where ``sampled`` is None."""
+class Summary:
+    """One arm. Unless said otherwise, means over the last third of its steps.
 
+    Attributes:
+        steps: how many it has made.
+        window: how many the means are over.
+        kl: nats per sequence (k3, the estimator that the controllers read).
+        exact_kl: to the reference, over the whole vocabulary, nats per sequence.
+        perplexity: of held-out text, per token.
+        kl_spread, reward_spread: standard deviations from step to step; 0 for a single step.
+        kl_per_token: nats per token.
+        length: tokens of a sequence.
+        settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
+        kl_seconds, step_seconds: medians of the processor time over all steps.
+        clipped: tokens where the penalty's clip acted, as a share of all.
+        nonfinite: tokens whose log-ratio or penalty was NaN or infinite, in all steps.
+        sampled: of an arm off the policy.
+    """
+
+    name: str
+    label: str
+    steers: bool
+    steps: int
+    window: int
+    reward: float
+    reward_spread: float
+    kl: float
+    kl_spread: float
+    kl_per_token: float
+    exact_kl: float
+    perplexity: float
+    length: float
+    estimates: dict[str, Estimate]
+    coefficient: float
+    settled: int | None
+    kl_seconds: float
+    step_seconds: float
+    clipped: float
+    nonfinite: int
     sampled: Sampled | None
 
+    @property
+    def kl_noise(self) -> float:
+        """Standard error of ``kl``, of steps as if they were independent; unknown of one."""
+        return self.kl_spread / sqrt(self.window) if self.window > 1 else inf
 
-def summarise_drift(rows: Iterable[Row], settings: Settings) -> list[Drift]:
+    @property
+    def reward_noise(self) -> float:
+        """The standard error of ``reward``."""
+        return self.reward_spread / sqrt(self.window) if self.window > 1 else inf
+
+    def miss(self, target: float) -> float:
+        """How far ``kl`` is off, as a share of the target: -0.1 is 10 % below."""
+        return self.kl / target - 1
+
+    def held(self, target: float) -> bool:
+        return abs(self.miss(target)) <= HELD_WITHIN
+
+
+def summarise(rows: Iterable[Row], settings: Settings) -> list[Summary]:
+    """One summary for each arm on the policy that has made a step, in the order of the settings."""
+    return _summaries(rows, on_policy(settings.arms), settings)
+
+
+def summarise_drift(rows: Iterable[Row], settings: Settings) -> list[Summary]:
     """The arms off the policy that have made a step, behind their partner on it; or nothing."""
-    by_arm = rows_by_arm(rows, compared(settings))
-    found = [
-        Drift(
-            **vars(_ending(name, own)),
-            sampled=_sampled(own) if ARMS[name].is_off_policy else None,
-        )
-        for name, own in by_arm.items()
-        if own
-    ]
+    found = _summaries(rows, compared(settings), settings)
     return found if any(each.sampled for each in found) else []
 
 
@@ -236,6 +157,58 @@ def compared(settings: Settings) -> list[str]:
     """The arms off the policy, and before them their partner, if it is in the run."""
     names = off_policy(settings.arms)
     return [PARTNER, *names] if names and PARTNER in settings.arms else names
+
+
+def _summaries(rows: Iterable[Row], names: Iterable[str], settings: Settings) -> list[Summary]:
+    by_arm = rows_by_arm(rows, names)
+    return [_summarise_arm(name, own, settings) for name, own in by_arm.items() if own]
+
+
+def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
+    last = last_third(rows)
+    near = (
+        row["step"]
+        for row in rows
+        if abs(row["kl_per_sequence_k3"] / settings.target - 1) <= HELD_WITHIN
+    )
+    length = mean_of(last, "mean_length")
+    return Summary(
+        name=name,
+        label=ARMS[name].label,
+        steers=ARMS[name].steers,
+        steps=len(rows),
+        window=len(last),
+        reward=mean_of(last, "reward"),
+        reward_spread=_spread(last, "reward"),
+        kl=mean_of(last, "kl_per_sequence_k3"),
+        kl_spread=_spread(last, "kl_per_sequence_k3"),
+        kl_per_token=mean_of(last, "kl_per_token_k3"),
+        exact_kl=mean_of(last, "kl_per_sequence_exact"),
+        perplexity=mean_of(last, "held_out_perplexity"),
+        length=length,
+        estimates={estimator: _estimate(estimator, last) for estimator in SAMPLED},
+        coefficient=mean_of(last, "coefficient"),
+        settled=next(near, None),
+        kl_seconds=median(row["kl_step_seconds"] for row in rows),
+        step_seconds=median(row["step_seconds"] for row in rows),
+        clipped=mean_of(last, "clipped") / (length * settings.batch),
+        nonfinite=sum(row["nonfinite"] for row in rows),
+        sampled=_sampled(rows) if ARMS[name].is_off_policy else None,
+    )
+
+
+def _spread(rows: Sequence[Row], key: str) -> float:
+    """Standard deviation from step to step."""
+    return stdev(row[key] for row in rows) if len(rows) > 1 else 0.0
+
+
+def _estimate(estimator: str, rows: Sequence[Row]) -> Estimate:
+    key = f"kl_per_sequence_{estimator}"
+    return Estimate(
+        kl=mean_of(rows, key),
+        bias=fmean(row[key] - row["kl_per_sequence_exact"] for row in rows),
+        error_std=sqrt(fmean(row[f"{key}_error_std"] ** 2 for row in rows)),
+    )
 
 
 def _sampled(rows: list[Row]) -> Sampled:

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,8 +102,7 @@ class ArmState:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Policy and reference on a batch: ``[B, T]``, from one read of the logits of both.
 
     Attributes:

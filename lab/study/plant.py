@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,24 +72,13 @@ class Plant:
         return max(1e-6, math.exp((self.level - math.log(target)) / self.gain) - self.least)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """The numbers that are fitted, as tensors."""
-
-    level: Tensor
-    gain: Tensor
-    least: Tensor
-    rise: Tensor
-    fall: Tensor
-    drift: Tensor
+def goal_of(plant: Any, value: Tensor, t: int) -> Tensor:
+    """The limit of the logarithm of the KL in update t, on a plant or on tensors of its numbers."""
+    goal: Tensor = plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
+    return goal
 
 
-def goal_of(plant: Plant | Fitted, value: Tensor, t: int) -> Tensor:
-    """The limit of the logarithm of the KL in update t."""
-    return plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
-
-
-def moved(plant: Plant | Fitted, log_kl: Tensor, goal: Tensor) -> Tensor:
+def moved(plant: Any, log_kl: Tensor, goal: Tensor) -> Tensor:
     """The logarithm of the KL after an update."""
     gap = goal - log_kl
     return log_kl + torch.where(gap > 0, plant.rise * gap, plant.fall * gap)
@@ -250,9 +240,15 @@ def _fit(
     """(loss, fitted numbers, standard deviation of what is left, delay)."""
     raw = torch.tensor([-2.5, 0.3, -5.0, -2.0, -2.5, 0.0], dtype=torch.float64, requires_grad=True)
 
-    def fitted() -> Fitted:
-        level, drift = raw[0], 0.01 * raw[5]
-        return Fitted(level, raw[1].exp(), raw[2].exp(), raw[3].sigmoid(), raw[4].sigmoid(), drift)
+    def fitted() -> SimpleNamespace:
+        return SimpleNamespace(
+            level=raw[0],
+            gain=raw[1].exp(),
+            least=raw[2].exp(),
+            rise=raw[3].sigmoid(),
+            fall=raw[4].sigmoid(),
+            drift=0.01 * raw[5],
+        )
 
     def residual() -> Tensor:
         numbers = fitted()
@@ -267,16 +263,17 @@ def _fit(
         [raw], max_iter=100, history_size=20, line_search_fn="strong_wolfe"
     )
 
+    def huber(off: Tensor) -> Tensor:
+        return torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+
     def loss() -> Tensor:
         optimizer.zero_grad()
-        off = residual()
-        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+        error = huber(residual())
         torch.autograd.backward(error)
         return error
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         off = residual()
-        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
-        numbers = {name: float(value) for name, value in asdict(fitted()).items()}
-    return float(error), numbers, float(off.std()), delay
+        numbers = {name: float(value) for name, value in vars(fitted()).items()}
+    return float(huber(off)), numbers, float(off.std()), delay

@@ -150,7 +150,7 @@ def study(candidate: Candidate, plant: Plant, course: Course) -> Studied:
     """The rule at its first and at its best gains, and how much these matter."""
     first = simulate(candidate, candidate.gains, plant, course)
     factors = torch.tensor(FACTORS, dtype=torch.float64)
-    balances = torch.tensor(BALANCES if candidate.balanced else (1.0,), dtype=torch.float64)
+    balances = torch.tensor(BALANCES if candidate.integral else (1.0,), dtype=torch.float64)
     pairs = torch.cartesian_prod(factors, balances).view(-1, 2)
     grid = _column(candidate.scaled(candidate.gains, pairs[:, 0], pairs[:, 1]))
     best = int(

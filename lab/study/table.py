@@ -7,6 +7,9 @@ docs/controllers.md.
   plant is fitted to (``lab/study/recorded.json``).
 - ``python -m lab.study.table runs/study`` first copies what ``python -m lab study`` wrote there to
   ``benchmarks/results/study.json`` and ``docs/study.png``.
+
+``benchmarks/results/study-experiment.json`` has runs of the demo's GPT under every controller,
+which were made once with the settings of ``python -m lab compare`` and the gains in the table.
 """
 
 from __future__ import annotations

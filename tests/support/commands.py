@@ -209,7 +209,6 @@ MODULES = {
     "benchmarks.report": module("benchmarks.report"),
     "klfast": klfast,
     "lab": lab,
-    "lab.study.experiment": module("lab.study.experiment"),
     "pip": pip,
     "pytest": pytest_,
     "venv": venv,

@@ -195,7 +195,7 @@ def test_resuming_with_another_setting_or_text_is_refused(copy):
         compare(options(copy, resume=True))
 
 
-@pytest.mark.parametrize("name", ["settings.json", ".git", "notes.txt"])
+@pytest.mark.parametrize("name", [".git", "notes.txt"])
 @pytest.mark.parametrize("arguments", [[], ["--force"], ["--resume"]], ids=str)
 def test_a_folder_that_is_not_klfasts_is_refused_untouched(tmp_path, capsys, name, arguments):
     (tmp_path / name).write_text('{"editor": "vi"}')

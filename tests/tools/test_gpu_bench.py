@@ -100,17 +100,6 @@ def test_from_hidden_states_bare_products_are_timed_and_no_read(fake_gpu, tmp_pa
     assert all(probe.startswith("products of") for probe in data["probes"].values())
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="torch 2.13's Inductor writes code that does not compile without AVX2",
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
-def test_both_modes_of_the_compiler_are_right_on_packed_tokens():
-    case = Case(OPS["two-pass"], "fp32", (3, 40), packed=True)
-    built = build_gpu_candidates(case, [], tuple(MODES))
-    assert list(check_candidates(built, case.op, make_inputs(case, 1)[0])) == ["eager", *MODES]
-
-
 def test_a_round_is_queued_whole_before_any_time_is_read_and_the_order_alternates():
     log = []
 
@@ -148,18 +137,6 @@ def test_a_long_call_is_in_no_graph_and_queued_once_at_a_time(monkeypatch):
     assert (timings["long"].host.calls, timings["short"].host.calls) == (1, HOST_CALLS)
     assert len(timings["long"].kernel.seconds) == 4
     assert len(calls) < 2 * HOST_CALLS
-
-
-def test_the_host_is_given_the_head_start_that_it_needs():
-    given = []
-
-    class Noting(FakeGpu):
-        def queue(self, call, *, cold, head_start):
-            given.append((cold, head_start))
-            return super().queue(call, cold=cold, head_start=head_start)
-
-    time_on(Noting(), {"slow": lambda: time.sleep(2e-3)}, 1)
-    assert all(head_start >= 2e-3 for cold, head_start in given if cold)
 
 
 @pytest.mark.parametrize("cold", [False, True])
@@ -354,29 +331,6 @@ def test_other_libraries_are_timed_where_they_are_installed(fake_gpu, monkeypatc
     assert data["conditions"]["suite"] == "logits"
 
 
-def test_another_library_that_fails_is_left_out_with_the_reason(fake_gpu, monkeypatch, tmp_path):
-    def broken(logits, token_ids):
-        raise RuntimeError("no such instruction\nand a long trace")
-
-    monkeypatch.setattr(rivals, "LIBRARIES", {"TRL": lambda: {"logprob": broken}})
-    out = tmp_path / "gpu.json"
-    options = ["--ops", "logprob,kl", "--dtypes", "bf16", "--out", str(out)]
-    assert main([*LOGITS_COMMAND, *options]) == 0
-    data = json.loads(out.read_text())
-    reason = "TRL is left out, as it fails here: RuntimeError: no such instruction"
-    assert data["notes"][-1] == f"logprob bf16 8x1000: {reason}"
-    assert {row["impl"] for row in data["rows"]} >= {"native", "eager", "selective"}
-
-
-def test_a_wrong_result_of_another_library_fails(fake_gpu, monkeypatch, tmp_path):
-    zeros = {"TRL": lambda: {"logprob": lambda logits, ids: torch.zeros(len(ids))}}
-    monkeypatch.setattr(rivals, "LIBRARIES", zeros)
-    out = tmp_path / "gpu.json"
-    assert main([*LOGITS_COMMAND, "--ops", "logprob", "--out", str(out)]) == 1
-    failed = json.loads(out.read_text())["failed"]
-    assert list(failed) == [f"logprob {dtype} 8x1000, TRL" for dtype in DTYPES]
-
-
 @pytest.mark.parametrize("left_out", [True, False], ids=["eager", "klfast"])
 def test_a_rival_may_run_out_of_memory_and_klfast_may_not(left_out):
     def hungry(*tensors):
@@ -416,13 +370,6 @@ def test_a_device_that_does_not_fit_the_options_is_a_mistake(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsys):
-    monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
-    monkeypatch.setattr(measure, "KLFAST_BACKENDS", ("missing",))
-    assert main(["--device", "cuda", "--quick"]) == 1
-    assert "klfast cannot be timed on cpu: missing: why" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

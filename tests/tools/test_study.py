@@ -155,7 +155,7 @@ def test_many_gains_at_once_are_each_of_them_alone():
     ],
 )
 def test_default_gains_hold_the_plant_of_the_recorded_runs(name, error):
-    defaults = Candidate(name, "default", {}, scaled=None)
+    defaults = Candidate(name, "default", {})
     course = Course(updates=400, seeds=32, seed=5)
     held = judge(simulate(defaults, {}, fit(load_records()), course)[0], course)
     assert held.lost <= 0.05
