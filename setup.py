@@ -54,8 +54,6 @@ SOURCES = (
     "csrc/logits/cpu.cpp",
     "csrc/rollout/cpu.cpp",
     "csrc/binding/cpu.cpp",
-    "csrc/binding/direct.cpp",
-    "csrc/binding/py_tensor.cpp",
     "csrc/binding/module.cpp",
 )
 CUDA_SOURCES = (
@@ -67,7 +65,6 @@ CUDA_SOURCES = (
     "csrc/binding/cuda.cpp",
     "csrc/device/cuda/problem.cu",
     "csrc/logits/cuda_token_logprobs.cu",
-    "csrc/rollout/cuda.cu",
 )
 # PTX of 10.0 is for 11.0, which runs no code of 12.0.
 CUDA_ARCHS = "8.0 9.0 10.0+PTX 12.0+PTX"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 try:
     from benchmarks import command
-    from klfast.streams import replace_standard_streams
 except KeyboardInterrupt:  # while torch is imported
     sys.exit(130)
 
@@ -18,7 +17,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C.
     """
     try:
-        replace_standard_streams()
         parser = argparse.ArgumentParser(prog="python -m benchmarks", description=command.HELP)
         command.add_arguments(parser)
         return command.run(parser.parse_args(argv))

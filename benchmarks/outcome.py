@@ -22,8 +22,8 @@ from benchmarks.cases import Suite
 from benchmarks.measure import Ceilings, Plan
 from benchmarks.timing import GRAPH_CALLS, LONG_CALL, NOISY
 from klfast import info
-from klfast.provenance import commit
-from klfast.selfcheck.command import print_plainly
+from klfast.backends.info import commit
+from klfast.cli.check.report import print_plainly
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -123,31 +123,6 @@ def of_tokens(
     return Case(pattern, (loop,), 32, moved, bound, (8,), marks, held, written=gradient)
 
 
-ROLLOUT_SHARED = 44_672
-"""Bytes of dynamic shared memory of its block: BlockMemory::bytes of csrc/rollout/cuda_sums.h."""
-
-
-def of_rollout(dtype: str, features: dict[str, int], bound: float) -> Case:
-    """A case of the kernel between sampler and trainer: weights per token, no rule."""
-    element = 2 if dtype == "bf16" else 4
-    name = "rollout_kernelI" + ("N.*BFloat16E" if dtype == "bf16" else "f")
-    marks = {"STG": 23, "ATOM": 0, "VOTE": 1}  # the statistics of a sequence
-    written = 5  # a weight and a mask
-    loop = Loop(features | {"series": 8}, 8)
-    moved = 2 * element + 1 + written
-    return Case(
-        f"{name}Lb0E",
-        (loop,),
-        32,
-        moved,
-        bound,
-        (8,),
-        marks,
-        written=written,
-        shared=ROLLOUT_SHARED,
-    )
-
-
 BF16 = {"LDG.128": 2, "LDG.64": 1}
 FP32 = {"LDG.128": 4, "LDG.32": 2}
 STORED = {"STG.128": 2, "STG.32": 8}  # those of 32 bits under a predicate that is false
@@ -165,8 +140,6 @@ CASES = {
     "k3-statistics-fp32": of_tokens("fp32", 2, FP32, 34),
     "k3-forward-packed-bf16": of_tokens("bf16", 0, PACKED, 32.4),
     "k3-forward-packed-fp32": of_tokens("fp32", 0, {"LDG.128": 4, "LDG.32": 20}, 32.4),
-    "rollout-token-bf16": of_rollout("bf16", BF16 | {"STG.128": 2, "STG.64": 1}, 47),
-    "rollout-token-fp32": of_rollout("fp32", FP32 | {"STG.128": 2, "STG.32": 2}, 47),
     "logprob-forward-bf16": Case(
         LOGPROB.format("forward") + "Lb0ELb1E",
         (Loop({"LDG.128": 4, "MUFU": 32}, 32),),

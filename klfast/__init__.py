@@ -3,32 +3,32 @@
 import importlib
 from typing import TYPE_CHECKING
 
-import klfast.interrupt  # noqa: F401  # before torch
 from klfast import names
 from klfast.api import kl_penalty, kl_rewards, reduce
-from klfast.control.controllers import (
+from klfast.backends.info import info
+from klfast.controllers.grouped import GroupedKLController, KLController
+from klfast.controllers.target import (
     AdaptiveKLController,
-    ExponentialKLController,
-    FixedKLController,
-    get_kl_controller,
-)
-from klfast.control.early_stop import KLEarlyStop
-from klfast.control.feedback import (
     ControlVAEKLController,
     DoublingKLController,
     DualKLController,
+    ExponentialKLController,
+    FixedKLController,
     NuPIKLController,
     PIDLagrangianKLController,
+    ScheduledKLController,
+    TargetController,
+    get_kl_controller,
 )
-from klfast.control.grouped import GroupedKLController
-from klfast.control.learning_rate import KLAdaptiveLR
-from klfast.control.monitor import KLDriftAlarm, KLMonitor
-from klfast.control.protocol import KLController
-from klfast.control.reset import ReferenceReset
-from klfast.control.scheduled import ScheduledKLController
+from klfast.controllers.watchers import (
+    KLAdaptiveLR,
+    KLDriftAlarm,
+    KLEarlyStop,
+    KLMonitor,
+    ReferenceReset,
+)
 from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
-from klfast.info import info
 from klfast.linear.api import linear_kl_divergence, linear_token_logprobs
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs, topk_kl_divergence
@@ -44,9 +44,8 @@ from klfast.names import (
 from klfast.penalty import KLPenalty
 from klfast.profile import LogRatioProfile, log_ratio_profile
 from klfast.rollout.api import rollout_correction
-from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutStats
+from klfast.rollout.stats import RolloutCorrection, RolloutStats
 from klfast.stats import KLStats
 from klfast.version import __version__
 
@@ -85,6 +84,7 @@ __all__ = [
     "RolloutStats",
     "ScheduledKLController",
     "TailName",
+    "TargetController",
     "TokenLogprobs",
     "__version__",
     "compat",

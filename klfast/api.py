@@ -6,19 +6,33 @@ Shapes: B sequences of T tokens, or N packed tokens; S sequences (B, or ``len(cu
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from klfast import backends, shortcut
+from klfast import backends
 from klfast.call import penalty_call, reduce_call, rewards_call
 from klfast.checks import hints
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
 from klfast.estimator import Estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
-from klfast.shortcut import tries_first
 from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+
+class _PenaltyOptions(TypedDict, total=False):
+    """The options of ``kl_penalty`` that change no type."""
+
+    estimator: EstimatorName | Estimator
+    reduction: ReductionName
+    cu_seqlens: Tensor | None
+    old_logprobs: Tensor | None
+    normalizer: float | Tensor | None
+    coef: Coefficient
+    backend: BackendName
 
 
 @overload
@@ -27,14 +41,8 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: EstimatorName | Estimator = "k3",
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     return_stats: Literal[False] = False,
-    backend: BackendName = "auto",
+    **options: Unpack[_PenaltyOptions],
 ) -> Tensor: ...
 
 
@@ -44,14 +52,8 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: EstimatorName | Estimator = "k3",
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     return_stats: Literal[True],
-    backend: BackendName = "auto",
+    **options: Unpack[_PenaltyOptions],
 ) -> tuple[Tensor, KLStats]: ...
 
 
@@ -61,18 +63,11 @@ def kl_penalty(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: EstimatorName | Estimator = "k3",
-    reduction: ReductionName = "none",
-    cu_seqlens: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    coef: Coefficient = 1.0,
     return_stats: bool,
-    backend: BackendName = "auto",
+    **options: Unpack[_PenaltyOptions],
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
-@tries_first(shortcut.kl_penalty)
 @serves_dtensors
 def kl_penalty(
     logprobs: Tensor,
@@ -168,6 +163,15 @@ def kl_penalty(
     return penalty if stats is None else (penalty, stats)
 
 
+class _RewardsOptions(TypedDict, total=False):
+    """The options of ``kl_rewards`` that change no type."""
+
+    kl_coef: Required[Coefficient]
+    estimator: EstimatorName | Estimator
+    cu_seqlens: Tensor | None
+    backend: BackendName
+
+
 @overload
 def kl_rewards(
     scores: Tensor,
@@ -175,11 +179,8 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: Coefficient,
-    estimator: EstimatorName | Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
     return_stats: Literal[False] = False,
-    backend: BackendName = "auto",
+    **options: Unpack[_RewardsOptions],
 ) -> Tensor: ...
 
 
@@ -190,11 +191,8 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: Coefficient,
-    estimator: EstimatorName | Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
     return_stats: Literal[True],
-    backend: BackendName = "auto",
+    **options: Unpack[_RewardsOptions],
 ) -> tuple[Tensor, KLStats]: ...
 
 
@@ -205,15 +203,11 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    kl_coef: Coefficient,
-    estimator: EstimatorName | Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
     return_stats: bool,
-    backend: BackendName = "auto",
+    **options: Unpack[_RewardsOptions],
 ) -> Tensor | tuple[Tensor, KLStats]: ...
 
 
-@tries_first(shortcut.kl_rewards)
 @serves_dtensors
 def kl_rewards(
     scores: Tensor,

@@ -11,14 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klfast.args.signature import check
 from klfast.checks.arguments import (
-    check_cu_seqlens,
-    check_device,
     check_normalizer,
     check_number,
     check_reduction,
-    check_tensor,
-    shape_text,
     without_graph,
 )
 from klfast.checks.values import (
@@ -28,38 +25,13 @@ from klfast.checks.values import (
     check_mask_values,
 )
 from klfast.coefficient import Coefficient, coef_argument
-from klfast.dtypes import FLOATS, MASKS, arithmetic_dtype
+from klfast.dtypes import arithmetic_dtype
 from klfast.estimator import Estimator, as_estimator
-from klfast.layout import number_of_sequences
 from klfast.names import EstimatorName, ReductionName
 from klfast.reduction import REDUCTIONS, Reduction
 
-
-class LogProbs(NamedTuple):
-    """A source of numbers per token: log-probs, of which an estimator makes them.
-
-    Only ``logprobs`` and ``ref_logprobs`` may carry a graph; validation has detached the rest.
-    """
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    old_logprobs: Tensor | None = None
-
-
-class Values(NamedTuple):
-    """A source of numbers per token: the numbers themselves, which may carry a graph."""
-
-    values: Tensor
-    of_rows: bool = False
-    """One number a row of logits: so few that a second read costs less than a gradient scaled."""
-
-    def tensors(self) -> tuple[Tensor, None, None]:
-        """The source as the ops take it: no reference is a log-ratio that is there already."""
-        return self.values, None, None
-
-
 AS_IT_IS = Estimator("k1")
-"""The estimator of ``Values``."""
+"""The estimator of values that are reduced as they are."""
 
 
 class Layout(NamedTuple):
@@ -105,55 +77,64 @@ class Spec(NamedTuple):
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
         """``coef`` and ``normalizer``, where they are tensors."""
+        _, _, coef, normalizer = self
         return (
-            self.coef if isinstance(self.coef, Tensor) else None,
-            self.normalizer if isinstance(self.normalizer, Tensor) else None,
+            coef if isinstance(coef, Tensor) else None,
+            normalizer if isinstance(normalizer, Tensor) else None,
         )
 
-    def encoded(self) -> tuple[Choices, Numbers]:
-        """The spec as the ops take it, behind the tensors."""
+    def encoded(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The spec as the ops take it, behind the tensors: ``Choices`` and ``Numbers``, in tuples,
+        which torch's dispatcher reads faster.
+        """
+        choices, limits = self.estimator.encoded()
         coef = 1.0 if isinstance(self.coef, Tensor) else self.coef
         normalizer = self.normalizer
         if normalizer is None or isinstance(normalizer, Tensor):
             normalizer = 0.0
         return (
-            Choices(*self.estimator.choices, *self.reduction.encoded()),
-            Numbers(*self.estimator.limits, coef, normalizer),
+            (*choices, *self.reduction.encoded()),
+            (*limits, coef, normalizer),
         )
 
 
 class PenaltyCall(NamedTuple):
-    """Arguments of ``kl_penalty`` (with ``scores``, of ``kl_rewards``): source, layout, spec, and
-    what is wanted.
+    """Arguments of ``kl_penalty``, ``kl_rewards`` (with ``scores``) or ``reduce``.
+
+    Only ``logprobs`` and ``ref_logprobs`` may carry a graph. The checks have detached the rest.
     """
 
-    source: LogProbs | Values
-    layout: Layout
+    logprobs: Tensor
+    """The log-probs. Without ``ref_logprobs``, the values that are reduced."""
+    ref_logprobs: Tensor | None
+    old_logprobs: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
     spec: Spec
-    return_stats: bool
+    return_stats: bool = False
     scores: Tensor | None = None
+    is_of_rows: bool = False
+    """Whether there is one value per row of logits: so few that a second read costs less than a
+    gradient that is scaled."""
 
     def first(self) -> Tensor:
         """The tensor that has the shape and the device of the call."""
-        return self.source[0]
+        return self.logprobs
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors in the order of the ops: three of the source, two of the layout, two of the
-        spec.
-        """
-        source = self.source.tensors() if isinstance(self.source, Values) else self.source
-        return *source, *self.layout, *self.spec.tensors()
+        """The tensors in the order of the ops: the five of the call, ``coef``, ``normalizer``."""
+        return *self[:5], *self.spec.tensors()
 
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""
-        return arithmetic_dtype(*self.tensors()[:3])
+        return arithmetic_dtype(*self[:3])
 
     def check_values(self) -> None:
         """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
-        if self.layout.mask is not None:
-            check_mask_values(self.layout.mask, self.arithmetic())
-        if self.layout.cu_seqlens is not None:
-            check_cu_seqlens_values(self.layout.cu_seqlens, self.first().shape[0])
+        if self.mask is not None:
+            check_mask_values(self.mask, self.arithmetic())
+        if self.cu_seqlens is not None:
+            check_cu_seqlens_values(self.cu_seqlens, self.first().shape[0])
         self._check_coef()
         if isinstance(self.spec.normalizer, Tensor):
             check_number("normalizer", self.spec.normalizer.item(), above=0)
@@ -184,12 +165,7 @@ def penalty_call(
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
     check_reduction(reduction, normalizer)
-    check_layout("logprobs", logprobs, cu_seqlens)
-    check_like("ref_logprobs", ref_logprobs, logprobs, FLOATS)
-    if old_logprobs is not None:
-        check_like("old_logprobs", old_logprobs, logprobs, FLOATS)
-    if mask is not None:
-        check_like("mask", mask, logprobs, MASKS)
+    check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask)
     spec = Spec(
         as_estimator(estimator),
         REDUCTIONS[reduction],
@@ -199,8 +175,11 @@ def penalty_call(
     if spec.estimator.gradient == "none":
         logprobs, ref_logprobs = logprobs.detach(), ref_logprobs.detach()
     return PenaltyCall(
-        LogProbs(logprobs, ref_logprobs, without_graph(old_logprobs)),
-        layout_of(mask, cu_seqlens),
+        logprobs,
+        ref_logprobs,
+        without_graph(old_logprobs),
+        mask,
+        contiguous(cu_seqlens),
         spec,
         return_stats,
     )
@@ -217,21 +196,21 @@ def rewards_call(
     return_stats: bool,
 ) -> PenaltyCall:
     """The arguments of ``kl_rewards`` after every check that needs no data, all but ``backend``."""
-    call = penalty_call(
-        logprobs, ref_logprobs, mask, estimator, "none", cu_seqlens, None, None, 1.0, return_stats
+    check("kl_rewards", cu_seqlens, logprobs, ref_logprobs, mask, scores)
+    spec = Spec(
+        as_estimator(estimator),
+        REDUCTIONS["none"],
+        coef_argument("kl_coef", kl_coef, logprobs),
     )
-    coef = coef_argument("kl_coef", kl_coef, logprobs)
-    check_tensor("scores", scores, MASKS)
-    sequences = number_of_sequences(logprobs, cu_seqlens)
-    if tuple(scores.shape) != (sequences,):
-        raise ValueError(
-            f"scores must have shape [{sequences}], one per sequence, got {shape_text(scores)}"
-        )
-    check_device("scores", scores, logprobs)
-    return call._replace(
-        source=LogProbs(logprobs.detach(), ref_logprobs.detach()),
-        spec=call.spec._replace(coef=coef),
-        scores=scores.detach(),
+    return PenaltyCall(
+        logprobs.detach(),
+        ref_logprobs.detach(),
+        None,
+        mask,
+        contiguous(cu_seqlens),
+        spec,
+        return_stats,
+        scores.detach(),
     )
 
 
@@ -245,58 +224,25 @@ def reduce_call(
 ) -> PenaltyCall:
     """The arguments of ``reduce`` after every check that needs no data."""
     check_reduction(reduction, normalizer)
-    check_layout("values", values, cu_seqlens)
-    if mask is not None:
-        check_like("mask", mask, values, MASKS, of="values")
+    check("reduce", cu_seqlens, values, mask)
     spec = Spec(
         AS_IT_IS,
         REDUCTIONS[reduction],
         coef_argument("coef", coef, values, of="values"),
         check_normalizer(normalizer, values, of="values"),
     )
-    return PenaltyCall(Values(values), layout_of(mask, cu_seqlens), spec, return_stats=False)
+    return PenaltyCall(values, None, None, mask, contiguous(cu_seqlens), spec)
 
 
 def of_rows(rows: Tensor, layout: Layout, spec: Spec, return_stats: bool) -> PenaltyCall:
     """The call that reduces one number a row of logits, in the shape of the tokens."""
-    return PenaltyCall(Values(rows, of_rows=True), layout, spec, return_stats)
+    return PenaltyCall(rows, None, None, *layout, spec, return_stats, is_of_rows=True)
 
 
 def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
     """The layout that checked arguments say."""
-    return Layout(mask, None if cu_seqlens is None else cu_seqlens.contiguous())
+    return Layout(mask, contiguous(cu_seqlens))
 
 
-def check_layout(
-    argument: str,
-    tokens: Tensor,
-    cu_seqlens: Tensor | None,
-    dtypes: tuple[torch.dtype, ...] = FLOATS,
-) -> None:
-    """The shapes of padded or packed tokens, and what needs no data of cu_seqlens."""
-    check_tensor(argument, tokens, dtypes)
-    if cu_seqlens is None:
-        if tokens.dim() not in (1, 2):
-            raise ValueError(f"{argument} must have shape [B, T] or [N], got {shape_text(tokens)}")
-        return
-    if tokens.dim() != 1:
-        raise ValueError(
-            f"{argument} must be packed, of shape [N], with cu_seqlens, got {shape_text(tokens)}"
-        )
-    check_cu_seqlens(cu_seqlens, tokens, of=argument)
-
-
-def check_like(
-    argument: str,
-    value: object,
-    like: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    of: str = "logprobs",
-) -> None:
-    """A tensor of one of the dtypes, with the shape and on the device of the argument ``of``."""
-    tensor = check_tensor(argument, value, dtypes)
-    if tensor.shape != like.shape:
-        raise ValueError(
-            f"{argument} must have the shape of {of}, {shape_text(like)}, got {shape_text(tensor)}"
-        )
-    check_device(argument, tensor, like, of)
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

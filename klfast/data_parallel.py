@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.call import check_layout
-from klfast.checks.arguments import (
-    check_choice,
-)
+from klfast.args.signature import check
+from klfast.checks.arguments import check_choice
 from klfast.checks.values import are_checked, check_cu_seqlens_values, check_mask_values
 from klfast.dtensors import refuse_dtensors
-from klfast.dtypes import MASKS, wide, wide_dtype
-from klfast.layout import sequence_of_token
+from klfast.dtypes import wide, wide_dtype
+from klfast.layout import Sequences, sum_of_sequences
 from klfast.names import ReductionName
 from klfast.ranks import folded, ranks_of
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, Reduction
@@ -107,7 +105,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
     refuse_dtensors(mask=mask)
-    check_layout("mask", mask, cu_seqlens, MASKS)
+    check("data_parallel_normalizer", cu_seqlens, mask)
     if are_checked(mask, in_kernel=False):
         check_mask_values(mask, wide_dtype(mask.device))
         if cu_seqlens is not None:
@@ -116,11 +114,5 @@ def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
 
 def _denominator(mask: Tensor, cu_seqlens: Tensor | None, reduction: Reduction) -> Tensor:
     """The denominator of one micro-batch, 0-dim."""
-    dtype = wide_dtype(mask.device)
-    if cu_seqlens is None:
-        length = mask.sum(-1, dtype=dtype)
-    else:
-        sequence, number = sequence_of_token(mask, cu_seqlens)
-        length = torch.zeros(number, dtype=dtype, device=mask.device)
-        length.index_add_(0, sequence, mask.to(dtype))
-    return reduction.denominator_terms(length).sum(dtype=dtype)
+    length = Sequences(mask, cu_seqlens).sum(wide(mask).flatten())
+    return sum_of_sequences(wide(reduction.denominator_terms(length)))

@@ -133,20 +133,13 @@ class Estimator:
             object.__setattr__(self, "importance", "detached")
         object.__setattr__(self, "name", _FORMULA_OF.get(name, name))
 
-    @property
-    def choices(self) -> tuple[int, int, int, int]:
-        """(estimator, gradient, importance, clip_weighted) as the ops take them: positions in
-        ``ESTIMATORS``, ``GRADIENTS`` and ``IMPORTANCE``.
-        """
-        return self._encode()[0] if torch.compiler.is_compiling() else self._encoded[0]
-
-    @property
-    def limits(self) -> _Limits:
-        """(importance_cap, low, high, linear_tail, kl_clip) as the ops take them: ``NO_LIMIT``
-        stands for an absent one.
+    def encoded(self) -> _Encoded:
+        """The estimator as the ops take it: (estimator, gradient, importance, clip_weighted) as
+        positions in ``ESTIMATORS``, ``GRADIENTS`` and ``IMPORTANCE``, and (importance_cap, low,
+        high, linear_tail, kl_clip), of which an absent one is ``NO_LIMIT``.
         """
         # What dynamo reads from an object may become a symbol.
-        return self._encode()[1] if torch.compiler.is_compiling() else self._encoded[1]
+        return self._encode() if torch.compiler.is_compiling() else self._encoded
 
     def _encode(self) -> _Encoded:
         limits = (self.importance_cap, *self.log_ratio_bounds, self.linear_tail, self.kl_clip)

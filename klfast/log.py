@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from klfast.checks.arguments import check_choice
-from klfast.control.current import NUMBER, check_count, number_of
-from klfast.control.grouped import GroupedKLController
+from klfast.controllers.grouped import GroupedKLController
+from klfast.controllers.inputs import NUMBER, check_count, number_of
 from klfast.dtensors import made_whole
 from klfast.profile import LogRatioProfile
 from klfast.rollout.stats import RolloutStats

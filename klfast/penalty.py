@@ -11,23 +11,24 @@ from torch import Tensor
 from klfast.api import kl_penalty
 from klfast.backends import BACKENDS
 from klfast.checks.arguments import check_choice, check_number, shown
-from klfast.control.controllers import FixedKLController
-from klfast.control.current import Unit
-from klfast.control.grouped import GroupedKLController
-from klfast.control.protocol import KLController
-from klfast.control.reading import STATE_VERSION, check_state_kind, warn_caller
+from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
+from klfast.controllers.grouped import GroupedKLController, KLController
+from klfast.controllers.inputs import Unit
+from klfast.controllers.target import FixedKLController
+from klfast.dtensors import made_whole
 from klfast.estimator import Estimator, as_estimator
 from klfast.names import BackendName, EstimatorName, ReductionName
-from klfast.pending import PendingStats, are_whole, merged, parts_of, state_of
 from klfast.ranks import Ranks, ranks_of
 from klfast.reduction import REDUCTIONS
 from klfast.stats import KLStats
-from klfast.transfer import floats
+from klfast.transfer import floats, json_of, numbers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["KLPenalty"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class KLPenalty:
@@ -94,7 +95,7 @@ class KLPenalty:
             _check_unit(unit, self.controller)
         self.cu_seqlens = cu_seqlens
         self.backend = backend
-        self._pending = PendingStats([])
+        self._pending = _PendingStats([])
 
     @property
     def coef(self) -> Any:
@@ -141,7 +142,7 @@ class KLPenalty:
             backend=self.backend,
         )
         if is_traced:
-            self._pending = PendingStats([stats], self._pending)
+            self._pending = _PendingStats([stats], self._pending)
         else:
             self._pending.newest.append(stats)
         return loss
@@ -183,7 +184,7 @@ class KLPenalty:
         if ranks is None and not parts:
             raise RuntimeError("step() must come after a call; none was made since the last")
         device = getattr(self.controller, "device", None)
-        stats = merged(parts, device or torch.device("cpu"))
+        stats = _merged(parts, device or torch.device("cpu"))
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
         self._pending = self._pending.without(len(parts))
@@ -223,7 +224,7 @@ class KLPenalty:
         if group is not None and own is not None and group != own:
             raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
         group = own if group is None else group
-        if not are_whole(parts):
+        if not _are_whole(parts):
             return ranks_of(group)
         if group is not None:
             raise ValueError(
@@ -241,7 +242,7 @@ class KLPenalty:
         This waits for the device.
         """
         frame = {"kind": "penalty", "version": STATE_VERSION}
-        controller, pending = self.controller.state_dict(), state_of(self._pending.parts())
+        controller, pending = self.controller.state_dict(), _state_of(self._pending.parts())
         return {**frame, "controller": controller, "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,15 +257,15 @@ class KLPenalty:
         keys = {"kind", "version", "controller", "pending"}
         if state.keys() != keys:
             raise ValueError(f"state must have keys {sorted(keys)}, got {[*state]}")
-        restored = parts_of("state['pending']", state["pending"])
+        restored = _parts_of("state['pending']", state["pending"])
         self.controller.load_state_dict(state["controller"])
-        self._pending = PendingStats(restored)
+        self._pending = _PendingStats(restored)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pending": self._pending.parts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _pending=PendingStats(state["_pending"]))
+        vars(self).update(state, _pending=_PendingStats(state["_pending"]))
 
     def __repr__(self) -> str:
         settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"
@@ -290,3 +291,89 @@ def _controller(given: object) -> KLController:
             f"load_state_dict), a number or None, got {shown(given)}"
         )
     return FixedKLController(check_number("controller", given, least=0))
+
+
+class _PendingStats:
+    """Statistics of calls: a list that any thread may append to, and what came before it.
+
+    torch.compile guards the lengths of lists and looks into tuples, so that every micro-batch would
+    compile a call anew. Of an object it looks at the class alone: a compiled call makes one.
+
+    Attributes:
+        newest: the list; appending to it and taking from it is atomic.
+    """
+
+    def __init__(self, newest: list[KLStats], before: _PendingStats | None = None) -> None:
+        self.newest, self._before = newest, before
+
+    def parts(self) -> list[KLStats]:
+        """All statistics, in their order."""
+        lists: list[list[KLStats]] = []
+        node: _PendingStats | None = self
+        while node is not None:
+            lists.append(node.newest[:])
+            node = node._before
+        return [part for newest in reversed(lists) for part in newest]
+
+    def without(self, count: int) -> _PendingStats:
+        """This without its first parts."""
+        if self._before is not None:
+            return _PendingStats(self.parts()[count:])
+        del self.newest[:count]
+        return self
+
+
+def _are_whole(parts: list[KLStats]) -> bool:
+    """Whether there are statistics of DTensors, which every rank has whole."""
+    return any(made_whole(part) is not part for part in parts)
+
+
+def _merged(parts: list[KLStats], where: torch.device) -> KLStats:
+    """The statistics of all sequences on a device, in one transfer from another one."""
+    parts = [made_whole(part) for part in parts]
+    if not parts:
+        return KLStats(*torch.zeros(len(KLStats._fields), 0, device=where))
+    if len({part.kl.device for part in parts}) > 1:
+        parts = [_moved(part, where) for part in parts]
+    return _moved(KLStats.cat(parts), where)
+
+
+def _state_of(parts: list[KLStats]) -> list[Any]:
+    """Statistics as plain JSON; waits for the device.
+
+    A list without a dict or a tensor, as ``torch.distributed.checkpoint`` stores one under one key,
+    whatever it holds: the dtype, then the numbers of each field; empty for nothing.
+    """
+    if not parts:
+        return []
+    stats = _merged(parts, torch.device("cpu"))
+    dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
+    return [dtype, *([*map(json_of, field.tolist())] for field in stats)]
+
+
+def _parts_of(argument: str, state: object) -> list[KLStats]:
+    """The statistics that ``_state_of`` was given, _merged; errors name ``argument``.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if not isinstance(state, list):
+        raise TypeError(f"{argument} must be a list, got {type(state).__name__}")
+    if not state:
+        return []
+    dtype, *fields = state
+    check_choice(f"{argument}[0]", dtype, _DTYPES)
+    rows = [numbers_of(f"{argument}[{at}]", field) for at, field in enumerate(fields, 1)]
+    lengths = [len(row) for row in rows]
+    if len(rows) != len(KLStats._fields) or len({*lengths}) > 1:
+        raise ValueError(
+            f"{argument} must hold a dtype and {len(KLStats._fields)} lists of one length, got "
+            f"lists of {lengths}"
+        )
+    return [KLStats(*torch.tensor(rows, dtype=_DTYPES[dtype]).unbind(0))]
+
+
+def _moved(stats: KLStats, device: torch.device) -> KLStats:
+    if stats.kl.device == device:
+        return stats
+    return KLStats(*torch.stack(stats).to(device).unbind(0))

@@ -158,18 +158,19 @@ def ranks_of(group: Any) -> Ranks | None:
     return None if ranks.size == 1 else ranks
 
 
-def check_same(what: str, values: Sequence[object]) -> None:
-    """Raise on every rank unless all ranks have the same.
+def check_same(what: str, values: Sequence[object], shows_values: bool = True) -> None:
+    """Raise on every rank unless all ranks have the same; the error may show the values.
 
     Raises:
         RuntimeError: they do not.
     """
     apart = [rank for rank, value in enumerate(values) if value != values[0]]
     if apart:
+        other = values[apart[0]]
+        got = f"{values[0]!r} on rank 0 and {other!r}" if shows_values else "another"
         raise RuntimeError(
-            f"{what} must be the same on every rank, got {values[0]!r} on rank 0 and "
-            f"{values[apart[0]]!r} on rank {apart[0]}; {len(apart)} of {len(values)} ranks differ "
-            "from rank 0"
+            f"{what} must be the same on every rank, got {got} on rank {apart[0]}; {len(apart)} of "
+            f"{len(values)} ranks differ from rank 0"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from klfast.names import ReductionName
@@ -35,6 +36,11 @@ class Reduction(NamedTuple):
 
     def encoded(self) -> EncodedReduction:
         """The reduction as the ops take it: positions in ``RESULTS`` and ``DENOMINATORS``."""
+        if torch.compiler.is_compiling():
+            return self._encode()
+        return _ENCODED[self]
+
+    def _encode(self) -> EncodedReduction:
         return RESULTS.index(self.result), int(self.own_length), DENOMINATORS.index(self.over)
 
     def denominator_terms(self, length: Tensor) -> Tensor:
@@ -52,6 +58,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "seq-mean-token-mean": Reduction("scalar", True, "sequences"),
 }
 """The reduction of every name in ``klfast.names.ReductionName``."""
+_ENCODED = {reduction: reduction._encode() for reduction in REDUCTIONS.values()}
 NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
 """Scalar means, whose outer denominator ``normalizer`` replaces."""
 TOKENWISE_REDUCTIONS = tuple(

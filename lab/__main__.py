@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
 try:
-    from klfast.__main__ import run_command
+    from klfast.cli import run_command
 except KeyboardInterrupt:  # while torch is imported
     sys.exit(130)
 
@@ -16,6 +17,8 @@ COMMANDS = {"compare": "lab.compare", "study": "lab.study.command"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code, as those of ``klfast``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that a terminal lacks are "?"
+        sys.stdout.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="python -m lab", description="Experiments with the KL.")
     return run_command(parser, COMMANDS, argv)
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from klfast import Estimator
-from klfast.control.base import CoefficientController, TargetController
+from klfast.controllers.base import CoefficientController
 from lab.settings import ARMS, PARTNER, Settings, on_policy
 from lab.summary import (
     ENOUGH_STEPS,
@@ -348,11 +348,8 @@ def recipe(name: str, settings: Settings) -> str:
 def controller_text(controller: CoefficientController) -> str:
     """The call that made a controller which has not moved; what it left at defaults is left out."""
     chosen = {}
-    own = inspect.signature(type(controller)).parameters
-    shared = inspect.signature(TargetController).parameters if "options" in own else {}
-    for parameter in {**own, **shared, **own}.values():  # in the order of its own
-        place = parameter.name in ("device", "process_group")
-        if place or parameter.kind is parameter.VAR_KEYWORD:
+    for parameter in inspect.signature(type(controller)).parameters.values():
+        if parameter.name in ("device", "process_group"):
             continue
         value = getattr(controller, "value" if parameter.name in _FIRST else parameter.name)
         if parameter.default is parameter.empty or value != parameter.default:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from klfast.provenance import commit
+from klfast.backends.info import commit
 from klfast.version import __version__
 from lab.cores import cores, side_by_side
 from lab.model import GPT, PretrainState, frozen_copy, new_pretraining, pretrain_step
@@ -101,7 +101,10 @@ def held(out: Path) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # a file system without locks
-        yield
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
 
 
 def check_ours(out: Path) -> None:

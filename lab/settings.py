@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from klfast.control.base import CoefficientController
-from klfast.control.controllers import FixedKLController
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
+from klfast.controllers.base import CoefficientController
+from klfast.controllers.target import FixedKLController
 from klfast.rollout.presets import PRESETS
 
 

@@ -28,7 +28,7 @@ from klfast import (
     rollout_correction,
     token_logprobs,
 )
-from klfast.control.base import CoefficientController
+from klfast.controllers.base import CoefficientController
 from klfast.names import ReductionName
 from klfast.rollout.presets import PRESETS
 from lab.model import GPT, Batch, continuation_logits, frozen_copy, perplexity, sample

@@ -38,10 +38,6 @@ def test_the_command_says_that_the_kernels_work():
     assert len(facts["build"]["commit"].partition("-")[0]) == 40
 
 
-def test_the_module_has_the_functions_of_direct_calls():
-    assert _C.direct_problem() == ""
-
-
 def test_it_is_typed():
     assert (SITE / "klfast" / "py.typed").exists()
     assert (SITE / "klfast" / "_C.pyi").exists()

@@ -4,10 +4,8 @@
 
 #include "binding/logits_ops.h"
 #include "binding/penalty_ops.h"
-#include "binding/rollout_ops.h"
 #include "logits/cpu.h"
 #include "penalty/cpu.h"
-#include "rollout/cpu.h"
 
 namespace klfast::binding {
 
@@ -59,12 +57,6 @@ struct CpuLogits {
   }
   static void run(const DivergenceBackward& call, const Device&) {
     cpu::divergence_backward(call, threads());
-  }
-};
-
-struct CpuRollout {
-  static void run(const rollout::Call& call, const Device&) {
-    cpu::rollout_correction(call, threads());
   }
 };
 

@@ -8,7 +8,6 @@ namespace {
 STABLE_TORCH_LIBRARY_IMPL(klfast, CUDA, library) {
   implement<Cuda>(library);
   implement_logits<CudaLogits>(library);
-  implement_rollout<CudaRollout>(library);
 }
 
 }  // namespace

@@ -7,10 +7,8 @@
 
 #include "binding/logits_ops.h"
 #include "binding/penalty_ops.h"
-#include "binding/rollout_ops.h"
 #include "logits/cuda.h"
 #include "penalty/cuda.h"
-#include "rollout/cuda.h"
 
 // Part of torch with CUDA; null in a torch without, where no op here is ever called.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
@@ -37,16 +35,16 @@ inline void* current_stream(const Device& device) {
 // on the stream comes after.
 struct Workspace {
   cuda::Launch launch;
-  std::optional<StableTensor> partials, counter;
+  std::optional<Tensor> partials, counter;
 
   Workspace(int64_t doubles, const Device& device) {
     launch.stream = current_stream(device);
     if (doubles == 0) return;
-    partials = empty<StableTensor>({doubles}, ScalarType::Double, device);
+    partials = empty({doubles}, ScalarType::Double, device);
     launch.partials = static_cast<double*>(partials->mutable_data_ptr());
     launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
     if (launch.arrivals != nullptr) return;
-    counter = empty<StableTensor>({1}, ScalarType::Int, device);
+    counter = empty({1}, ScalarType::Int, device);
     launch.arrivals = static_cast<unsigned*>(counter->mutable_data_ptr());
     cuda::zero(launch.arrivals, launch.stream);
   }
@@ -105,15 +103,6 @@ struct CudaLogits {
   }
   static void run(const DivergenceBackward& call, const Device& device) {
     run(cuda::divergence_backward, call, device);
-  }
-};
-
-// rollout_correction on a GPU.
-struct CudaRollout {
-  static void run(const rollout::Call& call, const Device& device) {
-    const DeviceGuard guard(device.index);
-    const Workspace workspace(cuda::rollout_doubles_needed(call.in), device);
-    cuda::rollout_correction(call, workspace.launch);
   }
 };
 

@@ -10,8 +10,7 @@
 
 namespace klfast::binding {
 
-template <typename Tensor>
-Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument) {
+inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument) {
   const Device own = device_of(tensor);
   const Device device = device_of(like);
   KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
@@ -31,9 +30,8 @@ Logits logits_of(const Tensor& tensor, const Tensor& like, const char* argument)
 }
 
 // What a call reads per row, or per pick, contiguous and of one dtype; null where it is absent.
-template <typename Tensor>
-const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, DType dtype,
-                    const char* argument, int64_t picks = 1) {
+inline const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, DType dtype,
+                           const char* argument, int64_t picks = 1) {
   if (!tensor.has_value()) return nullptr;
   const int64_t elements = logits.size(0) * logits.size(1) * picks;
   const bool has_shape = tensor->dim() == 1 || (tensor->dim() == 2 && tensor->size(1) == picks);
@@ -45,8 +43,7 @@ const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, D
   return view.data;
 }
 
-template <typename Tensor>
-const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
+inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
   const int64_t rows = logits.size(0) * logits.size(1);
   KLFAST_CHECK(
       saved.dim() == 2 && saved.size(0) == fields && saved.size(1) == rows && saved.is_contiguous(),
@@ -58,9 +55,8 @@ const double* saved_of(const Tensor& saved, const Tensor& logits, int fields) {
 
 // Sets 1 / temperature: a number, or what a tensor holds, which the kernels read: one for all rows,
 // of no dimensions, or one a row, [R].
-template <typename Tensor>
-void set_temperature(RowInputs& in, const Tensor& logits, double temperature,
-                     const std::optional<Tensor>& inverse_temperature) {
+inline void set_temperature(RowInputs& in, const Tensor& logits, double temperature,
+                            const std::optional<Tensor>& inverse_temperature) {
   in.inverse_temperature = 1 / temperature;
   if (inverse_temperature.has_value()) {
     constexpr const char* kName = "inverse_temperature";
@@ -79,8 +75,8 @@ void set_temperature(RowInputs& in, const Tensor& logits, double temperature,
 }
 
 // The token ids of a row: [R] holds one, [R, picks] so many.
-template <typename Tensor>
-void set_token_ids(RowInputs& in, const Tensor& logits, const std::optional<Tensor>& token_ids) {
+inline void set_token_ids(RowInputs& in, const Tensor& logits,
+                          const std::optional<Tensor>& token_ids) {
   if (!token_ids.has_value()) return;
   in.may_lack_ids = token_ids->dim() == 2;
   in.picks = in.may_lack_ids ? token_ids->size(1) : 1;
@@ -88,14 +84,13 @@ void set_token_ids(RowInputs& in, const Tensor& logits, const std::optional<Tens
       static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids", in.picks));
 }
 
-template <typename Tensor>
-RowInputs rows_of(const Tensor& logits, const std::optional<Tensor>& token_ids,
-                  const std::optional<Tensor>& keep, double temperature,
-                  const std::optional<Tensor>& inverse_temperature, bool is_double) {
+inline RowInputs rows_of(const Tensor& logits, const std::optional<Tensor>& token_ids,
+                         const std::optional<Tensor>& keep, double temperature,
+                         const std::optional<Tensor>& inverse_temperature, bool is_double) {
   KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
   RowInputs in;
   in.shape = {logits.size(0), logits.size(1), logits.size(2)};
-  in.keep = static_cast<const uint8_t*>(per_row<Tensor>(keep, logits, DType::kBool, "keep"));
+  in.keep = static_cast<const uint8_t*>(per_row(keep, logits, DType::kBool, "keep"));
   in.is_double = is_double;
   set_token_ids(in, logits, token_ids);
   set_temperature(in, logits, temperature, inverse_temperature);
@@ -111,17 +106,15 @@ inline DType results_dtype(const RowInputs& in) {
 }
 
 // Results per row, or nothing of shape [0].
-template <typename Tensor>
-Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
-  return empty<Tensor>({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
+inline Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
+  return empty({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
 }
 
-template <typename Tensor>
-void* data_of(const Tensor& tensor) {
+inline void* data_of(const Tensor& tensor) {
   return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor token_ids,
                                                       std::optional<Tensor> keep,
                                                       double temperature, bool want_entropy,
@@ -129,11 +122,11 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   TokenLogprobsForward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
-  call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
-  Tensor logprobs = empty<Tensor>({token_ids.numel()}, arithmetic(is_double), device_of(logits));
+  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  Tensor logprobs = empty({token_ids.numel()}, arithmetic(is_double), device_of(logits));
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
-  Tensor saved = empty<Tensor>({WordSaved::kCount, call.in.shape.rows()}, ScalarType::Double,
-                               device_of(logits));
+  Tensor saved =
+      empty({WordSaved::kCount, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
   call.logprobs = data_of(logprobs);
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
@@ -141,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   return {logprobs, entropy, saved};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
                              const std::optional<Tensor>& keep, const Tensor& saved,
                              const Tensor& logprobs, const Tensor& entropy, double temperature,
@@ -152,21 +145,20 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   TokenLogprobsBackward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
-  call.in = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   const DType dtype = results_dtype(call.in);
   call.saved = saved_of(saved, logits, WordSaved::kCount);
   const int64_t picks = call.in.picks;
-  call.logprobs = per_row<Tensor>(logprobs, logits, dtype, "logprobs", picks);
-  call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs", picks);
-  call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
-  call.grad_lse = per_row<Tensor>(grad_lse, logits, dtype, "grad_lse");
-  if (call.grad_entropy != nullptr)
-    call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
+  call.logprobs = per_row(logprobs, logits, dtype, "logprobs", picks);
+  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs", picks);
+  call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
+  call.grad_lse = per_row(grad_lse, logits, dtype, "grad_lse");
+  if (call.grad_entropy != nullptr) call.entropy = per_row(entropy, logits, dtype, "entropy");
   call.grad = output_of(grad, true);
   if (call.in.shape.rows() > 0) On::run(call, device_of(logits));
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
                           Tensor logprobs, Tensor entropy, double temperature,
                           std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
@@ -178,7 +170,7 @@ Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor>
   return grad;
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
                          Tensor logprobs, Tensor entropy, double temperature,
                          std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
@@ -189,17 +181,16 @@ void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> 
                               grad_logprobs, grad_entropy, inverse_temperature, grad_lse, logits);
 }
 
-template <typename Tensor>
-DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
-                               const std::optional<Tensor>& token_ids,
-                               const std::optional<Tensor>& keep, int64_t divergence, double beta,
-                               double temperature, int64_t entropy_of,
-                               const std::optional<Tensor>& inverse_temperature) {
+inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
+                                      const std::optional<Tensor>& token_ids,
+                                      const std::optional<Tensor>& keep, int64_t divergence,
+                                      double beta, double temperature, int64_t entropy_of,
+                                      const std::optional<Tensor>& inverse_temperature) {
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
   in.second = logits_of(ref_logits, logits, "ref_logits");
   const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
-  in.rows = rows_of<Tensor>(logits, token_ids, keep, temperature, inverse_temperature, is_double);
+  in.rows = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   KLFAST_CHECK(in.rows.picks == 1, "token_ids must be [R]");
   in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
   KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
@@ -211,9 +202,8 @@ DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
 }
 
 // Refuses gradients over logits that do not lie as gradients do, or whose memory both models have.
-template <typename Tensor>
-void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
-                    bool want_grad_ref) {
+inline void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
+                           bool want_grad_ref) {
   KLFAST_CHECK(!want_grad || logits.is_contiguous(),
                "logits must be contiguous to be written over");
   KLFAST_CHECK(!want_grad_ref || ref_logits.is_contiguous(),
@@ -223,7 +213,6 @@ void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_gr
 }
 
 // A gradient of a model's logits, where one is wanted.
-template <typename Tensor>
 struct ModelGradients {
   Tensor first;
   Tensor second;
@@ -243,15 +232,16 @@ struct ModelGradients {
 };
 
 // What a forward returns beside gradients: rows, log-probs under both models, saved, entropy.
-template <typename Tensor>
 using DivergenceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-template <typename On, typename Tensor>
-DivergenceResults<Tensor> run_divergence_forward(
-    const Tensor& logits, const Tensor& ref_logits, const std::optional<Tensor>& token_ids,
-    const std::optional<Tensor>& keep, int64_t divergence, double jsd_beta, double temperature,
-    int64_t entropy_of, const std::optional<Tensor>& row_weights,
-    const std::optional<Tensor>& inverse_temperature, const ModelGradients<Tensor>& grads) {
+template <typename On>
+DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref_logits,
+                                         const std::optional<Tensor>& token_ids,
+                                         const std::optional<Tensor>& keep, int64_t divergence,
+                                         double jsd_beta, double temperature, int64_t entropy_of,
+                                         const std::optional<Tensor>& row_weights,
+                                         const std::optional<Tensor>& inverse_temperature,
+                                         const ModelGradients& grads) {
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
@@ -264,34 +254,33 @@ DivergenceResults<Tensor> run_divergence_forward(
   Tensor rows = empty_rows(logits, dtype, true);
   Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
   Tensor ref_logprobs = empty_rows(logits, dtype, token_ids.has_value());
-  Tensor saved =
-      empty<Tensor>({Saved::kCount, in.shape.rows()}, ScalarType::Double, device_of(logits));
+  Tensor saved = empty({Saved::kCount, in.shape.rows()}, ScalarType::Double, device_of(logits));
   Tensor entropy = empty_rows(logits, dtype, want_entropy);
   call.rows = data_of(rows);
   call.logprobs = data_of(logprobs);
   call.ref_logprobs = data_of(ref_logprobs);
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
-  call.row_weights = per_row<Tensor>(row_weights, logits, results_dtype(in), "row_weights");
+  call.row_weights = per_row(row_weights, logits, results_dtype(in), "row_weights");
   grads.set(call);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
   return {rows, logprobs, ref_logprobs, saved, entropy};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
     int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
     std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
     std::optional<Tensor> inverse_temperature) {
-  const auto grads = ModelGradients<Tensor>::empty(logits, ref_logits, want_grad, want_grad_ref);
+  const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
       run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
                                  temperature, entropy_of, row_weights, inverse_temperature, grads);
   return {rows, logprobs, ref_logprobs, saved, grads.first, grads.second, entropy};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
                                               std::optional<Tensor> keep, int64_t divergence,
                                               double jsd_beta, double temperature,
@@ -299,15 +288,15 @@ std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
                                               bool want_grad_ref,
                                               std::optional<Tensor> inverse_temperature) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
-  const ModelGradients<Tensor> grads = {logits, ref_logits, want_grad, want_grad_ref};
+  const ModelGradients grads = {logits, ref_logits, want_grad, want_grad_ref};
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
-  auto results = run_divergence_forward<On, Tensor>(logits, ref_logits, std::nullopt, keep,
-                                                    divergence, jsd_beta, temperature, no_entropy,
-                                                    row_weights, inverse_temperature, grads);
+  auto results =
+      run_divergence_forward<On>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
+                                 temperature, no_entropy, row_weights, inverse_temperature, grads);
   return {std::get<0>(results), std::get<3>(results)};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 void run_divergence_backward(
     const Tensor& logits, const Tensor& ref_logits, const std::optional<Tensor>& token_ids,
     const std::optional<Tensor>& keep, int64_t divergence, double jsd_beta, double temperature,
@@ -316,7 +305,7 @@ void run_divergence_backward(
     const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_ref_logprobs,
     const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& inverse_temperature,
     const std::optional<Tensor>& grad_lse, const std::optional<Tensor>& grad_ref_lse,
-    const ModelGradients<Tensor>& grads) {
+    const ModelGradients& grads) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
@@ -325,24 +314,24 @@ void run_divergence_backward(
   KLFAST_CHECK(
       token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
       "gradients of tokens' log-probs go with token_ids");
-  call.rows = per_row<Tensor>(rows, logits, dtype, "rows");
+  call.rows = per_row(rows, logits, dtype, "rows");
   call.saved = saved_of(saved, logits, Saved::kCount);
-  call.grad_rows = per_row<Tensor>(grad_rows, logits, dtype, "grad_rows");
-  call.grad_logprobs = per_row<Tensor>(grad_logprobs, logits, dtype, "grad_logprobs");
-  call.grad_ref_logprobs = per_row<Tensor>(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
-  call.grad_lse = per_row<Tensor>(grad_lse, logits, dtype, "grad_lse");
-  call.grad_ref_lse = per_row<Tensor>(grad_ref_lse, logits, dtype, "grad_ref_lse");
+  call.grad_rows = per_row(grad_rows, logits, dtype, "grad_rows");
+  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
+  call.grad_ref_logprobs = per_row(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
+  call.grad_lse = per_row(grad_lse, logits, dtype, "grad_lse");
+  call.grad_ref_lse = per_row(grad_ref_lse, logits, dtype, "grad_ref_lse");
   if (grad_entropy.has_value()) {
     KLFAST_CHECK(call.in.entropy_of != EntropyOf::kNone && entropy.has_value(),
                  "grad_entropy goes with entropy and entropy_of");
-    call.grad_entropy = per_row<Tensor>(grad_entropy, logits, dtype, "grad_entropy");
-    call.entropy = per_row<Tensor>(entropy, logits, dtype, "entropy");
+    call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
+    call.entropy = per_row(entropy, logits, dtype, "entropy");
   }
   grads.set(call);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 std::tuple<Tensor, Tensor> kl_divergence_bwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
     int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
@@ -351,7 +340,7 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
     std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
     std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
     std::optional<Tensor> grad_ref_lse) {
-  const auto grads = ModelGradients<Tensor>::empty(logits, ref_logits, want_grad, want_grad_ref);
+  const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
                               temperature, entropy_of, rows, saved, entropy, grad_rows,
                               grad_logprobs, grad_ref_logprobs, grad_entropy, inverse_temperature,
@@ -359,30 +348,30 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
   return {grads.first, grads.second};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, std::optional<Tensor> keep,
                         int64_t divergence, double jsd_beta, double temperature, Tensor rows,
                         Tensor saved, Tensor grad_rows, bool want_grad, bool want_grad_ref,
                         std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
                         std::optional<Tensor> grad_ref_lse) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
-  const ModelGradients<Tensor> grads = {logits, ref_logits, want_grad, want_grad_ref};
+  const ModelGradients grads = {logits, ref_logits, want_grad, want_grad_ref};
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
-  run_divergence_backward<On, Tensor>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
-                                      temperature, no_entropy, rows, saved, std::nullopt, grad_rows,
-                                      std::nullopt, std::nullopt, std::nullopt, inverse_temperature,
-                                      grad_lse, grad_ref_lse, grads);
+  run_divergence_backward<On>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
+                              temperature, no_entropy, rows, saved, std::nullopt, grad_rows,
+                              std::nullopt, std::nullopt, std::nullopt, inverse_temperature,
+                              grad_lse, grad_ref_lse, grads);
 }
 
 template <typename On, typename Library>
 void implement_logits(Library& library) {
-  library.impl("token_logprobs_fwd", TORCH_BOX((&token_logprobs_fwd<On, StableTensor>)));
-  library.impl("token_logprobs_bwd", TORCH_BOX((&token_logprobs_bwd<On, StableTensor>)));
-  library.impl("token_logprobs_bwd_", TORCH_BOX((&token_logprobs_bwd_<On, StableTensor>)));
-  library.impl("kl_divergence_fwd", TORCH_BOX((&kl_divergence_fwd<On, StableTensor>)));
-  library.impl("kl_divergence_fwd_", TORCH_BOX((&kl_divergence_fwd_<On, StableTensor>)));
-  library.impl("kl_divergence_bwd", TORCH_BOX((&kl_divergence_bwd<On, StableTensor>)));
-  library.impl("kl_divergence_bwd_", TORCH_BOX((&kl_divergence_bwd_<On, StableTensor>)));
+  add<&token_logprobs_fwd<On>>(library, "token_logprobs_fwd");
+  add<&token_logprobs_bwd<On>>(library, "token_logprobs_bwd");
+  add<&token_logprobs_bwd_<On>>(library, "token_logprobs_bwd_");
+  add<&kl_divergence_fwd<On>>(library, "kl_divergence_fwd");
+  add<&kl_divergence_fwd_<On>>(library, "kl_divergence_fwd_");
+  add<&kl_divergence_bwd<On>>(library, "kl_divergence_bwd");
+  add<&kl_divergence_bwd_<On>>(library, "kl_divergence_bwd_");
 }
 
 }  // namespace klfast::binding

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "binding/direct.h"
+#include "binding/penalty_ops.h"
 #include "binding/places.h"
 #include "device/cpu/parallel.h"
 #include "formulas/estimators.h"
@@ -48,7 +48,7 @@ py::dict tables() {
   tables["rollout numbers"] = int{klfast::binding::RolloutNumber::kCount};
   tables["choices of a rule"] = int{klfast::binding::RuleChoice::kCount};
   tables["bounds of a rule"] = int{klfast::binding::RuleBound::kCount};
-  tables["arguments of ops"] = klfast::direct::arities();
+  tables["arguments of ops"] = klfast::binding::arities();
   return tables;
 }
 
@@ -61,9 +61,4 @@ PYBIND11_MODULE(_C, module) {
              "Why the CUDA kernels cannot run on the current device; empty if they can.");
   module.def("instruction_set", &klfast::cpu::instruction_set,
              "The instruction set that the CPU kernels use here; KLFAST_CPU limits it.");
-  std::string problem;
-  if (!klfast::direct::add_to(module.ptr())) problem = py::error_already_set().what();
-  module.def(
-      "direct_problem", [problem] { return problem; },
-      "Why this module lacks the functions of the direct road; empty if it has them.");
 }

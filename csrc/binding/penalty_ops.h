@@ -21,6 +21,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -34,11 +35,11 @@
 namespace klfast::binding {
 
 using torch::headeronly::ScalarType;
-using StableTensor = torch::stable::Tensor;
+using torch::stable::Tensor;
 
 #define KLFAST_CHECK(condition, ...) STD_TORCH_CHECK(condition, "klfast: ", __VA_ARGS__)
 
-inline DType dtype_of(const StableTensor& tensor, const char* argument) {
+inline DType dtype_of(const Tensor& tensor, const char* argument) {
   switch (tensor.scalar_type()) {
     case ScalarType::Double:
       return DType::kFloat64;
@@ -74,15 +75,14 @@ struct Device {
   int32_t index;
 };
 
-inline Device device_of(const StableTensor& tensor) {
+inline Device device_of(const Tensor& tensor) {
   Device device;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
   return device;
 }
 
-template <typename Tensor>
-View view_of(const Tensor& tensor, const Device& device, const char* argument) {
+inline View view_of(const Tensor& tensor, const Device& device, const char* argument) {
   const Device own = device_of(tensor);
   KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
                " must be on the device of the call");
@@ -97,14 +97,13 @@ View view_of(const Tensor& tensor, const Device& device, const char* argument) {
 }
 
 // Row-less inputs of shape [n].
-template <typename Tensor>
-View row_of(const Tensor& tensor, int64_t n, const Device& device, const char* argument) {
+inline View row_of(const Tensor& tensor, int64_t n, const Device& device, const char* argument) {
   KLFAST_CHECK(tensor.dim() == 1 && tensor.numel() == n, argument, " must have ", n, " elements");
   return view_of(tensor, device, argument);
 }
 
-template <typename Tensor>
-View view_like(const std::optional<Tensor>& tensor, const Tensor& logprobs, const char* argument) {
+inline View view_like(const std::optional<Tensor>& tensor, const Tensor& logprobs,
+                      const char* argument) {
   if (!tensor.has_value()) return View();
   bool same = tensor->dim() == logprobs.dim();
   for (int64_t i = 0; same && i < logprobs.dim(); ++i) same = tensor->size(i) == logprobs.size(i);
@@ -112,15 +111,14 @@ View view_like(const std::optional<Tensor>& tensor, const Tensor& logprobs, cons
   return view_of(*tensor, device_of(logprobs), argument);
 }
 
-template <typename Tensor>
-View scalar_of(const std::optional<Tensor>& tensor, const Device& device, const char* argument) {
+inline View scalar_of(const std::optional<Tensor>& tensor, const Device& device,
+                      const char* argument) {
   if (!tensor.has_value()) return View();
   KLFAST_CHECK(tensor->dim() == 0, argument, " must be 0-dimensional");
   return view_of(*tensor, device, argument);
 }
 
-template <typename Tensor>
-Batch batch_of(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens) {
+inline Batch batch_of(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens) {
   Batch batch;
   batch.tokens = logprobs.numel();
   if (!cu_seqlens.has_value()) {
@@ -193,13 +191,12 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
 }
 
 // What a call says of tokens in the shape of `like`, without their numbers.
-template <typename Tensor>
-KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& mask,
-                             const std::optional<Tensor>& cu_seqlens,
-                             const std::optional<Tensor>& coef,
-                             const std::optional<Tensor>& normalizer,
-                             const std::vector<int64_t>& choices,
-                             const std::vector<double>& numbers) {
+inline KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& mask,
+                                    const std::optional<Tensor>& cu_seqlens,
+                                    const std::optional<Tensor>& coef,
+                                    const std::optional<Tensor>& normalizer,
+                                    const std::vector<int64_t>& choices,
+                                    const std::vector<double>& numbers) {
   KlPenaltyInputs in;
   const Device device = device_of(like);
   in.batch = batch_of(like, cu_seqlens);
@@ -210,14 +207,14 @@ KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& ma
   return in;
 }
 
-template <typename Tensor>
-KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
-                          const std::optional<Tensor>& old_logprobs,
-                          const std::optional<Tensor>& mask,
-                          const std::optional<Tensor>& cu_seqlens,
-                          const std::optional<Tensor>& coef,
-                          const std::optional<Tensor>& normalizer,
-                          const std::vector<int64_t>& choices, const std::vector<double>& numbers) {
+inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
+                                 const std::optional<Tensor>& old_logprobs,
+                                 const std::optional<Tensor>& mask,
+                                 const std::optional<Tensor>& cu_seqlens,
+                                 const std::optional<Tensor>& coef,
+                                 const std::optional<Tensor>& normalizer,
+                                 const std::vector<int64_t>& choices,
+                                 const std::vector<double>& numbers) {
   KlPenaltyInputs in = reduction_of(logprobs, mask, cu_seqlens, coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
   in.logprobs = view_of(logprobs, device, "logprobs");
@@ -240,20 +237,14 @@ inline void check_numbers(const KlPenaltyInputs& in) {
 }
 
 // By tests: an element that is never written shows as NaN.
-template <typename Tensor>
-void poison([[maybe_unused]] const Tensor& tensor) {
+inline void poison([[maybe_unused]] const Tensor& tensor) {
 #ifdef KLFAST_POISON
   std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * element_size(dtype_of(tensor, "")));
 #endif
 }
 
 // Straight to the allocator: an op call through the dispatcher costs some microseconds here.
-template <typename Tensor>
-Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device);
-
-template <>
-inline StableTensor empty<StableTensor>(const std::vector<int64_t>& sizes, ScalarType dtype,
-                                        const Device& device) {
+inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
@@ -262,27 +253,17 @@ inline StableTensor empty<StableTensor>(const std::vector<int64_t>& sizes, Scala
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device.type,
       device.index, &handle));
-  StableTensor tensor(handle);
+  Tensor tensor(handle);
   poison(tensor);
   return tensor;
 }
 
-// The stand-in for an output that is not wanted: of shape [0] to the dispatcher.
-template <typename Tensor>
-Tensor unwanted(ScalarType dtype, const Device& device);
-
-template <>
-inline StableTensor unwanted<StableTensor>(ScalarType dtype, const Device& device) {
-  return empty<StableTensor>({0}, dtype, device);
-}
-
-// A gradient of the input's shape, or unwanted.
-template <typename Tensor>
-Tensor empty_gradient(const Tensor& input, bool wanted) {
+// A gradient of the input's shape. An output that is not wanted is undefined: None in Python.
+inline Tensor empty_gradient(const Tensor& input, bool wanted) {
+  if (!wanted) return Tensor();
   const Device device = device_of(input);
-  if (!wanted) return unwanted<Tensor>(input.scalar_type(), device);
   const std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  Tensor gradient = empty<Tensor>(sizes, input.scalar_type(), device);
+  Tensor gradient = empty(sizes, input.scalar_type(), device);
   if (device.type == aoti_torch_device_type_cpu()) {
     const int64_t bytes = gradient.numel() * element_size(dtype_of(gradient, "gradient"));
     cpu::prefer_huge_pages(gradient.mutable_data_ptr(), bytes);
@@ -290,14 +271,12 @@ Tensor empty_gradient(const Tensor& input, bool wanted) {
   return gradient;
 }
 
-template <typename Tensor>
-Output output_of(const Tensor& tensor, bool wanted) {
+inline Output output_of(const Tensor& tensor, bool wanted) {
   if (!wanted || tensor.numel() == 0) return Output();
   return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
 }
 
 // The gradients of a call, and where kernels write them.
-template <typename Tensor>
 struct Gradients {
   Tensor logprobs;
   Tensor ref_logprobs;
@@ -315,7 +294,7 @@ struct Gradients {
   }
 };
 
-template <typename On, typename Tensor>
+template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
@@ -336,21 +315,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   std::vector<int64_t> sizes;
   if (kind == Result::kToken) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (kind == Result::kSequence) sizes = {sequences};
-  Tensor result = empty<Tensor>(sizes, acc, device);
-  Tensor weights =
-      want_weights ? empty<Tensor>({sequences}, acc, device) : unwanted<Tensor>(acc, device);
-  Tensor statistics = want_statistics ? empty<Tensor>({kStatistics, sequences}, acc, device)
-                                      : unwanted<Tensor>(acc, device);
-  Gradients<Tensor> gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  Tensor result = empty(sizes, acc, device);
+  Tensor weights = want_weights ? empty({sequences}, acc, device) : Tensor();
+  Tensor statistics = want_statistics ? empty({kStatistics, sequences}, acc, device) : Tensor();
+  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
   out.result = result.mutable_data_ptr();
-  std::optional<StableTensor> scratch;
+  std::optional<Tensor> scratch;
   if (want_weights) {
     out.weights = weights.mutable_data_ptr();
   } else if (On::kGradientsReadWeights && (want_grad_logprobs || want_grad_ref_logprobs)) {
-    scratch = empty<StableTensor>({sequences}, acc, device);
+    scratch = empty({sequences}, acc, device);
     out.weights = scratch->mutable_data_ptr();
   }
   if (want_statistics) out.statistics = statistics.mutable_data_ptr();
@@ -360,7 +337,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   return {result, weights, statistics, gradients.logprobs, gradients.ref_logprobs};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 std::tuple<Tensor, Tensor> kl_penalty_bwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
@@ -385,14 +362,14 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
   KLFAST_CHECK(out.weights.dtype == acc, "weights must have the dtype of the result");
   KLFAST_CHECK(out.grad_out.dtype == acc, "grad_out must have the dtype of the result");
-  Gradients<Tensor> gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::backward(in, out, device);
   return {gradients.logprobs, gradients.ref_logprobs};
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 Tensor token_weights(Tensor like, std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
                      std::optional<Tensor> coef, std::optional<Tensor> normalizer,
                      std::vector<int64_t> choices, std::vector<double> numbers, bool is_double) {
@@ -400,12 +377,12 @@ Tensor token_weights(Tensor like, std::optional<Tensor> mask, std::optional<Tens
   KLFAST_CHECK(in.reduction.result == Result::kScalar, "only scalar reductions have token weights");
   in.is_double = is_double;
   const ScalarType acc = is_double ? ScalarType::Double : ScalarType::Float;
-  Tensor weights = empty<Tensor>({in.batch.tokens}, acc, device_of(like));
+  Tensor weights = empty({in.batch.tokens}, acc, device_of(like));
   if (in.batch.tokens > 0) On::token_weights(in, weights.mutable_data_ptr(), device_of(like));
   return weights;
 }
 
-template <typename On, typename Tensor>
+template <typename On>
 void scale_(Tensor tensor, Tensor factor) {
   const Device device = device_of(tensor);
   KLFAST_CHECK(tensor.is_contiguous(), "tensor must be contiguous");
@@ -416,13 +393,31 @@ void scale_(Tensor tensor, Tensor factor) {
   On::scale(output, tensor.numel(), view, device);
 }
 
+// How many arguments each op takes, which klfast/ops/load.py compares with its schema.
+inline std::map<std::string, size_t>& arities() {
+  static std::map<std::string, size_t> arities;
+  return arities;
+}
+
+template <typename Result, typename... Arguments>
+constexpr size_t arity(Result (*)(Arguments...)) {
+  return sizeof...(Arguments);
+}
+
+// Implements an op by a function.
+template <auto op, typename Library>
+void add(Library& library, const char* name) {
+  library.impl(name, TORCH_BOX(op));
+  arities()[name] = arity(op);
+}
+
 // One set of ops for a dispatch key; their schemas stand in klfast/ops/table.py.
 template <typename On, typename Library>
 void implement(Library& library) {
-  library.impl("kl_penalty_fwd", TORCH_BOX((&kl_penalty_fwd<On, StableTensor>)));
-  library.impl("kl_penalty_bwd", TORCH_BOX((&kl_penalty_bwd<On, StableTensor>)));
-  library.impl("token_weights", TORCH_BOX((&token_weights<On, StableTensor>)));
-  library.impl("scale_", TORCH_BOX((&scale_<On, StableTensor>)));
+  add<&kl_penalty_fwd<On>>(library, "kl_penalty_fwd");
+  add<&kl_penalty_bwd<On>>(library, "kl_penalty_bwd");
+  add<&token_weights<On>>(library, "token_weights");
+  add<&scale_<On>>(library, "scale_");
 }
 
 }  // namespace klfast::binding

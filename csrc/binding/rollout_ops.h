@@ -1,9 +1,9 @@
-// The binding of rollout_correction to torch, as penalty_ops.h is for the penalty. A device brings
-//   static void run(const rollout::Call&, const Device&)
+// The binding of rollout_correction to torch. Only the CPU has kernels for it.
 
 #pragma once
 
-#include "binding/penalty_ops.h"
+#include "binding/cpu.h"
+#include "rollout/cpu.h"
 #include "rollout/totals.h"
 
 namespace klfast::binding {
@@ -45,9 +45,8 @@ inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
 }
 
 // Advantages per token or per sequence.
-template <typename Tensor>
-void read_advantages(const std::optional<Tensor>& advantages, const Tensor& logprobs,
-                     rollout::Inputs& in) {
+inline void read_advantages(const std::optional<Tensor>& advantages, const Tensor& logprobs,
+                            rollout::Inputs& in) {
   const rollout::Options& options = in.options;
   const bool wanted = std::any_of(options.rules, options.rules + options.rules_count,
                                   [](const rollout::Rule& rule) { return rule.outward_only; });
@@ -65,8 +64,7 @@ void read_advantages(const std::optional<Tensor>& advantages, const Tensor& logp
   KLFAST_CHECK(is_floating(in.advantages.dtype), "advantages must be floating");
 }
 
-template <typename On, typename Tensor>
-std::tuple<Tensor, Tensor, Tensor> rollout_correction(
+inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
     Tensor logprobs, Tensor rollout_logprobs, std::optional<Tensor> mask,
     std::optional<Tensor> cu_seqlens, std::optional<Tensor> advantages,
     std::vector<int64_t> choices, std::vector<double> numbers, std::vector<int64_t> rules,
@@ -89,21 +87,17 @@ std::tuple<Tensor, Tensor, Tensor> rollout_correction(
   const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
   const std::vector<int64_t> sizes(logprobs.sizes().begin(), logprobs.sizes().end());
   const bool weighs = in.options.weight != rollout::Weight::kNone;
-  Tensor weights = weighs ? empty<Tensor>(sizes, acc, device) : unwanted<Tensor>(acc, device);
-  Tensor kept =
-      empty<Tensor>(sizes, mask.has_value() ? mask->scalar_type() : ScalarType::Bool, device);
-  Tensor table = empty<Tensor>({rollout::rows_of_table(in.options.rules_count), in.batch.sequences},
-                               acc, device);
+  Tensor weights = weighs ? empty(sizes, acc, device) : Tensor();
+  Tensor kept = empty(sizes, mask.has_value() ? mask->scalar_type() : ScalarType::Bool, device);
+  Tensor table =
+      empty({rollout::rows_of_table(in.options.rules_count), in.batch.sequences}, acc, device);
   call.out.weights = output_of(weights, weighs);
   call.out.mask = output_of(kept, true);
   call.out.table = table.mutable_data_ptr();
-  if (in.batch.sequences > 0 || in.batch.tokens > 0) On::run(call, device);
+  if (in.batch.sequences > 0 || in.batch.tokens > 0) {
+    cpu::rollout_correction(call, threads());
+  }
   return {weights, kept, table};
-}
-
-template <typename On, typename Library>
-void implement_rollout(Library& library) {
-  library.impl("rollout_correction", TORCH_BOX((&rollout_correction<On, StableTensor>)));
 }
 
 }  // namespace klfast::binding

@@ -1,8 +1,8 @@
 // Formulas of a token between sampler and trainer, in forms that cancel nothing near
 // x = logprobs - rollout_logprobs = 0. klfast/rollout/formulas.py has the textbook's.
 //
-// Host and device, for float and double, no torch. To add a statistic of a rule, write its struct
-// and add it to the table at the end.
+// For float and double, no torch. To add a statistic of a rule, write its struct and add it to the
+// table at the end.
 
 #pragma once
 
@@ -26,16 +26,6 @@ struct Pair {
   T x;
 };
 
-// The absolute value, on a device as a part of the instruction that uses it.
-template <typename T>
-KLFAST_HOST_DEVICE T absolute(T x) {
-#ifdef __CUDA_ARCH__
-  return fabs(x);
-#else
-  return magnitude(x);
-#endif
-}
-
 // The exponentials of an x with |x| <= 1.
 template <typename T>
 struct NearExponentials {
@@ -44,21 +34,16 @@ struct NearExponentials {
   SeriesParts<T> series;  // (e^x - 1 - x) / x^2
 
   // e^|x| - 1 - |x|, over x^2.
-  KLFAST_HOST_DEVICE T rest_of_error(T x) const { return series.at(absolute(x)); }
+  KLFAST_HOST_DEVICE T rest_of_error(T x) const { return series.at(magnitude(x)); }
 };
 
 template <typename T>
 KLFAST_HOST_DEVICE NearExponentials<T> near_exponentials_of(T x) {
   const SeriesParts<T> series = series_parts(x);
-  const T squared = x * x, of_x = series.at(x);
-#ifdef __CUDA_ARCH__
-  const T k3 = squared * of_x;
-  return {x + k3, k3, series};
-#else
-  // Not one product for both: a host compiler would contract it into a sum that follows in one
-  // kernel and not in another.
-  return {fma(squared, of_x, x), x * (x * of_x), series};
-#endif
+  const T of_x = series.at(x);
+  // k3 is computed again for e^x - 1: compilers would contract a shared product into the sum that
+  // follows it in one kernel and not in another.
+  return {fma(x * x, of_x, x), x * (x * of_x), series};
 }
 
 // The exponentials of a token's x, limited to 20 nats.
@@ -82,7 +67,7 @@ template <Range range, typename T>
 KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
   if constexpr (range == Range::kNear) {
     const NearExponentials<T> e = near_exponentials_of(x);
-    return {T(1) + e.growth, e.growth, e.k3, absolute(x) + x * x * e.rest_of_error(x)};
+    return {T(1) + e.growth, e.growth, e.k3, magnitude(x) + x * x * e.rest_of_error(x)};
   }
   using C = Constants<T>;
   const T limit = T(kExponentLimit);
@@ -124,9 +109,10 @@ KLFAST_HOST_DEVICE T binary_tv(T log_p, T log_q) {
   return exp<Range::kAnywhere>(larger) * -expm1<Range::kAnywhere>(-magnitude(log_p - log_q));
 }
 
-// p log(p / q) + (1 - p) log((1 - p) / (1 - q)) of log-probs up to 0, never negative. With
-// u = (q - p) / (1 - q) it is p (e^-x - 1 + x) + (q - p) u + (1 - p) (log(1 + u) - u), of which no
-// term is larger than the sum by more than a small factor. One log-prob may be -infinity.
+// p log(p / q) + (1 - p) log((1 - p) / (1 - q)) of log-probs up to 0, never negative. One log-prob
+// may be -infinity. With u = (q - p) / (1 - q), the same divergence is
+//   p (e^-x - 1 + x) + (q - p) u + (1 - p) (log(1 + u) - u).
+// None of these terms is much larger than the divergence.
 template <typename T>
 KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
   const T x = finite_below(log_p - log_q), p = exp<Range::kAnywhere>(log_p);

@@ -38,7 +38,7 @@ struct Options {
   KLFAST_HOST_DEVICE bool weighs_sequences() const {
     return weight == Weight::kSequence || weight == Weight::kGeometric;
   }
-  KLFAST_HOST_DEVICE bool judges_sequences() const {
+  bool judges_sequences() const {
     for (int i = 0; i < rules_count; ++i) {
       if (rules[i].over != Over::kToken) return true;
     }

@@ -1,6 +1,6 @@
-// rollout_correction of a batch on the CPU: one read in which segments leave their totals, the
-// totals of each sequence in the order of positions, and a fill of what they decide. A sequence's
-// results do not depend on the number of threads or on other sequences.
+// rollout_correction of a batch on the CPU. One read leaves totals per segment, which are added per
+// sequence in the order of positions. A second pass fills weights and masks, if the totals decide
+// them. A sequence's results do not depend on the number of threads or on other sequences.
 
 #include "rollout/cpu.h"
 
@@ -16,7 +16,7 @@ namespace {
 
 using rollout::Inputs;
 
-// The totals of sequence `s`, from those of its segments.
+// The totals of sequence `s`, from its segments' totals.
 std::vector<double> totals_of(int64_t s, const Segments& segments, const double* partials,
                               int rows) {
   std::vector<double> totals(rows);
@@ -56,18 +56,17 @@ void rollout_correction(const rollout::Call& call, const Threads& threads) {
   for (const char of_segment : good) {
     if (!of_segment) throw std::runtime_error("mask must hold finite weights >= 0");
   }
-  std::vector<rollout::Fill> fills(sequences);
+  std::vector<rollout::Decision> decisions(sequences);
   for (int64_t s = 0; s < sequences; ++s) {
     const std::vector<double> totals = totals_of(s, segments, partials.data(), rows);
-    const rollout::Decision decision = rollout::judge(in.options, totals.data());
-    fills[s] = rollout::fill_of(totals.data(), decision);
-    rollout::store_statistics(in.options, totals.data(), decision, [&](int row, double value) {
+    decisions[s] = rollout::judge(in.options, totals.data());
+    rollout::store_statistics(in.options, totals.data(), decisions[s], [&](int row, double value) {
       store(in, call.out.table, row * sequences + s, value);
     });
   }
   if (!in.options.weighs_sequences() && !in.options.judges_sequences()) return;
   segments.for_each(threads, [&](int64_t, const Segment& segment) {
-    rollout_kernels().fill_segment(call, segment, fills[segment.sequence]);
+    rollout_kernels().fill_segment(call, segment, decisions[segment.sequence]);
   });
 }
 

@@ -687,17 +687,17 @@ bool run_segment(const Call& call, const Segment& segment, double* totals, Cache
 
 // Writes a sequence's weight to the tokens of a tile with x < infinity, else 0.
 template <typename Acc>
-void fill_weights(const Inputs& in, const Tile& tile, const rollout::Fill& fill, Acc* buffer,
-                  Acc* to) {
-  const Acc value = static_cast<Acc>(fill.weight);
-  if (in.mask.data == nullptr && fill.all_finite) {
+void fill_weights(const Inputs& in, const Tile& tile, const rollout::Decision& decision,
+                  Acc* buffer, Acc* to) {
+  const Acc value = static_cast<Acc>(decision.weight.value);
+  if (in.mask.data == nullptr && decision.all_finite) {
     std::fill_n(to, tile.size, value);
     return;
   }
   const Acc* const mask = load_weights(in.mask, tile, buffer);
 #pragma GCC ivdep
   for (int64_t i = 0; i < tile.size; ++i) to[i] = select(mask[i] != Acc(0), value, Acc(0));
-  if (fill.all_finite) return;
+  if (decision.all_finite) return;
   const Acc* const a = load(in.logprobs, tile, buffer + (kTileTokens + kLanes));
   const Acc* const b = load(in.rollout_logprobs, tile, buffer + 2 * (kTileTokens + kLanes));
 #pragma GCC ivdep
@@ -707,26 +707,27 @@ void fill_weights(const Inputs& in, const Tile& tile, const rollout::Fill& fill,
 }
 
 template <typename Acc>
-void fill_segment(const Call& call, const Segment& segment, const rollout::Fill& fill) {
+void fill_segment(const Call& call, const Segment& segment, const rollout::Decision& decision) {
   const Inputs& in = call.in;
   alignas(64) Acc buffer[3 * (kTileTokens + kLanes)];
   for (int64_t done = 0; done < segment.length; done += kTileTokens) {
     const Tile tile = tile_of(in.batch, segment, done);
     if (in.options.weighs_sequences()) {
-      fill_weights(in, tile, fill, buffer, static_cast<Acc*>(call.out.weights.data) + tile.index);
+      fill_weights(in, tile, decision, buffer,
+                   static_cast<Acc*>(call.out.weights.data) + tile.index);
     }
-    if (!fill.rejected) continue;
+    if (!decision.rejected) continue;
     const Output& mask = call.out.mask;
     const int64_t size = element_size(mask.dtype);
     std::fill_n(static_cast<char*>(mask.data) + tile.index * size, tile.size * size, 0);
   }
 }
 
-void fill_segment(const Call& call, const Segment& segment, const rollout::Fill& fill) {
+void fill_segment(const Call& call, const Segment& segment, const rollout::Decision& decision) {
   if (call.in.is_double) {
-    fill_segment<double>(call, segment, fill);
+    fill_segment<double>(call, segment, decision);
   } else {
-    fill_segment<float>(call, segment, fill);
+    fill_segment<float>(call, segment, decision);
   }
 }
 

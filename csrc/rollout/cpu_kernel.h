@@ -20,8 +20,8 @@ struct RolloutKernels {
   // False if the mask holds negative, NaN or infinite weights. `scratch` has kScratchLines for
   // every row of rows_of_totals(rules).
   bool (*run_segment)(const rollout::Call&, const Segment&, double* totals, CacheLine* scratch);
-  // Writes what is decided per sequence.
-  void (*fill_segment)(const rollout::Call&, const Segment&, const rollout::Fill&);
+  // Writes what the sequence's totals decide.
+  void (*fill_segment)(const rollout::Call&, const Segment&, const rollout::Decision&);
 };
 
 // The best kernels for this processor, or those that KLFAST_CPU names.

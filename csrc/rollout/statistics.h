@@ -1,10 +1,10 @@
 // The statistics of a sequence between sampler and trainer, klfast.RolloutStats, as a table: what a
-// token adds, and what a sequence's totals become. Included by kernels that are compiled once per
-// instruction set: everything here is inlined into them.
+// token adds, and what a sequence's totals become. The kernel is compiled once per instruction set:
+// everything that it calls here is inlined into it.
 //
-// Host and device, no torch. To add a statistic, write its struct and add it to the table: Near if
-// near tokens need a sum of their own, Derived if it follows from those that they have. Numbers of
-// tokens and extremes are rows too, but each kernel adds them in a form of its own.
+// No torch. To add a statistic, write its struct and add it to the table: Near if near tokens need
+// a sum of their own, Derived if it follows from their other sums. Numbers of tokens and extremes
+// are rows too, but the kernel adds them in a form of its own.
 
 #pragma once
 
@@ -53,7 +53,7 @@ struct Statistic {
 struct Sum : Statistic {
   static constexpr bool is_sum = true;
   template <typename Sequence>
-  static KLFAST_HOST_DEVICE double of(const Sequence&, double sum) {
+  static double of(const Sequence&, double sum) {
     return sum;
   }
 };
@@ -75,10 +75,10 @@ struct Derived : Sum {};
 #define KLFAST_DERIVED static KLFAST_HOST_DEVICE double near(const NearSums& sums)
 #define KLFAST_OF              \
   template <typename Sequence> \
-  static KLFAST_HOST_DEVICE double of([[maybe_unused]] const Sequence& sequence)
+  static double of([[maybe_unused]] const Sequence& sequence)
 #define KLFAST_OF_SUM          \
   template <typename Sequence> \
-  static KLFAST_HOST_DEVICE double of([[maybe_unused]] const Sequence& sequence, double sum)
+  static double of([[maybe_unused]] const Sequence& sequence, double sum)
 
 struct length : Statistic {
   KLFAST_OF { return sequence.length; }
@@ -120,7 +120,7 @@ struct k1 : Near {
 };
 
 struct abs : Near {
-  KLFAST_NEAR { return absolute(token.x); }
+  KLFAST_NEAR { return magnitude(token.x); }
   KLFAST_FAR { return estimators::abs::at(token.x).value; }
 };
 
@@ -146,7 +146,7 @@ struct chi2 : Derived {
 };
 
 struct error : Near {
-  KLFAST_NEAR { return absolute(token.x) + token.x * token.x * token.e.rest_of_error(token.x); }
+  KLFAST_NEAR { return magnitude(token.x) + token.x * token.x * token.e.rest_of_error(token.x); }
   KLFAST_FAR { return token.e.error; }
 };
 

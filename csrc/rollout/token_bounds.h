@@ -1,4 +1,4 @@
-// The bounds on the weight of one token. Host and device, no torch.
+// The bounds on the weight of one token. No torch.
 
 #pragma once
 

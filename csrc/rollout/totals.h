@@ -1,5 +1,5 @@
-// What a sequence's tokens add up to, and what follows: whether the sequence is rejected, its
-// weight, its statistics. In double on every device. Host and device, no torch.
+// The totals of a sequence's tokens, and what follows from them: whether the sequence is rejected,
+// its weight, its statistics. All are in double. No torch.
 
 #pragma once
 
@@ -73,7 +73,7 @@ struct BoundedWeight {
   bool below, above, outside;
 };
 
-KLFAST_HOST_DEVICE BoundedWeight bounded_weight(const Options& options, double u) {
+inline BoundedWeight bounded_weight(const Options& options, double u) {
   const double y = clamp(u, -kExponentLimit, kExponentLimit);
   BoundedWeight weight = {exp<Range::kAnywhere>(y), u<options.log_least, u> options.log_cap,
                           u < options.log_floor || u > options.log_cap};
@@ -85,14 +85,15 @@ KLFAST_HOST_DEVICE BoundedWeight bounded_weight(const Options& options, double u
   return weight;
 }
 
-// What a sequence's totals decide for its tokens.
+// The decision of a sequence's totals over its tokens.
 struct Decision {
   bool rejected;
-  BoundedWeight weight;  // of every counted token, where weights are not per token
+  bool all_finite;       // every kept token is counted
+  BoundedWeight weight;  // of every token with x < infinity, where weights are not per token
 };
 
 // The number that a rule over sequences compares.
-KLFAST_HOST_DEVICE double number_of(const Rule& rule, const double* of_rule, double length) {
+inline double number_of(const Rule& rule, const double* of_rule, double length) {
   switch (rule.over) {
     case Over::kMean:
       return of_rule[kRuleTotal] / length;
@@ -105,14 +106,15 @@ KLFAST_HOST_DEVICE double number_of(const Rule& rule, const double* of_rule, dou
   }
 }
 
-// A sequence has a number and a weight if one of its tokens is counted or excluded.
-KLFAST_HOST_DEVICE bool has_number(const double* totals) {
+// A sequence without any token of x < infinity, counted or excluded, has no number for rules to
+// compare, and no weight.
+inline bool has_number(const double* totals) {
   return totals[kTokens] > totals[kNonfinite] || totals[kExcluded] > 0;
 }
 
-KLFAST_HOST_DEVICE Decision judge(const Options& options, const double* totals) {
+inline Decision judge(const Options& options, const double* totals) {
   const bool is_judged = has_number(totals);
-  Decision decision = {false, {1, false, false, false}};
+  Decision decision = {false, totals[kNonfinite] == 0, {1, false, false, false}};
   for (int i = 0; is_judged && i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     if (rule.over == Over::kToken) continue;
@@ -128,20 +130,7 @@ KLFAST_HOST_DEVICE Decision judge(const Options& options, const double* totals) 
   return decision;
 }
 
-// What is written to a sequence's tokens where totals decide.
-struct Fill {
-  double weight;  // of every token with x < infinity, where weights are not per token
-  bool rejected;
-  bool all_finite;  // every kept token is counted
-};
-
-KLFAST_HOST_DEVICE Fill fill_of(const double* totals, const Decision& decision) {
-  return {decision.weight.value, decision.rejected, totals[kNonfinite] == 0};
-}
-
-KLFAST_HOST_DEVICE constexpr int rows_of_table(int rules) {
-  return kRolloutStatistics + rules * kRuleTotals;
-}
+constexpr int rows_of_table(int rules) { return kRolloutStatistics + rules * kRuleTotals; }
 
 // A sequence of which totals are known, as rows of statistics::RolloutTable take it.
 struct Sequence {
@@ -151,8 +140,7 @@ struct Sequence {
   double length, tokens, counted, finite_tokens;
   double weighed;  // sum of the mask of the tokens that have a weight
 
-  KLFAST_HOST_DEVICE Sequence(const Options& options, const double* of_sequence,
-                              const Decision& decided)
+  Sequence(const Options& options, const double* of_sequence, const Decision& decided)
       : totals(of_sequence),
         decision(decided),
         per_token(options.weight == Weight::kToken),
@@ -162,30 +150,28 @@ struct Sequence {
         finite_tokens(tokens - totals[kNonfinite]),
         weighed(counted + (per_token ? 0.0 : totals[kExcluded])) {}
 
-  KLFAST_HOST_DEVICE double nonfinite() const { return totals[kNonfinite]; }
-  KLFAST_HOST_DEVICE double rejected() const { return totals[kRejected]; }
-  KLFAST_HOST_DEVICE double lost_tokens() const { return totals[kRejectedTokens]; }
-  KLFAST_HOST_DEVICE double below() const { return totals[kBelow]; }
-  KLFAST_HOST_DEVICE double above() const { return totals[kAbove]; }
-  KLFAST_HOST_DEVICE double outside() const { return totals[kOutside]; }
-  KLFAST_HOST_DEVICE double least() const { return totals[kLeast]; }
-  KLFAST_HOST_DEVICE double greatest() const { return totals[kGreatest]; }
-  KLFAST_HOST_DEVICE double least_weight() const { return totals[kLeastWeight]; }
-  KLFAST_HOST_DEVICE double greatest_weight() const { return totals[kGreatestWeight]; }
+  double nonfinite() const { return totals[kNonfinite]; }
+  double rejected() const { return totals[kRejected]; }
+  double lost_tokens() const { return totals[kRejectedTokens]; }
+  double below() const { return totals[kBelow]; }
+  double above() const { return totals[kAbove]; }
+  double outside() const { return totals[kOutside]; }
+  double least() const { return totals[kLeast]; }
+  double greatest() const { return totals[kGreatest]; }
+  double least_weight() const { return totals[kLeastWeight]; }
+  double greatest_weight() const { return totals[kGreatestWeight]; }
 
-  KLFAST_HOST_DEVICE double extreme(double value) const { return finite_tokens > 0 ? value : 0.0; }
-  KLFAST_HOST_DEVICE double number_if(bool condition) const {
-    return condition ? finite_tokens : 0.0;
-  }
+  double extreme(double value) const { return finite_tokens > 0 ? value : 0.0; }
+  double number_if(bool condition) const { return condition ? finite_tokens : 0.0; }
 };
 
 // The statistics of a sequence in the order of RolloutStats.table(): store(row, value).
 template <typename Store>
-KLFAST_HOST_DEVICE void store_statistics(const Options& options, const double* totals,
-                                         const Decision& decision, const Store& store) {
+void store_statistics(const Options& options, const double* totals, const Decision& decision,
+                      const Store& store) {
   const Sequence sequence(options, totals, decision);
   int row = 0;
-  for_each_row(statistics::RolloutTable(), [&](auto statistic) KLFAST_INLINE_LAMBDA {
+  for_each_row(statistics::RolloutTable(), [&](auto statistic) {
     using Row = decltype(statistic);
     if constexpr (Row::is_sum) {
       store(row++, Row::of(sequence, totals[kStatisticsSums + sum_of<Row>]));

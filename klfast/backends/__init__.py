@@ -28,12 +28,14 @@ def why_not(device: torch.device) -> dict[str, str | None]:
     return {name: backend.why_not(device) for name, backend in BACKENDS.items()}
 
 
-def first_available(reasons: Mapping[str, str | None], function: str = "") -> str:
-    """The backend that ``auto`` takes for a function, given the reasons of ``why_not``."""
+def first_available(
+    reasons: Mapping[str, str | None], device: torch.device, function: str = ""
+) -> str:
+    """The backend that ``auto`` takes for a function on a device, given its ``why_not``."""
     return next(
         name
         for name, reason in reasons.items()
-        if reason is None and not BACKENDS[name].lacks(function)
+        if reason is None and not BACKENDS[name].lacks(function, device)
     )
 
 
@@ -65,7 +67,7 @@ def resolve(name: str, device: torch.device, call: Call | None = None) -> Backen
     for backend in BACKENDS.values():
         if name not in ("auto", backend.name):
             continue
-        reason = backend.why_not(device) if call is None else backend.why_not_call(call)
+        reason = backend.why_not(device) if call is None else backend.why_not_call(call, device)
         if reason is None:
             if reasons and not torch.compiler.is_compiling():
                 _tell(backend, device, reasons, call)
@@ -74,11 +76,19 @@ def resolve(name: str, device: torch.device, call: Call | None = None) -> Backen
     raise RuntimeError(f"backend {name!r} cannot run on {device.type}: {reasons[name]}")
 
 
+def _named(name: object) -> Backend | None:
+    return BACKENDS.get(name) if isinstance(name, str) else None
+
+
 def choose(name: str, call: Call) -> Backend:
     """The backend to use, after the check of the values that it does not check itself."""
-    backend = resolve(name, call.first().device, call)
-    in_kernel = call.first().device.type in backend.checks_in_kernel
-    if are_checked(call.first(), in_kernel=in_kernel):
+    tensor = call.first()
+    device = tensor.device
+    # Mostly the first backend serves, or the one that is named, and nothing needs to be said.
+    backend = next(iter(BACKENDS.values())) if name == "auto" else _named(name)
+    if backend is None or backend.why_not_call(call, device) is not None:
+        backend = resolve(name, device, call)
+    if are_checked(tensor, in_kernel=device.type in backend.checks_in_kernel):
         call.check_values()
     return backend
 
@@ -89,12 +99,14 @@ def _tell(
     """Warn, once for each kind of device, that ``auto`` has only the slow backend left; and of each
     family of kernels that is refused, whichever backend takes its place.
 
-    The reference's own functions are no cause: where a backend that serves the device has no
-    kernels for a call, the reference is what is meant to serve it.
+    Nothing is said where no other backend has kernels for the call: the reference is then meant to
+    serve it.
     """
-    serving = [name for name in reasons if BACKENDS[name].why_not(device) is None]
-    refused = [name for name in serving if call is None or not BACKENDS[name].lacks_call(call)]
-    is_slow = backend.name == "reference" and serving == refused
+    faster = [
+        name for name in reasons if call is None or not BACKENDS[name].lacks_call(call, device)
+    ]
+    refused = [name for name in faster if BACKENDS[name].why_not(device) is None]
+    is_slow = backend.name == "reference" and bool(faster)
     if not is_slow and not refused:
         return
     if (key := (device.type, *reasons.values())) in _told:

@@ -13,17 +13,16 @@ from klfast.calls import Call
 from klfast.linear.call import LinearCall
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.logits.outputs import KLDivergence
-from klfast.ops.direct import Direct
 from klfast.rollout.call import RolloutCall
-from klfast.rollout.outputs import RolloutCorrection
+from klfast.rollout.stats import RolloutCorrection
 from klfast.stats import KLStats
 
 
 class FirstUse(Protocol):
     """Whether kernels compute right on a device, found out before they first serve a call there."""
 
-    def problem(self, call: Call) -> str | None:
-        """Why they must not serve a call; None if they may."""
+    def problem(self, call: Call, device: torch.device) -> str | None:
+        """Why they must not serve a call on a device; None if they may."""
 
     def results(self, device: torch.device) -> dict[str, str]:
         """The outcome of each family of kernels: "ok", "failed: ...", "unchecked" or "off"."""
@@ -40,28 +39,28 @@ class Backend(NamedTuple):
     kl_divergence: Callable[[KLDivergenceCall], KLDivergence]
     linear_token_logprobs: Callable[[LinearCall], tuple[Tensor, Tensor | None]]
     linear_kl_divergence: Callable[[LinearCall], KLDivergence]
-    rollout_correction: Callable[[RolloutCall], RolloutCorrection] | None
-    """None of a backend that has no kernels for it."""
+    rollout_correction: Callable[[RolloutCall], RolloutCorrection]
+    rollout_devices: frozenset[str] | None = None
+    """Types of devices on which it has kernels for ``rollout_correction``; None: on all."""
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""
-    direct: Direct | None = None
-    """The direct road to its kernels, if there is one."""
     first_use: FirstUse | None = None
     """A check of a device's results before the first call that the backend serves there."""
 
-    def lacks(self, function: str) -> bool:
-        """Whether it has no kernels for a public function, on any device."""
-        return function == "rollout_correction" and self.rollout_correction is None
+    def lacks(self, function: str, device: torch.device) -> bool:
+        """Whether it has no kernels for a public function on a device."""
+        types = self.rollout_devices
+        return types is not None and function == "rollout_correction" and device.type not in types
 
-    def lacks_call(self, call: Call) -> bool:
+    def lacks_call(self, call: Call, device: torch.device) -> bool:
         """The same of the function whose call this is."""
-        return isinstance(call, RolloutCall) and self.lacks("rollout_correction")
+        return isinstance(call, RolloutCall) and self.lacks("rollout_correction", device)
 
-    def why_not_call(self, call: Call) -> str | None:
-        """Why it cannot serve a call; None if it can."""
-        reason = self.why_not(call.first().device)
-        if reason is None and self.lacks_call(call):
+    def why_not_call(self, call: Call, device: torch.device) -> str | None:
+        """Why it cannot serve a call on a device; None if it can."""
+        reason = self.why_not(device)
+        if reason is None and self.lacks_call(call, device):
             return "it has no kernels for rollout_correction; 'auto' takes a backend that serves it"
         if reason is None and self.first_use is not None:
-            reason = self.first_use.problem(call)
+            reason = self.first_use.problem(call, device)
         return reason

@@ -13,7 +13,6 @@ from klfast.logits import autograd as over_logits
 from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
-from klfast.ops.direct import Direct
 from klfast.ops.table import Ops
 
 
@@ -22,8 +21,8 @@ def compiled(
     why_not: Callable[[torch.device], str | None],
     ops: Ops,
     *,
+    rollout_devices: frozenset[str] = frozenset(),
     checks_in_kernel: frozenset[str] = frozenset(),
-    direct: Direct | None = None,
     first_use: FirstUse | None = None,
     units_of: UnitsOf = in_nats,
 ) -> Backend:
@@ -33,13 +32,12 @@ def compiled(
         name: of the backend.
         why_not: says of a device why the backend cannot serve it; None if it can.
         ops: which ``klfast.ops.table.define`` has defined.
+        rollout_devices: the types of devices on which there are kernels for
+            ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
-        direct: the direct road to the same kernels, if there is one.
         first_use: what is asked besides of a device that it can serve.
         units_of: says in which units the kernels over logits save log-sum-exps.
     """
-    if direct is not None:
-        ops = direct.ops
     return Backend(
         name,
         why_not,
@@ -48,8 +46,8 @@ def compiled(
         partial(over_logits.kl_divergence, ops=ops, units_of=units_of),
         partial(over_hidden.token_logprobs, ops=ops, units_of=units_of),
         partial(over_hidden.kl_divergence, ops=ops, units_of=units_of),
-        None if ops.rollout_correction is None else partial(rollout.rollout_correction, ops=ops),
+        rollout.rollout_correction,
+        rollout_devices,
         checks_in_kernel,
-        direct,
         first_use,
     )

@@ -1,19 +1,18 @@
-"""The compiled kernels: C++ on the CPU, CUDA on NVIDIA GPUs."""
+"""The compiled kernels: C++ on the CPU, CUDA on NVIDIA GPUs.
+
+CUDA has no ``rollout_correction``: a step calls it once, and the reference serves it in torch ops.
+"""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from klfast.backends.compiled import compiled
-from klfast.checks.values import checks_requested
+from klfast.backends.self_test import FirstUse
 from klfast.logits.normalizers import NATS, Units, of_cuda
 from klfast.ops import load
-from klfast.ops.direct import Direct, Functions, directly
 from klfast.ops.table import Ops
-from klfast.selfcheck.first_use import FirstUse
 
 
 def _why_not(device: torch.device) -> str | None:
@@ -53,33 +52,16 @@ _ready: set[int] = set()
 _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _serves(tensor: Tensor) -> bool:
-    """A call on the device of ``tensor`` needs nothing before the extension's functions."""
-    return not tensor.is_cuda or (tensor.get_device() in _checked and not checks_requested())
-
-
-_FIRST_USE = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
-_checked = _FIRST_USE.indices
-
-
 def _units_of(logits: Tensor, dtype: torch.dtype) -> Units:
     return of_cuda(dtype) if logits.is_cuda else NATS
-
-
-def _direct() -> Direct | None:
-    extension = load.extension()
-    if extension is None or extension.direct_problem():
-        return None
-    functions = cast(Functions, extension)
-    return Direct(functions, directly(functions, Ops.of("klfast")), _serves)
 
 
 NATIVE = compiled(
     "native",
     _why_not,
     Ops.of("klfast"),
+    rollout_devices=frozenset({"cpu"}),
     checks_in_kernel=frozenset({"cpu"}),
-    direct=_direct(),
-    first_use=_FIRST_USE,
+    first_use=FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda"),
     units_of=_units_of,
 )

@@ -69,6 +69,8 @@ def check_number(
     argument: str, value: object, *, above: float | None = None, least: float | None = None
 ) -> float:
     """Return ``value`` as a float, or raise unless it is finite, > ``above`` and >= ``least``."""
+    if type(value) is float and above is None and least is None and math.isfinite(value):
+        return value
     wanted = "a finite number"
     if above is not None:
         wanted += f" > {above}"

@@ -23,12 +23,10 @@ from typing import Any
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.control import controllers as own
-from klfast.control import rules
-from klfast.control.base import CoefficientController
-from klfast.control.current import KLName, to_scalar
-from klfast.control.reading import warn_caller
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS, rules
+from klfast.controllers import target as own
+from klfast.controllers.base import CoefficientController, warn_caller
+from klfast.controllers.inputs import KLName, to_scalar
 from klfast.stats import KLStats
 
 
@@ -81,7 +79,7 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
         return super()._check_value(argument, value)
 
     def _warn_of_0(self) -> None:
-        if self._warned_of_0 or self._state()[0]:
+        if self._warned_of_0 or self._numbers()["value"]:
             return
         self._warned_of_0 = True
         warn_caller(

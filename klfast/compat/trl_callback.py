@@ -8,9 +8,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from klfast.checks.arguments import check_number
-from klfast.control.base import CoefficientController, TargetController
-from klfast.control.controllers import AdaptiveKLController
-from klfast.control.scheduled import ScheduledKLController
+from klfast.controllers.base import CoefficientController
+from klfast.controllers.target import AdaptiveKLController, ScheduledKLController, TargetController
 
 STATE = "klfast.AdaptiveKLCallback"
 """Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""

@@ -43,7 +43,7 @@ from klfast.compat.verl_rollout import (
     compute_rollout_rejection_mask,
 )
 from klfast.compat.verl_rollout_options import RULES as ROLLOUT_RULES
-from klfast.control.base import CoefficientController
+from klfast.controllers.base import CoefficientController
 from klfast.estimator import Estimator
 from klfast.names import ReductionName
 
@@ -281,7 +281,7 @@ def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
     """The controller of verl's config: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
 
     ``type`` is one of verl's, ``"fixed"`` and ``"adaptive"``, or another of
-    ``klfast.control.table.CONTROLLERS``. ``options``, a mapping that the config may have beside
+    ``klfast.controllers.CONTROLLERS``. ``options``, a mapping that the config may have beside
     them, goes to the controller (``{"kp": 0.1}``). ``horizon`` is of ``"adaptive"`` alone.
     ``target_kl`` is in nats per token, as verl measures it; None makes ``"scheduled"`` a schedule
     of the coefficient.

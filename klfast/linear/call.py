@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import Layout, LogProbs, PenaltyCall, Spec, of_rows
+from klfast.call import Layout, PenaltyCall, Spec, of_rows
 from klfast.checks.values import check_temperatures, check_token_ids
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.arguments import NO_ID
@@ -188,8 +188,8 @@ class LinearCall(NamedTuple):
         """The call over log-probs of the taken tokens, for its statistics alone."""
         of = self.divergence
         assert of is not None
-        source = LogProbs(logprobs.detach(), ref_logprobs.detach())
-        return PenaltyCall(source, of.layout, of.spec, of.return_stats)
+        both = logprobs.detach(), ref_logprobs.detach()
+        return PenaltyCall(*both, None, *of.layout, of.spec, of.return_stats)
 
 
 def _told(of: Divergence) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import Layout, LogProbs, PenaltyCall, Spec, layout_of, of_rows
+from klfast.call import Layout, PenaltyCall, Spec, layout_of, of_rows
 from klfast.checks.arguments import (
     check_choice,
     check_device,
@@ -197,8 +197,8 @@ class KLDivergenceCall(NamedTuple):
 
     def compare_tokens(self, logprobs: Tensor, ref_logprobs: Tensor) -> PenaltyCall:
         """The call over log-probs of the taken tokens, for its statistics alone."""
-        source = LogProbs(logprobs.detach(), ref_logprobs.detach())
-        return PenaltyCall(source, self.layout, self.spec, self.return_stats)
+        both = logprobs.detach(), ref_logprobs.detach()
+        return PenaltyCall(*both, None, *self.layout, self.spec, self.return_stats)
 
 
 def _words(call: TokenLogprobsCall | KLDivergenceCall) -> int:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from klfast.call import PenaltyCall, Values
+from klfast.call import PenaltyCall
 from klfast.checks.arguments import GATHERED, is_freed, shape_text
 from klfast.checks.values import are_tracing
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.ops.direct import NotPlainError
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
@@ -39,39 +38,38 @@ def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
     except RuntimeError:
         call.explain()
         raise
-    return result, KLStats(*statistics.unbind(0)) if call.return_stats else None
+    return result, None if statistics is None else KLStats(*statistics.unbind(0))
 
 
-def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor]:
-    first, second, *constants = call.tensors()
-    assert first is not None
-    encoded = call.spec.encoded()
+def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
+    tensors, encoded, return_stats = call.tensors(), call.spec.encoded(), call.return_stats
+    first, second = tensors[:2]
     if call.scores is not None or not may_need_gradient(first, second):
-        wants = (False, False, False, call.return_stats)
-        outputs = ops.kl_penalty_fwd(first, second, *constants, *encoded, call.scores, *wants)
-        return outputs[0], outputs[2]
-    is_few = isinstance(call.source, Values) and call.source.of_rows
-    is_one_read = call.spec.reduction.is_scalar() and not is_few
-    plan = Plan(ops.kl_penalty_fwd, ops, encoded, is_one_read, call.return_stats)
+        result, _, statistics, _, _ = ops.kl_penalty_fwd(
+            *tensors, *encoded, call.scores, False, False, False, return_stats
+        )
+        return result, statistics
+    is_one_read = call.spec.reduction.is_scalar() and not call.is_of_rows
+    plan = _Plan(ops, encoded, is_one_read, return_stats)
     if are_tracing():
-        outputs = _TransformableKLPenalty.apply(first, second, *constants, plan)
-        return outputs[0], outputs[2]
-    return differentiable(first, second, tuple(constants), plan)
+        result, _, statistics = _TransformableKLPenalty.apply(*tensors, plan)
+        return result, statistics
+    # Few arguments: torch looks at each of them in Python.
+    outputs: tuple[Tensor, Tensor | None] = _apply(first, second, (tensors[2:], plan))
+    return outputs
 
 
 def token_weights(call: PenaltyCall, is_double: bool, ops: Ops) -> Tensor:
     """[N]: by how much a scalar grows with each of its values, whatever these are; 0 where masked.
     fp64, or fp32.
     """
-    encoded = call.spec.encoded()
-    return ops.token_weights(call.first(), *call.layout, *call.spec.tensors(), *encoded, is_double)
+    like, _, _, *others = call.tensors()
+    return ops.token_weights(like, *others, *call.spec.encoded(), is_double)
 
 
-class Plan(NamedTuple):
-    """The op, options and outputs of a Function of a penalty: all but its tensors."""
+class _Plan(NamedTuple):
+    """The ops, options and outputs of a Function of a penalty: all but its tensors."""
 
-    forward: Callable[..., Any]
-    """``ops.kl_penalty_fwd``, or the direct road's, which may decline."""
     ops: Ops
     encoded: tuple[Sequence[int], Sequence[float]]
     """The choices and numbers of a spec."""
@@ -80,36 +78,18 @@ class Plan(NamedTuple):
     return_stats: bool
 
 
-def differentiable(
-    first: Tensor, second: Tensor | None, constants: tuple[Tensor | None, ...], plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """The result and the packed statistics of plain tensors, recorded by autograd.
-
-    Args:
-        first: the first of the op's tensors.
-        second: the second of them.
-        constants: the others, without a graph.
-        plan: see there.
-
-    Raises:
-        NotPlainError: the plan's forward is the direct road's, and does not serve these tensors.
-    """
-    # Few arguments: torch looks at each of them in Python.
-    outputs: tuple[Tensor, Tensor] = _apply(first, second, (constants, plan))
-    return outputs
-
-
 def may_need_gradient(*tensors: Tensor | None) -> bool:
     """Whether a Function must record a call.
 
     A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
     the Functions refuse, do not show in requires_grad either.
     """
-    return torch.is_grad_enabled() and (
-        any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        or torch._C._are_functorch_transforms_active()
-        or is_forward_mode()
-    )
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return torch._C._are_functorch_transforms_active() or is_forward_mode()
 
 
 def is_forward_mode() -> bool:
@@ -366,9 +346,10 @@ class _KLPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, first: Tensor, second: Tensor | None, others: tuple[Any, Plan]
-    ) -> tuple[Tensor, Tensor]:
-        constants, (forward, ctx.ops, ctx.encoded, is_one_read, return_stats) = others
+        ctx: Any, first: Tensor, second: Tensor | None, others: tuple[Any, _Plan]
+    ) -> tuple[Tensor, Tensor | None]:
+        constants, (ops, ctx.encoded, is_one_read, return_stats) = others
+        ctx.ops = ops
         needs, needs_second, _ = ctx.needs_input_grad
         unit = (
             is_one_read
@@ -377,14 +358,13 @@ class _KLPenalty(torch.autograd.Function):
             and not are_packed()  # hooks see saved tensors alone
         )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
-        outputs = forward(first, second, *constants, *ctx.encoded, None, *wants)
-        if outputs is NotImplemented:
-            raise NotPlainError
-        result, weights, statistics, grad, grad_second = outputs
-        tensors = (first, second, *constants, None if unit else weights)
+        result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(
+            first, second, *constants, *ctx.encoded, None, *wants
+        )
+        tensors = (first, second, *constants, weights)
         save(ctx, tensors, _VALUES if second is None else _LOGPROBS)
         if unit:
-            ctx.unit_grads = (grad if needs else None, grad_second if needs_second else None)
+            ctx.unit_grads = grad, grad_second
         if return_stats:
             ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -415,16 +395,16 @@ class _TransformableKLPenalty(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, (forward, _, encoded, _, return_stats) = args
-        result, weights, statistics, _, _ = forward(
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        *tensors, (ops, encoded, _, return_stats) = args
+        result, weights, statistics, _, _ = ops.kl_penalty_fwd(
             *tensors, *encoded, None, True, False, False, return_stats
         )
         return result, weights, statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, (_, ctx.ops, ctx.encoded, _, return_stats) = inputs
+        *tensors, (ctx.ops, ctx.encoded, _, return_stats) = inputs
         _, weights, statistics = output
         save(ctx, (*tensors, weights))
         ctx.mark_non_differentiable(*((weights, statistics) if return_stats else (weights,)))

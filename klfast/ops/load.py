@@ -9,7 +9,7 @@ import torch
 
 from klfast.call import Choices, Numbers
 from klfast.names import ESTIMATORS
-from klfast.ops.table import SCHEMAS, arities, define
+from klfast.ops.table import arities, define
 from klfast.rollout.call import (
     FORMULAS,
     RolloutChoices,
@@ -40,7 +40,7 @@ def _load() -> ModuleType | str:
     """The extension, or why it cannot be loaded.
 
     Raises:
-        ImportError: its tables or ops are not those of Python: its results would be misread.
+        ImportError: its tables are not those of Python: its results would be misread.
     """
     try:
         extension = importlib.import_module("klfast._C")
@@ -53,19 +53,7 @@ def _load() -> ModuleType | str:
             f"klfast._C is of other sources: its tables are {built}, klfast's are {TABLES}; "
             "rebuild it with pip install --no-build-isolation ."
         )
-    if missing := _missing(extension):
-        raise ImportError(
-            f"klfast._C is of other sources: it has no {missing[0]}; rebuild it with pip install "
-            "--no-build-isolation ."
-        )
     return extension
-
-
-def _missing(extension: ModuleType) -> list[str]:
-    """The functions of the direct road that an extension which has that road is without."""
-    if extension.direct_problem():
-        return []
-    return [name for name in SCHEMAS if not hasattr(extension, name)]
 
 
 define("klfast")

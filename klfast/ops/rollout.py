@@ -1,21 +1,24 @@
-"""``rollout_correction`` by an op: plain data in, plain data out. Nothing carries a gradient."""
+"""``rollout_correction`` by the extension's op, which has a kernel for the CPU alone.
+
+Plain data in, plain data out. Nothing carries a gradient.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from klfast.ops.table import Ops
 from klfast.rollout.call import RolloutCall
-from klfast.rollout.outputs import RolloutCorrection
-from klfast.rollout.stats import RolloutStats
+from klfast.rollout.stats import RolloutCorrection, RolloutStats
 
 
 @torch.no_grad()
-def rollout_correction(call: RolloutCall, ops: Ops) -> RolloutCorrection:
+def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     """Weights, mask and statistics. See ``klfast.rollout_correction``."""
     try:
-        weights, mask, table = _run(call, ops)
+        weights, mask, table = _run(call)
     except RuntimeError:
         call.explain()
         raise
@@ -23,10 +26,10 @@ def rollout_correction(call: RolloutCall, ops: Ops) -> RolloutCorrection:
     return RolloutCorrection(weights if weighs else None, mask, RolloutStats.of_table(table))
 
 
-def _run(call: RolloutCall, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+def _run(call: RolloutCall) -> tuple[Tensor, Tensor, Tensor]:
     choices, numbers = call.spec.encoded()
-    assert ops.rollout_correction is not None  # or the backend would have no such function
-    return ops.rollout_correction(
+    op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.klfast.rollout_correction.default
+    return op(
         call.logprobs,
         call.rollout_logprobs,
         call.layout.mask,

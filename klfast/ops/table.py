@@ -76,7 +76,8 @@ SCHEMAS = {
     "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
     "float[] bounds) -> (Tensor, Tensor, Tensor)",
 }
-"""Name -> signature. What is not wanted has the shape [0].
+"""Name -> signature. Statistics, weights and gradients that are not wanted are None; a number per
+row that is not wanted has the shape [0].
 
 ``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
 the backward needs), statistics ([8, S], in the order of
@@ -100,11 +101,15 @@ tensor.
 """
 
 
-class Ops(NamedTuple):
-    """The ops of a namespace."""
+PenaltyOutputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Result, weights, statistics, and the unit gradients of two inputs."""
 
-    kl_penalty_fwd: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-    kl_penalty_bwd: Callable[..., tuple[Tensor, Tensor]]
+
+class Ops(NamedTuple):
+    """The ops of a namespace that every backend of ops implements."""
+
+    kl_penalty_fwd: Callable[..., PenaltyOutputs]
+    kl_penalty_bwd: Callable[..., tuple[Tensor | None, Tensor | None]]
     token_logprobs_fwd: Callable[..., tuple[Tensor, Tensor, Tensor]]
     token_logprobs_bwd: Callable[..., Tensor]
     token_logprobs_bwd_: Callable[..., None]
@@ -114,15 +119,12 @@ class Ops(NamedTuple):
     kl_divergence_bwd_: Callable[..., None]
     token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
-    rollout_correction: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
-    """None in a namespace that was defined without it."""
 
     @classmethod
     def of(cls, namespace: str) -> Ops:
         """Those of ``torch.ops.<namespace>``."""
         ops = getattr(torch.ops, namespace)
-        there = {name: getattr(ops, name).default for name in _DEFINED[namespace]}
-        return cls(**({"rollout_correction": None} | there))
+        return cls(*(getattr(ops, name).default for name in cls._fields))
 
 
 class Arguments(SimpleNamespace):
@@ -144,27 +146,26 @@ def arities() -> dict[str, int]:
     return {op: len(names) for op, names in _NAMES.items()}
 
 
-def _empty_gradient(tensor: Tensor | None, wanted: bool, like: Tensor) -> Tensor:
-    tensor = like if tensor is None else tensor
-    return tensor.new_empty(tensor.shape if wanted else (0,))
+def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
+    return tensor.new_empty(tensor.shape) if wanted else None
 
 
-def _gradients_of_penalty(a: Arguments) -> tuple[Tensor, Tensor]:
+def _gradients_of_penalty(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
     return (
-        _empty_gradient(a.logprobs, a.want_grad_logprobs, a.logprobs),
-        _empty_gradient(a.ref_logprobs, a.want_grad_ref_logprobs, a.logprobs),
+        _empty_gradient(a.logprobs, a.want_grad_logprobs),
+        _empty_gradient(a.ref_logprobs, a.want_grad_ref_logprobs),
     )
 
 
-def _kl_penalty_fwd(a: Arguments) -> tuple[Tensor, ...]:
+def _kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
     dtype = arithmetic_dtype(a.logprobs, a.ref_logprobs, a.old_logprobs)
     sequences = number_of_sequences(a.logprobs, a.cu_seqlens)
     shapes = {"token": a.logprobs.shape, "sequence": (sequences,), "scalar": ()}
-    statistics = (len(KLStats._fields), sequences) if a.want_statistics else (0,)
+    result = a.logprobs.new_empty(shapes[RESULTS[Choices(*a.choices).result]], dtype=dtype)
     return (
-        a.logprobs.new_empty(shapes[RESULTS[Choices(*a.choices).result]], dtype=dtype),
-        a.logprobs.new_empty((sequences if a.want_weights else 0,), dtype=dtype),
-        a.logprobs.new_empty(statistics, dtype=dtype),
+        result,
+        result.new_empty((sequences,)) if a.want_weights else None,
+        result.new_empty((len(KLStats._fields), sequences)) if a.want_statistics else None,
         *_gradients_of_penalty(a),
     )
 
@@ -187,18 +188,15 @@ def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, entropy, results.new_empty((SAVED_OF_TOKENS, rows), dtype=torch.float64)
 
 
-def _token_logprobs_bwd(a: Arguments) -> Tensor:
-    return _empty_gradient(a.logits, True, a.logits)
+def _token_logprobs_bwd(a: Arguments) -> Tensor | None:
+    return _empty_gradient(a.logits, True)
 
 
-def _gradients_of_divergence(a: Arguments) -> tuple[Tensor, Tensor]:
-    return (
-        _empty_gradient(a.logits, a.want_grad, a.logits),
-        _empty_gradient(a.ref_logits, a.want_grad_ref, a.logits),
-    )
+def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
+    return _empty_gradient(a.logits, a.want_grad), _empty_gradient(a.ref_logits, a.want_grad_ref)
 
 
-def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
+def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor | None, ...]:
     rows = a.logits.shape[0] * a.logits.shape[1]
     results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
     taken = (0 if a.token_ids is None else rows,)
@@ -218,12 +216,12 @@ def _kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
     return results, results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64)
 
 
-def _rollout_correction(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _rollout_correction(a: Arguments) -> tuple[Tensor | None, Tensor, Tensor]:
     like, dtype = a.logprobs, arithmetic_dtype(a.logprobs, a.rollout_logprobs)
     weighs = WEIGHTS[RolloutChoices(*a.choices).weight] != "none"
     rows = rows_of_table(len(a.bounds) // len(RuleBounds._fields))
     return (
-        like.new_empty(like.shape if weighs else (0,), dtype=dtype),
+        like.new_empty(like.shape, dtype=dtype) if weighs else None,
         like.new_empty(like.shape, dtype=torch.bool if a.mask is None else a.mask.dtype),
         like.new_empty((rows, number_of_sequences(like, a.cu_seqlens)), dtype=dtype),
     )
@@ -245,8 +243,13 @@ _FAKES: dict[str, Callable[[Arguments], Any]] = {
 }
 
 
-def _fake(name: str) -> Callable[..., Any]:
-    return lambda *values: _FAKES[name](Arguments.of(name, values))
+def empty_outputs(op: str, a: Arguments) -> Any:
+    """The outputs of an op, before anything is written into them."""
+    return _FAKES[op](a)
+
+
+def _fake(op: str) -> Callable[..., Any]:
+    return lambda *values: empty_outputs(op, Arguments.of(op, values))
 
 
 def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
@@ -264,8 +267,10 @@ def _stacked(
     """The outputs of a call per element, and where their new dimension is, as vmap rules return."""
     if isinstance(of_elements[0], Tensor):
         return stack(tuple(of_elements)), 0
-    outputs = tuple(stack(output) for output in zip(*of_elements, strict=True))
-    return outputs, (0,) * len(outputs)
+    outputs = tuple(
+        None if output[0] is None else stack(output) for output in zip(*of_elements, strict=True)
+    )
+    return outputs, tuple(None if output is None else 0 for output in outputs)
 
 
 def _vmap_by_element(op: Any) -> Any:
@@ -286,15 +291,12 @@ def _vmap_by_element(op: Any) -> Any:
 
 
 _LIBRARIES: list[torch.library.Library] = []
-_DEFINED: dict[str, tuple[str, ...]] = {}
-"""The ops of each namespace."""
 
 
 def define(namespace: str, names: Iterable[str] = SCHEMAS) -> torch.library.Library:
     """Define the ops in a namespace, for the life of the process: all, or those that are named."""
-    _DEFINED[namespace] = tuple(names)
     library = torch.library.Library(namespace, "DEF")
-    for name in _DEFINED[namespace]:
+    for name in names:
         library.define(name + SCHEMAS[name])
         torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=library)
         if not name.endswith("_"):  # which changes a tensor that no transform sees

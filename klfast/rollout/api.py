@@ -14,8 +14,8 @@ from klfast.dtensors import refuse_dtensors
 from klfast.names import BackendName
 from klfast.ranks import Ranks
 from klfast.rollout.call import rollout_call
-from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
+from klfast.rollout.stats import RolloutCorrection
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,8 +87,8 @@ def rollout_correction(
         process_group: the ranks over whose weights ``normalize`` takes the mean (data parallelism);
             None: this process's alone.
         backend: ``"auto"``, ``"native"`` or ``"reference"``: one asked for by name works or raises.
-            ``"triton"`` has no kernels for this function: beside it ``"auto"`` takes the reference,
-            in torch ops without a sync.
+            ``"native"`` has kernels for CPU tensors alone, and ``"triton"`` has none. On a GPU,
+            ``"auto"`` takes the reference, in torch ops without a sync.
 
     Returns:
         :class:`RolloutCorrection`: (weights, mask, stats).
@@ -123,9 +123,7 @@ def rollout_correction(
     )
     if process_group is not None:
         Ranks(process_group)  # raises unless it is one, also where nothing is normalized
-    compute = backends.choose(backend, call).rollout_correction
-    assert compute is not None  # why_not_call has been asked
-    corrected = compute(call)
+    corrected = backends.choose(backend, call).rollout_correction(call)
     hints.of_rollout(logprobs, rollout_logprobs, mask, cu_seqlens, call.spec.by_sequence())
     if normalize is None or corrected.weights is None:
         return corrected

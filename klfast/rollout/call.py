@@ -11,18 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.call import Layout, check_layout, check_like, layout_of
-from klfast.checks.arguments import (
-    check_choice,
-    check_device,
-    check_number,
-    check_tensor,
-    shape_text,
-)
+from klfast.args.signature import check
+from klfast.call import Layout, layout_of
+from klfast.checks.arguments import check_choice, check_number
 from klfast.checks.values import are_tracing, check_cu_seqlens_values, check_mask_values
-from klfast.dtypes import FLOATS, MASKS, arithmetic_dtype
+from klfast.dtypes import arithmetic_dtype
 from klfast.estimator import NO_LIMIT
-from klfast.layout import number_of_sequences
 from klfast.rollout.formulas import TOKEN_STATISTICS
 from klfast.rollout.rejection import OVER, Rejection, as_rules
 
@@ -177,11 +171,12 @@ def rollout_call(
         check_choice("normalize", normalize, NORMALIZE)
         if weight is None:
             raise ValueError(f"normalize must be None without weights, got {normalize!r}")
-    check_layout("logprobs", logprobs, cu_seqlens)
-    check_like("rollout_logprobs", rollout_logprobs, logprobs, FLOATS)
-    if mask is not None:
-        check_like("mask", mask, logprobs, MASKS)
-    _check_advantages(advantages, logprobs, cu_seqlens, spec)
+    wanted = any(rule.outward_only for rule in spec.rules)
+    if wanted and advantages is None:
+        raise ValueError("advantages must be given for a rule that is outward_only, got None")
+    if advantages is not None and not wanted:
+        raise ValueError("advantages must go with a rule that is outward_only, got none")
+    check("rollout_correction", cu_seqlens, logprobs, rollout_logprobs, mask, advantages)
     return RolloutCall(
         logprobs.detach(),
         rollout_logprobs.detach(),
@@ -206,23 +201,3 @@ def _spec(
     if weight is None:
         cap = None
     return RolloutSpec(weight or "none", floor, cap, outside, as_rules(reject))
-
-
-def _check_advantages(
-    advantages: Tensor | None, logprobs: Tensor, cu_seqlens: Tensor | None, spec: RolloutSpec
-) -> None:
-    wanted = any(rule.outward_only for rule in spec.rules)
-    if advantages is None:
-        if wanted:
-            raise ValueError("advantages must be given for a rule that is outward_only, got None")
-        return
-    if not wanted:
-        raise ValueError("advantages must go with a rule that is outward_only, got none")
-    check_tensor("advantages", advantages, FLOATS)
-    sequences = number_of_sequences(logprobs, cu_seqlens)
-    if advantages.shape != logprobs.shape and tuple(advantages.shape) != (sequences,):
-        raise ValueError(
-            f"advantages must have the shape of logprobs, {shape_text(logprobs)}, or "
-            f"[{sequences}], one per sequence, got {shape_text(advantages)}"
-        )
-    check_device("advantages", advantages, logprobs)

@@ -1,4 +1,4 @@
-"""Per-sequence statistics of sampler and trainer, from the same read as weights and mask."""
+"""The result of ``rollout_correction``, and its per-sequence statistics, from one read."""
 
 from __future__ import annotations
 
@@ -246,11 +246,28 @@ class RolloutStats(NamedTuple):
         return line_of("RolloutStats", {"sequences": self.length.numel(), **main})
 
 
+class RolloutCorrection(NamedTuple):
+    """Weights, mask and statistics: ``weights, mask, stats = rollout_correction(...)``.
+
+    Attributes:
+        weights: per token in the shape of the log-probs, in the arithmetic's dtype, 0 where masked
+            or where x is not finite, without gradient; None with ``weight=None``. A rejected token
+            keeps its weight: the mask is what leaves it out.
+        mask: the mask that was given, in its own dtype, 0 where a token is rejected; without one,
+            a boolean mask.
+        stats: :class:`RolloutStats`.
+    """
+
+    weights: Tensor | None
+    mask: Tensor
+    stats: RolloutStats
+
+
 _MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")
 """Those of ``as_dict`` that ``repr`` shows."""
 
 
-torch.serialization.add_safe_globals([RolloutStats, RuleStats])
+torch.serialization.add_safe_globals([RolloutCorrection, RolloutStats, RuleStats])
 
 
 def rows_of_table(rules: int) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.control.base import TargetController
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
+from klfast.controllers.target import TargetController
 from lab.settings import ARMS
 
 BATCH = 40

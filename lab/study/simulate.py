@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.control import rules
-from klfast.control.arithmetic import Tensors
-from klfast.control.device import settings_on
+from klfast.controllers.base import settings_on
+from klfast.controllers.rules import Batch
 from lab.study.candidates import BATCH, CANDIDATES, Candidate, Gains
 from lab.study.plant import Plant, Policy
 
@@ -41,13 +40,12 @@ class Course:
 def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -> Tensor:
     """The true KL [G, seeds, updates] under each of G gains."""
     device = torch.device("cpu")
-    ops = Tensors(device)
     controller = candidate.make(course.target)
     settings: Any = settings_on(controller, device)
     count = max([1, *(len(value) for value in gains.values() if isinstance(value, Tensor))])
     for name, value in gains.items():
         setattr(settings, name, torch.as_tensor(value, dtype=torch.float64))
-    plan = controller._plan()
+    rule = controller._update_rule()
     generator = torch.Generator().manual_seed(course.seed)
     shape = (count, course.seeds)
 
@@ -64,7 +62,7 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         current = policy.measured(to_measure)
         push = course.jump if t >= course.updates // 2 else 1.0
         policy.update(state["value"], to_wander, push)
-        state = rules.advance(ops, plan, settings, state, current, n_steps)
+        state = rule.advance(settings, state, Batch(current, settings.target, n_steps))
     return torch.stack(kls, -1)
 
 

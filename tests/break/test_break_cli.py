@@ -8,12 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from experiment import metrics, no_pictures, without_times
 
-import klfast
 from benchmarks.__main__ import main as benchmarks_main
 from klfast.__main__ import main as klfast_main
 from lab.__main__ import main as lab_main
@@ -155,41 +153,6 @@ def test_signals_leave_what_can_be_resumed(hunt, finished, tmp_path, number):
     hunt.equal(rows(tmp_path / "out"), rows(finished), number)
 
 
-INTERRUPTED_IMPORT = """
-import os, sys
-left = int(os.environ["INTERRUPT_AT"])
-def interrupt(event, arguments):
-    global left
-    if event == "import" and "klfast" in sys.modules:
-        name = arguments[0]
-        left -= name.startswith(("klfast.", "torch")) and name != "klfast.interrupt"
-        if left == 0:
-            left = -1
-            raise KeyboardInterrupt
-sys.addaudithook(interrupt)
-"""
-
-
-@pytest.mark.parametrize("command", [("-m", "klfast"), ("klfast",)], ids=" ".join)
-def test_an_interrupt_at_any_import_is_no_traceback(hunt, tmp_path, command):
-    """Of torch or what needs it; numpy turns one of its own into another error."""
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
-    entry = "import sys; from klfast.__main__ import main; sys.exit(main())"
-    (tmp_path / "klfast").write_text(entry)
-    path = os.pathsep.join([str(tmp_path), str(Path(klfast.__file__).parents[1])])
-    for at in hunt.some((1, 2, 3, 10, 40, 150, 300, 500, 700, 900), 5):
-        environment = {**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": str(at)}
-        ended = subprocess.run(
-            [sys.executable, *command, "--help"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        hunt.equal(ended.stderr, "", command, at)
-        hunt.check(ended.returncode in (0, 130, -signal.SIGINT), command, at, got=ended.returncode)
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-20])
 
@@ -233,10 +196,9 @@ def test_damaged_folders_are_refused_and_left_as_they_are(hunt, finished, tmp_pa
         whole("klfast info >&- 2>&-"),
         whole("klfast --help | head -n 1"),
         whole(f"lab compare --out out {' '.join(SHORT)} >&-"),
-        whole(f"lab compare --out out {' '.join(SHORT)} | true"),
     ],
 )
-def test_an_output_that_goes_away_ends_nothing(hunt, tmp_path, line):
+def test_an_output_that_goes_away_shows_no_traceback(hunt, tmp_path, line):
     process = subprocess.run(
         ["bash", "-c", f"$PYTHON -m {line}; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
@@ -244,7 +206,8 @@ def test_an_output_that_goes_away_ends_nothing(hunt, tmp_path, line):
         cwd=tmp_path,
         env={**os.environ, "PYTHON": sys.executable},
     )
-    hunt.equal(process.returncode, 0, line, process.stderr.decode())
+    statuses = (0, 128 + signal.SIGPIPE) if "|" in line else (0,)
+    hunt.check(process.returncode in statuses, line, got=process.stderr.decode())
     hunt.check(b"Traceback" not in process.stderr, line, got=process.stderr)
     if "compare" in line:
         hunt.equal(len(rows(tmp_path / "out")), 12, line)

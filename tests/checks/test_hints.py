@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 from klfast import Estimator, Rejection, callers
+from klfast.backends import BACKENDS
 from klfast.checks import hints, samples, values
 from klfast.compat import openrlhf, verl
 from klfast.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
@@ -45,7 +46,7 @@ def rewards(tensor, ref=None, **options):
 
 
 def rollout(tensor, ref=None, backend="auto", **options):
-    if backend != "auto" and klfast.backends.BACKENDS[backend].lacks("rollout_correction"):
+    if backend != "auto" and BACKENDS[backend].lacks("rollout_correction", tensor.device):
         backend = "auto"
     options["backend"] = backend
     return klfast.rollout_correction(tensor, tensor - 0.2 if ref is None else ref, **options)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Estimator, Rejection, dtypes
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 from klfast.logits import agreement
 from klfast.names import DIRECTIONS, ESTIMATORS, TAILS
 from klfast.reduction import REDUCTIONS

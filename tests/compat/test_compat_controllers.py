@@ -18,7 +18,7 @@ from refusals import POSITIVE
 
 import klfast
 from klfast.compat import openrlhf, roll, skyrl, trl, trlx, verl
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 from klfast.stats import KLStats
 
 

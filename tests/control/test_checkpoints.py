@@ -8,7 +8,10 @@ import io
 import json
 import math
 import random
+import re
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from ranks import OnRanks, results_of_ranks
 from torch.distributed import checkpoint
 
 import klfast
+from klfast.compat import verl
 
 pytestmark = [
     pytest.mark.skipif(
@@ -219,6 +223,122 @@ def test_an_average_may_begin_or_end_with_a_checkpoint(kind):
     assert without.state_dict() == make(kind, 0.5, 6.0).state_dict() | without.state_dict()
 
 
+# States of the release before the controllers were written anew
+
+
+def groups(**options):
+    return klfast.GroupedKLController(klfast.NuPIKLController, 0.5, {"a": 6.0, "b": 1.0}, **options)
+
+
+def learning_rates(**options):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    rates = [{"params": [p], "lr": lr} for p, lr in zip(parameters, (1e-3, 2e-3), strict=True)]
+    return klfast.KLAdaptiveLR(torch.optim.SGD(rates), 6.0, **options)
+
+
+def verls(kind):
+    config = SimpleNamespace(type=kind, kl_coef=0.5, target_kl=6.0, horizon=500)
+    return verl.get_kl_controller(config)
+
+
+RECORDED = {
+    **{
+        f"{kind}-{name}": lambda kind=kind, options=options, **o: make(
+            kind, 0.5, 6.0, **options, **o
+        )
+        for kind in STEERING
+        for name, options in {
+            "plain": {},
+            "all": {"dead_band": 0.1, "ema": 0.5, "floor": 0.05, "max_coef": 3.0},
+            "token": {"unit": "token"},
+        }.items()
+    },
+    "fixed": lambda **o: klfast.FixedKLController(0.5, **o),
+    "scheduled-adaptive": lambda **o: klfast.ScheduledKLController(
+        0.5, 6.0, warmup=9, steps=40, start=2.0, controller=klfast.AdaptiveKLController, **o
+    ),
+    "schedule-linear": lambda **o: klfast.ScheduledKLController(0.5, warmup=3, steps=50, **o),
+    "schedule-cosine": lambda **o: klfast.ScheduledKLController(0.5, shape="cosine", steps=50, **o),
+    "groups": groups,
+    "verls-adaptive": lambda: verls("adaptive"),
+    "verls-dual": lambda: verls("dual"),
+    "monitor": lambda: klfast.KLMonitor(6.0, window=9),
+    "monitor-token": lambda: klfast.KLMonitor(6.0, window=30, unit="token", min_updates=3),
+    "drift": lambda: klfast.KLDriftAlarm(8.0, window=9),
+    "early-stop": lambda: klfast.KLEarlyStop(6.0),
+    "reset-plateau": lambda: klfast.ReferenceReset(plateau=4, min_delta=0.5),
+    "reset-all": lambda: klfast.ReferenceReset(interval=9, budget=12.0, patience=2, plateau=7),
+    "learning-rate": learning_rates,
+}
+"""The controllers and watchers whose states are in ``states.json``."""
+SAVED = json.loads(Path(__file__).with_name("states.json").read_text())
+"""Name -> the state after 13 updates, what 20 more return, and the state then."""
+WITH_FUNCTIONS = re.compile("exponential|nupi|dual|vae|scheduled-(?!adaptive)|cosine|groups")
+"""Those with an exponential or a cosine, whose last digit is the C library's."""
+
+
+def course(seed, steps):
+    """KLs, numbers of sequences and metrics, the same on every machine."""
+    rng = random.Random(seed)
+    for step in range(steps):
+        kl = math.nan if step == 5 else math.inf if step == 11 else rng.uniform(0, 18)
+        yield kl, rng.randrange(1, 512), rng.uniform(0, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, None) for name in RECORDED), *((n, "cpu") for n in RECORDED if SAVED[n]["device"])],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_recorded_state_goes_on_as_it_did(name, device):
+    thing = RECORDED[name](**({"device": device} if device else {}))
+    state = SAVED[name]["state"]
+    thing.load_state_dict(state)
+    assert thing.state_dict() == state
+    if name == "learning-rate":
+        for group, lr in zip(thing.optimizer.param_groups, state["lr"], strict=True):
+            group["lr"] = lr
+    found = {"returned": moved(thing, 2, 20), "state": thing.state_dict()}
+    expected = {"returned": SAVED[name]["returned"], "state": SAVED[name]["after"]}
+    if WITH_FUNCTIONS.search(name):
+        assert_near(found, expected)
+    else:
+        assert found == expected
+
+
+def moved(thing, seed, steps):
+    """The results of updates with the KLs of a seed, as JSON."""
+    returned = []
+    for kl, n_steps, metric in course(seed, steps):
+        if isinstance(thing, klfast.KLAdaptiveLR):
+            thing.step(kl)
+            result = thing.last_lr
+        elif isinstance(thing, klfast.ReferenceReset):
+            result = thing.update(kl, metric)
+        elif isinstance(thing, klfast.GroupedKLController):
+            result = thing.update({"a": kl, "b": kl / 6}, n_steps)
+            result = {name: float(value) for name, value in result.items()}
+        else:
+            result = thing.update(kl, n_steps)
+        returned.append(result.item() if isinstance(result, torch.Tensor) else result)
+    return returned
+
+
+def assert_near(found, expected):
+    """Equal but for the last digits of numbers."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_near(found[key], value)
+    elif isinstance(expected, list):
+        for pair in zip(found, expected, strict=True):
+            assert_near(*pair)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-13)
+    else:
+        assert found == expected
+
+
 UNITS = {"sequence": "token", "token": "sequence"}
 GOES_BY_A_UNIT = [kind for kind in MAKERS if kind not in ("fixed", "schedule")]
 
@@ -260,10 +380,6 @@ def test_a_schedule_of_the_coefficient_goes_by_no_unit():
     thing = klfast.ScheduledKLController(0.5, unit="token")
     thing.load_state_dict(klfast.ScheduledKLController(0.5, unit="sequence").state_dict())
     assert thing.state_dict().keys().isdisjoint({"unit", "target"})
-
-
-def groups(**options):
-    return klfast.GroupedKLController(klfast.NuPIKLController, 0.5, {"a": 6.0, "b": 1.0}, **options)
 
 
 COPIED = {

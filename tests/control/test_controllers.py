@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from refusals import POSITIVE
 from threads import in_threads
 
-from klfast.control.base import TargetController, TargetOptions
-from klfast.control.controllers import (
+from klfast.controllers import CONTROLLERS
+from klfast.controllers.target import (
     ADAPTIVE_OPTIONS,
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
+    TargetController,
+    TargetOptions,
     get_kl_controller,
 )
-from klfast.control.monitor import KLMonitor
+from klfast.controllers.watchers import KLMonitor
 from klfast.stats import KLStats
 
 MAKERS = {
@@ -427,6 +429,7 @@ def test_settings_and_value_are_plain_python(kind):
     options = dict.fromkeys({"target", "min_coef"} if kind != "fixed" else (), np.float32(0.0625))
     controller = MAKERS[kind](**options)
     fields = {name: value for name, value in vars(controller).items() if value is not None}
+    fields |= fields.pop("_state")
     assert {type(value) for value in fields.values()} <= {float, int, str}
     with pytest.raises(AttributeError):
         controller.value = 3.0
@@ -449,12 +452,23 @@ def test_factory_with_target_is_adaptive():
 
 
 def test_factory_knows_every_option_of_the_adaptive_controller():
-    own, shared = (
-        [p.name for p in inspect.signature(each).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        for each in (AdaptiveKLController, TargetController)
-    )
-    assert (*own, *shared) == ADAPTIVE_OPTIONS
-    assert shared == [*TargetOptions.__annotations__]
+    parameters = inspect.signature(TargetController).parameters.values()
+    shared = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert ("clip", *shared) == ADAPTIVE_OPTIONS
+    assert {*shared} == {*TargetOptions.__annotations__}
+
+
+@pytest.mark.parametrize("cls", CONTROLLERS.values())
+def test_a_signature_shows_every_option(cls):
+    """The scheduled controller hands its ``**options`` on to another one."""
+    own = inspect.signature(cls).parameters
+    expected = {"unit", "device", "process_group"}
+    if issubclass(cls, TargetController):
+        expected = {*inspect.signature(TargetController).parameters}
+        assert "options" not in own
+    assert expected <= {*own}
+    with pytest.raises(TypeError, match="unexpected"):
+        cls(0.5, 6.0, nonsense=1)
 
 
 @pytest.mark.parametrize("target", [None, 6.0])

@@ -63,7 +63,7 @@ def test_the_line_is_that_of_numpy():
     values = [random.Random(1).uniform(0, 9) for _ in range(30)]
     (slope, intercept), covariance = np.polyfit(range(30), values, 1, cov="unscaled")
     rest = np.sum((np.polyval([slope, intercept], range(30)) - values) ** 2) / 28
-    found = klfast.control.monitor._line(values)
+    found = klfast.controllers.watchers._line(values)
     expected = (slope, math.sqrt(covariance[0, 0] * rest), intercept + 29 * slope)
     assert found == pytest.approx(expected, rel=1e-9)
 

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from klfast.control.controllers import FixedKLController
-from klfast.control.monitor import KLMonitor
+from klfast.controllers.target import FixedKLController
+from klfast.controllers.watchers import KLMonitor
 from klfast.stats import KLStats
 
 finite_floats = st.floats(allow_nan=False, allow_infinity=False)

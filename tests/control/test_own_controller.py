@@ -9,7 +9,7 @@ import torch
 import klfast
 from klfast import GroupedKLController, KLController, KLLog, KLPenalty
 
-Halving = readme.run("klfast.control.protocol.KLController")["Halving"]
+Halving = readme.run("klfast.controllers.grouped.KLController")["Halving"]
 
 
 class WithoutState:

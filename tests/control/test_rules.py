@@ -16,7 +16,7 @@ from klfast import (
     PIDLagrangianKLController,
     ScheduledKLController,
 )
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 
 WIDE = {"min_coef": 1e-300, "max_coef": 1e300}
 

@@ -3,8 +3,8 @@
 import readme
 
 import klfast
-from klfast.control.base import TargetController
-from klfast.control.table import CONTROLLERS
+from klfast import TargetController
+from klfast.controllers import CONTROLLERS
 from lab.settings import ARMS
 
 

@@ -79,7 +79,7 @@ import os, torch, klfast
 from klfast.ops.load import load_error
 assert load_error() is None, load_error()
 assert klfast.__file__.startswith(os.environ["PYTHONPATH"])
-for op in ("kl_penalty_fwd", "kl_penalty_bwd", "token_weights", "scale_", "rollout_correction"):
+for op in ("kl_penalty_fwd", "kl_penalty_bwd", "token_weights", "scale_"):
     for key in ("CPU", "CUDA"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"klfast::{op}", key), (op, key)
 print(klfast.kl_penalty(torch.zeros(2, 3), torch.ones(2, 3), estimator="k1").sum().item())

@@ -10,9 +10,9 @@ import torch
 
 import klfast
 from klfast import backends
+from klfast.backends import known_calls, self_test
+from klfast.backends.self_test import FirstUse
 from klfast.ops.table import Ops
-from klfast.selfcheck import first_calls, first_use
-from klfast.selfcheck.first_use import FirstUse
 
 pytestmark = gpu.marks
 
@@ -28,7 +28,7 @@ def first(monkeypatch):
     """Known answers of the native kernels, nothing of which is known yet."""
     native = backends.BACKENDS[gpu.needed_backend("native")]
     first = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
-    fresh = native._replace(first_use=first, direct=None)
+    fresh = native._replace(first_use=first)
     monkeypatch.setitem(backends.BACKENDS, "native", fresh)
     return first
 
@@ -40,7 +40,7 @@ def device():
 
 def check(first, device):
     """What is known of every family when all have been checked."""
-    for op in first_calls.CALLS:
+    for op in known_calls.FUNCTIONS:
         first._failure(op, device, 2)
     return set(first.results(device).values())
 
@@ -55,17 +55,15 @@ def test_every_family_of_kernels_gives_its_known_answers(first):
     klfast.kl_penalty(*logprobs(requires_grad=True), backend="native").sum().backward()
     klfast.token_logprobs(logits, torch.zeros(2, dtype=torch.long, device="cuda"), backend="native")
     klfast.kl_divergence(logits, logits + 1, backend="native")
-    klfast.rollout_correction(*logprobs(), backend="native")
     known = klfast.info()["first_use"][f"cuda:{torch.cuda.current_device()}"]
     assert known == dict.fromkeys(
-        (family for op in first_calls.CALLS for family in first_use.families(op)), "ok"
+        (family for op in known_calls.FUNCTIONS for family in self_test.families(op)), "ok"
     )
 
 
 @pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
 def test_every_device_is_checked_on_its_own(first, index):
     assert check(first, torch.device("cuda", index)) == {"ok"}
-    assert first.indices == {index}
 
 
 def test_it_waits_for_nothing_of_the_users(first, device):
@@ -92,7 +90,7 @@ def test_it_takes_milliseconds_and_gives_its_memory_back(first, device):
     check(first, device)
     before = torch.cuda.memory_allocated()
     slowest = []
-    for op in first_calls.CALLS:
+    for op in known_calls.FUNCTIONS:
         seconds = []
         for _ in range(7):
             begun = time.perf_counter()
@@ -118,9 +116,12 @@ def test_nothing_is_checked_in_a_capture_which_goes_on(first):
     assert first.results(captured.device)["kl_penalty"] == "ok"
 
 
-def test_the_direct_road_opens_with_the_first_call():
-    gpu.needed_backend("native")
-    arguments = logprobs()
-    klfast.kl_penalty(*arguments, backend="native")
-    direct = backends.BACKENDS["native"].direct
-    assert direct is None or direct.serves(arguments[0])
+def test_a_first_call_in_a_backward_is_not_checked_and_ends(first):
+    """A backward of the check's own would wait for the device's thread, which runs the hook."""
+    outer, other = logprobs(requires_grad=True)
+    inner = []
+    product = outer * 2
+    product.register_hook(lambda grad: inner.append(klfast.kl_penalty(grad, other)))
+    product.sum().backward()
+    assert len(inner) == 1
+    assert set(first.results(other.device).values()) == {"unchecked"}

@@ -1,4 +1,4 @@
-"""``rollout_correction`` on a GPU: graphs, syncs, and results beside the reference's."""
+"""``rollout_correction`` on a GPU, served by the reference: graphs, syncs, the results of a CPU."""
 
 import gpu
 import pytest
@@ -16,18 +16,6 @@ RULES = (Rejection("ratio", low=0.6, high=1.6), Rejection("k3", "seq-mean", high
 SHAPES = {"short": (33, 1000), "long": (3, 30_000)}
 
 
-@pytest.fixture
-def native():
-    """The name of the backend that has kernels for this."""
-    return gpu.needed_backend("native")
-
-
-@pytest.fixture(params=["native", "reference"])
-def backend(request):
-    """The name of every backend that may serve a GPU."""
-    return gpu.needed_backend(request.param)
-
-
 def inputs_of(shape, dtype, packed):
     tensors = [*sampled(shape, dtype), torch.rand(shape) < 0.8]
     tensors[0].view(-1)[::97] -= 3  # far from the others
@@ -39,12 +27,12 @@ def inputs_of(shape, dtype, packed):
     return *(t.cuda() for t in tensors), cu_seqlens
 
 
-def call_of(backend, inputs, weight, rules):
+def call_of(inputs, weight, rules):
     *tensors, cu_seqlens = inputs
 
     def call():
         result = klfast.rollout_correction(
-            *tensors, weight=weight, reject=rules, cu_seqlens=cu_seqlens, backend=backend
+            *tensors, weight=weight, reject=rules, cu_seqlens=cu_seqlens
         )
         return [leaf for leaf in tree_leaves(result) if leaf is not None]
 
@@ -64,9 +52,9 @@ def over_calls(test):
 
 
 @over_calls
-def test_replays_give_the_bits_of_eager_calls(native, shape, packed, weight, rules, dtype):
+def test_replays_give_the_bits_of_eager_calls(shape, packed, weight, rules, dtype):
     inputs = inputs_of(shape, dtype, packed)
-    call = call_of(native, inputs, weight, rules)
+    call = call_of(inputs, weight, rules)
     graph, outputs = capture(call)
     for _ in range(3):
         overwrite(inputs, inputs_of(shape, dtype, packed))
@@ -77,23 +65,35 @@ def test_replays_give_the_bits_of_eager_calls(native, shape, packed, weight, rul
 # That it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @over_calls
-def test_no_call_waits_for_the_device(backend, shape, packed, weight, rules, dtype):
-    call = call_of(backend, inputs_of(shape, dtype, packed), weight, rules)
+def test_no_call_waits_for_the_device(shape, packed, weight, rules, dtype):
+    call = call_of(inputs_of(shape, dtype, packed), weight, rules)
     expected = call()
     torch.cuda.set_sync_debug_mode("error")
     try:
         different = different_bits(call(), expected)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    if backend == "native":  # the reference's sums are atomic
-        assert different.item() == 0
+    assert different.item() == 0
 
 
 @over_calls
-def test_results_are_the_reference_s(native, shape, packed, weight, rules, dtype):
+def test_results_are_those_of_a_cpu(shape, packed, weight, rules, dtype):
     inputs = inputs_of(shape, dtype, packed)
-    found = call_of(native, inputs, weight, rules)()
+    found = call_of(inputs, weight, rules)()
     on_cpu = [None if t is None else t.cpu() for t in inputs]
-    expected = call_of("reference", on_cpu, weight, rules)()
+    expected = call_of(on_cpu, weight, rules)()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("weight", [None, "token", "sequence"], ids=str)
+def test_bits_do_not_depend_on_the_layout(weight):
+    *padded, _ = inputs_of((3, 30_000), torch.float32, packed=False)
+    cu_seqlens = torch.arange(4, device="cuda") * 30_000
+    packed = [t.flatten() for t in padded]
+    results = [
+        call_of((*tensors, ends), weight, RULES)()
+        for tensors, ends in ((padded, None), (packed, cu_seqlens))
+    ]
+    pairs = [(one, other.view(one.shape)) for one, other in zip(*results, strict=True)]
+    assert_same_bits(*map(list, zip(*pairs, strict=True)))

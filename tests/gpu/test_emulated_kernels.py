@@ -7,7 +7,7 @@ from agreement import SCALAR_REDUCTIONS
 from garbage import GARBAGE, N
 
 from klfast import Estimator
-from klfast.call import Layout, LogProbs, PenaltyCall, Spec
+from klfast.call import PenaltyCall, Spec
 from klfast.reduction import REDUCTIONS
 
 
@@ -16,9 +16,7 @@ def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None
     torch.manual_seed(0)
     logprobs, ref_logprobs = -torch.rand(2, n)
     spec = Spec(Estimator("k3"), REDUCTIONS[reduction], normalizer=normalizer)
-    call = PenaltyCall(
-        LogProbs(logprobs, ref_logprobs), Layout(mask, cu_seqlens), spec, return_stats=False
-    )
+    call = PenaltyCall(logprobs, ref_logprobs, None, mask, cu_seqlens, spec)
     return emulated.ops().kl_penalty_fwd(
         *call.tensors(), *spec.encoded(), scores, True, grads, grads, not grads
     )
@@ -140,8 +138,8 @@ def test_a_sequence_has_the_same_sums_whether_one_warp_reads_it_or_several(width
 
     def call(rows):
         spec = Spec(Estimator("k3"), REDUCTIONS["seq-mean"])
-        inputs = LogProbs(logprobs[rows], ref_logprobs[rows])
-        asked = PenaltyCall(inputs, Layout(mask[rows], None), spec, return_stats=True)
+        inputs = logprobs[rows], ref_logprobs[rows], None, mask[rows], None
+        asked = PenaltyCall(*inputs, spec, return_stats=True)
         return emulated.ops().kl_penalty_fwd(
             *asked.tensors(), *spec.encoded(), None, True, False, False, True
         )

@@ -122,14 +122,6 @@ def divergence(cost, *, packed=False, differentiated=(0,), **options):
     return Case(call, first, cost, differentiated)
 
 
-def corrected(cost, **options):
-    """Of ``rollout_correction``, which has no gradient."""
-    first, second = NUMBERS
-    options = {"mask": MASK, **options}
-    call = functools.partial(klfast.rollout_correction, rollout_logprobs=second, **options)
-    return Case(call, first, cost, differentiated=())
-
-
 TOKEN, SEQUENCE = "token-mean", "seq-mean-token-mean"
 
 CASES = {
@@ -146,13 +138,6 @@ CASES = {
     "penalty-mean-fp16": logprobs(Cost(2, 4), mask=MASK, reduction=TOKEN, dtype=torch.float16),
     "rewards": rewards(Cost(1, 1), mask=MASK),
     "rewards-stats": rewards(Cost(1, 2), mask=MASK, return_stats=True),
-    "rollout-token": corrected(Cost(1, 3)),
-    "rollout-weightless": corrected(Cost(1, 2), weight=None),
-    "rollout-rule": corrected(Cost(1, 3), reject=klfast.Rejection("k3", high=1.0)),
-    "rollout-sequence": corrected(Cost(2, 4), weight="sequence"),
-    "rollout-sequence-rule": corrected(
-        Cost(2, 4), reject=klfast.Rejection("k3", "seq-mean", high=1.0)
-    ),
     "tokens": tokens(Cost(2, 3)),
     "tokens-mask": tokens(Cost(2, 3), mask=MASK),
     "tokens-weights": tokens(Cost(2, None, "ne"), mask=MASK.float()),
@@ -195,11 +180,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu():
-    """Values are not looked at, and plain tensors take the direct road from the start."""
+    """Values are not looked at."""
     with serving(TARGETS["native-emulated"]), pytest.MonkeyPatch.context() as patch:
-        backend = backends.BACKENDS["native"]
-        direct = backend.direct._replace(serves=lambda _: True)
-        patch.setitem(backends.BACKENDS, "native", backend._replace(direct=direct))
         patch.setattr(backends, "are_checked", lambda *_, **__: False)
         yield
 

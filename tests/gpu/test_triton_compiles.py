@@ -190,7 +190,7 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
     edges = torch.arange(rows + 1) * width if packed else None
     call = (logprobs, tensor(), None, tensor(), edges, None, None)
     choices, numbers = Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
-    call += (choices, numbers._replace(coef=coef, normalizer=normalizer))
+    call += (choices, (*numbers[:-2], coef, normalizer))
     scalar = REDUCTIONS[reduction].is_scalar()
     _, weights, *_ = implementation("kl_penalty_fwd")(*call, None, True, scalar, False, True)
     shape = {"none": logprobs.shape}.get(reduction, () if scalar else (rows,))

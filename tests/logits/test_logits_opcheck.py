@@ -135,8 +135,8 @@ def test_the_gradients_that_are_asked_for_come(wants):
     opcheck(DIVERGENCE, tuple(forward.values()))
     opcheck(DIVERGENCE_BACKWARD, tuple(backward.values()))
     for grads in (DIVERGENCE(*forward.values())[4:6], DIVERGENCE_BACKWARD(*backward.values())):
-        shapes = [(2, 3, 7) if wanted else (0,) for wanted in wants]
-        assert [tuple(grad.shape) for grad in grads] == shapes
+        assert [grad is not None for grad in grads] == [*wants]
+        assert all(grad.shape == (2, 3, 7) for grad in grads if grad is not None)
 
 
 @pytest.mark.parametrize("shape", [(), (6,)], ids=["of-all", "of-rows"])

@@ -31,9 +31,7 @@ def test_a_name_takes_that_backend(name, monkeypatch):
         called.append(call)
         return backend.kl_penalty(call)
 
-    monkeypatch.setitem(
-        backends.BACKENDS, name, backend._replace(kl_penalty=kl_penalty, direct=None)
-    )
+    monkeypatch.setitem(backends.BACKENDS, name, backend._replace(kl_penalty=kl_penalty))
     klfast.kl_penalty(*inputs(), backend=name)
     assert len(called) == 1
 

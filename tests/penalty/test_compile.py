@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import klfast
 from klfast import Estimator
 from klfast.backends.native import NATIVE
-from klfast.call import LogProbs, PenaltyCall, Spec, Values
+from klfast.call import PenaltyCall, Spec
 from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
 from klfast.reduction import REDUCTIONS, Reduction
 
@@ -291,7 +291,7 @@ def test_whether_cuda_kernels_can_run_is_a_constant_to_the_compiler():
 
 @pytest.mark.parametrize(
     "named",
-    [LogProbs, Values, Spec, PenaltyCall, TokenLogprobsCall, KLDivergenceCall, Reduction],
+    [Spec, PenaltyCall, TokenLogprobsCall, KLDivergenceCall, Reduction],
 )
 def test_call_objects_have_no_property(named):
     """Dynamo of torch 2.10 follows the methods of a named tuple alone."""

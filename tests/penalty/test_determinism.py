@@ -1,6 +1,7 @@
 """Bit for bit: a sequence's numbers depend on its own tokens and on nothing else."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from targets import TARGETS
 import klfast
 from klfast import Estimator
 from klfast.estimator import ESTIMATORS
+from klfast.layout import Sequences
 from klfast.reduction import REDUCTIONS
 
 FORMS = {name: Estimator(name) for name in ESTIMATORS} | {
@@ -48,6 +50,7 @@ COMPILED = [name for name, target in TARGETS.items() if target.backend != "refer
 """Backends with kernels of their own. The reference in fp64 gives torch's numbers, and those change
 with a token's place in a vector register."""
 
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 slow_forms = pytest.mark.parametrize(
     ("backend", "form"),
@@ -158,6 +161,27 @@ def check_company(backend, form, dtype, lengths):
     found = packed.compute(backend, form, edges)
     for s, i in enumerate(packed_order):
         assert_same(alone[i], of_sequence(found, slice(edges[s], edges[s + 1]), s))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sum_of_the_reference_is_the_same_in_any_company(device, set_num_threads):
+    """In fp64, to the last bit: none of its results is rounded before it is compared."""
+    lengths = (0, 1, 31, 32, 33, 1024, 1025, 40_000, 0)
+    values = [torch.randn(length, dtype=torch.float64, device=device) for length in lengths]
+    set_num_threads(1)
+    alone = torch.stack([Sequences(value, None).sum(value)[0] for value in values])
+    exact = torch.tensor([math.fsum(value.tolist()) for value in values], dtype=torch.float64)
+    torch.testing.assert_close(alone.cpu(), exact, rtol=1e-14, atol=1e-12)
+    edges = torch.tensor([0, *lengths], device=device).cumsum(0)
+    padded = torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+    wide = torch.nn.functional.pad(padded, (0, 37))
+    for threads in (1, 3):
+        set_num_threads(threads)
+        packed = Sequences(torch.cat(values), edges).sum(torch.cat(values))
+        twice = Sequences(padded, None).sum(torch.stack([padded, -padded]).flatten(1))
+        assert same_bits(packed, alone)
+        assert same_bits(twice, torch.stack([alone, 0.0 - alone]))
+        assert same_bits(Sequences(wide, None).sum(wide.flatten()), alone)
 
 
 @pytest.mark.grid(each="backend")

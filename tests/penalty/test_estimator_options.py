@@ -85,7 +85,7 @@ def test_any_real_number_is_a_limit(backend, field, number):
             for value in (limit, as_float)
         )
         assert torch.equal(found, expected)
-        assert all(type(bound) is float for bound in Estimator("k3", **{field: limit}).limits)
+        assert all(type(bound) is float for bound in Estimator("k3", **{field: limit}).encoded()[1])
 
 
 @pytest.mark.grid(each="backend")

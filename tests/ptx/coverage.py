@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import ptx_build  # noqa: E402
 import ptx_run  # noqa: E402
 
-from klfast.provenance import commit  # noqa: E402
+from klfast.backends.info import commit  # noqa: E402
 
 ARCH = "90"
 RESULT = ROOT / "benchmarks" / "results" / f"ptx-coverage-sm{ARCH}.json"
@@ -99,12 +99,6 @@ class Reason(NamedTuple):
 
 # The first that fits.
 REASONS = (
-    Reason(
-        r"rollout_kernel<.*, false,",
-        r"rollout/totals\.h$",
-        r"[rR]ule",
-        "rules, in a kernel of calls that have none",
-    ),
     Reason(
         r"divergence_(forward|backward)",
         r"formulas/divergences\.h$",

@@ -39,14 +39,12 @@ class Part(NamedTuple):
         return self.environment.get("ARCH", "90")
 
 
-FOLDERS = ("tests/penalty", "tests/rollout", "tests/logits", "tests/gpu")
+FOLDERS = ("tests/penalty", "tests/logits", "tests/gpu")
 # Every kind of kernel, in minutes.
 KINDS = (
     "tests/penalty/test_layouts.py",
     "tests/penalty/test_masking.py",
     "tests/penalty/test_stats.py",
-    "tests/rollout/test_rollout_by_hand.py",
-    "tests/rollout/test_rollout_layouts.py",
     "tests/logits/test_logits_kl.py",
     "tests/logits/test_logits_tokens.py",
 )

@@ -140,7 +140,7 @@ def test_what_is_not_the_package_needs_no_line(branch, path):
     assert since(branch) == (0, "")
 
 
-@pytest.mark.parametrize("path", ["klfast/api.py", "klfast/control/new.py", "csrc/a.h"])
+@pytest.mark.parametrize("path", ["klfast/api.py", "klfast/controllers/new.py", "csrc/a.h"])
 def test_the_package_needs_a_line(branch, path):
     commit(branch, path, "docs/index.md")
     assert since(branch) == (1, f"CHANGELOG.md has no line about the change to {path}")

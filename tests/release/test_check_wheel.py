@@ -11,7 +11,7 @@ import pytest
 
 import klfast
 
-PACKAGE = ("klfast/__init__.py", "klfast/py.typed", "klfast/_C.pyi", "klfast/control/rules.py")
+PACKAGE = ("klfast/__init__.py", "klfast/py.typed", "klfast/_C.pyi", "klfast/controllers/rules.py")
 NAME = "klfast-1.2.3-cp311-cp311-manylinux_2_28_x86_64.whl"
 INFO = "klfast-1.2.3.dist-info"
 MODULE = "klfast/_C.cpython-311-x86_64-linux-gnu.so"
@@ -87,7 +87,7 @@ def test_a_file_that_is_missing_is_named(faults, name):
     [
         "tests/conftest.py",
         "klfast/penalty.cpp",
-        "klfast/control/old.py",
+        "klfast/controllers/old.py",
         "csrc/penalty/call.h",
         "klfast.libs/libgomp.so.1",
         "klfast/_C.abi3.txt",

@@ -1,17 +1,19 @@
-"""Who computes ``rollout_correction``: kernels where the extension has them, else the reference."""
+"""Who computes ``rollout_correction``: kernels on a CPU, elsewhere the reference."""
 
 import warnings
 
 import pytest
 import torch
 from agreement_rollout import sampled
+from garbage import GARBAGE, N
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Rejection, backends
+from klfast.rollout.call import rollout_call
 
-LACKS = "backend 'triton' cannot run on {}: it has no kernels for rollout_correction; 'auto' takes"
+LACKS = "backend '{}' cannot run on cpu: it has no kernels for rollout_correction; 'auto' takes"
 RULES = (
     Rejection("ratio", low=0.6, high=1.6, outward_only=True),
     Rejection("k3", "seq-mean", high=0.045),
@@ -23,19 +25,30 @@ READING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equ
 """Names of torch's ops that read a tensor's values on the host, or make a shape of them."""
 
 
-@pytest.fixture
-def triton_serves(monkeypatch):
-    """As on a GPU: the extension has no kernels for the device, and Triton has some."""
+GPUS = {
+    "native-and-triton": {},
+    "native": {"triton": "triton is not installed"},
+    "triton": {"native": "the extension was built without CUDA kernels"},
+    "neither": {
+        "native": "the extension was built without CUDA kernels",
+        "triton": "triton is not installed",
+    },
+}
+"""What serves a GPU: the reasons of the backends that do not."""
 
-    def replace(name, **changes):
-        monkeypatch.setitem(
-            backends.BACKENDS, name, backends.BACKENDS[name]._replace(direct=None, **changes)
-        )
 
+@pytest.fixture(params=GPUS.values(), ids=GPUS)
+def as_on_a_gpu(request, monkeypatch):
+    """On a CPU as on a GPU: no kernels for the function. Returns the backends that serve."""
     monkeypatch.setattr(backends, "_told", set())
-    replace("native", why_not=lambda device: "the extension was built without CUDA")
-    replace("triton", why_not=lambda device: None)
-    return replace
+    for name in ("native", "triton"):
+        reason = request.param.get(name)
+        gpus = backends.BACKENDS[name]._replace(
+            why_not=lambda device, reason=reason: reason,
+            rollout_devices=frozenset({"xpu"}),
+        )
+        monkeypatch.setitem(backends.BACKENDS, name, gpus)
+    return [name for name in ("native", "triton") if name not in request.param]
 
 
 class RefusesReads(TorchDispatchMode):
@@ -57,12 +70,14 @@ class RefusesReads(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_triton_by_name_says_who_serves(triton_serves):
-    with pytest.raises(RuntimeError, match=LACKS.format("cpu")):
-        klfast.rollout_correction(*sampled((2, 3)), backend="triton")
+def test_a_name_says_who_serves(as_on_a_gpu):
+    for name in as_on_a_gpu:
+        with pytest.raises(RuntimeError, match=LACKS.format(name)):
+            klfast.rollout_correction(*sampled((2, 3)), backend=name)
 
 
-def test_auto_takes_the_reference_beside_triton_without_a_word(triton_serves):
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_auto_takes_the_reference_without_a_word():
     tensors = sampled((3, 50))
     expected = klfast.rollout_correction(*tensors, backend="reference")
     with warnings.catch_warnings():
@@ -72,20 +87,18 @@ def test_auto_takes_the_reference_beside_triton_without_a_word(triton_serves):
         assert one.equal(other)
 
 
-def test_kernels_that_are_refused_are_told_of_beside_triton(triton_serves):
-    class Wrong:
-        def problem(self, call):
-            return "its kernels compute wrong numbers"
-
-        def results(self, device):
-            return {}
-
-    triton_serves("native", why_not=lambda device: None, first_use=Wrong())
-    with pytest.warns(RuntimeWarning, match="uses its reference backend on cpu .*wrong numbers"):
+def test_without_its_kernels_for_a_cpu_the_reference_is_called_slow(monkeypatch):
+    monkeypatch.setattr(backends, "_told", set())
+    missing = backends.BACKENDS["native"]._replace(why_not=lambda device: "it was not built")
+    monkeypatch.setitem(backends.BACKENDS, "native", missing)
+    with pytest.warns(RuntimeWarning, match="slow reference backend on cpu .*it was not built"):
         klfast.rollout_correction(*sampled((2, 3)))
 
 
-def test_one_op_is_not_defined_for_triton():
+def test_cuda_and_triton_have_no_kernel():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("klfast::rollout_correction", "CPU")
+    assert not has_kernel("klfast::rollout_correction", "CUDA")
     assert not hasattr(torch.ops.klfast_triton, "rollout_correction")
     assert hasattr(torch.ops.klfast_triton, "kl_penalty_fwd")
 
@@ -113,7 +126,19 @@ def test_the_reference_reads_no_value(weight, outside, packed):
             backend="reference",
         )
         stats.as_dict()
-    assert {"index_add", "scatter_reduce"} <= {name.partition(".")[0] for name in mode.ops}
+    assert {"index_select", "scatter_reduce"} <= {name.partition(".")[0] for name in mode.ops}
     assert mask.shape == shape
     assert (weights is None) == (weight is None)
     assert stats.k3.shape == (3 if packed else 4,)
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence"])
+@pytest.mark.parametrize("cu_seqlens", GARBAGE.values(), ids=GARBAGE)
+def test_the_reference_stays_inside_its_bounds_whatever_cu_seqlens_holds(cu_seqlens, weight):
+    """Nobody has checked it on a GPU."""
+    pair = sampled((N,))
+    given = pair[0], pair[1], None, weight, None, 2.0, "truncate", RULES[1:], None
+    call = rollout_call(*given, torch.tensor(cu_seqlens), None)
+    weights, mask, stats = backends.BACKENDS["reference"].rollout_correction(call)
+    assert weights.shape == mask.shape == (N,)
+    assert stats.k3.shape == (len(cu_seqlens) - 1,)

@@ -50,10 +50,10 @@ def test_no_mask_keeps_all(backend, weight):
 
 @every_weight
 @every_dtype
-def test_threads_change_nothing(weight, dtype, set_num_threads):
+def test_threads_change_nothing(backend, weight, dtype, set_num_threads):
     """More than one part of a batch, and sequences of several segments."""
     pair, mask = sampled((3, 40_000), dtype), torch.rand(3, 40_000) < 0.8
-    options = {"backend": "native", "weight": weight}
+    options = {"backend": backend, "weight": weight}
     set_num_threads(1)
     alone = leaves(*pair, mask, **options)
     for threads in (2, 5):
@@ -62,15 +62,17 @@ def test_threads_change_nothing(weight, dtype, set_num_threads):
 
 
 @every_weight
-def test_a_long_sequence_is_the_same_packed_and_padded(weight):
+def test_a_long_sequence_is_the_same_packed_padded_and_alone(backend, weight):
     pair = sampled((2, 40_000))
-    options = {"backend": "native", "weight": weight}
+    options = {"backend": backend, "weight": weight}
     padded = leaves(*pair, **options)
     cu_seqlens = torch.tensor([0, 40_000, 40_000, 80_000])
     packed = leaves(*(t.flatten() for t in pair), cu_seqlens=cu_seqlens, **options)
-    for a, b in zip(padded, packed, strict=True):
+    alone = leaves(*(t[1] for t in pair), **options)
+    for a, b, c in zip(padded, packed, alone, strict=True):
         of_sequences = b[[0, 2]] if b.shape == (3,) else b.view(2, -1)
         assert same_bits(a, of_sequences.contiguous())
+        assert same_bits(a[1].clone(), c.view(a[1].shape))
 
 
 def test_a_weight_next_to_its_cap_is_that_of_any_neighbours(backend):

@@ -3,9 +3,9 @@
 import torch
 from oracle_linear import Call
 
+from klfast.cli.check.cases import covering
 from klfast.names import DIRECTIONS
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
-from klfast.selfcheck.covering import covering
 
 LEAVES = {
     "frozen": ("hidden",),

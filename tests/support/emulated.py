@@ -19,7 +19,6 @@ from torch.utils import cpp_extension
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
 from klfast.logits.normalizers import of_cuda
-from klfast.ops.direct import Direct, directly
 from klfast.ops.table import Ops, define
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +51,7 @@ def alone(folder):
 
 @functools.cache
 def extension():
-    """The module of the emulated ops, built on first use."""
+    """Loads the emulated ops, built on first use. Under PTX, returns the interpreter's module."""
     library = define("klfast_emulated")
     for name in ("last_launch", "launches"):
         library.define(f"{name}(Tensor like) -> Tensor")
@@ -64,19 +63,20 @@ def extension():
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])  # for ninja
     try:
         with alone(folder):
-            return cpp_extension.load(
+            cpp_extension.load(
                 "klfast_emulated",
                 SOURCES,
                 extra_cflags=list(FLAGS),
                 extra_include_paths=[str(EMULATOR), str(ROOT / "csrc")],
                 build_directory=str(folder),
+                is_python_module=False,
             )
     finally:
         os.environ["PATH"] = before
 
 
 def ops():
-    """The emulated ops, by the dispatcher."""
+    """The emulated ops."""
     extension()
     return Ops.of("klfast_emulated")
 
@@ -84,15 +84,12 @@ def ops():
 @functools.cache
 def backend():
     """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
-    tensors on a CPU are checked before. Plain tensors take the direct road.
+    tensors on a CPU are checked before.
     """
-    roads = directly(extension(), ops())
-    direct = Direct(extension(), roads, serves=lambda _: False)  # the checks are to be done
     return compiled(
         "native",
         NATIVE.why_not,
         ops(),
-        direct=direct,
         units_of=lambda logits, dtype: of_cuda(dtype),
     )
 

@@ -125,7 +125,6 @@ def _token_calls(dtype, layout, tokens):
             place(logprobs),
             place(others),
             None if mask is None else place(mask),
-            backend="native",
             **options,
         )
         return made.weights, made.mask, *made.stats[:8]

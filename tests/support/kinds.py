@@ -1,6 +1,6 @@
 """The controllers with a target, by name, and how they are made."""
 
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 
 OPTIONS = {
     "exponential": {"min_coef": 1e-6},

@@ -35,7 +35,7 @@ FLAGS = (
     "-Wall",
     "-Wextra",
 )
-OF_OPS = ("direct", "torch_ops")  # against the ops' own headers, as the emulator compiles them
+OF_OPS = ("python", "torch_ops")  # against the ops' own headers, as the emulator compiles them
 OPS_FLAGS = (
     "-std=c++17",
     "-O1",

@@ -36,7 +36,10 @@ TARGETS = _all_targets()
 OF_ROLLOUT = {
     name: target
     for name, target in TARGETS.items()
-    if not backends.BACKENDS[target.backend].lacks("rollout_correction")
+    if not target.is_emulated
+    and not backends.BACKENDS[target.backend].lacks(
+        "rollout_correction", torch.device(target.device)
+    )
 }
 """Those that serve ``rollout_correction``."""
 

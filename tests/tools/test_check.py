@@ -11,13 +11,12 @@ from fresh import run_fresh
 
 from klfast import backends
 from klfast.__main__ import main
+from klfast.cli.check import report as command
+from klfast.cli.check.cases import FAMILIES, Case, covering
 from klfast.formulas import FORMULAS
 from klfast.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
 from klfast.reduction import REDUCTIONS
 from klfast.rollout.rejection import OVER, STATISTICS
-from klfast.selfcheck import command
-from klfast.selfcheck.cases import FAMILIES, Case, Draw
-from klfast.selfcheck.covering import covering
 
 SLIGHTLY = 1 + 2e-5
 
@@ -93,7 +92,7 @@ def test_the_options_are_klfasts_own_tables():
 def test_the_inputs_are_the_same_in_every_run():
     family = FAMILIES["rollout"]
     case = next(iter(family.cases("rollout")))
-    first, second = (family.build(case.row, Draw(case.seed)).tensors for _ in range(2))
+    first, second = (family.call(case.row, case.seed).tensors for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first.values(), second.values(), strict=True))
     assert first["logprobs"].double().sum().item() == pytest.approx(-285.11897687652197)
 
@@ -147,7 +146,7 @@ def leaking(call, result, stats):
 
 def other_bits_under_padding(call, result, stats):
     """A step of the last bit, where there is a mask."""
-    if call.layout.mask is not None:
+    if call.mask is not None:
         value = result.detach()
         step = torch.nextafter(value, torch.full_like(value, torch.inf)) - value
         result = result + torch.where(value == 0, 0, step)
@@ -157,9 +156,9 @@ def other_bits_under_padding(call, result, stats):
 def with_textbook_k3(call, result, stats):
     """fp32 without a series: all digits lost near 0."""
     plain = call.spec.estimator.name == "k3" and call.scores is None
-    if not plain or result.shape != call.first().shape or call.layout.mask is not None:
+    if not plain or result.shape != call.first().shape or call.mask is not None:
         return result, stats
-    x = call.first().float() - call.source.ref_logprobs.float()
+    x = call.first().float() - call.ref_logprobs.float()
     return (torch.exp(-x) - 1 + x).to(result.dtype), stats
 
 
@@ -284,7 +283,7 @@ LIES = {
 def test_a_backend_that_lies_is_seen(monkeypatch, capsys, family, lies, output):
     honest = backends.BACKENDS["native"]
     told = {name: lie(getattr(honest, name)) for name, lie in lies.items()}
-    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(direct=None, **told))
+    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(**told))
     others = [other for other in FAMILIES if other != family]
     for other in others:
         monkeypatch.delitem(command.FAMILIES, other)

@@ -12,7 +12,8 @@ import klfast
 
 API = Path(__file__).with_name("public_api.txt")
 WITHOUT_FORMULA = {
-    *("FixedKLController", "GroupedKLController", "KLController", "get_kl_controller"),
+    *("FixedKLController", "GroupedKLController", "KLController", "TargetController"),
+    "get_kl_controller",
     *("KLDriftAlarm", "ReferenceReset", "KLLog", "info"),
     *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats"),
     *("KLDivergence", "TokenLogprobs"),

@@ -10,7 +10,7 @@ from made_up_run import FAR, NEAR, bins, rows
 from refusals import POSITIVE
 
 import klfast
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 from lab import summary, train
 from lab.drawing import STYLES
 from lab.model import GPT, continuation_logits, sample

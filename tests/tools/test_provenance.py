@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import klfast
-from klfast import provenance
+from klfast.backends import info as provenance
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def test_the_example_of_klpenalty():
 def test_the_example_of_controllers():
     logprobs = -torch.rand(4, 5).requires_grad_()
     left = readme.run(
-        "klfast.control.controllers",
+        "klfast.controllers",
         klfast=klfast,
         logprobs=logprobs,
         ref_logprobs=logprobs.detach() - 1.0,
@@ -284,7 +284,7 @@ def test_the_example_of_an_early_stop():
         return 0.1 * len(seen)
 
     readme.run(
-        "klfast.control.early_stop.KLEarlyStop",
+        "klfast.controllers.watchers.KLEarlyStop",
         stop=klfast.KLEarlyStop(0.2),
         epochs=10,
         batch="batch",

@@ -242,30 +242,25 @@ int main() { return klfast::rollout::kRolloutStatistics == 24 ? 0 : 1; }
 CONTROLLER = Recipe(
     (
         Edit(
-            "klfast/control/rules.py",
+            "klfast/controllers/rules.py",
             r"def doubling\(",
-            "def switch(ops, settings, state, kl, n_steps):\n"
-            "    value = ops.where(kl > settings.target, state['value'] * 2, state['value'] / 2)\n"
+            "def switch(settings, state, batch):\n"
+            "    is_high, value = batch.kl > batch.target, state['value']\n"
+            "    value = where(is_high, value * 2, value / 2)\n"
             "    return {**state, 'value': value}\n\n\n",
         ),
         Edit(
-            "klfast/control/feedback.py",
+            "klfast/controllers/target.py",
             r"class DoublingKLController\(",
             "class SwitchKLController(TargetController):\n"
             "    _kind, _rule, _paced_by = 'switch', staticmethod(rules.switch), 'target'\n\n"
-            "    def __init__(self, init_kl_coef, target, *, unit='sequence', min_coef=1e-6,\n"
-            "                 max_coef=None, **options):\n"
-            "        super().__init__(target, unit, min_coef, max_coef, **options)\n"
-            "        self._begin('init_kl_coef', init_kl_coef)\n\n\n",
-        ),
-        Edit(
-            "klfast/control/table.py",
-            r"        feedback.DoublingKLController,",
-            "        feedback.SwitchKLController,\n",
+            "    @shows_options\n"
+            "    def __init__(self, init_kl_coef, target, **options):\n"
+            "        super().__init__(init_kl_coef, target, **options)\n\n\n",
         ),
         Edit(
             "klfast/__init__.py",
-            r"    PIDLagrangianKLController,\n\)",
+            r"    TargetController,\n    get_kl",
             "    SwitchKLController,\n",
         ),
     ),

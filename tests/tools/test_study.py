@@ -7,7 +7,7 @@ import pytest
 import torch
 from refusals import POSITIVE
 
-from klfast.control.table import CONTROLLERS
+from klfast.controllers import CONTROLLERS
 from lab.__main__ import main
 from lab.study.candidates import CANDIDATES, Candidate
 from lab.study.plant import (

@@ -3,26 +3,27 @@
 from . import _requirements as _requirements  # first: it raises where torch is too old
 from . import names
 from .api import kl_penalty, kl_rewards, reduce
-from .control.controllers import (
+from .controllers.grouped import GroupedKLController, KLController
+from .controllers.target import (
     AdaptiveKLController,
-    ExponentialKLController,
-    FixedKLController,
-    get_kl_controller,
-)
-from .control.early_stop import KLEarlyStop
-from .control.feedback import (
     ControlVAEKLController,
     DoublingKLController,
     DualKLController,
+    ExponentialKLController,
+    FixedKLController,
     NuPIKLController,
     PIDLagrangianKLController,
+    ScheduledKLController,
+    TargetController,
+    get_kl_controller,
 )
-from .control.grouped import GroupedKLController
-from .control.learning_rate import KLAdaptiveLR
-from .control.monitor import KLDriftAlarm, KLMonitor
-from .control.protocol import KLController
-from .control.reset import ReferenceReset
-from .control.scheduled import ScheduledKLController
+from .controllers.watchers import (
+    KLAdaptiveLR,
+    KLDriftAlarm,
+    KLEarlyStop,
+    KLMonitor,
+    ReferenceReset,
+)
 from .data_parallel import data_parallel_normalizer
 from .estimator import Estimator
 from .linear.api import linear_kl_divergence, linear_token_logprobs
@@ -39,9 +40,8 @@ from .names import (
 from .penalty import KLPenalty
 from .profile import LogRatioProfile, log_ratio_profile
 from .rollout.api import rollout_correction
-from .rollout.outputs import RolloutCorrection
 from .rollout.rejection import Rejection
-from .rollout.stats import RolloutStats
+from .rollout.stats import RolloutCorrection, RolloutStats
 from .stats import KLStats
 from .version import __version__
 
@@ -76,6 +76,7 @@ __all__ = [
     "RolloutStats",
     "ScheduledKLController",
     "TailName",
+    "TargetController",
     "TokenLogprobs",
     "__version__",
     "data_parallel_normalizer",

@@ -17,7 +17,7 @@ from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype, wide
 from klfast.estimator import Estimator
 from klfast.formulas import FORMULAS
-from klfast.layout import sequence_of_token
+from klfast.layout import Sequences, sum_of_sequences
 from klfast.stats import KLStats
 
 
@@ -35,9 +35,7 @@ class _Tokens:
     """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
 
     def __init__(self, call: PenaltyCall) -> None:
-        logprobs, ref_logprobs, old_logprobs, *_ = call.tensors()
-        assert logprobs is not None
-        mask, cu_seqlens = call.layout
+        logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens = call[:5]
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
         weight = torch.ones_like(logprobs) if mask is None else mask
@@ -48,19 +46,11 @@ class _Tokens:
         self.log_weight = None  # log of the importance weight w
         if old_logprobs is not None:
             self.log_weight = self._difference(logprobs, old_logprobs)
-        self.sequence, self.sequences = sequence_of_token(logprobs, cu_seqlens)
+        self.sequences = Sequences(logprobs, cu_seqlens)
 
     def _difference(self, a: Tensor, b: Tensor | None) -> Tensor:
         difference = a if b is None else a - b.to(a.dtype)
         return torch.where(self.keep, difference.flatten(), 0.0)
-
-    def sum_by_sequence(self, value: Tensor) -> Tensor:
-        """[tokens] -> [S]."""
-        return value.new_zeros(self.sequences).index_add(0, self.sequence, value)
-
-    def max_by_sequence(self, value: Tensor) -> Tensor:
-        """[tokens], none negative -> [S]; 0 for an empty sequence."""
-        return value.new_zeros(self.sequences).scatter_reduce(0, self.sequence, value, "amax")
 
 
 def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
@@ -159,33 +149,32 @@ def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
         value = _add_at_last_kept_token(value, call.scores, tokens)
     if reduction.result == "token":
         return value.reshape(tokens.shape)
-    total = tokens.sum_by_sequence(value)
-    length = tokens.sum_by_sequence(tokens.weight)
+    sums, length = tokens.sequences.sum(value), tokens.sequences.sum(tokens.weight)
     if reduction.own_length:
-        total = total / torch.where(length > 0, length, 1.0)
+        sums = sums / torch.where(length > 0, length, 1.0)
     if reduction.result == "sequence":
-        return total
+        return sums
     if reduction.over == "one":
-        return total.sum()
+        return sum_of_sequences(sums)
     if normalizer is not None:
-        return total.sum() / normalizer
-    count = reduction.denominator_terms(length).sum()
-    return torch.where(count > 0, total.sum() / count, 0.0)
+        return sum_of_sequences(sums) / normalizer
+    count = sum_of_sequences(reduction.denominator_terms(length).to(length.dtype))
+    return torch.where(count > 0, sum_of_sequences(sums) / count, 0.0)
 
 
 def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> Tensor:
     """Value with scores[s] added at the last kept token of sequence s, if it has one."""
-    position = torch.arange(1, value.shape[0] + 1, device=value.device)
-    last = tokens.max_by_sequence(torch.where(tokens.keep, position, 0))
-    score = torch.where(last > 0, scores.to(value.dtype), 0.0)
-    return value.index_add(0, (last - 1).clamp(min=0), score) if value.numel() else value
+    position = torch.arange(value.shape[0], device=value.device)
+    last = tokens.sequences.greatest(torch.where(tokens.keep, position, -1), -1)
+    score = tokens.sequences.spread(scores.to(value.dtype))
+    return torch.where(position == tokens.sequences.spread(last), value + score, value)
 
 
 def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
     value, x, weight = value.detach(), tokens.log_ratio.detach(), tokens.weight
 
     def total(per_token: Tensor) -> Tensor:
-        return tokens.sum_by_sequence(per_token.to(weight.dtype)).to(tokens.dtype)
+        return tokens.sequences.sum(per_token.to(weight.dtype)).to(tokens.dtype)
 
     return KLStats(
         kl=total(value),
@@ -193,7 +182,7 @@ def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
         k1=total(weight * FORMULAS["k1"](x)),
         k2=total(weight * FORMULAS["k2"](x)),
         k3=total(weight * FORMULAS["k3"](x)),
-        max_abs_log_ratio=tokens.max_by_sequence(x.abs()).to(tokens.dtype),
+        max_abs_log_ratio=tokens.sequences.greatest(x.abs(), 0.0).to(tokens.dtype),
         clipped=total(clipped & tokens.keep),
         nonfinite=total(~(x.isfinite() & value.to(tokens.dtype).isfinite())),
     )

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from klfast.dtypes import wide
-from klfast.layout import sequence_of_token
+from klfast.layout import Sequences
 from klfast.rollout import formulas
 from klfast.rollout.call import RolloutCall
-from klfast.rollout.outputs import RolloutCorrection
 from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutStats, RuleStats
+from klfast.rollout.stats import RolloutCorrection, RolloutStats, RuleStats
 
 
 @torch.no_grad()
@@ -57,25 +56,21 @@ class _Tokens:
         self.seen_pair = tuple(torch.where(self.seen, t, 0.0) for t in (a, b))
         self.logprobs, self.rollout_logprobs = (torch.where(self.counted, t, 0.0) for t in (a, b))
         self.x = self.logprobs - self.rollout_logprobs
-        self.sequence, self.sequences = sequence_of_token(call.logprobs, cu_seqlens)
+        self.sequences = Sequences(call.logprobs, cu_seqlens)
+        self.spread = self.sequences.spread
         self.length = self.sum(self.keep)
 
     def sum(self, value: Tensor) -> Tensor:
         """[tokens] -> [S], weighted by the mask."""
-        return self._add(torch.where(self.keep, self.weight * value, 0.0))
+        return self.sequences.sum(torch.where(self.keep, self.weight * value, 0.0))
 
     def count(self, condition: Tensor) -> Tensor:
         """[tokens] -> [S], unweighted."""
-        return self._add(condition.to(self.weight.dtype))
-
-    def _add(self, value: Tensor) -> Tensor:
-        return value.new_zeros(self.sequences).index_add(0, self.sequence, value)
+        return self.sequences.sum(condition.to(self.weight.dtype))
 
     def greatest(self, value: Tensor, over: Tensor) -> Tensor:
         """[tokens] -> [S] over some tokens; 0 for a sequence without one."""
-        value = torch.where(over, value, -torch.inf)
-        start = value.new_full((self.sequences,), -torch.inf)
-        top = start.scatter_reduce(0, self.sequence, value, "amax")
+        top = self.sequences.greatest(torch.where(over, value, -torch.inf), -torch.inf)
         return torch.where(self.count(over) > 0, top, 0.0)
 
     def least(self, value: Tensor, over: Tensor) -> Tensor:
@@ -85,10 +80,6 @@ class _Tokens:
     def mean(self, value: Tensor) -> Tensor:
         """[tokens] -> [S], weighted by the mask; 0 for an empty sequence."""
         return self.sum(value) / torch.where(self.length > 0, self.length, 1.0)
-
-    def spread(self, of_sequence: Tensor) -> Tensor:
-        """[S] -> [tokens]."""
-        return of_sequence[self.sequence]
 
 
 class _Weight:

@@ -15,7 +15,7 @@ from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments
+from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
@@ -135,9 +135,9 @@ class _Call:
         self.launch(kernel, rows.rows, *arguments, STAGE=stage, **_ROOM, **options)
 
 
-def _wanted(output: Tensor) -> Tensor | None:
+def _wanted(output: Tensor | None) -> Tensor | None:
     """As kernels take it."""
-    return output if output.numel() > 0 else None
+    return None if output is None or output.numel() == 0 else output
 
 
 def _exchanges(a: Arguments) -> bool:
@@ -213,15 +213,15 @@ def _token_logprobs_backward(grad: Tensor, a: Arguments) -> None:
     )
 
 
-Gradients = tuple[Tensor, Tensor]
-"""The memory of both models' gradients; of shape [0] where none is wanted."""
+Gradients = tuple[Tensor | None, Tensor | None]
+"""The memory of both models' gradients; None where none is wanted."""
 
 
 def kl_divergence_fwd(
     a: Arguments,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """The op of ``klfast.ops.table``."""
-    grads = _new_gradients(a)
+    grads: Gradients = empty_outputs("kl_divergence_bwd", a)
     rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, grads)
     return rows, logprobs, ref_logprobs, saved, *grads, entropy
 
@@ -234,7 +234,7 @@ def kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
 
 def kl_divergence_bwd(a: Arguments) -> Gradients:
     """The op of ``klfast.ops.table``."""
-    grads = _new_gradients(a)
+    grads: Gradients = empty_outputs("kl_divergence_bwd", a)
     _kl_divergence_backward(a, grads)
     return grads
 
@@ -244,17 +244,8 @@ def kl_divergence_bwd_(a: Arguments) -> None:
     _kl_divergence_backward(_of_rows_alone(a), _gradients_in_place(a))
 
 
-def _new_gradients(a: Arguments) -> Gradients:
-    return _new_gradient(a.logits, a.want_grad), _new_gradient(a.ref_logits, a.want_grad_ref)
-
-
-def _new_gradient(of: Tensor, wanted: bool) -> Tensor:
-    return torch.empty(of.shape if wanted else (0,), dtype=of.dtype, device=of.device)
-
-
 def _gradients_in_place(a: Arguments) -> Gradients:
-    none = _new_gradient(a.logits, False)
-    return a.logits if a.want_grad else none, a.ref_logits if a.want_grad_ref else none
+    return a.logits if a.want_grad else None, a.ref_logits if a.want_grad_ref else None
 
 
 def _of_rows_alone(a: Arguments) -> Arguments:
@@ -332,7 +323,7 @@ _INCOMING = (
 
 def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
     incoming = [getattr(a, name) for name in _INCOMING]
-    if any(grad.numel() > 0 for grad in grads):
+    if any(_wanted(grad) is not None for grad in grads):
         call.launch(
             kernels.kl_divergence_backward_kernel,
             call.rows.slots,

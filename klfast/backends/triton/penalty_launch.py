@@ -33,9 +33,8 @@ from klfast.call import Choices, Numbers
 from klfast.dtypes import arithmetic_dtype
 from klfast.names import ESTIMATORS as NAMES
 from klfast.names import GRADIENTS, IMPORTANCE
-from klfast.ops.table import Arguments
+from klfast.ops.table import Arguments, PenaltyOutputs, empty_outputs
 from klfast.reduction import DENOMINATORS, RESULTS
-from klfast.stats import KLStats
 
 _TILE = TILE.value
 _FEW_FIELDS = ALWAYS.value
@@ -78,18 +77,6 @@ def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: st
     return _Formulas(functions, weighs, tuple(map(bits, numbers)))
 
 
-def _gradients(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
-    def gradient(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-        if tensor is None or not wanted:
-            return None
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-    return (
-        gradient(a.logprobs, a.want_grad_logprobs),
-        gradient(a.ref_logprobs, a.want_grad_ref_logprobs),
-    )
-
-
 class _Call:
     """The arguments of both ops, and the launches that they share."""
 
@@ -114,16 +101,6 @@ class _Call:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.inputs[0].device)
-
-    def present(self, grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
-        """The gradients as ops return them: of shape [0] where not wanted."""
-        first, second = (
-            self.empty(0, dtype=(self.inputs[0] if to is None else to).dtype)
-            if grad is None
-            else grad
-            for grad, to in zip(grads, self.inputs[:2], strict=True)
-        )
-        return first, second
 
     def read_tokens(
         self,
@@ -248,26 +225,17 @@ class _Call:
         self.combine(lengths, weights, None, stores_weights=True)
 
 
-def kl_penalty_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
     """The op of ``klfast.ops.table``."""
     call, scores = _Call(a), a.scores
-    logprobs = a.logprobs
-    sequences, slots = call.batch.sequences, call.batch.slots
-    shapes = {"token": tuple(logprobs.shape), "sequence": (sequences,), "scalar": ()}
-    result = call.empty(*shapes[call.result])
-    weights = call.empty(sequences)
-    statistics = call.empty(len(KLStats._fields), sequences) if a.want_statistics else None
-    grads = _gradients(a)
-    present = call.present(grads)
-    outputs = (
-        result,
-        weights if a.want_weights else call.empty(0),
-        call.empty(0) if statistics is None else statistics,
-        *present,
-    )
-    if sequences == 0:
-        for output in (result, *present):
-            output.zero_()
+    logprobs, slots = a.logprobs, call.batch.slots
+    outputs: PenaltyOutputs = empty_outputs("kl_penalty_fwd", a)
+    result, weights, statistics, *_ = outputs
+    grads = outputs[3:]
+    if weights is None:
+        weights = call.empty(call.batch.sequences)
+    if call.batch.sequences == 0:
+        _set_to_0(result, *grads)
         return outputs
 
     per_token = call.result == "token"
@@ -302,18 +270,22 @@ def kl_penalty_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     return outputs
 
 
-def kl_penalty_bwd(a: Arguments) -> tuple[Tensor, Tensor]:
+def _set_to_0(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.zero_()
+
+
+def kl_penalty_bwd(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
     """The op of ``klfast.ops.table``."""
     call = _Call(a)
-    grads = _gradients(a)
-    present = call.present(grads)
+    grads: tuple[Tensor | None, Tensor | None] = empty_outputs("kl_penalty_bwd", a)
     if call.batch.sequences == 0:
-        for grad in present:
-            grad.zero_()
+        _set_to_0(*grads)
     elif call.batch.slots > 0:
         with device_of(a.logprobs):
             call.read_tokens(call.result, a.weights.contiguous(), grads, grad_out=a.grad_out)
-    return present
+    return grads
 
 
 def token_weights(a: Arguments) -> Tensor:
@@ -322,7 +294,9 @@ def token_weights(a: Arguments) -> Tensor:
     zeros = torch.zeros((), dtype=dtype, device=a.like.device).expand(a.like.shape)
     others = (a.mask, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
     values = (zeros, None, None, *others, None, False, True, False, False)
-    return kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3].view(-1)
+    weights = kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3]
+    assert weights is not None
+    return weights.view(-1)
 
 
 def scale_(a: Arguments) -> None:

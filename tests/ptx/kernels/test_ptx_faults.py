@@ -55,16 +55,15 @@ def call():
     kl = klfast.kl_divergence(logits, others.detach(), backend="native")
     return torch.autograd.grad(kl.sum(), logits)
 """
-ROLLOUT = """
+PENALTY = """
 logprobs, others = (-torch.rand(5, 9000) for _ in range(2))
 def call():
-    made = klfast.rollout_correction(logprobs, others, weight="token", backend="native")
-    return made.weights, made.stats.k3
+    return (klfast.kl_penalty(logprobs, others, reduction="token-mean", backend="native"),)
 """
 
 TOKEN_UNIT = "csrc/logits/cuda_token_logprobs.cu"
 BACKWARD_UNIT = "csrc/logits/cuda_divergence_backward.cu"
-ROLLOUT_UNIT = "csrc/rollout/cuda.cu"
+PENALTY_UNIT = "csrc/penalty/cuda.cu"
 
 
 class Change(NamedTuple):
@@ -152,19 +151,19 @@ CHANGES = {
         "not aligned to 16 bytes",
     ),
     "no fence before the arrival is counted": Change(
-        ROLLOUT_UNIT,
+        PENALTY_UNIT,
         "device/cuda/last_block.h",
         "    __threadfence();\n",
         "",
-        ROLLOUT,
+        PENALTY,
         "counts without a fence before it",
     ),
     "no __syncwarp": Change(
-        ROLLOUT_UNIT,
-        "rollout/cuda.cu",
+        PENALTY_UNIT,
+        "device/cuda/segments.h",
         "  __syncwarp();\n",
         "",
-        ROLLOUT,
+        PENALTY,
         "shared memory in a race with|nobody wrote",
     ),
 }
@@ -196,7 +195,7 @@ def said_of(call, folder):
     return run_fresh(program, timeout=300, KLFAST_PTX_FOLDER=str(folder), **ENVIRONMENT)
 
 
-@pytest.mark.parametrize("call", [TOKENS, SLICED, GRADIENT, ROLLOUT], ids=range(4))
+@pytest.mark.parametrize("call", [TOKENS, SLICED, GRADIENT, PENALTY], ids=range(4))
 def test_the_kernels_as_they_are_pass(call):
     assert said_of(call, ptx_build.build("90")) == "right"
 

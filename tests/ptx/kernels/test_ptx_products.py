@@ -1,6 +1,6 @@
 """Products of what the kernels over log-probs have code of their own for, against the CPU's
-kernels: every dtype of a mask and of a scalar, every layout, estimator and rule, in every copy of
-a kernel. Nothing is drawn but numbers.
+kernels: every dtype of a mask and of a scalar, every layout and estimator, in every copy of a
+kernel. Nothing is drawn but numbers.
 """
 
 import itertools
@@ -30,8 +30,6 @@ from klfast.dtypes import INTEGERS, MASKS
 from klfast.estimator import as_estimator
 from klfast.ops import autograd
 from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
-from klfast.rollout.call import OUTSIDE
-from klfast.rollout.rejection import OVER, STATISTICS
 
 # The dtypes of the log-probs: one kernel each, and one for those that differ, in fp32 and in fp64.
 DTYPES = (
@@ -230,8 +228,7 @@ def test_many_sequences(dtypes, variant, reduction, monkeypatch):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Lets tokens follow the last sequence, as on a device, where nobody reads cu_seqlens."""
-    for module in ("klfast.call", "klfast.rollout.call"):
-        monkeypatch.setattr(f"{module}.check_cu_seqlens_values", lambda *_: None)
+    monkeypatch.setattr("klfast.call.check_cu_seqlens_values", lambda *_: None)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
@@ -245,14 +242,6 @@ def test_tokens_of_no_sequence(dtypes, monkeypatch):
         for variant, reduction in itertools.product(VARIANTS, REDUCTIONS):
             calls = [penalty(own, None, variant, "k3", reduction) for own in (alone, whole)]
             compare_alone(*calls, monkeypatch)
-        rules = [klfast.Rejection("k1", high=0.1)]
-        for mask_dtype, weight in itertools.product(MASKS_OR_NONE, ("token", "sequence", None)):
-            for reject in ([], rules):
-                calls = [
-                    rollout(own, own.mask(mask_dtype), reject, weight=weight)
-                    for own in (alone, whole)
-                ]
-                compare_alone(*calls, monkeypatch)
 
 
 def compare_alone(alone, whole, monkeypatch):
@@ -314,76 +303,3 @@ def test_scale(dtype, factor_dtype):
         for ops, tensor in zip((torch.ops.klfast, emulated.ops()), made, strict=True):
             ops.scale_(tensor, torch.tensor(factor).to(factor_dtype))
         compare(*([each] for each in made))
-
-
-def rollout(tokens, mask, rules=(), **options):
-    """A call of rollout_correction as ``check`` takes it."""
-    return lambda: flat(
-        klfast.rollout_correction(
-            *tokens[:2],
-            mask,
-            reject=rules,
-            cu_seqlens=tokens.cu_seqlens,
-            backend="native",
-            **options,
-        )
-    )
-
-
-def with_nonfinite(tokens):
-    """The same with tokens whose log-ratio is infinite or NaN."""
-    logprobs = tokens.logprobs.clone()
-    logprobs.view(-1)[::97] = float("nan")
-    logprobs.view(-1)[50::97] = -float("inf")
-    return tokens._replace(logprobs=logprobs)
-
-
-@pytest.mark.parametrize("mask_dtype", MASKS_OR_NONE, ids=named)
-@pytest.mark.parametrize("has_rule", [False, True])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
-def test_masks_of_a_rollout(dtypes, has_rule, mask_dtype, monkeypatch):
-    """In every layout, with near and far tokens, and some that are not finite."""
-    rules = [klfast.Rejection("k1", low=-0.5, high=0.5)] if has_rule else []
-    weights = itertools.cycle(("token", "sequence", "geometric", None))
-    for layout, index in TOKENS:
-        tokens = tokens_of(dtypes, (2, 556), layout=layout, index=index)
-        for mask_layout in LAYOUTS:
-            mask = tokens.mask(mask_dtype, mask_layout)
-            for own in (tokens, with_nonfinite(tokens)):
-                call = rollout(own, mask, rules, weight=next(weights))
-                check(call, monkeypatch, least=OF_EXPONENTIALS)
-            if mask is None:
-                break
-
-
-@pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
-def test_rules(dtypes, statistic, monkeypatch):
-    """Over tokens and sequences, of near and far tokens, in vectors alone and one by one."""
-    outward = klfast.Rejection(statistic, high=0.01, outward_only=True)
-    of_tokens = torch.linspace(-1, 1, 2 * 512).view(2, 512)
-    for layout in ("dense", "strided"):
-        for over, spread, outside in itertools.product(OVER, (0.1, 3.0), OUTSIDE):
-            tokens = tokens_of(dtypes, (2, 512), layout=layout, spread=spread)
-            rule = klfast.Rejection(statistic, over, high=0.01 if spread < 1 else 1.0)
-            options = {"outside": outside, "floor": 0.5, "cap": 2.0}
-            call = rollout(tokens, tokens.mask(torch.bool), rule, **options)
-            check(call, monkeypatch, least=OF_EXPONENTIALS)
-        for dtype, given in itertools.product(FLOATS, (of_tokens, of_tokens[:, 0])):
-            call = rollout(tokens, None, outward, advantages=given.to(dtype))
-            check(call, monkeypatch, least=OF_EXPONENTIALS)
-
-
-@pytest.mark.parametrize("weight", ["token", "sequence", "geometric", None])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
-def test_long_sequences_of_a_rollout(dtypes, weight, monkeypatch):
-    """Of several tiles and segments, read by one warp or by several."""
-    rules = [klfast.Rejection("k1", over, high=0.01) for over in OVER[:4]]
-    for (size, chip), index, has_rules in itertools.product(
-        [(2100, "h200"), (9000, "h200"), (9000, "hopper")], (None, torch.int32), (False, True)
-    ):
-        tokens = tokens_of(dtypes, (2, size), layout="shifted", index=index)
-        options = {"weight": weight, "outside": "mask"}
-        options |= {"floor": 0.5, "cap": 2.0} if weight else {}
-        call = rollout(tokens, None, rules if has_rules else [], **options)
-        check(call, monkeypatch, chip=chip, least=OF_EXPONENTIALS)

@@ -1,30 +1,25 @@
-"""Calls of every combination of dtypes, masks, layouts, scalars, estimators and rules that kernels
+"""Calls of every combination of dtypes, masks, layouts, scalars and estimators that kernels
 have code of their own for, against the CPU's kernels: what the other tests leave out of the PTX.
 
 A case is a number. Its dtypes and its mask follow from the number, so that cases in their order
 go through all pairs of them; the rest is drawn.
 """
 
-import itertools
 import random
 import warnings
 from typing import get_args
 
 import pytest
 import torch
-from ptx_against import FLOATS, MASKS_OR_NONE, OF_EXPONENTIALS, check, flat, gradients
+from ptx_against import FLOATS, MASKS_OR_NONE, check, flat, gradients
 
 import klfast
 from klfast import names
-from klfast.rollout import rejection
 
 # With clusters, and with none of some kind: then rows are read twice.
 CHIPS = ("h200", "h200", "mig", "a100", "rtx5090")
 REDUCTIONS = get_args(names.ReductionName)
 ESTIMATORS = (*names.ESTIMATORS, *names.PLUS)
-RULES = tuple(
-    itertools.product(rejection.STATISTICS, (over for over in rejection.OVER if over != "seq-min"))
-)
 
 
 class Draw(random.Random):
@@ -148,30 +143,6 @@ def rewards(draw):
     )
 
 
-def rollout(draw):
-    (logprobs, sampler, _), mask, cu_seqlens = _tokens(draw)
-    drawn = draw.sample(RULES, draw.choice((0, 0, 1, 2, 4, 7)))
-    rules = [klfast.Rejection(statistic, over=over, high=1.3) for statistic, over in drawn]
-    options = {
-        "weight": draw.choice(("token", "sequence", "geometric", None)),
-        "outside": draw.choice(("truncate", "mask")),
-        "cap": draw.choice((None, 2.0)),
-    }
-    if options["weight"]:
-        options["floor"] = draw.choice((None, 0.5))
-    return lambda: flat(
-        klfast.rollout_correction(
-            logprobs,
-            sampler,
-            mask,
-            reject=rules,
-            cu_seqlens=cu_seqlens,
-            backend="native",
-            **options,
-        )
-    )
-
-
 def _logits(draw):
     words = draw.choice((1, 3, 8, 31, 64, 257, 1024, 3001, 20000))
     rows = draw.choice((1, 3)) if words > 2000 else draw.choice((2, 5))
@@ -254,7 +225,7 @@ def tokens(draw):
     return call
 
 
-KINDS = {each.__name__: each for each in (divergence, weights, penalty, rollout, tokens, rewards)}
+KINDS = {each.__name__: each for each in (divergence, weights, penalty, tokens, rewards)}
 CASES = len(FLOATS) * len(MASKS_OR_NONE)
 CALLS = 12  # of a case
 
@@ -265,5 +236,4 @@ def test_a_call_is_the_cpus(kind, number, monkeypatch):
     warnings.simplefilter("ignore")
     for i in range(CALLS):
         draw = Draw(number + CASES * i)
-        least = OF_EXPONENTIALS if kind == "rollout" else 0
-        check(KINDS[kind](draw), monkeypatch, chip=draw.choice(CHIPS), least=least)
+        check(KINDS[kind](draw), monkeypatch, chip=draw.choice(CHIPS))

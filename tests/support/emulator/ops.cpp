@@ -12,9 +12,9 @@ namespace klfast::binding {
 namespace {
 
 // Of the last kernel: blocks, threads of each, blocks of a cluster, bytes of dynamic shared memory.
-StableTensor last_launch(StableTensor like) {
+Tensor last_launch(Tensor like) {
   const cuda_emulator::Launch& launch = cuda_emulator::last_launch;
-  StableTensor numbers = empty<StableTensor>({4}, ScalarType::Long, device_of(like));
+  Tensor numbers = empty({4}, ScalarType::Long, device_of(like));
   auto* const to = static_cast<int64_t*>(numbers.mutable_data_ptr());
   to[0] = launch.blocks;
   to[1] = launch.threads;
@@ -24,8 +24,8 @@ StableTensor last_launch(StableTensor like) {
 }
 
 // How many kernels and memsets have been launched since the process began.
-StableTensor launches(StableTensor like) {
-  StableTensor number = empty<StableTensor>({}, ScalarType::Long, device_of(like));
+Tensor launches(Tensor like) {
+  Tensor number = empty({}, ScalarType::Long, device_of(like));
   *static_cast<int64_t*>(number.mutable_data_ptr()) = cuda_emulator::launches;
   return number;
 }
@@ -35,7 +35,6 @@ STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
   library.impl("launches", TORCH_BOX(&launches));
   implement<Cuda>(library);
   implement_logits<CudaLogits>(library);
-  implement_rollout<CudaRollout>(library);
 }
 
 }  // namespace

@@ -11,14 +11,14 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** str
 namespace klfast::binding {
 namespace {
 
-StableTensor last_launch(StableTensor like) {
-  StableTensor numbers = empty<StableTensor>({4}, ScalarType::Long, device_of(like));
+Tensor last_launch(Tensor like) {
+  Tensor numbers = empty({4}, ScalarType::Long, device_of(like));
   ptx::last_launch(static_cast<int64_t*>(numbers.mutable_data_ptr()));
   return numbers;
 }
 
-StableTensor launches(StableTensor like) {
-  StableTensor number = empty<StableTensor>({}, ScalarType::Long, device_of(like));
+Tensor launches(Tensor like) {
+  Tensor number = empty({}, ScalarType::Long, device_of(like));
   *static_cast<int64_t*>(number.mutable_data_ptr()) = ptx::count_of_launches();
   return number;
 }
@@ -28,7 +28,6 @@ STABLE_TORCH_LIBRARY_IMPL(klfast_emulated, CPU, library) {
   library.impl("launches", TORCH_BOX(&launches));
   implement<Cuda>(library);
   implement_logits<CudaLogits>(library);
-  implement_rollout<CudaRollout>(library);
 }
 
 }  // namespace

@@ -1,0 +1,1 @@
+"""The arguments of a call: what they must be (``signature``), and the one check of them."""

@@ -1,0 +1,122 @@
+"""The installed versions, the commit, and the backend that serves each device."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klfast import backends
+from klfast.ops import load
+from klfast.version import __version__
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def info() -> dict[str, Any]:
+    """Versions, build and backends as plain data, readable even where the extension does not load.
+
+    Returns:
+        ``versions``: klfast, torch, its CUDA (or None), triton (or None), python. ``build``: what
+        setup.py recorded (torch, CUDA, architectures, flags, commit), or None. ``extension``: None
+        if it loaded, else why not. ``cpu``: the instruction set in use, or None. ``devices``: name
+        and compute capability of each GPU. ``backends``: for each kind of device, ``auto``: the
+        backend's name, and ``why_not``: for each backend, None or why it cannot serve the device.
+        ``first_use``: for each GPU that ``native`` can serve, what this process knows of each
+        family of its kernels from the known answers before their first use: "ok", "failed: ..."
+        (the family serves no call there), "unchecked", or "off" (``KLFAST_SELF_CHECK=0``).
+    """
+    error = load.load_error()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = {name: torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in gpus))}
+    first_use = {name: backends.first_use(device) for name, device in devices.items()}
+    return {
+        "versions": {
+            "klfast": __version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": _version("triton"),
+            "python": platform.python_version(),
+        },
+        "build": build_info(),
+        "extension": error,
+        "cpu": None if error else _instruction_set(),
+        "devices": {f"cuda:{index}": _gpu(index) for index in gpus},
+        "backends": {name: _choice(device) for name, device in devices.items()},
+        "first_use": {name: known for name, known in first_use.items() if known},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> dict[str, str]:
+    major, minor = torch.cuda.get_device_capability(index)
+    return {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
+
+
+def _instruction_set() -> str | None:
+    extension = load.extension()
+    try:
+        return None if extension is None else str(extension.instruction_set())
+    except RuntimeError as error:  # KLFAST_CPU asks for what is not here
+        return str(error)
+
+
+def _choice(device: torch.device) -> dict[str, Any]:
+    why_not = backends.why_not(device)
+    return {"auto": backends.first_available(why_not, device), "why_not": why_not}
+
+
+def build_info() -> dict[str, Any] | None:
+    """The record of setup.py; None where nothing was built."""
+    path = _PACKAGE / "_build_info.json"
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def described() -> str:
+    """Version and commit, such as ``"0.1.0, commit 9d5926d"``."""
+    return f"{__version__}, commit {commit() or 'not known'}"
+
+
+def commit() -> str | None:
+    """The commit that klfast runs from, ``-dirty`` if changed since; None where nothing says it.
+
+    ``KLFAST_COMMIT`` says it where the sources have come without their history. A checkout has its
+    own, and an installed package the commit that it was built from.
+    """
+    return os.environ.get("KLFAST_COMMIT") or _of_checkout() or _of_installed_package()
+
+
+def _of_checkout() -> str | None:
+    """None outside of klfast's own: an environment may lie in another project's checkout."""
+    if not _git("ls-files", "--error-unmatch", "version.py"):
+        return None
+    return _git("describe", "--always", "--dirty", "--exclude=*")
+
+
+def _of_installed_package() -> str | None:
+    if (_PACKAGE.parent / "setup.py").exists():
+        return None  # sources without history may have changed since the build
+    found, *dirty = str((build_info() or {}).get("commit") or "").split("-")
+    return "-".join([found[:7], *dirty]) or None
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of git in the package's folder; None where it fails, or is not there."""
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    try:
+        done = subprocess.run(command, cwd=_PACKAGE, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

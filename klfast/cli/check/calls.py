@@ -1,0 +1,99 @@
+"""A call of a public function as data, made on the CPU and run on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import klfast
+from klfast.backends.known_calls import gradients_of, named
+
+Tensors = dict[str, Tensor]
+
+RESULTS = {
+    "kl_penalty": "penalty",
+    "kl_rewards": "rewards",
+    "token_logprobs": "logprobs",
+    "linear_token_logprobs": "logprobs",
+}
+"""Names of results that are no named tuples, which have their own; of others "kl"."""
+
+OF_POLICY = ("hidden", "weight", "bias")
+OF_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
+"""The arguments that logits are made from."""
+
+MEMORIES = ("dense", "transposed", "gaps", "unaligned")
+"""How the tensors of a call lie in memory."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of ``klfast.<function>``.
+
+    Attributes:
+        function: its name.
+        tensors: on the CPU, by argument.
+        options: the other arguments.
+        leaves: the arguments that gradients are taken of.
+        memory: one of ``MEMORIES``.
+        kept: [tokens], bool: which exist; None for all.
+    """
+
+    function: str
+    tensors: Tensors
+    options: Mapping[str, Any]
+    leaves: tuple[str, ...]
+    memory: str = "dense"
+    kept: Tensor | None = None
+
+    @property
+    def words(self) -> bool:
+        """Whether the call has a vocabulary: logits, or hidden states and heads."""
+        return not next(iter(self.tensors)).endswith("logprobs")
+
+    @property
+    def policy(self) -> Tensor:
+        """The tensor that has the call's shape."""
+        return next(iter(self.tensors.values()))
+
+
+def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tensors:
+    """The results of a call by name, and the gradients of its leaves for grad_outputs of 1 to
+    ``most``.
+    """
+    leaves = {name: tensors[name].detach().requires_grad_() for name in call.leaves}
+    given = tensors | leaves
+    if call.options.get("inplace_backward"):
+        given |= {name: leaf.clone() for name, leaf in leaves.items()}  # leaves are refused
+    returned = getattr(klfast, call.function)(**given, **call.options, backend=backend)
+    if not hasattr(returned, "_fields"):
+        several = returned if isinstance(returned, tuple) else (returned,)
+        returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))
+    found = named(returned, separator=".")
+    graded = [output for output in found.values() if output.requires_grad]
+    if graded and leaves:
+        numbers = (torch.linspace(1, most, t.numel(), dtype=t.dtype, device="cpu") for t in graded)
+        upstream = [n.to(t.device).view(t.shape) for n, t in zip(numbers, graded, strict=True)]
+        grads = gradients_of(graded, upstream, list(leaves.values()))
+        found |= {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}
+    return {name: output.detach() for name, output in found.items()}
+
+
+def placed(call: Call, device: torch.device) -> Tensors:
+    """The tensors of a call on a device, each in memory as the call says."""
+    return {name: _laid_out(t.to(device), call.memory) for name, t in call.tensors.items()}
+
+
+def _laid_out(tensor: Tensor, memory: str) -> Tensor:
+    if memory == "dense" or tensor.dim() == 0:
+        return tensor
+    if memory == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    if memory == "unaligned":
+        whole = tensor.new_zeros(tensor.numel() + 1)
+        return whole[1:].view(tensor.shape).copy_(tensor)
+    return torch.stack([tensor, tensor], -1)[..., 0]

@@ -1,0 +1,503 @@
+"""The cases of each function: its options, rows of them in which any two values meet, and the call
+that a row makes.
+
+Choices are klfast's own tables, so a new estimator, reduction or statistic is a case without an
+edit. If values of a row exclude each other, an option is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import klfast
+from klfast.cli.check.calls import MEMORIES, OF_POLICY, OF_REFERENCE, Call, Tensors, run
+from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
+from klfast.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS, TAILS
+from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.rollout.call import NORMALIZE, OUTSIDE, WEIGHTS
+from klfast.rollout.rejection import OVER, STATISTICS, Rejection
+
+Row = dict[str, Any]
+Made = tuple[Tensors, Tensor, Row]
+"""Tensors of a call, the tokens that exist, and the options beside ``PASSED``."""
+
+
+class Draw:
+    """Random numbers that are the same on every machine: sums of uniform ones in float64."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """In [0, 1)."""
+        return torch.rand(shape, generator=self._generator, dtype=torch.float64, device="cpu")
+
+    def bell(self, *shape: int) -> Tensor:
+        """In [-3, 3), with a standard deviation of 1."""
+        return 2 * (self.uniform(3, *shape).sum(0) - 1.5)
+
+
+LENGTHS = (0, 5, 1, 0, 31, 8, 0)
+FORMS = ("padded", *(("packed", dtype) for dtype in INDICES), "one", "empty")
+"""The layouts: [B, T], packed with edges of a dtype, [N], and without a token."""
+
+DTYPES = (
+    *((dtype, dtype) for dtype in FLOATS),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+)
+_LIMIT = {field.name: 0.7 for field in fields(klfast.Estimator) if field.default is None}
+LIMITS = (
+    {},
+    *({name: limit} for name, limit in _LIMIT.items()),
+    {"log_ratio_clip": (-0.3, 0.9)},
+    _LIMIT | {"importance_cap": 1.1, "linear_tail": 0.5},
+)
+_TOKENS = {
+    "dtypes": DTYPES,
+    "form": FORMS,
+    "memory": MEMORIES,
+    "mask": (None, *MASKS),
+    "spread": (1.0, 1e-3, 4.0),
+}
+_REDUCED = {
+    "reduction": tuple(REDUCTIONS),
+    "normalizer": (None, 7.5, "tensor"),
+    "coef": (1.0, -0.4, "tensor"),
+    "return_stats": (False, True),
+}
+_LOGITS = {
+    "memory": MEMORIES,
+    "mask": (None, *MASKS),
+    "words": (37, 5, 2500),
+    "temperature": (1.0, 0.7),
+    "return_entropy": (False, True),
+    "excluded": (False, True),
+}
+
+
+def _leaves(first: str, second: str) -> tuple[tuple[str, ...], ...]:
+    return (first,), (first, second), (second,), ()
+
+
+PENALTY = {
+    "estimator": NAMES,
+    "gradient": GRADIENTS,
+    "importance": (None, *IMPORTANCE),
+    "limits": LIMITS,
+    "clip_weighted": (False, True),
+    "leaves": _leaves("logprobs", "ref_logprobs"),
+    **_TOKENS,
+    **_REDUCED,
+}
+REWARDS = {
+    "estimator": NAMES,
+    "limits": LIMITS,
+    "scores": MASKS,
+    "coef": _REDUCED["coef"],
+    "return_stats": (False, True),
+    **_TOKENS,
+}
+LOGPROBS = {
+    **_LOGITS,
+    "ids": INTEGERS,
+    "dtypes": DTYPES[: len(FLOATS)],
+    "form": ("padded", "one", "empty", "none"),
+    "ignore_index": (None, 1),
+    "inplace_backward": (False, True),
+    "leaves": (("logits",), ()),
+}
+DIVERGENCES = {
+    "direction": DIRECTIONS,
+    "jsd_beta": (0.5, 0.1),
+    "apart": (0.5, 1e-3, 0.0),
+    "ids": (None, *INTEGERS),
+    "dtypes": DTYPES,
+    "form": FORMS,
+    "leaves": _leaves("logits", "ref_logits"),
+    **_LOGITS,
+    **_REDUCED,
+}
+TOPK = {
+    "direction": DIRECTIONS,
+    "tail": TAILS,
+    "jsd_beta": (0.5, 0.1),
+    "entries": (4, 2, 1),
+    "missing": (False, True),
+    "ids": INTEGERS,
+    "dtypes": DTYPES,
+    "form": FORMS,
+    "leaves": _leaves("logits", "ref_logprobs"),
+    **{name: values for name, values in _LOGITS.items() if name != "return_entropy"},
+    **_REDUCED,
+}
+_HIDDEN = {
+    "memory": MEMORIES,
+    "mask": (None, *MASKS),
+    "words": (37, 1030),
+    "width": (8, 24),
+    "bias": (False, True),
+    "softcap": (None, 8.0),
+    "temperature": (1.0, 0.7),
+    "chunk": ("auto", 4),
+    "return_entropy": (False, True),
+    "dtypes": DTYPES,
+}
+LINEAR_LOGPROBS = {
+    **_HIDDEN,
+    "ids": INTEGERS,
+    "form": ("padded", "one", "empty"),
+    "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
+}
+LINEAR_DIVERGENCES = {
+    **_HIDDEN,
+    "direction": DIRECTIONS,
+    "jsd_beta": (0.5, 0.1),
+    "apart": (0.5, 1e-3, 0.0),
+    "shared_head": (False, True),
+    "ids": (None, *INTEGERS),
+    "form": FORMS,
+    "leaves": (
+        OF_POLICY,
+        OF_POLICY[:1],
+        OF_POLICY + OF_REFERENCE,
+        OF_POLICY[:1] + OF_REFERENCE[:1],
+        (),
+    ),
+    **_REDUCED,
+}
+ROLLOUT = {
+    "weight": WEIGHTS,
+    "outside": OUTSIDE,
+    "bounds": (
+        {"cap": 1.2},
+        {"floor": 0.8, "cap": None},
+        {"floor": 0.9, "cap": 1.1},
+        {"cap": None},
+    ),
+    "normalize": (None, *NORMALIZE),
+    "statistic": (None, *STATISTICS),
+    "over": OVER,
+    "sides": (("high",), ("low",), ("low", "high")),
+    "outward_only": (None, "token", "sequence"),
+    "veto": (False, True),
+    **_TOKENS,
+}
+
+
+def _tokens(row: Row, padded: tuple[int, int], lengths: Sequence[int]) -> Any:
+    """(shape of the tokens, cu_seqlens or nothing, how many sequences)."""
+    form = row["form"]
+    if isinstance(form, tuple):
+        edges = torch.tensor([0, *accumulate(lengths)], dtype=form[1], device="cpu")
+        return (sum(lengths),), {"cu_seqlens": edges}, len(lengths)
+    shapes = {"padded": padded, "one": (padded[1],), "empty": (2, 0), "none": ()}
+    shape = shapes[form]
+    return shape, {}, shape[0] if len(shape) == 2 else 1
+
+
+def _mask(row: Row, draw: Draw, shape: tuple[int, ...]) -> tuple[Tensors, Tensor]:
+    """The mask as an argument, or nothing, and which tokens it keeps; of a padded batch not one of
+    the second sequence.
+    """
+    dtype = row["mask"]
+    if dtype is None:
+        return {}, torch.ones(shape, dtype=torch.bool, device="cpu")
+    kept = draw.uniform(*shape) < 0.7
+    if len(shape) == 2:
+        kept[1:2] = False
+    weights = 1 + torch.floor(3 * draw.uniform(*shape))
+    if dtype.is_floating_point:
+        weights = weights / 4
+    return {"mask": torch.where(kept, weights, 0.0).to(dtype)}, kept
+
+
+def _poisoned(tensor: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers in a dtype, with NaN and infinities where no token is."""
+    poison = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64, device="cpu")
+    numbers = torch.arange(tensor.numel(), device="cpu") % 3
+    kept = kept.view(*kept.shape, *[1] * (tensor.dim() - kept.dim()))
+    return torch.where(kept, tensor, poison[numbers].view(tensor.shape)).to(dtype)
+
+
+def _log_probs(
+    row: Row, draw: Draw, names: Sequence[str]
+) -> tuple[Tensors, Tensor, tuple[int, ...], int]:
+    """Log-probs of two models and a third, under as many of the names; mask and cu_seqlens."""
+    shape, edges, sequences = _tokens(row, (4, 37), LENGTHS)
+    mask, kept = _mask(row, draw, shape)
+    first = -4 * draw.uniform(*shape) - 0.01
+    others = (first - row["spread"] * draw.bell(*shape), first - 0.3 * draw.bell(*shape))
+    dtypes = (*row["dtypes"], row["dtypes"][0])
+    of_models = {
+        name: _poisoned(values, kept, dtype)
+        for name, values, dtype in zip(names, (first, *others), dtypes, strict=False)
+    }
+    return of_models | mask | edges, kept, shape, sequences
+
+
+def _penalty(row: Row, draw: Draw) -> Made:
+    names = ["logprobs", "ref_logprobs"] + ["old_logprobs"] * (row["importance"] is not None)
+    tensors, kept, _, _ = _log_probs(row, draw, names)
+    never = row["estimator"] in PLUS and row["gradient"] == "none"
+    estimator = klfast.Estimator(
+        row["estimator"],
+        gradient="value" if never else row["gradient"],
+        importance=row["importance"] or IMPORTANCE[0],
+        clip_weighted=row["clip_weighted"],
+        **row["limits"],
+    )
+    return tensors, kept, {"estimator": estimator}
+
+
+def _rewards(row: Row, draw: Draw) -> Made:
+    tensors, kept, _, sequences = _log_probs(row, draw, ("logprobs", "ref_logprobs"))
+    tensors["scores"] = (3 * draw.uniform(sequences)).to(row["scores"])
+    return tensors, kept, {"estimator": klfast.Estimator(row["estimator"], **row["limits"])}
+
+
+def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor]]:
+    """Logits, mask and cu_seqlens; which tokens are kept; and what stores other logits."""
+    shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
+    mask, kept = _mask(row, draw, shape)
+    words = row["words"]
+
+    def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+        if row["excluded"]:
+            values[..., words // 2 :: 3] = -math.inf
+        return _poisoned(values, kept, dtype)
+
+    tensors = {"logits": draw.bell(*shape, words)}
+    if row["ids"] is not None:
+        tensors["token_ids"] = torch.floor(words // 2 * draw.uniform(*shape)).clamp(max=120)
+        tensors["token_ids"] = tensors["token_ids"].to(row["ids"])
+    return tensors | mask | edges, kept, stored
+
+
+def _token_logprobs(row: Row, draw: Draw) -> Made:
+    tensors, kept, stored = _logits(row, draw)
+    tensors["logits"] = stored(tensors["logits"], row["dtypes"][0])
+    if row["ignore_index"] is not None:
+        kept = kept & (tensors["token_ids"] != row["ignore_index"])
+    return tensors, kept, {}
+
+
+def _kl_divergence(row: Row, draw: Draw) -> Made:
+    tensors, kept, stored = _logits(row, draw)
+    first = tensors["logits"]
+    second = first + row["apart"] * draw.bell(*first.shape)
+    models = (("logits", first), ("ref_logits", second))
+    for (name, values), dtype in zip(models, row["dtypes"], strict=True):
+        tensors[name] = stored(values, dtype)
+    return tensors, kept, {}
+
+
+def _topk(row: Row, draw: Draw) -> Made:
+    tensors, kept, stored = _logits({**row, "ids": None}, draw)
+    logits, (dtype, of_teacher) = tensors["logits"], row["dtypes"]
+    some = min(row["words"] // 2, 120)  # which are not excluded, and which any integers hold
+    least = 2 if row["tail"] == "renormalize" else 1
+    count = min(max(row["entries"], least), some)
+    ids = draw.uniform(*kept.shape, some).argsort(-1)[..., :count]
+    teacher = (logits + 0.5 * draw.bell(*logits.shape)).log_softmax(-1).gather(-1, ids)
+    absent = draw.uniform(*ids.shape) < 0.4 * row["missing"]
+    teacher = teacher.masked_fill(absent, -math.inf)
+    tensors["logits"] = stored(logits, dtype)
+    tensors["ref_token_ids"] = ids.to(row["ids"])
+    tensors["ref_logprobs"] = _poisoned(teacher, kept, of_teacher)
+    return tensors, kept & ~absent.all(-1), {}
+
+
+def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+    """Hidden states in their dtype, a head, and its bias where the row has one."""
+    of_hidden, of_head = row["dtypes"]
+    weight = 2 * row["width"] ** -0.5 * draw.bell(row["words"], row["width"])
+    head = (weight, draw.bell(row["words"])) if row["bias"] else (weight,)
+    return _poisoned(hidden, kept, of_hidden), *(each.to(of_head) for each in head)
+
+
+def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor]:
+    """The policy, mask, ids and cu_seqlens; its hidden states; which tokens are kept."""
+    shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
+    mask, kept = _mask(row, draw, shape)
+    hidden = draw.bell(*shape, row["width"])
+    model = _model(row, draw, hidden, kept)
+    tensors = dict(zip(OF_POLICY, model, strict=False))
+    if row["ids"] is not None:
+        ids = torch.floor(row["words"] * draw.uniform(*shape)).clamp(max=120)
+        tensors["token_ids"] = ids.to(row["ids"])
+    return tensors | mask | edges, hidden, kept
+
+
+def _linear_logprobs(row: Row, draw: Draw) -> Made:
+    tensors, _, kept = _hidden(row, draw)
+    return tensors, kept, {}
+
+
+def _linear_divergence(row: Row, draw: Draw) -> Made:
+    tensors, hidden, kept = _hidden(row, draw)
+    apart = hidden + row["apart"] * draw.bell(*hidden.shape)
+    own = OF_REFERENCE[:1] if row["shared_head"] else OF_REFERENCE
+    reference = dict(zip(own, _model(row, draw, apart, kept), strict=False))
+    return tensors | reference, kept, {}
+
+
+def _rollout(row: Row, draw: Draw) -> Made:
+    tensors, kept, shape, sequences = _log_probs(row, draw, ("logprobs", "rollout_logprobs"))
+    options = {"weight": row["weight"], "normalize": row["normalize"], **row["bounds"]}
+    if row["weight"] == "none":
+        options |= {"weight": None, "normalize": None}
+        options.pop("floor", None)
+    rules = [Rejection("ratio", "seq-min", low=0.05)] * row["veto"]
+    if row["statistic"] is not None and not (
+        row["veto"] and (row["statistic"], row["over"]) == ("ratio", "seq-min")
+    ):
+        rule = _rule(row, tensors)
+        rules.append(rule)
+        if rule.outward_only:
+            of = shape if row["outward_only"] == "token" else (sequences,)
+            tensors["advantages"] = draw.bell(*of).to(row["dtypes"][0])
+    return tensors, kept, options | {"reject": tuple(rules)}
+
+
+def _rule(row: Row, tensors: Tensors) -> Rejection:
+    """A rule whose bounds lie between the least and the greatest number that it sees."""
+    statistic, over = row["statistic"], row["over"]
+    lax = Rejection(statistic, over, high=1e30)
+    call = Call("rollout_correction", tensors, {"reject": lax}, ())
+    found = run(call, tensors, "reference")
+    seen = torch.stack([found["stats.rules.0.least"], found["stats.rules.0.greatest"]]).double()
+    least, greatest = float(seen.min()), float(seen.max())
+    wider = 0.1 * max(abs(least), abs(greatest))  # one number is no bound of itself
+    bounds = {}
+    for side, share in (("low", 0.37), ("high", 0.67)):
+        number = least - wider + share * (greatest - least + 2 * wider)
+        bound = math.exp(number) if statistic == "ratio" else number
+        bounds[side] = bound if number < 0 else max(bound, 1e-3)
+    outward = over == "token" and row["outward_only"] is not None
+    chosen = {side: bounds[side] for side in row["sides"]}
+    return Rejection(statistic, over, **chosen, outward_only=outward)
+
+
+PASSED = (
+    *("reduction", "return_stats", "direction", "tail", "jsd_beta", "temperature", "softcap"),
+    *("chunk", "return_entropy", "ignore_index", "inplace_backward", "outside"),
+)
+"""The options that a function gets as a row has them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of a family. ``is_basic``: of those that hold every value of an option once."""
+
+    family: str
+    name: str
+    row: Row
+    seed: int
+    is_basic: bool
+
+    def call(self) -> Call:
+        """The call of this case, on tensors made anew."""
+        return FAMILIES[self.family].call(self.row, self.seed)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A function, its options, and what a row makes of them."""
+
+    function: str
+    options: Mapping[str, Sequence[Any]]
+    build: Callable[[Row, Draw], Made]
+
+    def cases(self, family: str) -> Iterator[Case]:
+        """So many that any two values meet."""
+        rows, basic = covering(self.options)
+        for seed, row in enumerate(rows):
+            yield Case(family, _name(row, self.options), row, seed, seed < basic)
+
+    def call(self, row: Row, seed: int) -> Call:
+        """The call of a row."""
+        tensors, kept, options = self.build(row, Draw(seed))
+        options |= {name: row[name] for name in PASSED if name in row}
+        for name in ("coef", "normalizer"):
+            if name in row and (name == "coef" or row["reduction"] in NORMALIZED_REDUCTIONS):
+                argument = "kl_coef" if self.function == "kl_rewards" else name
+                if row[name] == "tensor":
+                    tensors[argument] = torch.tensor(0.3, device="cpu")
+                else:
+                    options[argument] = row[name]
+        leaves = tuple(name for name in row.get("leaves", ()) if name in tensors)
+        memory = "dense" if row.get("inplace_backward") else row["memory"]  # must be contiguous
+        return Call(self.function, tensors, options, leaves, memory, kept)
+
+
+FAMILIES = {
+    "penalty": Family("kl_penalty", PENALTY, _penalty),
+    "rewards": Family("kl_rewards", REWARDS, _rewards),
+    "token log-probs": Family("token_logprobs", LOGPROBS, _token_logprobs),
+    "divergences": Family("kl_divergence", DIVERGENCES, _kl_divergence),
+    "top-k divergences": Family("topk_kl_divergence", TOPK, _topk),
+    "log-probs from hidden states": Family(
+        "linear_token_logprobs", LINEAR_LOGPROBS, _linear_logprobs
+    ),
+    "divergences from hidden states": Family(
+        "linear_kl_divergence", LINEAR_DIVERGENCES, _linear_divergence
+    ),
+    "rollout": Family("rollout_correction", ROLLOUT, _rollout),
+}
+
+
+def _name(row: Row, options: Mapping[str, Sequence[Any]]) -> str:
+    """The options that differ from the first values."""
+    texts = [f"{n}={_text(v)}" for n, v in row.items() if v is not options[n][0]]
+    return " ".join(texts) or "plain"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "/".join(map(_text, value)) or "none"
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{part}" for name, part in value.items()) or "none"
+    return str(value).removeprefix("torch.")
+
+
+def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
+    """Rows in which any two values meet, and how many of the first hold every value at least once.
+
+    A fault depends on one option or on how two meet: such rows find nearly all that every
+    combination would. An option whose values have met all others has its first.
+    """
+    sizes = [len(values) for values in options.values()]
+    places = [(option, value) for option, size in enumerate(sizes) for value in range(size)]
+    missing = {frozenset((a, b)): None for a, b in combinations(places, 2) if a[0] != b[0]}
+    rows = [[i % size for size in sizes] for i in range(max(sizes))]
+    for row in rows:  # grows as it is read
+        for met in combinations(enumerate(row), 2):
+            missing.pop(frozenset(met), None)
+        if row is rows[-1] and missing:
+            rows.append(_next_row(missing, sizes))
+    named = [dict(zip(options, row, strict=True)) for row in rows]
+    return [{n: options[n][at] for n, at in row.items()} for row in named], max(sizes)
+
+
+def _next_row(
+    missing: Mapping[frozenset[tuple[int, int]], None], sizes: Sequence[int]
+) -> list[int]:
+    """The first of the missing pairs, and for each other option the value that has met fewest."""
+    chosen = dict(next(iter(missing)))
+    for option, size in enumerate(sizes):
+        if option not in chosen:
+            gains = [
+                sum(frozenset(((option, value), place)) in missing for place in chosen.items())
+                for value in range(size)
+            ]
+            chosen[option] = gains.index(max(gains))
+    return [value for _, value in sorted(chosen.items())]

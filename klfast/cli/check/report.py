@@ -1,0 +1,366 @@
+"""The ``check`` subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from klfast import backends
+from klfast.backends.info import info
+from klfast.checks.arguments import check_choice
+from klfast.cli.check import calls
+from klfast.cli.check.cases import FAMILIES
+from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of
+from klfast.cli.check.promises import promises
+from klfast.cli.info import text
+
+HELP = "known answers of every function, on every backend of every device that is here"
+
+COMPILED_AT_FIRST_USE, BUDGET = ("triton",), 30.0
+"""Backends that take about a second for each new kind of call, once a machine. Unless named they
+get the basic cases, which hold every option once, and of these what fits into so many seconds."""
+
+SHOWN = 20
+"""Failures that the text has; ``--json`` has all."""
+
+
+class UsageError(Exception):
+    """A mistake on the command line; its text is the whole message."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend on a device. ``thorough``: it gets all cases."""
+
+    device: str
+    backend: str
+    thorough: bool
+
+
+@dataclass
+class Tally:
+    """The outcome of one function on one target."""
+
+    device: str
+    backend: str
+    family: str
+    cases: int = 0
+    failed: int = 0
+    left_out: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that failed, and the first of its outputs that is wrong."""
+
+    device: str
+    backend: str
+    family: str
+    case: str
+    output: str
+    got: str
+    expected: str
+    error: str
+    tolerance: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A backend passed or failed on a device, in the functions that "auto" gives it or in others.
+
+    Attributes:
+        auto: whether "auto" chooses the backend for these functions.
+        counts: whether a failure fails the check.
+        functions: names of ``klfast``'s.
+    """
+
+    device: str
+    backend: str
+    auto: bool
+    counts: bool
+    functions: list[str]
+    cases: int
+    failed: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``klfast check``."""
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: all that are here)")
+    parser.add_argument("--backend", help="native, triton or reference (default: all that can run)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--strict", action="store_true", help='also fail where "auto" does not choose the backend'
+    )
+
+
+@contextlib.contextmanager
+def _refusing_nothing() -> Iterator[None]:
+    """Let kernels that fail the known answers before their first use be called: their numbers are
+    the report.
+    """
+    before = os.environ.get("KLFAST_SELF_CHECK")
+    os.environ["KLFAST_SELF_CHECK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["KLFAST_SELF_CHECK"]
+        if before is not None:
+            os.environ["KLFAST_SELF_CHECK"] = before
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if what counts passed, 1 if not, 2 for a device or backend that is not here."""
+    begin = time.perf_counter()
+    facts = info()
+    try:
+        devices = _devices(arguments.device, list(facts["backends"]))
+        targets, missing = _targets(arguments.backend, devices)
+    except (UsageError, ValueError) as error:
+        print(f"klfast check: error: {error}", file=sys.stderr)
+        return 2
+    if not arguments.json:
+        print(text(facts), flush=True)
+    with warnings.catch_warnings(), _refusing_nothing():
+        warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
+        tallies, failures = check(targets)
+    verdicts = _verdicts(tallies, facts, arguments)
+    passed = not any(verdict.counts and verdict.failed for verdict in verdicts)
+    report = {
+        "passed": passed,
+        "verdict": [asdict(verdict) for verdict in verdicts],
+        "next": _next_step(verdicts, passed),
+        "seconds": time.perf_counter() - begin,
+        "checks": [asdict(tally) for tally in tallies],
+        "not_available": missing,
+        "failures": [asdict(failure) for failure in failures],
+        "info": facts,
+    }
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    return int(not passed)
+
+
+def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
+    """The devices to check, of those that are here."""
+    if wanted is None:
+        return here
+    name = f"cuda:{torch.cuda.current_device()}" if wanted == "cuda" and len(here) > 1 else wanted
+    if name not in here:
+        raise UsageError(f"device must be one of {', '.join(here)}, got {wanted!r}")
+    return [name]
+
+
+def _targets(
+    wanted: str | None, devices: Sequence[str]
+) -> tuple[list[Target], list[dict[str, str]]]:
+    """Who is checked, and why others are not."""
+    if wanted is not None:
+        check_choice("backend", wanted, tuple(backends.BACKENDS))
+    targets, missing = [], []
+    for device in devices:
+        for name, reason in backends.why_not(torch.device(device)).items():
+            if wanted not in (None, name):
+                continue
+            if reason is None:
+                thorough = wanted is not None or name not in COMPILED_AT_FIRST_USE
+                targets.append(Target(device, name, thorough))
+            else:
+                missing.append({"device": device, "backend": name, "reason": reason})
+    if not targets:
+        reasons = "; ".join(f"{m['device']}: {m['reason']}" for m in missing)
+        raise UsageError(f"backend {wanted!r} cannot run here: {reasons}")
+    return targets, missing
+
+
+def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
+    """Checks every case on every target, in one thread: what is checked is small."""
+    tallies = {
+        (t, f): Tally(t.device, t.backend, f) for t in targets for f in FAMILIES if _has(t, f)
+    }
+    spent = dict.fromkeys(targets, 0.0)
+    failures = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for target, family, case, outcome in _outcomes(targets):
+            tally, begin = tallies[target, family], time.perf_counter()
+            if spent[target] > BUDGET and not target.thorough:
+                tally.left_out += 1
+                continue
+            wrong = _wrong(outcome)
+            seconds = time.perf_counter() - begin
+            spent[target] += seconds
+            tally.seconds += seconds
+            tally.cases += 1
+            tally.failed += bool(wrong)
+            failures += [
+                Failure(target.device, target.backend, family, case, *each) for each in wrong[:1]
+            ]
+    finally:
+        torch.set_num_threads(threads)
+    return list(tallies.values()), failures
+
+
+def _has(target: Target, family: str) -> bool:
+    """Whether a backend has kernels for the function of a family."""
+    device = torch.device(target.device)
+    return not backends.BACKENDS[target.backend].lacks(FAMILIES[family].function, device)
+
+
+_Outcome = Callable[[], list[Wrong]]
+
+
+def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Outcome]]:
+    """(target, family, case, what says what is wrong); the truth of a case serves all targets."""
+    cases = (case for name, family in FAMILIES.items() for case in family.cases(name))
+    for case in sorted(cases, key=lambda case: case.seed):  # the basic ones of every function first
+        asked = [
+            target
+            for target in targets
+            if (case.is_basic or target.thorough) and _has(target, case.family)
+        ]
+        if asked:
+            call = case.call()
+            truth = truth_of(call)
+        for target in asked:
+            yield target, case.family, case.name, partial(_of_call, call, truth, target)
+    for target in targets:
+        for promise in promises(target.backend, torch.device(target.device)):
+            if _has(target, promise[0]):
+                yield target, *promise
+
+
+def _of_call(call: calls.Call, truth: Truth, target: Target) -> list[Wrong]:
+    tensors = calls.placed(call, torch.device(target.device))
+    return wrong_of(call, truth, found_by(call, tensors, target.backend))
+
+
+def _wrong(outcome: _Outcome) -> list[Wrong]:
+    try:
+        return outcome()
+    except Exception as error:  # which is an outcome too
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [Wrong("the call", said, "no error", "-", "-")]
+
+
+def _verdicts(
+    tallies: Sequence[Tally], facts: Mapping[str, Any], arguments: argparse.Namespace
+) -> list[Verdict]:
+    """Each device has the backends that "auto" chooses, checked or not, and the others."""
+    found = []
+    for device in dict.fromkeys(tally.device for tally in tallies):
+        why_not = facts["backends"][device]["why_not"]
+        chosen = {
+            name: backends.first_available(why_not, torch.device(device), family.function)
+            for name, family in FAMILIES.items()
+        }
+        groups: dict[tuple[bool, str], list[Tally]] = {(True, b): [] for b in chosen.values()}
+        for tally in tallies:
+            if tally.device == device:
+                auto = chosen[tally.family] == tally.backend
+                groups.setdefault((auto, tally.backend), []).append(tally)
+        for (auto, backend), own in groups.items():
+            families = [t.family for t in own] or [f for f in chosen if chosen[f] == backend]
+            found.append(
+                Verdict(
+                    device,
+                    backend,
+                    auto,
+                    counts=auto or arguments.strict or arguments.backend is not None,
+                    functions=[FAMILIES[name].function for name in families],
+                    cases=sum(tally.cases for tally in own),
+                    failed=sum(tally.failed for tally in own),
+                )
+            )
+    return found
+
+
+def _sentence(verdict: Verdict) -> str:
+    """The sentence says if a backend passed, and if that matters."""
+    outcome = f"passed {verdict.cases} cases" if verdict.cases else "was not checked"
+    if verdict.failed:
+        outcome = f"FAILED {verdict.failed} of {verdict.cases} cases"
+    if verdict.auto:
+        some = len(verdict.functions) < len(FAMILIES)
+        of = f" for {', '.join(verdict.functions)}" if some else ""
+        return f'{verdict.device}: "auto" uses {verdict.backend}{of}, which {outcome}'
+    sentence = f"{verdict.device}: {verdict.backend} {outcome}"
+    if verdict.failed:
+        sentence += f", which matters only with backend={verdict.backend!r}"
+    return sentence
+
+
+def _next_step(verdicts: Sequence[Verdict], passed: bool) -> str:
+    """The steps that the user should take."""
+    steps = [_avoiding(v, verdicts) for v in verdicts if v.counts and v.failed]
+    if passed and all(verdict.cases for verdict in verdicts):
+        steps.append("use klfast")
+    elif passed:
+        steps.append('run `klfast check` without --backend, which checks what "auto" uses')
+    if any(verdict.auto and verdict.backend == "reference" for verdict in verdicts):
+        steps.append("reference is slow: see above why no other backend is available")
+    if any(verdict.failed for verdict in verdicts):
+        steps.append("open an issue with this output")
+    return "; ".join(steps)
+
+
+def _avoiding(wrong: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """Which backend to use in place of one that is wrong."""
+    for other in verdicts:
+        serves = other.cases and set(other.functions) >= set(wrong.functions)
+        if other.device == wrong.device and serves and not other.failed:
+            return f"use backend={other.backend!r} on {wrong.device} until {wrong.backend} is right"
+    return f"do not use {wrong.backend} on {wrong.device}"
+
+
+def _print(report: dict[str, Any]) -> None:
+    """The tables: what was checked, what is not available, and what failed."""
+    _print_table(
+        ("device", "backend", "checked", "cases", "failed", "left out", "seconds"),
+        [(*list(c.values())[:-1], f"{c['seconds']:.2f}") for c in report["checks"]],
+        texts=3,
+    )
+    for each in report["not_available"]:
+        print(f"{each['device']}: {each['backend']} is not available: {each['reason']}")
+    if any(c["left_out"] for c in report["checks"]):
+        print(f"left out after {BUDGET:.0f} s of compiling: run it again, or name the backend")
+    failures = report["failures"]
+    if failures:
+        cells = [(" ".join(list(f.values())[:4]), *list(f.values())[4:]) for f in failures[:SHOWN]]
+        _print_table(("case", "output", "got", "expected", "error", "tolerance"), cells)
+    if len(failures) > SHOWN:
+        print(f"and {len(failures) - SHOWN} more, which --json has")
+    cases = sum(c["cases"] for c in report["checks"])
+    print(f"\n{cases} cases in {report['seconds']:.1f} s, {len(failures)} failed")
+    for verdict in report["verdict"]:
+        print(_sentence(Verdict(**verdict)))
+    print(f"{'passed' if report['passed'] else 'FAILED'}: {report['next']}")
+
+
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], texts: int = 2) -> None:
+    print()
+    print_plainly([tuple(headings), *(tuple(map(str, row)) for row in rows)], texts)
+
+
+def print_plainly(lines: Sequence[tuple[str, ...]], texts: int = 2) -> None:
+    """Lines of cells in columns: the first are texts, from the left, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        left, right = line[:texts], line[texts:]
+        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:texts], strict=True)]
+        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[texts:], strict=True)]
+        print("  ".join(padded).rstrip())

@@ -1,1 +1,0 @@
-"""Controllers of the KL coefficient, and the monitor."""

@@ -1,0 +1,643 @@
+"""The base of controllers and watchers, which read KLs, and the base of controllers.
+
+To a watcher a KL of +inf is above every limit. It skips NaN and -inf, which are no KL. A controller
+skips +inf too.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import sys
+import warnings
+from abc import ABC
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from klfast.callers import caller
+from klfast.checks.arguments import check_choice, check_number
+from klfast.controllers import diagnosis, inputs, rules
+from klfast.controllers.diagnosis import Means
+from klfast.controllers.inputs import KLName, Unit, check_count
+from klfast.dtypes import wide_dtype
+from klfast.ranks import Ranks, folded
+from klfast.stats import KLStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+STATE_VERSION = 1
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+def warn_caller(message: str) -> None:
+    """Issue a RuntimeWarning that names the line outside klfast which led here."""
+    warnings.warn(message, RuntimeWarning, stacklevel=caller().stacklevel)
+
+
+def check_state_kind(state: object, kind: str) -> None:
+    """Raise unless ``state`` is a dict of that kind and of this version."""
+    if not isinstance(state, dict):
+        raise TypeError(f"state must be a dict, got {type(state).__name__}")
+    for key, expected in (("kind", kind), ("version", STATE_VERSION)):
+        got = state.get(key)
+        if type(got) is not type(expected) or got != expected:
+            raise ValueError(f"state[{key!r}] must be {expected!r}, got {got!r}")
+
+
+class Field(NamedTuple):
+    """A row of a class's table ``_saved``: an entry of its state, and where the object has it.
+
+    ``check(object, "state['name']", value)`` returns the attribute, or raises. ``plain`` returns
+    the attribute as plain JSON.
+    """
+
+    name: str
+    attribute: str
+    check: Callable[[Any, str, Any], Any]
+    plain: Callable[[Any], Any] = lambda value: value
+
+
+def count_field(name: str, attribute: str | None = None) -> Field:
+    """The entry of a number of updates."""
+    return Field(
+        name, attribute or f"_{name}", lambda _, argument, value: check_count(argument, value, 0)
+    )
+
+
+class KLReader(ABC):
+    """A reader of KLs. It skips a bad one, asks about the unit of its target, and has a state."""
+
+    _kind: ClassVar[str]
+    _output: ClassVar[str]  # the name of what ``update`` returns
+    _saved: ClassVar[tuple[Field, ...]]
+    _saved_sometimes: ClassVar[tuple[str, ...]] = ()
+    _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
+    _infinity: ClassVar[float | None] = math.inf  # None where it is skipped
+    _needs_n_steps: bool = False
+    target: float | None = None
+    _ranks: Ranks | None = None
+    _inner: Any = None  # a controller within it, as a scheduled one has
+    _device_state: DeviceState | None = None
+    _is_mute: bool = False  # another rank says it
+    _asked_unit: bool = False
+
+    def __init__(self, unit: Unit, process_group: ProcessGroup | None = None) -> None:
+        check_choice("unit", unit, get_args(Unit))
+        self.unit = unit
+        self._name = type(self).__name__  # in warnings
+        self._skipped = 0
+        if process_group is not None:
+            self._ranks = Ranks(process_group)
+            self._is_mute = self._ranks.rank != 0
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The group whose ranks measure together, None for this process alone."""
+        return None if self._ranks is None else self._ranks.group
+
+    @property
+    def skipped(self) -> Any:
+        """How many values were left out: NaN and -inf, and by a controller inf too.
+
+        An int; with ``device=`` a 0-dim int64 tensor there.
+        """
+        return self._skipped if self._device_state is None else self._device_state.skipped
+
+    def _check_n_steps(self, n_steps: object) -> int:
+        return check_count("n_steps", n_steps, least=0)
+
+    def _checked(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None,
+        kl: KLName,
+        ranks: Ranks | None,
+    ) -> tuple[float | Tensor | KLStats, int | Tensor | None]:
+        """Plain statistics or one number, and ``n_steps``, or the error of ``update``."""
+        is_on_host = self._device_state is None
+        current = inputs.chosen(current, kl, ranks, reads=is_on_host)
+        if n_steps is None:
+            n_steps = current.kl.numel() if isinstance(current, KLStats) else None
+        elif is_on_host or not isinstance(n_steps, Tensor):
+            n_steps = self._check_n_steps(n_steps)
+        else:
+            inputs.check_scalar("n_steps", n_steps)
+        if isinstance(current, Tensor) and not is_on_host:
+            inputs.check_scalar("current", current, inputs.KL_INPUT)
+        elif not isinstance(current, KLStats):
+            current = inputs.number_of(current)
+        is_skipped = isinstance(current, float) and not math.isfinite(current)
+        if self._needs_n_steps and n_steps is None and not is_skipped:
+            raise TypeError("n_steps must be given when current is not a KLStats, got None")
+        return current, n_steps
+
+    def _measure(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None,
+        kl: KLName,
+        also: Any = None,
+    ) -> Means | None:
+        """The means of the KL, of all ranks where there is a group; None if it is skipped.
+
+        Every rank must have the same state, and the same plain JSON in ``also``.
+        """
+        current, n_steps = self._checked(current, n_steps, kl, self._ranks)
+        if self._ranks is None:
+            return self._valid(self._means(current))
+        text = json.dumps([self._content(), also]).encode()
+        # 48 bits of a hash, which fp64 holds exactly
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+        row = inputs.row_of(current, n_steps, float(digest), self.unit, self._ranks.device)
+        must_match = f"what {type(self).__name__} goes by"
+        means, _ = inputs.measured(self._ranks.gather(row), must_match, shows_values=False)
+        return self._valid(means)
+
+    def _means(self, current: float | Tensor | KLStats) -> Means:
+        """The means of this process as floats, the other unit's where a question needs it."""
+        if not isinstance(current, KLStats):
+            return Means(float(current))
+        return inputs.means_of(current, self.unit, None if self._asked_unit else self._target_now())
+
+    def _valid(self, means: Means | None) -> Means | None:
+        """The means; None, counted and warned of once, if the KL is skipped."""
+        if means is None or math.isfinite(means.kl) or means.kl == self._infinity:
+            return means
+        self._skipped += 1
+        if self._skipped == 1:
+            warn_caller(
+                f"{self._name} skipped a KL of {means.kl}; .skipped counts any further ones"
+            )
+        return None
+
+    def _target_now(self) -> float | None:
+        """The KL to hold in the next update; None where there is none."""
+        return self.target
+
+    def _ask_unit(self, means: Means, target: float | None, is_stalled: bool = False) -> None:
+        """Warn, once, of a target that seems to be in the other unit.
+
+        A low KL per token is asked about only when it ``is_stalled``: every run begins with one.
+        """
+        if target is None or self._asked_unit or not diagnosis.is_of_other_unit(means, target):
+            return
+        if means.kl < target < diagnosis.PLAUSIBLE and not is_stalled:
+            return  # the policy is still its reference
+        self._asked_unit = True
+        self._warn(diagnosis.unit_question(self._name, means, self.unit, target))
+
+    def _warn(self, message: str) -> None:
+        """Warn on one rank alone of what all ranks know."""
+        if not self._is_mute:
+            warn_caller(message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what updates have changed, as plain JSON, with the count of skipped values.
+
+        The state also has ``unit`` and, where there is one, ``target``. A controller has the same
+        state on the host and on a device, and either loads into the other. With ``device=`` this
+        waits for the device.
+
+        Raises:
+            RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
+                coefficients in an update since the state was loaded.
+        """
+        frame = {"kind": self._kind, "version": STATE_VERSION, **self._measured_in()}
+        return {**frame, "skipped": int(self.skipped), **self._content()}
+
+    def _measured_in(self) -> dict[str, Any]:
+        """The unit and the target, which a state tells of."""
+        return {"unit": self.unit} | ({} if self.target is None else {"target": self.target})
+
+    def _content(self) -> dict[str, Any]:
+        """The state beside the count of skipped values, as plain JSON."""
+        return {each.name: each.plain(getattr(self, each.attribute)) for each in self._saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore exactly what ``state_dict`` returned. This object keeps its settings.
+
+        A controller goes on from the state's coefficient to its own target. A default ``max_coef``
+        rises to the coefficient of the state. A state from before the option ``ema`` was given, or
+        after, loads, and the average begins anew. So does the count of updates that a warning of
+        ``update`` needs, and a warning may be given again. The status of a monitor follows from the
+        state's values, without a warning; a smaller window keeps the last ones. The optimizer's own
+        state holds the rates of a ``KLAdaptiveLR``.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind, version or unit, lacks a key or has an unknown
+                one, or an entry is out of its range. The range of a coefficient is this object's
+                bounds. The object is then unchanged. States without a unit, of earlier versions,
+                load.
+        """
+        check_state_kind(state, self._kind)
+        expected = KLReader.state_dict(self).keys()
+        optional = {*self._saved_sometimes, *self._measured_in()}
+        if not expected - optional <= state.keys() <= expected | optional:
+            raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
+        if state.get("unit", self.unit) != self.unit:
+            raise ValueError(
+                f"state['unit'] must be {self.unit!r}, in which this {type(self).__name__} "
+                f"measures, got {state['unit']!r}; make one with the unit of the state"
+            )
+        if "target" in state:
+            check_number("state['target']", state["target"], above=0)
+        skipped = check_count("state['skipped']", state["skipped"], least=0)
+        if skipped > _LARGEST:
+            raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
+        entries = {
+            each.attribute: each.check(self, f"state[{each.name!r}]", state.get(each.name, {}))
+            for each in self._saved
+        }
+        self._restore({**entries, "_skipped": skipped})
+
+    def _restore(self, attributes: dict[str, Any]) -> None:
+        """Take the checked entries of a state."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __copy__(self) -> Any:
+        """A copy goes on by itself: an update of one changes nothing in the other."""
+        other = type(self).__new__(type(self))
+        own = {name: copy.copy(getattr(self, name)) for name in self._changed_in_place}
+        vars(other).update({**vars(self), **own})
+        return other
+
+    def _settings(self) -> list[str]:
+        """The names of what ``repr`` shows."""
+        return [name for name in vars(self) if not name.startswith("_")]
+
+    def __repr__(self) -> str:
+        names = (self._output, *self._settings(), "skipped")
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({fields})"
+
+
+class CoefficientController(KLReader):
+    """A coefficient inside its bounds, and the rule that moves it.
+
+    ``update`` is for one thread at a time; any may read ``value`` meanwhile.
+
+    A subclass keeps its settings as attributes, then calls ``_begin`` with the first coefficient.
+    """
+
+    _output = "value"
+    _saved = (
+        Field("value", "_value", lambda self, name, value: self._check_value(name, value)),
+        Field("memory", "_memory", lambda self, _, memory: self._check_memory(memory)),
+    )
+    _saved_sometimes = ("memory",)
+    _changed_in_place = ("_device_state", "_stall")
+    _infinity = None
+    _rule: Any  # a rules.Rule; of a class a static one
+    _limit: ClassVar[Any] = staticmethod(rules.bounded)
+    _paced_by: ClassVar[str]  # the setting that says how fast the coefficient moves
+    _stall: diagnosis.Stall | None = None
+    _told_of_stall: bool = False
+    min_coef: float = 0.0
+    max_coef: float = math.inf
+    floor: float | None = None
+    ema: float = 0.0
+    dead_band: float = 0.0
+    _default_bound: float | None = None  # None where max_coef was given
+    _state: dict[str, float]  # on the host
+
+    def __init__(
+        self,
+        unit: Unit,
+        device: str | torch.device | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(unit, process_group)
+        if not (device is None or isinstance(device, (str, torch.device))):
+            raise TypeError(
+                f"device must be a torch.device, its name or None, got {type(device).__name__}"
+            )
+        try:
+            self.device = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"device must be a torch.device or its name, got {device!r}"
+            ) from error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._device_state is not None and not name.startswith("_"):
+            raise AttributeError(
+                f"{name} cannot be changed on a device; make another {type(self).__name__} and "
+                "load this one's state_dict() into it"
+            )
+        super().__setattr__(name, value)
+
+    def _begin(self, argument: str, value: float) -> None:
+        """Check and take the first coefficient, once the settings are there."""
+        value = self._check_value(argument, value)
+        state = {"value": value, **self._first_memory(self, value)}
+        if self.ema:
+            state.update(kl_ema=0.0, measured=0.0)
+        if self.device is None:
+            self._state = state
+        else:
+            self._device_state = DeviceState(self, state, self.device)
+
+    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+        """The rule's state beside the coefficient, before the first update.
+
+        Numbers and settings are floats, or tensors on which the rule runs.
+        """
+        return {}
+
+    def _update_rule(self) -> rules.UpdateRule:
+        """The rule with the options around it."""
+        leaves_zero = self.floor is not None
+        limit = rules.bounded_or_zero if leaves_zero else self._limit
+        return rules.UpdateRule(
+            self._rule, limit, bool(self.ema), bool(self.dead_band), leaves_zero
+        )
+
+    @property
+    def value(self) -> Any:
+        """The coefficient of the KL penalty.
+
+        A float; with ``device=`` a 0-dim fp64 tensor there, always the same one, updated in place.
+        """
+        return self._state["value"] if self._device_state is None else self._device_state.value
+
+    @property
+    def highest(self) -> float:
+        """The upper bound of the coefficient. Without a bound it is the largest float64."""
+        return min(self.max_coef, sys.float_info.max)
+
+    @property
+    def lowest(self) -> float:
+        """The lower bound of a coefficient that acts, ``floor`` or ``min_coef``."""
+        return self.min_coef if self.floor is None else self.floor
+
+    def _check_value(self, argument: str, value: object) -> float:
+        if self.floor is not None and check_number(argument, value, least=0) == 0:
+            return 0.0
+        if self.lowest > 0 and type(value) in (int, float) and value == 0:
+            raise ValueError(
+                f"{argument} must be a finite number >= {self.lowest}, got {value!r}: a rule that "
+                "multiplies never leaves 0; floor= lets the coefficient be 0 and leave it"
+            )
+        number = check_number(argument, value, least=self.lowest)
+        if number > self.max_coef and self._default_bound is None:
+            raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
+        return number
+
+    def update(
+        self,
+        current: float | Tensor | KLStats,
+        n_steps: int | Tensor | None = None,
+        *,
+        kl: KLName = "kl",
+    ) -> Any:
+        """Move the coefficient after a batch, and return the new one, ``value``.
+
+        With ``device=`` nothing waits for the device, whatever of the arguments is there, and a
+        CUDA graph can capture the call. With ``process_group=`` every rank must call it, in the
+        same order, with its own data: a rank without any passes statistics that keep no token, or
+        ``n_steps=0``. The ranks' sums and counts are added in fp64 by one all-reduce.
+
+        On the host a ``RuntimeWarning``, of the group's rank 0, says once what keeps the KL off its
+        target. The KL of a ``KLStats`` may be over 20 times off it, and within 5 times in the other
+        unit. Or for 100 updates in a row it was off by over a fifth on one side and came no nearer.
+        The warning then names the likely cause: a bound, the rule's pace, or the unit.
+
+        Args:
+            current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
+                mean is taken by ``unit``. NaN, inf or a number beyond float64 changes nothing: it
+                is counted in ``skipped`` and, on the host, warned of once. So is a ``KLStats`` that
+                keeps no token, which has no mean. Statistics of DTensors are of all sequences on
+                every rank, and there must be no ``process_group``.
+            n_steps: the number of sequences in the batch (over all ranks; with ``process_group=``
+                those of this rank, which weigh its KL, 1 by default); those of the ``KLStats`` by
+                default. Of the rules, ``AdaptiveKLController``'s alone uses it, and needs it with a
+                plain number. With ``device=`` it may be a 0-dim tensor.
+            kl: which sums of a ``KLStats`` steer. ``"kl"``: those of the estimator that the penalty
+                was taken with, weights and limits included, so that what is held is what the
+                coefficient multiplies. ``"k1"``, ``"k2"``, ``"k3"``: the plain estimator's, which
+                is the same number whatever the penalty's estimator is, as for an estimator with
+                importance weights or clips. ``k1`` is unbiased and may be negative.
+
+        Raises:
+            TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
+            ValueError: ``n_steps`` is negative or beyond float64; DTensors with ``process_group=``;
+                ``kl`` is unknown, or not ``"kl"`` for a number or for statistics of
+                :func:`klfast.kl_divergence` without ``token_ids``, which have no other (with
+                ``device=`` these are skipped).
+            RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
+                says so), or a rank has died.
+        """
+        current, n_steps = self._checked(current, n_steps, kl, self._ranks)
+        if self._ranks is not None:
+            row = self._row(current, n_steps, self._ranks)
+            return self._update_of_ranks(self._ranks.gather(row))
+        if self._device_state is None:
+            self._steer(self._valid(self._means(current)), n_steps)
+        else:
+            self._device_state.update(current, n_steps, self.unit)
+        return self.value
+
+    def _row(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
+    ) -> Tensor:
+        """This rank's row of the all-reduce, where the coefficient is."""
+        device = ranks.device if self._device_state is None else self._device_state.value.device
+        return inputs.row_of(current, n_steps, self.value, self.unit, device)
+
+    def _update_of_ranks(self, table: Tensor) -> Any:
+        """Move by the rows of all ranks."""
+        if self._device_state is None:
+            means, n_steps = inputs.measured(table, f"{type(self).__name__}'s value")
+            self._steer(self._valid(means), n_steps)
+        else:
+            self._device_state.update_of_ranks(table)
+        return self.value
+
+    def _steer(self, means: Means | None, n_steps: Any) -> None:
+        """Move by a KL that is not skipped, on the host, then say what keeps it off its target."""
+        if means is None:
+            return
+        target, before = self._target_now(), self.value
+        batch = rules.Batch(means.kl, self.target, n_steps)
+        self._state = self._update_rule().advance(self, self._state, batch)
+        if target is None or before == self.value == 0:  # nothing acts
+            return
+        self._ask_unit(means, target)
+        if self._told_of_stall:
+            return
+        if self.value == 0 or (self.floor is not None and means.kl < target):
+            self._stall = None  # a floor makes an upper limit of the target: the rule may rest
+            return
+        steering, self._stall = self._inner or self, self._stall or diagnosis.Stall()
+        if not self._stall.add(means.kl, target, steering.dead_band, before, self.value):
+            return
+        self._told_of_stall = True
+        if diagnosis.is_of_other_unit(means, target):
+            self._ask_unit(means, target, is_stalled=True)
+            return
+        bounds, pace = (self.min_coef, self.max_coef), steering._pace(n_steps)
+        self._warn(
+            diagnosis.stall_warning(
+                self._name, self._stall, self.value, bounds, means, self.unit, target, pace
+            )
+        )
+
+    def _pace(self, n_steps: Any) -> str:
+        """The setting that bounds how fast the coefficient moves, and the remedy."""
+        return f"its pace is set by {self._paced_by}={getattr(self, self._paced_by)!r}: raise it"
+
+    def state_dict(self) -> dict[str, Any]:
+        disagreements = 0 if self._device_state is None else int(self._device_state.disagreements)
+        if disagreements:
+            raise RuntimeError(
+                f"{type(self).__name__}'s value must be the same on every rank, got different ones "
+                f"in {disagreements} updates"
+            )
+        return super().state_dict()
+
+    def _numbers(self) -> dict[str, float]:
+        """The coefficient and what else the rule remembers, as floats."""
+        return dict(self._state) if self._device_state is None else self._device_state.read()
+
+    def _measured_in(self) -> dict[str, Any]:
+        return {} if self.target is None else super()._measured_in()
+
+    def _content(self) -> dict[str, Any]:
+        memory = self._numbers()
+        value = memory.pop("value")
+        return {"value": value, "memory": memory} if memory else {"value": value}
+
+    def _check_memory(self, memory: object) -> dict[str, float]:
+        if not isinstance(memory, dict):
+            raise TypeError(f"state['memory'] must be a dict, got {type(memory).__name__}")
+        own = [name for name in self._numbers() if name != "value"]
+        of_ema = {"kl_ema", "measured"}  # a checkpoint may lack them, or be the only one with them
+        averages = memory.keys() & of_ema
+        if memory.keys() - averages != {*own} - of_ema or len(averages) == 1:
+            raise ValueError(f"state['memory'] must have keys {own}, got {[*memory]}")
+        checked = {
+            name: check_number(f"state['memory'][{name!r}]", value)
+            for name, value in memory.items()
+        }
+        return {name: checked.get(name, 0.0) for name in own}
+
+    def _restore(self, attributes: dict[str, Any]) -> None:
+        state = {"value": attributes["_value"], **attributes["_memory"]}
+        self._hold(state["value"])
+        if self._device_state is None:
+            self._state, self._skipped, self._stall = state, attributes["_skipped"], None
+        else:
+            self._device_state.write(state, attributes["_skipped"])
+
+    def _hold(self, value: float) -> None:
+        """Raise a default bound to a coefficient that a run without one has reached."""
+        if self._default_bound is not None and value > self.max_coef:
+            vars(self)["max_coef"] = value
+            if self._device_state is not None:
+                self._device_state.settings.highest.fill_(value)
+
+
+class DeviceState:
+    """A rule's state in tensors that are updated in place, fp64 where the device has it.
+
+    ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
+    addresses of its tensors never change. ``value`` is the memory of ``coefficient``, 0-dim.
+    ``disagreements`` counts the updates in which the ranks had different coefficients.
+    """
+
+    @torch.inference_mode(False)  # tensors of inference mode cannot be updated outside of it
+    def __init__(
+        self, of: CoefficientController, state: dict[str, float], device: torch.device
+    ) -> None:
+        self.rule, self.settings = of._update_rule(), settings_on(of, device)
+        self.target = None if of.target is None else self.settings.target
+        value, *memory = state.values()
+        self.names = tuple(state)[1:]
+        # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
+        # no views into a tensor whose size it generalises: so a size of 1, and memory beside it.
+        dtype = wide_dtype(device)
+        self.coefficient = torch.tensor([value], dtype=dtype, device=device)
+        self.value = self.coefficient[0]
+        self.memory = torch.tensor(memory, dtype=dtype, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.disagreements = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def update(
+        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, unit: Unit
+    ) -> None:
+        """Move by a batch. One without a mean moves nothing."""
+        if isinstance(current, KLStats):
+            current = torch.where(current.length.any(), inputs.mean_of(current, unit), math.nan)
+        device = self.value.device
+        self._move(
+            inputs.on_device(current, device),
+            inputs.on_device(1 if n_steps is None else n_steps, device),
+        )
+
+    @torch.no_grad()
+    def update_of_ranks(self, table: Tensor) -> None:
+        """Move by the rows of all ranks, see ``klfast.controllers.inputs.row_of``."""
+        sums = folded(table)
+        equal = table[:, inputs.EQUAL]
+        self.disagreements.add_((equal != equal[0]).any())
+        self._move(
+            sums[inputs.KL] / sums[inputs.COUNT], sums[inputs.N_STEPS], sums[inputs.GIVEN] > 0
+        )
+
+    def _move(self, kl: Tensor, n_steps: Tensor, is_given: Tensor | None = None) -> None:
+        """Move by a KL and a number of sequences, 0-dim; nothing if either is not valid.
+
+        An update that is not valid is counted, unless ``is_given`` says that no rank measured.
+        """
+        memory = dict(zip(self.names, self.memory.unbind(), strict=True))
+        batch = rules.Batch(kl, self.target, n_steps)
+        new = self.rule.advance(self.settings, {"value": self.value, **memory}, batch)
+        is_valid = kl.isfinite() & n_steps.isfinite() & (n_steps >= 0)
+        if self.names:
+            moved = torch.stack([new[name] for name in self.names])
+            self.memory.copy_(torch.where(is_valid, moved, self.memory))
+        self.coefficient.copy_(torch.where(is_valid, new["value"], self.coefficient))
+        self.skipped.add_(~is_valid if is_given is None else ~is_valid & is_given)
+
+    def read(self) -> dict[str, float]:
+        """The state as floats; waits for the device."""
+        numbers = torch.cat([self.coefficient, self.memory]).tolist()
+        return dict(zip(("value", *self.names), numbers, strict=True))
+
+    def write(self, state: dict[str, float], skipped: int) -> None:
+        """Set the state in place, so that a captured graph goes on from it."""
+        self.coefficient.fill_(state["value"])
+        self.memory.copy_(self.memory.new_tensor([state[name] for name in self.names]))
+        self.skipped.fill_(skipped)
+        self.disagreements.zero_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares no tensor that is updated in place."""
+        own = ("coefficient", "memory", "skipped", "disagreements")
+        return {**vars(self), **{name: getattr(self, name).clone() for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.value = self.coefficient[0]
+
+
+def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:
+    """A controller's numbers as tensors, with the numbers of a controller within it."""
+    converted: dict[str, Any] = {}
+    bounds = {"lowest": settings.lowest, "highest": settings.highest}
+    for name, value in {**vars(settings), **bounds}.items():
+        if isinstance(value, (int, float)):
+            converted[name] = inputs.on_device(value, device)
+        elif hasattr(value, "highest"):  # a controller within it, as a scheduled one has
+            converted[name] = settings_on(value, device)
+    return SimpleNamespace(**converted)

@@ -1,0 +1,183 @@
+"""The inputs of ``update``: their checks, the means of a KL, and the sums of all ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from klfast.checks.arguments import check_choice, shown
+from klfast.controllers.diagnosis import OTHER_UNIT, Means, is_far
+from klfast.controllers.rules import where
+from klfast.dtensors import made_whole
+from klfast.dtypes import wide, wide_dtype
+from klfast.ranks import Ranks, check_same, folded
+from klfast.stats import KLStats, is_without_tokens
+
+Unit = Literal["sequence", "token"]
+KLName = Literal["kl", "k1", "k2", "k3"]
+"""Whose sums among a ``KLStats`` are measured."""
+
+NUMBER = "a number or a 0-dim tensor"
+KL_INPUT = "a number, a 0-dim tensor or a KLStats"
+
+
+def to_scalar(value: Any) -> Any:
+    """Return what a 0-dim tensor or numpy scalar holds; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def check_count(argument: str, value: object, least: int) -> int:
+    """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within float64."""
+    count = to_scalar(value)
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise TypeError(f"{argument} must be an integer >= {least}, got {shown(value)}")
+    count = int(count)
+    if not least <= count <= sys.float_info.max:
+        raise ValueError(
+            f"{argument} must be an integer >= {least} within float64, got {shown(value)}"
+        )
+    return count
+
+
+def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT) -> float:
+    """``current`` as a float, inf beyond float64; TypeError unless it is one number."""
+    kl = to_scalar(current)
+    if isinstance(kl, bool) or not isinstance(kl, Real):
+        got = textwrap.shorten(repr(current), 60, placeholder="...")
+        raise TypeError(f"{argument} must be {wanted}, got {got}")
+    number: Any = kl
+    try:
+        return float(number)
+    except OverflowError:  # an integer or a fraction beyond float64
+        return math.inf if number > 0 else -math.inf
+
+
+def check_scalar(argument: str, value: Tensor, wanted: str = NUMBER) -> None:
+    """Raise unless a tensor is one real number, by its shape and dtype alone."""
+    if value.dim() != 0 or value.dtype == torch.bool or value.is_complex():
+        raise TypeError(
+            f"{argument} must be {wanted}, got a tensor of shape {[*value.shape]} and dtype "
+            f"{value.dtype}"
+        )
+
+
+def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
+    """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's.
+
+    ``reads`` says whether the statistics may be looked at, which waits for their device.
+
+    Raises:
+        TypeError: ``kl`` is not a string.
+        ValueError: ``current`` does not have it, or is of DTensors that the ranks would add up.
+    """
+    whole = made_whole(current)
+    if ranks is not None and whole is not current:
+        raise ValueError(
+            "process_group must be None for statistics of DTensors, which are of all sequences on "
+            "every rank, got a group"
+        )
+    if kl == "kl":
+        return whole
+    check_choice("kl", kl, get_args(KLName))
+    if not isinstance(whole, KLStats):
+        raise ValueError(f"kl must be 'kl' when current is not a KLStats, got {kl!r}")
+    sums: Tensor = getattr(whole, kl)
+    if reads and is_without_tokens(whole):
+        raise ValueError(
+            f"kl must be 'kl' for statistics of divergences without token_ids, got {kl!r}, which "
+            "they do not have"
+        )
+    return whole._replace(kl=sums)
+
+
+def mean_of(stats: KLStats, unit: Unit) -> Tensor:
+    """The mean that ``unit`` names, 0-dim; for a batch that keeps tokens."""
+    return stats.token_mean() if unit == "token" else stats.sequence_mean()
+
+
+def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
+    """The mean that ``unit`` names, and the other one if the first is far off a target.
+
+    A batch that keeps no token has no mean, not one of 0.
+    """
+    if not stats.length.any():
+        return Means(math.nan)
+    kl = float(mean_of(stats, unit))
+    if target is None or not is_far(kl, target):
+        return Means(kl)
+    return Means(kl, float(mean_of(stats, OTHER_UNIT[unit])))
+
+
+def on_device(number: float | Tensor, device: torch.device) -> Tensor:
+    """A number or 0-dim tensor as a 0-dim tensor on ``device``, without its graph."""
+    dtype = wide_dtype(device)
+    if isinstance(number, Tensor) and number.device.type == "cpu" != device.type:
+        number = number.item()  # a copy to a GPU would wait for it, a fill does not
+    if isinstance(number, Tensor):
+        return number.detach().to(device=device, dtype=dtype)
+    number = float(number)
+    if abs(number) > torch.finfo(dtype).max:
+        number = math.copysign(math.inf, number)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+# One all-reduce brings a row of each rank to every rank.
+
+KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)
+"""The columns: the sum of KL, what it is divided by, what it would be divided by in the other unit
+(NaN if the rank does not know), the number of sequences, what must be equal on all ranks, and
+whether (1 or 0) the rank gave anything to measure.
+"""
+
+
+def row_of(
+    current: float | Tensor | KLStats,
+    n_steps: int | Tensor | None,
+    equal: float | Tensor,
+    unit: Unit,
+    device: torch.device,
+) -> Tensor:
+    """A rank's row on ``device``, of which nothing is read."""
+    if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
+        n_steps = torch.where(n_steps < 0, math.nan, wide(n_steps))
+    total: Any
+    count: Any
+    other: Any
+    if isinstance(current, KLStats):
+        length = wide(current.length)
+        counts = length.sum(), (length > 0).sum()
+        n_steps = current.kl.numel() if n_steps is None else n_steps
+        total, (count, other) = wide(current.kl).sum(), counts if unit == "token" else counts[::-1]
+    else:
+        count, n_steps = (1, 0) if n_steps is None else (n_steps, n_steps)
+        # A rank without sequences says nothing, whatever it calls its KL.
+        total = where(count > 0, current * count, 0.0)
+        other = 0.0 if isinstance(count, int) and count == 0 else math.nan
+    parts = (total, count, other, n_steps, equal, 1.0)
+    return torch.stack([on_device(part, device) for part in parts])
+
+
+def measured(table: Tensor, must_match: str, shows_values: bool = True) -> tuple[Means | None, int]:
+    """The means and the number of sequences of all ranks, from the table of their rows.
+
+    The means are None where no rank gave anything, and NaN where there is no sequence, or sequences
+    beyond float64.
+
+    Raises:
+        RuntimeError: on every rank, unless all have the same in the column ``EQUAL``, which is
+            ``must_match`` in words.
+    """
+    table = table.cpu()  # one transfer
+    check_same(must_match, table[:, EQUAL].tolist(), shows_values)
+    total, count, other, n_steps, _, given = folded(table).tolist()
+    if not given:
+        return None, 0
+    if not (count > 0 and math.isfinite(n_steps)):
+        return Means(math.nan), 0
+    return Means(total / count, total / other if other > 0 else math.nan), int(n_steps)

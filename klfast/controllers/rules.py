@@ -1,0 +1,250 @@
+"""Update rules: pure functions from a measured KL to the next coefficient.
+
+A rule is ``rule(settings, state, batch) -> state``:
+
+- ``settings``: the controller, or its numbers as tensors on a device, by attribute;
+- ``state``: the coefficient under ``"value"``, and what else the rule remembers, numbers by name;
+- ``batch``: the measured KL, the target and the number of sequences.
+
+Numbers are Python floats on the host and 0-dim tensors on a device, and a rule is written once for
+both, with ``+ - * /``, comparisons, ``&``, ``|`` and the functions below. A device has its own
+``exp`` and ``cos``, within 1 ulp of the host's. Settings are tensors too on a device, because CUDA
+divides by a *number* through its reciprocal, which rounds twice.
+
+The error of a rule is relative, ``e = clip(kl / target - 1, -clip, clip)``: gains then mean the
+same per sequence and per token, and one wild batch cannot throw the coefficient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Number: TypeAlias = Any
+"""A Python float on the host, a 0-dim tensor on a device: fp64 where it has that."""
+State: TypeAlias = dict[str, Number]
+
+
+class Batch(NamedTuple):
+    """The inputs of a rule for one batch."""
+
+    kl: Number  # measured, in nats, finite
+    target: Number  # the KL to hold, None for a rule without
+    n_steps: Number  # of sequences
+
+
+Rule: TypeAlias = Callable[[Any, State, Batch], State]
+Limit: TypeAlias = Callable[[Any, Number, Number], Number]
+
+
+def where(condition: Any, yes: Number, no: Number) -> Number:
+    """``yes`` where the condition holds, else ``no``; of tensors one is a tensor."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def minimum(a: Number, b: Number) -> Number:
+    """``b`` if ``b < a``, else ``a``."""
+    return where(b < a, b, a)
+
+
+def maximum(a: Number, b: Number) -> Number:
+    """``b`` if ``b > a``, else ``a``."""
+    return where(b > a, b, a)
+
+
+def exp(x: Number) -> Number:
+    """The exponential; inf where it is beyond the dtype."""
+    if isinstance(x, Tensor):
+        return x.exp()
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+def cos(x: Number) -> Number:
+    """The cosine."""
+    return x.cos() if isinstance(x, Tensor) else math.cos(x)
+
+
+class UpdateRule(NamedTuple):
+    """A rule and the options around it, which all controllers have."""
+
+    rule: Rule
+    limit: Limit  # (settings, old, new) -> the new coefficient within its bounds
+    smooths: bool  # the rule sees a moving average of the KL, with ``settings.ema``
+    rests: bool  # nothing moves while the KL is within ``settings.dead_band``
+    leaves_zero: bool  # a coefficient of 0 acts as ``settings.floor``
+
+    def advance(self, settings: Any, state: State, batch: Batch) -> State:
+        """The state after a batch of a finite KL."""
+        if self.smooths:
+            average = settings.ema * state["kl_ema"] + (1 - settings.ema) * batch.kl
+            average = where(state["measured"] == 0, batch.kl, average)
+            state = {**state, "kl_ema": average, "measured": state["measured"] + 1}
+            batch = Batch(average, batch.target, batch.n_steps)
+        acting = state
+        if self.leaves_zero:
+            acting = {**state, "value": maximum(state["value"], settings.floor)}
+        new = self.rule(settings, acting, batch)
+        new = {**new, "value": self.limit(settings, state["value"], new["value"])}
+        if self.rests:
+            at_rest = abs(batch.kl / batch.target - 1) <= settings.dead_band
+            new = {name: where(at_rest, state[name], new[name]) for name in new}
+        return new
+
+
+# Limits
+
+
+def bounded(settings: Any, old: Number, new: Number) -> Number:
+    """``new`` within ``[lowest, highest]``; ``old`` for NaN, which inf - inf gives."""
+    number = where(new == new, new, old)  # only NaN differs from itself
+    return minimum(maximum(number, settings.lowest), settings.highest)
+
+
+def bounded_or_zero(settings: Any, old: Number, new: Number) -> Number:
+    """0 or within ``[floor, max_coef]``: what would fall below the floor is 0.
+
+    A coefficient of 0, which acted as the floor, stays 0 unless the rule raised it above.
+    """
+    number = minimum(where(new == new, new, old), settings.highest)
+    is_off = (number < settings.floor) | ((old == 0) & (number <= settings.floor))
+    return where(is_off, 0.0, number)
+
+
+def bounded_or_absorbed(settings: Any, old: Number, new: Number) -> Number:
+    """``bounded``, but 0 stays 0."""
+    return where(old == 0, 0.0, bounded(settings, old, new))
+
+
+# Rules of their sources, see the controllers
+
+
+def fixed(settings: Any, state: State, batch: Batch) -> State:
+    """The coefficient stays."""
+    return state
+
+
+def adaptive(settings: Any, state: State, batch: Batch) -> State:
+    """``value *= 1 + e * n_steps / horizon``."""
+    factor = 1 + _error(settings, batch) * batch.n_steps / settings.horizon
+    return {**state, "value": state["value"] * factor}
+
+
+def exponential(settings: Any, state: State, batch: Batch) -> State:
+    """``value *= exp(gain * (kl - target))``."""
+    return {**state, "value": state["value"] * exp(settings.gain * (batch.kl - batch.target))}
+
+
+def dual(settings: Any, state: State, batch: Batch) -> State:
+    """``value *= exp(lr * e)``."""
+    return {**state, "value": state["value"] * exp(settings.lr * _error(settings, batch))}
+
+
+def doubling(settings: Any, state: State, batch: Batch) -> State:
+    """In every ``every``-th batch ``value *= factor`` above the band, ``/= factor`` below it."""
+    value, waited = state["value"], state["waited"] + 1
+    acts = waited >= settings.every
+    is_high = batch.kl > settings.threshold * batch.target
+    is_low = batch.kl < batch.target / settings.threshold
+    moved = where(is_high, value * settings.factor, where(is_low, value / settings.factor, value))
+    return {**state, "value": where(acts, moved, value), "waited": where(acts, 0.0, waited)}
+
+
+def nupi(settings: Any, state: State, batch: Batch) -> State:
+    """``value += ki * e + kp * (xi - xi_before)``."""
+    error = _error(settings, batch)
+    before = where(state["errors"] == 0, error, state["xi"])
+    xi = before + (1 - settings.nu) * (error - before)
+    value = state["value"] + (settings.ki * error + settings.kp * (xi - before))
+    return {**state, "value": value, "xi": xi, "errors": state["errors"] + 1}
+
+
+def nupi_of_log(settings: Any, state: State, batch: Batch) -> State:
+    """``log(value) += ki * e + kp * (xi - xi_before)``."""
+    new = nupi(settings, {**state, "value": 0.0}, batch)
+    return {**new, "value": state["value"] * exp(new["value"])}
+
+
+def pid(settings: Any, state: State, batch: Batch) -> State:
+    """``value = kp * P + I + kd * max(0, D)``; the delayed costs are a shift register."""
+    error = _error(settings, batch)
+    # within what the coefficient may be, so that it does not wind up
+    integral = minimum(maximum(state["integral"] + settings.ki * error, 0.0), settings.highest)
+    smoothed_error = settings.p_ema * state["error_ema"] + (1 - settings.p_ema) * error
+    cost = settings.d_ema * state["cost_ema"] + (1 - settings.d_ema) * (error + 1)
+    delayed = [name for name in state if name.startswith("cost_ago_")]  # the latest first
+    rise = maximum(cost - state[delayed[-1]], 0.0)
+    ages = dict(zip(delayed, (cost, *(state[name] for name in delayed)), strict=False))
+    return {
+        **state,
+        **ages,
+        "integral": integral,
+        "error_ema": smoothed_error,
+        "cost_ema": cost,
+        "value": settings.kp * smoothed_error + integral + settings.kd * rise,
+    }
+
+
+def control_vae(settings: Any, state: State, batch: Batch) -> State:
+    """``value = kp / (1 + exp(-e)) + I``; I rests while it would drive a bound further."""
+    error, value = _error(settings, batch), state["value"]
+    is_stuck = ((value >= settings.highest) & (error > 0)) | (
+        (value <= settings.lowest) & (error < 0)
+    )
+    moved = state["integral"] + settings.ki * error
+    integral = where(is_stuck, state["integral"], moved)
+    return {**state, "integral": integral, "value": settings.kp / (1 + exp(-error)) + integral}
+
+
+def _error(settings: Any, batch: Batch) -> Number:
+    """``e = clip(kl / target - 1, -clip, clip)``."""
+    return minimum(maximum(batch.kl / batch.target - 1, -settings.clip), settings.clip)
+
+
+# Schedules
+
+Curve: TypeAlias = Callable[[Any, Number], Number]
+"""(settings, step) -> what a schedule multiplies by."""
+
+
+def scheduled(curve: Curve, settings: Any, state: State, batch: Batch) -> State:
+    """``value = init_kl_coef * curve(step)``."""
+    step = state["step"] + 1
+    return {**state, "step": step, "value": settings.init_kl_coef * curve(settings, step)}
+
+
+def scheduled_target(
+    curve: Curve, inner: UpdateRule, settings: Any, state: State, batch: Batch
+) -> State:
+    """The rule of another controller, with ``target * curve(step)`` for its target."""
+    target = batch.target * curve(settings, state["step"])
+    new = inner.advance(settings._inner, state, Batch(batch.kl, target, batch.n_steps))
+    return {**new, "step": state["step"] + 1}
+
+
+def linear(settings: Any, step: Number) -> Number:
+    """A line from ``start`` to 1 in ``warmup`` steps, then one to ``final`` in ``steps``."""
+    return _warmed(settings, step, _progress(settings, step))
+
+
+def cosine(settings: Any, step: Number) -> Number:
+    """A line from ``start`` to 1 in ``warmup`` steps, then half a cosine to ``final``."""
+    return _warmed(settings, step, (1 - cos(math.pi * _progress(settings, step))) / 2)
+
+
+def _progress(settings: Any, step: Number) -> Number:
+    """The part of ``steps`` that is over, between 0 and 1."""
+    return minimum(maximum(step - settings.warmup, 0.0) / settings.steps, 1.0)
+
+
+def _warmed(settings: Any, step: Number, done: Number) -> Number:
+    warm = settings.start + (1 - settings.start) * (step / maximum(settings.warmup, 1.0))
+    return where(step < settings.warmup, warm, 1 + (settings.final - 1) * done)

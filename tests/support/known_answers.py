@@ -1,0 +1,46 @@
+"""The known answers before the first use of kernels: `python tests/support/known_answers.py`.
+
+Writes ``klfast/backends/known_answers.json``, by the reference and autograd in float64.
+"""
+
+import json
+
+import torch
+
+from klfast.backends import known_calls, self_test
+from klfast.backends.reference import REFERENCE
+
+
+def wide(tensor):
+    """As the reference takes it: in float64, differentiable."""
+    return tensor.double().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def answers_of(op):
+    """The checksums of the families of an op: gradients are rounded to the dtypes of inputs."""
+    run, (calls_at, _) = getattr(REFERENCE, op), known_calls.FUNCTIONS[op]
+    calls = calls_at(wide)
+    found = [known_calls.results(calls, run)]
+    grads = known_calls.gradients(calls, run)
+    for known, (call, seeds) in calls_at(torch.Tensor.clone).items():
+        inputs = known_calls.ops_of(call)[1] if seeds else ()
+        for name, tensor in zip(("grad", "grad_ref"), inputs, strict=False):
+            grads[f"{known}: {name}"] = grads[f"{known}: {name}"].to(tensor.dtype)
+        if op == "kl_divergence" and call.spec.reduction.is_scalar():
+            for name, same in known_calls.IN_PLACE.items():
+                grads[f"{known}: {name}"] = grads[f"{known}: {same}"]
+    found.append(grads)
+    return {
+        family: {name: self_test.checksums(tensor) for name, tensor in results.items()}
+        for family, results in zip(self_test.families(op), found, strict=True)
+    }
+
+
+def all_answers():
+    """What the file holds."""
+    return {family: of for op in known_calls.FUNCTIONS for family, of in answers_of(op).items()}
+
+
+if __name__ == "__main__":
+    text = json.dumps(all_answers(), indent=1, allow_nan=False)
+    self_test.ANSWERS.write_text(text + "\n", encoding="utf-8")
