@@ -13,7 +13,6 @@
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
 #   make bench-peers    time klfast against the frameworks' own functions
-#   make compare-peers  compare digits and memory from hidden states with theirs
 #   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
@@ -51,7 +50,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/support/ptx/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers compare-peers gpu-check sass asan test-break test-mutation docs hub sdist wheel wheel-check format clean
+.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers gpu-check sass asan test-break test-mutation docs hub sdist wheel wheel-check format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -102,14 +101,6 @@ bench-peers: $(VENV)/tested $(PEERS)
 	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
 	    $(BIN)/python -W ignore -m benchmarks.drop_in $$peers $(BENCH_PEERS_OPTIONS) || exit 1; \
 	done
-
-compare-peers: $(VENV)/tested $(PEERS)
-	for peers in verl trl; do \
-	  PYTHONPATH="$(CURDIR)/build/peers/$$peers/site-packages" HF_HUB_OFFLINE=1 \
-	    $(BIN)/python -W ignore -m benchmarks.digits $$peers || exit 1; \
-	done
-	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" HF_HUB_OFFLINE=1 \
-	  $(BIN)/python -W ignore -m benchmarks.longest
 
 # GPU_CHECK_OPTIONS=--dry-run lists the steps, on any machine.
 gpu-check:

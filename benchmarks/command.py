@@ -1,4 +1,4 @@
-"""The ``bench`` subcommand: its options, the loop over the cases, and how it ends."""
+"""``python -m benchmarks``: its options, the loop over the cases, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import allocator, gpu, idle
-from benchmarks.cases import DTYPES, Case, Op, Shape, Shapes, Suite, shape_text
+from benchmarks import allocator, idle
+from benchmarks.cases import DTYPES, Case, Op, Shape, Suite, shape_text
 from benchmarks.check import WrongResult
-from benchmarks.measure import ATTEMPTS, ROUNDS, Measured, Plan, Skip, measure, one_line
+from benchmarks.measure import (
+    ATTEMPTS,
+    ROUNDS,
+    GpuBench,
+    Measured,
+    NoBackend,
+    Plan,
+    Skip,
+    find_place,
+    measure,
+    one_line,
+)
 from benchmarks.outcome import (
     Output,
     Results,
@@ -25,14 +36,11 @@ from benchmarks.outcome import (
     gpu_conditions,
     load_conditions,
     loaded_text,
-    print_cpu_results,
-    print_gpu_results,
+    print_results,
 )
 from benchmarks.suites import SUITES
 
 HELP = "time klfast against eager PyTorch and torch.compile on this machine"
-
-DEVICES = ("cpu", "cuda")
 
 CPU_OPTIONS = {
     "reuse_inputs": "on a GPU the cache is always flushed",
@@ -51,6 +59,9 @@ T = TypeVar("T")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _defaults()
+    sizes = "; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values())
+    shapes = _list_of(_shape)
+    several = "A,B,..."
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
@@ -60,56 +71,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "vocabulary; topk: distillation from a teacher's K words a token; linear: both from hidden "
         "states",
     )
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where (default cpu)")
     parser.add_argument(
-        "--shapes",
-        type=_list_of(_shape),
-        metavar="RxC,...",
-        help="sizes of a case; "
-        + "; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values()),
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where (default cpu)"
     )
-    parser.add_argument(
-        "--packed",
-        type=_list_of(_shape),
-        metavar="BxT,...",
-        help="packed, sequences x mean tokens (tokens on cuda only; none with --shapes)",
-    )
+    for name, kind, metavar, text in (
+        ("--shapes", shapes, "RxC,...", f"sizes of a case; {sizes}"),
+        (
+            "--packed",
+            shapes,
+            "BxT,...",
+            "packed, sequences x mean tokens (tokens on cuda only; none with --shapes)",
+        ),
+        (
+            "--ops",
+            _list_of(str),
+            several,
+            "of the suite. one-read and two-pass: forward+backward of a mean, of its terms",
+        ),
+        (
+            "--rounds",
+            _whole_number,
+            "N",
+            f"rounds of timings (default {ROUNDS}; on cuda see below)",
+        ),
+        ("--budget", _whole_number, "SECONDS", "what comes later is left out (cuda only)"),
+    ):
+        parser.add_argument(name, type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--dtypes",
-        type=_list_of(_one_of(tuple(DTYPES))),
+        type=_list_of(_dtype),
         default=tuple(DTYPES),
-        metavar="A,B,...",
+        metavar=several,
         help=f"of the inputs (default {','.join(DTYPES)})",
     )
-    parser.add_argument(
-        "--ops",
-        type=_list_of(str),
-        metavar="A,B,...",
-        help="of the suite. one-read and two-pass: forward+backward of a mean, of its terms",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_whole_number,
-        metavar="N",
-        help=f"rounds of timings (default {ROUNDS}; on cuda see below)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=_whole_number,
-        metavar="SECONDS",
-        help="what comes later is left out (cuda only)",
-    )
-    parser.add_argument(
-        "--reuse-inputs",
-        action="store_true",
-        help="time on one set of inputs, kept in cache, instead of rotating several",
-    )
-    parser.add_argument(
-        "--keep-memory",
-        action="store_true",
-        help="the process keeps the memory that is freed, and takes it again without page faults, "
-        "as a training process comes to do; else malloc gives large blocks back (cpu, glibc)",
-    )
+    for flag, text in (
+        ("--reuse-inputs", "time on one set of inputs, kept in cache, instead of rotating several"),
+        (
+            "--keep-memory",
+            "the process keeps the memory that is freed, and takes it again without page faults, "
+            "as a training process comes to do; else malloc gives large blocks back (cpu, glibc)",
+        ),
+        ("--quick", "toy shapes and few rounds: shows that it works, and prints no ratios"),
+        ("--force", "replace the file of an earlier run, else refused"),
+        ("--allow-load", "write JSON all the same; it says so (cpu)"),
+    ):
+        parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument(
         "--no-compile",
         dest="compile",
@@ -117,51 +123,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave torch.compile out (compiling takes most of the time of small shapes)",
     )
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="toy shapes and few rounds: shows that it works, and prints no ratios",
-    )
-    parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE.json",
-        help=f"also write JSON, unless other processes took more than {idle.LIMIT:.0%} of the "
-        "cores' time (cpu)".replace("%", "%%"),
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace the file of an earlier run, else refused"
-    )
-    parser.add_argument(
-        "--allow-load", action="store_true", help="write JSON all the same; it says so (cpu)"
+        help=f"also write JSON, unless other processes took more than {100 * idle.LIMIT:.0f}%% of "
+        "the cores' time (cpu)",
     )
 
 
 def _defaults() -> str:
     """The default cases of each suite and device."""
+
+    def text(shapes: Sequence[Shape]) -> str:
+        return ",".join(map(shape_text, shapes))
+
     lines = ["defaults:"]
     for suite in SUITES.values():
         lines += [
             f"  {suite.name} on cpu",
             f"    --ops {','.join(suite.ops)}",
-            f"    --shapes {_text(suite.shapes)}",
+            f"    --shapes {text(suite.shapes)}",
             f"  {suite.name} on cuda",
             f"    --ops {','.join(suite.gpu_ops)}",
-            f"    --shapes {_text(suite.gpu_shapes)}",
-            *([f"    --packed {_text(suite.gpu_packed_shapes)}"] * bool(suite.gpu_packed_shapes)),
+            f"    --shapes {text(suite.gpu_shapes)}",
+            *([f"    --packed {text(suite.gpu_packed_shapes)}"] * bool(suite.gpu_packed_shapes)),
             f"    --rounds {suite.gpu_rounds} --budget {suite.gpu_budget:.0f}",
         ]
     return "\n".join(lines)
 
 
-def _text(shapes: Sequence[Shape]) -> str:
-    return ",".join(map(shape_text, shapes))
-
-
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    def parse(text: str) -> tuple[T, ...]:
-        return tuple(kind(part.strip()) for part in text.split(","))
-
-    return parse
+    return lambda text: tuple(kind(part.strip()) for part in text.split(","))
 
 
 def _shape(text: str) -> Shape:
@@ -172,13 +164,10 @@ def _shape(text: str) -> Shape:
     return tuple(map(int, text.split("x")))
 
 
-def _one_of(names: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if (reason := _not_one_of(names, text)) is not None:
-            raise argparse.ArgumentTypeError(reason)
-        return text
-
-    return parse
+def _dtype(text: str) -> str:
+    if (reason := _not_one_of(DTYPES, text)) is not None:
+        raise argparse.ArgumentTypeError(reason)
+    return text
 
 
 def _not_one_of(names: Iterable[str], text: str) -> str | None:
@@ -201,7 +190,6 @@ class Bench:
         cases: what is measured.
         measure: what was measured of a case.
         where: the conditions.
-        show: prints results and conditions.
         keep_going: whether the cases behind one that fails are measured.
         notes: what a reader must know before there is a result.
         failed: what goes wrong within a case that is measured; filled as it does.
@@ -210,7 +198,6 @@ class Bench:
     cases: list[Case]
     measure: Callable[[Case], Measured]
     where: Callable[[], dict[str, Any]]
-    show: Callable[[Results, dict[str, Any], Suite], None]
     keep_going: bool = False
     notes: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
@@ -222,15 +209,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if (mistake := _mistake(arguments)) is not None:
         return _fail(mistake, 2)
-    if _refuses_load(arguments) and (reason := _load_now()) is not None:
+    # A GPU's times are its own clock's.
+    refuses_load = arguments.out and not arguments.allow_load and arguments.device == "cpu"
+    if refuses_load and (reason := _load_now()) is not None:
         return _fail(f"{arguments.out} cannot be written: {reason}; {REMEDY}", 3)
     suite = SUITES[arguments.suite]
     try:
-        bench = (_gpu_bench if arguments.device == "cuda" else _cpu_bench)(arguments, suite)
-    except gpu.NoBackend as error:
-        return _fail(str(error), 1)
-    except allocator.NotKept as error:
-        return _fail(str(error), 2)
+        if arguments.device == "cuda":
+            bench = _gpu_bench(arguments, suite)
+        else:
+            bench = _cpu_bench(arguments, suite, ATTEMPTS if refuses_load else 1)
+    except (NoBackend, allocator.NotKept) as error:
+        return _fail(str(error), 1 if isinstance(error, NoBackend) else 2)
     results = Results(notes=list(bench.notes), failed=bench.failed)
     output = None if arguments.out is None else Output(arguments.out)
 
@@ -250,9 +240,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         results.notes.append("Interrupted: the cases that follow were not measured.")
-    bench.show(results, where(), suite)
+    print_results(results, where(), suite, arguments.device)
     if output is not None:
-        if _refuses_load(arguments) and (reason := loaded_text(results.loads)) is not None:
+        if refuses_load and (reason := loaded_text(results.loads)) is not None:
             output.withdraw()
             return _fail(f"{arguments.out} was not written: {reason}; {REMEDY}", 3)
         output.write(results, where())
@@ -262,24 +252,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if results.finished else 130
 
 
-def _refuses_load(arguments: argparse.Namespace) -> bool:
-    """Whether a load keeps the results from being written. A GPU's times are its own clock's."""
-    return arguments.out is not None and not arguments.allow_load and arguments.device == "cpu"
-
-
 def _load_now() -> str | None:
     """The fault of the load before anything is measured; None if there is none."""
     load = idle.sample()
     if load is None:
         return "what other processes take is not known here"
-    if load.is_idle:
-        return None
-    return f"other processes take {load.share:.0%} of the cores' time"
+    return None if load.is_idle else f"other processes take {load.share:.0%} of the cores' time"
 
 
 def _mistake(arguments: argparse.Namespace) -> str | None:
     """The part of a request that cannot be done; None if all can."""
-    suite = SUITES[arguments.suite]
+    suite, out = SUITES[arguments.suite], arguments.out
     for name in arguments.ops or ():
         if (reason := _not_one_of(suite.ops, name)) is not None:
             return f"--ops of --suite {suite.name}: {reason}"
@@ -289,10 +272,10 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
                 f"--shapes of --suite {suite.name}: a shape must be {suite.rows_by_columns}, such "
                 f"as {shape_text(suite.shapes[0])}, got {shape_text(shape)!r}"
             )
-    if arguments.out is not None and (reason := cannot_write(arguments.out)) is not None:
-        return f"cannot write to {arguments.out}: {reason}"
-    if arguments.out is not None and arguments.out.exists() and not arguments.force:
-        return f"{arguments.out} is there already: replace it (--force), or name another file"
+    if out is not None and (reason := cannot_write(out)) is not None:
+        return f"cannot write to {out}: {reason}"
+    if out is not None and out.exists() and not arguments.force:
+        return f"{out} is there already: replace it (--force), or name another file"
     if arguments.device == "cpu":
         given = [name for name in ("packed", "budget") if getattr(arguments, name) is not None]
         return f"--{given[0]} needs --device cuda" if given else None
@@ -301,10 +284,10 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
     for name, reason in CPU_OPTIONS.items():
         if getattr(arguments, name):
             return f"--{name.replace('_', '-')} needs --device cpu: {reason}"
-    return None if gpu.find_place() else "--device cuda: torch sees no CUDA device here"
+    return None if find_place() else "--device cuda: torch sees no CUDA device here"
 
 
-def _cpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
+def _cpu_bench(arguments: argparse.Namespace, suite: Suite, attempts: int) -> Bench:
     if arguments.keep_memory:
         allocator.keep_memory()
     plan = Plan(
@@ -313,32 +296,31 @@ def _cpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
         with_compile=arguments.compile,
         with_memory=suite.with_memory,
         keeps_memory=arguments.keep_memory,
-        attempts=ATTEMPTS if _refuses_load(arguments) else 1,
+        attempts=attempts,
     )
     shapes = arguments.shapes or (suite.quick_shapes if arguments.quick else suite.shapes)
+    ops = [suite.ops[name] for name in arguments.ops or suite.ops]
     return Bench(
-        cases=_cases(shapes, _chosen(arguments.ops or tuple(suite.ops), suite), arguments.dtypes),
+        cases=_cases(shapes, ops, arguments.dtypes),
         measure=lambda case: measure(case, plan),
         where=functools.cache(lambda: conditions(plan)),
-        show=print_cpu_results,
     )
 
 
 def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
-    plan = gpu.GpuPlan(
+    plan = Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else suite.gpu_rounds),
         budget=arguments.budget or suite.gpu_budget,
         with_compile=arguments.compile,
     )
     cases = gpu_cases(arguments, suite)
-    place = gpu.find_place()
+    place = find_place()
     assert place is not None  # _mistake has looked
-    bench = gpu.GpuBench(place, plan, cases)
+    bench = GpuBench(place, plan, cases)
     return Bench(
         cases=cases,
         measure=bench.measure,
         where=lambda: gpu_conditions(place, plan, bench.ceilings),
-        show=print_gpu_results,
         failed=bench.failed,
         keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
         notes=tuple(f"not timed: {reason}" for reason in bench.missing),
@@ -347,7 +329,7 @@ def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
 
 def gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
     """Unpacked, then packed; with shapes that are given, no others."""
-    ops = _chosen(arguments.ops or suite.gpu_ops, suite)
+    ops = [suite.ops[name] for name in arguments.ops or suite.gpu_ops]
     given = arguments.shapes or (suite.quick_shapes if arguments.quick else None)
     default = given if arguments.quick else () if given else suite.gpu_packed_shapes
     packable = [op for op in ops if op.can_pack]
@@ -357,15 +339,8 @@ def gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
     ]
 
 
-def _chosen(names: Iterable[str], suite: Suite) -> list[Op]:
-    return [suite.ops[name] for name in names]
-
-
 def _cases(
-    shapes: Shapes,
-    ops: Sequence[Op],
-    dtypes: Sequence[str],
-    packed: bool = False,
+    shapes: Sequence[Shape], ops: Sequence[Op], dtypes: Sequence[str], packed: bool = False
 ) -> list[Case]:
     chosen = itertools.product(shapes, ops, dtypes)
     return [Case(op, dtype, shape, packed) for shape, op, dtype in chosen]

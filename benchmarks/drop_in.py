@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +25,6 @@ from benchmarks.command import REMEDY
 from benchmarks.measure import ATTEMPTS, Plan, time_idle
 from benchmarks.peers import PEERS, QUICK, Pair, from_tests, make_batch, make_vocabulary
 
-RESULTS = Path(__file__).parent / "results"
 ROUNDS = 20
 
 
@@ -51,8 +49,7 @@ def measure(
     """The rows of both, and the load beside their rounds; ``ratio`` is a median over klfast's."""
     batch = (make_batch if len(shape) == 2 else make_vocabulary)(shape, DTYPES[dtype])
     check(pair, batch)
-    functions = {"framework": pair.theirs, "klfast": pair.ours}
-    timings, load = time_idle(functions, [batch], plan)
+    timings, load = time_idle({"framework": pair.theirs, "klfast": pair.ours}, [batch], plan)
     rows = [
         {
             "case": f"{pair.framework} {pair.what} {dtype}",
@@ -72,14 +69,6 @@ def measure(
     return rows, load
 
 
-def conditions(plan: Plan) -> dict[str, Any]:
-    """Where, when and how, and the versions of the frameworks."""
-    peers = outcome.releases("verl", "openrlhf", "trl")
-    where = outcome.conditions(replace(plan, reused=True))
-    facts = {"mask_kept": KEPT, "log_ratio_std": SPREAD}
-    return {**where, **facts, "versions": {**where["versions"], **peers}}
-
-
 def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]]:
     """The names of the cases; a pair says its shape where it has several."""
     for shapes, makers in PEERS[peers].items():
@@ -94,7 +83,7 @@ def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]
 def main() -> int:
     parser = argparse.ArgumentParser(description="Frameworks' functions against klfast's.")
     parser.add_argument("peers", choices=PEERS, help="which set of frameworks is importable")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for its JSON")
+    parser.add_argument("--out", type=Path, default=outcome.RESULTS, help="the folder for its JSON")
     parser.add_argument("--quick", action="store_true", help="toy size: does it run?")
     as_of = "as of python -m benchmarks"
     parser.add_argument("--keep-memory", action="store_true", help=as_of)
@@ -125,10 +114,14 @@ def main() -> int:
     if loaded is not None and not arguments.allow_load:
         print(f"nothing was written: {loaded}; {REMEDY}", file=sys.stderr)
         return 3
-    where = {**conditions(plan), **outcome.load_conditions(results, arguments.allow_load)}
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    where = {
+        **outcome.conditions(replace(plan, reused=True), packages=("verl", "openrlhf", "trl")),
+        "mask_kept": KEPT,
+        "log_ratio_std": SPREAD,
+        **outcome.load_conditions(results, arguments.allow_load),
+    }
     file = arguments.out / f"drop-in-{arguments.peers}.json"
-    file.write_text(json.dumps({"conditions": where, "rows": results.rows}, indent=2) + "\n")
+    outcome.write_json(file, where, rows=results.rows)
     return 0
 
 

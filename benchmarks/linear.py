@@ -31,9 +31,8 @@ from benchmarks.cases import (
     Suite,
     largest,
 )
-from benchmarks.logits import LOGIT_STD
+from benchmarks.logits import LOGIT_STD, eager_kl, eager_logprobs
 from klfast.linear.chunks import length_of
-from klfast.selfcheck import eager
 
 HELD = "held logits"
 CHECKPOINT = "checkpoint"
@@ -193,7 +192,7 @@ class LinearDivergenceOp(LinearOp):
         return share, 2 * share
 
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
-        return eager.kl, klfast.kl_divergence
+        return eager_kl, klfast.kl_divergence
 
     def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden, weight, ref_hidden, *ref_weight = arguments
@@ -237,7 +236,7 @@ class LinearLogprobsOp(LinearOp):
         return super().eager(packed) | torchs()
 
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
-        return eager.token_logprobs, partial(klfast.token_logprobs, inplace_backward=True)
+        return eager_logprobs, partial(klfast.token_logprobs, inplace_backward=True)
 
     def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden, weight, token_ids = arguments

@@ -29,7 +29,6 @@ from benchmarks.cases import (
     Suite,
     largest,
 )
-from klfast.selfcheck import eager
 
 LOGIT_STD = 2.5
 """Standard deviation of the logits, in nats."""
@@ -89,7 +88,7 @@ class DivergenceOp(LogitsOp):
         )
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
-        rows = {"reverse": eager.kl, "jsd": eager_jsd}[self.direction]
+        rows = {"reverse": eager_kl, "jsd": eager_jsd}[self.direction]
         return {EAGER: _mean_of(rows) if self.mean else rows}
 
     def named(self, outputs: Any) -> dict[str, Tensor]:
@@ -116,7 +115,7 @@ class TokenLogprobsOp(LogitsOp):
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         if self.entropy:
             return {EAGER: eager_entropy, SELECTIVE: selective_entropy}
-        return {EAGER: eager.token_logprobs, SELECTIVE: selective_logprobs}
+        return {EAGER: eager_logprobs, SELECTIVE: selective_logprobs}
 
     def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
         """The backward into the logits' memory, on a copy of its own that the first call spoils:
@@ -184,6 +183,17 @@ SUITE = Suite(
 
 def _mean_of(rows: Callable[[Tensor, Tensor], Tensor]) -> Forward:
     return lambda logits, ref_logits: rows(logits, ref_logits).mean()
+
+
+def eager_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(policy || reference) of each row: sum p (log p - log q)."""
+    p, q = (log_softmax(x.float(), -1) for x in (logits, ref_logits))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def eager_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The log-prob of each row's token: log_softmax, gathered."""
+    return log_softmax(logits.float(), -1).gather(-1, token_ids[:, None])[:, 0]
 
 
 def eager_jsd(logits: Tensor, ref_logits: Tensor) -> Tensor:

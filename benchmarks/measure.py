@@ -1,24 +1,53 @@
-"""One case from inputs to rows: make the inputs, check every candidate, time all of them."""
+"""One case from inputs to rows: make the inputs, check every candidate, time all of them.
+
+``measure`` does so on a CPU, ``GpuBench.measure`` on a GPU. Plain reads of the inputs' own bytes by
+torch's reductions, and plain fills of the gradient's, say how fast the memory is.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks import idle
-from benchmarks.bandwidth import FILLS, PROBES, fastest, read_and_fill
-from benchmarks.candidates import COMPILE, KLFAST, Candidate, build_candidates, is_ours
+from benchmarks import idle, rivals
+from benchmarks.allocator import prefer_large_pages
+from benchmarks.candidates import (
+    AUTOTUNED,
+    COMPILE,
+    KLFAST,
+    MODES,
+    Candidate,
+    build_candidates,
+    build_gpu_candidates,
+    is_ours,
+)
 from benchmarks.cases import Case, Inputs, Op, make_inputs
 from benchmarks.check import WrongResult, check_outputs, tolerances, truth
+from benchmarks.linear import LinearOp
+from benchmarks.logits import LogitsOp
 from benchmarks.memory import peak_bytes
-from benchmarks.rivals import LIBRARIES
-from benchmarks.timing import Timing, interleave, is_noisy
-from klfast.selfcheck.clock import rotation
+from benchmarks.timing import (
+    Call,
+    Cuda,
+    GpuTiming,
+    Timing,
+    alternate,
+    interleave,
+    is_noisy,
+    rotation,
+    time_on,
+)
+from klfast import backends
+from klfast.names import BackendName
 
 ROUNDS = 20
 
@@ -38,6 +67,16 @@ SMALLEST_READ = 1 << 20
 """Below this a read measures the call, not the memory."""
 
 _SPARE_BYTES = 1 << 30
+
+COPY = "copy"
+"""The plain copy of the inputs, among a GPU's candidates, as ``READ`` is."""
+
+KLFAST_BACKENDS: tuple[BackendName, ...] = ("native", "triton")
+
+_CEILING_BYTES = 2 << 30
+_CEILING_ROUNDS = 5
+_AUTOTUNING_SECONDS = 5.0
+"""A case with less time than this left to it does without the autotuned rival."""
 
 
 class Skip(Exception):  # noqa: N818  # not an error: the case is left out, visibly
@@ -103,6 +142,32 @@ class CpuRow(Row):
         return is_noisy(self.median_ms, self.min_ms)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuRow(Row):
+    """On a GPU.
+
+    Attributes:
+        packed: whether the case is.
+        kernel_ms, kernel_min_ms: on the device with cold caches, over the rounds.
+        graph_ms: on the device in a CUDA graph, where inputs that fit stay in cache; None if it
+            cannot be captured, or is too long for launches to matter.
+        host_ms: of the host, to queue a call.
+        copy_share: ``gb_per_s`` as a share of the copy's ceiling.
+    """
+
+    packed: bool
+    kernel_ms: float
+    kernel_min_ms: float
+    graph_ms: float | None
+    host_ms: float
+    copy_share: float
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether its median is not to be relied on."""
+        return is_noisy(self.kernel_ms, self.kernel_min_ms)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How to measure.
@@ -110,11 +175,12 @@ class Plan:
     Attributes:
         rounds: of each case.
         reused: one set of inputs, in cache from an untimed call before each timing; otherwise sets
-            that rotate.
+            that rotate (CPU).
         with_compile: whether ``torch.compile`` is among the rivals.
-        with_memory: whether the peaks of memory are measured.
-        keeps_memory: whether the process keeps what is freed (``allocator.keep_memory``).
-        attempts: how often rounds are repeated that met a load.
+        with_memory: whether the peaks of memory are measured (CPU; always on a GPU).
+        keeps_memory: whether the process keeps what is freed (``allocator.keep_memory``; CPU).
+        attempts: how often rounds are repeated that met a load (CPU).
+        budget: seconds for all cases; those that come too late are left out, visibly (GPU).
     """
 
     rounds: int = ROUNDS
@@ -123,6 +189,7 @@ class Plan:
     with_memory: bool = False
     keeps_memory: bool = False
     attempts: int = 1
+    budget: float = 0.0
 
 
 class Measured(NamedTuple):
@@ -135,6 +202,70 @@ class Measured(NamedTuple):
     load: idle.Load | None = None
 
 
+# The bandwidth
+
+Probe = Callable[[Inputs], Tensor]
+
+TRIAL_ROUNDS = 5
+
+
+def _whole(inputs: Inputs) -> Tensor:
+    if inputs.storage is None:
+        raise ValueError("inputs must lie in one block of memory to be read as one")
+    return inputs.storage
+
+
+# All on integers, as the bytes of a mask are denormal numbers to a float unit, and slow.
+PROBES: dict[str, Probe] = {
+    "sum of int64": lambda inputs: _whole(inputs).sum(),
+    "amax of int64": lambda inputs: _whole(inputs).amax(),
+    "amax of int32": lambda inputs: _whole(inputs).view(torch.int32).amax(),
+    "amax of int16": lambda inputs: _whole(inputs).view(torch.int16).amax(),
+    "amax of uint8": lambda inputs: _whole(inputs).view(torch.uint8).amax(),
+}
+"""Reductions that torch splits over its threads and vectorises. Which is fastest differs by machine
+and cache level. None is known to be at the roof: the fastest is an estimate of it from below."""
+
+GPU_PROBES: dict[str, Probe] = {
+    **PROBES,
+    "sum of float32": lambda inputs: _whole(inputs).view(torch.float32).sum(),
+    "amax of float32": lambda inputs: _whole(inputs).view(torch.float32).amax(),
+}
+"""To a GPU, denormal numbers are like others."""
+
+
+def _gradient(inputs: Inputs) -> Tensor:
+    """Memory for it, as the run's state of memory has it."""
+    return torch.empty_like(inputs.arguments[0], requires_grad=False)
+
+
+FILLS: dict[str, Probe] = {
+    "fill": lambda inputs: _gradient(inputs).fill_(1),
+    "fill in large pages": lambda inputs: prefer_large_pages(_gradient(inputs)).fill_(1),
+}
+"""The gradient written, and nothing else. Its memory is fresh or reused as every candidate's is."""
+
+
+def read_and_fill(probe: str, fill: str) -> Callable[[Inputs], Any]:
+    """A plain read of the inputs, then a fill of the gradient: less no backward can do."""
+
+    def call(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return PROBES[probe](inputs), FILLS[fill](inputs)
+
+    return call
+
+
+def fastest(
+    probes: Mapping[str, Probe], inputs: Sequence[Inputs], *, warm: bool, settle: bool = False
+) -> str:
+    """The name of the probe that is fastest on these inputs."""
+    timings = interleave(probes, inputs, TRIAL_ROUNDS, warm=warm, settle=settle)
+    return min(timings, key=lambda name: timings[name].median)
+
+
+# On a CPU
+
+
 def measure(case: Case, plan: Plan) -> Measured:
     """Checks and times a case.
 
@@ -142,31 +273,25 @@ def measure(case: Case, plan: Plan) -> Measured:
         Skip: the case does not fit into memory.
         WrongResult: a candidate computes something else.
     """
-    timed = _time(case, plan)
-    peaks = {}
-    if plan.with_memory:  # now that this process holds no inputs any more
-        peaks = {name: peak_bytes(case, name) for name in timed.candidates}
-    return Measured(rows_of(case, timed.timings, peaks), timed.probe, timed.load)
-
-
-class _Timed(NamedTuple):
-    """``candidates``: the names of those in ``timings`` that were checked."""
-
-    timings: dict[str, Timing]
-    candidates: list[str]
-    probe: str | None
-    load: idle.Load | None
-
-
-def _time(case: Case, plan: Plan) -> _Timed:
     copies = 1 if plan.reused else rotation(case.input_bytes)
-    check_memory(case, copies)
+    _check_memory(copies, case, case.op.working_bytes, available_memory(), _SPARE_BYTES)
     inputs = make_inputs(case, copies)
     candidates = checked_candidates(case.op, inputs[0], plan.with_compile)
     plain, probe = _plain(case, inputs, plan)
     everyone = {**candidates, **case.op.beside(inputs[0]), **plain}
     timings, load = time_idle(everyone, inputs, plan)
-    return _Timed(timings, list(candidates), probe, load)
+    del inputs, plain, everyone  # before the memory of other processes is measured
+    peaks = {name: peak_bytes(case, name) for name in candidates} if plan.with_memory else {}
+    return Measured(rows_of(case, timings, peaks), probe, load)
+
+
+def _check_memory(
+    copies: int, case: Case, working_bytes: int, free: int | None, spare: int = 0
+) -> None:
+    """Raises :class:`Skip` if the inputs and eager's temporaries would not fit."""
+    needed = copies * case.input_bytes + working_bytes * case.numbers + spare
+    if free is not None and needed > free:
+        raise Skip(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
 
 
 def _plain(
@@ -251,7 +376,9 @@ def _may_fail(name: str, error: Exception) -> bool:
     """
     if is_ours(name) or isinstance(error, WrongResult):
         return False
-    return name.startswith((COMPILE, *LIBRARIES)) or isinstance(error, torch.OutOfMemoryError)
+    return name.startswith((COMPILE, *rivals.LIBRARIES)) or isinstance(
+        error, torch.OutOfMemoryError
+    )
 
 
 def one_line(error: Exception) -> str:
@@ -294,14 +421,6 @@ def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None)
     )
 
 
-def check_memory(case: Case, copies: int) -> None:
-    """Raises :class:`Skip` if the inputs and eager's temporaries would not fit."""
-    needed = copies * case.input_bytes + case.op.working_bytes * case.numbers + _SPARE_BYTES
-    free = available_memory()
-    if free is not None and needed > free:
-        raise Skip(f"needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
-
-
 def available_memory() -> int | None:
     """Bytes that can be had without swapping; None where the system does not say."""
     try:
@@ -309,3 +428,195 @@ def available_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line), None)
+
+
+# On a GPU
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The bandwidth of plain reads and copies of much memory, in 1e9 bytes per second.
+
+    A copy's bytes are read and written. ``nothing_us``: what the timing of no call shows.
+    """
+
+    read_gb_per_s: float
+    copy_gb_per_s: float
+    nothing_us: float
+
+
+def modes_within(seconds: float, with_compile: bool) -> Sequence[str]:
+    """The modes of ``torch.compile`` that a case has time for, with a warning if not all."""
+    if not with_compile:
+        return ()
+    if seconds >= _AUTOTUNING_SECONDS:
+        return tuple(MODES)
+    warnings.warn(f"{AUTOTUNED} is left out, to stay within the budget", stacklevel=2)
+    return (COMPILE,)
+
+
+def find_place() -> torch.device | None:
+    """The current CUDA device; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class NoBackend(Exception):  # noqa: N818  # said in the words of the message
+    """There is nothing of klfast's to time; its text is the whole message."""
+
+
+def usable_backends(place: torch.device) -> tuple[list[BackendName], str]:
+    """The backends of klfast that serve a device, and why the others do not.
+
+    Raises:
+        NoBackend: none does, or under ``KLFAST_REQUIRE_CUDA=1`` not all do.
+    """
+    reasons = {name: backends.BACKENDS[name].why_not(place) for name in KLFAST_BACKENDS}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    missing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+    if not usable or (missing and os.environ.get("KLFAST_REQUIRE_CUDA") == "1"):
+        raise NoBackend(f"klfast cannot be timed on {place.type}: {missing}")
+    return usable, missing
+
+
+def measure_ceilings(device: Cuda, place: torch.device) -> Ceilings:
+    """The read and the copy bandwidth of a device, by the fastest of torch's plain ones."""
+    size = min(_CEILING_BYTES, device.free_bytes() // 4) // 8 * 8
+    storage = torch.ones(size // 8, dtype=torch.int64, device=place)
+    inputs = Inputs((), storage=storage)
+    copy = torch.empty_like(storage)
+    calls: dict[str, Call] = {name: partial(probe, inputs) for name, probe in GPU_PROBES.items()}
+    calls[COPY] = partial(copy.copy_, storage)
+    calls["nothing"] = lambda: None
+    seconds = few_rounds(device, calls)
+    return Ceilings(
+        read_gb_per_s=size / min(seconds[name] for name in GPU_PROBES) / 1e9,
+        copy_gb_per_s=2 * size / seconds[COPY] / 1e9,
+        nothing_us=seconds["nothing"] * 1e6,
+    )
+
+
+def few_rounds(device: Cuda, calls: Mapping[str, Call]) -> dict[str, float]:
+    """A few cold rounds of each call: the median."""
+    for call in calls.values():
+        call()
+    measures = {
+        name: partial(device.queue, call, cold=True, head_start=0.0) for name, call in calls.items()
+    }
+    timed = alternate(measures, _CEILING_ROUNDS, device.synchronize)
+    return {name: sorted(seconds)[len(seconds) // 2] for name, seconds in timed.items()}
+
+
+class GpuBench:
+    """Measures cases on one device, within one budget."""
+
+    def __init__(self, place: torch.device, plan: Plan, cases: Sequence[Case]):
+        self.place, self.plan = place, plan
+        self.device = Cuda(place)
+        self.backends, missing = usable_backends(place)
+        self.libraries: dict[str, rivals.Forwards] = {}
+        without: dict[str, str] = {}
+        if any(isinstance(case.op, LogitsOp | LinearOp) for case in cases):
+            self.libraries, without = rivals.installed()
+        self.missing = [missing] if missing else []
+        self.missing += [f"{name}: {reason}" for name, reason in without.items()]
+        self.ceilings = measure_ceilings(self.device, place)
+        self.cases, self.begun = len(cases), time.monotonic()
+        self.failed: dict[str, str] = {}
+        """Case and candidate -> what went wrong; the others of the case are measured."""
+
+    def measure(self, case: Case) -> Measured:
+        """The rows of a case, klfast first; and the name of the probe behind its ``read``.
+
+        Raises:
+            Skip: the case does not fit into the memory or the budget.
+            NoBackend: none of klfast's works.
+        """
+        seconds = self.next_case(time.monotonic() - self.begun)
+        _check_memory(2, case, case.op.gpu_working_bytes, self.device.free_bytes())
+        inputs = make_inputs(case, 1, self.place)[0]
+        modes = modes_within(seconds, self.plan.with_compile)
+        others = {
+            name: forwards[case.op.name]
+            for name, forwards in self.libraries.items()
+            if case.op.name in forwards
+        }
+        probe, plain = self._plain(case, inputs)  # its memory is needed to the end
+        built = build_gpu_candidates(case, self.backends, modes, others)
+        failed: dict[str, str] = {}
+        candidates = check_candidates(built, case.op, inputs, failed)
+        self.failed |= {f"{case.name}, {name}": reason for name, reason in failed.items()}
+        if not set(self.backends) & set(candidates):
+            raise NoBackend("no backend of klfast works")
+        calls: dict[str, Call] = {name: partial(call, inputs) for name, call in candidates.items()}
+        timings = time_on(self.device, {**calls, **plain}, self.plan.rounds)
+        for name, timing in timings.items():
+            if timing.capture_error is not None:
+                warnings.warn(f"{name} is in no CUDA graph: {timing.capture_error}", stacklevel=2)
+        return Measured(gpu_rows(case, timings, self.ceilings), probe)
+
+    def _plain(self, case: Case, inputs: Inputs) -> tuple[str, dict[str, Call]]:
+        """The fastest plain read of the inputs' bytes by name; it, and the plain copy of them, or
+        in the place of both the op's floor.
+        """
+        floors = case.op.floors()
+        if floors is not None:
+            name, call = self._fastest(floors, inputs)
+            return name, {PRODUCTS: call}
+        probe, read = self._fastest(GPU_PROBES, inputs)
+        storage = inputs.storage
+        assert storage is not None
+        copy = torch.empty_like(storage)
+        return probe, {READ: read, COPY: partial(copy.copy_, storage)}
+
+    def _fastest(
+        self, ways: Mapping[str, Callable[[Inputs], Any]], inputs: Inputs
+    ) -> tuple[str, Call]:
+        calls: dict[str, Call] = {name: partial(way, inputs) for name, way in ways.items()}
+        seconds = few_rounds(self.device, calls)
+        name = min(seconds, key=lambda name: seconds[name])
+        return name, calls[name]
+
+    def next_case(self, spent: float) -> float:
+        """The seconds that the next case may take of the rest of the budget.
+
+        Raises:
+            Skip: nothing is left.
+        """
+        left = self.plan.budget - spent
+        if left <= 0:
+            raise Skip(f"the budget of {self.plan.budget:.0f} s was used up")
+        share = left / max(1, self.cases)
+        self.cases -= 1
+        return share
+
+
+def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -> list[GpuRow]:
+    """The rows of a case; ratios are to the first timing."""
+    first = next(iter(timings.values())).kernel.median
+    return [_gpu_row(case, name, timing, first, ceilings) for name, timing in timings.items()]
+
+
+def _gpu_row(case: Case, name: str, timing: GpuTiming, first: float, ceilings: Ceilings) -> GpuRow:
+    moved = {READ: case.input_bytes, COPY: 2 * case.input_bytes}.get(name, case.least_bytes)
+    speed = moved / timing.kernel.median / 1e9
+    return GpuRow(
+        case=case.name,
+        op=case.op.name,
+        dtype=case.dtype,
+        shape=list(case.shape),
+        packed=case.packed,
+        impl=name,
+        kernel_ms=timing.kernel.median * 1e3,
+        kernel_min_ms=timing.kernel.best * 1e3,
+        graph_ms=None if timing.graph is None else timing.graph.median * 1e3,
+        host_ms=timing.host.median * 1e3,
+        ratio=None if name in (READ, COPY) else timing.kernel.median / first,
+        rounds=len(timing.kernel.seconds),
+        bytes=moved,
+        gb_per_s=speed,
+        read_share=speed / ceilings.read_gb_per_s,
+        copy_share=speed / ceilings.copy_gb_per_s,
+        peak_bytes=timing.peak_bytes,
+    )

@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,13 +19,13 @@ import torch
 
 from benchmarks import allocator, idle
 from benchmarks.cases import Suite
-from benchmarks.gpu import Ceilings, GpuPlan
-from benchmarks.gpu_timing import GRAPH_CALLS, LONG_CALL
-from benchmarks.measure import Plan
-from benchmarks.timing import NOISY
+from benchmarks.measure import Ceilings, Plan
+from benchmarks.timing import GRAPH_CALLS, LONG_CALL, NOISY
 from klfast import info
 from klfast.backends.info import commit
 from klfast.cli.check.report import print_plainly
+
+RESULTS = Path(__file__).parent / "results"
 
 NOISY_FLAG, BUSY_FLAG = "noisy", "busy"
 
@@ -61,10 +61,22 @@ class Results:
 # Conditions
 
 
-def conditions(plan: Plan) -> dict[str, Any]:
+def provenance(*names: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """When, on which processor, and of which commit and versions something is measured.
+
+    ``packages`` are those whose versions klfast does not know, of which the installed are named.
+    """
+    known = info()["versions"]
+    found = {name: known[name] for name in names}
+    found |= {name: metadata.version(name) for name in packages if importlib.util.find_spec(name)}
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "device": cpu_model(), "versions": found, "commit": commit()}
+
+
+def conditions(plan: Plan, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Where, when and how it is measured on a CPU."""
     return {
-        **provenance(versions("klfast", "torch", "python")),
+        **provenance("klfast", "torch", "python", packages=packages),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instruction_set": info()["cpu"],
@@ -75,17 +87,11 @@ def conditions(plan: Plan) -> dict[str, Any]:
     }
 
 
-def provenance(of: Mapping[str, str | None]) -> dict[str, Any]:
-    """When, on which processor, and of which commit and versions something is measured."""
-    return {"date": now(), "device": cpu_model(), "versions": {**of}, "commit": commit()}
-
-
-def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> dict[str, Any]:
+def gpu_conditions(place: torch.device, plan: Plan, ceilings: Ceilings) -> dict[str, Any]:
     """The same on a GPU. To be asked for while the clocks are still up."""
     return {
-        **provenance(versions("klfast", "torch", "python", "triton", "cuda")),
-        **device_facts(place),
-        "clocks": clocks(place),
+        **provenance("klfast", "torch", "python", "triton", "cuda"),
+        **_device_facts(place),
         "host": {"processor": cpu_model(), "cores": os.cpu_count()},
         "rounds": plan.rounds,
         "graph_calls": GRAPH_CALLS,
@@ -94,10 +100,10 @@ def gpu_conditions(place: torch.device, plan: GpuPlan, ceilings: Ceilings) -> di
     }
 
 
-def device_facts(place: torch.device) -> dict[str, Any]:
-    """The name and the measures of the chip; of no GPU, the processor's name."""
+def _device_facts(place: torch.device) -> dict[str, Any]:
+    """The name, the measures and the clocks of the chip; without a GPU, the processor's name."""
     if place.type != "cuda":
-        return {"device": cpu_model()}
+        return {"device": cpu_model(), "clocks": None}
     properties = torch.cuda.get_device_properties(place)
     return {
         "device": properties.name,
@@ -105,15 +111,16 @@ def device_facts(place: torch.device) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": properties.L2_cache_size,
+        "clocks": _clocks(properties),
     }
 
 
-def clocks(place: torch.device) -> dict[str, str] | None:
+def _clocks(properties: Any) -> dict[str, str] | None:
     """Readings of nvidia-smi: the driver, the clocks, the heat and the power; None without it."""
-    if place.type != "cuda" or shutil.which("nvidia-smi") is None:
+    if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
-    command += ["--id", f"GPU-{torch.cuda.get_device_properties(place).uuid}"]
+    command += ["--id", f"GPU-{properties.uuid}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return None
@@ -145,20 +152,6 @@ def loaded_text(loads: Mapping[str, idle.Load | None]) -> str | None:
     )
 
 
-def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def versions(*names: str) -> dict[str, str | None]:
-    known = info()["versions"]
-    return {name: known[name] for name in names}
-
-
-def releases(*packages: str) -> dict[str, str]:
-    """The versions of those that are installed."""
-    return {name: metadata.version(name) for name in packages if importlib.util.find_spec(name)}
-
-
 def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -170,60 +163,41 @@ def cpu_model() -> str:
 
 # The table
 
-
-@dataclass(frozen=True)
-class Column:
-    """A heading, and the text of a row's cell.
-
-    Attributes:
-        key: the row's attribute.
-        pattern: its format.
-        scale: what it is multiplied by.
-        compares: whether it holds one time against another, which takes more rounds than
-            ``--quick`` has.
-        none: the cell of None.
-    """
-
-    heading: str
-    key: str
-    pattern: str = "{:.4g}"
-    scale: float = 1
-    compares: bool = False
-    none: str = ""
-
-    def text(self, row: Any) -> str:
-        value = getattr(row, self.key)
-        if value is None or (self.key == "ratio" and row.impl == "klfast"):
-            return self.none
-        return value if isinstance(value, str) else self.pattern.format(value * self.scale)
-
-
-IMPL = Column("impl", "impl")
-RATIO = Column("ratio", "ratio", "{:.3g}x", compares=True)
-SPEED = Column("GB/s", "gb_per_s", "{:.1f}")
-READ = Column("of read", "read_share", "{:.0%}", compares=True)
-COLUMNS = (
-    IMPL,
-    Column("median ms", "median_ms"),
-    Column("min ms", "min_ms"),
-    RATIO,
-    SPEED,
-    READ,
-    Column("of floor", "floor_ratio", "{:.2f}", compares=True),
+# (heading, key of the row, format, factor); a heading with a star compares times, which takes more
+# rounds than --quick has
+Columns = tuple[tuple[str, str, str, float], ...]
+_SPEED: Columns = (
+    ("GB/s", "gb_per_s", "{:.1f}", 1),
+    ("*of read", "read_share", "{:.0%}", 1),
 )
-MEMORY = Column("MB", "peak_bytes", "{:.1f}", 1e-6)
-GPU_COLUMNS = (
-    IMPL,
-    Column("kernel us", "kernel_ms", scale=1e3),
-    Column("min us", "kernel_min_ms", scale=1e3),
-    RATIO,
-    Column("graph us", "graph_ms", scale=1e3, none="-"),
-    Column("host us", "host_ms", scale=1e3),
-    SPEED,
-    READ,
-    Column("of copy", "copy_share", "{:.0%}", compares=True),
-    Column("MB", "peak_bytes", scale=1e-6),
+_RATIO = ("*ratio", "ratio", "{:.3g}x", 1)
+COLUMNS: Columns = (
+    ("impl", "impl", "{}", 1),
+    ("median ms", "median_ms", "{:.4g}", 1),
+    ("min ms", "min_ms", "{:.4g}", 1),
+    _RATIO,
+    *_SPEED,
+    ("*of floor", "floor_ratio", "{:.2f}", 1),
 )
+MEMORY = ("MB", "peak_bytes", "{:.1f}", 1e-6)
+GPU_COLUMNS: Columns = (
+    ("impl", "impl", "{}", 1),
+    ("kernel us", "kernel_ms", "{:.4g}", 1e3),
+    ("min us", "kernel_min_ms", "{:.4g}", 1e3),
+    _RATIO,
+    ("graph us", "graph_ms", "{:.4g}", 1e3),
+    ("host us", "host_ms", "{:.4g}", 1e3),
+    *_SPEED,
+    ("*of copy", "copy_share", "{:.0%}", 1),
+    ("MB", "peak_bytes", "{:.4g}", 1e-6),
+)
+
+
+def _cell(row: Any, key: str, pattern: str, factor: float) -> str:
+    value = getattr(row, key)
+    if value is None or (key == "ratio" and row.impl == "klfast"):
+        return "-" if key == "graph_ms" else ""
+    return value if isinstance(value, str) else pattern.format(value * factor)
 
 
 def flags_text(noisy: bool, busy: bool) -> str:
@@ -231,71 +205,52 @@ def flags_text(noisy: bool, busy: bool) -> str:
     return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
 
 
-def _flags(row: Any, loads: Mapping[str, idle.Load | None]) -> str:
-    load = loads.get(row.case)
-    return flags_text(row.is_noisy, load is not None and not load.is_idle)
-
-
-def print_results(
-    results: Results, where: dict[str, Any], summary: str, columns: Sequence[Column]
-) -> None:
-    """The table, with a case's name on the first of its rows; what is flagged and was left out, and
-    the conditions.
+def print_results(results: Results, where: dict[str, Any], suite: Suite, device: str) -> None:
+    """The table, with a case's name on the first of its rows; what is flagged and was left out, the
+    conditions, and for a CPU whether the machine was idle.
     """
     quick, rows = where["quick"], results.rows
-    shown = [column for column in columns if not (quick and column.compares)]
-    before = [None, *(row.case for row in rows)]
-    flagged = [_flags(row, results.loads) for row in rows]
-    lines = [
-        ("" if row.case == last else row.case, *(column.text(row) for column in shown), flags)
-        for row, last, flags in zip(rows, before, flagged, strict=False)
-    ]
-    print_plainly([("case", *(column.heading for column in shown), "flags"), *lines])
-    for sentence in _notes(flagged, quick):
-        print(sentence)
-    for case, reason in results.skipped.items():
-        print(f"left out: {case}: {reason}")
-    for case, reason in results.failed.items():
-        print(f"failed: {case}: {reason}")
-    for note in results.notes:
-        print(note)
-    print(summary)
-
-
-def _notes(flagged: Sequence[str], quick: bool) -> Iterator[str]:
-    noisy, busy = (sum(flag in text for text in flagged) for flag in (NOISY_FLAG, BUSY_FLAG))
+    of_cpu = (*COLUMNS, MEMORY) if suite.with_memory else COLUMNS
+    columns = GPU_COLUMNS if device == "cuda" else of_cpu
+    shown = [each for each in columns if not (quick and each[0].startswith("*"))]
+    lines = [("case", *(heading.lstrip("*") for heading, *_ in shown), "flags")]
+    last = None
+    for row in rows:
+        load = results.loads.get(row.case)
+        flags = flags_text(row.is_noisy, load is not None and not load.is_idle)
+        cells = (_cell(row, key, pattern, factor) for _, key, pattern, factor in shown)
+        lines.append(("" if row.case == last else row.case, *cells, flags))
+        last = row.case
+    print_plainly(lines)
+    noisy, busy = (sum(flag in line[-1] for line in lines[1:]) for flag in (NOISY_FLAG, BUSY_FLAG))
     if noisy:
-        yield (
-            f"{NOISY_FLAG}: in {noisy} of {len(flagged)} rows the median is {NOISY:g} times the "
+        print(
+            f"{NOISY_FLAG}: in {noisy} of {len(rows)} rows the median is {NOISY:g} times the "
             "minimum or more. Measure these again."
         )
     if busy:
-        yield (
-            f"{BUSY_FLAG}: beside {busy} of {len(flagged)} rows other processes took more than "
+        print(
+            f"{BUSY_FLAG}: beside {busy} of {len(rows)} rows other processes took more than "
             f"{idle.LIMIT:.0%} of the cores' time."
         )
     if quick:
-        yield (
+        print(
             "--quick shows that it works: its rounds are too few, and its shapes too small, for "
             "ratios, which are left out."
         )
-
-
-def print_cpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
-    """Also whether the machine was idle."""
-    columns = (*COLUMNS, MEMORY) if suite.with_memory else COLUMNS
-    print_results(results, where, _summary(where, suite), columns)
-    loaded = loaded_text(results.loads)
-    if loaded is not None:
-        print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
-    else:
-        share = where["others_share"]
-        verdict = "idle" if share <= idle.LIMIT else "too short to tell whether it was idle"
-        print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
-
-
-def print_gpu_results(results: Results, where: dict[str, Any], suite: Suite) -> None:
-    print_results(results, where, _gpu_summary(where, suite), GPU_COLUMNS)
+    for what, cases in (("left out", results.skipped), ("failed", results.failed)):
+        for case, reason in cases.items():
+            print(f"{what}: {case}: {reason}")
+    for note in results.notes:
+        print(note)
+    print((_gpu_summary if device == "cuda" else _summary)(where, suite))
+    if device == "cpu":
+        loaded, share = loaded_text(results.loads), where["others_share"]
+        if loaded is not None:
+            print(f"NOT IDLE: {loaded}. These numbers are not to be published.")
+        else:
+            verdict = "idle" if share <= idle.LIMIT else "too short to tell whether it was idle"
+            print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
 
 
 def _named(where: dict[str, Any]) -> str:
@@ -325,9 +280,7 @@ def _summary(where: dict[str, Any], suite: Suite) -> str:
 def _gpu_summary(where: dict[str, Any], suite: Suite) -> str:
     ceilings = where["ceilings"]
     of_ratios = (
-        ""
-        if where["quick"]
-        else f" of read, of copy: of {ceilings['read_gb_per_s']:.0f} GB/s read and "
+        f" of read, of copy: of {ceilings['read_gb_per_s']:.0f} GB/s read and "
         f"{ceilings['copy_gb_per_s']:.0f} GB/s copied in the same run, where no call took "
         f"{ceilings['nothing_us']:.2g} us. ratio: the kernel's median over the first line's."
     )
@@ -336,11 +289,17 @@ def _gpu_summary(where: dict[str, Any], suite: Suite) -> str:
         f"{where['rounds']} interleaved rounds. kernel: on the device, L2 flushed. graph: per call "
         f"in a CUDA graph of {where['graph_calls']}, inputs in L2 where they fit; for calls of "
         f"less than {LONG_CALL * 1e3:.0f} ms. host: to queue a call. GB/s: the least bytes of the "
-        f"case over the kernel's median.{of_ratios} MB: memory above the inputs."
+        f"case over the kernel's median.{'' if where['quick'] else of_ratios} MB: memory above the "
+        "inputs."
     )
 
 
 # The file
+
+
+def write_json(path: Path, where: dict[str, Any], **data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"conditions": where, **data}, indent=2) + "\n")
 
 
 class Output:
@@ -358,8 +317,7 @@ class Output:
             name: None if load is None else round(load.share, 4)
             for name, load in results.loads.items()
         }
-        data = {"conditions": where, **asdict(results), "loads": shares}
-        self.path.write_text(json.dumps(data, indent=2) + "\n")
+        write_json(self.path, where, **{**asdict(results), "loads": shares})
 
     def withdraw(self) -> None:
         """Makes the file again what it was before the run."""

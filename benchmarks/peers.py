@@ -61,23 +61,26 @@ class Pair(NamedTuple):
     ours: Function
 
 
-class Both(NamedTuple):
-    """A framework's module and klfast's with the same functions."""
+Of = Callable[[Any, Any, Any], Any]
+"""Takes a module (the framework's, or klfast's with the same functions), log-probs, and a batch."""
 
-    framework: str
-    theirs: Any
-    ours: Any
 
-    def pair(self, what: str, make: Callable[[Any], Function]) -> Pair:
-        """The pair of what is made of either."""
-        return Pair(self.framework, what, make(self.theirs), make(self.ours))
+def pairs(
+    framework: str, theirs: Any, ours: Any, forward: dict[str, Of], backward: dict[str, Of]
+) -> Iterator[Pair]:
+    """A pair for each function by name: forward, and forward and backward of its sum."""
 
-    def gradient(self, what: str, loss: Callable[[Any, Tensor, Any], Tensor]) -> Pair:
-        """Forward and backward of the sum of ``loss(module, log-probs, batch)``."""
-        return self.pair(
-            what + FORWARD_BACKWARD,
-            lambda of: gradient(lambda x, batch: loss(of, x, batch).sum()),
-        )
+    def of(module: Any, function: Of) -> Function:
+        return lambda batch: function(module, batch.logprobs, batch)
+
+    def gradient_of(module: Any, function: Of) -> Function:
+        return gradient(lambda x, batch: function(module, x, batch).sum())
+
+    for what, function in forward.items():
+        yield Pair(framework, what, of(theirs, function), of(ours, function))
+    for what, function in backward.items():
+        both = (gradient_of(module, function) for module in (theirs, ours))
+        yield Pair(framework, what + FORWARD_BACKWARD, *both)
 
 
 def make_batch(shape: tuple[int, ...], dtype: torch.dtype) -> Batch:
@@ -123,33 +126,30 @@ def verl_pairs() -> Iterator[Pair]:
     from verl.trainer.ppo import core_algos, ray_trainer
 
     mode, average = "low_var_kl", "token-mean"
-    both = Both("verl", core_algos, compat.verl)
+    controller = compat.verl.FixedKLController(0.1)
 
-    def two_steps(of: Any, x: Tensor, b: Batch) -> Tensor:
-        loss: Tensor = of.agg_loss(of.kl_penalty(x, b.ref_logprobs, mode), b.mask, average)
-        return loss
+    def two_steps(of: Any, x: Tensor, b: Batch) -> Any:
+        return of.agg_loss(of.kl_penalty(x, b.ref_logprobs, mode), b.mask, average)
 
-    def rewards(of: Any) -> Function:
-        controller = compat.verl.FixedKLController(0.1)
-
-        def run(batch: Batch) -> Tensor:
-            data = _Data(batch)
-            of.apply_kl_penalty(data, controller, mode)
-            return data.batch["token_level_rewards"]
-
-        return run
+    def rewards(of: Any, x: Tensor, b: Batch) -> Tensor:
+        data = _Data(b)
+        of.apply_kl_penalty(data, controller, mode)
+        return data.batch["token_level_rewards"]
 
     def fused(x: Tensor, b: Batch) -> Tensor:
         return compat.verl.kl_loss(x, b.ref_logprobs, mode, b.mask, average)
 
-    yield both.pair(
-        "`kl_penalty`", lambda of: lambda b: of.kl_penalty(b.logprobs, b.ref_logprobs, mode)
+    first, separate = pairs(
+        "verl",
+        core_algos,
+        compat.verl,
+        {"`kl_penalty`": lambda of, x, b: of.kl_penalty(x, b.ref_logprobs, mode)},
+        {"`agg_loss(kl_penalty(...))`": two_steps},
     )
-    separate = both.gradient("`agg_loss(kl_penalty(...))`", two_steps)
-    yield separate
+    yield from (first, separate)
     what = "the same as `kl_loss`" + FORWARD_BACKWARD
     yield separate._replace(what=what, ours=gradient(fused))
-    yield Both("verl", ray_trainer, compat.verl).pair("`apply_kl_penalty`", rewards)
+    yield from pairs("verl", ray_trainer, compat.verl, {"`apply_kl_penalty`": rewards}, {})
 
 
 class _Data:
@@ -177,67 +177,49 @@ def verl_rollout_pairs() -> Iterator[Pair]:
     """Between sampler and trainer."""
     from verl.trainer.ppo import rollout_corr_helper
 
-    both = Both("verl", rollout_corr_helper, compat.verl)
+    def correction(of: Any, x: Tensor, b: Batch, **rules: Any) -> tuple[Tensor, ...]:
+        weights, mask, metrics = of.compute_rollout_correction_and_rejection_mask(
+            x, b.old_logprobs, b.mask, rollout_is="token", rollout_is_threshold=2.0, **rules
+        )
+        assert metrics  # floats: both have copied them from the device
+        return weights.batch["rollout_is_weights"], mask
 
-    def correction(of: Any, **rules: str) -> Function:
-        def run(batch: Batch) -> tuple[Tensor, ...]:
-            weights, mask, metrics = of.compute_rollout_correction_and_rejection_mask(
-                batch.logprobs,
-                batch.old_logprobs,
-                batch.mask,
-                rollout_is="token",
-                rollout_is_threshold=2.0,
-                **rules,
-            )
-            assert metrics  # floats: both have copied them from the device
-            return weights.batch["rollout_is_weights"], mask
-
-        return run
-
-    def drift(of: Any) -> Function:
-        def run(batch: Batch) -> Tensor:
-            metrics = of.compute_offpolicy_metrics(batch.logprobs, batch.old_logprobs, batch.mask)
-            return torch.tensor([metrics["training_log_ppl"], metrics["rollout_log_ppl"]])
-
-        return run
+    def drift(of: Any, x: Tensor, b: Batch) -> Tensor:
+        metrics = of.compute_offpolicy_metrics(x, b.old_logprobs, b.mask)
+        return torch.tensor([metrics["training_log_ppl"], metrics["rollout_log_ppl"]])
 
     name = "`compute_rollout_correction_and_rejection_mask`, token weights"
-    yield both.pair(
-        name + ", a rule over tokens, one over sequences, all metrics",
-        lambda of: correction(of, **RULES),
-    )
-    yield both.pair(name + " and all metrics", correction)
-    yield both.pair("`compute_offpolicy_metrics`", drift)
+    forward: dict[str, Of] = {
+        name + ", a rule over tokens, one over sequences, all metrics": lambda of, x, b: correction(
+            of, x, b, **RULES
+        ),
+        name + " and all metrics": correction,
+        "`compute_offpolicy_metrics`": drift,
+    }
+    yield from pairs("verl", rollout_corr_helper, compat.verl, forward, {})
 
 
 def openrlhf_pairs() -> Iterator[Pair]:
     from openrlhf.models import utils
 
-    both = Both("OpenRLHF", utils, compat.openrlhf)
+    def kl(of: Any, x: Tensor, b: Batch, **options: Any) -> Any:
+        return of.compute_approx_kl(x, b.ref_logprobs, kl_estimator="k3", **options)
 
-    def kl(of: Any, x: Tensor, b: Batch) -> Tensor:
-        result: Tensor = of.compute_approx_kl(
-            x,
-            b.ref_logprobs,
-            log_probs_old=b.old_logprobs,
-            kl_estimator="k3",
-            unbiased_gradient=True,
-        )
-        return result
+    def unbiased(of: Any, x: Tensor, b: Batch) -> Any:
+        return kl(of, x, b, log_probs_old=b.old_logprobs, unbiased_gradient=True)
 
-    yield both.pair(
-        "`compute_approx_kl`",
-        lambda of: lambda b: of.compute_approx_kl(b.logprobs, b.ref_logprobs, kl_estimator="k3"),
+    def reward(of: Any, x: Tensor, b: Batch) -> Any:
+        first = b.old_logprobs[:, 0].float()
+        return of.compute_reward(first, 0.1, x.float() * b.mask, b.mask.bool())
+
+    first, last, middle = pairs(
+        "OpenRLHF",
+        utils,
+        compat.openrlhf,
+        {"`compute_approx_kl`": kl, "`compute_reward`": reward},
+        {"the same, `unbiased_gradient`": unbiased},
     )
-    yield both.gradient("the same, `unbiased_gradient`", kl)
-    yield both.pair(
-        "`compute_reward`",
-        lambda of: (
-            lambda b: of.compute_reward(
-                b.old_logprobs[:, 0].float(), 0.1, b.logprobs.float() * b.mask, b.mask.bool()
-            )
-        ),
-    )
+    yield from (first, middle, last)
 
 
 def trl011_pairs() -> Iterator[Pair]:
@@ -253,11 +235,12 @@ def trl011_pairs() -> Iterator[Pair]:
 
 
 def roll_pairs() -> Iterator[Pair]:
-    both = Both("ROLL", from_tests("frameworks").roll, compat.roll.compute_approx_kl)
-    yield both.pair(
-        "`compute_approx_kl`", lambda of: lambda b: of(b.logprobs, b.ref_logprobs, b.mask, "k3")
-    )
-    yield both.gradient("the same", lambda of, x, b: of(x, b.ref_logprobs, b.mask, "k3"))
+    def kl(of: Any, x: Tensor, b: Batch) -> Any:
+        return of(x, b.ref_logprobs, b.mask, "k3")
+
+    theirs = from_tests("frameworks").roll
+    ours = compat.roll.compute_approx_kl
+    yield from pairs("ROLL", theirs, ours, {"`compute_approx_kl`": kl}, {"the same": kl})
 
 
 def trlx_pairs() -> Iterator[Pair]:
@@ -327,70 +310,63 @@ def verl_logits_pairs() -> Iterator[Pair]:
     os.environ["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # what stands in for it computes nothing
     from verl.utils import torch_functional
 
-    both = Both("verl", torch_functional, compat.verl)
-    yield both.pair(
-        "`logprobs_from_logits`",
-        lambda of: lambda b: of.logprobs_from_logits(b.logprobs, b.labels),
-    )
-    yield both.gradient(
-        "`logprobs_from_logits`", lambda of, x, b: of.logprobs_from_logits(x, b.labels)
-    )
-    yield both.gradient("`entropy_from_logits`", lambda of, x, b: of.entropy_from_logits(x))
+    logprobs: dict[str, Of] = {
+        "`logprobs_from_logits`": lambda of, x, b: of.logprobs_from_logits(x, b.labels)
+    }
+    entropy: dict[str, Of] = {"`entropy_from_logits`": lambda of, x, b: of.entropy_from_logits(x)}
+    yield from pairs("verl", torch_functional, compat.verl, logprobs, logprobs | entropy)
 
 
 def openrlhf_logits_pairs() -> Iterator[Pair]:
     sys.modules["flash_attn.ops.triton.cross_entropy"] = None  # type: ignore[assignment]
     from openrlhf.models import utils
 
-    both = Both("OpenRLHF", utils, compat.openrlhf)
-    yield both.gradient(
-        "`log_probs_from_logits`", lambda of, x, b: of.log_probs_from_logits(x, b.labels)
-    )
-    yield both.gradient(
-        "`compute_entropy`, which it compiles", lambda of, x, b: of.compute_entropy(x)
-    )
+    backward: dict[str, Of] = {
+        "`log_probs_from_logits`": lambda of, x, b: of.log_probs_from_logits(x, b.labels),
+        "`compute_entropy`, which it compiles": lambda of, x, b: of.compute_entropy(x),
+    }
+    yield from pairs("OpenRLHF", utils, compat.openrlhf, {}, backward)
 
 
 def roll_logits_pairs() -> Iterator[Pair]:
-    frameworks = from_tests("frameworks")
+    frameworks, roll = from_tests("frameworks"), compat.roll
 
     def full(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        return compat.roll.compute_approx_kl(logprobs, ref_logprobs, kl_penalty="full")
+        return roll.compute_approx_kl(logprobs, ref_logprobs, kl_penalty="full")
 
-    def theirs(logits: Tensor, labels: Tensor) -> Tensor:
-        result: Tensor = frameworks.logprobs_of(logits.float(), labels)
-        return result
+    def theirs(logits: Tensor, labels: Tensor) -> Any:
+        return frameworks.logprobs_of(logits.float(), labels)
 
-    yield Both("ROLL", theirs, compat.roll.log_probs_from_logits).gradient(
-        "`log_probs_from_logits`", lambda of, x, b: of(x, b.labels)
+    yield from pairs(
+        "ROLL",
+        theirs,
+        roll.log_probs_from_logits,
+        {},
+        {"`log_probs_from_logits`": lambda of, x, b: of(x, b.labels)},
     )
-    both = Both("ROLL", frameworks.full, full)
-    yield both.pair(
-        "`compute_approx_kl`, `full`", lambda of: lambda b: of(b.logprobs, b.ref_logprobs)
-    )
-    yield both.gradient(
-        "the same of `log_softmax`", lambda of, x, b: of(x.log_softmax(-1), b.ref_logprobs)
+    yield from pairs(
+        "ROLL",
+        frameworks.full,
+        full,
+        {"`compute_approx_kl`, `full`": lambda of, x, b: of(x, b.ref_logprobs)},
+        {"the same of `log_softmax`": lambda of, x, b: of(x.log_softmax(-1), b.ref_logprobs)},
     )
 
 
 def trl_logits_pairs() -> Iterator[Pair]:
     from trl.trainer import utils
 
-    both = Both("TRL", utils, compat.trl)
-    yield both.pair(
-        "`selective_log_softmax`",
-        lambda of: lambda b: of.selective_log_softmax(b.logprobs, b.labels),
-    )
-    yield both.gradient(
-        "`selective_log_softmax`", lambda of, x, b: of.selective_log_softmax(x, b.labels)
-    )
-    yield both.gradient(
-        "`selective_log_softmax_and_entropy`",
-        lambda of, x, b: sum(of.selective_log_softmax_and_entropy(x, b.labels)),
-    )
-    yield both.pair(
-        "`entropy_from_logits`", lambda of: lambda b: of.entropy_from_logits(b.logprobs)
-    )
+    selective: dict[str, Of] = {
+        "`selective_log_softmax`": lambda of, x, b: of.selective_log_softmax(x, b.labels)
+    }
+    both: dict[str, Of] = {
+        "`selective_log_softmax_and_entropy`": lambda of, x, b: sum(
+            of.selective_log_softmax_and_entropy(x, b.labels)
+        )
+    }
+    entropy: dict[str, Of] = {"`entropy_from_logits`": lambda of, x, b: of.entropy_from_logits(x)}
+    first, last, *rest = pairs("TRL", utils, compat.trl, selective | entropy, selective | both)
+    yield from (first, *rest, last)
 
 
 OVER_LOGPROBS = ((64, 8192),)

@@ -16,15 +16,10 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.outcome import versions
-from klfast.backends.info import commit
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.outcome import RESULTS, provenance
 
 
 class Case(NamedTuple):
@@ -178,10 +173,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "proved.json")
     arguments = parser.parse_args(argv)
     cases = [case for report in arguments.reports for case in cases_of(report)]
+    where = provenance("torch", "triton")
     data = {
-        "commit": commit(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "versions": versions("torch", "triton"),
+        "commit": where["commit"],
+        "date": where["date"][:10],
+        "versions": where["versions"],
         "cases": counts_of(cases),
     }
     arguments.out.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Tables and pictures from ``benchmarks/results/*.json``, in the README and pages of docs/.
+"""Tables from ``benchmarks/results/*.json``, in the README and pages of docs/.
 
 Between ``<!-- benchmark:NAME -->`` and ``<!-- end -->`` a page holds the numbers that this script
 writes from those files; ``--check`` (a test) tells whether a page is out of date::
@@ -6,8 +6,7 @@ writes from those files; ``--check`` (a test) tells whether a page is out of dat
     python -m benchmarks.report
 
 With a ``gpu.json``, ``gpu-logits.json``, ``gpu-topk.json`` or ``gpu-linear.json`` it also writes
-``gpu.md``, all their cases, and a picture of those that memory bounds. What has not been measured
-on a GPU is pending, case by case.
+``gpu.md``, all their cases. What has not been measured on a GPU is pending, case by case.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, digits, gpu_plan, longest, proved, tables
+from benchmarks import command, gpu_plan, proved, studies, tables
 from benchmarks.candidates import MODES
 from benchmarks.cases import Case, Suite
 from benchmarks.measure import PRODUCTS
 from benchmarks.suites import SUITES
-from benchmarks.tables import ours
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -37,8 +35,6 @@ BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
 NOT_MEASURED = "**Not measured yet.**"
 PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
-PICTURES = {name: f"{name}-roofline.png" for name in PLANS if name != "gpu-linear"}
-"""Results on a GPU -> their picture, where memory bounds them."""
 PENDING = "*pending*"
 
 
@@ -66,23 +62,19 @@ def pending(name: str, suite: Suite, cases: list[Case]) -> str:
     """The table of results: a measured one's headings and lines, with what is there to be
     measured.
     """
-    names = [{*map(tables.rival_of, names_of(case)), *MODES} for case in cases]
-    rivals = tables.rivals_of([{name: {} for name in each} for each in names], always=())
-    headings = tables.kernel_headings(suite.name, rivals)
-    lines = []
-    for case, candidates in zip(cases, names, strict=True):
+    lines: list[list[str]] = []
+    all_rivals: list[tables.Case] = []
+    for case in cases:
+        beside = [] if case.op.floors() is None else [PRODUCTS]
+        names = {*map(tables.rival_of, [*case.op.eager(case.packed), *beside]), *MODES}
+        all_rivals.append({name: {} for name in names})
+    headings = [heading for heading, _ in tables.kernel_columns(suite.name, all_rivals)]
+    rivals = [heading for heading, _ in tables.rivals_of(all_rivals, always=())]
+    for case, own in zip(cases, all_rivals, strict=True):
         row = {"shape": list(case.shape), "packed": case.packed, "op": case.op.name}
-        cells = [PENDING if name in candidates else "" for name in rivals]
-        rest = len(headings) - 2 - len(tables.BACKENDS) - len(rivals)
-        lines.append(
-            [
-                tables.label(row, with_shape=True),
-                case.dtype,
-                *[PENDING] * len(tables.BACKENDS),
-                *cells,
-                *[PENDING] * rest,
-            ]
-        )
+        timed = [heading for heading, _ in tables.rivals_of([own], always=())]
+        cells = ["" if each in rivals and each not in timed else PENDING for each in headings[2:]]
+        lines.append([tables.label(row), case.dtype, *cells])
     return (
         f"{tables.table(headings, lines)}\n\n"
         f"Not measured: `{command_of(name)}` on a machine with a GPU measures these "
@@ -90,11 +82,6 @@ def pending(name: str, suite: Suite, cases: list[Case]) -> str:
         f"{suite.gpu_rounds} interleaved rounds of each with L2 flushed, checked against float64 "
         f"first: {suite.text}. The device, its clocks and the versions then stand here."
     )
-
-
-def names_of(case: Case) -> list[str]:
-    """What is timed beside klfast and the compiler."""
-    return [*case.op.eager(case.packed), *([] if case.op.floors() is None else [PRODUCTS])]
 
 
 def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
@@ -110,8 +97,6 @@ def gpu_part(results: Path) -> str:
     for name, (suite, cases) in planned().items():
         if name in measured:
             parts.append(tables.gpu_block(measured[name]))
-            if name in PICTURES:
-                parts.append(f"![GB/s by bytes](../benchmarks/results/{PICTURES[name]})")
         else:
             parts.append(pending(name, suite, cases))
     return "\n\n".join(parts)
@@ -142,10 +127,10 @@ def blocks(results: Path) -> dict[str, str]:
         texts["drop-in"] = tables.drop_in_table([json.loads(path.read_text()) for path in drop_in])
     of_digits = sorted(results.glob("digits-*.json"))
     if of_digits:
-        texts["digits"] = digits.table_of([json.loads(path.read_text()) for path in of_digits])
-    of_batches = load(results / longest.FILE.name)
+        texts["digits"] = studies.digits_table([json.loads(path.read_text()) for path in of_digits])
+    of_batches = load(results / "longest.json")
     if of_batches is not None:
-        texts["longest"] = longest.tables_of(of_batches)
+        texts["longest"] = studies.longest_tables(of_batches)
     parts = [load(results / f"{name}.json") for name in tables.SUMMARY]
     known = [part for part in parts if part is not None]
     if len(known) == len(tables.SUMMARY):
@@ -174,71 +159,9 @@ def rewrite(text: str, texts: dict[str, str]) -> str:
     return BLOCK.sub(generated, text)
 
 
-def draw(data: dict[str, Any], path: Path) -> None:
-    """GB/s by bytes of a call: a panel for each op and dtype, the measured ceilings as lines."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cases = [case for case in tables.cases_of(data) if not ours(case)["packed"]]
-    ops = list(dict.fromkeys(ours(case)["op"] for case in cases))
-    dtypes = list(dict.fromkeys(ours(case)["dtype"] for case in cases))
-    size = (4.6 * len(dtypes) + 1.8, 2.9 * len(ops) + 0.6)
-    figure, axes = plt.subplots(
-        len(ops), len(dtypes), figsize=size, sharex=True, sharey=True, squeeze=False
-    )
-    for op, line in zip(ops, axes, strict=True):
-        for dtype, panel in zip(dtypes, line, strict=True):
-            chosen = [c for c in cases if (ours(c)["op"], ours(c)["dtype"]) == (op, dtype)]
-            _draw_panel(panel, chosen, data["conditions"]["ceilings"])
-            panel.set_title(f"{tables.OPS[op]}, {dtype}", fontsize=10)
-    for panel in axes[-1]:
-        panel.set_xlabel("least bytes of the call")
-    for panel in axes[:, 0]:
-        panel.set_ylabel("GB/s")
-    labelled: dict[str, Any] = {}
-    for panel in axes.flat:
-        handles, labels = panel.get_legend_handles_labels()
-        labelled |= dict(zip(labels, handles, strict=True))
-    figure.legend(labelled.values(), labelled.keys(), loc="center right", frameon=False, fontsize=9)
-    figure.suptitle(f"{data['conditions']['device']}, kernels with cold caches")
-    figure.tight_layout(rect=(0, 0, 1 - 1.8 / size[0], 1))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-# Okabe and Ito's colours, which the colour-blind can tell apart; a marker each, for print.
-STYLES = {
-    "native": ("klfast CUDA C++", "#0072B2", "o", "-"),
-    "triton": ("klfast Triton", "#009E73", "s", "-"),
-    "eager": ("eager", "#D55E00", "v", "--"),
-    "torch.compile": ("torch.compile", "#E69F00", "^", "--"),
-    "torch.compile max-autotune": ("max-autotune", "#CC79A7", "D", "--"),
-    "selective": ("selective", "#56B4E9", "<", "--"),
-    "Liger": ("Liger", "#F0E442", "P", "--"),
-    "TRL": ("TRL's Triton", "black", "X", "--"),
-    "verl": ("verl's log-probs", "#56B4E9", "<", "--"),
-}
-
-
-def _draw_panel(panel: Any, cases: Sequence[tables.Case], ceilings: dict[str, float]) -> None:
-    for impl, (title, colour, marker, line) in STYLES.items():
-        points = sorted((c[impl]["bytes"], c[impl]["gb_per_s"]) for c in cases if impl in c)
-        if points:
-            x, y = zip(*points, strict=True)
-            panel.plot(x, y, label=title, color=colour, marker=marker, linestyle=line, markersize=5)
-    for name, style in (("read", ":"), ("copy", "-.")):
-        ceiling = ceilings[f"{name}_gb_per_s"]
-        panel.axhline(ceiling, label=f"{name}, measured", color="black", linestyle=style, lw=1)
-    panel.set_xscale("log")
-    panel.set_ylim(bottom=0)
-    panel.grid(which="major", alpha=0.3)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes, or with ``--check`` says whether there is something to write (1)."""
-    parser = argparse.ArgumentParser(description="Tables and picture from benchmarks/results.")
+    parser = argparse.ArgumentParser(description="Tables from benchmarks/results.")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
@@ -257,9 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in stale:
         path.write_text(texts[path])
         print(f"wrote {path}")
-    for name in gpu.keys() & PICTURES.keys():
-        draw(gpu[name], arguments.results / PICTURES[name])
-        print(f"wrote {arguments.results / PICTURES[name]}")
     return 0
 
 

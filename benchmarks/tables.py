@@ -1,8 +1,12 @@
-"""Results as tables in Markdown: of a CPU, of a GPU, of frameworks' functions, of machine code."""
+"""Results as tables in Markdown: of a CPU, of a GPU, of frameworks' functions, of machine code.
+
+A table is a list of columns, each a heading and what it says of a case.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.linear import TORCH_CHUNKS, TORCHS
@@ -10,6 +14,8 @@ from benchmarks.linear import TORCH_CHUNKS, TORCHS
 Row = dict[str, Any]
 Case = dict[str, Row]
 """Implementation -> its row."""
+Column = tuple[str, Callable[[Case], str]]
+"""A heading, and the text of a case's cell."""
 
 OPS = {
     "forward": "forward to per-sequence sums",
@@ -127,6 +133,12 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([heading, "|" + "---|" * len(headings), *rows])
 
 
+def table_of(cases: Iterable[Case], columns: Sequence[Column]) -> str:
+    """A line for each case."""
+    lines = ([cell(case) for _, cell in columns] for case in cases)
+    return table([heading for heading, _ in columns], lines)
+
+
 def number(value: float | None) -> str:
     """Three digits, never an exponent; nothing for None."""
     if value is None:
@@ -148,7 +160,7 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}".replace("%", " %")
 
 
-def label(row: Row, with_shape: bool) -> str:
+def label(row: Row, with_shape: bool = True) -> str:
     """The op of a case, and its inputs."""
     layout = "packed " if row.get("packed") else ""
     return f"{layout}{row['shape']} {OPS[row['op']]}" if with_shape else OPS[row["op"]]
@@ -159,15 +171,21 @@ def suite_of(data: dict[str, Any]) -> str:
     return suite
 
 
-def rivals_of(cases: Sequence[Case], always: Sequence[str]) -> dict[str, str]:
-    """Name -> title of those that a table has a column for: some always, others where they are."""
+def titles(names: Iterable[str]) -> list[str]:
+    """The titles of rivals."""
+    return [{**RIVALS, **SOME_RIVALS}[name] for name in names]
+
+
+def rivals_of(cases: Sequence[Case], always: Sequence[str]) -> list[Column]:
+    """How many times klfast's time each rival takes: some always, others where they are."""
     named = {**RIVALS, **SOME_RIVALS}
-    return {n: t for n, t in named.items() if n in always or any(n in case for case in cases)}
+    there = [n for n in named if n in always or any(n in case for case in cases)]
+    return [(f"vs {named[name]}", partial(ratio, name=name)) for name in there]
 
 
-def ratios(case: Case, names: Iterable[str]) -> list[str]:
-    """How many times klfast's time each takes; nothing for one that is not there."""
-    return [times(case[name]["ratio"]) if name in case else "" for name in names]
+def ratio(case: Case, name: str) -> str:
+    """Nothing for one that is not there."""
+    return times(case[name]["ratio"]) if name in case else ""
 
 
 def peaks(case: Case, names: Iterable[str]) -> str:
@@ -176,43 +194,43 @@ def peaks(case: Case, names: Iterable[str]) -> str:
     return " / ".join("-" if peak is None else number(peak / 1e6) for peak in known)
 
 
+# A CPU
+
+
 def cpu_table(data: dict[str, Any]) -> str:
     """Time, ratios and bandwidth of each case, and memory where it was measured."""
-    cases = cases_of(data)
+    cases, suite = cases_of(data), suite_of(data)
     rows = [case["klfast"] for case in cases]
     several = len({tuple(row["shape"]) for row in rows}) > 1
-    rivals = rivals_of(cases, always=("eager", "torch.compile"))
-    with_memory = any(row.get("peak_bytes") is not None for row in rows)
-    with_speed = any(row["gb_per_s"] is not None for row in rows)
-    with_floor = with_speed and any(row.get("floor_ratio") is not None for row in rows)
-    compared = COMPARED[suite_of(data)]
-    lines = [
-        [
-            label(row, several),
-            row["dtype"],
-            number(row["median_ms"]),
-            *ratios(case, rivals),
-            *([gigabytes(row["gb_per_s"]), share(row["read_share"])] * with_speed),
-            *([number(row.get("floor_ratio"))] * with_floor),
-            *([peaks(case, ("klfast", *compared))] * with_memory),
-        ]
-        for case, row in zip(cases, rows, strict=True)
+    columns: list[Column] = [
+        (HEADINGS[suite], lambda case: label(case["klfast"], several)),
+        ("dtype", lambda case: case["klfast"]["dtype"]),
+        ("klfast, ms", lambda case: number(case["klfast"]["median_ms"])),
+        *rivals_of(cases, always=("eager", "torch.compile")),
     ]
-    headings = [HEADINGS[suite_of(data)], "dtype", "klfast, ms"]
-    headings += [f"vs {title}" for title in rivals.values()]
-    headings += ["GB/s", "of read bandwidth"] * with_speed
-    headings += ["times a read, and a fill of the gradient"] * with_floor
-    headings += [f"MB above the inputs: {' / '.join(['klfast', *titles(compared)])}"] * with_memory
-    return table(headings, lines)
+    if any(row["gb_per_s"] is not None for row in rows):
+        columns += [
+            ("GB/s", lambda case: gigabytes(case["klfast"]["gb_per_s"])),
+            ("of read bandwidth", lambda case: share(case["klfast"]["read_share"])),
+        ]
+        if any(row.get("floor_ratio") is not None for row in rows):
+            heading = "times a read, and a fill of the gradient"
+            columns.append((heading, lambda case: number(case["klfast"].get("floor_ratio"))))
+    if any(row.get("peak_bytes") is not None for row in rows):
+        compared = COMPARED[suite]
+        heading = f"MB above the inputs: {' / '.join(['klfast', *titles(compared)])}"
+        columns.append((heading, lambda case: peaks(case, ("klfast", *compared))))
+    return table_of(cases, columns)
 
 
 def gigabytes(speed: float | None) -> str:
     return "" if speed is None else f"{speed:.1f}"
 
 
-def titles(names: Iterable[str]) -> list[str]:
-    """Those of rivals."""
-    return [{**RIVALS, **SOME_RIVALS}[name] for name in names]
+def versions(*wheres: dict[str, Any]) -> str:
+    """The names and versions in conditions, each once."""
+    found = (f"{name} {at}" for where in wheres for name, at in where["versions"].items())
+    return ", ".join(dict.fromkeys(found))
 
 
 def state(where: dict[str, Any]) -> str:
@@ -227,14 +245,13 @@ def state(where: dict[str, Any]) -> str:
 
 def cpu_block(data: dict[str, Any]) -> str:
     """The table of a CPU's results; over logits, where, when and how too."""
-    if suite_of(data) not in OVER_LOGITS:
-        return "\n\n".join(filter(None, (cpu_table(data), state(data["conditions"]))))
     where = data["conditions"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    if suite_of(data) not in OVER_LOGITS:
+        return "\n\n".join(filter(None, (cpu_table(data), state(where))))
     shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
     return (
         f"{cpu_table(data)}\n\n"
-        f"{shapes}, {where['device']}, {where['threads']} threads; {versions}; commit "
+        f"{shapes}, {where['device']}, {where['threads']} threads; {versions(where)}; commit "
         f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
         f"rounds, inputs {where['inputs']}, checked against float64 first; logits with a deviation "
         f"of {where['logits_std']} nats, {where['log_ratio_std']} apart. Memory: the peak of what "
@@ -251,21 +268,20 @@ def memory_of(where: dict[str, Any]) -> str:
 def by_dtype(
     cases: Iterable[tuple[tuple[str, ...], Case]],
     headings: Sequence[str],
-    of_dtype: Sequence[str],
-    cells: Callable[[Case], list[str]],
+    columns: Sequence[Column],
 ) -> str:
-    """A line for each label, and in it for each dtype the cells of that case.
+    """A line for each label, and in it for each dtype the columns of that case.
 
-    ``of_dtype``: the headings of those cells; ``{}`` is the dtype.
+    In their headings ``{}`` is the dtype.
     """
     lines: dict[tuple[str, ...], dict[str, Case]] = {}
     for what, case in cases:
         lines.setdefault(what, {})[case["klfast"]["dtype"]] = case
     dtypes = list(dict.fromkeys(dtype for line in lines.values() for dtype in line))
     return table(
-        [*headings, *(each.format(dtype) for dtype in dtypes for each in of_dtype)],
+        [*headings, *(each.format(dtype) for dtype in dtypes for each, _ in columns)],
         [
-            [*what, *(cell for dtype in dtypes for cell in cells(line[dtype]))]
+            [*what, *(cell(line[dtype]) for dtype in dtypes for _, cell in columns)]
             for what, line in lines.items()
         ],
     )
@@ -273,57 +289,42 @@ def by_dtype(
 
 def summary(parts: Sequence[dict[str, Any]]) -> str:
     """The README's table of a CPU: time, and times those of eager and ``torch.compile``."""
-    cases = []
+    cases, wheres = [], []
     for name, data in zip(SUMMARY, parts, strict=True):
         estimator = "k3 " if suite_of(data) == "tokens" else ""
         for case in cases_of(data):
             if case["klfast"]["op"] in SUMMARY[name]:
-                cases.append(((estimator + label(case["klfast"], with_shape=True),), case))
-    rivals = ("eager", "torch.compile")
-    lines = by_dtype(
-        cases,
-        ["on a CPU"],
-        ["{}, ms", *(f"vs {RIVALS[name]}" for name in rivals)],
-        lambda case: [number(case["klfast"]["median_ms"]), *ratios(case, rivals)],
-    )
-    wheres = [
-        f"{suite}: {where['device']}, {where['threads']} threads, torch "
-        f"{where['versions']['torch']}, {where['date'][:10]}, medians of {where['rounds']} "
-        f"interleaved rounds, inputs {where['inputs']}" + memory_of(where)
-        for suite, where in zip(
-            ("Log-probs", "Logits"), (data["conditions"] for data in parts), strict=True
+                cases.append(((estimator + label(case["klfast"]),), case))
+        where = data["conditions"]
+        wheres.append(
+            f"{'Log-probs' if estimator else 'Logits'}: {where['device']}, {where['threads']} "
+            f"threads, torch {where['versions']['torch']}, {where['date'][:10]}, medians of "
+            f"{where['rounds']} interleaved rounds, inputs {where['inputs']}{memory_of(where)}"
         )
+    columns: list[Column] = [
+        ("{}, ms", lambda case: number(case["klfast"]["median_ms"])),
+        *rivals_of((), always=("eager", "torch.compile")),
     ]
-    return f"{lines}\n\n{'. '.join(wheres)}."
+    return f"{by_dtype(cases, ['on a CPU'], columns)}\n\n{'. '.join(wheres)}."
 
 
 def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
     """Frameworks' own functions and klfast's in their place: milliseconds, and how many times."""
-
-    def cells(case: Case) -> list[str]:
-        theirs, mine = case["framework"], case["klfast"]
-        return [number(theirs["median_ms"]), number(mine["median_ms"]), times(theirs["ratio"])]
-
     cases = [
         ((case["klfast"]["framework"], case["klfast"]["what"]), case)
         for data in parts
         for case in cases_of(data)
     ]
-    of_dtype = ["theirs {}, ms", "klfast, ms", "faster"]
-    lines = by_dtype(cases, ["framework", "function"], of_dtype, cells)
-    return f"{lines}\n\n{drop_in_conditions(parts)}"
-
-
-def drop_in_conditions(parts: Sequence[dict[str, Any]]) -> str:
-    """Where, when and how they were measured, in one paragraph."""
-    wheres = [data["conditions"] for data in parts]
-    where = wheres[0]
-    versions = dict.fromkeys(
-        f"{name} {version}" for each in wheres for name, version in each["versions"].items()
-    )
-    shape = parts[0]["rows"][0]["shape"]
+    columns: list[Column] = [
+        ("theirs {}, ms", lambda case: number(case["framework"]["median_ms"])),
+        ("klfast, ms", lambda case: number(case["klfast"]["median_ms"])),
+        ("faster", lambda case: times(case["framework"]["ratio"])),
+    ]
+    where = parts[0]["conditions"]
     return (
-        f"{shape}, {where['device']}, {where['threads']} threads; {', '.join(versions)}; commit "
+        f"{by_dtype(cases, ['framework', 'function'], columns)}\n\n"
+        f"{parts[0]['rows'][0]['shape']}, {where['device']}, {where['threads']} threads; "
+        f"{versions(*(data['conditions'] for data in parts))}; commit "
         f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
         f"rounds, results compared first{memory_of(where)}. "
         "`GRPOTrainer._compute_loss` is TRL's whole loss around a model that costs nothing; ROLL's "
@@ -331,81 +332,69 @@ def drop_in_conditions(parts: Sequence[dict[str, Any]]) -> str:
     )
 
 
+# A GPU
+
+
 def ours(case: Case) -> Row:
     """The row of klfast's first backend, to which ratios are."""
     return next(case[name] for name in BACKENDS if name in case)
 
 
-def microseconds(row: Row | None, kind: str) -> str:
-    return number(None if row is None or row[kind] is None else row[kind] * 1e3)
+def microseconds(case: Case, name: str, kind: str) -> str:
+    value = case.get(name, {}).get(kind)
+    return number(None if value is None else value * 1e3)
 
 
-def has_bandwidth(suite: str) -> bool:
-    """Whether memory bounds the suite's ops, and not products."""
-    return suite != "linear"
-
-
-def kernel_headings(suite: str, rivals: dict[str, str]) -> list[str]:
-    """The columns of a GPU's table."""
-    return [
-        HEADINGS[suite],
-        "dtype",
-        *(f"{title}, us" for title in BACKENDS.values()),
-        *(f"vs {title}" for title in rivals.values()),
-        *(["GB/s", "of read", "of copy"] * has_bandwidth(suite)),
-        " / ".join(["MB above inputs", *titles(COMPARED[suite])]),
+def kernel_columns(suite: str, cases: Sequence[Case], always: Sequence[str] = ()) -> list[Column]:
+    """Times on the device with cold caches; of rivals, how many times klfast's first backend's.
+    Bandwidth where memory bounds the suite's ops, and not matmuls.
+    """
+    columns: list[Column] = [
+        (HEADINGS[suite], lambda case: label(ours(case))),
+        ("dtype", lambda case: ours(case)["dtype"]),
     ]
+    for name, title in BACKENDS.items():
+        columns.append((f"{title}, us", partial(microseconds, name=name, kind="kernel_ms")))
+    columns += rivals_of(cases, always)
+    if suite != "linear":
+        columns += [
+            ("GB/s", lambda case: number(ours(case)["gb_per_s"])),
+            ("of read", lambda case: share(ours(case)["read_share"])),
+            ("of copy", lambda case: share(ours(case)["copy_share"])),
+        ]
+    compared = COMPARED[suite]
+    memory = " / ".join(["MB above inputs", *titles(compared)])
+    return [*columns, (memory, lambda case: peaks(case, (ours(case)["impl"], *compared)))]
 
 
 def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
-    """Times on the device with cold caches; of rivals, how many times klfast's first backend's."""
-    rivals = rivals_of(cases, always=tuple(RIVALS))
-    lines = []
-    for case in cases:
-        row = ours(case)
-        lines.append(
-            [
-                label(row, with_shape=True),
-                row["dtype"],
-                *(microseconds(case.get(name), "kernel_ms") for name in BACKENDS),
-                *ratios(case, rivals),
-                *(speeds_of(row) * has_bandwidth(suite)),
-                peaks(case, (row["impl"], *COMPARED[suite])),
-            ]
-        )
-    return table(kernel_headings(suite, rivals), lines)
-
-
-def speeds_of(row: Row) -> list[str]:
-    return [number(row["gb_per_s"]), share(row["read_share"]), share(row["copy_share"])]
+    return table_of(cases, kernel_columns(suite, cases, always=tuple(RIVALS)))
 
 
 def launch_table(cases: Sequence[Case]) -> str:
     """Microseconds of a call in a CUDA graph, and of the host to queue it."""
-    names = {**BACKENDS, **rivals_of(cases, always=tuple(RIVALS))}
-    headings = ["us: in a CUDA graph / of the host", "dtype", *names.values()]
-    lines = []
-    for case in cases:
-        row = ours(case)
-        pairs = [
-            " / ".join(
-                microseconds(case.get(name), kind) or "-" for kind in ("graph_ms", "host_ms")
-            )
-            for name in names
-        ]
-        lines.append([label(row, with_shape=True), row["dtype"], *pairs])
-    return table(headings, lines)
+
+    def pair(case: Case, name: str) -> str:
+        kinds = ("graph_ms", "host_ms")
+        return " / ".join(microseconds(case, name, kind) or "-" for kind in kinds)
+
+    rivals = {**RIVALS, **{n: t for n, t in SOME_RIVALS.items() if any(n in c for c in cases)}}
+    columns: list[Column] = [
+        ("us: in a CUDA graph / of the host", lambda case: label(ours(case))),
+        ("dtype", lambda case: ours(case)["dtype"]),
+        *((title, partial(pair, name=name)) for name, title in {**BACKENDS, **rivals}.items()),
+    ]
+    return table_of(cases, columns)
 
 
 def gpu_conditions(data: dict[str, Any]) -> str:
     """Where, when and how it was measured, in one paragraph."""
     where = data["conditions"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    clocks = where["clocks"] or {}
-    running = "".join(f", {name} {value}" for name, value in clocks.items())
+    running = "".join(f", {name} {value}" for name, value in (where["clocks"] or {}).items())
     ceilings = where["ceilings"]
     return (
-        f"{where['device']}{running}; {versions}; commit {where['commit']}, {where['date'][:10]}. "
+        f"{where['device']}{running}; {versions(where)}; commit {where['commit']}, "
+        f"{where['date'][:10]}. "
         f"Medians of {where['rounds']} rounds with L2 flushed, all candidates interleaved in one "
         f"process and checked against float64 first; log-ratios of {where['log_ratio_std']} nats. "
         f"Times are of the device; ratios, GB/s (the least bytes of the case), shares and memory "
@@ -426,9 +415,7 @@ def is_shown(row: Row, suite: str) -> bool:
 def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
     """The measurements on a GPU: those that docs/measured.md shows, or all."""
     suite = suite_of(data)
-    cases = cases_of(data)
-    if only_some:
-        cases = [case for case in cases if is_shown(ours(case), suite)]
+    cases = [c for c in cases_of(data) if not only_some or is_shown(ours(c), suite)]
     small = [c for c in cases if ours(c)["shape"][0] * ours(c)["shape"][1] < LAUNCH_TOKENS]
     parts = [kernel_table(cases, suite)]
     if small or not only_some:

@@ -26,8 +26,19 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import dress, new_figure, set_ticks, zero_line
-from lab.palette import BLUE, GREEN, INK, LINE, SHADE, TITLE, VERMILION
+from lab.drawing import (
+    BAND,
+    BLUE,
+    GREEN,
+    INK,
+    LINE,
+    TITLE,
+    VERMILION,
+    dress,
+    new_figure,
+    set_ticks,
+    zero_line,
+)
 from lab.study.plant import Plant, Policy
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +97,7 @@ def main() -> None:
         panel.plot(share.T.clamp(min=1e-3), color=color, alpha=0.25, linewidth=0.8)
         panel.plot(share.median(0).values.clamp(min=1e-3), color=color, linestyle=style, **LINE)
         zero_line(panel, 1)
-        panel.axhspan(0.8, 1.2, color=INK, alpha=SHADE, linewidth=0)
+        panel.axhspan(0.8, 1.2, **BAND)
         panel.set_yscale("log")
         panel.set_ylim(1 / 16, 16)
         panel.set_xlabel("update")

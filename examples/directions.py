@@ -20,8 +20,7 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import dress, new_figure
-from lab.palette import BLUE, GREEN, GRID, VERMILION
+from lab.drawing import BLUE, GREEN, GRID, VERMILION, dress, new_figure
 
 PICTURE = Path(__file__).parents[1] / "docs" / "directions.png"
 STYLES = {

@@ -23,8 +23,7 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import dress, new_figure
-from lab.palette import BLUE, GREEN, LINE, VERMILION
+from lab.drawing import BLUE, GREEN, LINE, VERMILION, dress, new_figure
 
 PICTURE = Path(__file__).parents[1] / "docs" / "floor.png"
 WORDS = 32_768

@@ -1,12 +1,16 @@
 """``grpo.py`` on two ranks: each has half of the prompts, and all have one coefficient.
 
 Run it with ``torchrun --nproc-per-node 2 examples/grpo_two_ranks.py``; any number of ranks that
-divides eight will do.
+divides eight will do. DDP trains the policy; with ``fsdp2`` behind the program's name its weights
+are sharded. Both give the same numbers.
 """
 
 import copy
+import gc
+import sys
 
 import torch
+import torch.distributed.fsdp
 import torch.distributed.nn  # before there is a group, which it would keep; DDP imports it
 from torch import distributed
 
@@ -17,7 +21,10 @@ rank, ranks = distributed.get_rank(), distributed.get_world_size()
 torch.manual_seed(0)
 model = torch.nn.Embedding(16, 16)
 reference = copy.deepcopy(model).requires_grad_(False)
-policy = torch.nn.parallel.DistributedDataParallel(model)
+if "fsdp2" in sys.argv:
+    policy = torch.distributed.fsdp.fully_shard(model)  # in place, and before the optimizer
+else:
+    policy = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
 penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.05, target=3.0))
 torch.manual_seed(rank)  # from here on, each rank draws its own prompts and answers
@@ -26,7 +33,8 @@ prompts = 8 // ranks
 for step in range(1, 101):
     tokens = torch.randint(1, 16, (prompts, 1)).repeat_interleave(8, 0)
     for _ in range(12):
-        probabilities = model(tokens[:, -1]).detach().softmax(-1)
+        with torch.no_grad():
+            probabilities = model(tokens[:, -1]).softmax(-1)
         tokens = torch.cat([tokens, probabilities.multinomial(1)], 1)
     before, answer = tokens[:, :-1], tokens[:, 1:]
     mask = (answer == 0).cumsum(1) - (answer == 0).long() == 0
@@ -35,7 +43,7 @@ for step in range(1, 101):
     grouped = reward.view(prompts, 8)
     advantage = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std() + 1e-6)).view(-1, 1)
 
-    # DDP averages gradients: the tokens of all ranks, divided by the number of ranks.
+    # DDP and FSDP2 average gradients: the tokens of all ranks, divided by the number of ranks.
     normalizer = klfast.data_parallel_normalizer(mask, "token-mean")
     optimizer.zero_grad()
     logprobs = klfast.token_logprobs(policy(before), answer)
@@ -51,5 +59,6 @@ for step in range(1, 101):
         print(f"step {step}: KL {kl:.2f}, coefficient {coef:.4f}", flush=True)
 
 # The group ends with the last that has it. One that outlives Python may abort the process.
-del policy
+del policy, model, optimizer
+gc.collect()
 distributed.destroy_process_group()

@@ -27,8 +27,7 @@ from klfast.rollout.presets import PRESETS
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import dress, new_figure
-from lab.palette import (
+from lab.drawing import (
     BLUE,
     FAINT,
     GREEN,
@@ -42,6 +41,8 @@ from lab.palette import (
     TITLE,
     VERMILION,
     Styles,
+    dress,
+    new_figure,
 )
 
 if TYPE_CHECKING:

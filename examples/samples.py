@@ -24,8 +24,7 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import dress, new_figure, set_shares
-from lab.palette import BLUE, GREEN, LINE, TITLE, VERMILION
+from lab.drawing import BLUE, GREEN, LINE, TITLE, VERMILION, dress, new_figure, set_shares
 
 PICTURE = Path(__file__).parents[1] / "docs" / "samples.png"
 WORDS = 512

@@ -1,183 +1,176 @@
-"""The experiment from beginning to end: prepare, pretrain, run the arms, report, time."""
+"""The ``compare`` subcommand: its options, and the experiment from beginning to end."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lab import folder, run
-from lab.accuracy import measure, read_accuracy
-from lab.answer import answer, reading
+from lab import run as runs
 from lab.cores import one_thread
-from lab.lock import locked
 from lab.model import count_parameters
-from lab.pictures import draw_pictures
-from lab.report import ReportData, SpeedRow, render_report
-from lab.run import Run
-from lab.samples import sample_texts
-from lab.settings import CompareError, Settings, check_settings
-from lab.summary import read_drift, summarise, summarise_drift
-from lab.team import TIMEOUT, Team, assembled
-from lab.text import Corpus, load_corpus, prompt_starts
+from lab.reading import answer, read_accuracy, read_drift, reading
+from lab.report import SpeedRow, read_speed, speed_flags, write_report
+from lab.run import Run, Stopped
+from lab.settings import ARMS, DEFAULT_ARMS, CompareError, Settings, check_settings
+from lab.summary import measure, number, summarise, summarise_drift
+from lab.text import load_corpus, prompt_starts
+from lab.train import Row
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+HELP = (
+    "train a small language model under different KL controls, measure the KL estimators against "
+    "the exact KL on the way, and write a report"
+)
+DEFAULT_OUT = Path("runs/compare")
 EXTRAS = ("rich", "matplotlib", "jinja2")
+
+_FILES = (runs.REPORT, *runs.PICTURES, runs.METRICS)
+_DEFAULTS = Settings()
+# option, setting, type, what it is
+_OPTIONS = (
+    ("--steps", "steps", int, "policy-gradient steps of each arm"),
+    ("--seed", "seed", int, "seed of everything random"),
+    ("--target", "target", float, "KL that the steering arms aim at, nats per sequence"),
+    ("--letter", "letter", str, "letter whose share is the reward"),
+    ("--low", "low_coef", float, "coefficient of the arm fixed-low"),
+    ("--high", "high_coef", float, "coefficient of the arm fixed-high"),
+    ("--init", "init_coef", float, "coefficient that the steering arms begin with"),
+    ("--horizon", "horizon", float, "horizon of the adaptive controller, in sequences"),
+    ("--gain", "gain", float, "gain of the exponential one, per target missed and step"),
+    ("--clip", "clip", float, "log-ratio clip of the penalty, in nats; 0 for none"),
+    ("--staleness", "staleness", int, "steps between two updates of a stale sampler's weights"),
+    ("--correction", "correction", str, "preset of klfast.rollout_correction, arm corrected"),
+    ("--learning-rate", "learning_rate", float, "of the policy"),
+    ("--precision", "precision", str, "float32 or float64, of weights and arithmetic"),
+    ("--pretrain-steps", "pretrain_steps", int, "language-model steps that make the reference"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for option, name, kind, text in _OPTIONS:
+        parser.add_argument(
+            option,
+            dest=name,
+            type=kind,
+            default=argparse.SUPPRESS,
+            help=f"{text} (default {getattr(_DEFAULTS, name)})",
+        )
+    parser.add_argument(
+        "--arms",
+        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        default=argparse.SUPPRESS,
+        metavar="A,B,...",
+        help=f"arms to run, of {', '.join(ARMS)} (default {','.join(DEFAULT_ARMS)})",
+    )
+    parser.add_argument(
+        "--out",
+        type=_folder,
+        default=DEFAULT_OUT,
+        help=f"output folder, for {', '.join(_FILES)} (default {DEFAULT_OUT})",
+    )
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument(
+        "--resume", action="store_true", help="go on with the interrupted run in the output folder"
+    )
+    earlier.add_argument(
+        "--force",
+        action="store_true",
+        help="begin anew in the folder of an earlier run, which is moved to "
+        f"{runs.EARLIER}/<date> in it; without this it is refused",
+    )
+    parser.add_argument(
+        "--no-bench", dest="bench", action="store_false", help="leave out the closing speed table"
+    )
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a folder, got ''")
+    return Path(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: finished. 130: interrupted, what was done is reported. 2: a mistake, named on stderr."""
+    given = vars(arguments)
+    known = {name for _, name, _, _ in _OPTIONS} | {"arms"}
+    chosen = {name: value for name, value in given.items() if name in known}
+    rest = {name: given[name] for name in ("out", "resume", "force", "bench")}
+    try:
+        return 0 if compare(Options(chosen, **rest)) else 130
+    except (CompareError, OSError) as error:
+        print(f"python -m lab compare: error: {error}", file=sys.stderr)
+        return 2
 
 
 @dataclass(frozen=True)
 class Options:
     """The command's request; ``chosen`` holds the settings that are not left at their defaults."""
 
-    chosen: dict[str, object]
+    chosen: dict[str, Any]
     out: Path
     resume: bool = False
     force: bool = False
     bench: bool = True
-    parallel: str | None = None
-    timeout: float = TIMEOUT
 
 
-def check_extras() -> None:
-    """Raises :class:`CompareError` if the packages that only the experiment needs are missing."""
-    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CompareError(f"the experiment needs {', '.join(missing)}: pip install 'klfast[demo]'")
-
-
-def compare(options: Options, stop: Callable[[], bool] | None = None) -> bool:
+def compare(options: Options, stop: Stopped | None = None) -> bool:
     """Runs the experiment and writes its report; False if it was interrupted (also by ``stop``).
 
     Raises:
         CompareError: something the user can mend is wrong, or another process holds the folder.
             Nothing has then been computed, and no file of an earlier run has been touched.
     """
-    check_extras()
-    with assembled(options.parallel, options.timeout) as team:
-        return _compare(options, stop, team)
-
-
-def _compare(options: Options, stop: Callable[[], bool] | None, team: Team) -> bool:
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CompareError(f"the experiment needs {', '.join(missing)}: pip install 'klfast[demo]'")
     from rich.console import Console
 
-    console = Console(quiet=not team.leads)
-    with ExitStack() as held:
-
-        def take_folder() -> None:
-            team.check(_check(options))
-            folder.check_writable(options.out)
-            held.enter_context(locked(options.out, partial(_print_line, console)))
-            folder.remove_temporary(options.out)
-            if not options.resume:
-                _make_room(options, console)
-
-        team.agree(take_folder)
-        return _run(_begin(options, console, team), options, stop, console)
-
-
-def _run(
-    experiment: Run, options: Options, stop: Callable[[], bool] | None, console: Console
-) -> bool:
-    """Computes, and writes a report. A single process writes it even after an error.
-
-    With ranks, an error may leave the others waiting, so that no report can be written.
-    """
-    leaves_report = experiment.team.group is None
-    _print_plan(experiment, console)
-    try:
-        _compute(experiment, stop, console)
-        leaves_report = experiment.team.leads
-        finished = experiment.finished
-        if leaves_report:
+    console = Console(soft_wrap=True, highlight=False)
+    if options.resume:
+        runs.stored(options.out)
+    else:
+        _check(Settings(**options.chosen))
+        runs.check_ours(options.out)
+    runs.check_writable(options.out)
+    with runs.held(options.out):
+        experiment = _resume(options, console) if options.resume else _start(options, console)
+        settings = experiment.settings
+        console.print(
+            f"Pretraining a GPT of {count_parameters(experiment.pretraining.model):,} parameters "
+            f"for {settings.pretrain_steps} steps. It is the reference of {len(settings.arms)} "
+            f"arms of {settings.steps} steps, {runs.workers(experiment)} of which train at a time. "
+            f"The results go to {experiment.out}."
+        )
+        try:
+            _compute(experiment, stop, console)
             _print_result(experiment, console)
+            finished = experiment.finished
             if not finished:
-                text = "Interrupted. Everything done so far is saved; go on with --resume."
-                _print_line(console, text)
+                console.print("Interrupted. Everything done so far is saved; go on with --resume.")
             elif options.bench:
                 finished = _add_speed(experiment, console)
-    finally:
-        if leaves_report:
+        finally:
             report = write_report(experiment)
-    if leaves_report:
-        _print_line(console, f"Report: {report}")
-        _print_line(console, f"Open it in a browser: {report.resolve().as_uri()}")
+    console.print(f"Report: {report}")
+    console.print(f"Open it in a browser: {report.resolve().as_uri()}")
     return finished
 
 
-def _print_plan(experiment: Run, console: Console) -> None:
-    settings = experiment.settings
-    _print_line(
-        console,
-        f"Pretraining a GPT of {count_parameters(experiment.pretraining.model):,} parameters for "
-        f"{settings.pretrain_steps} steps. It is the reference of {len(settings.arms)} arms of "
-        f"{settings.steps} steps, {run.workers(experiment)} of which train at a time. The results "
-        f"go to {experiment.out}.",
-    )
-
-
-def _print_line(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False)
-
-
-def _check(options: Options) -> Settings:
-    """The run's settings; checks what can be wrong before the folder is touched."""
-    if options.resume:
-        return run.stored_settings(options.out)[0]
-    settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by value below
+def _check(settings: Settings) -> None:
+    """Checks the settings; the text must be long enough for their windows and prompts."""
     check_settings(settings)
-    check_text(load_corpus(), settings)
-    folder.check_ours(options.out)
-    return settings
-
-
-def _make_room(options: Options, console: Console) -> None:
-    if not options.force:
-        folder.check_no_run(options.out)
-    elif (earlier := folder.set_aside(options.out)) is not None:
-        _print_line(console, f"The earlier run is kept in {earlier}")
-
-
-def _begin(options: Options, console: Console, team: Team) -> Run:
-    if options.resume:
-        return _resume(options, console, team)
-    settings = Settings(**options.chosen)  # type: ignore[arg-type]  # checked by the leading rank
-    return run.start(settings, load_corpus(), options.out, team)
-
-
-def _resume(options: Options, console: Console, team: Team) -> Run:
-    settings, environment = run.stored_settings(options.out)
-    for name, value in options.chosen.items():
-        stored = getattr(settings, name)
-        if value != stored:
-            raise CompareError(
-                f"cannot resume with another {name}: "
-                f"the run in {options.out} has {stored!r}, got {value!r}"
-            )
     corpus = load_corpus()
-    now = run.environment(corpus)
-    if environment.get("text") != now["text"]:
-        raise CompareError(
-            f"cannot resume: this Python's text ({now['python']}) is not the one that the run in "
-            f"{options.out} began with ({environment.get('python')})"
-        )
-    changed = [key for key in now if environment.get(key) != now[key]]
-    if changed:
-        what = ", ".join(f"{key} was {environment.get(key)} and is {now[key]}" for key in changed)
-        console.print(f"Resuming in another environment, so the last digits may differ: {what}.")
-    return run.resume(settings, corpus, options.out, team)
-
-
-def check_text(corpus: Corpus, settings: Settings) -> None:
-    """The text must be long enough for the windows and prompts that the settings ask for."""
     for part in (corpus.train, corpus.held_out):
         if len(part) <= settings.context or not len(
             prompt_starts(corpus, part, settings.prompt_length)
@@ -186,6 +179,42 @@ def check_text(corpus: Corpus, settings: Settings) -> None:
                 f"the text is too short for prompts of {settings.prompt_length} and "
                 f"continuations of {settings.continuation_length} tokens"
             )
+
+
+def _start(options: Options, console: Console) -> Run:
+    out = options.out
+    if options.force:
+        if (earlier := runs.set_aside(out)) is not None:
+            console.print(f"The earlier run is kept in {earlier}")
+    elif (out / runs.SETTINGS).exists():
+        raise CompareError(
+            f"{out} holds an earlier run: go on with it (--resume), move it to "
+            f"{out / runs.EARLIER} and begin anew (--force), or choose another folder"
+        )
+    return runs.start(Settings(**options.chosen), load_corpus(), out)
+
+
+def _resume(options: Options, console: Console) -> Run:
+    record = runs.stored(options.out)
+    settings, before = record["settings"], record["environment"]
+    for name, value in options.chosen.items():
+        if value != getattr(settings, name):
+            raise CompareError(
+                f"cannot resume with another {name}: "
+                f"the run in {options.out} has {getattr(settings, name)!r}, got {value!r}"
+            )
+    corpus = load_corpus()
+    now = runs.environment(corpus)
+    if before.get("text") != now["text"]:
+        raise CompareError(
+            f"cannot resume: this Python's text ({now['python']}) is not the one that the run in "
+            f"{options.out} began with ({before.get('python')})"
+        )
+    changed = [f"{k} was {before.get(k)} and is {now[k]}" for k in now if before.get(k) != now[k]]
+    if changed:
+        what = ", ".join(changed)
+        console.print(f"Resuming in another environment, so the last digits may differ: {what}.")
+    return runs.resume(settings, corpus, options.out)
 
 
 @contextmanager
@@ -208,84 +237,137 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _compute(experiment: Run, stop: Callable[[], bool] | None, console: Console) -> None:
-    from lab.terminal import progress_bars
-
-    bars_shown = progress_bars(console, experiment.settings)
-    with one_thread(), interruptible() as interrupted, bars_shown as bars:
+def _compute(experiment: Run, stop: Stopped | None, console: Console) -> None:
+    with one_thread(), interruptible() as interrupted, _progress(experiment, console) as say:
 
         def stopped() -> bool:
-            return experiment.team.any(interrupted() or (stop is not None and stop()))
+            return interrupted() or (stop is not None and stop())
 
-        bars.show(experiment.pretraining.step, experiment.rows)
-        run.pretrain(experiment, stopped, bars.pretrained)
+        def trained(row: Row) -> None:
+            text = (
+                f"KL {number(row['kl_per_sequence_k3'])}, "
+                f"exact {number(row['kl_per_sequence_exact'])}, "
+                f"coef {number(row['coefficient'])}, reward {row['reward']:.0%}"
+            )
+            say(row["arm"], row["step"], text)
+
+        runs.pretrain(
+            experiment, stopped, lambda step, loss: say("pretraining", step, f"loss {loss:.2f}")
+        )
         if experiment.pretrained:
-            run.train(experiment, stopped, bars.trained)
-    if experiment.team.group is not None:
-        run.unshard(experiment)
+            runs.train(experiment, stopped, trained)
 
 
-@one_thread()
-def write_report(experiment: Run) -> Path:
-    """Draws the pictures and writes the report; returns its path."""
-    settings, rows, out = experiment.settings, experiment.rows, experiment.out
-    summaries, bins = summarise(rows, settings), measure(rows)
-    pictures = draw_pictures(rows, summaries, bins, settings)
-    for name, picture in pictures.items():
-        folder.write_atomic(out / name, picture.png)
-    data = ReportData(
-        settings=settings,
-        beginning=run.beginning(out),
-        environment=run.environment(experiment.corpus),
-        written=run.now(),
-        parameters=count_parameters(experiment.pretraining.model),
-        summaries=summaries,
-        bins=bins,
-        pictures=pictures,
-        drifts=summarise_drift(rows, settings),
-        samples=sample_texts(experiment),
-        speed=folder.read_json(out / folder.SPEED) or [],
-    )
-    path = out / folder.REPORT
-    folder.write_atomic(path, render_report(data))
-    return path
+@contextmanager
+def _progress(experiment: Run, console: Console) -> Iterator[Callable[[str, int, str], None]]:
+    """A bar for the pretraining and for each arm; without a terminal lines, of every tenth step of
+    an arm and every hundredth of the pretraining.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    settings = experiment.settings
+    totals = {"pretraining": settings.pretrain_steps}
+    totals |= dict.fromkeys(settings.arms, settings.steps)
+    done = {name: len(arm.rows) for name, arm in experiment.arms.items()}
+    done["pretraining"] = experiment.pretraining.step
+    columns = ("{task.description}", BarColumn(bar_width=6), "{task.percentage:3.0f}%")
+    rest = (TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, *rest, console=console, disable=not console.is_terminal) as progress:
+        tasks = {
+            name: progress.add_task(name, total=total, completed=done.get(name, 0), note="")
+            for name, total in totals.items()
+        }
+
+        def say(name: str, step: int, note: str) -> None:
+            progress.update(tasks[name], completed=step, note=note)
+            every = runs.PRETRAIN_SAVE_EVERY if name == "pretraining" else runs.SAVE_EVERY
+            if progress.disable and (step % every in (0, 1) or step == totals[name]):
+                console.print(f"{name}: step {step} of {totals[name]}, {note}")
+
+        yield say
 
 
 def _print_result(experiment: Run, console: Console) -> None:
-    from lab.terminal import print_answer, print_summary
+    settings, rows = experiment.settings, experiment.rows
+    summaries, drifts = summarise(rows, settings), summarise_drift(rows, settings)
+    found = answer(summaries, settings)
 
-    summaries = summarise(experiment.rows, experiment.settings)
-    print_answer(console, answer(summaries, experiment.settings))
-    if summaries:
-        print_summary(console, summaries, experiment.settings)
-    for sentence in reading(summaries, experiment.settings):
-        console.print(f"- {sentence}", highlight=False)
-    console.print(f"The estimators against the exact KL ({folder.ESTIMATORS}):", highlight=False)
-    for sentence in read_accuracy(measure(experiment.rows)):
-        console.print(f"- {sentence}", highlight=False)
-    if drifts := summarise_drift(experiment.rows, experiment.settings):
-        console.print(f"A sampler that is not the policy ({folder.SAMPLER}):", highlight=False)
-    for sentence in read_drift(drifts, experiment.settings):
-        console.print(f"- {sentence}", highlight=False)
+    def say(sentences: Sequence[str], heading: str = "") -> None:
+        if heading and sentences:
+            console.print(heading)
+        for sentence in sentences:
+            console.print(f"- {sentence}", soft_wrap=False)
+
+    console.print(found.line, style="bold", soft_wrap=False)
+    say(found.notes)
+    title = f"Last third of the steps; target {number(settings.target)} nats per sequence"
+    headings = ("arm", "reward", "KL", "exact KL", "off target", "coef", "ppl", "KL step ms")
+    lines = [
+        (
+            s.name,
+            f"{s.reward:.1%}",
+            number(s.kl),
+            number(s.exact_kl),
+            f"{s.miss(settings.target):+.0%}",
+            number(s.coefficient),
+            number(s.perplexity),
+            number(s.kl_seconds * 1e3),
+        )
+        for s in summaries
+    ]
+    if lines:
+        _print_table(console, title, headings, lines, names=1)
+    say(reading(summaries, settings))
+    accuracy = read_accuracy(measure(rows))
+    say(accuracy, f"The estimators against the exact KL ({runs.ESTIMATORS}):")
+    say(read_drift(drifts, settings), f"A sampler that is not the policy ({runs.SAMPLER}):")
+
+
+def _print_table(
+    console: Console,
+    title: str,
+    headings: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    names: int,
+) -> None:
+    """A table whose first columns hold names."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < names else "right", no_wrap=i < names)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table, soft_wrap=False)
 
 
 def _add_speed(experiment: Run, console: Console) -> bool:
-    """Times the KL step and adds the table to the report; False if that was interrupted.
+    """Times the KL step for the report's table; False if that was interrupted.
 
     A run that was timed before keeps its table.
     """
     from benchmarks.kl_step import time_kl_step
-    from lab.terminal import print_speed
 
-    path, settings = experiment.out / folder.SPEED, experiment.settings
-    speed: list[SpeedRow] | None = folder.read_json(path)
+    settings = experiment.settings
+    speed: list[SpeedRow] | None = read_speed(experiment.out)
     if speed is None:
-        _print_line(console, "Timing the KL step against eager PyTorch, for some 10 s ...")
+        console.print("Timing the KL step against eager PyTorch, for some 10 s ...")
         try:
             speed = time_kl_step((settings.batch, settings.continuation_length))
         except KeyboardInterrupt:
-            _print_line(console, "Interrupted: the report is complete but for the speed table.")
+            console.print("Interrupted: the report is complete but for the speed table.")
             return False
-        folder.write_json(path, speed)
-    print_speed(console, speed)
+        runs.write_json(experiment.out / runs.SPEED, speed)
+    headings = ("case", "implementation", "median ms", "min ms", "ratio", "flags")
+    lines = [
+        (
+            str(row["case"]),
+            str(row["impl"]),
+            *(number(row[key]) for key in ("median_ms", "min_ms", "ratio")),
+            speed_flags(row),
+        )
+        for row in speed
+    ]
+    _print_table(console, "Speed of the KL step", headings, lines, names=2)
     return True

@@ -1,147 +1,95 @@
-"""Panels: what each shows, a file of several, and each by itself for a page."""
+"""Colours, lines and axes of all pictures.
+
+Series have Okabe and Ito's colours, which the colour-blind can tell apart. Each has a line and a
+marker of its own as well.
+"""
 
 from __future__ import annotations
 
-import html
 import io
-import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from lab.palette import DPI, GRID, INK, PAPER, SMALL, TITLE, VARIABLES, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-PANEL_SIZE = (4.2, 3.2)
-"""Inches of a panel on a page: as wide as a phone, whose text then is of the usual size."""
+INK, PAPER, GRID, FAINT = "#000000", "#ffffff", "#e4e4e4", "#bbbbbb"
+GREY, SILVER = "#555555", "#999999"
+BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
+VERMILION, ORANGE, PURPLE, YELLOW = "#D55E00", "#E69F00", "#CC79A7", "#F0E442"
+
+WORDS = {
+    ORANGE: "#8F6200",
+    SKY: "#1F6F9E",
+    PURPLE: "#A8477C",
+    GREEN: "#007A59",
+    VERMILION: "#B84F00",
+}
+"""Colour -> the colour of words in it, whose contrast on white paper is at least 4.5."""
+
+Styles = dict[str, dict[str, Any]]
+
+STYLES: Styles = {
+    "none": {"color": GREY, "linestyle": ":", "marker": "x"},
+    "fixed-low": {"color": ORANGE, "linestyle": "--", "marker": "v"},
+    "fixed-high": {"color": SKY, "linestyle": "--", "marker": "^"},
+    "adaptive": {"color": BLUE, "linestyle": "-", "marker": "o"},
+    "exponential": {"color": VERMILION, "linestyle": "-", "marker": "s"},
+    "nupi": {"color": GREEN, "linestyle": "-", "marker": "D"},
+    "pid-lagrangian": {"color": PURPLE, "linestyle": "-", "marker": "P"},
+    "dual": {"color": INK, "linestyle": "-", "marker": "*"},
+    "doubling": {"color": ORANGE, "linestyle": "-.", "marker": "<"},
+    "control-vae": {"color": SKY, "linestyle": "-.", "marker": ">"},
+    "stale": {"color": VERMILION, "linestyle": "-", "marker": "X"},
+    "corrected": {"color": GREEN, "linestyle": "-", "marker": "d"},
+}
+"""The arms' lines."""
+
+ESTIMATORS: Styles = {
+    "exact KL": {"color": INK, "linestyle": "-", "marker": "", "linewidth": 2.4},
+    "k1": {"color": BLUE, "linestyle": "--", "marker": "o"},
+    "k2": {"color": VERMILION, "linestyle": ":", "marker": "s"},
+    "k3": {"color": GREEN, "linestyle": "-", "marker": "^"},
+}
+
+LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5.5}
+BAND: dict[str, Any] = {"color": INK, "alpha": 0.08, "linewidth": 0}
+SMALL, TITLE = 9, 11
 
 Ends = list[tuple[str, dict[str, Any], float]]
 """Label, style and height of lines where they end."""
 
 _LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the panel's height
-_SVG_COLOR = re.compile(r"(?<=: )#[0-9a-f]{6}\b")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One figure.
-
-    Attributes:
-        title: what it shows, in a line.
-        alt: the same for those who do not see it.
-        draw: draws it, but for the title.
-    """
-
-    title: str
-    alt: str
-    draw: Callable[[Axes], None]
-
-
-def png(
-    panels: Sequence[Panel],
-    columns: int,
-    size: tuple[float, float],
-    label: Callable[[str], str] = str,
-) -> bytes:
-    """All panels in one picture, with one legend for the lines of the first.
-
-    ``label`` gives the legend's text for a line's label.
-    """
-    figure = new_figure(*size)
-    rows = -(-len(panels) // columns)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for panel, place in zip(panels, axes, strict=False):
-        panel.draw(place)
-        place.set_title(panel.title, loc="left", fontsize=TITLE)
-    for place in axes[len(panels) :]:
-        place.set_visible(False)
-    add_legend(figure, axes[0], label)
-    return to_png(figure)
-
-
-def svg(panel: Panel, salt: str = "") -> str:
-    """A panel by itself, as an element of HTML whose colours are the page's variables.
-
-    With another ``salt`` or title, its names within are others.
-    """
-    figure = new_figure(*PANEL_SIZE)
-    panel.draw(figure.subplots())
-    return _to_svg(figure, panel.alt, salt + panel.title)
-
-
-def swatch(style: dict[str, Any], salt: str = "") -> str:
-    """A short piece of a line, for a page's legend; ``salt`` as of :func:`svg`."""
-    from matplotlib.lines import Line2D
-
-    figure = new_figure(0.5, 0.16, layout=None)
-    look = {"linewidth": 1.6, "markersize": 6} | style
-    line = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1], **look)
-    line.set_transform(figure.transFigure)
-    figure.add_artist(line)
-    return _to_svg(figure, "", salt + str(sorted(style.items())))
-
-
-def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
-def add_legend(figure: Figure, panel: Axes, label: Callable[[str], str] = str) -> None:
-    """One legend for the figure, of the lines in ``panel``."""
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        [label(text) for text in labels],
-        loc="outside upper center",
-        ncols=max(1, min(7, len(labels))),
-        frameon=False,
-        handlelength=4,
-    )
-
-
-def to_png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _to_svg(figure: Figure, alt: str, salt: str) -> str:
-    import matplotlib as mpl
-
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return inline(buffer.getvalue(), alt)
-
-
-def inline(document: str, alt: str) -> str:
-    """An SVG document as an element of HTML.
-
-    It has the page's width and font, and no names that another picture's may equal; colours are
-    variables.
-    """
-    body = document[document.index("<svg") :].strip()
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
-    body = re.sub(r" font-family: [^;\"]*;", "", body)
-    used = set(re.findall(r"[(\"]#([^)\"]+)[)\"]", body))
-    body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", body)
-    body = _SVG_COLOR.sub(lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], body)
-    box = re.search(r'viewBox="[^"]*"', body)
-    assert box is not None  # matplotlib writes one
-    hidden = f'role="img" aria-label="{html.escape(alt)}"' if alt else 'aria-hidden="true"'
-    return f"<svg {box[0]} {hidden}>{body[body.index('>') + 1 :]}"
+def add_legend(figure: Figure, panel: Axes, label: Callable[[str], str] = str) -> None:
+    """One legend for the figure, of the lines in ``panel``; ``label`` gives a line's text."""
+    handles, labels = panel.get_legend_handles_labels()
+    texts, columns = [label(text) for text in labels], max(1, min(7, len(labels)))
+    place: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 4}
+    figure.legend(handles, texts, ncols=columns, **place)
 
 
-def dress(panel: Axes) -> None:
+def dress(panel: Axes, title: str = "") -> None:
     panel.grid(True, which="major", color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
+    if title:
+        panel.set_title(title, loc="left", fontsize=TITLE)
 
 
 def zero_line(panel: Axes, height: float = 0.0) -> None:
@@ -188,7 +136,7 @@ def label_ends(panel: Axes, ends: Ends, leads: Sequence[tuple[float, float]] | N
             label,
             xytext=(1.02, height),
             textcoords="axes fraction",
-            color=text_color(style["color"]),
+            color=WORDS.get(style["color"], style["color"]),
             fontsize=SMALL,
             fontweight="bold",
             va="center",

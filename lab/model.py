@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: the policy, and (frozen) the reference.
+"""A small GPT in plain PyTorch, and its pretraining: the policy, and (frozen) the reference.
 
 Shapes: P prompts of S tokens, B continuations of T tokens, D channels, V tokens in the vocabulary.
 The continuations of a prompt are neighbours: B / P of them for each.
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lab.team import Share
+from lab.cores import side_by_side
+from lab.settings import Settings
+from lab.text import Corpus, random_windows
 
 
 @dataclass(frozen=True)
@@ -125,18 +127,9 @@ def count_parameters(model: nn.Module) -> int:
 
 @torch.no_grad()
 def sample(
-    model: GPT,
-    prompts: Tensor,
-    length: int,
-    generator: torch.Generator,
-    share: Share | None = None,
+    model: GPT, prompts: Tensor, length: int, generator: torch.Generator, group: int = 1
 ) -> Tensor:
-    """Continuations ``[B, length]`` of ``prompts`` ``[P, S]``, drawn at temperature 1.
-
-    With a share they are those that its rows of the whole batch would get; otherwise B is P.
-    """
-    share = share or Share(slice(0, len(prompts)), len(prompts))
-    group = (share.rows.stop - share.rows.start) // len(prompts)
+    """Continuations ``[P * group, length]`` of ``prompts`` ``[P, S]``, at temperature 1."""
     caches = model.new_caches(len(prompts))
     logits = model(prompts, 0, caches, first=-1).repeat_interleave(group, 0)
     caches = [cache.repeat_interleave(group, 1) for cache in caches]
@@ -144,7 +137,7 @@ def sample(
     for position in range(prompts.shape[1], prompts.shape[1] + length):
         if drawn:
             logits = model(drawn[-1], position - 1, caches)
-        uniform = torch.rand(share.total, 1, generator=generator)[share.rows]
+        uniform = torch.rand(len(logits), 1, generator=generator)
         drawn.append(draw(logits[:, 0].softmax(-1), uniform))
     return torch.cat(drawn, 1)
 
@@ -182,3 +175,60 @@ def cross_entropy(model: GPT, windows: Tensor) -> Tensor:
 @torch.no_grad()
 def perplexity(model: GPT, windows: Tensor) -> float:
     return math.exp(float(cross_entropy(model, windows)))  # in float64: it can be astronomical
+
+
+# The pretraining
+
+_WARMUP = 30
+
+
+@dataclass
+class PretrainState:
+    """The model on its way to becoming the reference."""
+
+    model: GPT
+    optimizer: torch.optim.AdamW
+    generator: torch.Generator
+    step: int = 0
+
+
+def new_pretraining(corpus: Corpus, settings: Settings) -> PretrainState:
+    generator = torch.Generator().manual_seed(settings.seed)
+    model = GPT(
+        len(corpus.tokens), settings.context, settings.layers, settings.width, settings.heads
+    )
+    model.initialise(generator)
+    model.to(getattr(torch, settings.precision))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), settings.pretrain_learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+    )
+    return PretrainState(model, optimizer, generator)
+
+
+def pretrain_step(state: PretrainState, corpus: Corpus, settings: Settings) -> float:
+    """One step on random windows of the train part; returns its loss in nats per token."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = settings.pretrain_learning_rate * _schedule(
+            state.step, settings.pretrain_steps
+        )
+    windows = random_windows(
+        corpus.train, settings.pretrain_batch, settings.context, state.generator
+    )
+    state.optimizer.zero_grad()
+
+    def add_gradient(part: Tensor) -> float:
+        loss = cross_entropy(state.model, part) * (len(part) / len(windows))
+        torch.autograd.backward(loss)
+        return float(loss.detach())
+
+    # Two parts, on any number of cores: the sum of two gradients does not depend on their order.
+    losses = side_by_side(add_gradient, windows.chunk(2))
+    torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+    state.optimizer.step()
+    state.step += 1
+    return sum(losses)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Linear warm-up, flat, then linear decay over the last 70 %."""
+    return min((step + 1) / _WARMUP, 1.0, (steps - step) / (0.7 * steps))

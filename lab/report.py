@@ -1,95 +1,134 @@
-"""The report: one HTML file that needs no other."""
+"""The report: one HTML file that needs no other, and the pictures that it shows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from benchmarks import idle
 from benchmarks.outcome import flags_text
 from benchmarks.timing import NOISY, is_noisy
-from lab import folder
-from lab.accuracy import ENOUGH_STEPS, ENOUGH_TOKENS, SAMPLED, Bin, read_accuracy
-from lab.answer import answer, reading
-from lab.arms import off_policy
-from lab.palette import style_sheet
-from lab.pictures import Picture
-from lab.recipe import recipe
-from lab.samples import Sample
-from lab.settings import Settings, settings_to_json
-from lab.summary import Drift, Summary, read_drift
-from lab.words import number
+from lab import run
+from lab.cores import one_thread
+from lab.model import GPT, count_parameters, sample
+from lab.pictures import draw_pictures
+from lab.reading import answer, read_accuracy, read_drift, reading, recipe
+from lab.run import Run
+from lab.settings import ARMS, off_policy, settings_to_json
+from lab.summary import (
+    ENOUGH_STEPS,
+    ENOUGH_TOKENS,
+    measure,
+    number,
+    summarise,
+    summarise_drift,
+)
+from lab.text import prompt_starts, random_prompts
+from lab.train import SAMPLED, kept
 
 SpeedRow = dict[str, Any]
 """A dict of ``benchmarks.time_kl_step``."""
 
-
-@dataclass(frozen=True)
-class ReportData:
-    """All that the report shows.
-
-    Attributes:
-        beginning: when the run began, and in what environment.
-        environment: in which the report was written.
-        written: when.
-        pictures: by the names of their files.
-    """
-
-    settings: Settings
-    beginning: dict[str, Any]
-    environment: dict[str, Any]
-    written: str
-    parameters: int
-    summaries: list[Summary]
-    bins: list[Bin]
-    pictures: dict[str, Picture]
-    drifts: list[Drift]
-    samples: list[Sample]
-    speed: list[SpeedRow]
+PROMPTS = 3
 
 
-def render_report(data: ReportData) -> bytes:
+@one_thread()
+def write_report(experiment: Run) -> Path:
+    """Draws the pictures and writes the report; returns its path."""
     import jinja2
 
-    environment = jinja2.Environment(
+    settings, rows, out = experiment.settings, experiment.rows, experiment.out
+    summaries, bins, drifts = (
+        summarise(rows, settings),
+        measure(rows),
+        summarise_drift(rows, settings),
+    )
+    pictures = draw_pictures(rows, summaries, bins, settings)
+    for name, picture in pictures.items():
+        run.write(out / name, picture)
+    record = json.loads((out / run.SETTINGS).read_bytes())
+    now = run.environment(experiment.corpus)
+    found = answer(summaries, settings)
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("lab", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
-    found = answer(data.summaries, data.settings)
-    text = environment.get_template("report_template.html").render(
-        data=data,
-        colors=style_sheet(),
-        written_by=_written_by(data.environment),
-        begun_by=_written_by(data.beginning),
+    templates.filters["number"] = number
+    text = templates.get_template("report_template.html").render(
+        s=settings,
+        settings={**settings_to_json(settings), "arms": ", ".join(settings.arms), **now},
+        began=record["began"],
+        begun_by=_written_by(record["environment"]),
+        torch=record["environment"]["torch"],
+        written=run.now(),
+        written_by=_written_by(now),
         answer=found,
-        recipe=recipe(found.arm, data.settings) if found.arm else "",
-        chosen={s.name: s for s in data.summaries}.get(found.arm or ""),
-        files=folder,
-        reading=reading(data.summaries, data.settings),
-        accuracy=read_accuracy(data.bins),
+        recipe=recipe(found.arm, settings) if found.arm else "",
+        chosen={s.name: s for s in summaries}.get(found.arm or ""),
+        parameters=count_parameters(experiment.pretraining.model),
+        pictures={name: base64.b64encode(data).decode() for name, data in pictures.items()},
+        files=run,
+        summaries=summaries,
+        reading=reading(summaries, settings),
+        bins=bins,
+        accuracy=read_accuracy(bins),
         sampled=SAMPLED,
-        lengths=sorted({(one.first, one.last) for s in data.summaries for one in s.lengths}),
         enough_tokens=ENOUGH_TOKENS,
         enough_steps=ENOUGH_STEPS,
-        settings={**settings_to_json(data.settings), "arms": ", ".join(data.settings.arms)},
-        has_sampler=bool(off_policy(data.settings.arms)),
-        drift=read_drift(data.drifts, data.settings),
-        speed=[{**row, "flags": speed_flags(row)} for row in data.speed],
+        has_sampler=bool(off_policy(settings.arms)),
+        drifts=drifts,
+        drift=read_drift(drifts, settings),
+        samples=sample_texts(experiment),
+        speed=[{**row, "flags": speed_flags(row)} for row in read_speed(out) or []],
         noisy=NOISY,
         busy=f"{idle.LIMIT:.0%}",
     )
-    return text.encode()
+    run.write(out / run.REPORT, text.encode())
+    return out / run.REPORT
 
 
 def _written_by(environment: dict[str, Any]) -> str:
-    version, commit = (environment.get(name) or "not known" for name in ("klfast", "commit"))
+    version, commit = (environment[name] or "not known" for name in ("klfast", "commit"))
     return f"klfast {version}, commit {commit}"
+
+
+def read_speed(out: Path) -> list[SpeedRow] | None:
+    """The recorded speed of the KL step; None before it was timed."""
+    path = out / run.SPEED
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def speed_flags(row: SpeedRow) -> str:
     """The flags against a row's times."""
     return flags_text(is_noisy(row["median_ms"], row["min_ms"]), bool(row["busy"]))
+
+
+def sample_texts(experiment: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Held-out prompts, each with the continuations by the reference and by every arm's policy."""
+    corpus, settings = experiment.corpus, experiment.settings
+    models: list[tuple[str, GPT]] = [("reference", experiment.reference)]
+    models += [(ARMS[arm.name].label, arm.policy) for arm in experiment.arms.values() if arm.rows]
+
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(settings.seed)
+
+    def continued(model: GPT, prompts: Tensor) -> list[str]:
+        drawn = sample(model, prompts, settings.continuation_length, generator())
+        mask = kept(drawn, corpus.end)
+        return [corpus.decode(ids[keep]) for ids, keep in zip(drawn, mask, strict=True)]
+
+    starts = prompt_starts(corpus, corpus.held_out, settings.prompt_length)
+    prompts = random_prompts(corpus.held_out, starts, PROMPTS, settings.prompt_length, generator())
+    texts = [(label, continued(model, prompts)) for label, model in models]
+    return [
+        (corpus.decode(prompt), [(label, own[i]) for label, own in texts])
+        for i, prompt in enumerate(prompts)
+    ]

@@ -1,20 +1,23 @@
-"""A run: started afresh or taken up again, stepped, and saved so that nothing is lost.
+"""A run: its folder, its state, and the steps that train it.
 
-A run's state is its pretraining and its arms. Everything in them that a step reads or changes
-(weights, optimiser, random generator, controller, records) is in the checkpoints, so that a run
-taken up again gives the same numbers, bit for bit, as one that was never interrupted.
+A run's state is its pretraining and its arms. A checkpoint of each has all that a step reads or
+changes (weights, optimizer, random generator, controller, records), so a resumed run gives the same
+numbers, bit for bit, as one that was never interrupted.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import platform
+import sys
+import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,29 +26,125 @@ import torch
 
 from klfast.backends.info import commit
 from klfast.version import __version__
-from lab import folder
 from lab.cores import cores, side_by_side
-from lab.folder import Row
-from lab.model import GPT, frozen_copy
-from lab.pretrain import PretrainState, new_pretraining, pretrain_step
-from lab.settings import (
-    CompareError,
-    Settings,
-    settings_from_json,
-    settings_to_json,
-)
-from lab.team import ALONE, Team, load_whole_state, whole_state
+from lab.model import GPT, PretrainState, frozen_copy, new_pretraining, pretrain_step
+from lab.settings import CompareError, Settings, settings_from_json, settings_to_json
 from lab.text import Corpus
-from lab.train import ArmState, World, build_world, new_arm, train_step
+from lab.train import ArmState, Row, World, build_world, new_arm, train_step
 
-VERSION = 5
+if sys.platform != "win32":
+    import fcntl
+
+VERSION = 6
 """The version of a run's records and arithmetic: a run goes on under the one it began with."""
 
 SAVE_EVERY = 10
 PRETRAIN_SAVE_EVERY = 100
-_PRETRAIN = "pretrain"
+
+SETTINGS, METRICS, SPEED, REPORT = "settings.json", "metrics.jsonl", "speed.json", "report.html"
+FRONTIER, CURVES, ESTIMATORS, SAMPLER = PICTURES = (
+    *("frontier.png", "curves.png"),
+    *("estimators.png", "sampler.png"),
+)
+CHECKPOINTS, EARLIER, LOCK = "checkpoints", "earlier", ".lock"
+_OURS = (METRICS, *PICTURES, SPEED, REPORT, CHECKPOINTS, SETTINGS)
 
 Stopped = Callable[[], bool]
+
+
+# The folder
+
+
+def write(path: Path, data: bytes) -> None:
+    """Writes the whole file or leaves the old one: no reader and no crash sees half of it."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: object) -> None:
+    write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that were written, up to a line that is not whole."""
+    rows: list[Row] = []
+    with suppress(ValueError):
+        rows.extend(json.loads(line) for line in path.read_bytes().splitlines())
+    return rows
+
+
+def check_writable(out: Path) -> None:
+    """Makes the folder, and raises :class:`CompareError` unless files can be written in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Keeps other processes out of the folder, where the system has file locks.
+
+    Raises:
+        CompareError: another process holds it.
+    """
+    with (out / LOCK).open("w") as lock:
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CompareError(
+                f"{out} is in use by another process; wait for it, or choose another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
+
+
+def check_ours(out: Path) -> None:
+    """Raises :class:`CompareError` for a folder with files, but none of a run's settings."""
+    begun = (LOCK, EARLIER, f".{SETTINGS}.new")
+    try:
+        names = sorted(path.name for path in out.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
+    foreign = next((name for name in names if name not in begun), None)
+    if SETTINGS not in names and foreign is not None:
+        raise CompareError(
+            f"{out} is no folder of python -m lab compare, which did not write its {foreign}; "
+            "choose a new or an empty folder"
+        )
+
+
+def set_aside(out: Path, names: Sequence[str] = _OURS) -> Path | None:
+    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any.
+
+    The file of settings goes last: until then the folder is known to hold a run.
+    """
+    present = [out / name for name in names if (out / name).exists()]
+    if not present:
+        return None
+    newest = max(path.stat().st_mtime for path in present)
+    stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(newest))
+    place, count = out / EARLIER / stem, 1
+    while place.exists():
+        count += 1
+        place = out / EARLIER / f"{stem}-{count}"
+    place.mkdir(parents=True)
+    for path in present:
+        path.rename(place / path.name)
+    return place
+
+
+# The state
 
 
 @dataclass
@@ -56,7 +155,6 @@ class Run:
     corpus: Corpus
     out: Path
     pretraining: PretrainState
-    team: Team = ALONE
     arms: dict[str, ArmState] = field(default_factory=dict)
 
     @property
@@ -94,109 +192,132 @@ def now() -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
 
 
-def start(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) -> Run:
+def start(settings: Settings, corpus: Corpus, out: Path) -> Run:
     """A new run in an empty place of ``out``."""
-    if team.leads:
-        folder.write_json(
-            out / folder.SETTINGS,
-            {
-                "version": VERSION,
-                "settings": settings_to_json(settings),
-                "environment": environment(corpus),
-                "began": now(),
-            },
-        )
-        folder.write_rows(out / folder.METRICS, [])
-    return Run(settings, corpus, out, new_pretraining(corpus, settings), team)
-
-
-def beginning(out: Path) -> dict[str, Any]:
-    """When the run in ``out`` began (``began``), and in what environment."""
-    record = folder.read_json(out / folder.SETTINGS)
-    return {"began": record.get("began"), **record["environment"]}
-
-
-def stored_settings(out: Path) -> tuple[Settings, dict[str, Any]]:
-    """Settings and environment of the run in ``out``; :class:`CompareError` if there is none."""
-    path = out / folder.SETTINGS
-    if not path.is_file():
-        raise CompareError(f"nothing to resume: there is no {path}; begin a run without --resume")
-    try:
-        record = json.loads(path.read_bytes())
-        version = record["version"]
-        if version != VERSION:
-            raise ValueError(f"version {version} of a run's records, not {VERSION}")
-        return settings_from_json(record["settings"]), dict(record["environment"])
-    except (CompareError, OSError, ValueError, TypeError, KeyError) as error:
-        raise CompareError(_damaged(path, error)) from None
-
-
-def resume(settings: Settings, corpus: Corpus, out: Path, team: Team = ALONE) -> Run:
-    """The run in ``out`` as its checkpoints left it; all are read before anything is written.
-
-    It may go on with another number of ranks than it began with.
-    """
-    run = Run(settings, corpus, out, new_pretraining(corpus, settings), team)
-    path = _checkpoint(out, _PRETRAIN)
-    if path.is_file():
-        _restore(path, settings, partial(_load_pretraining, run.pretraining))
-    world = build_world(corpus, run.reference, settings)
-    for name in settings.arms:
-        path = _checkpoint(out, name)
-        if path.is_file():
-            if not run.pretrained:
-                raise CompareError(_damaged(_checkpoint(out, _PRETRAIN), "missing or unfinished"))
-            arm = run.arms[name] = new_arm(name, world, settings, team)
-            _restore(path, settings, partial(_load_arm, arm))
-    _check_nothing_is_lost(run)
-    if team.leads:
-        folder.write_rows(out / folder.METRICS, run.rows)
+    record = {"settings": settings_to_json(settings), "environment": environment(corpus)}
+    write_json(out / SETTINGS, {"version": VERSION, **record, "began": now()})
+    run = Run(settings, corpus, out, new_pretraining(corpus, settings))
+    write_rows(run)
     return run
 
 
-def _check_nothing_is_lost(run: Run) -> None:
-    """Raises :class:`CompareError` where records are further than a killed run's can be.
+def stored(out: Path) -> dict[str, Any]:
+    """The record of the run in ``out``, with :class:`Settings` among it.
 
-    Checkpoints have then been removed, and the records would be overwritten.
+    Raises:
+        CompareError: there is no run, or its record cannot be read.
     """
-    recorded = Counter(row["arm"] for row in folder.read_rows(run.out / folder.METRICS))
-    for name, steps in recorded.items():
-        kept = len(run.arms[name].rows) if name in run.arms else 0
-        if steps - kept > SAVE_EVERY:
-            raise CompareError(
-                f"cannot resume: {run.out / folder.METRICS} has {steps} steps of the arm {name!r}, "
-                f"its checkpoint {kept}; begin anew with --force, which keeps the earlier run's "
-                "files, or in another folder"
-            )
+    path = out / SETTINGS
+    if not path.is_file():
+        raise CompareError(f"nothing to resume: there is no {path}; begin a run without --resume")
+    with _whole(path):
+        record: dict[str, Any] = json.loads(path.read_bytes())
+        if record["version"] != VERSION:
+            raise ValueError(f"version {record['version']} of a run's records, not {VERSION}")
+        return {**record, "settings": settings_from_json(record["settings"])}
 
 
-def unshard(run: Run) -> None:
-    """Gives every arm its whole policy, on every rank; for reports, after the last step."""
-    for arm in run.arms.values():
-        weights, _ = whole_state(arm.policy, arm.optimizer)
-        arm.policy = frozen_copy(run.pretraining.model)
-        if weights:  # the first rank alone has them
-            arm.policy.load_state_dict(weights)
+def resume(settings: Settings, corpus: Corpus, out: Path) -> Run:
+    """The run in ``out`` as its checkpoints left it; all are read before anything is written."""
+    run = Run(settings, corpus, out, new_pretraining(corpus, settings))
+    if (record := _load(run, "pretrain")) is not None:
+        state = run.pretraining
+        with _whole(_checkpoint(run, "pretrain")):
+            state.model.load_state_dict(record["model"])
+            state.optimizer.load_state_dict(record["optimizer"])
+            state.generator.set_state(record["generator"])
+            state.step = record["step"]
+    world = build_world(corpus, run.reference, settings)
+    for name in settings.arms:
+        if (record := _load(run, name)) is None:
+            continue
+        if not run.pretrained:
+            raise CompareError(_damaged(_checkpoint(run, "pretrain"), "missing or unfinished"))
+        arm = run.arms[name] = new_arm(name, world, settings)
+        with _whole(_checkpoint(run, name)):
+            arm.policy.load_state_dict(record["policy"])
+            arm.optimizer.load_state_dict(record["optimizer"])
+            arm.generator.set_state(record["generator"])
+            arm.controller.load_state_dict(record["controller"])
+            if arm.sampler is not None:
+                arm.sampler.load_state_dict(record["sampler"])
+            arm.rows.extend(record["rows"])
+    write_rows(run)
+    return run
+
+
+def write_rows(run: Run) -> None:
+    """The records of every arm, one arm after the other."""
+    write(run.out / METRICS, "".join(json.dumps(row) + "\n" for row in run.rows).encode())
+
+
+def _checkpoint(run: Run, name: str) -> Path:
+    return run.out / CHECKPOINTS / f"{name}.pt"
+
+
+def _save(run: Run, name: str, record: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save({"version": VERSION, "settings": settings_to_json(run.settings), **record}, buffer)
+    (run.out / CHECKPOINTS).mkdir(exist_ok=True)
+    write(_checkpoint(run, name), buffer.getvalue())
+
+
+def _load(run: Run, name: str) -> dict[str, Any] | None:
+    """The checkpoint; None without one."""
+    path = _checkpoint(run, name)
+    if not path.is_file():
+        return None
+    with _whole(path):
+        record: dict[str, Any] = torch.load(path, weights_only=True)
+        if record["version"] != VERSION:
+            raise ValueError(f"version {record['version']} of a checkpoint, not {VERSION}")
+        if record["settings"] != settings_to_json(run.settings):
+            raise ValueError("it belongs to a run with other settings")
+        return record
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Turns whatever is wrong with a file into one clear error."""
+    try:
+        yield
+    except Exception as error:  # a damaged file can fail in any way
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise CompareError(_damaged(path, lines[0])) from None
+
+
+def _damaged(path: Path, reason: str) -> str:
+    return (
+        f"cannot resume: {path} is damaged ({reason}); "
+        "begin anew with --force, which keeps the earlier run's files, or in another folder"
+    )
+
+
+# The steps
 
 
 def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) -> None:
     """Makes the reference, or goes on making it; returns early when ``stopped``."""
-    state = run.pretraining
-    saved = state.step
+    state, saved = run.pretraining, run.pretraining.step
     while not run.pretrained and not stopped():
-        loss = pretrain_step(state, run.corpus, run.settings)
-        on_step(state.step, loss)
+        on_step(state.step + 1, pretrain_step(state, run.corpus, run.settings))
         if state.step % PRETRAIN_SAVE_EVERY == 0:
             _save_pretraining(run)
             saved = state.step
     if saved != state.step:
         _save_pretraining(run)
-    run.team.equalise(state.model)
+
+
+def _save_pretraining(run: Run) -> None:
+    state = run.pretraining
+    record = {"step": state.step, "generator": state.generator.get_state()}
+    models = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
+    _save(run, "pretrain", record | models)
 
 
 def workers(run: Run) -> int:
-    """The number of arms that train at a time: 1 with ranks, which must take steps in one order."""
-    return min(cores(), len(run.settings.arms)) if run.team.group is None else 1
+    """The number of arms that train at a time."""
+    return min(cores(), len(run.settings.arms))
 
 
 def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
@@ -208,7 +329,7 @@ def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
     world = build_world(run.corpus, run.reference, run.settings)
     for name in run.settings.arms:
         if name not in run.arms:
-            run.arms[name] = new_arm(name, world, run.settings, run.team)
+            run.arms[name] = new_arm(name, world, run.settings)
     turns = cycle(run.arms.values())
     end = threading.Event()
 
@@ -223,8 +344,7 @@ def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
             end.set()  # an error or a stop in one thread ends all
 
     side_by_side(work, range(workers(run)))
-    if run.team.leads:
-        folder.write_rows(run.out / folder.METRICS, run.rows)
+    write_rows(run)
 
 
 def _take_turn(
@@ -233,89 +353,20 @@ def _take_turn(
     """Trains an arm up to its next checkpoint; returns whether it came there."""
     before, goes_on = len(arm.rows), True
     while len(arm.rows) < run.settings.steps and (goes_on := not stopped()):
-        row = train_step(arm, world, run.settings, run.team)
-        if run.team.leads:
-            folder.append_row(run.out / folder.METRICS, row)
+        row = train_step(arm, world, run.settings)
+        with (run.out / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")  # in one write: a crash leaves whole lines
         on_step(row)
         if len(arm.rows) % SAVE_EVERY == 0:
             break
     if len(arm.rows) > before:
-        _save_arm(run, arm)
-    return goes_on
-
-
-def _checkpoint(out: Path, name: str) -> Path:
-    return out / folder.CHECKPOINTS / f"{name}.pt"
-
-
-def _save_pretraining(run: Run) -> None:
-    state = run.pretraining
-    if not run.team.leads:
-        return
-    folder.save_checkpoint(
-        _checkpoint(run.out, _PRETRAIN),
-        {
-            "version": VERSION,
-            "settings": settings_to_json(run.settings),
-            "step": state.step,
-            "model": state.model.state_dict(),
-            "optimizer": state.optimizer.state_dict(),
-            "generator": state.generator.get_state(),
-        },
-    )
-
-
-def _load_pretraining(state: PretrainState, record: dict[str, Any]) -> None:
-    state.model.load_state_dict(record["model"])
-    state.optimizer.load_state_dict(record["optimizer"])
-    state.generator.set_state(record["generator"])
-    state.step = record["step"]
-
-
-def _save_arm(run: Run, arm: ArmState) -> None:
-    weights, moments = whole_state(arm.policy, arm.optimizer)
-    if not run.team.leads:
-        return
-    folder.save_checkpoint(
-        _checkpoint(run.out, arm.name),
-        {
-            "version": VERSION,
-            "settings": settings_to_json(run.settings),
+        record = {
             "rows": arm.rows,
-            "policy": weights,
-            "optimizer": moments,
+            "policy": arm.policy.state_dict(),
+            "optimizer": arm.optimizer.state_dict(),
             "generator": arm.generator.get_state(),
             "controller": arm.controller.state_dict(),
             "sampler": None if arm.sampler is None else arm.sampler.state_dict(),
-        },
-    )
-
-
-def _load_arm(arm: ArmState, record: dict[str, Any]) -> None:
-    load_whole_state(arm.policy, arm.optimizer, record["policy"], record["optimizer"])
-    arm.generator.set_state(record["generator"])
-    arm.controller.load_state_dict(record["controller"])
-    if arm.sampler is not None:
-        arm.sampler.load_state_dict(record["sampler"])
-    arm.rows.extend(record["rows"])
-
-
-def _restore(path: Path, settings: Settings, load: Callable[[dict[str, Any]], None]) -> None:
-    """Loads one checkpoint; whatever is wrong with it becomes one clear error."""
-    try:
-        record = folder.load_checkpoint(path)
-        if record["version"] != VERSION:
-            raise ValueError(f"version {record['version']} of a checkpoint, not {VERSION}")
-        if record["settings"] != settings_to_json(settings):
-            raise ValueError("it belongs to a run with other settings")
-        load(record)
-    except Exception as error:  # a damaged file can fail in any way
-        raise CompareError(_damaged(path, error)) from None
-
-
-def _damaged(path: Path, error: Exception | str) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return (
-        f"cannot resume: {path} is damaged ({reason}); "
-        "begin anew with --force, which keeps the earlier run's files, or in another folder"
-    )
+        }
+        _save(run, arm.name, record)
+    return goes_on

@@ -1,47 +1,41 @@
-"""Everything that decides a run's numbers, as one plain value; and the error of a user."""
+"""The settings that decide a run's numbers, and the arms of the experiment."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from klfast.controllers import CONTROLLERS
+from klfast.controllers.base import CoefficientController
+from klfast.controllers.target import FixedKLController
 from klfast.rollout.presets import PRESETS
-
-OFF_POLICY_ARMS = ("stale", "corrected")
-DEFAULT_ARMS = (
-    *("none", "fixed-low", "fixed-high", "adaptive", "exponential"),
-    *OFF_POLICY_ARMS,
-)
-ARM_NAMES = (*DEFAULT_ARMS, "nupi", "pid-lagrangian", "dual", "doubling", "control-vae")
 
 
 class CompareError(Exception):
     """A mistake that the user can mend; its text is the whole message."""
 
 
-class LeadersError(CompareError):
-    """The leading rank's mistake on another rank, which need not say it again."""
+DEFAULT_ARMS = (
+    *("none", "fixed-low", "fixed-high", "adaptive", "exponential"),
+    *("stale", "corrected"),
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run: equal settings, text, versions and processors give equal
-    numbers.
+    """The settings of a run: with the same text, versions and processor they give equal numbers.
 
     Lengths are in tokens, KL in nats per sequence.
 
     Attributes:
         seed: of the weights, the windows, the prompts and the samples.
         steps: policy-gradient steps of each arm.
-        arms: their names, in the order in which they run.
         target: the KL that the steering arms aim at.
         letter: the reward is its share of a continuation's characters.
-        low_coef, high_coef: the coefficients of the fixed arms.
-        init_coef: where the steering arms begin.
-        horizon: of the adaptive rule.
-        gain: of the exponential rule, as the change of log(coefficient) in a step whose KL is off
-            by the whole target.
+        gain: of the exponential controller, as the change of log(coefficient) in a step whose KL is
+            off by the whole target.
         clip: the penalty's ``log_ratio_clip``, in nats; 0 for none.
         precision: of weights and arithmetic, ``"float32"`` or ``"float64"``.
         staleness: steps after which the sampler of the arms ``stale`` and ``corrected`` gets the
@@ -89,9 +83,72 @@ class Settings:
         return self.prompts * self.group
 
 
-PRECISIONS = ("float32", "float64")
+@dataclass(frozen=True)
+class Arm:
+    """A controller of the coefficient, and a sampler.
+
+    Attributes:
+        label: as printed in tables.
+        controller: makes the klfast controller.
+        steers: whether the controller aims at the target.
+        is_off_policy: whether its tokens come from a sampler that is not the policy.
+        is_corrected: whether its loss is corrected for that.
+    """
+
+    label: str
+    controller: Callable[[Settings], CoefficientController]
+    steers: bool = False
+    is_off_policy: bool = False
+    is_corrected: bool = False
+
+
+def _fixed(coef: Callable[[Settings], float]) -> Callable[[Settings], CoefficientController]:
+    return lambda s: FixedKLController(coef(s))
+
+
+def _steering(
+    name: str, options: Callable[[Settings], dict[str, float]] = lambda s: {}
+) -> Callable[[Settings], CoefficientController]:
+    make: Any = CONTROLLERS[name]
+    return lambda s: make(s.init_coef, s.target, unit="sequence", **options(s))
+
+
+ARMS = {
+    "none": Arm("no penalty", _fixed(lambda s: 0.0)),
+    "fixed-low": Arm("fixed, low", _fixed(lambda s: s.low_coef)),
+    "fixed-high": Arm("fixed, high", _fixed(lambda s: s.high_coef)),
+    "adaptive": Arm(
+        "adaptive (Ziegler)", _steering("adaptive", lambda s: {"horizon": s.horizon}), steers=True
+    ),
+    "exponential": Arm(
+        "exponential", _steering("exponential", lambda s: {"gain": s.gain / s.target}), steers=True
+    ),
+    "nupi": Arm("nuPI", _steering("nupi"), steers=True),
+    "pid-lagrangian": Arm("PID Lagrangian", _steering("pid-lagrangian"), steers=True),
+    "dual": Arm("dual ascent", _steering("dual"), steers=True),
+    "doubling": Arm("doubling", _steering("doubling"), steers=True),
+    "control-vae": Arm("ControlVAE", _steering("control-vae"), steers=True),
+    "stale": Arm("stale sampler", _fixed(lambda s: s.low_coef), is_off_policy=True),
+    "corrected": Arm(
+        "stale, corrected", _fixed(lambda s: s.low_coef), is_off_policy=True, is_corrected=True
+    ),
+}
+
+PARTNER = "fixed-low"
+"""The arm that differs from those off the policy in its sampler alone."""
+
+
+def on_policy(names: Iterable[str]) -> list[str]:
+    """The arms whose tokens are the policy's own."""
+    return [name for name in names if not ARMS[name].is_off_policy]
+
+
+def off_policy(names: Iterable[str]) -> list[str]:
+    """The others."""
+    return [name for name in names if ARMS[name].is_off_policy]
+
+
 _LEAST = {"seed": 0, "group": 2}
-_MOST = 2**63 - 1  # the largest int64
 _POSITIVE = (
     *("target", "low_coef", "high_coef", "init_coef", "horizon", "gain"),
     *("learning_rate", "pretrain_learning_rate"),
@@ -100,29 +157,28 @@ _POSITIVE = (
 
 def check_settings(settings: Settings) -> None:
     """Raises :class:`CompareError` for the first setting that makes no sense."""
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if field.type == "int":
-            least = _LEAST.get(field.name, 1)
-            if type(value) is not int or value < least:
-                raise CompareError(f"{field.name} must be a whole number >= {least}, got {value!r}")
-            if value > _MOST:
-                raise CompareError(f"{field.name} must be a whole number <= {_MOST}, got {value!r}")
-        if field.name in _POSITIVE and not (
-            isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-        ):
-            raise CompareError(f"{field.name} must be a finite number > 0, got {value!r}")
-    if not (isinstance(settings.clip, (int, float)) and 0 <= settings.clip < math.inf):
+    for each in fields(settings):
+        name, value = each.name, getattr(settings, each.name)
+        least = _LEAST.get(name, 1)
+        if each.type == "int" and not (type(value) is int and least <= value < 2**63):
+            bound = f">= {least}" if type(value) is not int or value < least else f"<= {2**63 - 1}"
+            raise CompareError(f"{name} must be a whole number {bound}, got {value!r}")
+        if name in _POSITIVE and not 0 < value < math.inf:
+            raise CompareError(f"{name} must be a finite number > 0, got {value!r}")
+    if not 0 <= settings.clip < math.inf:
         raise CompareError(f"clip must be a finite number >= 0, got {settings.clip!r}")
-    if settings.precision not in PRECISIONS:
-        expected = ", ".join(map(repr, PRECISIONS))
-        raise CompareError(f"unknown precision {settings.precision!r}; expected one of {expected}")
-    if settings.correction not in PRESETS:
-        expected = ", ".join(map(repr, PRESETS))
+    _check_name("precision", settings.precision, ("float32", "float64"))
+    _check_name("correction", settings.correction, PRESETS)
+    if not settings.arms:
+        raise CompareError(f"no arm given; expected some of {', '.join(map(repr, ARMS))}")
+    for arm in settings.arms:
+        _check_name("arm", arm, ARMS)
+        if settings.arms.count(arm) > 1:
+            raise CompareError(f"arm {arm!r} is given more than once")
+    if not on_policy(settings.arms):
         raise CompareError(
-            f"unknown correction {settings.correction!r}; expected one of {expected}"
+            f"arms must have one that samples by the policy itself, got {settings.arms!r}"
         )
-    _check_arms(settings.arms)
     if len(settings.letter) != 1 or not settings.letter.isascii() or not settings.letter.islower():
         raise CompareError(f"letter must be one of 'a' to 'z', got {settings.letter!r}")
     if settings.width % settings.heads:
@@ -131,17 +187,10 @@ def check_settings(settings: Settings) -> None:
         )
 
 
-def _check_arms(arms: tuple[str, ...]) -> None:
-    expected = ", ".join(map(repr, ARM_NAMES))
-    if not arms:
-        raise CompareError(f"no arm given; expected some of {expected}")
-    for name in arms:
-        if name not in ARM_NAMES:
-            raise CompareError(f"unknown arm {name!r}; expected one of {expected}")
-        if arms.count(name) > 1:
-            raise CompareError(f"arm {name!r} is given more than once")
-    if set(arms) <= set(OFF_POLICY_ARMS):
-        raise CompareError(f"arms must have one that samples by the policy itself, got {arms!r}")
+def _check_name(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        expected = ", ".join(map(repr, known))
+        raise CompareError(f"unknown {what} {name!r}; expected one of {expected}")
 
 
 def settings_to_json(settings: Settings) -> dict[str, Any]:
@@ -150,7 +199,7 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
 
 def settings_from_json(record: object) -> Settings:
     """The settings that :func:`settings_to_json` wrote; ValueError for anything else."""
-    if not isinstance(record, dict) or set(record) != {field.name for field in fields(Settings)}:
+    if not isinstance(record, dict) or set(record) != {each.name for each in fields(Settings)}:
         raise ValueError("the settings are incomplete or of another version")
     settings = Settings(**{**record, "arms": tuple(record["arms"])})
     check_settings(settings)

@@ -1,5 +1,9 @@
 """Policy gradient under a KL penalty: one step of one arm.
 
+Some arms sample with old weights that are rounded to 8 bits. Asynchronous training samples while
+the policy learns, and inference engines compute in fp8. ``klfast.rollout_correction`` corrects for
+both.
+
 Shapes: B = prompts x group sequences, T tokens in a continuation.
 """
 
@@ -9,34 +13,30 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from klfast import Estimator, KLStats, RolloutCorrection, kl_divergence, kl_penalty
+from klfast import (
+    Estimator,
+    EstimatorName,
+    KLStats,
+    RolloutCorrection,
+    kl_divergence,
+    kl_penalty,
+    rollout_correction,
+    token_logprobs,
+)
 from klfast.controllers.base import CoefficientController
 from klfast.names import ReductionName
-from lab.accuracy import SAMPLED, token_errors
-from lab.arms import ARMS
-from lab.folder import Row
-from lab.model import (
-    GPT,
-    Batch,
-    continuation_logits,
-    frozen_copy,
-    perplexity,
-    sample,
-)
-from lab.off_policy import (
-    correct,
-    drift_record,
-    synchronize,
-    token_weights,
-    weighted_kl,
-)
-from lab.settings import CompareError, Settings
-from lab.team import ALONE, Share, Team
+from klfast.rollout.presets import PRESETS
+from lab.model import GPT, Batch, continuation_logits, frozen_copy, perplexity, sample
+from lab.settings import ARMS, CompareError, Settings
 from lab.text import Corpus, even_windows, prompt_starts, random_prompts
+
+Row = dict[str, Any]
+"""The record of a step, a line of ``metrics.jsonl``."""
 
 ESTIMATOR = Estimator("k3+")
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
@@ -49,6 +49,18 @@ REDUCTION: ReductionName = "seq-mean-token-sum"
 def estimator(settings: Settings) -> Estimator:
     """The penalty's, with the clip that the settings ask for."""
     return replace(ESTIMATOR, log_ratio_clip=settings.clip or None)
+
+
+SAMPLED: tuple[EstimatorName, ...] = ("k1", "k2", "k3")
+"""The estimators that are recorded beside the exact KL."""
+
+EDGES = tuple(float(f"{digit}e{power}") for power in range(-8, 4) for digit in (1, 2, 5))
+"""Where the bins begin, in nats per token. A token at the first edge or below is in none."""
+
+Errors = dict[str, list[float]]
+"""Columns with one entry for each bin that holds a token: where it begins (``low``), how many
+``tokens`` it holds, and sums over these, in nats: of the ``exact`` KL, of each estimator's error
+(``k1``, ...) and of the error's square (``k1_squared``, ...)."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +88,12 @@ class World:
 class ArmState:
     """The state of one arm: all that a step reads and changes.
 
-    ``trainee`` has the policy's weights, and passes gradients to the other ranks. ``sampler`` draws
-    the tokens; the policy itself where there is none. The thread that trains the arm holds
-    ``turn``.
+    ``sampler`` draws the tokens; the policy itself where there is none. The thread that trains the
+    arm holds ``turn``.
     """
 
     name: str
     policy: GPT
-    trainee: nn.Module
     optimizer: torch.optim.Adam
     controller: CoefficientController
     generator: torch.Generator
@@ -92,8 +102,7 @@ class ArmState:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Policy and reference on a batch: ``[B, T]``, from one read of the logits of both.
 
     Attributes:
@@ -120,86 +129,67 @@ def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
     )
 
 
-def new_arm(name: str, world: World, settings: Settings, team: Team = ALONE) -> ArmState:
+def new_arm(name: str, world: World, settings: Settings) -> ArmState:
     """The arm before its first step. Every arm draws from a generator with the same seed."""
     policy = frozen_copy(world.reference).requires_grad_(True)
-    trainee = team.wrap(policy)
     return ArmState(
         name=name,
         policy=policy,
-        trainee=trainee,
         optimizer=torch.optim.Adam(policy.parameters(), lr=settings.learning_rate),
-        controller=ARMS[name].controller(settings, team.group),
+        controller=ARMS[name].controller(settings),
         generator=torch.Generator().manual_seed(settings.seed),
         sampler=frozen_copy(world.reference) if ARMS[name].is_off_policy else None,
     )
 
 
-def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALONE) -> Row:
+def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     """Samples, rewards, penalises, updates policy and coefficient; returns the step's record."""
     started = time.thread_time()
-    share = team.share(settings.prompts, settings.group)
     if arm.sampler is not None and len(arm.rows) % settings.staleness == 0:
         synchronize(arm.sampler, arm.policy)
-    batch = sample_batch(arm, world, settings, share)
+    batch = sample_batch(arm, world, settings)
     reward = letter_share(batch, world)
     advantage = group_advantage(reward, settings.group)
 
-    both = compare_models(arm.trainee, world.reference, batch)
+    both = compare_models(arm.policy, world.reference, batch)
     own_logprobs = both.logprobs.detach()
-    corrected = correction_of(arm, own_logprobs, batch, advantage, settings)
-    weights = batch.mask
-    if corrected is not None and ARMS[arm.name].is_corrected:
-        weights = token_weights(corrected)
+    corrected, weights = None, batch.mask
+    if arm.sampler is not None:
+        corrected = correct(arm.sampler, own_logprobs, batch, advantage, settings.correction)
+        if ARMS[arm.name].is_corrected:
+            weights = token_weights(corrected)
     coefficient = arm.controller.value
-    sequences = share.total / team.size  # gradients are averaged over the ranks
     kl_gradient, stats, kl_seconds = kl_step(
-        own_logprobs,
-        both.ref_logprobs,
-        weights,
-        coefficient,
-        estimator(settings),
-        sequences,
+        own_logprobs, both.ref_logprobs, weights, coefficient, estimator(settings)
     )
-    reward_gradient = -advantage.to(both.logprobs.dtype)[:, None] * weights / sequences
+    reward_gradient = -advantage.to(both.logprobs.dtype)[:, None] * weights / settings.batch
 
     arm.optimizer.zero_grad()
     torch.autograd.backward(both.logprobs, reward_gradient + kl_gradient)
     torch.nn.utils.clip_grad_norm_(arm.policy.parameters(), 1.0)
     arm.optimizer.step()
-    arm.controller.update(
-        stats if corrected is None else both.stats
-    )  # weighted, they may be of none
+    # Weighted statistics may have no token.
+    arm.controller.update(stats if corrected is None else both.stats)
 
-    def whole(own: Tensor) -> Tensor:
-        return team.gather(own, share)
-
-    stats = team.gather_stats(stats, share)
-    exact = team.gather_stats(both.stats, share)
     row = {
         "arm": arm.name,
         "step": len(arm.rows) + 1,
-        "reward": float(whole(reward).mean()),
+        "reward": float(reward.mean()),
         "coefficient": coefficient,
-        **kl_record(exact),
+        **kl_record(both.stats),
         "clipped": int(stats.clipped.sum()),
         "nonfinite": int(stats.nonfinite.sum()),
-        "by_length": kl_by_length(exact),
         "held_out_perplexity": perplexity(arm.policy, world.held_out),
         "kl_step_seconds": kl_seconds,
     }
     if corrected is None:
-        row["token_errors"] = token_errors(
-            whole(both.exact),
-            whole(both.logprobs),
-            whole(both.ref_logprobs),
-            whole(batch.mask),
-        )
+        row["token_errors"] = token_errors(both.exact, own_logprobs, both.ref_logprobs, batch.mask)
     else:
+        numbers = corrected.stats.as_dict("")
         weighted = weighted_kl(corrected, own_logprobs, both.ref_logprobs)
         row["rollout"] = {
-            **drift_record(team.gather_rollout(corrected.stats, share)),
-            "weighted_k1": float(whole(weighted).mean()),
+            **{name: float(numbers[name]) for name in DRIFT},
+            "weighted_k1": float(weighted.mean()),
         }
     row["step_seconds"] = time.thread_time() - started
     if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
@@ -211,20 +201,16 @@ def train_step(arm: ArmState, world: World, settings: Settings, team: Team = ALO
     return row
 
 
-def sample_batch(
-    arm: ArmState, world: World, settings: Settings, share: Share | None = None
-) -> Batch:
-    """``group`` continuations of each of ``prompts`` prompts; a group's rows are neighbours.
-
-    Of the whole batch, or of a share's rows.
-    """
+def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
+    """``group`` continuations of each of ``prompts`` prompts; a group's rows are neighbours."""
     corpus = world.corpus
-    share = share or ALONE.share(settings.prompts, settings.group)
     prompts = random_prompts(
         corpus.train, world.starts, settings.prompts, settings.prompt_length, arm.generator
-    )[share.rows.start // settings.group : share.rows.stop // settings.group]
-    model = arm.policy if arm.sampler is None else arm.sampler
-    continuations = sample(model, prompts, settings.continuation_length, arm.generator, share)
+    )
+    model = arm.sampler or arm.policy
+    continuations = sample(
+        model, prompts, settings.continuation_length, arm.generator, settings.group
+    )
     return Batch(prompts, continuations, kept(continuations, corpus.end))
 
 
@@ -251,16 +237,7 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
     return (grouped - grouped.mean(1, keepdim=True)).flatten()
 
 
-def correction_of(
-    arm: ArmState, logprobs: Tensor, batch: Batch, advantage: Tensor, settings: Settings
-) -> RolloutCorrection | None:
-    """The correction for the arm's sampler; None where that is the policy."""
-    if arm.sampler is None:
-        return None
-    return correct(arm.sampler, logprobs, batch, advantage, settings.correction)
-
-
-def compare_models(policy: nn.Module, reference: GPT, batch: Batch) -> Comparison:
+def compare_models(policy: GPT, reference: GPT, batch: Batch) -> Comparison:
     logits = continuation_logits(policy, batch.prompts, batch.continuations)
     with torch.no_grad():
         ref_logits = continuation_logits(reference, batch.prompts, batch.continuations)
@@ -279,12 +256,10 @@ def kl_step(
     mask: Tensor,
     coefficient: float,
     estimator: Estimator = ESTIMATOR,
-    sequences: float | None = None,
 ) -> tuple[Tensor, KLStats, float]:
     """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and its processor time.
 
-    ``mask`` may hold weights. ``sequences`` divides the sum over sequences; those that there are by
-    default.
+    ``mask`` may hold weights.
 
     A training loop would write ``loss = policy_loss + penalty`` and one ``backward``; here the
     gradient is taken apart so that the time is the penalty's alone, forward and backward.
@@ -298,7 +273,6 @@ def kl_step(
         estimator=estimator,
         reduction=REDUCTION,
         coef=coefficient,
-        normalizer=sequences,
         return_stats=True,
     )
     (gradient,) = torch.autograd.grad(penalty, logprobs)
@@ -325,22 +299,82 @@ def kl_record(stats: KLStats) -> Row:
     return record
 
 
-def kl_by_length(stats: KLStats) -> dict[str, list[float]]:
-    """Columns with one entry for each bucket of lengths that holds a sequence.
-
-    ``first``: the least length, a power of 2, below the next of which the lengths are;
-    ``sequences`` and ``tokens``: how many; ``exact`` and ``k3``: sums of the KL in nats.
-    """
-    bucket = stats.length.log2().floor().long()
-    columns = {
-        "sequences": torch.ones_like(stats.length),
-        "tokens": stats.length,
-        "exact": stats.kl,
-        "k3": stats.k3,
-    }
-    present = torch.bincount(bucket).nonzero()[:, 0]
+def token_errors(exact: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Errors:
+    """Those of one batch, from the exact KL and the log-probs of the drawn tokens, ``[B, T]``."""
+    logprobs = logprobs.detach()
+    binned = mask & (exact > EDGES[0])
+    kl = exact[binned].double()
+    values = {"tokens": torch.ones_like(kl), "exact": kl}
+    for name in SAMPLED:
+        estimate = kl_penalty(logprobs, ref_logprobs, mask, estimator=name)
+        error = estimate[binned].double() - kl
+        values |= {name: error, f"{name}_squared": error.square()}
+    bins = torch.bucketize(kl, torch.tensor(EDGES, dtype=kl.dtype)) - 1
+    present = torch.bincount(bins).nonzero()[:, 0]
     sums = {
-        name: torch.bincount(bucket, weights=column.double())[present].tolist()
-        for name, column in columns.items()
+        key: torch.bincount(bins, weights=value)[present].tolist() for key, value in values.items()
     }
-    return {"first": [2.0**b for b in present.tolist()], **sums}
+    return {"low": [EDGES[i] for i in present.tolist()], **sums}
+
+
+# A sampler that is not the policy
+
+FP8 = torch.float8_e4m3fn
+
+DRIFT = (
+    *("kl", "k3", "log_ppl_diff", "max_log_ratio", "min_log_ratio", "chi2_token", "ess"),
+    *("weight_mean", "outside", "rejected_tokens", "rejected_sequences", "nonfinite"),
+)
+"""The numbers recorded of each step, under the names of ``RolloutStats.as_dict``."""
+
+
+def synchronize(sampler: GPT, policy: GPT) -> None:
+    """Gives the sampler the policy's weights, rounded."""
+    sampler.load_state_dict({name: rounded(w) for name, w in policy.state_dict().items()})
+
+
+@torch.no_grad()
+def rounded(weight: Tensor) -> Tensor:
+    """A matrix as fp8 (e4m3) with one scale holds it; vectors stay, as in inference engines."""
+    if weight.dim() < 2:
+        return weight
+    scale = weight.abs().amax().clamp(min=torch.finfo(weight.dtype).tiny) / torch.finfo(FP8).max
+    return (weight / scale).to(FP8).to(weight.dtype) * scale
+
+
+@torch.no_grad()
+def correct(
+    sampler: GPT, logprobs: Tensor, batch: Batch, advantage: Tensor, preset: str
+) -> RolloutCorrection:
+    """``rollout_correction`` of a batch that the sampler drew; ``logprobs`` are the policy's.
+
+    ``advantage`` [B] is for presets in which its sign decides.
+    """
+    logits = continuation_logits(sampler, batch.prompts, batch.continuations)
+    options = PRESETS[preset]
+    signs = any(rule.outward_only for rule in options.get("reject", ()))
+    return rollout_correction(
+        logprobs,
+        token_logprobs(logits, batch.continuations),
+        batch.mask,
+        advantages=advantage.to(logprobs.dtype) if signs else None,
+        **options,
+    )
+
+
+def token_weights(corrected: RolloutCorrection) -> Tensor:
+    """The factor of each token in the loss and in the penalty: its weight, 0 where rejected."""
+    if corrected.weights is None:
+        return corrected.mask
+    return corrected.weights * corrected.mask
+
+
+@torch.no_grad()
+def weighted_kl(corrected: RolloutCorrection, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """``[B]`` the KL to the reference by k1 under those weights, in nats per sequence.
+
+    Given the tokens before it, a token's ``weight * k1`` has the exact KL as its expectation, but
+    for the bounds of the weight.
+    """
+    weights = token_weights(corrected)
+    return kl_penalty(logprobs, ref_logprobs, weights, estimator="k1", reduction="seq-sum")

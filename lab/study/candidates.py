@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from klfast.controllers import CONTROLLERS
 from klfast.controllers.target import TargetController
-from lab.arms import ARMS
+from lab.settings import ARMS
 
 BATCH = 40
 """Sequences in an update, as in ``python -m lab compare``."""
@@ -25,22 +24,21 @@ Gains = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rule and its gains.
+    """A controller and its gains.
 
     Attributes:
         name: as of ``python -m lab compare --arms``.
         source: what the first gains are: ``"published"`` or ``"default"``, of klfast's own.
-        gains: those.
-        scaled: (gains, factor, balance) -> the gains with all of them times factor, and those that
-            integrate times balance too.
-        balanced: whether there is something to balance.
+        gains: the first gains.
+        proportional: those that the search multiplies by a factor.
+        integral: one that it multiplies by a further factor, if there is one.
     """
 
     name: str
     source: str
     gains: Gains
-    scaled: Callable[[Gains, Tensor, Tensor], Gains]
-    balanced: bool = False
+    proportional: tuple[str, ...] = ()
+    integral: str = ""
 
     @property
     def label(self) -> str:
@@ -54,43 +52,30 @@ class Candidate:
         made: TargetController = make(1.0, target, **{"unit": "sequence", **bounds, **self.gains})
         return made
 
-
-def _scale(*proportional: str, integral: str = "") -> Callable[[Gains, Tensor, Tensor], Gains]:
-    def scaled(gains: Gains, factor: Tensor, balance: Tensor) -> Gains:
-        new = {name: gains[name] * factor for name in proportional}
-        if integral:
-            new[integral] = gains[integral] * factor * balance
+    def scaled(self, gains: Gains, factor: Tensor, balance: Tensor) -> Gains:
+        """The gains times a factor; a shorter horizon and a larger step are larger gains too."""
+        new = {name: gains[name] * factor for name in self.proportional}
+        if self.integral:
+            new[self.integral] = gains[self.integral] * factor * balance
+        if "horizon" in gains:
+            new["horizon"] = gains["horizon"] / factor
+        if "factor" in gains:
+            new["factor"] = torch.pow(float(gains["factor"]), factor)
         return new
-
-    return scaled
-
-
-def _faster_horizon(gains: Gains, factor: Tensor, balance: Tensor) -> Gains:
-    return {"horizon": gains["horizon"] / factor}
-
-
-def _larger_factor(gains: Gains, factor: Tensor, balance: Tensor) -> Gains:
-    return {"factor": torch.pow(float(gains["factor"]), factor)}
 
 
 CANDIDATES = (
     # lm-human-preferences: 512 sequences a batch, a horizon of 10,000
-    Candidate("adaptive", "published", {"horizon": 10_000 * BATCH / 512}, _faster_horizon),
-    Candidate("exponential", "default", {"gain": 0.1}, _scale("gain")),
-    Candidate("nupi", "default", {"kp": 1.0, "ki": 0.1}, _scale("kp", integral="ki"), True),
+    Candidate("adaptive", "published", {"horizon": 10_000 * BATCH / 512}),
+    Candidate("exponential", "default", {"gain": 0.1}, ("gain",)),
+    Candidate("nupi", "default", {"kp": 1.0, "ki": 0.1}, ("kp",), "ki"),
     # omnisafe's PIDLagrangian, for costs whose limit is 25; klfast's ki is a quarter of it
     Candidate(
-        "pid-lagrangian",
-        "published",
-        {"kp": 0.1, "ki": 0.01, "kd": 0.01},
-        _scale("kp", "kd", integral="ki"),
-        True,
+        "pid-lagrangian", "published", {"kp": 0.1, "ki": 0.01, "kd": 0.01}, ("kp", "kd"), "ki"
     ),
-    Candidate("dual", "default", {"lr": 0.03}, _scale("lr")),
+    Candidate("dual", "default", {"lr": 0.03}, ("lr",)),
     # Schulman et al. 2017: after every batch
-    Candidate("doubling", "published", {"factor": 2.0, "every": 1}, _larger_factor),
+    Candidate("doubling", "published", {"factor": 2.0, "every": 1}),
     # Shao et al. 2020, the language model: ki is 1e-4 a nat, and the target here 6 nats
-    Candidate(
-        "control-vae", "published", {"kp": 0.01, "ki": 6e-4}, _scale("kp", integral="ki"), True
-    ),
+    Candidate("control-vae", "published", {"kp": 0.01, "ki": 6e-4}, ("kp",), "ki"),
 )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from lab.folder import EARLIER, check_writable, set_aside, write_atomic, write_json
+from lab.run import EARLIER, check_writable, set_aside, write, write_json
 from lab.settings import CompareError
 from lab.study.candidates import CANDIDATES, MAX_COEF, MIN_COEF
-from lab.study.measure import WITHIN, runs_of, study, study_json
-from lab.study.plant import fit
-from lab.study.records import load_records, read_run
-from lab.study.simulate import Course
+from lab.study.plant import fit, load_records, read_run
+from lab.study.simulate import WITHIN, Course, runs_of, study, study_json
 from lab.study.table import ranked, reading, table
 
 HELP = (
@@ -21,37 +20,26 @@ HELP = (
     "fitted to recorded runs of compare, and write a table and a plot"
 )
 DEFAULT_OUT = Path("runs/study")
-PLOT, TABLE, NUMBERS = "study.png", "study.md", "study.json"
-_FILES = (PLOT, TABLE, NUMBERS)
+PLOT, TABLE, NUMBERS = _FILES = ("study.png", "study.md", "study.json")
 _COURSE = Course()
-_COMPARE = "python -m lab compare --arms"
+# setting of the course, what it is, the least whole number or None for a number > 0
+_OPTIONS = (
+    ("seeds", "runs for each choice of gains", 1),
+    ("updates", "length of a run", 60),
+    ("seed", "of the noise", 0),
+    ("target", "KL to hold, nats per sequence", None),
+    ("jump", "what the KL is pushed to a multiple of, half-way", None),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=_COURSE.seeds,
-        help="runs for each choice of gains (default %(default)s)",
-    )
-    parser.add_argument(
-        "--updates", type=int, default=_COURSE.updates, help="length of a run (default %(default)s)"
-    )
-    parser.add_argument(
-        "--target",
-        type=float,
-        default=_COURSE.target,
-        help="KL to hold, nats per sequence (default %(default)s)",
-    )
-    parser.add_argument(
-        "--jump",
-        type=float,
-        default=_COURSE.jump,
-        help="what the KL is pushed to a multiple of, half-way (default %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=_COURSE.seed, help="of the noise (default %(default)s)"
-    )
+    for name, text, least in _OPTIONS:
+        parser.add_argument(
+            f"--{name}",
+            type=float if least is None else int,
+            default=getattr(_COURSE, name),
+            help=f"{text} (default %(default)s)",
+        )
     parser.add_argument(
         "--fit",
         type=Path,
@@ -62,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         default=DEFAULT_OUT,
-        help=f"output folder, for {PLOT}, {TABLE} and {NUMBERS} (default {DEFAULT_OUT})",
+        help=f"output folder, for {', '.join(_FILES)} (default {DEFAULT_OUT})",
     )
     parser.add_argument(
         "--force",
@@ -81,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0: finished. 2: a mistake, named on stderr."""
     try:
-        _check(arguments)
         _study(arguments)
     except (CompareError, ValueError, OSError) as error:
         print(f"python -m lab study: error: {error}", file=sys.stderr)
@@ -89,56 +76,42 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    for name, least in (("seeds", 1), ("updates", 60), ("seed", 0)):
-        value = getattr(arguments, name)
-        if not least <= value < 2**63:
-            raise ValueError(f"{name} must be a whole number >= {least}, got {value}")
-    for name in ("target", "jump"):
-        value = getattr(arguments, name)
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be a finite number > 0, got {value}")
+def _course(arguments: argparse.Namespace) -> Course:
+    chosen = {name: getattr(arguments, name) for name, _, _ in _OPTIONS}
+    for name, _, least in _OPTIONS:
+        if least is not None and not least <= chosen[name] < 2**63:
+            raise ValueError(f"{name} must be a whole number >= {least}, got {chosen[name]}")
+        if least is None and not 0 < chosen[name] < float("inf"):
+            raise ValueError(f"{name} must be a finite number > 0, got {chosen[name]}")
+    return replace(_COURSE, **chosen)
+
+
+def _study(arguments: argparse.Namespace) -> None:
+    out, course = arguments.out, _course(arguments)
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "the plot needs matplotlib: pip install 'klfast[demo]', or leave it out (--no-plot)"
         )
-
-
-def _check_no_study(out: Path) -> None:
-    """Raises ValueError where there is an earlier one."""
     earlier = [name for name in _FILES if (out / name).exists()]
-    if earlier:
+    if earlier and not arguments.force:
         raise ValueError(
             f"{out} holds an earlier study ({', '.join(earlier)}): move it to {out / EARLIER} "
             "(--force), or choose another folder"
         )
-
-
-def _study(arguments: argparse.Namespace) -> None:
-    out: Path = arguments.out
-    if not arguments.force:
-        _check_no_study(out)
     plant = fit(load_records() if arguments.fit is None else read_run(arguments.fit))
     low, high = (plant.held_by(value) for value in (MAX_COEF, MIN_COEF))
-    if not low < arguments.target < high:
+    if not low < course.target < high:
         raise ValueError(
             f"target must be a KL that the plant can be held at, between {low:.3g} and {high:.3g} "
-            f"nats, got {arguments.target}"
+            f"nats, got {course.target}"
         )
-    course = Course(
-        target=arguments.target,
-        updates=arguments.updates,
-        seeds=arguments.seeds,
-        seed=arguments.seed,
-        jump=arguments.jump,
-    )
     check_writable(out)
     studied = [study(candidate, plant, course) for candidate in CANDIDATES]
     numbers = study_json(studied, plant, course)
     if (place := set_aside(out, _FILES)) is not None:
         print(f"The earlier study is kept in {place}\n")
     write_json(out / NUMBERS, numbers)
-    write_atomic(out / TABLE, table(numbers).encode())
+    write(out / TABLE, table(numbers).encode())
     print(f"Plant: {', '.join(f'{k} {v:.4g}' for k, v in numbers['plant'].items())}\n")
     print(table(numbers))
     for sentence in reading(numbers):
@@ -147,7 +120,10 @@ def _study(arguments: argparse.Namespace) -> None:
         from lab.pictures import draw_study
 
         runs = {rule.name: runs_of(rule, plant, course) for rule in studied}
-        write_atomic(out / PLOT, draw_study(studied, runs, course, WITHIN))
+        write(out / PLOT, draw_study(studied, runs, course, WITHIN))
     best = ",".join(rule["name"] for rule in ranked(numbers)[:3])
-    print(f"\nThe best three with klfast's default gains on the real experiment: {_COMPARE} {best}")
-    print(f"Written to {out}: {', '.join([NUMBERS, TABLE, *([PLOT] if arguments.plot else [])])}")
+    print(
+        "\nThe best three with klfast's default gains on the real experiment: python -m lab "
+        f"compare --arms {best}"
+    )
+    print(f"Written to {out}: {', '.join(name for name in _FILES if (out / name).exists())}")

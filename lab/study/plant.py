@@ -13,14 +13,21 @@ after it, in which Adam moves every weight by a whole step.
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.study.records import Records
+from lab.run import METRICS, read_rows
+from lab.train import Row
+
+RECORDED = Path(__file__).with_name("recorded.json")
+"""Runs with the default settings, which the default plant is fitted to."""
 
 _SLOW = 0.95
 _DELAYS = range(4)
@@ -65,24 +72,13 @@ class Plant:
         return max(1e-6, math.exp((self.level - math.log(target)) / self.gain) - self.least)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """The numbers that are fitted, as tensors."""
-
-    level: Tensor
-    gain: Tensor
-    least: Tensor
-    rise: Tensor
-    fall: Tensor
-    drift: Tensor
+def goal_of(plant: Any, value: Tensor, t: int) -> Tensor:
+    """The limit of the logarithm of the KL in update t, on a plant or on tensors of its numbers."""
+    goal: Tensor = plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
+    return goal
 
 
-def goal_of(plant: Plant | Fitted, value: Tensor, t: int) -> Tensor:
-    """The limit of the logarithm of the KL in update t."""
-    return plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
-
-
-def moved(plant: Plant | Fitted, log_kl: Tensor, goal: Tensor) -> Tensor:
+def moved(plant: Any, log_kl: Tensor, goal: Tensor) -> Tensor:
     """The logarithm of the KL after an update."""
     gap = goal - log_kl
     return log_kl + torch.where(gap > 0, plant.rise * gap, plant.fall * gap)
@@ -131,6 +127,85 @@ def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
     return torch.stack(kl, 1)
 
 
+# The records
+
+
+@dataclass(frozen=True)
+class Records:
+    """Which coefficient met which KL: arms of one length, [A] by [T] steps, fp64.
+
+    Attributes:
+        arms: their names.
+        coefficient: [A, T], of the step.
+        kl: [A, T], the exact KL in nats per sequence of the step's samples, before the step.
+        measured: [A, T], its estimate by k3, which controllers read.
+    """
+
+    arms: tuple[str, ...]
+    coefficient: Tensor
+    kl: Tensor
+    measured: Tensor
+
+
+_KEYS = {
+    "coefficient": "coefficient",
+    "kl": "kl_per_sequence_exact",
+    "measured": "kl_per_sequence_k3",
+}
+"""Column of the records -> key of a run's row."""
+
+
+def read_run(folder: Path) -> Records:
+    """The records of a finished run's folder, of the arms whose samples are the policy's own.
+
+    Raises:
+        ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        raise ValueError(f"there is no {path}: not the folder of a run of python -m lab compare")
+    rows: dict[str, list[Row]] = {}
+    for row in read_rows(path):
+        missing = [name for name in ("arm", *_KEYS.values()) if name not in row]
+        if missing:
+            raise ValueError(f"{path} must have {missing[0]} in every line, got {str(row)[:60]!r}")
+        if "rollout" not in row:
+            rows.setdefault(row["arm"], []).append(row)
+    if not rows or len({len(own) for own in rows.values()}) > 1:
+        raise ValueError(f"the run in {folder} is not finished: its arms have different lengths")
+    return _records(
+        {
+            name: {column: [row[key] for row in own] for column, key in _KEYS.items()}
+            for name, own in rows.items()
+        }
+    )
+
+
+def load_records(path: Path = RECORDED) -> Records:
+    """The records that :func:`save_records` wrote."""
+    return _records(json.loads(path.read_text()))
+
+
+def save_records(records: Records, path: Path = RECORDED) -> None:
+    """Writes records, rounded to seven digits."""
+    columns = {
+        name: {
+            key: [float(f"{value:.7g}") for value in getattr(records, key)[i].tolist()]
+            for key in _KEYS
+        }
+        for i, name in enumerate(records.arms)
+    }
+    path.write_text(json.dumps(columns) + "\n")
+
+
+def _records(columns: dict[str, dict[str, list[float]]]) -> Records:
+    tensors = {
+        key: torch.tensor([own[key] for own in columns.values()], dtype=torch.float64)
+        for key in _KEYS
+    }
+    return Records(tuple(columns), **tensors)
+
+
 # The fit
 
 
@@ -165,9 +240,15 @@ def _fit(
     """(loss, fitted numbers, standard deviation of what is left, delay)."""
     raw = torch.tensor([-2.5, 0.3, -5.0, -2.0, -2.5, 0.0], dtype=torch.float64, requires_grad=True)
 
-    def fitted() -> Fitted:
-        level, drift = raw[0], 0.01 * raw[5]
-        return Fitted(level, raw[1].exp(), raw[2].exp(), raw[3].sigmoid(), raw[4].sigmoid(), drift)
+    def fitted() -> SimpleNamespace:
+        return SimpleNamespace(
+            level=raw[0],
+            gain=raw[1].exp(),
+            least=raw[2].exp(),
+            rise=raw[3].sigmoid(),
+            fall=raw[4].sigmoid(),
+            drift=0.01 * raw[5],
+        )
 
     def residual() -> Tensor:
         numbers = fitted()
@@ -182,16 +263,17 @@ def _fit(
         [raw], max_iter=100, history_size=20, line_search_fn="strong_wolfe"
     )
 
+    def huber(off: Tensor) -> Tensor:
+        return torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+
     def loss() -> Tensor:
         optimizer.zero_grad()
-        off = residual()
-        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
+        error = huber(residual())
         torch.autograd.backward(error)
         return error
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         off = residual()
-        error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_FAR)
-        numbers = {name: float(value) for name, value in asdict(fitted()).items()}
-    return float(error), numbers, float(off.std()), delay
+        numbers = {name: float(value) for name, value in vars(fitted()).items()}
+    return float(huber(off)), numbers, float(off.std()), delay

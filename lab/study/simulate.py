@@ -1,8 +1,9 @@
-"""Controllers on the plant: the rules themselves, over many seeds and gains at once."""
+"""Controllers on the plant, over many seeds and gains at once, and how well they hold a target."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from klfast.controllers.base import settings_on
 from klfast.controllers.rules import Batch
-from lab.study.candidates import BATCH, Candidate, Gains
+from lab.study.candidates import BATCH, CANDIDATES, Candidate, Gains
 from lab.study.plant import Plant, Policy
 
 
@@ -76,3 +77,168 @@ def _memory(controller: Any, first: Tensor, settings: Any) -> dict[str, Tensor]:
     memory = controller._first_memory(settings, first)
     zeros = torch.zeros_like(first)
     return {name: zeros + number for name, number in memory.items()}
+
+
+# The measures
+
+WITHIN = 0.2
+"""On target: within this share of it."""
+
+FACTORS = tuple(2.0 ** (i / 2) for i in range(-14, 15))
+"""The factors of gains in the search and in the curves of sensitivity."""
+
+BALANCES = (1 / 16, 1 / 4, 1.0, 4.0)
+"""The further factors of gains that integrate."""
+
+SENSITIVE = 1.5
+"""Gains are good enough while the mean miss is below so many times that of the best."""
+
+_SMOOTHED = 10  # updates, over which the KL is averaged before it is judged
+
+
+@dataclass(frozen=True)
+class Held:
+    """How one choice of gains did: medians over the seeds.
+
+    Attributes:
+        miss: mean over the updates of abs(log(KL / target)), of at most log 10, after the first 10.
+        settling: updates until the KL (mean of 10 updates) is within 20 % of its target and stays
+            there up to the change of the task; None if it does not in half of the seeds.
+        overshoot: the largest KL before the change, above the target, as a share of it; >= 0.
+        error: root mean square of KL / target - 1 over the last third of either half.
+        recovery: as ``settling``, from the change of the task to the end.
+        lost: the share of seeds that end, in their last tenth, off target by a factor of 2 or more.
+    """
+
+    miss: float
+    settling: float | None
+    overshoot: float
+    error: float
+    recovery: float | None
+    lost: float
+
+
+@dataclass(frozen=True)
+class Studied:
+    """One rule.
+
+    Attributes:
+        name, label, source: of the candidate.
+        first: its published or default gains, and how they did.
+        tuned: the gains with the least miss, and how they did.
+        factors: multiples of all tuned gains.
+        misses: the mean miss at each of these multiples.
+        octaves: how wide the range of factors around 1 is whose miss is good enough, in powers
+            of 2.
+    """
+
+    name: str
+    label: str
+    source: str
+    first_gains: dict[str, float]
+    first: Held
+    tuned_gains: dict[str, float]
+    tuned: Held
+    factors: tuple[float, ...]
+    misses: tuple[float, ...]
+    octaves: float
+
+
+def study(candidate: Candidate, plant: Plant, course: Course) -> Studied:
+    """The rule at its first and at its best gains, and how much these matter."""
+    first = simulate(candidate, candidate.gains, plant, course)
+    factors = torch.tensor(FACTORS, dtype=torch.float64)
+    balances = torch.tensor(BALANCES if candidate.integral else (1.0,), dtype=torch.float64)
+    pairs = torch.cartesian_prod(factors, balances).view(-1, 2)
+    grid = _column(candidate.scaled(candidate.gains, pairs[:, 0], pairs[:, 1]))
+    best = int(
+        mean_miss(simulate(candidate, {**candidate.gains, **grid}, plant, course), course).argmin()
+    )
+    tuned = {**candidate.gains, **{name: float(value[best, 0]) for name, value in grid.items()}}
+    around = _column(candidate.scaled(tuned, factors, torch.ones_like(factors)))
+    courses = simulate(candidate, {**tuned, **around}, plant, course)
+    misses = mean_miss(courses, course)
+    return Studied(
+        candidate.name,
+        candidate.label,
+        candidate.source,
+        dict(candidate.gains),
+        judge(first[0], course),
+        tuned,
+        judge(simulate(candidate, tuned, plant, course)[0], course),
+        FACTORS,
+        tuple(misses.tolist()),
+        _octaves(misses),
+    )
+
+
+def _column(gains: Gains) -> Gains:
+    return {name: value[:, None] for name, value in gains.items()}
+
+
+def mean_miss(kl: Tensor, course: Course) -> Tensor:
+    """[..., seeds, updates] -> [...]: the mean over seeds and updates."""
+    return _miss(kl, course).mean((-1, -2))
+
+
+def _miss(kl: Tensor, course: Course) -> Tensor:
+    off = torch.log((kl[..., _SMOOTHED:] / course.target).clamp(0.1, 10.0))
+    return off.abs()
+
+
+def judge(kl: Tensor, course: Course) -> Held:
+    """How the runs [seeds, updates] did."""
+    change = course.updates // 2
+    before, after = kl[:, :change], kl[:, change:]
+    ends = [half[:, -half.shape[1] // 3 :] for half in (before, after)]
+    off = torch.cat(ends, 1) / course.target - 1
+    last = kl[:, -max(1, course.updates // 10) :].mean(1) / course.target
+    lost = (last >= 2) | (last <= 0.5)
+    return Held(
+        miss=float(_miss(kl, course).mean()),
+        settling=_settled(before, course),
+        overshoot=float((before.amax(1) / course.target - 1).clamp(min=0).median()),
+        error=float(off.square().mean(1).sqrt().median()),
+        recovery=_settled(after, course),
+        lost=float(lost.double().mean()),
+    )
+
+
+def _settled(kl: Tensor, course: Course) -> float | None:
+    """The median over the seeds of the first update from which all are on target."""
+    smooth = kl.unfold(1, _SMOOTHED, 1).mean(-1)
+    is_off = (smooth / course.target - 1).abs() > WITHIN
+    places = torch.arange(1, is_off.shape[1] + 1)
+    last_off = torch.where(is_off, places, 0).amax(1)
+    since = torch.where(last_off < is_off.shape[1], last_off.double(), math.inf)
+    since = torch.where(since > 0, since + _SMOOTHED - 1, since)
+    middle = float(since.sort().values[(len(since) - 1) // 2])
+    return middle if math.isfinite(middle) else None
+
+
+def _octaves(misses: Tensor) -> float:
+    """How far the factors around 1 stay good enough."""
+    good = (misses <= SENSITIVE * misses[len(FACTORS) // 2]).tolist()
+    low = high = len(FACTORS) // 2
+    while low > 0 and good[low - 1]:
+        low -= 1
+    while high < len(FACTORS) - 1 and good[high + 1]:
+        high += 1
+    return math.log2(FACTORS[high] / FACTORS[low])
+
+
+def runs_of(rule: Studied, plant: Plant, course: Course) -> tuple[Tensor, Tensor]:
+    """The KL [seeds, updates] under the rule's first and its tuned gains, in targets."""
+    candidate = next(c for c in CANDIDATES if c.name == rule.name)
+    gains = (rule.first_gains, rule.tuned_gains)
+    first, tuned = (simulate(candidate, each, plant, course)[0] for each in gains)
+    return first / course.target, tuned / course.target
+
+
+def study_json(studied: list[Studied], plant: Plant, course: Course) -> dict[str, Any]:
+    """All of it as plain JSON."""
+    return {
+        "plant": asdict(plant),
+        "course": asdict(course),
+        "rules": [asdict(rule) for rule in studied],
+    }

@@ -1,36 +1,66 @@
-"""The study in words: a table in Markdown, and sentences that follow from it."""
+"""The study in words: tables in Markdown, and sentences that follow from them.
+
+``python -m lab.study.table`` puts the results of the study, and of its experiment, into
+docs/controllers.md.
+
+- ``python -m lab.study.table --record runs/compare`` first makes that run the one which the default
+  plant is fitted to (``lab/study/recorded.json``).
+- ``python -m lab.study.table runs/study`` first copies what ``python -m lab study`` wrote there to
+  ``benchmarks/results/study.json`` and ``docs/study.png``.
+
+``benchmarks/results/study-experiment.json`` has runs of the demo's GPT under every controller,
+which were made once with the settings of ``python -m lab compare`` and the gains in the table.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
-Rule = dict[str, Any]
-"""A rule of the study's JSON, see :class:`lab.study.measure.Studied`."""
+import torch
 
-_HEAD = (
-    "| rule | gains | settles in | overshoot | error | recovers in | lost | mean miss | octaves |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
+from lab.study.plant import Plant, load_records, read_run, save_records, without_noise
+
+Rule = dict[str, Any]
+"""A rule of the study's JSON, see :class:`lab.study.simulate.Studied`."""
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "study.json"
+EXPERIMENT = RESULTS.with_name("study-experiment.json")
+PICTURE = ROOT / "docs" / "study.png"
+PAGE = ROOT / "docs" / "controllers.md"
+BLOCK = re.compile(r"(<!-- study:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (headings, *lines)]
+    return "\n".join([rows[0], f"|{'---|' * len(headings)}", *rows[1:]]) + "\n"
 
 
 def table(study: dict[str, Any]) -> str:
     """Two rows for each rule, best tuned ones first."""
-    lines = [_HEAD]
+    lines = []
     for rule in ranked(study):
         first = f"{rule['source']}: {gains_text(rule['first_gains'])}"
         tuned = f"tuned: {gains_text(rule['tuned_gains'])}"
-        lines.append(_row(rule["label"], first, rule["first"], ""))
-        lines.append(_row("", tuned, rule["tuned"], f"{rule['octaves']:.1f}"))
-    return "\n".join(lines) + "\n"
+        lines.append((rule["label"], first, *_held(rule["first"]), ""))
+        lines.append(("", tuned, *_held(rule["tuned"]), f"{rule['octaves']:.1f}"))
+    measures = ("settles in", "overshoot", "error", "recovers in", "lost", "mean miss")
+    return _markdown(("rule", "gains", *measures, "octaves"), lines)
 
 
-def plant_table(study: dict[str, Any]) -> str:
-    """The plant's numbers."""
-    numbers = study["plant"]
-    return (
-        f"| {' | '.join(numbers)} |\n|{'---|' * len(numbers)}\n"
-        f"| {' | '.join(f'{value:.3g}' for value in numbers.values())} |\n"
+def _held(held: dict[str, Any]) -> tuple[str, ...]:
+    settling, recovery = (
+        "never" if held[key] is None else f"{held[key]:.0f}" for key in ("settling", "recovery")
     )
+    overshoot, error, lost = (f"{held[key]:.0%}" for key in ("overshoot", "error", "lost"))
+    return settling, overshoot, error, recovery, lost, f"{held['miss']:.3f}"
 
 
 def ranked(study: dict[str, Any]) -> list[Rule]:
@@ -41,49 +71,30 @@ def ranked(study: dict[str, Any]) -> list[Rule]:
 def reading(study: dict[str, Any]) -> list[str]:
     """The sentences that follow from the numbers."""
     rules = ranked(study)
-    best, second = rules[0], rules[1]
     broad = max(rules, key=lambda rule: float(rule["octaves"]))
     quiet = min(rules, key=lambda rule: float(rule["tuned"]["overshoot"]))
-    as_they_come = sorted(rules, key=lambda rule: float(rule["first"]["miss"]))
-    failing = [rule for rule in rules if rule["first"]["lost"] >= 0.25]
+    first = sorted(rules, key=lambda rule: float(rule["first"]["miss"]))
+    failing = ", ".join(
+        f"{rule['label']} ({rule['first']['lost']:.0%} of the seeds)"
+        for rule in rules
+        if rule["first"]["lost"] >= 0.25
+    )
     sentences = [
-        f"Tuned, {best['label']} misses its target least ({best['tuned']['miss']:.3f} in the "
-        f"logarithm), then {second['label']} ({second['tuned']['miss']:.3f}).",
-        f"At {as_they_come[0]['source']} gains {as_they_come[0]['label']} does best "
-        f"({as_they_come[0]['first']['miss']:.3f}), then {as_they_come[1]['label']} "
-        f"({as_they_come[1]['first']['miss']:.3f}).",
+        f"Tuned, {rules[0]['label']} misses its target least ({rules[0]['tuned']['miss']:.3f} in "
+        f"the logarithm), then {rules[1]['label']} ({rules[1]['tuned']['miss']:.3f}).",
+        f"At {first[0]['source']} gains {first[0]['label']} does best "
+        f"({first[0]['first']['miss']:.3f}), then {first[1]['label']} "
+        f"({first[1]['first']['miss']:.3f}).",
         f"{_upper(broad['label'])} forgives wrong gains most: {broad['octaves']:.1f} octaves of "
         "them keep the miss below 1.5 times its least.",
         f"{_upper(quiet['label'])} overshoots least when tuned, by "
         f"{quiet['tuned']['overshoot']:.0%}.",
     ]
     if failing:
-        names = ", ".join(
-            f"{rule['label']} ({rule['first']['lost']:.0%} of the seeds)" for rule in failing
-        )
         sentences.append(
-            f"At their first gains these often end off target by a factor of 2 or more: {names}."
+            f"At their first gains these often end off target by a factor of 2 or more: {failing}."
         )
     return sentences
-
-
-def _row(label: str, gains: str, held: dict[str, Any], octaves: str) -> str:
-    cells = (
-        label,
-        gains,
-        _updates(held["settling"]),
-        f"{held['overshoot']:.0%}",
-        f"{held['error']:.0%}",
-        _updates(held["recovery"]),
-        f"{held['lost']:.0%}",
-        f"{held['miss']:.3f}",
-        octaves,
-    )
-    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
-
-
-def _updates(count: float | None) -> str:
-    return "never" if count is None else f"{count:.0f}"
 
 
 def gains_text(gains: dict[str, float]) -> str:
@@ -92,3 +103,67 @@ def gains_text(gains: dict[str, float]) -> str:
 
 def _upper(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+# The page
+
+
+def blocks() -> dict[str, str]:
+    """The text of the page's blocks, by name."""
+    study = json.loads(RESULTS.read_text())
+    plant = study["plant"]
+    return {
+        "plant": _markdown([*plant], [[f"{value:.3g}" for value in plant.values()]]),
+        "fit": fit_sentence(Plant(**plant)),
+        "experiment": experiment_table(json.loads(EXPERIMENT.read_text())),
+        "table": table(study),
+        "reading": "".join(f"- {sentence}\n" for sentence in reading(study)),
+    }
+
+
+def fit_sentence(plant: Plant) -> str:
+    """How far the fitted KL is from the recorded ones."""
+    records = load_records()
+    steered = (records.coefficient > 0).all(1)
+    fitted = without_noise(plant, records.coefficient[steered])
+    off = torch.log(fitted[:, 1:] / records.kl[steered][:, 1:]).abs().median().expm1()
+    return (
+        f"The fitted KL is off the recorded one by {float(off):.0%} in the median, over all steps "
+        f"of {int(steered.sum())} arms.\n"
+    )
+
+
+def experiment_table(experiment: dict[str, Any]) -> str:
+    """A row for each rule and its gains, least mean miss first."""
+    lines = []
+    for rule in experiment["rules"]:
+        columns = {key: [run[key] for run in rule["runs"]] for key in rule["runs"][0]}
+        misses = ", ".join(f"{miss:.3f}" for miss in columns["miss"])
+        ends = (f"{max(columns['highest']):.2f}", f"{mean(columns['error']):.0%}")
+        cells = (rule["label"], f"{rule['source']}: {rule['gains']}")
+        lines.append((mean(columns["miss"]), cells, misses, ends))
+    ordered = sorted(lines, key=lambda line: line[0])
+    return _markdown(
+        ("rule", "gains", "miss", "its runs", "highest", "error"),
+        ((*cells, f"{miss:.3f}", misses, *ends) for miss, cells, misses, ends in ordered),
+    )
+
+
+def filled(page: str) -> str:
+    """The page with its blocks as the results say."""
+    found = blocks()
+    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}{match[3]}", page)
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--record"]:
+        save_records(read_run(Path(arguments[1])))
+    elif arguments:
+        folder = Path(arguments[0])
+        shutil.copyfile(folder / "study.json", RESULTS)
+        shutil.copyfile(folder / "study.png", PICTURE)
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

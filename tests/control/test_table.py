@@ -5,7 +5,7 @@ import readme
 import klfast
 from klfast import TargetController
 from klfast.controllers import CONTROLLERS
-from lab.arms import ARMS
+from lab.settings import ARMS
 
 
 def kinds_below(cls):

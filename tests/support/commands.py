@@ -104,15 +104,12 @@ def module(name):
 
 
 def torchrun(words):
-    """Torchrun takes its options; the program is the laboratory's, or one that a test runs."""
+    """Torchrun takes its options; the program is one that a test runs."""
     from torch.distributed.run import parse_args
 
     arguments = parse_args(words)
-    if arguments.module:
-        assert arguments.training_script == "lab"
-        lab(arguments.training_script_args)
-    else:
-        _program(arguments.training_script)
+    assert not arguments.module
+    _program(arguments.training_script)
 
 
 def python(words):
@@ -212,7 +209,6 @@ MODULES = {
     "benchmarks.report": module("benchmarks.report"),
     "klfast": klfast,
     "lab": lab,
-    "lab.study.experiment": module("lab.study.experiment"),
     "pip": pip,
     "pytest": pytest_,
     "venv": venv,

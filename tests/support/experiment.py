@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lab import compare as compare_module
-from lab import folder
-from lab.pictures import Picture
+from lab import report, run
 
 TINY = {
     "pretrain_steps": 3,
@@ -27,17 +25,12 @@ TINY = {
 def no_pictures():
     """Pictures are written without being drawn, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "draw_pictures", undrawn)
+        patch.setattr(report, "draw_pictures", lambda *of: {run.CURVES: b"a picture"})
         yield patch
 
 
-def undrawn(*of):
-    names = (folder.FRONTIER, folder.CURVES, folder.ESTIMATORS)
-    return {name: Picture(name, b"a picture" * 10_000, [], []) for name in names}
-
-
 def metrics(out):
-    return [json.loads(line) for line in (out / folder.METRICS).read_text().splitlines()]
+    return [json.loads(line) for line in (out / run.METRICS).read_text().splitlines()]
 
 
 def without_times(rows):

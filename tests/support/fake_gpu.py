@@ -2,7 +2,7 @@
 
 import time
 
-from benchmarks.gpu_timing import Cuda
+from benchmarks.timing import Cuda
 
 
 class FakeGpu:

@@ -10,7 +10,6 @@ from benchmarks import idle, measure
 from benchmarks.__main__ import main
 from benchmarks.idle import LIMIT, NOTHING, SLACK, Load, Reading, between, parse_stat
 from benchmarks.measure import ATTEMPTS, Plan, time_idle
-from benchmarks.outcome import loaded_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,10 +52,6 @@ def test_others_are_the_busy_time_without_the_process():
 def test_idle_is_less_than_the_limit_on_its_cores_and_on_all(load, share, is_idle):
     assert load.share == pytest.approx(share)
     assert load.is_idle == is_idle
-
-
-def test_loads_add_up():
-    assert Load(1, 2, 3, 4) + Load(5, 6, 7, 8) == Load(6, 8, 10, 12)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/stat")
@@ -146,23 +141,6 @@ def test_a_load_in_the_rounds_leaves_the_file_as_it_was(loads, tmp_path, capsys,
     assert loads["looked"] == 1 + ATTEMPTS
 
 
-def test_a_load_that_is_allowed_is_a_condition(loads, tmp_path, capsys):
-    loads.update(before=BUSY, rounds=[BUSY])
-    out = tmp_path / "bench.json"
-    assert main([*QUICK, "--out", str(out), "--allow-load"]) == 0
-    data = json.loads(out.read_text())
-    assert (data["conditions"]["others_share"], data["conditions"]["load_allowed"]) == (0.3, True)
-    assert data["loads"] == dict.fromkeys(CASES, 0.3)
-    assert "NOT IDLE" in capsys.readouterr().out
-    assert loads["looked"] == len(CASES)
-
-
-def test_without_a_file_a_load_is_a_warning(loads, capsys):
-    loads.update(before=BUSY, rounds=[BUSY])
-    assert main(QUICK) == 0
-    assert "NOT IDLE" in capsys.readouterr().out
-
-
 def test_the_rows_that_met_a_load_are_flagged(loads, capsys):
     loads["rounds"] = [IDLE, BUSY]
     assert main(QUICK) == 0
@@ -175,24 +153,9 @@ def test_the_rows_that_met_a_load_are_flagged(loads, capsys):
     assert notes.startswith("beside 2 of 4 rows other processes took more than 5% of the cores'")
 
 
-def test_rounds_too_short_to_tell_are_not_called_idle(loads, capsys):
-    loads["rounds"] = [Load(others=0.01, capacity=0.05, all_others=0.01, all_capacity=0.05)]
-    assert main(QUICK) == 0
-    said = "too short to tell whether it was idle: other processes took 20.0% of the cores' time."
-    assert said in capsys.readouterr().out.splitlines()
-
-
 def test_rounds_that_met_a_load_are_repeated(loads, monkeypatch):
     loads["rounds"] = [BUSY, IDLE]
     timings = iter("abc")
     monkeypatch.setattr(measure, "interleave", lambda *args, **options: next(timings))
     assert time_idle({}, [], Plan(attempts=3)) == ("b", IDLE)
     assert next(timings) == "c"
-
-
-def test_many_small_loads_are_a_load():
-    small = Load(0.05, 0.5, 0.05, 0.5)
-    assert small.is_idle
-    assert loaded_text({"a": small, "b": small, "c": small}) == (
-        "other processes took 10% of the cores' time, 10% in a, and more than 5% in 0 of 3 cases"
-    )

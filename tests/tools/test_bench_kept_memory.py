@@ -5,11 +5,9 @@ import json
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import allocator, timing
 from benchmarks.__main__ import main
@@ -44,14 +42,6 @@ def fill_faults(keep):
 @pytest.mark.long
 def test_kept_memory_is_taken_again_without_page_faults():
     assert max(fill_faults(keep=True).values()) < 8
-
-
-@on_glibc
-@pytest.mark.long
-def test_by_default_a_large_gradient_is_new_memory_every_time():
-    faults = fill_faults(keep=False)
-    assert faults["262 MB"] >= GRADIENTS["262 MB"] // LARGE_PAGE - 1
-    assert faults["17 MB"] < 8  # glibc keeps blocks up to 32 MiB once one was freed
 
 
 @on_glibc
@@ -119,26 +109,3 @@ def test_kept_memory_settles_before_the_first_round(monkeypatch, new_pages, roun
     slow = {"a": lambda inputs: calls.append(1) or sum(range(400_000))}
     interleave(slow, [0], 0, settle=True)
     assert len(calls) == 2 + rounds  # two calls come first in any case
-
-
-def test_large_pages_are_asked_for_behind_large_tensors_alone():
-    smaps = Path("/proc/self/smaps")
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists() or not smaps.exists():
-        pytest.skip("no large pages")
-
-    def advised(size):
-        tensor = allocator.prefer_large_pages(torch.empty(size, dtype=torch.uint8))
-        middle = tensor.data_ptr() + size // 2
-        flags = ""
-        inside = False
-        for line in smaps.read_text().splitlines():
-            head = line.split()[0]
-            if "-" in head and ":" not in head:
-                begin, end = (int(part, 16) for part in head.split("-"))
-                inside = begin <= middle < end
-            elif inside and head == "VmFlags:":
-                flags = line
-        return "hg" in flags.split()
-
-    assert advised(64 << 20)
-    assert not advised(1 << 20)

@@ -175,17 +175,6 @@ def test_the_summary_is_of_the_files(folder, made_up_logits):
     assert lines["[2048, 32000] log-prob forward"] == ["2.5", "20x", "2x"] * 2
 
 
-def test_the_readme_names_the_gpu_that_was_measured(folder, made_up):
-    (folder / "README.md").write_text("<!-- benchmark:gpu-summary -->\n<!-- end -->\n")
-    assert run(folder) == 0
-    assert report.NO_GPU in (folder / "README.md").read_text()
-    (folder / "gpu.json").write_text(json.dumps(made_up))
-    assert run(folder) == 0
-    text = (folder / "README.md").read_text()
-    assert "Measured on: made-up device, 2000-01-01." in text
-    assert report.NO_GPU not in text
-
-
 def test_what_is_not_what_the_results_say_is_found_and_mended(folder, capsys):
     assert run(folder, "--check") == 1
     assert "README.md is not what the results say" in capsys.readouterr().out
@@ -241,30 +230,6 @@ def test_without_a_gpus_results_every_case_is_pending(folder):
     assert not (folder / "gpu.md").exists()
 
 
-def test_the_cases_that_are_pending_are_those_of_gpu_check():
-    planned = report.planned()
-    assert list(planned) == [*report.gpu_plan.OPTIONS, "gpu-topk", "gpu-linear"]
-    suite, cases = planned["gpu"]
-    shapes = {(case.shape, case.packed) for case in cases}
-    assert shapes == {
-        *((shape, False) for shape in suite.gpu_shapes),
-        *((shape, True) for shape in suite.gpu_packed_shapes),
-    }
-    assert {case.op.name for case in cases} == set(suite.gpu_ops)
-    assert {case.dtype for case in planned["gpu-logits"][1]} == {"bf16"}
-
-
-def test_what_was_measured_takes_the_place_of_what_was_pending(folder, made_up):
-    (folder / "gpu.json").write_text(json.dumps(made_up))
-    assert run(folder) == 0
-    assert run(folder, "--check") == 0
-    text, lines = part_on_gpus(folder)
-    assert report.NO_GPU not in text
-    of_logits = [place for place, cells in lines.items() if report.PENDING in cells]
-    names = ("gpu-logits", "gpu-topk", "gpu-linear")
-    assert of_logits == [line for name in names for line in planned_lines(name)]
-
-
 def test_what_is_pending_has_the_columns_of_what_was_measured(
     folder, made_up, made_up_gpu_logits, monkeypatch
 ):
@@ -307,21 +272,12 @@ def test_logits_have_their_rivals_and_their_memory(folder, made_up_logits):
     assert "[2048, 32000], made-up device, 2 threads" in lines[8]
 
 
-def test_without_results_of_logits_there_is_no_number_of_them(folder):
-    (folder / "README.md").write_text("<!-- benchmark:cpu-logits -->\n<!-- end -->\n")
-    run(folder)
-    assert report.NOT_MEASURED in (folder / "README.md").read_text()
-
-
 def test_a_gpu_has_tables_of_both_levels(folder, made_up, made_up_gpu_logits):
     (folder / "gpu.json").write_text(json.dumps(made_up))
     (folder / "gpu-logits.json").write_text(json.dumps(made_up_gpu_logits))
     assert run(folder) == 0
     assert run(folder, "--check") == 0
     readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
-    for name in ("gpu-roofline.png", "gpu-logits-roofline.png"):
-        assert f"(../benchmarks/results/{name})" in readme
-        assert (folder / name).stat().st_size > 10_000
     line = next(line for line in readme.splitlines() if "[2048, 32000] log-prob forward" in line)
     cells = cells_of(line)
     assert cells[1:4] == ["bf16", "2500", ""]  # and no Triton of ours
@@ -330,20 +286,6 @@ def test_a_gpu_has_tables_of_both_levels(folder, made_up, made_up_gpu_logits):
     assert "log-prob forward | fp32" not in readme
     assert "log-prob forward | fp32" in everything
     assert "[256, 8192] forward to per-sequence sums" in everything
-
-
-def test_a_gpus_results_are_tables_and_a_picture(folder, made_up):
-    (folder / "gpu.json").write_text(json.dumps(made_up))
-    assert run(folder) == 0
-    assert run(folder, "--check") == 0
-    readme, everything = (folder / "README.md").read_text(), (folder / "gpu.md").read_text()
-    assert report.NO_GPU not in readme
-    assert "made-up device, clocks.sm 1 MHz" in readme
-    assert f"(../benchmarks/results/{report.PICTURES['gpu']})" in readme
-    assert "packed [256, 8192] forward" in everything
-    assert "packed" not in readme.split("between")[1].split("Medians")[0]  # before what is pending
-    assert "Left out: forward fp32 4096x16384: the budget was used up." in everything
-    assert (folder / report.PICTURES["gpu"]).stat().st_size > 10_000
 
 
 def test_a_line_of_kernels(made_up):
@@ -356,17 +298,6 @@ def test_a_line_of_kernels(made_up):
     assert cells[4:7] == ["9x", "2x", ""]  # eager, torch.compile, and a rival that was left out
     assert cells[7] == f"{row['gb_per_s']:.3g}"
     assert cells[-1] == "1.5"
-
-
-def test_a_line_of_launches(made_up):
-    line = tables.launch_table(tables.cases_of(made_up)[:1]).splitlines()[-1]
-    assert cells_of(line)[2:] == [
-        "2 / 12.5",
-        "2 / 12.5",
-        "- / 12.5",
-        "2 / 12.5",
-        "- / -",
-    ]
 
 
 def test_results_that_are_not_there_are_named(folder):
@@ -411,15 +342,6 @@ def test_a_table_of_a_cpu_says_in_what_state_the_machine_was(
     assert ("of all tokens at once or of as many as klfast takes" in text) == (suite == "linear")
 
 
-def test_the_floor_is_a_column_where_it_was_measured(made_up_logits):
-    assert "a fill of the gradient" not in tables.cpu_table(made_up_logits)
-    for row in made_up_logits["rows"]:
-        row["floor_ratio"] = 1.234
-    heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
-    cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
-    assert cells["times a read, and a fill of the gradient"] == "1.23"
-
-
 def test_of_sizes_that_were_timed_the_fastest_has_the_column(made_up_logits):
     first, *_ = made_up_logits["rows"]
     for size, ratio in ((128, 3.0), (256, 2.0), (512, 4.0)):
@@ -428,25 +350,3 @@ def test_of_sizes_that_were_timed_the_fastest_has_the_column(made_up_logits):
     heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
     cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
     assert cells["vs `linear_cross_entropy`"] == "2x"
-
-
-def test_what_products_bound_has_no_bandwidth(made_up_logits):
-    made_up_logits["conditions"]["suite"] = "linear"
-    for row in made_up_logits["rows"]:
-        row |= {"gb_per_s": None, "read_share": None, "floor_ratio": 1.1}
-    first, *_ = made_up_logits["rows"]
-    made_up_logits["rows"].append({**first, "impl": "products", "ratio": 0.9})
-    heading, _, line, *_ = tables.cpu_table(made_up_logits).splitlines()
-    cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
-    assert cells["vs bare products"] == "0.9x"
-    assert not any("read" in name or "GB/s" in name for name in cells)
-    memory = next(name for name in cells if name.startswith("MB"))
-    assert memory.startswith("MB above the inputs: klfast / eager / klfast over held logits / ")
-    assert cells[memory].startswith("131 / 1234 / -")
-
-
-def test_what_is_timed_beside_is_a_column(made_up_logits):
-    row = next(row for row in made_up_logits["rows"] if row["impl"] == "eager")
-    made_up_logits["rows"].append({**row, "impl": "klfast in place", "ratio": 0.5})
-    heading, *_ = tables.cpu_table(made_up_logits).splitlines()
-    assert "vs klfast's `inplace_backward`" in heading

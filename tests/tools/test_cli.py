@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
     assert errors == ""
     assert "go on with --resume" in printed
     assert "not finished" in (tmp_path / "report.html").read_text()
-    settings, _ = run.stored_settings(tmp_path)
+    settings = run.stored(tmp_path)["settings"]
     resumed = run.resume(settings, load_corpus(), tmp_path)
     assert resumed.rows == [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(resumed.rows) >= 2

@@ -157,7 +157,7 @@ def test_a_variable_of_the_environment_is_read(variable):
         "klfast dance",
         "python -m benchmarks --fast",
         "python -m lab compare --arms",
-        "torchrun --nprocs 2 -m lab compare",
+        "torchrun --nprocs 2 examples/grpo_two_ranks.py",
         "torchrun examples/no_such_program.py",
         "python examples/no_such_program.py",
         "python setup.py build_ext --in-place",

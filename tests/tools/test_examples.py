@@ -70,9 +70,13 @@ def test_the_group_of_the_ranks_ends_before_python_does():
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-def test_grpo_on_two_ranks():
+def test_grpo_on_two_ranks_under_ddp_and_fsdp2():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert_steers(steps_of(output_of("grpo_two_ranks.py", launcher=torchrun)))
+    of_ddp, of_fsdp2 = (
+        output_of("grpo_two_ranks.py", *strategy, launcher=torchrun) for strategy in ([], ["fsdp2"])
+    )
+    assert_steers(steps_of(of_ddp))
+    assert of_fsdp2 == of_ddp
 
 
 @pytest.mark.exhaustive

@@ -1,25 +1,24 @@
-"""The experiment as a whole: what it writes, how it stops, how it goes on."""
+"""The experiment as a whole: what it writes, how it stops and goes on, whose folder it takes."""
 
 import json
 import re
 import shutil
 import sys
 import threading
-from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import experiment
 import pytest
-import torch
 from experiment import contents, metrics, no_pictures, without_times
 
-from klfast.backends import info as provenance
 from lab import compare as compare_module
-from lab import folder, run
+from lab import run
+from lab.__main__ import main
 from lab.compare import Options, compare
 from lab.settings import CompareError
 
 TINY = {**experiment.TINY, "steps": 4, "arms": ("none", "adaptive")}
+SHORT = ["--steps", "2", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
 
 
 @pytest.fixture
@@ -39,16 +38,17 @@ def stop_after(checks):
     return lambda: next(left, None) is None
 
 
-def policy(out, name):
-    return torch.load(out / "checkpoints" / f"{name}.pt", weights_only=True)["policy"]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a run that was never interrupted."""
-    out = tmp_path_factory.mktemp("whole")
+    out = tmp_path_factory.mktemp("whole") / "whole"
     assert compare(options(out))
     return out
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copy")
 
 
 def test_metrics_have_every_quantity_at_every_step(whole):
@@ -56,12 +56,9 @@ def test_metrics_have_every_quantity_at_every_step(whole):
     assert [(row["arm"], row["step"]) for row in rows] == [
         (arm, step) for arm in TINY["arms"] for step in range(1, 5)
     ]
-    expected = {"arm", "step", "reward", "coefficient", "held_out_perplexity", "kl_step_seconds"}
-    names = ("exact", "k1", "k2", "k3")
-    expected |= {f"kl_per_{unit}_{name}" for unit in ("sequence", "token") for name in names}
-    expected |= {f"kl_per_sequence_{name}_error_std" for name in names[1:]}
-    assert all(expected <= row.keys() for row in rows)
-    assert all(row["coefficient"] == 0 for row in rows if row["arm"] == "none")
+    first = [row for row in without_times(rows) if row["step"] == 1]
+    assert first[0]["kl_per_sequence_exact"] == first[1]["kl_per_sequence_k3"] == 0
+    assert first[0]["reward"] == first[1]["reward"]  # from the same samples
     for row in rows:
         tokens = row["mean_length"] * TINY["prompts"] * TINY["group"]
         bins = row["token_errors"]
@@ -71,61 +68,19 @@ def test_metrics_have_every_quantity_at_every_step(whole):
         assert sum(bins["k2"]) == pytest.approx(tokens * bias, rel=1e-4, abs=1e-6)
 
 
-def test_arms_start_alike_from_the_same_samples(whole):
-    first = [row for row in without_times(metrics(whole)) if row["step"] == 1]
-    for key in ("reward", "kl_per_sequence_k3", "mean_length"):
-        assert first[0][key] == first[1][key]
-    assert first[0]["kl_per_sequence_k3"] == 0
-    assert first[0]["kl_per_sequence_exact"] == 0
-
-
-class Page(HTMLParser):
-    """The elements of a page, each with its attributes; the names of those that are not closed."""
-
-    VOID = ("meta", "path", "use", "rect", "br", "line")
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self.open = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-
-def test_report_stands_alone(whole):
+def test_the_report_stands_alone_and_begins_with_the_answer(whole):
     html = (whole / "report.html").read_text()
     for name in ("curves.png", "estimators.png", "frontier.png"):
         assert (whole / name).read_bytes().startswith(b"\x89PNG")
-    assert not re.search("https?://|@import", html)
-    page = Page(html)
-    assert page.open == []
-    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-    assert len(ids) == len(set(ids)) > 10
-    for _, attributes in page.elements:
-        for name in ("src", "href", "xlink:href"):
-            if name in attributes:  # a piece of the page itself
-                assert attributes[name].startswith("#")
-                assert attributes[name][1:] in ids
-    assert set(re.findall(r"url\(#([^)]*)\)", html)) <= set(ids)
-    figures = [a for tag, a in page.elements if tag == "svg" and a.get("role") == "img"]
-    assert len(figures) == 1 + 4 + 4
-    assert all(figure["aria-label"] for figure in figures)
-    for text in ("no penalty", "adaptive (Ziegler)", "reference", "pretrain_steps", "Off target"):
+    assert not re.search('https?://|@import|(src|href)="(?!data:image/png)', html)
+    assert html.count("<img src=") == 3
+    line = re.search(r"<strong>(.*?)</strong>", html)[1]
+    assert re.match("Adaptive .Ziegler. (held the target best|came closest, and did not)", line)
+    copied = re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1]
+    assert "controller = klfast.AdaptiveKLController(" in copied
+    for text in ("no penalty", "pretrain_steps", "Off target", "This is one run with one seed (0)"):
         assert text in html
-    assert "Exact KL" in html
-    assert "No bin holds 1,000 tokens of 10 steps" in html
     assert html.count('class="prompt"') == 3
-    assert "the target: over the last step" in html
 
 
 @pytest.mark.usefixtures("_no_picture")
@@ -137,9 +92,6 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path, stops):
         assert ("not finished" if metrics(tmp_path) else "nothing to read yet") in html
     assert compare(options(tmp_path, resume=True))
     assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
-    for name in TINY["arms"]:
-        expected = policy(whole, name)
-        assert all(torch.equal(w, expected[key]) for key, w in policy(tmp_path, name).items())
 
 
 @pytest.mark.usefixtures("_no_picture")
@@ -147,10 +99,10 @@ def test_a_run_killed_between_checkpoints_goes_on_from_the_last_one(whole, tmp_p
     monkeypatch.setattr(run, "SAVE_EVERY", 2)
     train_step = run.train_step
 
-    def killed_at_step_4(arm, world, settings, team):
+    def killed_at_step_4(arm, world, settings):
         if len(arm.rows) == 3 and arm.name == "none":
             raise RuntimeError("killed")
-        return train_step(arm, world, settings, team)
+        return train_step(arm, world, settings)
 
     monkeypatch.setattr(run, "train_step", killed_at_step_4)
     with pytest.raises(RuntimeError, match="killed"):
@@ -166,17 +118,7 @@ def test_a_run_killed_between_checkpoints_goes_on_from_the_last_one(whole, tmp_p
 def test_the_number_of_cores_changes_no_number(whole, tmp_path, monkeypatch, cores):
     monkeypatch.setattr(run, "cores", lambda: cores)
     monkeypatch.setattr(run, "SAVE_EVERY", 1)
-    threads = set()
-    train_step = run.train_step
-
-    def watched(arm, world, settings, team):
-        threads.add(threading.get_ident())
-        assert torch.get_num_threads() == 1
-        return train_step(arm, world, settings, team)
-
-    monkeypatch.setattr(run, "train_step", watched)
     assert compare(options(tmp_path))
-    assert len(threads) <= min(cores, len(TINY["arms"]))
     assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
 
 
@@ -186,133 +128,17 @@ def test_an_arms_error_stops_the_others(tmp_path, monkeypatch):
     train_step = run.train_step
     others = threading.Event()
 
-    def diverges(arm, world, settings, team):
+    def diverges(arm, world, settings):
         if arm.name == "none":
             others.wait(60)
             raise CompareError("arm 'none' diverged")
         others.set()
-        return train_step(arm, world, settings, team)
+        return train_step(arm, world, settings)
 
     monkeypatch.setattr(run, "train_step", diverges)
     with pytest.raises(CompareError, match="arm 'none' diverged"):
         compare(options(tmp_path, steps=100_000))
-    rows = metrics(tmp_path)
-    assert {row["arm"] for row in rows} == {"adaptive"}
-    saved = torch.load(tmp_path / "checkpoints" / "adaptive.pt", weights_only=True)
-    assert saved["rows"] == rows
-
-
-@pytest.mark.usefixtures("_no_picture")
-def test_a_terminal_has_bars_in_place_of_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert compare(options(tmp_path))
-    printed = capsys.readouterr().out
-    assert "step 1 of" not in printed
-    for name in ("pretraining", *TINY["arms"], "all"):
-        assert re.search(rf"{name} .*100%", printed)
-
-
-@pytest.mark.usefixtures("_no_picture")
-def test_a_finished_run_can_be_resumed_to_no_effect(whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "copy")
-    assert compare(options(tmp_path / "copy", resume=True, **TINY))
-    assert metrics(tmp_path / "copy") == metrics(whole)
-
-
-def damage_settings(out):
-    (out / "settings.json").write_text("{")
-
-
-def damage_version(out):
-    record = json.loads((out / "settings.json").read_text())
-    (out / "settings.json").write_text(json.dumps({**record, "version": 1}))
-
-
-def damage_checkpoint(out):
-    path = out / "checkpoints" / "adaptive.pt"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def damage_other_file(out):
-    (out / "checkpoints" / "adaptive.pt").write_bytes(b"no checkpoint at all")
-
-
-def damage_missing_pretraining(out):
-    (out / "checkpoints" / "pretrain.pt").unlink()
-
-
-def damage_foreign(out):
-    path = out / "checkpoints" / "none.pt"
-    state = torch.load(path, weights_only=True)
-    folder.save_checkpoint(path, {**state, "settings": {**state["settings"], "seed": 7}})
-
-
-def damage_checkpoint_version(out):
-    path = out / "checkpoints" / "none.pt"
-    state = torch.load(path, weights_only=True)
-    folder.save_checkpoint(path, {**state, "version": run.VERSION + 1})
-
-
-def damage_missing_part(out):
-    path = out / "checkpoints" / "none.pt"
-    state = torch.load(path, weights_only=True)
-    del state["controller"]
-    folder.save_checkpoint(path, state)
-
-
-@pytest.mark.parametrize(
-    ("damage", "file"),
-    [
-        (damage_settings, "settings.json"),
-        (damage_version, "settings.json"),
-        (damage_checkpoint, "adaptive.pt"),
-        (damage_other_file, "adaptive.pt"),
-        (damage_missing_pretraining, "pretrain.pt"),
-        (damage_foreign, "none.pt"),
-        (damage_checkpoint_version, "none.pt"),
-        (damage_missing_part, "none.pt"),
-    ],
-)
-def test_a_damaged_run_is_refused_and_left_as_it_is(whole, tmp_path, damage, file):
-    out = tmp_path / "copy"
-    shutil.copytree(whole, out)
-    damage(out)
-    before = contents(out)
-    with pytest.raises(CompareError, match=rf"cannot resume: .*{re.escape(file)} is damaged"):
-        compare(options(out, resume=True))
-    assert contents(out) == before
-
-
-def test_records_whose_checkpoints_were_removed_are_not_overwritten(whole, tmp_path, monkeypatch):
-    """To save space, say; --resume would begin their arm anew."""
-    out = tmp_path / "copy"
-    shutil.copytree(whole, out)
-    (out / "checkpoints" / "adaptive.pt").unlink()
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"arm": "adap')  # cut off by a crash
-    before = contents(out)
-    monkeypatch.setattr(run, "SAVE_EVERY", 3)
-    with pytest.raises(CompareError, match="has 4 steps of the arm 'adaptive', its checkpoint 0"):
-        compare(options(out, resume=True))
-    assert contents(out) == before
-    monkeypatch.setattr(run, "SAVE_EVERY", 4)  # so many a killed run may lose, and makes again
-    with no_pictures():
-        assert compare(options(out, resume=True))
-    assert without_times(metrics(out)) == without_times(metrics(whole))
-
-
-def test_resuming_with_another_setting_or_text_is_refused(whole, tmp_path):
-    out = tmp_path / "copy"
-    shutil.copytree(whole, out)
-    record = json.loads((out / "settings.json").read_text())
-    with pytest.raises(CompareError, match=r"another steps: .* has 4, got 5"):
-        compare(options(out, resume=True, steps=5))
-    record["environment"]["text"] = "0123456789abcdef"
-    (out / "settings.json").write_text(json.dumps(record))
-    before = contents(out)
-    with pytest.raises(CompareError, match="text"):
-        compare(options(out, resume=True))
-    assert contents(out) == before
+    assert {row["arm"] for row in metrics(tmp_path)} == {"adaptive"}
 
 
 @pytest.mark.usefixtures("_no_picture")
@@ -323,87 +149,88 @@ def test_a_diverging_arm_is_named_and_the_rest_reported(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_picture")
-def test_arms_of_other_lengths_share_the_reports_table(tmp_path):
-    """An arm without a sequence of some length has an empty cell there."""
-    shutil.copytree(folder_of_a_run(tmp_path), tmp_path / "copy")
-    path = tmp_path / "copy" / "checkpoints" / "none.pt"
-    state = torch.load(path, weights_only=True)
-    for row in state["rows"]:
-        row["by_length"] = {"first": [64.0], "sequences": [4.0], "tokens": [9.0]} | {
-            name: [1.0] for name in ("exact", "k3")
-        }
-    folder.save_checkpoint(path, state)
-    assert compare(options(tmp_path / "copy", resume=True))
-    html = (tmp_path / "copy" / "report.html").read_text()
-    assert "64 to 127 tokens</th>" in html
-    assert '<td class="n"></td>' in html
+def test_a_terminal_has_bars_in_place_of_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert compare(options(tmp_path))
+    printed = capsys.readouterr().out
+    assert "step 1 of" not in printed
+    for name in ("pretraining", *TINY["arms"]):
+        assert re.search(rf"{name} .*100%", printed)
 
 
-def folder_of_a_run(tmp_path):
-    assert compare(options(tmp_path / "run"))
-    return tmp_path / "run"
+# Another run, another process, somebody else's files
+
+
+def damage_settings(out):
+    (out / "settings.json").write_text("{")
+
+
+def damage_checkpoint(out):
+    path = out / "checkpoints" / "adaptive.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_pretraining(out):
+    (out / "checkpoints" / "pretrain.pt").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_settings, damage_checkpoint, damage_pretraining])
+def test_a_damaged_run_is_refused_and_left_as_it_is(copy, damage):
+    damage(copy)
+    before = contents(copy)
+    with pytest.raises(CompareError, match=r"cannot resume: .* is damaged"):
+        compare(options(copy, resume=True))
+    assert {name: before[name] for name in before} == {
+        name: data for name, data in contents(copy).items() if name in before
+    }
+
+
+def test_resuming_with_another_setting_or_text_is_refused(copy):
+    with pytest.raises(CompareError, match=r"another steps: .* has 4, got 5"):
+        compare(options(copy, resume=True, steps=5))
+    record = json.loads((copy / "settings.json").read_text())
+    record["environment"]["text"] = "0123456789abcdef"
+    (copy / "settings.json").write_text(json.dumps(record))
+    with pytest.raises(CompareError, match="text"):
+        compare(options(copy, resume=True))
+
+
+@pytest.mark.parametrize("name", [".git", "notes.txt"])
+@pytest.mark.parametrize("arguments", [[], ["--force"], ["--resume"]], ids=str)
+def test_a_folder_that_is_not_klfasts_is_refused_untouched(tmp_path, capsys, name, arguments):
+    (tmp_path / name).write_text('{"editor": "vi"}')
+    before = contents(tmp_path)
+    assert main(["compare", "--out", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    if arguments != ["--resume"]:
+        assert f"no folder of python -m lab compare, which did not write its {name};" in error
+    assert error.count("\n") == 1
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.usefixtures("_no_picture")
-def test_a_clip_is_recorded_and_reported(tmp_path):
-    assert compare(options(tmp_path, clip=1e-4, arms=("none",)))
-    rows = metrics(tmp_path)
-    assert rows[0]["clipped"] == 0
-    assert all(row["clipped"] > 0 for row in rows[1:])
-    assert all(row["nonfinite"] == 0 for row in rows)
-    for row in rows:
-        assert sum(row["by_length"]["sequences"]) == TINY["prompts"] * TINY["group"]
-        assert sum(row["by_length"]["exact"]) == pytest.approx(4 * row["kl_per_sequence_exact"])
-    html = (tmp_path / "report.html").read_text()
-    assert "Clips, bad tokens and lengths" in html
-    assert "clipped at 1.00e-04 nats" in html
-    assert "The clip at 1.00e-04 nats acted most in" in html
+def test_an_earlier_run_is_refused_without_force_and_kept_with_it(copy, whole, capsys):
+    before = contents(copy)
+    assert main(["compare", *SHORT, "--out", str(copy)]) == 2
+    error = capsys.readouterr().err
+    assert f"{copy} holds an earlier run: go on with it (--resume)" in error
+    assert contents(copy) == before
+    for count in (1, 2):
+        assert main(["compare", *SHORT, "--out", str(copy), "--force"]) == 0
+        places = sorted((copy / "earlier").iterdir())
+        assert len(places) == count
+        printed = capsys.readouterr().out
+        assert any(f"The earlier run is kept in {place}\n" in printed for place in places)
+    kept = [(place / "metrics.jsonl").read_bytes() for place in places]
+    assert (whole / "metrics.jsonl").read_bytes() in kept
 
 
-@pytest.mark.usefixtures("_no_picture")
-def test_the_report_says_when_it_began_under_which_klfast_and_who_wrote_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("KLFAST_COMMIT", "0ld5e1f")
-    monkeypatch.setattr(run, "now", lambda: "2001-02-03 04:05 UTC")
-    assert not compare(options(tmp_path), stop=stop_after(5))
-    html = (tmp_path / "report.html").read_text()
-    began = f"Begun 2001-02-03 04:05 UTC by klfast {provenance.__version__}, commit 0ld5e1f;"
-    assert began in html
-    assert html.count("0ld5e1f") == 2  # and among the settings
-    monkeypatch.setenv("KLFAST_COMMIT", "newer42")
-    monkeypatch.setattr(run, "now", lambda: "2002-02-03 04:05 UTC")
-    assert compare(options(tmp_path, resume=True))
-    html = (tmp_path / "report.html").read_text()
-    assert began in html
-    written = f"Report of 2002-02-03 04:05 UTC, by klfast {provenance.__version__}, commit newer42."
-    assert written in html
-
-
-@pytest.mark.usefixtures("_no_picture")
-def test_a_run_that_was_begun_by_an_older_klfast_goes_on(tmp_path, capsys):
-    assert not compare(options(tmp_path), stop=stop_after(5))
-    record = json.loads((tmp_path / "settings.json").read_text())
-    del record["began"], record["environment"]["klfast"], record["environment"]["commit"]
-    (tmp_path / "settings.json").write_text(json.dumps(record))
-    assert compare(options(tmp_path, resume=True))
-    assert "klfast was None and is" in " ".join(capsys.readouterr().out.split())
-    html = (tmp_path / "report.html").read_text()
-    assert "Begun at a time not known by klfast not known, commit not known;" in html
-
-
-def test_the_answer_is_on_top_of_the_report_and_of_what_is_printed(whole, tmp_path, capsys):
-    html = (whole / "report.html").read_text()
-    line = re.search(r"<strong>(.*?)</strong>", html)[1]
-    assert re.match("Adaptive .Ziegler. (held the target best|came closest, and did not)", line)
-    assert html.index(line, html.index("<body>")) < html.index("<h2>")
-    assert "This is one run with one seed (0)" in html
-    copied = re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1]
-    assert "controller = klfast.AdaptiveKLController(" in copied
-    shutil.copytree(whole, tmp_path / "copy")
-    with no_pictures():
-        assert compare(options(tmp_path / "copy", resume=True))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert line in printed
-    assert printed.index(line) < printed.index("Last third of the steps")
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path, capsys):
+    with run.held(tmp_path):
+        assert main(["compare", *SHORT, "--out", str(tmp_path)]) == 2
+        assert "in use by another process" in capsys.readouterr().err
+    with run.held(tmp_path):
+        pass
 
 
 def test_missing_extras_are_one_sentence(tmp_path, monkeypatch):
@@ -424,16 +251,12 @@ def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsy
 
     monkeypatch.setitem(sys.modules, "benchmarks.kl_step", SimpleNamespace(time_kl_step=timed))
     assert compare(options(tmp_path, bench=True))
-    assert seen == [(4, 6)]
-    rows_timed = (tmp_path / "speed.json").read_bytes()
     for bench in (False, True):  # a report that is written again keeps what was timed
         assert compare(options(tmp_path, resume=True, bench=bench))
-        assert (tmp_path / "speed.json").read_bytes() == rows_timed
-    assert len(seen) == 1
+    assert seen == [(4, 6)]
     html = (tmp_path / "report.html").read_text()
     printed = capsys.readouterr().out
     for text in ("this run [4, 6]", "eager", "12.5", "noisy, busy"):
         assert text in html
         assert text in printed
     assert printed.count(f"\nReport: {tmp_path / 'report.html'}\n") == 3
-    assert printed.count("Timing the KL step") == 1

@@ -10,20 +10,26 @@ import torch
 from fake_gpu import FakeGpu
 from small_cases import small
 
-from benchmarks import gpu, gpu_timing, linear, rivals, tokens
+from benchmarks import command, linear, measure, rivals, timing, tokens
 from benchmarks.__main__ import main
 from benchmarks.candidates import AUTOTUNED, COMPILE, MODES, build_gpu_candidates
 from benchmarks.cases import DTYPES, Case, boundaries, make_inputs
-from benchmarks.gpu import Ceilings, Clock, gpu_rows, modes_within, usable_backends
-from benchmarks.gpu_timing import GRAPH_CALLS, HOST_CALLS, GpuTiming, alternate, time_on
 from benchmarks.linear import OPS as LINEAR_OPS
 from benchmarks.logits import OPS as LOGITS_OPS
-from benchmarks.measure import Skip, check_candidates
+from benchmarks.measure import (
+    Ceilings,
+    GpuBench,
+    Plan,
+    Skip,
+    check_candidates,
+    gpu_rows,
+    modes_within,
+    usable_backends,
+)
 from benchmarks.suites import OPS, SUITES
-from benchmarks.timing import Timing
+from benchmarks.timing import GRAPH_CALLS, HOST_CALLS, Cuda, GpuTiming, Timing, alternate, time_on
 from benchmarks.topk import OPS as TOPK_OPS
 from klfast import backends
-from klfast.selfcheck import clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,9 +47,9 @@ LOGITS_COMMAND = ["--device", "cuda", "--suite", "logits", "--quick", "--no-comp
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """`python -m benchmarks --device cuda`, on the CPU."""
-    monkeypatch.setattr(gpu, "find_place", lambda: CPU)
-    monkeypatch.setattr(gpu, "Cuda", FakeGpu)
-    monkeypatch.setattr(gpu, "_CEILING_BYTES", 1 << 20)
+    monkeypatch.setattr(command, "find_place", lambda: CPU)
+    monkeypatch.setattr(measure, "Cuda", FakeGpu)
+    monkeypatch.setattr(measure, "_CEILING_BYTES", 1 << 20)
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
 
 
@@ -94,17 +100,6 @@ def test_from_hidden_states_bare_products_are_timed_and_no_read(fake_gpu, tmp_pa
     assert all(probe.startswith("products of") for probe in data["probes"].values())
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="torch 2.13's Inductor writes code that does not compile without AVX2",
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
-def test_both_modes_of_the_compiler_are_right_on_packed_tokens():
-    case = Case(OPS["two-pass"], "fp32", (3, 40), packed=True)
-    built = build_gpu_candidates(case, [], tuple(MODES))
-    assert list(check_candidates(built, case.op, make_inputs(case, 1)[0])) == ["eager", *MODES]
-
-
 def test_a_round_is_queued_whole_before_any_time_is_read_and_the_order_alternates():
     log = []
 
@@ -133,7 +128,7 @@ def test_kernels_are_timed_cold_and_graphs_warm():
 
 
 def test_a_long_call_is_in_no_graph_and_queued_once_at_a_time(monkeypatch):
-    monkeypatch.setattr(gpu_timing, "LONG_CALL", 1e-3)
+    monkeypatch.setattr(timing, "LONG_CALL", 1e-3)
     device, calls = FakeGpu(), []
     both = {"long": lambda: calls.append(1) or time.sleep(2e-3), "short": lambda: None}
     timings = time_on(device, both, 4)
@@ -142,18 +137,6 @@ def test_a_long_call_is_in_no_graph_and_queued_once_at_a_time(monkeypatch):
     assert (timings["long"].host.calls, timings["short"].host.calls) == (1, HOST_CALLS)
     assert len(timings["long"].kernel.seconds) == 4
     assert len(calls) < 2 * HOST_CALLS
-
-
-def test_the_host_is_given_the_head_start_that_it_needs():
-    given = []
-
-    class Noting(FakeGpu):
-        def queue(self, call, *, cold, head_start):
-            given.append((cold, head_start))
-            return super().queue(call, cold=cold, head_start=head_start)
-
-    time_on(Noting(), {"slow": lambda: time.sleep(2e-3)}, 1)
-    assert all(head_start >= 2e-3 for cold, head_start in given if cold)
 
 
 @pytest.mark.parametrize("cold", [False, True])
@@ -175,8 +158,8 @@ def test_events_enclose_the_call_alone_behind_a_head_start(monkeypatch, cold):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("sleep", cycles)))
-    monkeypatch.setattr(clock, "LEAST_FLUSH", 1)
-    device = gpu_timing.Cuda(CPU)
+    monkeypatch.setattr(timing, "LEAST_FLUSH", 1)
+    device = Cuda(CPU)
     assert device._flush.nbytes == 2 * cache.L2_cache_size
     read_back = SimpleNamespace(amax=lambda: log.append("read"))
     device._flush = SimpleNamespace(zero_=lambda: log.append("flush"), view=lambda dtype: read_back)
@@ -217,13 +200,12 @@ def test_rows_hold_what_the_clock_and_the_bytes_say():
     assert (ours.graph_ms, ours.host_ms, ours.peak_bytes) == (None, pytest.approx(5e-3), 12)
 
 
-def test_a_budget_is_shared_by_the_cases_that_are_left():
-    times = iter([0.0, 0.0, 30.0, 100.0])
-    clock = Clock(100.0, cases=4, now=lambda: next(times))
-    assert clock.next_case() == 25
-    assert clock.next_case() == pytest.approx(70 / 3)
+def test_a_budget_is_shared_by_the_cases_that_are_left(fake_gpu):
+    bench = GpuBench(CPU, Plan(rounds=1, budget=100.0), [Case(OPS["forward"], "fp32", (4, 8))] * 4)
+    assert bench.next_case(0.0) == 25
+    assert bench.next_case(30.0) == pytest.approx(70 / 3)
     with pytest.raises(Skip, match="the budget of 100 s was used up"):
-        clock.next_case()
+        bench.next_case(100.0)
 
 
 def test_a_case_that_is_short_of_time_does_without_autotuning():
@@ -235,18 +217,18 @@ def test_a_case_that_is_short_of_time_does_without_autotuning():
 
 def test_a_promised_gpu_needs_every_backend(monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
-    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native", "missing"))
+    monkeypatch.setattr(measure, "KLFAST_BACKENDS", ("native", "missing"))
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
     assert usable_backends(CPU) == (["native"], "missing: why")
     monkeypatch.setenv("KLFAST_REQUIRE_CUDA", "1")
-    with pytest.raises(gpu.NoBackend, match="klfast cannot be timed on cpu: missing: why"):
+    with pytest.raises(measure.NoBackend, match="klfast cannot be timed on cpu: missing: why"):
         usable_backends(CPU)
 
 
 def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
     out = tmp_path / "gpu.json"
-    command = ["--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
-    assert main(command) == 0
+    options = ["--device", "cuda", "--quick", "--no-compile", "--out", str(out)]
+    assert main(options) == 0
     data = json.loads(out.read_text())
     assert data["finished"]
     assert data["failed"] == data["skipped"] == {}
@@ -270,8 +252,8 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys):
 def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(tokens.SUMS, "token-mean", lambda masked, *_: masked.sum())
     out = tmp_path / "gpu.json"
-    command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
-    assert main([*command, "--out", str(out)]) == 1
+    options = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    assert main([*options, "--out", str(out)]) == 1
     data = json.loads(out.read_text())
     cases = ["one-read fp32 16x256", "one-read fp32 16x256 packed"]
     assert list(data["failed"]) == [f"{case}, eager" for case in cases]
@@ -284,7 +266,7 @@ def test_a_wrong_rival_is_no_result_and_hides_none(fake_gpu, monkeypatch, tmp_pa
 
 
 def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("native",))
+    monkeypatch.setattr(measure, "KLFAST_BACKENDS", ("native",))
     forward = tokens.TokensOp.klfast
 
     def broken(op, backend="auto", normalizer=None):
@@ -296,8 +278,8 @@ def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_p
 
     monkeypatch.setattr(tokens.TokensOp, "klfast", broken)
     out = tmp_path / "gpu.json"
-    command = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
-    assert main([*command, "--out", str(out)]) == 1
+    options = ["--device", "cuda", "--quick", "--no-compile", "--dtypes", "fp32"]
+    assert main([*options, "--out", str(out)]) == 1
     data = json.loads(out.read_text())
     assert data["failed"]["two-pass fp32 16x256"] == "NoBackend: no backend of klfast works"
     assert data["failed"]["two-pass fp32 16x256, native"] == "RuntimeError: no kernel image"
@@ -305,9 +287,9 @@ def test_a_case_without_klfast_fails_and_hides_none(fake_gpu, monkeypatch, tmp_p
 
 
 def test_what_does_not_fit_is_left_out_visibly(fake_gpu, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "Cuda", lambda place: FakeGpu(place, free=1 << 16))
-    command = ["--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
-    assert main(command) == 0
+    monkeypatch.setattr(measure, "Cuda", lambda place: FakeGpu(place, free=1 << 16))
+    options = ["--device", "cuda", "--quick", "--no-compile", "--ops", "forward"]
+    assert main(options) == 0
     assert "left out: forward fp32 16x256: needs 0.0 GiB of memory" in capsys.readouterr().out
 
 
@@ -347,29 +329,6 @@ def test_other_libraries_are_timed_where_they_are_installed(fake_gpu, monkeypatc
     reason = "not timed: TRL: ModuleNotFoundError: No module named 'trl.kernels.logprob_entropy'"
     assert reason in data["notes"]
     assert data["conditions"]["suite"] == "logits"
-
-
-def test_another_library_that_fails_is_left_out_with_the_reason(fake_gpu, monkeypatch, tmp_path):
-    def broken(logits, token_ids):
-        raise RuntimeError("no such instruction\nand a long trace")
-
-    monkeypatch.setattr(rivals, "LIBRARIES", {"TRL": lambda: {"logprob": broken}})
-    out = tmp_path / "gpu.json"
-    options = ["--ops", "logprob,kl", "--dtypes", "bf16", "--out", str(out)]
-    assert main([*LOGITS_COMMAND, *options]) == 0
-    data = json.loads(out.read_text())
-    reason = "TRL is left out, as it fails here: RuntimeError: no such instruction"
-    assert data["notes"][-1] == f"logprob bf16 8x1000: {reason}"
-    assert {row["impl"] for row in data["rows"]} >= {"native", "eager", "selective"}
-
-
-def test_a_wrong_result_of_another_library_fails(fake_gpu, monkeypatch, tmp_path):
-    zeros = {"TRL": lambda: {"logprob": lambda logits, ids: torch.zeros(len(ids))}}
-    monkeypatch.setattr(rivals, "LIBRARIES", zeros)
-    out = tmp_path / "gpu.json"
-    assert main([*LOGITS_COMMAND, "--ops", "logprob", "--out", str(out)]) == 1
-    failed = json.loads(out.read_text())["failed"]
-    assert list(failed) == [f"logprob {dtype} 8x1000, TRL" for dtype in DTYPES]
 
 
 @pytest.mark.parametrize("left_out", [True, False], ids=["eager", "klfast"])
@@ -413,18 +372,11 @@ def test_a_device_that_does_not_fit_the_options_is_a_mistake(
     assert message in capsys.readouterr().err
 
 
-def test_without_a_backend_there_is_nothing_to_time(fake_gpu, monkeypatch, capsys):
-    monkeypatch.setitem(backends.BACKENDS, "missing", SimpleNamespace(why_not=lambda _: "why"))
-    monkeypatch.setattr(gpu, "KLFAST_BACKENDS", ("missing",))
-    assert main(["--device", "cuda", "--quick"]) == 1
-    assert "klfast cannot be timed on cpu: missing: why" in capsys.readouterr().err
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_events_graphs_and_peaks_of_a_device():
     """The bandwidth and the memory that a plain copy of 256 MiB shows are those of a GPU."""
-    device = gpu_timing.Cuda(torch.device("cuda", 0))
+    device = Cuda(torch.device("cuda", 0))
     source = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
     timing = time_on(device, {"clone": source.clone}, 5)["clone"]
     assert timing.capture_error is None

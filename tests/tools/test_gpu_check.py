@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -160,44 +159,11 @@ def test_lanes_run_at_once(run, tmp_path):
     assert run((30, [meet("a", "b")], [meet("b", "a")])).passed
 
 
-def test_a_stop_ends_what_runs_and_begins_nothing(tmp_path):
-    plan = [Phase(60, [[python("slow", "import time; time.sleep(60)"), python("next", "")]])]
-    check = Check(plan, tmp_path / "out", tmp_path / "work")
-    threading.Timer(1.0, check.stop).start()
-    check.run()
-    assert statuses(check) == {"slow": "failed", "next": "not run"}
-
-
 def test_the_benchmark_is_told_what_time_it_has(run):
     code = "import sys; print('budget', sys.argv[1])"
     step = Step("bench", [sys.executable, "-c", code, "{budget}"], must_print=r"budget \d+")
     assert int(run((100, [step])).outcomes[0].detail.split()[1]) in range(50, 61)
     assert run((1000, [step])).outcomes[0].detail == f"budget {gpu_plan.BUDGET}"
-
-
-def test_results_replace_older_ones_at_the_end(run, tmp_path):
-    """Until then the tests, of the README for one, see what is committed."""
-    out, work = tmp_path / "out", tmp_path / "work"
-    out.mkdir()
-    for name in gpu_check.RESULTS:
-        (out / name).write_text("old")
-
-    def each(folder, call):
-        names = gpu_check.RESULTS
-        return (
-            f"import pathlib; print([(pathlib.Path({str(folder)!r}) / n).{call} for n in {names}])"
-        )
-
-    new = python("new", each(work, "write_text('new')"))
-    look = python("look", each(out, "read_text()"), must_print=r"\['old', 'old'\]")
-    assert run((60, [new, look])).passed
-    assert [(out / name).read_text() for name in gpu_check.RESULTS] == ["new", "new"]
-
-
-def test_a_command_that_is_not_there_fails(run):
-    check = run((60, [Step("tool", ["/no/such/tool"])]))
-    assert statuses(check) == {"tool": "failed"}
-    assert "No such file" in check.outcomes[0].detail
 
 
 def test_what_the_environment_says_is_in_the_json(run):

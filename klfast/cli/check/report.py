@@ -24,7 +24,6 @@ from klfast.cli.check.cases import FAMILIES
 from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of
 from klfast.cli.check.promises import promises
 from klfast.cli.info import text
-from klfast.selfcheck.timing import TIMES, TimeRow, cells_of, time_on
 
 HELP = "known answers of every function, on every backend of every device that is here"
 
@@ -104,9 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help='also fail where "auto" does not choose the backend'
     )
-    parser.add_argument(
-        "--time", action="store_true", help="also time six sizes, beside eager PyTorch and a copy"
-    )
 
 
 @contextlib.contextmanager
@@ -139,7 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings(), _refusing_nothing():
         warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
         tallies, failures = check(targets)
-        times = _times(targets) if arguments.time else []
     verdicts = _verdicts(tallies, facts, arguments)
     passed = not any(verdict.counts and verdict.failed for verdict in verdicts)
     report = {
@@ -150,7 +145,6 @@ def run(arguments: argparse.Namespace) -> int:
         "checks": [asdict(tally) for tally in tallies],
         "not_available": missing,
         "failures": [asdict(failure) for failure in failures],
-        "times": [asdict(row) for row in times],
         "info": facts,
     }
     if arguments.json:
@@ -333,16 +327,8 @@ def _avoiding(wrong: Verdict, verdicts: Sequence[Verdict]) -> str:
     return f"do not use {wrong.backend} on {wrong.device}"
 
 
-def _times(targets: Sequence[Target]) -> list[TimeRow]:
-    """The outcomes of every device that is checked."""
-    rows = []
-    for device in dict.fromkeys(target.device for target in targets):
-        rows += time_on(device, [target.backend for target in targets if target.device == device])
-    return rows
-
-
 def _print(report: dict[str, Any]) -> None:
-    """The tables: what was checked, what is not available, what failed, and the times."""
+    """The tables: what was checked, what is not available, and what failed."""
     _print_table(
         ("device", "backend", "checked", "cases", "failed", "left out", "seconds"),
         [(*list(c.values())[:-1], f"{c['seconds']:.2f}") for c in report["checks"]],
@@ -358,8 +344,6 @@ def _print(report: dict[str, Any]) -> None:
         _print_table(("case", "output", "got", "expected", "error", "tolerance"), cells)
     if len(failures) > SHOWN:
         print(f"and {len(failures) - SHOWN} more, which --json has")
-    if report["times"]:
-        _print_table(TIMES, [cells_of(row) for row in report["times"]], texts=3)
     cases = sum(c["cases"] for c in report["checks"])
     print(f"\n{cases} cases in {report['seconds']:.1f} s, {len(failures)} failed")
     for verdict in report["verdict"]:

@@ -1,1 +1,0 @@
-"""The times of ``klfast check --time``."""
