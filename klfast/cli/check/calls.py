@@ -61,10 +61,14 @@ class Call:
         return next(iter(self.tensors.values()))
 
 
-def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tensors:
+CPU = torch.device("cpu")
+
+
+def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75) -> Tensors:
     """The results of a call by name, and the gradients of its leaves for grad_outputs of 1 to
     ``most``.
     """
+    tensors = {name: _laid_out(t.to(device), call.memory) for name, t in call.tensors.items()}
     leaves = {name: tensors[name].detach().requires_grad_() for name in call.leaves}
     given = tensors | leaves
     if call.options.get("inplace_backward"):
@@ -81,11 +85,6 @@ def run(call: Call, tensors: Tensors, backend: str, most: float = 1.75) -> Tenso
         grads = gradients_of(graded, upstream, list(leaves.values()))
         found |= {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}
     return {name: output.detach() for name, output in found.items()}
-
-
-def placed(call: Call, device: torch.device) -> Tensors:
-    """The tensors of a call on a device, each in memory as the call says."""
-    return {name: _laid_out(t.to(device), call.memory) for name, t in call.tensors.items()}
 
 
 def _laid_out(tensor: Tensor, memory: str) -> Tensor:

@@ -373,7 +373,7 @@ def _rule(row: Row, tensors: Tensors) -> Rejection:
     statistic, over = row["statistic"], row["over"]
     lax = Rejection(statistic, over, high=1e30)
     call = Call("rollout_correction", tensors, {"reject": lax}, ())
-    found = run(call, tensors, "reference")
+    found = run(call, "reference")
     seen = torch.stack([found["stats.rules.0.least"], found["stats.rules.0.greatest"]]).double()
     least, greatest = float(seen.min()), float(seen.max())
     wider = 0.1 * max(abs(least), abs(greatest))  # one number is no bound of itself

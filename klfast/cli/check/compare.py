@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from klfast.cli.check.calls import OF_POLICY, OF_REFERENCE, Call, Tensors, run
+from klfast.cli.check.calls import CPU, OF_POLICY, OF_REFERENCE, Call, Tensors, run
 from klfast.stats import OF_TOKENS
 
 PROMISE, OF_LOGITS = 4e-7, 2e-6
@@ -65,9 +66,9 @@ class Truth(NamedTuple):
     allowed: Tensors
 
 
-def found_by(call: Call, tensors: Tensors, backend: str) -> Found:
-    """The results of a call on any device."""
-    results = run(call, tensors, backend)
+def found_by(call: Call, backend: str, device: torch.device = CPU) -> Found:
+    """The results of a call."""
+    results = run(call, backend, device)
     return Found(
         {name: t.double().cpu() for name, t in results.items()},
         {name: t.dtype for name, t in results.items()},
@@ -78,11 +79,13 @@ def truth_of(call: Call) -> Truth:
     """The reference's results, and what rounding may make of them."""
     arithmetic = _arithmetic(call)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
-    values = found_by(call, wide, "reference").values
+    values = found_by(replace(call, tensors=wide, memory="dense"), "reference").values
     squares = {name: torch.zeros((), device="cpu") for name in values}
     for seed, sizes in enumerate(_directions(call)):
         moved = wide | _moved(call, wide, arithmetic, seed, sizes)
-        for name, other in found_by(call, moved, "reference").values.items():
+        for name, other in found_by(
+            replace(call, tensors=moved, memory="dense"), "reference"
+        ).values.items():
             difference = torch.where(values[name] == other, 0.0, values[name] - other)
             squares[name] = squares[name] + difference.nan_to_num(0.0).square()
     dtypes = {name: _dtype_of(call, arithmetic, name) for name in values}

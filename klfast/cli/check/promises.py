@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import klfast
-from klfast.cli.check.calls import Call, Tensors, placed, run
+from klfast.cli.check.calls import Call, Tensors, run
 from klfast.cli.check.cases import Draw
 from klfast.cli.check.compare import Wrong
 from klfast.names import DIRECTIONS, NAMES
@@ -104,9 +104,7 @@ def _other_bits(of: Call, sequences: Sequences, backend: str, device: torch.devi
     for name, arrange in ARRANGEMENTS.items():
         torch.set_num_threads(4 if name == "with four threads" else threads)
         try:
-            parts = arrange(
-                of, sequences, lambda call: run(call, placed(call, device), backend, 1.0)
-            )
+            parts = arrange(of, sequences, lambda call: run(call, backend, device, 1.0))
         finally:
             torch.set_num_threads(threads)
         found = {f"{n} of sequence {s}": t for s, part in enumerate(parts) for n, t in part.items()}
@@ -192,8 +190,8 @@ def _wrong_signs(name: str, backend: str, device: torch.device) -> list[Wrong]:
     x = torch.cat([sizes.new_zeros(1), sizes, -sizes]).float()
     tensors = {"logprobs": x, "ref_logprobs": torch.zeros_like(x)}
     call = Call("kl_penalty", tensors, {"estimator": name}, ("logprobs",))
-    positive = bool((run(call, tensors, "reference")["penalty"][[1, -len(sizes)]] > 0).all())
-    return _wrong_near_0(run(call, placed(call, device), backend)["penalty"], positive)
+    positive = bool((run(call, "reference")["penalty"][[1, -len(sizes)]] > 0).all())
+    return _wrong_near_0(run(call, backend, device)["penalty"], positive)
 
 
 def _wrong_signs_of_divergences(direction: str, backend: str, device: torch.device) -> list[Wrong]:
@@ -202,7 +200,7 @@ def _wrong_signs_of_divergences(direction: str, backend: str, device: torch.devi
     apart = 1 + torch.tensor([0.0, 1e-6, 1e-5, 1e-4, 1e-3], device="cpu")[:, None]
     tensors = {"logits": logits, "ref_logits": logits * apart}
     call = Call("kl_divergence", tensors, {"direction": direction}, ())
-    return _wrong_near_0(run(call, placed(call, device), backend)["kl"], True)
+    return _wrong_near_0(run(call, backend, device)["kl"], True)
 
 
 def _wrong_near_0(found: Tensor, positive: bool) -> list[Wrong]:

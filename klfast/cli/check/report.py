@@ -19,7 +19,7 @@ import torch
 from klfast import backends
 from klfast.backends.info import info
 from klfast.checks.arguments import check_choice
-from klfast.cli.check import calls
+from klfast.cli.check.calls import Call
 from klfast.cli.check.cases import FAMILIES
 from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of
 from klfast.cli.check.promises import promises
@@ -33,10 +33,6 @@ get the basic cases, which hold every option once, and of these what fits into s
 
 SHOWN = 20
 """Failures that the text has; ``--json`` has all."""
-
-
-class UsageError(Exception):
-    """A mistake on the command line; its text is the whole message."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         devices = _devices(arguments.device, list(facts["backends"]))
         targets, missing = _targets(arguments.backend, devices)
-    except (UsageError, ValueError) as error:
+    except ValueError as error:
         print(f"klfast check: error: {error}", file=sys.stderr)
         return 2
     if not arguments.json:
@@ -160,7 +156,7 @@ def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
         return here
     name = f"cuda:{torch.cuda.current_device()}" if wanted == "cuda" and len(here) > 1 else wanted
     if name not in here:
-        raise UsageError(f"device must be one of {', '.join(here)}, got {wanted!r}")
+        raise ValueError(f"device must be one of {', '.join(here)}, got {wanted!r}")
     return [name]
 
 
@@ -182,7 +178,7 @@ def _targets(
                 missing.append({"device": device, "backend": name, "reason": reason})
     if not targets:
         reasons = "; ".join(f"{m['device']}: {m['reason']}" for m in missing)
-        raise UsageError(f"backend {wanted!r} cannot run here: {reasons}")
+        raise ValueError(f"backend {wanted!r} cannot run here: {reasons}")
     return targets, missing
 
 
@@ -244,9 +240,8 @@ def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Ou
                 yield target, *promise
 
 
-def _of_call(call: calls.Call, truth: Truth, target: Target) -> list[Wrong]:
-    tensors = calls.placed(call, torch.device(target.device))
-    return wrong_of(call, truth, found_by(call, tensors, target.backend))
+def _of_call(call: Call, truth: Truth, target: Target) -> list[Wrong]:
+    return wrong_of(call, truth, found_by(call, target.backend, torch.device(target.device)))
 
 
 def _wrong(outcome: _Outcome) -> list[Wrong]:
