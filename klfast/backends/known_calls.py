@@ -1,9 +1,10 @@
 """The calls whose answers are known: small ones, which run the kernels that most calls run.
 
 Inputs are integers from a formula, divided by a power of 2 and exact in bf16: the same numbers on
-every machine, without a generator. Of log-probs every other 256 tokens have |x| <= 1, as near a
-reference; the others reach 4. A sequence of 9,001 tokens has two segments, and starts off the
-addresses of vectors if it is the second. Rows of 15,101 words in fp32 need a cluster of blocks.
+every machine, without a generator. Every second run of 256 tokens has log-probs with |x| <= 1, as
+near a reference. In the others |x| reaches 4. A sequence of 9,001 tokens has two segments, and
+starts off the addresses of vectors if it is the second. Rows of 15,101 entries in fp32 need a
+cluster of blocks.
 
 ``tests/support/known_answers.py`` writes what the reference says of them in float64.
 """
@@ -168,8 +169,8 @@ def results(calls: Known, run: Run) -> dict[str, Tensor]:
 
 
 def gradients(calls: Known, run: Run, ops: Ops | None = None) -> dict[str, Tensor]:
-    """The gradients of calls, and the first of the results that come with them, by name; with
-    ``ops``, those of the ops in place too.
+    """The gradients of calls and the first result of each, by name. ``ops`` adds the gradients that
+    the ops in place make.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, (call, seeds) in calls.items():
@@ -190,7 +191,7 @@ def gradients_of(
     outputs: Sequence[Tensor], sent: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """The gradients by one backward, for those that come in."""
-    # Of one scalar: torch imports sympy to compare the shapes of grad_outputs with the outputs'.
+    # One scalar needs no grad_outputs, for whose shapes torch imports sympy.
     products = [(output * grad).flatten() for output, grad in zip(outputs, sent, strict=True)]
     return torch.autograd.grad(torch.cat(products).sum(), inputs, materialize_grads=True)
 
@@ -213,7 +214,7 @@ def named(value: Any, name: str = "", separator: str = ": ") -> dict[str, Tensor
 
 @torch.no_grad()
 def _in_place(call: KLDivergenceCall, factor: Tensor, ops: Ops) -> dict[str, Tensor]:
-    """What a scalar KL gives by the ops that leave gradients in the memory of the logits."""
+    """A scalar KL by the ops that leave gradients in the memory of the logits."""
     options = call.keep, DIVERGENCES.index("kl"), call.jsd_beta, call.temperature
     both = (True, True, call.inverse_temperature)
     weights = over_logits.row_weights(call, ops)

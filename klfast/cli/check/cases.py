@@ -473,7 +473,7 @@ def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
     """Rows in which any two values meet, and how many of the first hold every value at least once.
 
     A fault depends on one option or on how two meet: such rows find nearly all that every
-    combination would. An option whose values have met all others has its first.
+    combination would. Rows have the first value of an option without a missing pair.
     """
     sizes = [len(values) for values in options.values()]
     places = [(option, value) for option, size in enumerate(sizes) for value in range(size)]
@@ -491,7 +491,7 @@ def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
 def _next_row(
     missing: Mapping[frozenset[tuple[int, int]], None], sizes: Sequence[int]
 ) -> list[int]:
-    """The first of the missing pairs, and for each other option the value that has met fewest."""
+    """A missing pair, and for each other option the value that meets most others anew."""
     chosen = dict(next(iter(missing)))
     for option, size in enumerate(sizes):
         if option not in chosen:
