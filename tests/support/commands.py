@@ -16,7 +16,7 @@ from readme import ROOT
 from setuptools.command.build_ext import build_ext
 
 from benchmarks import __main__ as benchmarks_program
-from klfast import __main__ as klfast_program
+from klfast import cli as klfast_program
 from lab import __main__ as lab_program
 
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+|[a-z]+)=.*")
