@@ -9,6 +9,7 @@
 #   make test-all     all CPU kernels, make test, make test-rest, make test-older, make test-mutation
 #   make test-peers   tests against the newest trl, Liger, verl, OpenRLHF, SkyRL and ms-swift
 #                     themselves, which it installs
+#                     (make test-peers-trl and so on: one package)
 #   make test-older   the same against older releases
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
@@ -70,14 +71,13 @@ test-all: $(VENV)/built-all
 	$(MAKE) --no-print-directory test-older
 	$(MAKE) --no-print-directory test-mutation
 
-test-peers: $(VENV)/tested $(PEERS)
-	PYTHONPATH="$(CURDIR)/build/peers/trl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/trl
-	PYTHONPATH="$(CURDIR)/build/peers/verl/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/verl
-	PYTHONPATH="$(CURDIR)/build/peers/hub/site-packages" $(BIN)/pytest -n 2 -p no:benchmark tests/peers/hub
-	for peer in skyrl ms_swift; do \
-	  PYTHONPATH="$(CURDIR)/build/peers/$$peer/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
-	    $(BIN)/pytest -p no:benchmark tests/peers/$$peer || exit 1; \
-	done
+test-peers: $(PEERS:build/peers/%/installed=test-peers-%)
+
+# SkyRL and ms-swift import what stands beside verl.
+test-peers-skyrl test-peers-ms_swift: build/peers/verl/installed
+test-peers-%: $(VENV)/tested build/peers/%/installed
+	PYTHONPATH="$(CURDIR)/build/peers/$*/site-packages$(if $(filter skyrl ms_swift,$*),:$(CURDIR)/build/peers/verl/site-packages)" \
+	  $(BIN)/pytest -n 2 -p no:benchmark tests/peers/$*
 
 test-older: $(VENV)/tested $(PEERS)
 	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)
