@@ -10,7 +10,6 @@ import torch
 from klfast.backends.backend import Backend, FirstUse
 from klfast.linear import autograd as over_hidden
 from klfast.logits import autograd as over_logits
-from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
 from klfast.ops.table import Ops
@@ -24,7 +23,6 @@ def compiled(
     rollout_devices: frozenset[str] = frozenset(),
     checks_in_kernel: frozenset[str] = frozenset(),
     first_use: FirstUse | None = None,
-    units_of: UnitsOf = in_nats,
 ) -> Backend:
     """The backend of these ops.
 
@@ -36,16 +34,15 @@ def compiled(
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
         first_use: what is asked besides of a device that it can serve.
-        units_of: says in which units the kernels over logits save log-sum-exps.
     """
     return Backend(
         name,
         why_not,
         partial(over_logprobs.kl_penalty, ops=ops),
-        partial(over_logits.token_logprobs, ops=ops, units_of=units_of),
-        partial(over_logits.kl_divergence, ops=ops, units_of=units_of),
-        partial(over_hidden.token_logprobs, ops=ops, units_of=units_of),
-        partial(over_hidden.kl_divergence, ops=ops, units_of=units_of),
+        partial(over_logits.token_logprobs, ops=ops),
+        partial(over_logits.kl_divergence, ops=ops),
+        partial(over_hidden.token_logprobs, ops=ops),
+        partial(over_hidden.kl_divergence, ops=ops),
         rollout.rollout_correction,
         rollout_devices,
         checks_in_kernel,

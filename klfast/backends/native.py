@@ -59,9 +59,8 @@ def _units_of(logits: Tensor, dtype: torch.dtype) -> Units:
 NATIVE = compiled(
     "native",
     _why_not,
-    Ops.of("klfast"),
+    Ops.of("klfast", _units_of),
     rollout_devices=frozenset({"cpu"}),
     checks_in_kernel=frozenset({"cpu"}),
     first_use=FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda"),
-    units_of=_units_of,
 )

@@ -26,9 +26,8 @@ from klfast.linear.call import LinearCall
 from klfast.linear.held import Vectors, add_divergences, add_tokens, gradient_of, vectors_of
 from klfast.linear.models import ChunkOfModel, Gradients
 from klfast.linear.rows import Grads, RowOps, Rows, chunks
-from klfast.linear.shard_rows import ShardRowOps
-from klfast.logits.normalizers import Units, UnitsOf, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
+from klfast.logits.shard_ops import over_shards
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
@@ -39,20 +38,18 @@ TENSORS = 3
 """Of a model that may carry a graph: hidden states, weight, bias."""
 
 
-def token_logprobs(
-    call: LinearCall, ops: Ops, units_of: UnitsOf = in_nats
-) -> tuple[Tensor, Tensor | None]:
+def token_logprobs(call: LinearCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for, in the call's shapes; differentiable once."""
     _refuse_transforms("linear_token_logprobs")
-    _, logprobs, entropy, _ = _numbers(call, _plan_of(call, ops, units_of))
+    _, logprobs, entropy, _ = _numbers(call, _plan_of(call, ops))
     assert logprobs is not None
     return logprobs.view(call.picks_shape()), None if entropy is None else entropy.view(call.shape)
 
 
-def kl_divergence(call: LinearCall, ops: Ops, units_of: UnitsOf = in_nats) -> KLDivergence:
+def kl_divergence(call: LinearCall, ops: Ops) -> KLDivergence:
     """The reduced divergence, differentiable once, and what else was asked for."""
     _refuse_transforms("linear_kl_divergence")
-    plan = _plan_of(call, ops, units_of)
+    plan = _plan_of(call, ops)
     try:
         if _is_scalar(call):
             result, entropy, *stats = _Scalar.apply(*call.tensors(), plan)
@@ -91,17 +88,10 @@ class _Plan(NamedTuple):
     call: LinearCall
     """Without its tensors, which autograd keeps."""
     ops: Ops
-    units: Units
-
-    def kernels(self, call: LinearCall) -> RowOps:
-        """The ops with the options of a call, which has the tensors."""
-        if call.shards is None:
-            return RowOps(call, self.ops)
-        return ShardRowOps(call, self.ops, self.units)
 
 
-def _plan_of(call: LinearCall, ops: Ops, units_of: UnitsOf) -> _Plan:
-    return _Plan(call.without_tensors(), ops, units_of(call.first(), call.arithmetic()))
+def _plan_of(call: LinearCall, ops: Ops) -> _Plan:
+    return _Plan(call.without_tensors(), over_shards(ops, call.shards))
 
 
 class _Numbers(NamedTuple):
@@ -159,7 +149,7 @@ def _numbers(call: LinearCall, plan: _Plan) -> _Numbers:
 
 def _computed(call: LinearCall, plan: _Plan) -> Rows:
     """The numbers of all tokens, without a graph."""
-    kernels = plan.kernels(call)
+    kernels = RowOps(call, plan.ops)
     rows = kernels.empty()
     with _in_its_dtypes(call.tensors()):
         for own in chunks(call):
@@ -195,14 +185,8 @@ class _Sums:
         """Of all models, after the last chunk."""
         for of in self._of:
             if of.hidden is not None:
-                _add_over_shards(of.hidden, self._call)
+                self._call.add_up(of.hidden)
         return [tensor for of in self._of for tensor in of.tensors()]
-
-
-def _add_over_shards(grad: Tensor, call: LinearCall) -> None:
-    """Add up the ranks' gradients of hidden states, in place: each is of its own words alone."""
-    if call.shards is not None:
-        call.shards.ranks.add_up(grad)
 
 
 class _Scalar(torch.autograd.Function):
@@ -215,14 +199,14 @@ class _Scalar(torch.autograd.Function):
         shaped = call.reduce(call.policy.hidden.select(-1, 0))  # numbers of no interest
         weights = autograd.token_weights(shaped, call.arithmetic() == torch.float64, ops)
         sums = _Sums(call, _needs(ctx, len(call.models())))
-        kernels, rows = plan.kernels(call), call.nothing().contiguous()
+        kernels, rows = RowOps(call, plan.ops), call.nothing().contiguous()
         policy = kernels.empty_tokens(call.return_entropy)
         with _in_its_dtypes(tensors):
             for own in chunks(call):
                 if policy is not None:
                     kernels.compute_model(own[0], policy, want_entropy=True)
                 of_chunk = own[0].chunk.of(weights)
-                sums.add(own, kernels.divergences(own, rows, None, of_chunk, sums.wants))
+                sums.add(own, kernels.divergences(own, rows, [], of_chunk, sums.wants))
         result, stats = _reduce(call.reduce(rows), ops)
         ctx.ops, ctx.is_fresh = ops, True
         # A second derivative says that it depends on the tensors.
@@ -288,7 +272,7 @@ class _Recomputed(torch.autograd.Function):
         call = plan.call.with_tensors(tensors)
         with torch.no_grad(), _in_its_dtypes(tensors):
             sums = _Sums(call, _needs(ctx, len(call.models())))
-            kernels = plan.kernels(call)
+            kernels = RowOps(call, plan.ops)
             if any(grad is not None for grad in incoming):
                 for own in chunks(call):
                     sums.add(own, _chunk_gradients(kernels, own, rows, incoming, sums.wants))
@@ -327,7 +311,7 @@ class _Held(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> _Numbers:
         *tensors, plan = args
         call = plan.call.with_tensors(tensors)
-        kernels = plan.kernels(call)
+        kernels = RowOps(call, plan.ops)
         rows = kernels.empty()
         wants = [own[0] for own in _needs(ctx, len(call.models()))]
         vectors = [vectors_of(call, m, rows) if want else None for m, want in enumerate(wants)]
@@ -356,7 +340,7 @@ class _Held(torch.autograd.Function):
                 if of_model is not None:
                     sent = incoming.kl, *incoming.of_tokens(m)
                     grad = gradient_of(of_model, call, m, own, *sent)
-                    _add_over_shards(grad, call)
+                    call.add_up(grad)
                 found += [grad, None, None]
             found = _rounded(found, tensors)
         return (*autograd.guarded(found, *tensors, *incoming), None)

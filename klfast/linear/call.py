@@ -147,6 +147,15 @@ class LinearCall(NamedTuple):
         assert self.shards.words is not None
         return self.shards.words
 
+    def own_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids as words of this rank's heads; ``NO_ID`` where these have no such word."""
+        return token_ids if self.shards is None else self.shards.own_ids(token_ids, NO_ID)
+
+    def add_up(self, grad: Tensor) -> None:
+        """Add up the ranks' gradients of hidden states, in place: each is of its own words."""
+        if self.shards is not None:
+            self.shards.ranks.add_up(grad)
+
     def told(self) -> dict[str, object]:
         """What must be the same on all ranks of shards (``klfast.logits.agreement``)."""
         of, ids = self.divergence, self.token_ids

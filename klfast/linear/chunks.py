@@ -37,6 +37,8 @@ class Chunk(NamedTuple):
     """n."""
     size: int
     """The rows of the products, >= n: those behind n are of no token."""
+    number: int = 0
+    """Its place among the chunks."""
     keep: Tensor | None = None
     """[n], which of them exist; None for all."""
 
@@ -77,14 +79,14 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
     """
     places = None if keep is None or _is_unknown(keep) else keep.nonzero()[:, 0]
     total = rows if places is None else places.shape[0]
-    for first in range(0, total, length):
+    for number, first in enumerate(range(0, total, length)):
         count = min(length, total - first)
         own = slice(first, first + count)
         size = length if padded else max(count, min(LEAST, length))
         if places is not None:
-            yield Chunk(places[own], count, size)
+            yield Chunk(places[own], count, size, number)
         else:
-            yield Chunk(own, count, size, None if keep is None else keep[own])
+            yield Chunk(own, count, size, number, None if keep is None else keep[own])
 
 
 def _is_unknown(keep: Tensor) -> bool:

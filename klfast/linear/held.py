@@ -83,7 +83,7 @@ def add_tokens(vectors: Vectors, kernels: RowOps, model: ChunkOfModel, tokens: T
     if ids.dim() == 2:
         shares /= exist.sum(-1, keepdim=True).clamp_(min=1)
     grad = kernels.token_gradient(model, tokens, shares, None, in_place=False)
-    own_ids = kernels.own_ids(chunk, NO_ID)
+    own_ids = kernels.call.own_ids(ids)
     words = _columns(own_ids, model.logits().shape[-1])
     if words.numel() > 0:
         has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
@@ -130,10 +130,8 @@ def gradient_of(
     total.addcmul_(of_all.to(total.dtype), vectors.of_others)
     if weight.shape[0] == 0:
         return total
-    own_ids = call.token_ids
-    if call.shards is not None:
-        own_ids = call.shards.own_ids(own_ids, NO_ID)
-    ids, slopes, logprobs = of_k(own_ids), of_k(vectors.slopes), of_k(logprobs)
+    ids = of_k(call.own_ids(call.token_ids))
+    slopes, logprobs = of_k(vectors.slopes), of_k(logprobs)
     for at, places in _pieces(call, ids.shape, weight):
         once = logprobs[at].double().exp() * _are_first(ids[at])
         factors = (slopes[at] * (grads[at] - of_all[at] * once)).to(total.dtype)

@@ -15,7 +15,7 @@ from klfast.linear.call import LinearCall
 from klfast.linear.chunks import MOST, Chunk, chunks_of, length_of
 from klfast.linear.models import ChunkOfModel
 from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
+from klfast.ops.table import Ops
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ class Tokens(NamedTuple):
     """[R] or [R, K]."""
     entropy: Tensor
     """[R]; [0] if not wanted."""
-    saved: Tensor
-    """[numbers, R], for the backward."""
+    saved: list[Tensor]
+    """[numbers, n] of each chunk in turn, for the backward."""
 
 
 class Rows(NamedTuple):
@@ -39,8 +39,8 @@ class Rows(NamedTuple):
 
     kl: Tensor | None
     """[R]."""
-    kl_saved: Tensor | None
-    """[numbers, R], for the backward."""
+    kl_saved: list[Tensor]
+    """[numbers, n] of each chunk in turn, for the backward."""
     tokens: tuple[Tokens | None, ...]
     """One a model."""
 
@@ -69,7 +69,7 @@ class RowOps:
     """The ops, with a call's options."""
 
     def __init__(self, call: LinearCall, ops: Ops) -> None:
-        self._call, self._ops = call, ops
+        self.call, self._ops = call, ops
         of = call.divergence
         self._is_forward = of is not None and of.direction == "forward"
         if of is not None:
@@ -78,36 +78,25 @@ class RowOps:
 
     def empty(self) -> Rows:
         """Zeros for all tokens."""
-        policy, call = self.empty_tokens(self._call.return_entropy), self._call
+        policy, call = self.empty_tokens(self.call.return_entropy), self.call
         if call.divergence is None:
-            return Rows(None, None, (policy,))
+            return Rows(None, [], (policy,))
         kl = call.nothing().contiguous()
-        saved = kl.new_zeros((self.numbers_of_pairs(), *kl.shape), dtype=torch.float64)
-        return Rows(kl, saved, (policy, self.empty_tokens(want_entropy=False)))
+        return Rows(kl, [], (policy, self.empty_tokens(want_entropy=False)))
 
     def empty_tokens(self, want_entropy: bool) -> Tokens | None:
         """Zeros for one model's tokens; None if nothing is asked of them."""
-        ids, entropy = self._call.token_ids, self._call.nothing().contiguous()
+        ids, entropy = self.call.token_ids, self.call.nothing().contiguous()
         if ids is None and not want_entropy:
             return None
         logprobs = entropy.new_zeros(entropy.shape if ids is None else ids.shape)
-        size = self.numbers_of_tokens(want_entropy), *entropy.shape
-        saved = entropy.new_zeros(size, dtype=torch.float64)
-        return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), saved)
-
-    def numbers_of_tokens(self, want_entropy: bool) -> int:
-        """How many numbers a backward needs of a model's token."""
-        return SAVED_OF_TOKENS
-
-    def numbers_of_pairs(self) -> int:
-        """How many numbers a backward needs of a divergence."""
-        return SAVED_OF_PAIRS
+        return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], rows: Rows) -> None:
         """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
         chunk = own[0].chunk
-        if self._call.on_chunk is not None:
-            self._call.on_chunk(own[0].logits()[0], chunk)
+        if self.call.on_chunk is not None:
+            self.call.on_chunk(own[0].logits()[0], chunk)
         for model, tokens in zip(own, rows.tokens, strict=True):
             if tokens is not None:
                 self.compute_model(model, tokens, bool(tokens.entropy.numel()))
@@ -120,12 +109,12 @@ class RowOps:
             model.logits(),
             ids,
             chunk.keep,
-            self._call.temperature,
+            self.call.temperature,
             want_entropy,
             self.inverse(chunk),
         )
         chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
-        chunk.put(tokens.saved, saved)
+        tokens.saved.append(saved)
         if want_entropy:
             chunk.put(tokens.entropy, entropy)
 
@@ -133,18 +122,18 @@ class RowOps:
         self,
         own: Sequence[ChunkOfModel],
         out: Tensor,
-        out_saved: Tensor | None = None,
+        out_saved: list[Tensor],
         weights: Tensor | None = None,
         wants: Sequence[bool] = (False, False),
     ) -> Grads:
-        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [numbers, R];
+        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [numbers, n];
         return the gradients of sum(weights * divergences) that are wanted, in the logits' memory
         where no softcap wants these. ``weights``: [n].
         """
         chunk, logits = own[0].chunk, [model.logits() for model in own]
         models, is_over = self.in_order(logits), any(wants) and not have_softcap(own)
         options, of_models = self._options, (*self.in_order(wants), self.inverse(chunk))
-        grads = models
+        grads: Sequence[Tensor | None] = models
         if is_over:
             rows, saved = self._ops.kl_divergence_fwd_(
                 *models, chunk.keep, *options, weights, *of_models
@@ -155,8 +144,7 @@ class RowOps:
                 *models, None, chunk.keep, *options, no_entropy, weights, *of_models
             )
         chunk.put(out, rows)
-        if out_saved is not None:
-            chunk.put(out_saved, saved)
+        out_saved.append(saved)
         return wanted(self.in_order(grads), wants)
 
     def divergence_gradients(
@@ -166,11 +154,11 @@ class RowOps:
         memory where no softcap wants these.
         """
         assert rows.kl is not None
-        assert rows.kl_saved is not None
         chunk, logits = own[0].chunk, [model.logits() for model in own]
-        known, of_rows = (chunk.of(rows.kl), chunk.of(rows.kl_saved)), chunk.of(incoming)
+        known, of_rows = (chunk.of(rows.kl), rows.kl_saved[chunk.number]), chunk.of(incoming)
         of_models = (*self.in_order(wants), self.inverse(chunk))
-        grads = models = self.in_order(logits)
+        models = self.in_order(logits)
+        grads: Sequence[Tensor | None] = models
         if have_softcap(own):
             alone, no_entropy = (None, None, None), ENTROPIES.index("none")
             options = (*self._options, no_entropy, *known, None, of_rows, *alone)
@@ -198,10 +186,10 @@ class RowOps:
             logits,
             self.ids(chunk),
             chunk.keep,
-            chunk.of(tokens.saved),
+            tokens.saved[chunk.number],
             tokens.logprobs[chunk.at].reshape(-1),
             chunk.of(tokens.entropy) if tokens.entropy.numel() else tokens.entropy,
-            self._call.temperature,
+            self.call.temperature,
             None if of_logprobs is None else of_logprobs.reshape(-1).contiguous(),
             None if of_entropy is None else of_entropy.contiguous(),
             self.inverse(chunk),
@@ -213,25 +201,21 @@ class RowOps:
 
     def ids(self, chunk: Chunk) -> Tensor:
         """[n] or [n, K]; the first word where the call has none."""
-        ids = self._call.token_ids
+        ids = self.call.token_ids
         if ids is None:
-            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self._call.first().device)
+            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.call.first().device)
         return ids[chunk.at].contiguous()
-
-    def own_ids(self, chunk: Chunk, none: int) -> Tensor:
-        """The same as words of this rank's weight; ``none`` where it has no such word."""
-        return self.ids(chunk)
 
     def inverse(self, chunk: Chunk) -> Tensor | None:
         """1 / temperature: of the chunk's tokens, [n], 0-dim for all; None where it is a number."""
-        inverse = self._call.inverse_temperature
+        inverse = self.call.inverse_temperature
         return inverse if inverse is None or inverse.dim() == 0 else chunk.of(inverse)
 
     def scale(self, chunk: Chunk) -> float | Tensor:
         """1 / temperature: a number, 0-dim, or of the chunk's ids, [n] or [n, 1]."""
         inverse = self.inverse(chunk)
         if inverse is None:
-            return 1 / self._call.temperature
+            return 1 / self.call.temperature
         return inverse if inverse.dim() == 0 or self.ids(chunk).dim() == 1 else inverse[:, None]
 
     def in_order(self, policy_first: Sequence[T]) -> Sequence[T]:
@@ -245,5 +229,5 @@ def have_softcap(own: Sequence[ChunkOfModel]) -> bool:
     return any(model.head.softcap is not None for model in own)
 
 
-def wanted(grads: Sequence[Tensor], wants: Sequence[bool]) -> Grads:
+def wanted(grads: Sequence[Tensor | None], wants: Sequence[bool]) -> Grads:
     return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from klfast.checks.values import are_tracing
 from klfast.dtypes import arithmetic_dtype
-from klfast.logits import sharded
 from klfast.logits.call import (
     DIVERGENCES,
     ENTROPIES,
@@ -28,20 +27,16 @@ from klfast.logits.call import (
     KLDivergenceCall,
     TokenLogprobsCall,
 )
-from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
+from klfast.logits.shard_ops import over_shards
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
 
-def token_logprobs(
-    call: TokenLogprobsCall, ops: Ops, units_of: UnitsOf = in_nats
-) -> tuple[Tensor, Tensor | None]:
+def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
     """Log-probs, and entropies if asked for, in the call's shape; differentiable once."""
-    if call.shards is not None:
-        units = units_of(call.logits, arithmetic_dtype(call.logits))
-        return sharded.token_logprobs(call, ops, units)
+    ops = over_shards(ops, call.shards)
     function = _InplaceTokenLogprobs if call.inplace_backward else _TokenLogprobs
     arguments = (
         call.logits,
@@ -63,12 +58,11 @@ def token_logprobs(
     return logprobs.view(call.shape), entropies
 
 
-def kl_divergence(call: KLDivergenceCall, ops: Ops, units_of: UnitsOf = in_nats) -> KLDivergence:
+def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLDivergence:
     """The reduced divergence, differentiable once, and what else was asked for."""
+    ops = over_shards(ops, call.shards)
     try:
-        reduced, beside = (
-            _run(call, ops) if call.shards is None else _run_shards(call, ops, units_of)
-        )
+        reduced, beside = _run(call, ops)
     except RuntimeError:
         call.explain()
         raise
@@ -113,20 +107,13 @@ def _run(
     return autograd.kl_penalty(call.reduce(rows), ops), beside
 
 
-def _run_shards(
-    call: KLDivergenceCall, ops: Ops, units_of: UnitsOf
-) -> tuple[tuple[Tensor, KLStats | None], BesideDivergences]:
-    units = units_of(call.logits, arithmetic_dtype(call.logits, call.ref_logits))
-    rows, beside = sharded.kl_rows(call, ops, units)
-    return autograd.kl_penalty(call.reduce(rows), ops), beside
-
-
 def _is_one_read(call: KLDivergenceCall) -> bool:
     """Whether the forward can write the gradient: nothing else flows back, and it is known."""
     return (
         call.spec.reduction.is_scalar()
         and call.token_ids is None
         and not call.return_entropy
+        and call.shards is None  # whose gradient takes a read of its own
         and not are_tracing()
         and not autograd.are_packed()  # hooks see saved tensors alone
         and all(

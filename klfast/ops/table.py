@@ -20,6 +20,7 @@ from klfast.call import Choices
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
 from klfast.logits.call import ENTROPIES
+from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.reduction import RESULTS
 from klfast.rollout.call import WEIGHTS, RolloutChoices, RuleBounds
 from klfast.rollout.stats import rows_of_table
@@ -113,18 +114,20 @@ class Ops(NamedTuple):
     token_logprobs_fwd: Callable[..., tuple[Tensor, Tensor, Tensor]]
     token_logprobs_bwd: Callable[..., Tensor]
     token_logprobs_bwd_: Callable[..., None]
-    kl_divergence_fwd: Callable[..., tuple[Tensor, ...]]
+    kl_divergence_fwd: Callable[..., tuple[Any, ...]]
     kl_divergence_fwd_: Callable[..., tuple[Tensor, Tensor]]
-    kl_divergence_bwd: Callable[..., tuple[Tensor, Tensor]]
+    kl_divergence_bwd: Callable[..., tuple[Tensor | None, ...]]
     kl_divergence_bwd_: Callable[..., None]
     token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
+    units_of: UnitsOf = in_nats
+    """The units in which the kernels over logits save log-sum-exps."""
 
     @classmethod
-    def of(cls, namespace: str) -> Ops:
+    def of(cls, namespace: str, units_of: UnitsOf = in_nats) -> Ops:
         """Those of ``torch.ops.<namespace>``."""
         ops = getattr(torch.ops, namespace)
-        return cls(*(getattr(ops, name).default for name in cls._fields))
+        return cls(*(getattr(ops, name).default for name in cls._fields[:-1]), units_of)
 
 
 class Arguments(SimpleNamespace):

@@ -78,7 +78,7 @@ def extension():
 def ops():
     """The emulated ops."""
     extension()
-    return Ops.of("klfast_emulated")
+    return Ops.of("klfast_emulated", units_of=lambda logits, dtype: of_cuda(dtype))
 
 
 @functools.cache
@@ -86,12 +86,7 @@ def backend():
     """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
     tensors on a CPU are checked before.
     """
-    return compiled(
-        "native",
-        NATIVE.why_not,
-        ops(),
-        units_of=lambda logits, dtype: of_cuda(dtype),
-    )
+    return compiled("native", NATIVE.why_not, ops())
 
 
 def allow(tensor):

@@ -59,5 +59,5 @@ def implementation(name: str) -> Any:
 _implement()
 
 TRITON = compiled(
-    "triton", _why_not, Ops.of(NAMESPACE), units_of=lambda logits, dtype: normalizers.TRITON
+    "triton", _why_not, Ops.of(NAMESPACE, units_of=lambda logits, dtype: normalizers.TRITON)
 )
