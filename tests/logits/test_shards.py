@@ -421,7 +421,8 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
         found.sum().backward()
         assert found.isnan().all()
         assert inputs[0].grad.isnan().all()
-    assert tables == [[(2,), (3, 6)]] * 2 + [[(2,), (5, 6)]] * 2
+    if backend != "reference":  # which gathers the logits
+        assert tables == [[(2,), (3, 6)]] * 2 + [[(2,), (5, 6)]] * 2
 
 
 @pytest.mark.parametrize("wrong", [-1, WORDS, WORDS + 20])

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from klfast.backends.backend import Backend
-from klfast.backends.reference import logits, shards
 from klfast.backends.reference.linear import linear_kl_divergence, linear_token_logprobs
+from klfast.backends.reference.logits import kl_divergence, token_logprobs
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.rollout import rollout_correction
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-from klfast.logits.outputs import KLDivergence
-
-
-def _token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
-    return logits.token_logprobs(call) if call.shards is None else shards.token_logprobs(call)
-
-
-def _kl_divergence(call: KLDivergenceCall) -> KLDivergence:
-    return logits.kl_divergence(call) if call.shards is None else shards.kl_divergence(call)
-
 
 REFERENCE = Backend(
     "reference",
     lambda device: None,
     kl_penalty,
-    _token_logprobs,
-    _kl_divergence,
+    token_logprobs,
+    kl_divergence,
     linear_token_logprobs,
     linear_kl_divergence,
     rollout_correction,

@@ -4,14 +4,12 @@ specification over logits says of them.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from klfast.backends.reference import logits as over_logits
-from klfast.backends.reference import shards as over_shards
 from klfast.backends.reference.penalty import kl_penalty
+from klfast.backends.reference.shards import added_up
 from klfast.dtypes import wide_dtype
 from klfast.linear.call import LinearCall, Model
 from klfast.linear.chunks import chunks_of
@@ -50,17 +48,12 @@ def linear_kl_divergence(call: LinearCall) -> KLDivergence:
         return_entropy=False,
         shards=call.shards,
     )
-    rows = _over(call).divergences(over).to(call.arithmetic())
+    rows = over_logits.divergences(over).to(call.arithmetic())
     (logprobs, entropy), (ref_logprobs, _) = (_tokens(call, own) for own in (policy, reference))
     beside = BesideDivergences(logprobs, ref_logprobs, entropy)
     if entropy is not None:
         beside = beside._replace(entropies=torch.where(rows.isnan(), torch.nan, entropy))
     return outputs_of(call, kl_penalty(call.reduce(rows)), beside, kl_penalty)
-
-
-def _over(call: LinearCall) -> ModuleType:
-    """The specification over logits, of whole rows or of shards."""
-    return over_logits if call.shards is None else over_shards
 
 
 def _tokens(call: LinearCall, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -78,7 +71,7 @@ def _tokens(call: LinearCall, logits: Tensor) -> tuple[Tensor | None, Tensor | N
         rows_shape=torch.Size([rows]),
         shards=call.shards,
     )
-    logprobs, entropy = _over(call).token_logprobs(over)
+    logprobs, entropy = over_logits.token_logprobs(over)
     return (
         None if ids is None else logprobs.to(call.arithmetic()),
         None if entropy is None else entropy.to(call.arithmetic()),
@@ -103,7 +96,7 @@ def _logits(call: LinearCall, model: Model) -> Tensor:
         x.to(dtype, memory_format=torch.contiguous_format, copy=True) for x in (hidden, weight)
     )
     if call.shards is not None:
-        rows = over_shards.added_up(rows, call.shards)
+        rows = added_up(rows, call.shards)
     if call.keep is not None:
         rows = torch.where(call.keep[:, None], rows, 0.0)
     logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.backends.reference.penalty import kl_penalty
+from klfast.backends.reference.shards import whole
 from klfast.dtypes import arithmetic_dtype, wide
 from klfast.formulas import zero_at
 from klfast.logits.arguments import NO_ID
@@ -25,6 +26,7 @@ from klfast.ops import autograd
 def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies: log softmax(logits / temperature) and -sum p log p."""
     logits = overwritten(call.logits) if call.inplace_backward else call.logits
+    logits = whole(logits, call.shards)
     arithmetic = arithmetic_dtype(logits)
     logprobs = _log_softmax(logits, call.keep, temperature_of(call))
     taken = taken_of(logprobs, call.token_ids, call.keep)
@@ -53,6 +55,9 @@ def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
     divergence is.
     """
     arithmetic = arithmetic_dtype(call.logits, call.ref_logits)
+    call = call._replace(
+        logits=whole(call.logits, call.shards), ref_logits=whole(call.ref_logits, call.shards)
+    )
     p, q = (
         _log_softmax(logits, call.keep, temperature_of(call))
         for logits in (call.logits, call.ref_logits)
@@ -168,15 +173,18 @@ def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
 
 
 def taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
-    """The log-probs of ids [R] or [R, K]; 0 where masked, and where there is no id."""
+    """The log-probs of ids [R] or [R, K]; 0 where masked, and where there is no id. NaN of an id
+    that is no word, where none has looked.
+    """
     has_k = token_ids.dim() == 2
     exist = token_ids != NO_ID if has_k else torch.ones_like(token_ids, dtype=torch.bool)
     if keep is not None:
         exist = exist & (keep[:, None] if has_k else keep)
-    ids = torch.where(exist, token_ids, 0)
+    are_words = (token_ids >= 0) & (token_ids < logprobs.shape[-1])
+    ids = torch.where(are_words, token_ids, 0)
     columns = ids if has_k else ids[:, None]
     taken = logprobs.gather(-1, columns).view(ids.shape)
-    return torch.where(exist, taken, 0.0)
+    return torch.where(exist, torch.where(are_words, taken, torch.nan), 0.0)
 
 
 def zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
