@@ -19,6 +19,10 @@ FORMULAS = {
         r"\mathrm{KL}_{\mathrm{bucket}}(p \,\|\, q) = \sum_{k=1}^{K} p_k \log \frac{p_k}{q_k}"
         r" + (1 - P) \log \frac{1 - P}{1 - Q}, \qquad P = \sum_k p_k,\quad Q = \sum_k q_k"
     ),
+    "linear_topk_kl_divergence": (
+        r"\mathrm{KL}_{\mathrm{bucket}}(p \,\|\, q), \qquad q = \operatorname{softmax}(z / T),\quad"
+        r" z = \operatorname{softcap}(W h + b)"
+    ),
     "linear_token_logprobs": (
         r"z = \operatorname{softcap}(W h + b), \qquad"
         r" \log p_k = \frac{z_k}{T} - \log \sum_v e^{z_v / T}"

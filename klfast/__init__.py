@@ -29,7 +29,11 @@ from klfast.controllers.watchers import (
 )
 from klfast.data_parallel import data_parallel_normalizer
 from klfast.estimator import Estimator
-from klfast.linear.api import linear_kl_divergence, linear_token_logprobs
+from klfast.linear.api import (
+    linear_kl_divergence,
+    linear_token_logprobs,
+    linear_topk_kl_divergence,
+)
 from klfast.log import KLLog
 from klfast.logits.api import kl_divergence, token_logprobs, topk_kl_divergence
 from klfast.logits.outputs import KLDivergence, TokenLogprobs
@@ -96,6 +100,7 @@ __all__ = [
     "kl_rewards",
     "linear_kl_divergence",
     "linear_token_logprobs",
+    "linear_topk_kl_divergence",
     "log_ratio_profile",
     "names",
     "reduce",

@@ -16,8 +16,8 @@ placement of logprobs, values or logits         what happens
                                                 ``token-sum`` and ``token-mean`` without
                                                 ``cu_seqlens``, statistics and scores
 ``Shard`` over the vocabulary, along one        a few numbers a token are gathered, logits never:
-dimension of the mesh, of ``token_logprobs``    ``group=`` of these functions; results are
-and of ``kl_divergence`` but for ``jsd``        ``Replicate`` there
+dimension of the mesh, but for the ``jsd`` of   ``group=`` of these functions; results are
+``kl_divergence``                               ``Replicate`` there
 everything else, ``Partial`` among it           gathered first (``Replicate``)
 =============================================== ====================================================
 
@@ -235,7 +235,7 @@ def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
     """The first dimension of the mesh that cuts the vocabulary of a function that has shards."""
     from torch.distributed.tensor import Shard
 
-    if "group" not in arguments or arguments.get("direction") == "jsd":
+    if "group" not in arguments or ("ref_logits" in arguments and arguments["direction"] == "jsd"):
         return None
     cut = (d for d, p in enumerate(of.placements) if type(p) is Shard and p.dim == of.dim() - 1)
     return next(cut, None)

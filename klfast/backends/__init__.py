@@ -15,7 +15,9 @@ from klfast.backends.order import ORDER
 from klfast.callers import caller
 from klfast.calls import Call
 from klfast.checks.arguments import check_choice
-from klfast.checks.values import are_checked
+from klfast.checks.values import are_checked, can_be_read
+from klfast.logits.call import RowsArgs
+from klfast.logits.outputs import Outputs
 
 BACKENDS = {backend.name: backend for backend in ORDER}
 """In the order that ``auto`` tries them. The last serves every device."""
@@ -91,6 +93,18 @@ def choose(name: str, call: Call) -> Backend:
     if are_checked(tensor, in_kernel=device.type in backend.checks_in_kernel):
         call.check_values()
     return backend
+
+
+def rows(name: str, args: RowsArgs) -> Outputs:
+    """What a call over rows asks for, by the backend of a name or the one that ``auto`` takes."""
+    backend = choose(name, args)
+    if args.are_checked_first() and can_be_read(args.first()):
+        args.check_values()
+    try:
+        return backend.rows(args)
+    except RuntimeError:
+        args.explain()
+        raise
 
 
 def _tell(

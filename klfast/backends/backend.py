@@ -10,9 +10,8 @@ from torch import Tensor
 
 from klfast.call import PenaltyCall
 from klfast.calls import Call
-from klfast.linear.call import LinearCall
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
-from klfast.logits.outputs import KLDivergence
+from klfast.logits.call import RowsArgs
+from klfast.logits.outputs import Outputs
 from klfast.rollout.call import RolloutCall
 from klfast.rollout.stats import RolloutCorrection
 from klfast.stats import KLStats
@@ -35,10 +34,8 @@ class Backend(NamedTuple):
     why_not: Callable[[torch.device], str | None]
     """Why it cannot serve a device, with what to install; None if it can."""
     kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
-    token_logprobs: Callable[[TokenLogprobsCall], tuple[Tensor, Tensor | None]]
-    kl_divergence: Callable[[KLDivergenceCall], KLDivergence]
-    linear_token_logprobs: Callable[[LinearCall], tuple[Tensor, Tensor | None]]
-    linear_kl_divergence: Callable[[LinearCall], KLDivergence]
+    rows: Callable[[RowsArgs], Outputs]
+    """The functions over rows of a vocabulary: from logits and from hidden states."""
     rollout_correction: Callable[[RolloutCall], RolloutCorrection]
     rollout_devices: frozenset[str] | None = None
     """Types of devices on which it has kernels for ``rollout_correction``; None: on all."""

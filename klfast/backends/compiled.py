@@ -10,6 +10,10 @@ import torch
 from klfast.backends.backend import Backend, FirstUse
 from klfast.linear import autograd as over_hidden
 from klfast.logits import autograd as over_logits
+from klfast.logits.call import Hidden, RowsArgs
+from klfast.logits.lse import UnitsOf, in_nats
+from klfast.logits.outputs import Outputs, outputs_of
+from klfast.logits.shard_ops import over_shards
 from klfast.ops import autograd as over_logprobs
 from klfast.ops import rollout
 from klfast.ops.table import Ops
@@ -23,6 +27,7 @@ def compiled(
     rollout_devices: frozenset[str] = frozenset(),
     checks_in_kernel: frozenset[str] = frozenset(),
     first_use: FirstUse | None = None,
+    units_of: UnitsOf = in_nats,
 ) -> Backend:
     """The backend of these ops.
 
@@ -34,17 +39,25 @@ def compiled(
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
         first_use: what is asked besides of a device that it can serve.
+        units_of: says in which units the kernels over logits save log-sum-exps.
     """
     return Backend(
         name,
         why_not,
         partial(over_logprobs.kl_penalty, ops=ops),
-        partial(over_logits.token_logprobs, ops=ops),
-        partial(over_logits.kl_divergence, ops=ops),
-        partial(over_hidden.token_logprobs, ops=ops),
-        partial(over_hidden.kl_divergence, ops=ops),
+        partial(rows, ops=ops, units_of=units_of),
         rollout.rollout_correction,
         rollout_devices,
         checks_in_kernel,
         first_use,
     )
+
+
+def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
+    """What a call over rows asks for, differentiable once."""
+    ops = over_shards(ops, args.shards, units_of)
+    over = over_hidden if isinstance(args.source, Hidden) else over_logits
+    if over.is_one_read(args):
+        outputs: Outputs = over.one_read(args, ops)
+        return outputs
+    return outputs_of(args, over.rows_of(args, ops), partial(over_logprobs.kl_penalty, ops=ops))

@@ -18,18 +18,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from klfast.backends.compiled import rows
 from klfast.call import PenaltyCall, penalty_call, rewards_call
 from klfast.calls import Call
 from klfast.estimator import Estimator
-from klfast.linear.call import LinearCall
-from klfast.logits import autograd as over_logits
-from klfast.logits.call import (
-    DIVERGENCES,
-    KLDivergenceCall,
-    TokenLogprobsCall,
-    kl_divergence_call,
-    token_logprobs_call,
-)
+from klfast.logits.call import Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
 from klfast.ops import autograd as over_logprobs
 from klfast.ops.table import Ops
 from klfast.rollout.call import RolloutCall
@@ -115,8 +108,8 @@ def _token_calls(place: Place) -> Known:
     logits, _ = _logits((3, 9001), 16, BF16, place)
     warm, _ = _logits((2, 4096), 18, FP32, place)
     ids, mask = integers((3,), 20, 0, 9001), torch.tensor([True, False, True], device="cpu")
-    entropies = token_logprobs_call(logits, place(ids), place(mask), None, 1.0, True, False)
-    in_place = token_logprobs_call(warm, place(ids[:2] % 4096), None, None, 0.5, False, False)
+    entropies = token_logprobs_args(logits, place(ids), place(mask), None, 1.0, True, False)
+    in_place = token_logprobs_args(warm, place(ids[:2] % 4096), None, None, 0.5, False, False)
     return {
         "bf16, with entropies": (entropies, (21, 22)),
         "fp32, in place": (in_place._replace(inplace_backward=True), (23,)),
@@ -128,23 +121,25 @@ def _divergence_calls(place: Place) -> Known:
     wide, wide_ref = _logits((2, 15101), 26, FP32, place)
     mask = place(torch.tensor([True, True, False, True, True], device="cpu"))
     ids = place(integers((2,), 28, 0, 15101))
-    packed = (None, None, 1.0)  # cu_seqlens, normalizer, coef
-    token_mean = kl_divergence_call(
-        first, second, mask, "reverse", 0.5, 1.0, "token-mean", *packed, None, False, False
+    token_mean = kl_divergence_args(
+        first, second, mask, "reverse", 0.5, 1.0, None, False, Reducing("token-mean")
     )
-    jsd = kl_divergence_call(
-        wide, wide_ref, None, "jsd", 0.5, 1.0, "none", *packed, ids, False, True
-    )
+    jsd = kl_divergence_args(wide, wide_ref, None, "jsd", 0.5, 1.0, ids, True, Reducing())
     return {
         "bf16, KL, token-mean": (token_mean, (0,)),
         "fp32, JSD, with tokens and entropies": (jsd, (30, 31, 32, 33)),
     }
 
 
+def _token_logprobs(args: RowsArgs, ops: Ops) -> tuple[Tensor | None, Tensor | None]:
+    outputs = rows(args, ops)
+    return outputs.logprobs, outputs.entropy
+
+
 FUNCTIONS: dict[str, tuple[Callable[[Place], Known], Callable[..., Any]]] = {
     "kl_penalty": (_penalty_calls, over_logprobs.kl_penalty),
-    "token_logprobs": (_token_calls, over_logits.token_logprobs),
-    "kl_divergence": (_divergence_calls, over_logits.kl_divergence),
+    "token_logprobs": (_token_calls, _token_logprobs),
+    "kl_divergence": (_divergence_calls, rows),
 }
 """By the name of the public function: its calls, and the results of a call by ``ops``."""
 
@@ -155,11 +150,7 @@ def ops_of(call: Call) -> tuple[tuple[str, ...], Sequence[Tensor | None]]:
         return (), ()
     if isinstance(call, PenaltyCall):
         return ("kl_penalty",), () if call.scores is not None else call.tensors()[:2]
-    if isinstance(call, TokenLogprobsCall):
-        return ("token_logprobs",), (call.logits,)
-    if isinstance(call, LinearCall):
-        return ("token_logprobs", "kl_divergence"), call.tensors()
-    return ("kl_divergence",), (call.logits, call.ref_logits)
+    return call.families(), call.tensors()
 
 
 def results(calls: Known, run: Run) -> dict[str, Tensor]:
@@ -182,7 +173,7 @@ def gradients(calls: Known, run: Run, ops: Ops | None = None) -> dict[str, Tenso
         inputs = [tensor for tensor in ops_of(call)[1] if tensor is not None]
         grads = zip(("grad", "grad_ref"), gradients_of(graded, sent, inputs), strict=False)
         found[name] = {"result": outputs[0], **dict(grads)}
-        if ops is not None and isinstance(call, KLDivergenceCall) and outputs[0].dim() == 0:
+        if ops is not None and isinstance(call, RowsArgs) and outputs[0].dim() == 0:
             found[name] |= _in_place(call, sent[0], ops)
     return {name: tensor.detach() for name, tensor in named(found).items()}
 
@@ -213,17 +204,17 @@ def named(value: Any, name: str = "", separator: str = ": ") -> dict[str, Tensor
 
 
 @torch.no_grad()
-def _in_place(call: KLDivergenceCall, factor: Tensor, ops: Ops) -> dict[str, Tensor]:
+def _in_place(call: RowsArgs, factor: Tensor, ops: Ops) -> dict[str, Tensor]:
     """A scalar KL by the ops that leave gradients in the memory of the logits."""
-    options = call.keep, DIVERGENCES.index("kl"), call.jsd_beta, call.temperature
+    options = call.keep, *call.options()
     both = (True, True, call.inverse_temperature)
-    weights = over_logits.row_weights(call, ops)
-    first, again = ([t.clone() for t in (call.logits, call.ref_logits)] for _ in range(2))
-    rows, saved = ops.kl_divergence_fwd_(*first, *options, weights, *both)
+    weights = over_logprobs.token_weights(call.reduce(call.zeros()), False, ops)
+    first, again = ([t.clone() for t in call.tensors() if t is not None] for _ in range(2))
+    kl, saved = ops.kl_divergence_fwd_(*first, *options, weights, *both)
     for grad in first:
         ops.scale_(grad, factor)
-    ops.kl_divergence_bwd_(*again, *options, rows, saved, weights * factor, *both)
-    result, _ = over_logprobs.kl_penalty(call.reduce(rows), ops)
+    ops.kl_divergence_bwd_(*again, *options, kl, saved, weights * factor, *both)
+    result, _ = over_logprobs.kl_penalty(call.reduce(kl), ops)
     return dict(zip(IN_PLACE, (result, *first, *again), strict=True))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klfast.backends.compiled import compiled
 from klfast.backends.self_test import FirstUse
-from klfast.logits.normalizers import NATS, Units, of_cuda
+from klfast.logits.lse import NATS, Units, of_cuda
 from klfast.ops import load
 from klfast.ops.table import Ops
 
@@ -59,8 +59,9 @@ def _units_of(logits: Tensor, dtype: torch.dtype) -> Units:
 NATIVE = compiled(
     "native",
     _why_not,
-    Ops.of("klfast", _units_of),
+    Ops.of("klfast"),
     rollout_devices=frozenset({"cpu"}),
     checks_in_kernel=frozenset({"cpu"}),
     first_use=FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda"),
+    units_of=_units_of,
 )

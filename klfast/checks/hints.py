@@ -39,6 +39,7 @@ _FUNCTIONS = (
     "token_logprobs",
     "kl_divergence",
     "topk_kl_divergence",
+    "linear_topk_kl_divergence",
     "rollout_correction",
 )
 
@@ -145,8 +146,21 @@ def of_linear_divergence(
     """All hints of a call of ``linear_kl_divergence``."""
     if ref_hidden.requires_grad and not hidden.requires_grad:
         _of_roles("linear_kl_divergence", "hidden", "ref_hidden", reduction)
-    if cu_seqlens is None and hidden.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence("linear_kl_divergence", "hidden", hidden, f"reduction {reduction!r}")
+    _of_one_sequence_of_rows("linear_kl_divergence", hidden, reduction, cu_seqlens, "hidden")
+
+
+def of_linear_topk_divergence(
+    hidden: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """All hints of a call of ``linear_topk_kl_divergence``."""
+    function = "linear_topk_kl_divergence"
+    _of_one_sequence_of_rows(function, hidden, reduction, cu_seqlens, "hidden")
+    if _is_due(function):
+        _of_logprobs(function, mask, ref_logprobs=ref_logprobs[..., 0])
 
 
 def of_topk_divergence(
@@ -229,10 +243,14 @@ def _of_one_sequence(function: str, name: str, tokens: Tensor, option: str) -> N
 
 
 def _of_one_sequence_of_rows(
-    function: str, logits: Tensor, reduction: str, cu_seqlens: Tensor | None
+    function: str,
+    rows: Tensor,
+    reduction: str,
+    cu_seqlens: Tensor | None,
+    name: str = "logits",
 ) -> None:
-    if cu_seqlens is None and logits.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence(function, "logits", logits, f"reduction {reduction!r}")
+    if cu_seqlens is None and rows.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
+        _of_one_sequence(function, name, rows, f"reduction {reduction!r}")
 
 
 def _of_logprobs(function: str, mask: Tensor | None, **logprobs: Tensor | None) -> None:

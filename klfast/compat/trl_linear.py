@@ -16,28 +16,26 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from klfast import backends
 from klfast.checks.arguments import check_choice, check_number
 from klfast.compat.divergences import interpolated
 from klfast.compat.hidden import check_words
 from klfast.compat.logits import entropy as entropy_of
 from klfast.dtensors import refuse_dtensors
-from klfast.linear.api import chosen
-from klfast.linear.call import LinearCall
-from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs_call
+from klfast.linear.call import linear_kl_divergence_args, linear_token_logprobs_args
 from klfast.linear.chunks import Chunk
 from klfast.linear.graphs import breaks_graphs
+from klfast.logits.call import Reducing, RowsArgs
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What ``outputs`` of :class:`ChunkedLogProbFunction` may name."""
-
-_breaks_graphs = breaks_graphs("it walks over the batch in Python, a chunk at a time")
 
 
 class ChunkedLogProbFunction:
     """Log-probs of tokens from hidden states: ``klfast.linear_token_logprobs`` by TRL's call."""
 
     @staticmethod
-    @_breaks_graphs
+    @breaks_graphs
     def apply(
         hidden: Tensor,
         weight: Tensor,
@@ -92,7 +90,7 @@ class ChunkedLogProbFunction:
         scale = check_number("logit_scale", logit_scale, above=0)
         scaled_temperature = check_number("temperature", temperature, above=0) / scale
         cap = _scaled_cap("final_logit_softcapping", final_logit_softcapping, scale)
-        call = linear_token_logprobs_call(
+        args = linear_token_logprobs_args(
             hidden,
             _held(weight),
             targets,
@@ -103,10 +101,9 @@ class ChunkedLogProbFunction:
             "entropy" in outputs,
             "auto",
         )
-        beside = _Beside(outputs, targets, 1 / scaled_temperature, call.arithmetic())
-        call = call._replace(on_chunk=beside if beside.found else None)
-        logprobs, entropy = chosen("auto", call).linear_token_logprobs(call)
-        return logprobs, entropy, *map(beside.found.get, _OF_LOGITS)  # type: ignore[return-value]
+        beside = _Beside(outputs, targets, 1 / scaled_temperature, args.arithmetic())
+        own = backends.rows("auto", args.showing(beside if beside.found else None))
+        return own.logprobs, own.entropy, *map(beside.found.get, _OF_LOGITS)  # type: ignore[return-value]
 
 
 def _log_sum_sq_probs(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -164,7 +161,7 @@ class ChunkedDivergenceFunction:
     """
 
     @staticmethod
-    @_breaks_graphs
+    @breaks_graphs
     def apply(
         student_hidden: Tensor,
         student_weight: Tensor,
@@ -220,7 +217,7 @@ class ChunkedDivergenceFunction:
             _scaled_cap("teacher_final_logit_softcapping", teacher_final_logit_softcapping, scale),
         )
         with _gathered(student_weight, student_bias), _gathered(teacher_weight, teacher_bias):
-            call = linear_kl_divergence_call(
+            args = linear_kl_divergence_args(
                 student_hidden,
                 _held(student_weight),
                 _multiplied(teacher_hidden.detach(), ratio),
@@ -234,16 +231,12 @@ class ChunkedDivergenceFunction:
                 check_number("temperature", temperature, above=0) / scale,
                 None,
                 False,
-                "none",
-                None,
-                None,
-                1.0,
-                False,
+                Reducing(),
                 "auto",
             )
-            entropies = _Entropies(call)
-            call = call._replace(on_chunk=entropies)
-            divergence = chosen("auto", call).linear_kl_divergence(call).kl
+            entropies = _Entropies(args)
+            divergence = backends.rows("auto", args.showing(entropies)).kl
+        assert divergence is not None
         return divergence, entropies.found
 
 
@@ -253,9 +246,9 @@ class _Entropies:
     Under a frozen head those with one would take a product more.
     """
 
-    def __init__(self, call: LinearCall) -> None:
-        self._temperature = call.temperature
-        self.found = call.first().new_zeros(call.shape, dtype=call.arithmetic())
+    def __init__(self, args: RowsArgs) -> None:
+        self._temperature = args.temperature
+        self.found = args.first().new_zeros(args.shape, dtype=args.arithmetic())
 
     def __call__(self, logits: Tensor, chunk: Chunk) -> None:
         chunk.put(self.found, entropy_of(logits, temperature=self._temperature))

@@ -11,31 +11,26 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.checks import hints
-from klfast.checks.values import can_be_read
 from klfast.coefficient import Coefficient
 from klfast.dtensors import refuse_dtensors
 from klfast.linear.arguments import Softcap
-from klfast.linear.call import LinearCall
-from klfast.linear.calls import linear_kl_divergence_call, linear_token_logprobs_call
-from klfast.linear.graphs import breaks_graphs
-from klfast.logits.agreement import call_of
-from klfast.logits.arguments import Temperature
-from klfast.logits.outputs import (
-    KLDivergence,
-    TokenLogprobs,
-    outputs_of_tokens,
-    with_detached_entropy,
+from klfast.linear.call import (
+    linear_kl_divergence_args,
+    linear_token_logprobs_args,
+    linear_topk_args,
 )
-from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy
+from klfast.linear.graphs import breaks_graphs
+from klfast.logits.api import DivergenceOptions
+from klfast.logits.arguments import Temperature
+from klfast.logits.call import Reducing
+from klfast.logits.outputs import KLDivergence, TokenLogprobs
+from klfast.logits.rank_check import args_of
+from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from klfast.backends.backend import Backend
-    from klfast.logits.agreement import Group
-
-
-_breaks_graphs = breaks_graphs("it walks over the batch in Python, a chunk at a time")
+    from klfast.logits.rank_check import Group
 
 
 class _TokenOptions(TypedDict, total=False):
@@ -85,7 +80,7 @@ def linear_token_logprobs(
 ) -> Tensor | TokenLogprobs: ...
 
 
-@_breaks_graphs
+@breaks_graphs
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -175,27 +170,15 @@ def linear_token_logprobs(
         *(hidden, weight, token_ids, mask, bias, softcap),
         *(temperature, return_entropy, chunk),
     )
-    call = call_of(linear_token_logprobs_call, arguments, group, backend, may_wait=True)
-    logprobs, entropy = chosen(backend, call).linear_token_logprobs(call)
-    return outputs_of_tokens(logprobs, entropy, return_entropy)
+    args = args_of(linear_token_logprobs_args, arguments, group, backend, may_wait=True)
+    return backends.rows(backend, args).of_tokens()
 
 
-class _DivergenceOptions(TypedDict, total=False):
-    """The options of ``linear_kl_divergence`` that change no type."""
-
+class _DivergenceOptions(DivergenceOptions, total=False):
     bias: Tensor | None
     ref_bias: Tensor | None
     softcap: Softcap
-    direction: DirectionName
-    jsd_beta: float
-    temperature: Temperature
-    reduction: ReductionName
-    cu_seqlens: Tensor | None
-    normalizer: float | Tensor | None
-    coef: Coefficient
     chunk: int | Literal["auto"]
-    group: Group | None
-    backend: BackendName
 
 
 @overload
@@ -273,7 +256,7 @@ def linear_kl_divergence(
 ) -> Tensor | KLDivergence: ...
 
 
-@_breaks_graphs
+@breaks_graphs
 def linear_kl_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -381,21 +364,142 @@ def linear_kl_divergence(
     )
     arguments = (
         *(hidden, weight, ref_hidden, ref_weight, mask, bias, ref_bias, softcap, direction),
-        *(jsd_beta, temperature, token_ids, return_entropy, reduction, cu_seqlens, normalizer),
-        *(coef, return_stats, chunk),
+        *(jsd_beta, temperature, token_ids, return_entropy),
+        Reducing(reduction, cu_seqlens, normalizer, coef, return_stats),
+        chunk,
     )
-    call = call_of(linear_kl_divergence_call, arguments, group, backend, may_wait=True)
-    outputs = chosen(backend, call).linear_kl_divergence(call)
+    args = args_of(linear_kl_divergence_args, arguments, group, backend, may_wait=True)
+    outputs = backends.rows(backend, args)
     hints.of_linear_divergence(hidden, ref_hidden, reduction, cu_seqlens)
-    asks_for_more = token_ids is not None or return_entropy or return_stats
-    if return_entropy == "detached":
-        outputs = with_detached_entropy(outputs)
-    return outputs if asks_for_more else outputs.kl
+    return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
-def chosen(name: BackendName, call: LinearCall) -> Backend:
-    """The backend to use, after the check of all values: products are made of them at once."""
-    backend = backends.choose(name, call)
-    if can_be_read(call.first()):
-        call.check_values()
-    return backend
+class _TopKOptions(DivergenceOptions, total=False):
+    bias: Tensor | None
+    softcap: float | None
+    tail: TailName
+    chunk: int | Literal["auto"]
+
+
+@overload
+def linear_topk_kl_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_token_ids: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[_TopKOptions],
+) -> Tensor: ...
+
+
+@overload
+def linear_topk_kl_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_token_ids: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[_TopKOptions],
+) -> KLDivergence: ...
+
+
+@overload
+def linear_topk_kl_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_token_ids: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: bool,
+    **options: Unpack[_TopKOptions],
+) -> Tensor | KLDivergence: ...
+
+
+@breaks_graphs
+def linear_topk_kl_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_token_ids: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    direction: DirectionName = "forward",
+    tail: TailName = "bucket",
+    jsd_beta: float = 0.5,
+    temperature: Temperature = 1.0,
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    return_stats: bool = False,
+    chunk: int | Literal["auto"] = "auto",
+    group: Group | None = None,
+    backend: BackendName = "auto",
+) -> Tensor | KLDivergence:
+    """``coef`` times the reduced divergence of a student from a teacher's top-K log-probs, in nats,
+    from the student's hidden states, without the logits of the batch.
+
+    :func:`klfast.topk_kl_divergence` of ``logits = softcap(hidden @ weight.T + bias)``. The logits
+    of ``chunk`` tokens exist at a time, in fp32 (fp64 if an input is). The tables of tails and
+    directions are there. Time and memory are those of :func:`linear_token_logprobs` with K ids a
+    token, which computes the student's log-probs.
+
+    Args:
+        hidden: of the student, [B, T, D], or packed [N, D] with ``cu_seqlens``; [N, D] without it
+            is one sequence. fp64, fp32, bf16 or fp16, any strides.
+        weight: [V, D], of the student's head, as in :func:`linear_token_logprobs`. Gradients reach
+            ``hidden``, ``weight`` and ``bias``, and ``ref_logprobs`` if it requires them.
+        ref_token_ids: [B, T, K] or [N, K], the teacher's token ids, as in
+            :func:`klfast.topk_kl_divergence`, like the next one.
+        ref_logprobs: [B, T, K] or [N, K], the teacher's log-probs there.
+        mask: [B, T] or [N], as in :func:`kl_penalty`: masked tokens enter no matmul.
+        bias: [V], added to the logits.
+        softcap: c > 0, as in :func:`linear_token_logprobs`.
+        direction: as in :func:`klfast.topk_kl_divergence`, like the next three.
+        tail: see there.
+        jsd_beta: see there.
+        temperature: see there; it acts behind the softcap.
+        reduction: as in :func:`kl_penalty`, like the next three.
+        cu_seqlens: see there.
+        normalizer: see there.
+        coef: see there.
+        return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
+        chunk: as in :func:`linear_token_logprobs`.
+        group: see there; ``"jsd"`` is served too. ``ref_token_ids`` are ids of the whole
+            vocabulary.
+        backend: see there.
+
+    Returns:
+        The divergence; with ``return_stats`` :class:`klfast.KLDivergence`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`klfast.topk_kl_divergence` and
+            :func:`linear_token_logprobs`.
+
+    Warns once a process of ``ref_logprobs`` above 0, which look like logits.
+
+    Autocast, torch.compile, CUDA graphs and second derivatives: as in
+    :func:`linear_token_logprobs`.
+
+    Sources: as of :func:`klfast.topk_kl_divergence`.
+    """
+    refuse_dtensors(
+        hidden=hidden, ref_token_ids=ref_token_ids, ref_logprobs=ref_logprobs, mask=mask
+    )
+    arguments = (
+        *(hidden, weight, ref_token_ids, ref_logprobs, mask, bias, softcap, direction, tail),
+        *(jsd_beta, temperature),
+        Reducing(reduction, cu_seqlens, normalizer, coef, return_stats),
+        chunk,
+    )
+    args = args_of(linear_topk_args, arguments, group, backend, may_wait=True)
+    outputs = backends.rows(backend, args)
+    hints.of_linear_topk_divergence(hidden, ref_logprobs, mask, reduction, cu_seqlens)
+    return outputs.of_divergence(return_stats)

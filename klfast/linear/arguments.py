@@ -24,8 +24,8 @@ from klfast.checks.arguments import (
 )
 from klfast.checks.values import are_tracing
 from klfast.dtypes import FLOATS
-from klfast.linear.call import Head, Model
 from klfast.logits.arguments import MOST_WORDS_ON_GPU
+from klfast.logits.call import Head, Model
 from klfast.transfer import is_dtensor
 
 Softcap = float | tuple[float | None, float | None] | None

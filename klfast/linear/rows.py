@@ -1,4 +1,4 @@
-"""The kernels over logits on a chunk's logits, and what they make of all tokens.
+"""The ops over logits on a chunk's logits, and what they make of all tokens.
 
 Shapes: R tokens, of which a chunk has n, with K ids a token or one; V words.
 """
@@ -6,21 +6,18 @@ Shapes: R tokens, of which a chunk has n, with K ids a token or one; V words.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from klfast.linear.call import LinearCall
-from klfast.linear.chunks import MOST, Chunk, chunks_of, length_of
-from klfast.linear.models import ChunkOfModel
-from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.linear.chunks import MOST, Chunk, ChunkOfModel, chunks_of, length_of
+from klfast.logits.call import ENTROPIES, Hidden, Rows, RowsArgs
 from klfast.ops.table import Ops
 
-T = TypeVar("T")
-
-Grads = list[Tensor | None]
-"""Gradients of the logits of the policy, and of the reference where there is one."""
+Grads = Sequence[Tensor | None]
+"""Gradients of the logits of each model."""
+_NO_ENTROPY = ENTROPIES.index("none")
 
 
 class Tokens(NamedTuple):
@@ -34,7 +31,7 @@ class Tokens(NamedTuple):
     """[numbers, n] of each chunk in turn, for the backward."""
 
 
-class Rows(NamedTuple):
+class Found(NamedTuple):
     """What a call asks of each token; None for what it does not."""
 
     kl: Tensor | None
@@ -44,74 +41,80 @@ class Rows(NamedTuple):
     tokens: tuple[Tokens | None, ...]
     """One a model."""
 
+    def rows(self, args: RowsArgs) -> Rows:
+        """The outputs among them."""
+        logprobs = [
+            t.logprobs if t is not None and args.token_ids is not None else None
+            for t in self.tokens
+        ]
+        policy = self.tokens[args.policy]
+        entropy = policy.entropy if policy is not None and args.return_entropy else None
+        return Rows(self.kl, logprobs[0], logprobs[1] if len(logprobs) > 1 else None, entropy)
 
-def length_of_chunks(call: LinearCall) -> int:
+
+def source_of(args: RowsArgs) -> Hidden:
+    assert isinstance(args.source, Hidden)
+    return args.source
+
+
+def length_of_chunks(args: RowsArgs) -> int:
     """The tokens of a chunk."""
-    words = call.policy.head.weight.shape[0] if call.shards is None else call.shards.widest
-    return call.chunk or length_of(words, call.arithmetic(), call.first().device)
+    words = args.source.words() if args.shards is None else args.shards.widest
+    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device)
 
 
-def chunks(call: LinearCall) -> Iterator[list[ChunkOfModel]]:
+def chunks(args: RowsArgs) -> Iterator[list[ChunkOfModel]]:
     """The models' logits, chunk after chunk, in memory that all chunks share."""
-    words, dtype = call.policy.head.weight.shape[0], call.arithmetic()
-    rows, length = call.shape.numel(), length_of_chunks(call)
+    source, words, dtype = source_of(args), args.source.words(), args.arithmetic()
+    rows, length = args.shape.numel(), length_of_chunks(args)
     memory: list[Tensor] = []
     # More rows than MOST are never filled up: they would take memory that no token needs.
-    padded = call.chunk is not None and length <= MOST
-    for chunk in chunks_of(rows, call.keep, length, padded=padded):
+    padded = source.chunk is not None and length <= MOST
+    for chunk in chunks_of(rows, args.keep, length, padded=padded):
         if not memory:  # the first chunk is the largest
-            memory = [call.first().new_empty(chunk.size, words, dtype=dtype) for _ in call.models()]
-        both = zip(call.models(), memory, strict=True)
+            memory = [args.first().new_empty(chunk.size, words, dtype=dtype) for _ in source.models]
+        both = zip(source.models, memory, strict=True)
         yield [ChunkOfModel(model, chunk, own) for model, own in both]
 
 
 class RowOps:
     """The ops, with a call's options."""
 
-    def __init__(self, call: LinearCall, ops: Ops) -> None:
-        self.call, self._ops = call, ops
-        of = call.divergence
-        self._is_forward = of is not None and of.direction == "forward"
-        if of is not None:
-            name = "jsd" if of.direction == "jsd" else "kl"
-            self._options = (DIVERGENCES.index(name), of.jsd_beta, call.temperature)
+    def __init__(self, args: RowsArgs, ops: Ops) -> None:
+        self.args, self._ops = args, ops
 
-    def empty(self) -> Rows:
+    def empty(self) -> Found:
         """Zeros for all tokens."""
-        policy, call = self.empty_tokens(self.call.return_entropy), self.call
-        if call.divergence is None:
-            return Rows(None, [], (policy,))
-        kl = call.nothing().contiguous()
-        return Rows(kl, [], (policy, self.empty_tokens(want_entropy=False)))
+        args = self.args
+        kl = None if args.divergence is None else args.zeros().contiguous()
+        tokens = [
+            self.empty_tokens(m == args.policy and bool(args.return_entropy))
+            for m in range(len(source_of(args).models))
+        ]
+        return Found(kl, [], tuple(tokens))
 
     def empty_tokens(self, want_entropy: bool) -> Tokens | None:
         """Zeros for one model's tokens; None if nothing is asked of them."""
-        ids, entropy = self.call.token_ids, self.call.nothing().contiguous()
+        ids, entropy = self.args.token_ids, self.args.zeros().contiguous()
         if ids is None and not want_entropy:
             return None
         logprobs = entropy.new_zeros(entropy.shape if ids is None else ids.shape)
         return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
 
-    def compute_tokens(self, own: Sequence[ChunkOfModel], rows: Rows) -> None:
+    def compute_tokens(self, own: Sequence[ChunkOfModel], found: Found) -> None:
         """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
-        chunk = own[0].chunk
-        if self.call.on_chunk is not None:
-            self.call.on_chunk(own[0].logits()[0], chunk)
-        for model, tokens in zip(own, rows.tokens, strict=True):
+        if (on_chunk := source_of(self.args).on_chunk) is not None:
+            on_chunk(own[self.args.policy].logits()[0], own[0].chunk)
+        for model, tokens in zip(own, found.tokens, strict=True):
             if tokens is not None:
                 self.compute_model(model, tokens, bool(tokens.entropy.numel()))
 
     def compute_model(self, model: ChunkOfModel, tokens: Tokens, want_entropy: bool) -> None:
         """Store those of one model."""
         chunk = model.chunk
-        ids = self.ids(chunk)
+        ids, options = self.ids(chunk), (self.args.temperature, want_entropy, self.inverse(chunk))
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(
-            model.logits(),
-            ids,
-            chunk.keep,
-            self.call.temperature,
-            want_entropy,
-            self.inverse(chunk),
+            model.logits(), ids, chunk.keep, *options
         )
         chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
         tokens.saved.append(saved)
@@ -130,44 +133,34 @@ class RowOps:
         return the gradients of sum(weights * divergences) that are wanted, in the logits' memory
         where no softcap wants these. ``weights``: [n].
         """
-        chunk, logits = own[0].chunk, [model.logits() for model in own]
-        models, is_over = self.in_order(logits), any(wants) and not have_softcap(own)
-        options, of_models = self._options, (*self.in_order(wants), self.inverse(chunk))
-        grads: Sequence[Tensor | None] = models
-        if is_over:
-            rows, saved = self._ops.kl_divergence_fwd_(
-                *models, chunk.keep, *options, weights, *of_models
-            )
+        chunk, models = own[0].chunk, [model.logits() for model in own]
+        options, last = self.args.options(), (weights, *wants, self.inverse(chunk))
+        grads: Grads = models
+        if any(wants) and not _have_softcap(own):
+            kl, saved = self._ops.kl_divergence_fwd_(*models, chunk.keep, *options, *last)
         else:
-            no_entropy = ENTROPIES.index("none")
-            rows, _, _, saved, *grads, _ = self._ops.kl_divergence_fwd(
-                *models, None, chunk.keep, *options, no_entropy, weights, *of_models
+            kl, _, _, saved, *grads, _ = self._ops.kl_divergence_fwd(
+                *models, None, chunk.keep, *options, _NO_ENTROPY, *last
             )
-        chunk.put(out, rows)
+        chunk.put(out, kl)
         out_saved.append(saved)
-        return wanted(self.in_order(grads), wants)
+        return _wanted(grads, wants)
 
     def divergence_gradients(
-        self, own: Sequence[ChunkOfModel], rows: Rows, incoming: Tensor, wants: Sequence[bool]
+        self, own: Sequence[ChunkOfModel], found: Found, incoming: Tensor, wants: Sequence[bool]
     ) -> Grads:
         """The gradients of the logits that come from those of the divergences, [R]; in the logits'
         memory where no softcap wants these.
         """
-        assert rows.kl is not None
-        chunk, logits = own[0].chunk, [model.logits() for model in own]
-        known, of_rows = (chunk.of(rows.kl), rows.kl_saved[chunk.number]), chunk.of(incoming)
-        of_models = (*self.in_order(wants), self.inverse(chunk))
-        models = self.in_order(logits)
-        grads: Sequence[Tensor | None] = models
-        if have_softcap(own):
-            alone, no_entropy = (None, None, None), ENTROPIES.index("none")
-            options = (*self._options, no_entropy, *known, None, of_rows, *alone)
-            grads = self._ops.kl_divergence_bwd(*models, None, chunk.keep, *options, *of_models)
-        else:
-            self._ops.kl_divergence_bwd_(
-                *models, chunk.keep, *self._options, *known, of_rows, *of_models
-            )
-        return wanted(self.in_order(grads), wants)
+        assert found.kl is not None
+        chunk, models = own[0].chunk, [model.logits() for model in own]
+        known, of_rows = (chunk.of(found.kl), found.kl_saved[chunk.number]), chunk.of(incoming)
+        options, last = self.args.options(), (*wants, self.inverse(chunk))
+        if _have_softcap(own):
+            of = (*options, _NO_ENTROPY, *known, None, of_rows, None, None, None)
+            return self._ops.kl_divergence_bwd(*models, None, chunk.keep, *of, *last)
+        self._ops.kl_divergence_bwd_(*models, chunk.keep, *options, *known, of_rows, *last)
+        return _wanted(models, wants)
 
     def token_gradient(
         self,
@@ -189,7 +182,7 @@ class RowOps:
             tokens.saved[chunk.number],
             tokens.logprobs[chunk.at].reshape(-1),
             chunk.of(tokens.entropy) if tokens.entropy.numel() else tokens.entropy,
-            self.call.temperature,
+            self.args.temperature,
             None if of_logprobs is None else of_logprobs.reshape(-1).contiguous(),
             None if of_entropy is None else of_entropy.contiguous(),
             self.inverse(chunk),
@@ -201,33 +194,28 @@ class RowOps:
 
     def ids(self, chunk: Chunk) -> Tensor:
         """[n] or [n, K]; the first word where the call has none."""
-        ids = self.call.token_ids
+        ids = self.args.token_ids
         if ids is None:
-            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.call.first().device)
+            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.args.first().device)
         return ids[chunk.at].contiguous()
 
     def inverse(self, chunk: Chunk) -> Tensor | None:
         """1 / temperature: of the chunk's tokens, [n], 0-dim for all; None where it is a number."""
-        inverse = self.call.inverse_temperature
+        inverse = self.args.inverse_temperature
         return inverse if inverse is None or inverse.dim() == 0 else chunk.of(inverse)
 
     def scale(self, chunk: Chunk) -> float | Tensor:
         """1 / temperature: a number, 0-dim, or of the chunk's ids, [n] or [n, 1]."""
         inverse = self.inverse(chunk)
         if inverse is None:
-            return 1 / self.call.temperature
+            return 1 / self.args.temperature
         return inverse if inverse.dim() == 0 or self.ids(chunk).dim() == 1 else inverse[:, None]
 
-    def in_order(self, policy_first: Sequence[T]) -> Sequence[T]:
-        """What belongs to policy and reference in the order of the ops, and back: KL(ref || policy)
-        is KL(policy || ref) with the roles exchanged.
-        """
-        return policy_first[::-1] if self._is_forward else policy_first
 
-
-def have_softcap(own: Sequence[ChunkOfModel]) -> bool:
+def _have_softcap(own: Sequence[ChunkOfModel]) -> bool:
     return any(model.head.softcap is not None for model in own)
 
 
-def wanted(grads: Sequence[Tensor | None], wants: Sequence[bool]) -> Grads:
+def _wanted(grads: Grads, wants: Sequence[Any]) -> Grads:
+    """Those that are wanted, of logits that hold their gradients."""
     return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

@@ -12,26 +12,18 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.checks import hints
-from klfast.checks.values import can_be_read
 from klfast.coefficient import Coefficient
 from klfast.dtensors import serves_dtensors
-from klfast.logits.agreement import call_of
 from klfast.logits.arguments import Temperature
-from klfast.logits.call import kl_divergence_call, token_logprobs_call
-from klfast.logits.outputs import (
-    KLDivergence,
-    TokenLogprobs,
-    outputs_of_tokens,
-    with_detached_entropy,
-)
-from klfast.logits.topk import topk_call
+from klfast.logits.call import Reducing, kl_divergence_args, token_logprobs_args, topk_args
+from klfast.logits.outputs import KLDivergence, TokenLogprobs
+from klfast.logits.rank_check import args_of
 from klfast.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
-from klfast.stats import without_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from klfast.logits.agreement import Group
+    from klfast.logits.rank_check import Group
 
 
 class _TokenOptions(TypedDict, total=False):
@@ -157,14 +149,14 @@ def token_logprobs(
         *(logits, token_ids, mask, ignore_index, temperature),
         *(return_entropy, inplace_backward),
     )
-    call = call_of(token_logprobs_call, arguments, group, backend)
-    logprobs, entropy = backends.choose(backend, call).token_logprobs(call)
+    args = args_of(token_logprobs_args, arguments, group, backend)
+    outputs = backends.rows(backend, args)
     hints.of_token_logprobs(logits, mask)
-    return outputs_of_tokens(logprobs, entropy, return_entropy)
+    return outputs.of_tokens()
 
 
-class _DivergenceOptions(TypedDict, total=False):
-    """The options of ``kl_divergence`` that change no type."""
+class DivergenceOptions(TypedDict, total=False):
+    """The options of every divergence over a vocabulary that change no type."""
 
     direction: DirectionName
     jsd_beta: float
@@ -186,7 +178,7 @@ def kl_divergence(
     token_ids: None = None,
     return_entropy: Literal[False] = False,
     return_stats: Literal[False] = False,
-    **options: Unpack[_DivergenceOptions],
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor: ...
 
 
@@ -199,7 +191,7 @@ def kl_divergence(
     token_ids: Tensor,
     return_entropy: ReturnEntropy = False,
     return_stats: bool = False,
-    **options: Unpack[_DivergenceOptions],
+    **options: Unpack[DivergenceOptions],
 ) -> KLDivergence: ...
 
 
@@ -212,7 +204,7 @@ def kl_divergence(
     token_ids: Tensor | None = None,
     return_entropy: Literal[True, "detached"],
     return_stats: bool = False,
-    **options: Unpack[_DivergenceOptions],
+    **options: Unpack[DivergenceOptions],
 ) -> KLDivergence: ...
 
 
@@ -225,7 +217,7 @@ def kl_divergence(
     token_ids: Tensor | None = None,
     return_entropy: ReturnEntropy = False,
     return_stats: Literal[True],
-    **options: Unpack[_DivergenceOptions],
+    **options: Unpack[DivergenceOptions],
 ) -> KLDivergence: ...
 
 
@@ -238,7 +230,7 @@ def kl_divergence(
     token_ids: Tensor | None = None,
     return_entropy: ReturnEntropy = False,
     return_stats: bool = False,
-    **options: Unpack[_DivergenceOptions],
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor | KLDivergence: ...
 
 
@@ -336,31 +328,19 @@ def kl_divergence(
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
     arXiv:2306.13649), section 2, with the reference as the teacher.
     """
+    reducing = Reducing(reduction, cu_seqlens, normalizer, coef, return_stats)
     arguments = (
-        *(logits, ref_logits, mask, direction, jsd_beta, temperature, reduction, cu_seqlens),
-        *(normalizer, coef, token_ids, return_stats, return_entropy),
+        *(logits, ref_logits, mask, direction, jsd_beta, temperature, token_ids, return_entropy),
+        reducing,
     )
-    call = call_of(kl_divergence_call, arguments, group, backend)
-    outputs = backends.choose(backend, call).kl_divergence(call)
+    args = args_of(kl_divergence_args, arguments, group, backend)
+    outputs = backends.rows(backend, args)
     hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
-    asks_for_more = token_ids is not None or return_entropy or return_stats
-    if return_entropy == "detached":
-        outputs = with_detached_entropy(outputs)
-    return outputs if asks_for_more else outputs.kl
+    return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
-class _TopKOptions(TypedDict, total=False):
-    """The options of ``topk_kl_divergence`` that change no type."""
-
-    direction: DirectionName
+class _TopKOptions(DivergenceOptions, total=False):
     tail: TailName
-    jsd_beta: float
-    temperature: Temperature
-    reduction: ReductionName
-    cu_seqlens: Tensor | None
-    normalizer: float | Tensor | None
-    coef: Coefficient
-    backend: BackendName
 
 
 @overload
@@ -415,6 +395,7 @@ def topk_kl_divergence(
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: bool = False,
+    group: Group | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | KLDivergence:
     """``coef`` times the reduced divergence of a student from a teacher's K words a token, in nats.
@@ -466,6 +447,9 @@ def topk_kl_divergence(
         normalizer: see there.
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
+        group: the ranks of a vocabulary that is cut, as in :func:`token_logprobs`: ``logits`` is
+            this rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. It serves
+            ``"jsd"`` too, which needs the student's log-probs at the entries alone.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
             works or raises.
 
@@ -478,7 +462,8 @@ def topk_kl_divergence(
             GPU, where looking would need a sync, the first makes NaN and the second counts twice,
             unless ``KLFAST_CHECK=1``. ``"renormalize"`` of one entry a token, which is always 0.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why.
+        RuntimeError: the backend asked for cannot run here, and why; ranks of ``group`` that make
+            other calls, or are gone.
 
     Warns once a process of ``ref_logprobs`` above 0, which look like logits.
 
@@ -487,25 +472,12 @@ def topk_kl_divergence(
     Sources: ``bucket`` and ``drop`` as in TRL's and verl's distillation; ``generalized``: MOPD
     (2026, arXiv:2606.30406).
     """
-    call = topk_call(
-        logits,
-        ref_token_ids,
-        ref_logprobs,
-        mask,
-        direction,
-        tail,
-        jsd_beta,
-        temperature,
-        reduction,
-        cu_seqlens,
-        normalizer,
-        coef,
-        return_stats,
+    reducing = Reducing(reduction, cu_seqlens, normalizer, coef, return_stats)
+    arguments = (
+        *(logits, ref_token_ids, ref_logprobs, mask, direction, tail, jsd_beta, temperature),
+        reducing,
     )
-    if can_be_read(logits):
-        call.check_values()
-    logprobs, _ = backends.choose(backend, call.picks).token_logprobs(call.picks)
-    reduced = call.reduce(call.rows(logprobs))
-    result, stats = backends.choose(backend, reduced).kl_penalty(reduced)
+    args = args_of(topk_args, arguments, group, backend)
+    outputs = backends.rows(backend, args)
     hints.of_topk_divergence(logits, ref_logprobs, mask, reduction, cu_seqlens)
-    return result if stats is None else KLDivergence(result, stats=without_tokens(stats))
+    return outputs.of_divergence(return_stats)

@@ -5,22 +5,20 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from klfast.call import AS_IT_IS, Spec
 from klfast.checks.arguments import (
     check_cu_seqlens,
     check_device,
-    check_normalizer,
     check_number,
     check_tensor,
     shape_text,
 )
-from klfast.coefficient import Coefficient, coef_argument
-from klfast.dtypes import FLOATS, INTEGERS, wide, wide_dtype
-from klfast.names import ReductionName, ReturnEntropy
-from klfast.reduction import REDUCTIONS
+from klfast.dtypes import FLOATS, INTEGERS, MASKS, wide, wide_dtype
+from klfast.names import ReturnEntropy
 
 MOST_WORDS_ON_GPU = 2**30
 """The CUDA kernels' places in a row are 32-bit numbers."""
@@ -61,59 +59,42 @@ def check_sequences(rows: Tensor, cu_seqlens: Tensor | None, of: str = "logits")
         check_cu_seqlens(cu_seqlens, rows, of=of)
 
 
+def check_mask(mask: Tensor | None, rows: Tensor, of: str = "logits") -> None:
+    if mask is not None:
+        check_per_token("mask", mask, rows, MASKS, of)
+
+
 def check_per_token(
     argument: str,
     value: Tensor,
     rows: Tensor,
     dtypes: tuple[torch.dtype, ...],
     of: str = "logits",
+    *,
+    k: Literal["no", "may", "must"] = "no",
 ) -> None:
+    """Raise unless there is a number a token. ``k``: whether there are K of these."""
     check_tensor(argument, value, dtypes)
-    if value.shape != rows.shape[:-1]:
-        raise ValueError(
-            f"{argument} must have the shape of {_TOKENS_OF[of]}, {list(rows.shape[:-1])}, got "
-            f"{shape_text(value)}"
-        )
+    tokens, dim = list(rows.shape[:-1]), value.dim()
+    dims = {"no": (len(tokens),), "may": (len(tokens), rows.dim()), "must": (rows.dim(),)}[k]
+    is_empty = k == "must" and value.shape[-1:] == (0,)
+    if dim not in dims or list(value.shape[: len(tokens)]) != tokens or is_empty:
+        of_k = f"[{', '.join(map(str, [*tokens, 'K']))}]"
+        wanted = {
+            "no": f"the shape of {_TOKENS_OF[of]}, {tokens}",
+            "may": f"the shape of {_TOKENS_OF[of]}, {tokens}, or K ids a token, {of_k}",
+            "must": f"the shape {of_k}, K >= 1 entries a token",
+        }
+        raise ValueError(f"{argument} must have {wanted[k]}, got {shape_text(value)}")
     check_device(argument, value, rows, of)
 
 
-def check_picks(token_ids: Tensor, rows: Tensor, of: str = "logits") -> None:
-    """Raise unless these are token ids, one a token or K."""
-    check_tensor("token_ids", token_ids, INTEGERS)
-    tokens = list(rows.shape[:-1])
-    if list(token_ids.shape[: len(tokens)]) != tokens or token_ids.dim() > len(tokens) + 1:
-        raise ValueError(
-            f"token_ids must have the shape of {_TOKENS_OF[of]}, {tokens}, or K ids a token, "
-            f"{_shape_of_k(tokens)}, got {shape_text(token_ids)}"
-        )
-    check_device("token_ids", token_ids, rows, of)
-
-
-def check_entries(
-    argument: str, value: Tensor, logits: Tensor, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Raise unless this has K >= 1 entries a token."""
-    check_tensor(argument, value, dtypes)
-    tokens = list(logits.shape[:-1])
-    if list(value.shape[:-1]) != tokens or value.dim() != logits.dim() or value.shape[-1] < 1:
-        raise ValueError(
-            f"{argument} must have the shape {_shape_of_k(tokens)}, K >= 1 entries a token, got "
-            f"{shape_text(value)}"
-        )
-    check_device(argument, value, logits, "logits")
-
-
-def _shape_of_k(tokens: list[int]) -> str:
-    """The shape of K numbers a token, as messages show it."""
-    return f"[{', '.join(map(str, [*tokens, 'K']))}]"
-
-
-def wants_entropy(return_entropy: ReturnEntropy) -> bool:
+def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
     if isinstance(return_entropy, str) and return_entropy != "detached":
         raise ValueError(
             f"return_entropy must be True, False or 'detached', got {return_entropy!r}"
         )
-    return bool(return_entropy)
+    return "detached" if isinstance(return_entropy, str) else bool(return_entropy)
 
 
 def jsd_beta_of(jsd_beta: float) -> float:
@@ -165,22 +146,6 @@ def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
         return inverse
     missing = (1,) * (len(tokens) - inverse.dim())
     return inverse.reshape(*inverse.shape, *missing).expand(tokens).reshape(-1).contiguous()
-
-
-def spec_of(
-    rows: Tensor,
-    reduction: ReductionName,
-    normalizer: float | Tensor | None,
-    coef: Coefficient,
-    of: str = "logits",
-) -> Spec:
-    """How the rows' divergences are reduced."""
-    return Spec(
-        AS_IT_IS,
-        REDUCTIONS[reduction],
-        coef_argument("coef", coef, rows, of=of),
-        check_normalizer(normalizer, rows, of=of),
-    )
 
 
 def rows_of(logits: Tensor) -> Tensor:

@@ -18,109 +18,63 @@ import torch
 from torch import Tensor
 
 from klfast.checks.values import are_tracing
-from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import (
-    DIVERGENCES,
-    ENTROPIES,
-    OF_ONE_MODEL,
-    OF_TWO_MODELS,
-    KLDivergenceCall,
-    TokenLogprobsCall,
-)
-from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
-from klfast.logits.shard_ops import over_shards
+from klfast.logits.call import Rows, RowsArgs
+from klfast.logits.outputs import Outputs, outputs_of_scalar
 from klfast.ops import autograd
 from klfast.ops.table import Ops
 from klfast.stats import KLStats
 
-
-def token_logprobs(call: TokenLogprobsCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
-    """Log-probs, and entropies if asked for, in the call's shape; differentiable once."""
-    ops = over_shards(ops, call.shards)
-    function = _InplaceTokenLogprobs if call.inplace_backward else _TokenLogprobs
-    arguments = (
-        call.logits,
-        call.token_ids,
-        call.keep,
-        call.temperature,
-        call.return_entropy,
-        call.inverse_temperature,
-    )
-    try:
-        if autograd.may_need_gradient(call.logits):
-            logprobs, entropy, _ = function.apply(*arguments, ops)
-        else:
-            logprobs, entropy, _ = ops.token_logprobs_fwd(*arguments)
-    except RuntimeError:
-        call.explain()
-        raise
-    entropies = entropy.view(call.rows_shape) if call.return_entropy else None
-    return logprobs.view(call.shape), entropies
+OF_ONE_MODEL = ("logits", "token_ids", "mask")
+OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1:])
+"""The names of a call's tensors in the public functions. The direction orders two models."""
 
 
-def kl_divergence(call: KLDivergenceCall, ops: Ops) -> KLDivergence:
-    """The reduced divergence, differentiable once, and what else was asked for."""
-    ops = over_shards(ops, call.shards)
-    try:
-        reduced, beside = _run(call, ops)
-    except RuntimeError:
-        call.explain()
-        raise
-    return outputs_of(call, reduced, beside, lambda call: autograd.kl_penalty(call, ops))
-
-
-def _run(
-    call: KLDivergenceCall, ops: Ops
-) -> tuple[tuple[Tensor, KLStats | None], BesideDivergences]:
-    # KL(ref || policy) is KL(policy || ref) with the roles exchanged.
-    forward = call.direction == "forward"
-    first, second = call.logits, call.ref_logits
-    if forward:
-        first, second = second, first
-    divergence = DIVERGENCES.index("jsd" if call.direction == "jsd" else "kl")
-    policy = "second" if forward else "first"
-    entropy_of = ENTROPIES.index(policy if call.return_entropy else "none")
-    options = (divergence, call.jsd_beta, call.temperature, entropy_of)
-    inputs = (first, second, call.token_ids, call.keep)
-    needed = autograd.may_need_gradient(first, second)
-    if needed and _is_one_read(call):
-        plan = (call, options, ops)
-        result, statistics = _OneReadKL.apply(first, second, plan)
-        stats = KLStats(*statistics.unbind(0)) if call.return_stats else None
-        return (result, stats), BesideDivergences()
-    if needed:
-        rows, logprobs, ref_logprobs, entropies, _ = _KLRows.apply(
-            *inputs, call.inverse_temperature, *options, ops
-        )
-    else:
-        outputs = ops.kl_divergence_fwd(
-            *inputs, *options, None, False, False, call.inverse_temperature
-        )
-        rows, logprobs, ref_logprobs, *_, entropies = outputs
-    if forward:
-        logprobs, ref_logprobs = ref_logprobs, logprobs
-    beside = BesideDivergences(
-        logprobs if call.token_ids is not None else None,
-        ref_logprobs if call.token_ids is not None else None,
-        entropies if call.return_entropy else None,
-    )
-    return autograd.kl_penalty(call.reduce(rows), ops), beside
-
-
-def _is_one_read(call: KLDivergenceCall) -> bool:
+def is_one_read(args: RowsArgs) -> bool:
     """Whether the forward can write the gradient: nothing else flows back, and it is known."""
+    models = args.tensors()
     return (
-        call.spec.reduction.is_scalar()
-        and call.token_ids is None
-        and not call.return_entropy
-        and call.shards is None  # whose gradient takes a read of its own
+        args.divergence is not None
+        and args.reduced is not None
+        and args.reduced.spec.reduction.is_scalar()
+        and args.token_ids is None
+        and not args.return_entropy
+        and args.shards is None  # whose gradient takes a read of its own
+        and autograd.may_need_gradient(*models)
         and not are_tracing()
         and not autograd.are_packed()  # hooks see saved tensors alone
         and all(
-            autograd.holds_unit_gradient(logits) or not logits.requires_grad
-            for logits in (call.logits, call.ref_logits)
+            autograd.holds_unit_gradient(m) or not m.requires_grad for m in models if m is not None
         )
     )
+
+
+def one_read(args: RowsArgs, ops: Ops) -> Outputs:
+    """A scalar of the divergences, whose gradient the forward writes."""
+    result, *statistics = _OneReadKL.apply(*args.tensors(), args, ops)
+    return outputs_of_scalar(args, result, KLStats(*statistics) if statistics else None)
+
+
+def rows_of(args: RowsArgs, ops: Ops) -> Rows:
+    """What is asked of each token, differentiable once."""
+    models, ids, inverse = args.tensors(), args.token_ids, args.inverse_temperature
+    needs_gradient = autograd.may_need_gradient(*models)
+    if args.divergence is None:
+        arguments = (*models, ids, args.keep, args.temperature, bool(args.return_entropy), inverse)
+        if needs_gradient:
+            logprobs, entropy, _ = _TokenLogprobs.apply(*arguments, args.inplace_backward, ops)
+        else:
+            logprobs, entropy, _ = ops.token_logprobs_fwd(*arguments)
+        return Rows(logprobs=logprobs, entropy=entropy if args.return_entropy else None)
+    inputs, options = (*models, ids, args.keep), (*args.options(), args.entropy_of())
+    if needs_gradient:
+        kl, logprobs, ref_logprobs, entropy, _ = _KLRows.apply(*inputs, inverse, *options, ops)
+    else:
+        kl, logprobs, ref_logprobs, *_, entropy = ops.kl_divergence_fwd(
+            *inputs, *options, None, False, False, inverse
+        )
+    if ids is None:
+        logprobs = ref_logprobs = None
+    return Rows(kl, logprobs, ref_logprobs, entropy if args.return_entropy else None)
 
 
 def _contiguous(grad: Tensor | None) -> Tensor | None:
@@ -131,22 +85,16 @@ class _TokenLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor,
-        token_ids: Tensor,
-        keep: Tensor | None,
-        temperature: float,
-        want_entropy: bool,
-        inverse_temperature: Tensor | None,
-        ops: Ops,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.token_logprobs_fwd(
-            logits, token_ids, keep, temperature, want_entropy, inverse_temperature
-        )
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *arguments, _, ops = args
+        outputs: tuple[Tensor, Tensor, Tensor] = ops.token_logprobs_fwd(*arguments)
+        return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, ctx.ops = inputs
+        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, *rest = inputs
+        ctx.in_place, ctx.ops = rest
+        ctx.is_fresh = True
         logprobs, entropy, saved = output
         tensors = (logits, token_ids, keep, saved, logprobs, entropy, inverse)
         autograd.save(ctx, tensors, OF_ONE_MODEL)
@@ -157,53 +105,23 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
     ) -> tuple[Tensor | None, ...]:
-        if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
-        logits, *others, inverse = autograd.saved(ctx)
-        with torch.no_grad():
-            grad = ctx.ops.token_logprobs_bwd(
-                logits,
-                *others,
-                ctx.temperature,
-                _contiguous(grad_logprobs),
-                _contiguous(grad_entropy) if ctx.want_entropy else None,
-                inverse,
-            )
-        grads = autograd.once((grad, None), logits, grad_logprobs, grad_entropy)
-        return grads[0], *(None,) * 6
-
-
-class _InplaceTokenLogprobs(_TokenLogprobs):
-    """The same with a backward that leaves its gradient in the logits' memory."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _TokenLogprobs.setup_context(ctx, inputs, output)
-        ctx.is_fresh = True
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
-    ) -> tuple[Tensor | None, ...]:
         sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
         if not sent:
-            return (None,) * 7
-        autograd.check_one_backward(ctx, sent)
+            return (None,) * 8
+        if ctx.in_place:
+            autograd.check_one_backward(ctx, sent)
         logits, *others, inverse = autograd.saved(ctx)
         assert logits is not None
-        ctx.ops.token_logprobs_bwd_(
-            logits,
-            *others,
-            ctx.temperature,
-            _contiguous(grad_logprobs),
-            _contiguous(grad_entropy) if ctx.want_entropy else None,
-            inverse,
-        )
-        # As torch's own ops do, for whoever has saved the logits too.
-        torch.autograd.graph.increment_version(logits)
-        return logits.detach(), *(None,) * 6
+        of_entropy = _contiguous(grad_entropy) if ctx.want_entropy else None
+        arguments = (*others, ctx.temperature, _contiguous(grad_logprobs), of_entropy, inverse)
+        if ctx.in_place:
+            ctx.ops.token_logprobs_bwd_(logits, *arguments)
+            # As torch's own ops do, for whoever has saved the logits too.
+            torch.autograd.graph.increment_version(logits)
+            return logits.detach(), *(None,) * 7
+        with torch.no_grad():
+            grad = ctx.ops.token_logprobs_bwd(logits, *arguments)
+        return *autograd.guarded([grad], logits, *sent), *(None,) * 7
 
 
 class _KLRows(torch.autograd.Function):
@@ -226,7 +144,7 @@ class _KLRows(torch.autograd.Function):
         ctx.options = (divergence, beta, temperature, entropy_of)
         rows, logprobs, ref_logprobs, entropies, saved = output
         ctx.has_tokens = tensors[2] is not None
-        ctx.has_entropies = ENTROPIES[entropy_of] != "none"
+        ctx.has_entropies = entropies.numel() > 0
         # The inverse temperature is the last of the tensors.
         own = (rows, saved, entropies if ctx.has_entropies else None)
         autograd.save(ctx, (*tensors, *own), OF_TWO_MODELS)
@@ -266,7 +184,7 @@ def _recompute(
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
-        grads = ctx.ops.kl_divergence_bwd(
+        grads: autograd.Grads = ctx.ops.kl_divergence_bwd(
             *tensors,
             *ctx.options,
             rows,
@@ -276,7 +194,7 @@ def _recompute(
             *needs,
             inverse,
         )
-    return autograd.wanted(grads, needs)
+    return grads
 
 
 class _OneReadKL(torch.autograd.Function):
@@ -288,44 +206,35 @@ class _OneReadKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, first: Tensor, second: Tensor, plan: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor]:
-        call, ctx.options, ctx.ops = plan
-        weights = row_weights(call, ctx.ops)
+        ctx: Any, first: Tensor, second: Tensor, args: RowsArgs, ops: Ops
+    ) -> tuple[Tensor, ...]:
+        shaped = args.reduce(args.zeros())  # numbers of no interest
+        weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
+        ctx.options, ctx.ops = (*args.options(), args.entropy_of()), ops
         needs = ctx.needs_input_grad[:2]
-        rows, _, _, saved, *grads, _ = ctx.ops.kl_divergence_fwd(
-            *(first, second, None, call.keep),
+        kl, _, _, saved, *grads, _ = ops.kl_divergence_fwd(
+            *(first, second, None, args.keep),
             *ctx.options,
             weights,
             *needs,
-            call.inverse_temperature,
+            args.inverse_temperature,
         )
-        reduced = call.reduce(rows)
-        result, _, statistics, _, _ = ctx.ops.kl_penalty_fwd(
-            *reduced.tensors(),
-            *reduced.spec.encoded(),
-            None,
-            False,
-            False,
-            False,
-            reduced.return_stats,
-        )
+        result, stats = autograd.kl_penalty(args.reduce(kl), ops)
         # Autograd sees no change of an inference tensor; a copy would be of the logits' size.
         models = [None if logits.is_inference() else logits for logits in (first, second)]
         ctx.is_read_once = any(logits is None for logits in models)
-        own = (None, call.keep, call.inverse_temperature, rows, saved, weights)
+        own = (None, args.keep, args.inverse_temperature, kl, saved, weights)
         autograd.save(ctx, (*models, *own), OF_TWO_MODELS)
-        ctx.unit_grads = autograd.wanted(grads, needs)
-        if reduced.return_stats:
-            ctx.mark_non_differentiable(statistics)
+        ctx.unit_grads = tuple(grads)
+        ctx.mark_non_differentiable(*(stats or ()))
         ctx.set_materialize_grads(False)
-        return result, statistics
+        return result, *(stats or ())
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             autograd.take(ctx, "unit_grads")
-            return None, None, None
+            return (None,) * 4
         grads = autograd.take_unit_gradients(ctx, grad_out, keep=ctx.is_read_once)
         saved = autograd.saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None:
@@ -333,10 +242,4 @@ class _OneReadKL(torch.autograd.Function):
             assert weights is not None
             none = (None, None, None)
             grads = _recompute(ctx, inputs, None, weights * grad_out, *none)
-        return (*autograd.once(grads, *saved[:2], grad_out), None)
-
-
-def row_weights(call: KLDivergenceCall, ops: Ops) -> Tensor:
-    """[R]: by how much the result grows with each row's divergence; 0 where masked."""
-    is_double = arithmetic_dtype(call.logits, call.ref_logits) == torch.float64
-    return autograd.token_weights(call.reduce(call.logits.select(-1, 0)), is_double, ops)
+        return (*autograd.once(grads, *saved[:2], grad_out), None, None)

@@ -1,18 +1,16 @@
-"""The results of the functions over logits."""
+"""The results of the functions over rows of a vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.call import PenaltyCall
-from klfast.names import ReturnEntropy
+from klfast.logits.call import Rows, RowsArgs
 from klfast.stats import KLStats, with_tokens_of, without_tokens
-
-Penalty = Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
 
 
 class TokenLogprobs(NamedTuple):
@@ -52,62 +50,70 @@ class KLDivergence(NamedTuple):
 torch.serialization.add_safe_globals([TokenLogprobs, KLDivergence])
 
 
-class BesideDivergences(NamedTuple):
-    """Per-row outputs beside the divergences, [R] each; None if not asked for."""
+class Outputs(NamedTuple):
+    """What a backend returns for a call: the fields of ``KLDivergence``, each of which may be None
+    where it was not asked for.
+    """
 
-    logprobs: Tensor | None = None
-    """Log-probs of the tokens under the policy."""
-    ref_logprobs: Tensor | None = None
-    entropies: Tensor | None = None
-    """Entropies of the policy."""
+    kl: Tensor | None
+    logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    entropy: Tensor | None
+    stats: KLStats | None = None
 
+    def of_tokens(self) -> Tensor | TokenLogprobs:
+        """The result of a function over tokens."""
+        assert self.logprobs is not None
+        if self.entropy is None:
+            return self.logprobs
+        return TokenLogprobs(self.logprobs, self.entropy)
 
-def outputs_of_tokens(
-    logprobs: Tensor, entropy: Tensor | None, return_entropy: ReturnEntropy
-) -> Tensor | TokenLogprobs:
-    """The result of a function over tokens: log-probs alone, or with their entropies."""
-    if entropy is None:
-        return logprobs
-    return TokenLogprobs(logprobs, entropy.detach() if return_entropy == "detached" else entropy)
-
-
-def with_detached_entropy(outputs: KLDivergence) -> KLDivergence:
-    kl, logprobs, ref_logprobs, entropy, stats = outputs
-    assert entropy is not None
-    return KLDivergence(kl, logprobs, ref_logprobs, entropy.detach(), stats)
-
-
-class OfTokens(Protocol):
-    """A call whose rows are tokens, with or without ids."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of results per token."""
-
-    def compare_tokens(self, logprobs: Tensor, ref_logprobs: Tensor) -> PenaltyCall:
-        """The call over log-probs of the taken tokens, for its statistics alone."""
+    def of_divergence(self, asks_for_more: bool) -> Tensor | KLDivergence:
+        """The result of a divergence: alone, or with what else was asked for."""
+        assert self.kl is not None
+        return KLDivergence(self.kl, *self[1:]) if asks_for_more else self.kl
 
 
 def outputs_of(
-    call: OfTokens,
-    reduced: tuple[Tensor, KLStats | None],
-    beside: BesideDivergences,
-    kl_penalty: Penalty,
-) -> KLDivergence:
-    """The results in the call's shapes, of the rows' and of the reduced divergence.
+    args: RowsArgs, rows: Rows, kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
+) -> Outputs:
+    """The outputs in the call's shapes, of what was computed of each token.
 
-    What statistics say of tokens is of those that were taken, and NaN where they are not known, or
-    several a token.
+    Divergences are reduced in a first step. Statistics of the sampled tokens come in a second one,
+    and are NaN where the tokens are not known.
     """
-    result, stats = reduced
-    logprobs, ref_logprobs, entropies = (
-        None if rows is None else rows.view(call.shape + rows.shape[1:]) for rows in beside
+    if args.entries is not None:
+        assert rows.logprobs is not None
+        rows = Rows(args.divergence_of_entries(rows.logprobs))
+    if rows.kl is None:
+        return _shaped(args, rows, None, None)
+    result, stats = kl_penalty(args.reduce(rows.kl))
+    if stats is not None:
+        call = args.compare_tokens(rows)
+        taken = None if call is None else kl_penalty(call)[1]
+        stats = without_tokens(stats) if taken is None else with_tokens_of(stats, taken)
+    return _shaped(args, rows, result, stats)
+
+
+def outputs_of_scalar(
+    args: RowsArgs, result: Tensor, stats: KLStats | None, entropy: Tensor | None = None
+) -> Outputs:
+    """The outputs of a divergence that is reduced already, without log-probs of tokens."""
+    stats = None if stats is None else without_tokens(stats)
+    return _shaped(args, Rows(entropy=entropy), result, stats)
+
+
+def _shaped(args: RowsArgs, rows: Rows, result: Tensor | None, stats: KLStats | None) -> Outputs:
+    _, first, second, entropy = rows
+    policy, reference = (second, first) if args.policy else (first, second)
+    if entropy is not None:
+        entropy = entropy.view(args.shape)
+        entropy = entropy.detach() if args.return_entropy == "detached" else entropy
+    shape = args.shape if args.token_ids is None else args.shape + args.token_ids.shape[1:]
+    return Outputs(
+        result,
+        None if policy is None else policy.view(shape),
+        None if reference is None else reference.view(shape),
+        entropy,
+        stats,
     )
-    if stats is None:
-        return KLDivergence(result, logprobs, ref_logprobs, entropies)
-    if logprobs is None or ref_logprobs is None or logprobs.shape != call.shape:
-        stats = without_tokens(stats)
-    else:
-        _, taken = kl_penalty(call.compare_tokens(logprobs, ref_logprobs))
-        stats = taken and with_tokens_of(stats, taken)
-    return KLDivergence(result, logprobs, ref_logprobs, entropies, stats)

@@ -27,7 +27,7 @@ from torch import Tensor
 from klfast.dtypes import arithmetic_dtype
 from klfast.logits.arguments import NO_ID, of_k
 from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.logits.normalizers import LogSumExp, of_pairs, of_tokens, rounded_scale
+from klfast.logits.lse import LogSumExp, UnitsOf, of_pairs, of_tokens, rounded_scale
 from klfast.logits.shards import Shards
 from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
 
@@ -35,7 +35,7 @@ _KL, _NO_ENTROPY = DIVERGENCES.index("kl"), ENTROPIES.index("none")
 _OF_MASSES = (_KL, 0.5, 1.0)
 
 
-def over_shards(ops: Ops, shards: Shards | None) -> Ops:
+def over_shards(ops: Ops, shards: Shards | None, units_of: UnitsOf) -> Ops:
     """The ops over all words of a vocabulary: themselves where it is whole.
 
     Raises:
@@ -48,7 +48,7 @@ def over_shards(ops: Ops, shards: Shards | None) -> Ops:
             "group must be None under torch.func: a transform would make other collectives on "
             "every rank"
         )
-    tokens, pairs = _TokenOps(ops, shards), _PairOps(ops, shards)
+    tokens, pairs = _TokenOps(ops, shards, units_of), _PairOps(ops, shards, units_of)
     return ops._replace(
         token_logprobs_fwd=tokens.forward,
         token_logprobs_bwd=tokens.backward,
@@ -63,8 +63,8 @@ def over_shards(ops: Ops, shards: Shards | None) -> Ops:
 class _ShardOps:
     """The ops of ``klfast.ops.table``, with their arguments and results."""
 
-    def __init__(self, ops: Ops, shards: Shards) -> None:
-        self._ops, self._shards = ops, shards
+    def __init__(self, ops: Ops, shards: Shards, units_of: UnitsOf) -> None:
+        self._ops, self._shards, self._units_of = ops, shards, units_of
 
     def _weighed(
         self, masses: Tensor, values: Tensor, *, shows_infinity: bool = False
@@ -119,7 +119,7 @@ class _TokenOps(_ShardOps):
             own, saved = zeros.new_zeros(ids.shape, dtype=dtype), zeros.expand(SAVED_OF_TOKENS, -1)
             return own, zeros.to(dtype), saved, _no_words(zeros, keep)
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(logits, ids, keep, *options)
-        units = self._ops.units_of(logits, dtype)
+        units = self._units_of(logits, dtype)
         lse = of_tokens(saved, rounded_scale(temperature, inverse, dtype, units), units)
         # The op has NaN for the words of a row of nothing but -inf; here other shards have words.
         none = lse.near == -torch.inf
@@ -183,8 +183,23 @@ class _Rows(NamedTuple):
     ref_near: Tensor
 
 
+class _Pair(NamedTuple):
+    """Two models' logits over this rank's words, and what is asked of them."""
+
+    first: Tensor
+    second: Tensor
+    ids: Tensor | None
+    """[R], among this rank's words."""
+    options: Sequence[Any]
+    """divergence, jsd_beta, temperature, entropy_of."""
+    inverse: Tensor | None
+
+    def dtype(self) -> torch.dtype:
+        return arithmetic_dtype(self.first, self.second)
+
+
 class _PairOps(_ShardOps):
-    """The ops over two models. ``options`` are divergence, jsd_beta, temperature, entropy_of."""
+    """The ops over two models."""
 
     def forward(
         self,
@@ -197,7 +212,7 @@ class _PairOps(_ShardOps):
         *options, row_weights, want_grad, want_grad_ref, inverse = rest
         entropy_of = options[-1]
         own_ids = None if token_ids is None else self._shards.own_ids(token_ids, 0)
-        own = self._of_shard(first, second, own_ids, keep, options, inverse)
+        own = self._of_shard(_Pair(first, second, own_ids, options, inverse), keep)
         columns = [own.far, own.near, own.ref_far, own.ref_near, own.kl]
         owners = None
         if token_ids is not None:
@@ -241,72 +256,48 @@ class _PairOps(_ShardOps):
         self.backward_in_place(first, second, keep, *options, *known)
         return found[0], found[3]
 
-    def _of_shard(
-        self,
-        first: Tensor,
-        second: Tensor,
-        ids: Tensor | None,
-        keep: Tensor | None,
-        options: Sequence[Any],
-        inverse: Tensor | None,
-    ) -> _Rows:
-        """The rows of this rank's words; ``ids`` are among these."""
-        if first.shape[-1] == 0:
-            zeros = first.new_zeros(first.shape[0] * first.shape[1], dtype=torch.float64)
-            own, lse = zeros.to(arithmetic_dtype(first, second)), _no_words(zeros, keep)
+    def _of_shard(self, of: _Pair, keep: Tensor | None) -> _Rows:
+        """The rows of this rank's words."""
+        if of.first.shape[-1] == 0:
+            zeros = of.first.new_zeros(of.first.shape[0] * of.first.shape[1], dtype=torch.float64)
+            own, lse = zeros.to(of.dtype()), _no_words(zeros, keep)
             return _Rows(own, own, own, zeros.expand(SAVED_OF_PAIRS, -1), own, *lse, *lse)
-        found = self._rows(first, second, ids, keep, options, inverse)
+        found = self._rows(of, keep)
         missing = (found.near + found.ref_near).isnan()
-        if first.device.type == "cpu" and not missing.any():  # elsewhere a look would wait
+        if of.first.device.type == "cpu" and not missing.any():  # elsewhere a look would wait
             return found
-        return self._with_missing(first, second, ids, options, inverse, found, missing)
+        return self._with_missing(of, found, missing)
 
-    def _rows(
-        self,
-        first: Tensor,
-        second: Tensor,
-        ids: Tensor | None,
-        keep: Tensor | None,
-        options: Sequence[Any],
-        inverse: Tensor | None,
-    ) -> _Rows:
+    def _rows(self, of: _Pair, keep: Tensor | None) -> _Rows:
         kl, logprobs, ref_logprobs, saved, _, _, entropy = self._ops.kl_divergence_fwd(
-            first, second, ids, keep, *options, None, False, False, inverse
+            of.first, of.second, of.ids, keep, *of.options, None, False, False, of.inverse
         )
-        dtype = arithmetic_dtype(first, second)
-        units = self._ops.units_of(first, dtype)
-        lse, ref_lse = of_pairs(saved, rounded_scale(options[2], inverse, dtype, units), units)
+        dtype, units = of.dtype(), self._units_of(of.first, of.dtype())
+        scale = rounded_scale(of.options[2], of.inverse, dtype, units)
+        lse, ref_lse = of_pairs(saved, scale, units)
         return _Rows(kl, logprobs, ref_logprobs, saved, entropy, *lse, *ref_lse)
 
-    def _with_missing(
-        self,
-        first: Tensor,
-        second: Tensor,
-        ids: Tensor | None,
-        options: Sequence[Any],
-        inverse: Tensor | None,
-        found: _Rows,
-        missing: Tensor,
-    ) -> _Rows:
+    def _with_missing(self, of: _Pair, found: _Rows, missing: Tensor) -> _Rows:
         """The same, where the op has NaN since a model says none of the shard's words.
 
         What the other says comes from the op over that model twice; then both of its log-sum-exps
         are this model's, against which the words of the first have the probability and the gradient
         0. The divergence is between the shards. Where there is a NaN, NaN stays.
         """
-        *of_kl, wanted = options
+        *of_kl, wanted = of.options
 
         def alone(model: Tensor, place: str) -> tuple[_Rows, Tensor]:
             entropy_of = ENTROPIES.index("first" if ENTROPIES[wanted] == place else "none")
-            rows = self._rows(model, model, ids, missing, (*of_kl, entropy_of), inverse)
+            own = of._replace(first=model, second=model, options=(*of_kl, entropy_of))
+            rows = self._rows(own, missing)
             none = rows.near == -torch.inf
             of_ids, entropy = rows.logprobs, rows.entropy
             return rows._replace(
-                logprobs=of_ids if ids is None else torch.where(none, -torch.inf, of_ids),
+                logprobs=of_ids if of.ids is None else torch.where(none, -torch.inf, of_ids),
                 entropy=torch.where(none, 0.0, entropy) if entropy.numel() else entropy,
             ), none
 
-        (one, no_first), (two, no_second) = alone(first, "first"), alone(second, "second")
+        (one, no_first), (two, no_second) = alone(of.first, "first"), alone(of.second, "second")
         saved = torch.where(one.near.isfinite(), one.saved, two.saved)
         apart = _Rows(
             torch.zeros_like(found.kl),

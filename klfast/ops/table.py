@@ -20,7 +20,6 @@ from klfast.call import Choices
 from klfast.dtypes import arithmetic_dtype
 from klfast.layout import number_of_sequences
 from klfast.logits.call import ENTROPIES
-from klfast.logits.normalizers import UnitsOf, in_nats
 from klfast.reduction import RESULTS
 from klfast.rollout.call import WEIGHTS, RolloutChoices, RuleBounds
 from klfast.rollout.stats import rows_of_table
@@ -93,7 +92,7 @@ beside gradients.
 the memory of the logits, which are contiguous and not each other. A gradient that comes in as None
 stands for zeros. ``grad_lse`` and ``grad_ref_lse`` are those of the rows' log-sum-exps under either
 model, which differ from 0 where a row is a shard of a vocabulary: ``saved`` says them
-(``klfast.logits.normalizers``). ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too;
+(``klfast.logits.lse``). ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too;
 logprobs and their gradient are as many numbers, and an id of ``NO_ID`` is none.
 ``inverse_temperature``, float64, takes the place of the temperature: one a row, [R], or a 0-dim
 tensor.
@@ -120,14 +119,12 @@ class Ops(NamedTuple):
     kl_divergence_bwd_: Callable[..., None]
     token_weights: Callable[..., Tensor]
     scale_: Callable[[Tensor, Tensor], None]
-    units_of: UnitsOf = in_nats
-    """The units in which the kernels over logits save log-sum-exps."""
 
     @classmethod
-    def of(cls, namespace: str, units_of: UnitsOf = in_nats) -> Ops:
+    def of(cls, namespace: str) -> Ops:
         """Those of ``torch.ops.<namespace>``."""
         ops = getattr(torch.ops, namespace)
-        return cls(*(getattr(ops, name).default for name in cls._fields[:-1]), units_of)
+        return cls(*(getattr(ops, name).default for name in cls._fields))
 
 
 class Arguments(SimpleNamespace):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import klfast
 from klfast import Estimator, Rejection, dtypes
 from klfast.controllers import CONTROLLERS
-from klfast.logits import agreement
+from klfast.logits import rank_check
 from klfast.names import DIRECTIONS, ESTIMATORS, TAILS
 from klfast.reduction import REDUCTIONS
 
@@ -103,6 +103,7 @@ OPTIONS = {
         for tail in TAILS
     ],
     "linear_token_logprobs": [{"return_entropy": True, "temperature": HEAT, "softcap": 3.0}],
+    "linear_topk_kl_divergence": [{"tail": tail, "softcap": 3.0, **STATS} for tail in TAILS],
     "linear_kl_divergence": [
         {"direction": name, **EVERYTHING, "bias": torch.randn(11)} for name in DIRECTIONS
     ],
@@ -182,7 +183,7 @@ def test_vocabulary_shards(name, monkeypatch):
         with NoFloat64():
             return differentiated(function, {**arguments, **own, **options, "group": ranks})
 
-    monkeypatch.setattr(agreement, "ranks_of_shards", lambda group: group)
+    monkeypatch.setattr(rank_check, "ranks_of_shards", lambda group: group)
     monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("cpu",))
     for found in zip(*on_threads(work, 2), expected, strict=True):
         *of_ranks, exact = found

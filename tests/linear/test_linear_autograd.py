@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import klfast
-from klfast.linear import held, models, products
+from klfast.linear import chunks, frozen_head
 
 WORDS = 40
 
@@ -178,13 +178,13 @@ def test_a_detached_entropy_costs_no_matmul(compiled, monkeypatch, trained, redu
     hidden, weight, ref_hidden = inputs()
     weight.requires_grad_(trained)
     ids, counted = torch.arange(len(hidden)), []
-    to_hidden = products.to_hidden
+    to_hidden = chunks.to_hidden
 
     def count(*args):
         counted.append(args)
         return to_hidden(*args)
 
-    for module in (held, models):
+    for module in (chunks, frozen_head):
         monkeypatch.setattr(module, "to_hidden", count)
 
     def run(return_entropy, **options):

@@ -9,7 +9,7 @@ from agreement import same_bits
 from fresh import run_fresh
 
 import klfast
-from klfast.linear import products
+from klfast.linear import chunks as chunks_of_tokens
 from klfast.linear.chunks import LEAST, MOST, chunks_of, length_of
 
 
@@ -130,7 +130,7 @@ def test_products_in_bf16_have_fp32_results(monkeypatch, gradients):
 
     blocks = run()
     monkeypatch.setattr(
-        products, "_is_wide_product", lambda a, b: a.dtype == b.dtype == torch.bfloat16
+        chunks_of_tokens, "_is_wide_product", lambda a, b: a.dtype == b.dtype == torch.bfloat16
     )
     monkeypatch.setattr(torch, "mm", wide)
     monkeypatch.setattr(torch, "addmm", wide_sum)

@@ -7,7 +7,7 @@ import torch
 from refusals import FLOATS, assert_refused, cases
 
 import klfast
-from klfast.linear import products
+from klfast.linear import chunks
 
 
 def ones(*shape, **options):
@@ -149,7 +149,7 @@ def no_product(monkeypatch):
     def made(*_):
         raise AssertionError("a product was made")
 
-    monkeypatch.setattr(products, "_is_wide_product", made)
+    monkeypatch.setattr(chunks, "_is_wide_product", made)
 
 
 @pytest.mark.usefixtures("no_product")

@@ -9,7 +9,7 @@ from shards import ThreadRanks, on_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
-from klfast.logits import agreement
+from klfast.logits import rank_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +47,7 @@ def found_by(call, backend, edges):
         return found, oracle_linear.gradients(call, tensors, found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "ranks_of_shards", lambda group: group)
+        patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
         of_ranks = on_threads(work, len(bounds) - 1)
     first, _ = of_ranks[0]
     for found, _ in of_ranks[1:]:
@@ -157,7 +157,7 @@ def test_shards_add_no_product(name, is_trained, monkeypatch):
     """There are as many as without a group, one all-reduce, and a table a chunk and one before."""
     function, options = CALLS[name]
     hidden, weight, ref_hidden, ref_weight, ids = arguments()
-    monkeypatch.setattr(agreement, "ranks_of_shards", lambda group: group)
+    monkeypatch.setattr(rank_check, "ranks_of_shards", lambda group: group)
 
     def products(own, ranks=None):
         head = weight[own].clone().requires_grad_(is_trained)
@@ -182,7 +182,7 @@ def refused(function, *given, **options):
         return getattr(klfast, function)(*given, **options, group=ranks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "ranks_of_shards", lambda group: group)
+        patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
         on_threads(work, 2)
 
 

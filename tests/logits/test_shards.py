@@ -8,6 +8,7 @@ import torch
 from agreement import same_bits
 from agreement_logits import (
     COMPILED,
+    DIRECTIONS,
     FLOATS,
     assert_divergence_agrees,
     assert_entropy_agrees,
@@ -18,11 +19,12 @@ from agreement_logits import (
     tensors_of,
     uneven,
 )
+from agreement_topk import TAILS, assert_topk_agrees, random_teacher
 from oracle_divergences import PROMISE, Pair, kl
 from shards import OnDevicesAlone, over_shards, sharded, shards_of
 
 import klfast
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import RowsArgs
 from klfast.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,6 +61,20 @@ def test_token_logprobs_and_entropies(backend, edges, dtype):
     logits, _ = random_logits(2, 3, WORDS, dtype=dtype)
     with over_shards(edges):
         assert_tokens_agree(backend, logits, random_ids(logits))
+
+
+@pytest.mark.grid
+@every_cut
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_divergences_from_a_teachers_entries(backend, direction, tail, edges):
+    given = random_teacher(2, 3, WORDS)
+    given[2][0, 1, 2:] = -INF
+    mask = torch.tensor([[1.0, 2.0, 0.5], [0.0, 2.0, 1.0]])
+    with over_shards(edges):
+        for reduction in ("none", "token-mean"):
+            options = {"direction": direction, "tail": tail, "reduction": reduction}
+            assert_topk_agrees(backend, *given, mask, temperature=0.7, **options)
 
 
 @pytest.mark.grid
@@ -429,8 +445,7 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
 @pytest.mark.parametrize("backend", ["reference", "native-emulated"], indirect=True)
 def test_an_id_in_no_shard_is_nan_where_none_looks(backend, wrong, monkeypatch):
     """As on a GPU; other tokens, and entropies, are what they are."""
-    for call in (TokenLogprobsCall, KLDivergenceCall):
-        monkeypatch.setattr(call, "check_values", lambda call: None)
+    monkeypatch.setattr(RowsArgs, "check_values", lambda args: None)
     logits, ref_logits = random_logits(2, 3, WORDS)
     ids = random_ids(logits)
     wrong_ids = ids.clone()

@@ -10,7 +10,7 @@ import klfast
 from klfast import Estimator
 from klfast.backends.native import NATIVE
 from klfast.call import PenaltyCall, Spec
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import Hidden, Logits, Reduced, RowsArgs
 from klfast.reduction import REDUCTIONS, Reduction
 
 # Both are torch's own: dynamo makes a Function object to trace any autograd.Function whatever, and
@@ -291,7 +291,7 @@ def test_whether_cuda_kernels_can_run_is_a_constant_to_the_compiler():
 
 @pytest.mark.parametrize(
     "named",
-    [Spec, PenaltyCall, TokenLogprobsCall, KLDivergenceCall, Reduction],
+    [Spec, PenaltyCall, RowsArgs, Logits, Hidden, Reduced, Reduction],
 )
 def test_call_objects_have_no_property(named):
     """Dynamo of torch 2.10 follows the methods of a named tuple alone."""

@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
-from klfast.logits.normalizers import of_cuda
+from klfast.logits.lse import of_cuda
 from klfast.ops.table import Ops, define
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def extension():
 def ops():
     """The emulated ops."""
     extension()
-    return Ops.of("klfast_emulated", units_of=lambda logits, dtype: of_cuda(dtype))
+    return Ops.of("klfast_emulated")
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def backend():
     """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
     tensors on a CPU are checked before.
     """
-    return compiled("native", NATIVE.why_not, ops())
+    return compiled("native", NATIVE.why_not, ops(), units_of=lambda logits, dtype: of_cuda(dtype))
 
 
 def allow(tensor):

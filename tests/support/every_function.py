@@ -44,6 +44,10 @@ def every_function():
             klfast.linear_token_logprobs,
             {"hidden": hidden, "weight": weight, "token_ids": ids},
         ),
+        "linear_topk_kl_divergence": (
+            klfast.linear_topk_kl_divergence,
+            {"hidden": hidden, "weight": weight, **teacher},
+        ),
         "linear_kl_divergence": (
             klfast.linear_kl_divergence,
             {"hidden": hidden, "weight": weight, **reference},

@@ -15,7 +15,7 @@ import torch
 from agreement import same_bits
 
 import klfast
-from klfast.logits import agreement
+from klfast.logits import rank_check
 
 
 class _Meeting:
@@ -133,13 +133,16 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
         def work(ranks):
             own = [of_model[ranks.rank] for of_model in shards]
             own_options = of_rank(ranks.rank, options)
-            found = function(*own, *arguments[number:], group=ranks, **own_options)
+            others = arguments[number:]
+            if ranks.rank > 0:  # a gradient that all ranks have is one
+                others = [x.detach() if isinstance(x, torch.Tensor) else x for x in others]
+            found = function(*own, *others, group=ranks, **own_options)
             if tables is not None:
                 tables.append(ranks.gathered)
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agreement, "ranks_of_shards", lambda group: group)
+            patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
             found = on_threads(work, len(edges) + 1, kind)
         if isinstance(found[0], torch.Tensor):
             return _same(found)
@@ -157,7 +160,7 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
 
 @contextlib.contextmanager
 def over_shards(edges):
-    """``klfast.token_logprobs`` and ``klfast.kl_divergence`` over whole logits, by shards.
+    """The functions over whole logits, by shards.
 
     The oracle then allows half as much again: a gradient is the sum of two, each rounded.
     """
@@ -168,6 +171,6 @@ def over_shards(edges):
             "assert_within",
             lambda found, truth, tolerance, what: within(found, truth, 1.5 * tolerance, what),
         )
-        for name in ("token_logprobs", "kl_divergence"):
+        for name in ("token_logprobs", "kl_divergence", "topk_kl_divergence"):
             patch.setattr(klfast, name, sharded(getattr(klfast, name), edges))
         yield

@@ -105,30 +105,18 @@ def of_penalty(change):
     return {"kl_penalty": lambda honest: lambda call: change(call, *honest(call))}
 
 
-def of_divergence(change, function="kl_divergence"):
-    """What a function over two models returns, with its ``kl`` changed."""
+def of_rows(change, field="kl"):
+    """What a function over a vocabulary returns, with a field changed."""
 
     def lying(honest):
-        def lie(call):
-            found = honest(call)
-            return found._replace(kl=change(found.kl))
+        def lie(args):
+            found = honest(args)
+            value = getattr(found, field)
+            return found if value is None else found._replace(**{field: change(value)})
 
         return lie
 
-    return {function: lying}
-
-
-def of_logprobs(change, function="token_logprobs"):
-    """(log-probs, entropies), with the log-probs changed."""
-
-    def lying(honest):
-        def lie(call):
-            logprobs, entropy = honest(call)
-            return change(logprobs), entropy
-
-        return lie
-
-    return {function: lying}
+    return {"rows": lying}
 
 
 def with_other_gradient(result, by=SLIGHTLY):
@@ -213,58 +201,36 @@ LIES = {
         of_penalty(lambda call, result, stats: (result[None], stats)),
         "penalty",
     ),
-    "divergence": (
-        "divergences",
-        of_divergence(lambda kl: kl * SLIGHTLY),
-        "kl",
-    ),
-    "divergence-gradient": (
-        "divergences",
-        of_divergence(with_other_gradient),
-        "gradient of",
-    ),
-    "top-k": (
-        "top-k divergences",
-        of_logprobs(lambda logprobs: logprobs * SLIGHTLY),
-        "kl",
-    ),
-    "top-k-gradient": (
-        "top-k divergences",
-        of_logprobs(with_other_gradient),
-        "gradient of logits",
-    ),
+    "divergence": ("divergences", of_rows(lambda kl: kl * SLIGHTLY), "kl"),
+    "divergence-gradient": ("divergences", of_rows(with_other_gradient), "gradient of"),
+    "top-k": ("top-k divergences", of_rows(lambda kl: kl * SLIGHTLY), "kl"),
+    "top-k-gradient": ("top-k divergences", of_rows(with_other_gradient), "gradient of logits"),
     "linear-log-probs": (
         "log-probs from hidden states",
-        of_logprobs(lambda logprobs: logprobs * SLIGHTLY, "linear_token_logprobs"),
+        of_rows(lambda logprobs: logprobs * SLIGHTLY, "logprobs"),
         "logprobs",
     ),
     "linear-log-probs-gradient": (
         "log-probs from hidden states",
-        of_logprobs(with_other_gradient, "linear_token_logprobs"),
+        of_rows(with_other_gradient, "logprobs"),
         "gradient of",
     ),
     "linear-divergence": (
         "divergences from hidden states",
-        of_divergence(lambda kl: kl * SLIGHTLY, "linear_kl_divergence"),
+        of_rows(lambda kl: kl * SLIGHTLY),
         "kl",
     ),
     "linear-divergence-gradient": (
         "divergences from hidden states",
-        of_divergence(with_other_gradient, "linear_kl_divergence"),
+        of_rows(with_other_gradient),
         "gradient of",
     ),
-    "entropy": (
-        "token log-probs",
-        {
-            "token_logprobs": lambda honest: (
-                lambda call: (
-                    honest(call)[0],
-                    t if (t := honest(call)[1]) is None else t * SLIGHTLY,
-                )
-            )
-        },
-        "entropy",
+    "linear-top-k": (
+        "top-k divergences from hidden states",
+        of_rows(lambda kl: kl * SLIGHTLY),
+        "kl",
     ),
+    "entropy": ("token log-probs", of_rows(lambda t: t * SLIGHTLY, "entropy"), "entropy"),
     "weights": (
         "rollout",
         other_rollout(weights=lambda weights: None if weights is None else weights * SLIGHTLY),
@@ -332,11 +298,8 @@ def few(monkeypatch):
 def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
     honest = backends.BACKENDS["native"]
 
-    def wrong(call):
-        logprobs, entropy = honest.token_logprobs(call)
-        return logprobs + 1, entropy
-
-    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(token_logprobs=wrong))
+    lie = of_rows(lambda logprobs: logprobs + 1, "logprobs")["rows"]
+    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(rows=lie(honest.rows)))
     assert main(["info"]) == 0
     info = capsys.readouterr().out
     assert main(["check"]) == 1
@@ -359,11 +322,11 @@ def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
 def lying_of_bf16(honest):
     """Log-probs that are wrong of bf16 alone: the truth is the reference's of float64."""
 
-    def token_logprobs(call):
-        logprobs, entropy = honest.token_logprobs(call)
-        return logprobs + (call.logits.dtype == torch.bfloat16), entropy
+    def rows(args):
+        found = honest.rows(args)
+        return found._replace(logprobs=found.logprobs + (args.first().dtype == torch.bfloat16))
 
-    return honest._replace(token_logprobs=token_logprobs)
+    return honest._replace(rows=rows)
 
 
 AUTO = ("native", True, True, False)

@@ -26,7 +26,7 @@ from .controllers.watchers import (
 )
 from .data_parallel import data_parallel_normalizer
 from .estimator import Estimator
-from .linear.api import linear_kl_divergence, linear_token_logprobs
+from .linear.api import linear_kl_divergence, linear_token_logprobs, linear_topk_kl_divergence
 from .logits.api import kl_divergence, token_logprobs, topk_kl_divergence
 from .logits.outputs import KLDivergence, TokenLogprobs
 from .names import (
@@ -86,6 +86,7 @@ __all__ = [
     "kl_rewards",
     "linear_kl_divergence",
     "linear_token_logprobs",
+    "linear_topk_kl_divergence",
     "log_ratio_profile",
     "names",
     "reduce",

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from klfast.backends.backend import Backend
-from klfast.backends.reference.linear import linear_kl_divergence, linear_token_logprobs
-from klfast.backends.reference.logits import kl_divergence, token_logprobs
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.rollout import rollout_correction
+from klfast.backends.reference.rows import rows
 
 REFERENCE = Backend(
     "reference",
     lambda device: None,
     kl_penalty,
-    token_logprobs,
-    kl_divergence,
-    linear_token_logprobs,
-    linear_kl_divergence,
+    rows,
     rollout_correction,
 )

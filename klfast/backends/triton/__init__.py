@@ -16,7 +16,7 @@ import torch
 
 from klfast.backends.compiled import compiled
 from klfast.backends.triton.namespace import NAMESPACE
-from klfast.logits import normalizers
+from klfast.logits import lse
 from klfast.ops.table import SCHEMAS, Arguments, Ops, define
 
 _installed = importlib.util.find_spec("triton") is not None
@@ -58,6 +58,4 @@ def implementation(name: str) -> Any:
 
 _implement()
 
-TRITON = compiled(
-    "triton", _why_not, Ops.of(NAMESPACE, units_of=lambda logits, dtype: normalizers.TRITON)
-)
+TRITON = compiled("triton", _why_not, Ops.of(NAMESPACE), units_of=lambda logits, dtype: lse.TRITON)

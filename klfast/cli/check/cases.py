@@ -157,6 +157,13 @@ LINEAR_LOGPROBS = {
     "form": ("padded", "one", "empty"),
     "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
 }
+LINEAR_TOPK = {
+    **{name: values for name, values in _HIDDEN.items() if name != "return_entropy"},
+    **{name: TOPK[name] for name in ("direction", "tail", "jsd_beta", "entries", "missing", "ids")},
+    "form": FORMS,
+    "leaves": (OF_POLICY, OF_POLICY[:1], (*OF_POLICY, "ref_logprobs"), ()),
+    **_REDUCED,
+}
 LINEAR_DIVERGENCES = {
     **_HIDDEN,
     "direction": DIRECTIONS,
@@ -303,6 +310,15 @@ def _kl_divergence(row: Row, draw: Draw) -> Made:
 def _topk(row: Row, draw: Draw) -> Made:
     tensors, kept, stored = _logits({**row, "ids": None}, draw)
     logits, (dtype, of_teacher) = tensors["logits"], row["dtypes"]
+    entries, kept_of_entries = _entries(row, draw, logits, kept, of_teacher)
+    tensors["logits"] = stored(logits, dtype)
+    return tensors | entries, kept_of_entries, {}
+
+
+def _entries(
+    row: Row, draw: Draw, logits: Tensor, kept: Tensor, dtype: torch.dtype
+) -> tuple[Tensors, Tensor]:
+    """A teacher's entries near a student's logits, and which tokens have some."""
     some = min(row["words"] // 2, 120)  # which are not excluded, and which any integers hold
     least = 2 if row["tail"] == "renormalize" else 1
     count = min(max(row["entries"], least), some)
@@ -310,10 +326,9 @@ def _topk(row: Row, draw: Draw) -> Made:
     teacher = (logits + 0.5 * draw.bell(*logits.shape)).log_softmax(-1).gather(-1, ids)
     absent = draw.uniform(*ids.shape) < 0.4 * row["missing"]
     teacher = teacher.masked_fill(absent, -math.inf)
-    tensors["logits"] = stored(logits, dtype)
-    tensors["ref_token_ids"] = ids.to(row["ids"])
-    tensors["ref_logprobs"] = _poisoned(teacher, kept, of_teacher)
-    return tensors, kept & ~absent.all(-1), {}
+    ref_logprobs = _poisoned(teacher, kept, dtype)
+    entries = {"ref_token_ids": ids.to(row["ids"]), "ref_logprobs": ref_logprobs}
+    return entries, kept & ~absent.all(-1)
 
 
 def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
@@ -348,6 +363,13 @@ def _linear_divergence(row: Row, draw: Draw) -> Made:
     own = OF_REFERENCE[:1] if row["shared_head"] else OF_REFERENCE
     reference = dict(zip(own, _model(row, draw, apart, kept), strict=False))
     return tensors | reference, kept, {}
+
+
+def _linear_topk(row: Row, draw: Draw) -> Made:
+    tensors, hidden, kept = _hidden({**row, "ids": None}, draw)
+    logits = hidden @ tensors["weight"].double().T
+    entries, kept = _entries(row, draw, logits, kept, row["dtypes"][1])
+    return tensors | entries, kept, {}
 
 
 def _rollout(row: Row, draw: Draw) -> Made:
@@ -450,6 +472,9 @@ FAMILIES = {
     ),
     "divergences from hidden states": Family(
         "linear_kl_divergence", LINEAR_DIVERGENCES, _linear_divergence
+    ),
+    "top-k divergences from hidden states": Family(
+        "linear_topk_kl_divergence", LINEAR_TOPK, _linear_topk
     ),
     "rollout": Family("rollout_correction", ROLLOUT, _rollout),
 }

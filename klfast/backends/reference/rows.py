@@ -1,6 +1,6 @@
-"""The readable specification over logits: textbook formulas in float64, differentiated by autograd.
+"""The readable specification over rows: textbook formulas in float64, differentiated by autograd.
 
-A masked row is replaced before anything looks at it.
+Logits of hidden states are held whole. A masked row is replaced before anything looks at it.
 """
 
 from __future__ import annotations
@@ -12,86 +12,96 @@ import torch
 from torch import Tensor
 
 from klfast.backends.reference.penalty import kl_penalty
-from klfast.backends.reference.shards import whole
-from klfast.dtypes import arithmetic_dtype, wide
+from klfast.backends.reference.shards import added_up, whole
+from klfast.dtypes import wide, wide_dtype
 from klfast.formulas import zero_at
+from klfast.linear.chunks import chunks_of
 from klfast.logits.arguments import NO_ID
-from klfast.logits.call import KLDivergenceCall, TokenLogprobsCall
+from klfast.logits.call import Logits, Model, Rows, RowsArgs
 from klfast.logits.entries import term
 from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import BesideDivergences, KLDivergence, outputs_of
+from klfast.logits.outputs import Outputs, outputs_of
 from klfast.ops import autograd
 
 
-def token_logprobs(call: TokenLogprobsCall) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies: log softmax(logits / temperature) and -sum p log p."""
-    logits = overwritten(call.logits) if call.inplace_backward else call.logits
-    logits = whole(logits, call.shards)
-    arithmetic = arithmetic_dtype(logits)
-    logprobs = _log_softmax(logits, call.keep, temperature_of(call))
-    taken = taken_of(logprobs, call.token_ids, call.keep)
-    entropy = None
-    if call.return_entropy:
-        entropy = entropies_of(logprobs, call.keep).to(arithmetic).view(call.rows_shape)
-    return taken.to(arithmetic).view(call.shape), entropy
+def rows(args: RowsArgs) -> Outputs:
+    """What a call over rows asks for."""
+    return outputs_of(args, _rows_of(args), kl_penalty)
 
 
-def kl_divergence(call: KLDivergenceCall) -> KLDivergence:
-    """The divergence and what else is asked for. See ``klfast.kl_divergence``."""
-    rows, beside = _rows_of(call)
-    return outputs_of(call, kl_penalty(call.reduce(rows)), beside, kl_penalty)
+def _rows_of(args: RowsArgs) -> Rows:
+    """What is asked of each token, in nats, in the arithmetic's dtype.
 
-
-def divergences(call: KLDivergenceCall) -> Tensor:
-    """[R] divergences of rows, in the arithmetic's dtype."""
-    return _rows_of(call)[0]
-
-
-def _rows_of(call: KLDivergenceCall) -> tuple[Tensor, BesideDivergences]:
-    """[R] divergences of policy p and reference q, in nats, in the arithmetic's dtype.
-
-    ``reverse``: sum p log(p / q). ``forward``: sum q log(q / p). ``jsd``: with m = (1 - b) p + b q,
-    (1 - b) sum p log(p / m) + b sum q log(q / m). The entropy is -sum p log p, and NaN where the
-    divergence is.
+    KL(first || second) is sum p log(p / q). ``jsd``: with m = (1 - b) p + b q, (1 - b) sum p
+    log(p / m) + b sum q log(q / m). The entropy is -sum p log p, and NaN where the divergence is.
     """
-    arithmetic = arithmetic_dtype(call.logits, call.ref_logits)
-    call = call._replace(
-        logits=whole(call.logits, call.shards), ref_logits=whole(call.ref_logits, call.shards)
-    )
-    p, q = (
-        _log_softmax(logits, call.keep, temperature_of(call))
-        for logits in (call.logits, call.ref_logits)
-    )
-    ratio = _log_ratio(call, p, q) if p.dtype == torch.float32 else None
-    if call.direction == "reverse":
-        rows = divergence(p, q, ratio)
-    elif call.direction == "forward":
-        rows = divergence(q, p, None if ratio is None else -ratio)
+    logits = [whole(of_model, args.shards) for of_model in _logits_of(args)]
+    models = [_log_softmax(of_model, args.keep, _temperature_of(args)) for of_model in logits]
+    arithmetic, kl, entropy = args.arithmetic(), None, None
+    if args.divergence is not None:
+        kl = _divergences(args, logits, *models)
+        kl = _zero_where_masked(kl, args.keep).to(arithmetic)
+    taken: list[Tensor | None] = [None, None]
+    if (ids := args.token_ids) is not None:
+        taken[: len(models)] = [_taken_of(x, ids, args.keep).to(arithmetic) for x in models]
+    if args.return_entropy:
+        entropy = _entropies_of(models[args.policy], args.keep).to(arithmetic)
+        entropy = entropy if kl is None else torch.where(kl.isnan(), torch.nan, entropy)
+    return Rows(kl, taken[0], taken[1], entropy)
+
+
+def _divergences(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> Tensor:
+    """[R] divergences of log-probs, [R, V]."""
+    ratio = _log_ratio(args, logits, p, q) if p.dtype == torch.float32 else None
+    if args.divergence == "kl":
+        kl = _divergence(p, q, ratio)
     else:
-        b = call.jsd_beta
+        b = args.jsd_beta
         m = _log_mixture(p, q, b)
         of_p = of_q = None
         if ratio is not None:
             of_p, of_q = _mixed(ratio, m - p, b), _mixed(-ratio, m - q, 1 - b)
-        rows = (1 - b) * divergence(p, m, of_p) + b * divergence(q, m, of_q)
+        kl = (1 - b) * _divergence(p, m, of_p) + b * _divergence(q, m, of_q)
     # Rounding may leave a number below 0, or a JSD of equal models that is not 0.
-    rows = zero_at((rows < 0) | (p == q).all(-1), rows)
-    rows = zero_where_masked(rows, call.keep).to(arithmetic)
-    entropies = None
-    if call.return_entropy:
-        entropies = entropies_of(p, call.keep).to(arithmetic)
-        entropies = torch.where(rows.isnan(), torch.nan, entropies)
-    if call.token_ids is None:
-        return rows, BesideDivergences(entropies=entropies)
-    taken, ref_taken = (taken_of(x, call.token_ids, call.keep).to(arithmetic) for x in (p, q))
-    return rows, BesideDivergences(taken, ref_taken, entropies)
+    return zero_at((kl < 0) | (p == q).all(-1), kl)
 
 
-def temperature_of(call: TokenLogprobsCall | KLDivergenceCall) -> float | Tensor:
+def _logits_of(args: RowsArgs) -> list[Tensor]:
+    """[A, T, V] of each model, of this rank's words."""
+    source = args.source
+    if isinstance(source, Logits):
+        return [*map(_overwritten, source.models)] if args.inplace_backward else [*source.models]
+    models = [_logits_of_hidden(args, model) for model in source.models]
+    if source.on_chunk is not None:
+        tokens = args.shape.numel()
+        for chunk in chunks_of(tokens, args.keep, max(tokens, 1), padded=False):
+            source.on_chunk(models[args.policy].detach()[0, chunk.at], chunk)
+    return models
+
+
+def _logits_of_hidden(args: RowsArgs, model: Model) -> Tensor:
+    """[1, R, V] in float64: softcap(hidden @ weight.T + bias), of zeros where masked."""
+    hidden, (weight, bias, softcap) = model
+    dtype = wide_dtype(hidden.device)
+    # Both models are copied into one layout, so that a matmul of equal models rounds alike.
+    rows, weight = (
+        x.to(dtype, memory_format=torch.contiguous_format, copy=True) for x in (hidden, weight)
+    )
+    if args.shards is not None:
+        rows = added_up(rows, args.shards)
+    if args.keep is not None:
+        rows = torch.where(args.keep[:, None], rows, 0.0)
+    logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits[None]
+
+
+def _temperature_of(args: RowsArgs) -> float | Tensor:
     """A number or a tensor, 0-dim or one a row, [R, 1]."""
-    inverse = call.inverse_temperature
+    inverse = args.inverse_temperature
     if inverse is None:
-        return call.temperature
+        return args.temperature
     if inverse.dim() == 0:
         return 1 / inverse
     return torch.where(inverse > 0, 1 / inverse, torch.nan)[:, None]
@@ -102,12 +112,12 @@ def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float | Tenso
 
     The greatest logit is subtracted before the temperature: that is exact for logits near it.
     """
-    rows = wide_rows(logits, keep)
+    rows = _wide_rows(logits, keep)
     greatest = rows.detach().amax(-1, keepdim=True)
     return ((rows - greatest) / temperature).log_softmax(-1)
 
 
-def wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
+def _wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
     """[A, T, V] -> [R, V], in float64; 0 where masked.
 
     The rows are contiguous: equal logits give equal sums, whatever their strides are.
@@ -116,7 +126,7 @@ def wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep[:, None], rows, 0.0)
 
 
-def expectation(logprobs: Tensor, values: Tensor) -> Tensor:
+def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
     """Sum over the vocabulary of exp(logprobs) * values; a word of probability 0 adds 0.
 
     A probability too small for float64 is none, and times infinity still infinite.
@@ -128,26 +138,26 @@ def expectation(logprobs: Tensor, values: Tensor) -> Tensor:
     return torch.where(possible, terms, 0.0).sum(-1)
 
 
-def divergence(p: Tensor, q: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+def _divergence(p: Tensor, q: Tensor, log_ratio: Tensor | None = None) -> Tensor:
     """Sum over the vocabulary of p log(p / q), of log-probs.
 
     In float32 that cancels: there the terms are p log(p / q) - p + q, which are never negative.
     ``log_ratio``: log(q / p) there, where it has more digits than the difference.
     """
     if p.dtype == torch.float64:
-        return expectation(p, p - q)
+        return _expectation(p, p - q)
     terms = term(p, q, log_ratio)
     is_infinite = (q == -torch.inf) & (p != -torch.inf)
     return torch.where(is_infinite & terms.isfinite(), p - q, terms).sum(-1)
 
 
-def _log_ratio(call: KLDivergenceCall, p: Tensor, q: Tensor) -> Tensor:
+def _log_ratio(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> Tensor:
     """log(q / p) of every token id, with the digits of the logits' difference, [R, V].
 
     The log-sum-exps give all of a row one common error. A divergence changes by its square.
     """
-    first, second = (wide_rows(x, call.keep) for x in (call.logits, call.ref_logits))
-    apart = (second - first) / temperature_of(call)
+    first, second = (_wide_rows(x, args.keep) for x in logits)
+    apart = (second - first) / _temperature_of(args)
     shared = (p + q).argmax(-1, keepdim=True)
     return apart - (apart - (q - p)).gather(-1, shared)
 
@@ -159,9 +169,9 @@ def _mixed(log_ratio: Tensor, log_of_mixture: Tensor, b: float) -> Tensor:
     return torch.where(is_near, near, log_of_mixture)
 
 
-def entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:
+def _entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:
     """-sum p log p; 0 where masked."""
-    return zero_where_masked(-expectation(logprobs, logprobs), keep)
+    return _zero_where_masked(-_expectation(logprobs, logprobs), keep)
 
 
 def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
@@ -172,7 +182,7 @@ def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
     return torch.where(possible, mixed, -torch.inf)
 
 
-def taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
+def _taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
     """The log-probs of ids [R] or [R, K]; 0 where masked, and where there is no id. NaN of an id
     that is no word, where none has looked.
     """
@@ -187,13 +197,13 @@ def taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor
     return torch.where(exist, torch.where(are_words, taken, torch.nan), 0.0)
 
 
-def zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
+def _zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep, rows, 0.0)
 
 
-def overwritten(logits: Tensor) -> Tensor:
+def _overwritten(logits: Tensor) -> Tensor:
     """The logits, whose memory will hold their gradient."""
-    result: Tensor = _Overwritten.apply(logits)
+    result: Tensor = _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
     return result
 
 

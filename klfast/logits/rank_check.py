@@ -13,7 +13,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -21,6 +21,7 @@ from torch import Tensor, distributed
 from klfast import backends
 from klfast.checks.values import are_checked, checks_requested
 from klfast.dtypes import wide
+from klfast.logits.call import RowsArgs
 from klfast.logits.shards import Shards
 from klfast.names import DIRECTIONS
 from klfast.ranks import Ranks
@@ -33,27 +34,8 @@ if TYPE_CHECKING:
 
     Group = ProcessGroup | DeviceMesh
 
-Told = dict[str, object]
+Fields = dict[str, object]
 """What must be the same on every rank, by its name in a message; numbers are shown there."""
-
-
-class _ShardedCall(Protocol):
-    """A call that several ranks make together."""
-
-    def first(self) -> Tensor:
-        """The tensor that has the device of the call."""
-
-    def words(self) -> int:
-        """The number of words, of this rank until the shards are known."""
-
-    def told(self) -> Told:
-        """What must be the same on every rank."""
-
-    def check_values(self) -> None:
-        """Raise ValueError for a value that is refused."""
-
-
-Call = TypeVar("Call", bound=_ShardedCall)
 
 _FIELDS = 30
 """Of a call at most."""
@@ -78,76 +60,56 @@ def ranks_of_shards(group: Group) -> Ranks:
     return Ranks(group, "group")
 
 
-def call_of(
-    make: Callable[..., Call],
+def args_of(
+    make: Callable[..., RowsArgs],
     arguments: tuple[Any, ...],
     group: Group | None,
     backend: BackendName,
     *,
     may_wait: bool = False,
-) -> Call:
-    """The call of a public function's arguments; with a group after all ranks have said that they
-    make the same one.
+) -> RowsArgs:
+    """The checked arguments of a public function; with a group after all ranks have said that they
+    make the same call.
 
     Args:
-        make: the call of the arguments, after their checks; ``of_shard`` says that it is of one.
+        make: makes them; ``of_shard`` says that they are of one.
         arguments: of the public function.
         group: the ranks of the shards; None, or of one rank, for a vocabulary that is whole.
         backend: which must serve the call, before the other ranks wait for it.
         may_wait: whether the host may wait for a device, to look at what ranks say.
 
     Raises:
-        As ``make`` and ``agreed``; ValueError of values that all ranks have.
+        RuntimeError: the ranks do not agree, or one of them has refused its arguments or is gone.
+        ValueError, TypeError: as ``make``, and of values that all ranks have.
     """
     if group is None:
         return make(*arguments)
     ranks = ranks_of_shards(group)
     if ranks.size == 1:
-        call = make(*arguments, of_shard=True)
-        _check_words(call.words())
-        return call
-
-    def checked() -> tuple[Call, Told]:
-        call = make(*arguments, of_shard=True)
-        serving = backends.resolve(backend, call.first().device, cast(Any, call))
-        return call, {**call.told(), "backend": serving.name}
-
-    call, shards = agreed(ranks, checked, may_wait=may_wait)
-    call = cast(Any, call)._replace(shards=shards)
-    if are_checked(call.first(), in_kernel=False):
-        call.check_values()
-    return call
-
-
-def agreed(
-    ranks: Ranks, make: Callable[[], tuple[Call, Told]], *, may_wait: bool = False
-) -> tuple[Call, Shards]:
-    """The call of this rank, and the shards of all.
-
-    Args:
-        ranks: of the shards.
-        make: returns this rank's checked call, and the fields that all ranks compare.
-        may_wait: as of ``call_of``.
-
-    Raises:
-        RuntimeError: the ranks do not agree, or one of them has refused its arguments or is gone.
-    """
+        args = make(*arguments, of_shard=True)
+        _check_words(args.words())
+        return args
     looks = may_wait or "cpu" in ranks.kinds or checks_requested()
     try:
-        call, fields = make()
-        words = call.words()
+        args = make(*arguments, of_shard=True)
+        serving = backends.resolve(backend, args.first().device, args)
+        fields = {**args.must_match(), "backend": serving.name}
     except Exception:
         if looks:
             with contextlib.suppress(RuntimeError):  # of a rank that is gone: this error is first
                 ranks.all_gather(torch.zeros(2 + _FIELDS, dtype=torch.int64, device=ranks.device))
         raise
     encoded = [_encoded(value) for value in fields.values()]
-    shards = _compared(ranks, words, encoded, fields) if looks else _trusted(ranks, words, encoded)
-    return call, shards.to(call.first().device)
+    compared = _compared if looks else _trusted
+    shards = compared(ranks, args.words(), encoded, fields).to(args.first().device)
+    args = args._replace(shards=shards)
+    if are_checked(args.first(), in_kernel=False):
+        args.check_values()
+    return args
 
 
-def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Told) -> Shards:
-    """The shards, after a look at what every rank has told."""
+def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> Shards:
+    """The shards, after a look at what every rank has said."""
     own = [1, words, *encoded, *(0,) * (_FIELDS - len(encoded))]
     table = ranks.all_gather(torch.tensor(own, device=ranks.device)).tolist()
     for rank, (is_there, *_) in enumerate(table):
@@ -181,7 +143,7 @@ def _difference(name: str, value: object, apart: list[int], values: list[int]) -
     return text + f"got another on rank {apart[0]} than on rank 0"
 
 
-def _trusted(ranks: Ranks, words: int, encoded: list[int]) -> Shards:
+def _trusted(ranks: Ranks, words: int, encoded: list[int], _: Fields) -> Shards:
     """The shards, which only the device knows."""
     # Filled by kernels: a copy from the host would wait for the device.
     own = [
