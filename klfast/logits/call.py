@@ -53,7 +53,6 @@ from klfast.names import DIRECTIONS, TAILS, DirectionName, ReductionName, Return
 from klfast.reduction import REDUCTIONS
 
 if TYPE_CHECKING:
-    from klfast.linear.chunks import Chunk
     from klfast.logits.shards import Shards
 
 DIVERGENCES = ("kl", "jsd")
@@ -117,9 +116,9 @@ class Hidden(NamedTuple):
     """As of ``Logits``."""
     chunk: int | None
     """Tokens per chunk; None for "auto"."""
-    on_chunk: Callable[[Tensor, Chunk], None] | None = None
+    on_chunk: Callable[[Tensor, Any], None] | None = None
     """Called where numbers per token are computed, without a graph, with the policy's logits
-    [n, V] of each chunk in turn, behind the softcap: for further numbers of these, at no further
+    [n, V] of each ``Chunk`` in turn, behind the softcap: for more numbers of these, at no further
     product. It may not change the logits."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -232,7 +231,7 @@ class RowsArgs(NamedTuple):
         """The dtype of arithmetic and results."""
         return arithmetic_dtype(*self.source.tensors())
 
-    def showing(self, on_chunk: Callable[[Tensor, Chunk], None] | None) -> RowsArgs:
+    def showing(self, on_chunk: Callable[[Tensor, Any], None] | None) -> RowsArgs:
         """The same over hidden states, of which ``on_chunk`` sees the logits."""
         assert isinstance(self.source, Hidden)
         return self._replace(source=self.source._replace(on_chunk=on_chunk))
