@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from klfast import backends
 from klfast.api import kl_penalty
-from klfast.call import PenaltyCall, reduce_call
+from klfast.call import reduce_call
 from klfast.checks.arguments import check_choice
 from klfast.estimator import Estimator
 from klfast.logits.api import kl_divergence
@@ -138,24 +138,10 @@ def per_token_or_full(
     return per_token(logprobs, ref_logprobs, presets[kl_penalty], mask, exact=exact)
 
 
-def of_log_ratio(log_ratio: Tensor, estimator: Estimator) -> Tensor:
-    """The estimator of every token's log-ratio, in nats, of its shape: [], [T], [..., T]."""
-    call = _values_call(_rows(log_ratio))
-    value = _computed(call._replace(spec=call.spec._replace(estimator=estimator)))
-    return value.view(log_ratio.shape)
-
-
 def rewards_of_kl(scores: Tensor, kl: Tensor, mask: Tensor | None, kl_coef: float) -> Tensor:
     """``klfast.kl_rewards`` of a KL per token [B, T] that is there already; ``scores`` [B]."""
-    call = _values_call(kl.detach(), mask, kl_coef)
-    return _computed(call._replace(scores=scores.detach()))
-
-
-def _values_call(values: Tensor, mask: Tensor | None = None, coef: float = 1.0) -> PenaltyCall:
-    return reduce_call(values, mask, "none", None, None, coef)
-
-
-def _computed(call: PenaltyCall) -> Tensor:
+    call = reduce_call(kl.detach(), mask, "none", None, None, kl_coef)
+    call = call._replace(scores=scores.detach())
     return backends.choose("auto", call).kl_penalty(call)[0]
 
 

@@ -34,12 +34,7 @@ FRAMEWORKS = {
     "roll": Framework("ROLL", "roll", "v0.1.0 to v0.3.0, main", True),
     "skyrl": Framework("SkyRL", "skyrl", "0.1 to 0.3, main", True),
     "ms_swift": Framework("ms-swift", "swift", "4.3 to 4.6, main", True),
-    "areal": Framework("AReaL", "areal", "0.5.1 to 1.0.4, main", False),
     "liger": Framework("Liger", "liger_kernel", "0.8", False),
-    "megatron_lm": Framework("Megatron-LM", "megatron", "core_v0.19.0, main", False),
-    "nemo_rl": Framework("NeMo-RL", "nemo_rl", "v0.5.0 to v0.7.0, main", False),
-    "open_instruct": Framework("open-instruct", "open_instruct", "v0.1.0 to v0.3.0, main", False),
-    "slime": Framework("slime", "slime", "v0.2.1 to v0.3.1, main", False),
 }
 """By the name of its module in ``klfast.compat``."""
 

@@ -1,15 +1,15 @@
 """The frameworks' functions over a vocabulary in shards, one a rank of tensor parallelism.
 
-verl and ms-swift ask ``megatron.core`` for the ranks, NeMo-RL is given them. Logits stay where they
-are and as they are; lower dtypes give fp32.
+verl and ms-swift ask ``megatron.core`` for the ranks. Logits stay where they are and as they are;
+lower dtypes give fp32.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor, distributed
+from torch import Tensor
 
 from klfast.compat.logits import entropy
 from klfast.logits.api import kl_divergence, token_logprobs
@@ -67,61 +67,3 @@ def vocab_parallel_kl_div(input_log_probs: Tensor, target_log_probs: Tensor) -> 
     one_sequence = [x.reshape(1, -1, x.shape[-1]) for x in (input_log_probs, target_log_probs)]
     group = _tensor_parallel_group()
     return kl_divergence(*one_sequence, direction="forward", group=group).view(rows)
-
-
-def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Tensor,
-    target: Tensor,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: ProcessGroup,
-    inference_only: bool = False,
-    cp_group: ProcessGroup | None = None,
-    chunk_size: int | None = None,
-    sampling_params: Any = None,
-    cu_seqlens_padded: Tensor | None = None,
-) -> Tensor:
-    """NeMo-RL's: log-probs [B, S - 1], in nats, of each next token of ``target`` [B, S].
-
-    Args:
-        vocab_parallel_logits: [B, S or more, V_r], this rank's words.
-        target: [B, S], words of the whole vocabulary, not shifted.
-        vocab_start_index: of this rank, the shards in the order of ranks.
-        vocab_end_index: ``vocab_start_index`` plus V_r.
-        tp_group: the ranks of the vocabulary.
-        inference_only: whether no gradient is wanted.
-        cp_group: None, or of one rank: sequences in parts are not served.
-        chunk_size: of no effect: there are no temporaries of the logits' size.
-        sampling_params: None, or without ``top_k`` and ``top_p``.
-        cu_seqlens_padded: of no effect without ``cp_group``.
-
-    Differs from NeMo-RL: the last row is not read; one all-gather, where they have three
-    all-reduces; 1 - p keeps its digits. Shards may differ in size.
-
-    Raises:
-        ValueError: a range that is not that of the logits, ``cp_group`` of several ranks, or
-            ``sampling_params`` that leave words out.
-    """
-    words = vocab_parallel_logits.shape[-1]
-    if vocab_end_index - vocab_start_index != words:
-        raise ValueError(
-            f"vocab_end_index must be vocab_start_index plus the {words} words of the logits, got "
-            f"{vocab_start_index} and {vocab_end_index}"
-        )
-    if cp_group is not None and (ranks := distributed.get_world_size(cp_group)) > 1:
-        raise ValueError(f"cp_group must be None or of one rank, got one of {ranks}")
-    if _leaves_words_out(sampling_params):
-        raise ValueError(
-            f"sampling_params must leave no words out, by top_k or top_p, got {sampling_params}"
-        )
-    logits = vocab_parallel_logits[:, : target.shape[1] - 1]
-    if inference_only:
-        logits = logits.detach()
-    return token_logprobs(logits, target[:, 1:], group=tp_group)
-
-
-def _leaves_words_out(sampling_params: Any) -> bool:
-    if sampling_params is None:
-        return False
-    top_k, top_p = (getattr(sampling_params, name, None) for name in ("top_k", "top_p"))
-    return (top_k is not None and top_k > 0) or (top_p is not None and top_p < 1)

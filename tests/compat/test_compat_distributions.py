@@ -948,3 +948,16 @@ def test_a_loss_that_torch_compile_traces_follows_beta():
         )
         for result, exact in zip(results, truth, strict=True):
             torch.testing.assert_close(result, exact)
+
+
+def test_ms_swifts_loss_of_no_tokens_has_a_gradient():
+    """As ``jsd_loss`` has since 4.6, and without harm to the releases before it."""
+    logits = torch.randn(1, 3, 5, requires_grad=True)
+    labels = torch.full((1, 3), -100)
+    teacher = SimpleNamespace(
+        full_logits=torch.randn(1, 3, 5), topk_logprobs=None, topk_indices=None, labels=labels
+    )
+    total, count = swift.gkd_loss(logits, teacher, labels, 0.5, 1.0)
+    total.backward()
+    assert (total.item(), count.item()) == (0, 0)
+    assert torch.equal(logits.grad, torch.zeros_like(logits))

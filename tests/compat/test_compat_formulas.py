@@ -17,16 +17,11 @@ from agreement import same_bits
 import klfast
 from klfast import Estimator
 from klfast.compat import (
-    areal,
-    megatron_lm,
     ms_swift,
-    nemo_rl,
-    open_instruct,
     openrlhf,
     presets,
     roll,
     skyrl,
-    slime,
     trl,
     trlx,
     verl,
@@ -43,7 +38,6 @@ class Case(NamedTuple):
     theirs: Callable
     preset: Estimator
     weight: str | None = None  # what has one: the "gradient" alone, or "both"; "own": exp(0)
-    summed: bool = False  # by autograd: both terms of the gradient are rounded to logprobs' dtype
 
 
 def without_old(function, **options):
@@ -82,62 +76,6 @@ def unbiased(mode):
     }
 
 
-def with_ratio(function, argument, to_old, **options):
-    """A function of a weight: the ratio to the old policy or itself, in the arithmetic's dtype."""
-
-    def weighing(logprobs, ref_logprobs, old):
-        policy = logprobs.to(oracle.arithmetic_dtype(logprobs, ref_logprobs))
-        ratio = (policy - (old if to_old else policy.detach())).exp()
-        return function(logprobs, ref_logprobs, **options, **{argument: ratio})
-
-    return weighing
-
-
-def weighted(framework, modes, ours, argument, weight, theirs):
-    """The cases of a function whose weight is a tensor, with the weights of its framework."""
-    return {
-        f"{framework}-{mode}-{name}": Case(
-            with_ratio(ours, weight, old, **{argument: mode}),
-            with_ratio(theirs, "weight", old, mode=mode),
-            preset,
-            weight="both" if old else "own",
-            summed=True,
-        )
-        for mode, preset in modes.items()
-        for name, old in (("weighted", False), ("weighted-old", True))
-    }
-
-
-def areal_kl(logprobs, ref_logprobs, kl_estimator):
-    return areal.KLEstimator(kl_estimator)(logprobs, ref_logprobs)
-
-
-def estimated(mode):
-    """``estimate_kl`` as open-instruct calls it."""
-
-    def ours(logprobs, ref_logprobs, old):
-        dtype = oracle.arithmetic_dtype(logprobs, ref_logprobs)
-        policy = logprobs.to(dtype)
-        x = (policy - ref_logprobs).clamp(-40, 40)
-        return open_instruct.estimate_kl(x, (policy - old).exp())[mode]
-
-    return ours
-
-
-def four_of_open_instruct():
-    cases = {}
-    for mode, preset in presets.OPEN_INSTRUCT.items():
-        theirs = with_old(frameworks.open_instruct, "old_logprobs", mode=mode)
-        weight = "both" if mode == 3 else None
-        alone = with_old(open_instruct.per_token_kl, "old_logprobs", kl_estimator=mode)
-        cases[f"open-instruct-{mode}"] = Case(alone, theirs, preset, weight)
-        of_four = Case(estimated(mode), theirs, preset, weight, summed=True)
-        cases[f"open-instruct-{mode}-of-four"] = of_four
-    ours = with_ratio(open_instruct.per_token_kl, "ratio", True, kl_estimator=3)
-    cases["open-instruct-3-ratio"] = cases["open-instruct-3-of-four"]._replace(ours=ours)
-    return cases
-
-
 FUNCTIONS = {
     **table("verl", presets.VERL, verl.kl_penalty, "kl_penalty", frameworks.verl),
     **table(
@@ -165,35 +103,10 @@ FUNCTIONS = {
         "both",
     ),
     **table("skyrl", presets.SKYRL, skyrl.compute_approx_kl, "kl_estimator_type", frameworks.skyrl),
-    **table("nemo-rl", presets.NEMO_RL, nemo_rl.calculate_kl, "kl_type", frameworks.nemo_rl),
-    **weighted(
-        "nemo-rl",
-        presets.NEMO_RL,
-        nemo_rl.calculate_kl,
-        "kl_type",
-        "importance_sampling_weights",
-        frameworks.nemo_rl,
-    ),
-    **table("slime", presets.SLIME, slime.compute_approx_kl, "kl_loss_type", frameworks.slime),
-    **weighted(
-        "slime",
-        presets.SLIME,
-        slime.compute_approx_kl,
-        "kl_loss_type",
-        "importance_ratio",
-        frameworks.slime,
-    ),
-    **table("areal", presets.AREAL, areal_kl, "kl_estimator", frameworks.areal),
-    **four_of_open_instruct(),
     "ms-swift-k3": Case(
         without_old(ms_swift.per_token_kl),
         without_old(frameworks.ms_swift),
         presets.MS_SWIFT["k3"],
-    ),
-    "megatron-lm": Case(
-        without_old(megatron_lm.kl_term),
-        without_old(frameworks.megatron_lm),
-        presets.MEGATRON_LM["k3"],
     ),
     "ms-swift-k1": Case(
         without_old(ms_swift.per_token_k1),
@@ -252,7 +165,7 @@ def differentiated(function, logprobs, ref_logprobs, old, upstream=None):
     return value, *torch.autograd.grad(value, (logprobs, ref_logprobs), upstream.to(value.dtype))
 
 
-def promised(case, logprobs, ref_logprobs, old, truth, dtype, grad_dtype=torch.float32):
+def promised(case, logprobs, ref_logprobs, old, truth, dtype):
     """What klfast promises of value and gradients in ``dtype``, and what cancels in the truth.
 
     A gradient with a weight that has one is the sum of two terms, of which that to the reference is
@@ -272,8 +185,6 @@ def promised(case, logprobs, ref_logprobs, old, truth, dtype, grad_dtype=torch.f
     if case.weight == "gradient":
         return relative * value + textbook, weighted * grad_ref + 2 * textbook
     in_grad = weighted * (grad_ref + 2 * value) + 4 * textbook
-    if case.summed:
-        in_grad = in_grad + torch.finfo(grad_dtype).eps * (grad_ref + 2 * value)
     return weighted * value + textbook, in_grad
 
 
@@ -284,7 +195,7 @@ def assert_is_the_frameworks(case, logprobs, ref_logprobs, old):
 
     doubles = [t.double() for t in (logprobs, ref_logprobs, old)]
     truth = differentiated(case.theirs, *doubles)
-    tolerance, grad_tolerance = promised(case, *doubles, truth, dtype, logprobs.dtype)
+    tolerance, grad_tolerance = promised(case, *doubles, truth, dtype)
     oracle.assert_within(results[0], truth[0].detach(), tolerance, "value")
     oracle.assert_within(results[1], truth[1], grad_tolerance, "gradient")
     oracle.assert_within(results[2], truth[2], grad_tolerance, "gradient to the reference")
@@ -391,12 +302,7 @@ EXACT = {
     "trl-grpo": partial(trl.per_token_kl, use_bias_correction_kl=False),
     "trl-grpo-corrected": trl.per_token_kl,
     **{f"skyrl-{m}": partial(skyrl.compute_approx_kl, kl_estimator_type=m) for m in presets.SKYRL},
-    **{f"nemo-rl-{m}": partial(nemo_rl.calculate_kl, kl_type=m) for m in presets.NEMO_RL},
-    **{
-        f"open-instruct-{m}": partial(open_instruct.per_token_kl, kl_estimator=m) for m in (0, 1, 2)
-    },
     "ms-swift": ms_swift.per_token_kl,
-    "megatron-lm": megatron_lm.kl_term,
 }
 
 
@@ -506,9 +412,6 @@ WORDS = {
     "roll": (roll.compute_approx_kl, "kl_penalty", [*presets.ROLL, "full"]),
     "trl": (trl.kl_penalty, "kl_penalty", [*presets.TRL_PPO, "full"]),
     "skyrl": (skyrl.compute_approx_kl, "kl_estimator_type", [*presets.SKYRL]),
-    "nemo-rl": (nemo_rl.calculate_kl, "kl_type", [*presets.NEMO_RL]),
-    "slime": (slime.compute_approx_kl, "kl_loss_type", [*presets.SLIME]),
-    "areal": (areal.KLEstimator._compute_approx_kl, "kl_estimator", [*presets.AREAL]),
 }
 
 

@@ -1,4 +1,4 @@
-"""klfast.compat at the limits: presets in one read, and functions whose weight is a tensor.
+"""klfast.compat's presets at their limits, in one read, without and with a weight.
 
 The truth is ``frameworks`` in float64 on the stored inputs; a gradient of theirs that is 0 * inf is
 0 here. Log-ratios and log-weights lie on both sides of every limit, on it, and far beyond.
@@ -11,10 +11,9 @@ import frameworks
 import oracle
 import pytest
 import torch
-from refusals import A_TENSOR
 
 import klfast
-from klfast.compat import areal, nemo_rl, open_instruct, presets, skyrl, slime
+from klfast.compat import presets, skyrl
 
 LOG_RATIOS = [0.0, *(s * x for x in (2.6, 2.62, 10, 20, 40, 88, 90, 100) for s in (1, -1))]
 LOG_WEIGHTS = [0.0, *(s * w for w in (1, 2.5, 20, 60) for s in (1, -1))]
@@ -41,21 +40,6 @@ def table(framework, modes, theirs):
     return {f"{framework}-{mode}": (of(p), partial(theirs, mode=mode)) for mode, p in modes.items()}
 
 
-def functions(framework, ours, argument, modes, theirs):
-    """(klfast.compat's function, its framework's) of every mode."""
-    return {
-        f"{framework}-{mode}-function": (
-            partial(ours, **{argument: mode}),
-            partial(theirs, mode=mode),
-        )
-        for mode in modes
-    }
-
-
-def areal_kl(logprobs, ref_logprobs, mode):
-    return areal.KLEstimator(mode)(logprobs, ref_logprobs)
-
-
 OPEN_INSTRUCT = {mode: preset for mode, preset in presets.OPEN_INSTRUCT.items() if mode != 3}
 ALONE = {
     **table("skyrl", presets.SKYRL, frameworks.skyrl),
@@ -65,30 +49,14 @@ ALONE = {
     **table("open-instruct", OPEN_INSTRUCT, frameworks.open_instruct),
     "ms-swift-k1": (of(presets.MS_SWIFT["k1"]), partial(frameworks.k1_abs_k2_of, mode="kl")),
     "ms-swift-k3": (of(presets.MS_SWIFT["k3"]), frameworks.ms_swift),
-    **functions(
-        "skyrl", skyrl.compute_approx_kl, "kl_estimator_type", presets.SKYRL, frameworks.skyrl
-    ),
-    **functions("nemo-rl", nemo_rl.calculate_kl, "kl_type", presets.NEMO_RL, frameworks.nemo_rl),
-    **functions("slime", slime.compute_approx_kl, "kl_loss_type", presets.SLIME, frameworks.slime),
-    **functions("areal", areal_kl, "mode", presets.AREAL, frameworks.areal),
-    **functions(
-        "open-instruct",
-        open_instruct.per_token_kl,
-        "kl_estimator",
-        OPEN_INSTRUCT,
-        frameworks.open_instruct,
-    ),
+    **{
+        f"skyrl-{mode}-function": (
+            partial(skyrl.compute_approx_kl, kl_estimator_type=mode),
+            partial(frameworks.skyrl, mode=mode),
+        )
+        for mode in presets.SKYRL
+    },
 }
-
-
-def weighing(function, argument, **options):
-    """A function whose weight is a tensor: ``exp(logprobs - old_logprobs)``."""
-
-    def ours(logprobs, ref_logprobs, old_logprobs, mode):
-        weight = (logprobs - old_logprobs).exp()
-        return function(logprobs, ref_logprobs, mode, **{argument: weight}, **options)
-
-    return ours
 
 
 def of_nemo_rls_loss(logprobs, ref_logprobs, old_logprobs, mode):
@@ -100,31 +68,17 @@ def open_instruct_3(logprobs, ref_logprobs, old_logprobs):
     return frameworks.open_instruct(logprobs, ref_logprobs, 3, old_logprobs)
 
 
-slime_weighted = weighing(frameworks.slime, "weight")
+def slime_weighted(logprobs, ref_logprobs, old_logprobs, mode):
+    weight = (logprobs - old_logprobs).exp()
+    return frameworks.slime(logprobs, ref_logprobs, mode, weight)
+
+
 WEIGHTED = {
     **table("nemo-rl", presets.NEMO_RL, of_nemo_rls_loss),
     **table("slime", presets.SLIME, slime_weighted),
     "open-instruct-3": (of(presets.OPEN_INSTRUCT[3]), open_instruct_3),
-    **functions(
-        "nemo-rl",
-        weighing(nemo_rl.calculate_kl, "importance_sampling_weights"),
-        "mode",
-        presets.NEMO_RL,
-        of_nemo_rls_loss,
-    ),
-    **functions(
-        "slime",
-        weighing(slime.compute_approx_kl, "importance_ratio"),
-        "mode",
-        presets.SLIME,
-        slime_weighted,
-    ),
-    "open-instruct-3-function": (
-        partial(open_instruct.per_token_kl, kl_estimator=3),
-        open_instruct_3,
-    ),
 }
-UNLIMITED = [f"slime-{mode}{end}" for mode in ("k1", "k2", "k3") for end in ("", "-function")]
+UNLIMITED = [f"slime-{mode}" for mode in ("k1", "k2", "k3")]
 
 
 def at_the_limits(dtype, log_weights=(0.0,), log_ratios=LOG_RATIOS):
@@ -209,150 +163,16 @@ def test_an_infinite_weight_counts_as_0(preset, dtype):
 
 def test_single_tokens_by_hand():
     logprobs = torch.tensor([-2.5, -2.7, -5.0], requires_grad=True)
-    nemo_rl.kl_loss(
+    klfast.kl_penalty(
         logprobs,
         torch.zeros(3),
-        torch.ones(3),
-        reference_policy_kl_penalty=1.0,
-        global_valid_toks=1,
+        estimator=presets.NEMO_RL["k3"],
+        old_logprobs=logprobs.detach(),
+        reduction="token-sum",
     ).backward()  # x up to the limit, which -2.7 is beyond
     torch.testing.assert_close(logprobs.grad, torch.tensor([-2.5, 0.0, 0.0]))
 
     weighted = {"estimator": presets.SLIME["low_var_kl"], "old_logprobs": torch.tensor([-4.0])}
     assert klfast.kl_penalty(torch.tensor([-3.0]), torch.zeros(1), **weighted) == 10
-    assert areal.KLEstimator("k3")(torch.tensor([-4.0]), torch.zeros(1)) == 10
-
-
-# A weight with a graph of its own
-
-
-def nemo_rl_limits(mode, log_ratio, value):
-    """NeMo-RL's function and ours, of (logprobs, ref_logprobs, weight)."""
-    return (
-        lambda a, b, w, **exact: nemo_rl.calculate_kl(a, b, mode, log_ratio, value, w, **exact),
-        lambda a, b, w: frameworks.nemo_rl(a, b, mode, log_ratio, value, w),
-    )
-
-
-def slimes(mode):
-    return (
-        lambda a, b, w: slime.compute_approx_kl(a, b, mode, w),
-        lambda a, b, w: frameworks.slime(a, b, mode, w),
-    )
-
-
-OF_ANY_WEIGHT = {
-    **{f"nemo-rl-{mode}": nemo_rl_limits(mode, 20, 10) for mode in presets.NEMO_RL},
-    "nemo-rl-unlimited": nemo_rl_limits("k3", None, None),
-    "nemo-rl-value-limited": nemo_rl_limits("k3", None, 4),
-    "nemo-rl-log-ratio-limited": nemo_rl_limits("k3", 5, None),
-    **{f"slime-{mode}": slimes(mode) for mode in presets.SLIME},
-}
-every_weight = pytest.mark.parametrize(
-    ("ours", "theirs"), OF_ANY_WEIGHT.values(), ids=OF_ANY_WEIGHT
-)
-
-
-def with_a_weight_of_its_own(function, *inputs):
-    """(value, gradients to logprobs, ref_logprobs and the weight)."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    value = function(*leaves)
-    return value.detach(), *torch.autograd.grad(value.sum(), leaves)
-
-
-@every_weight
-def test_any_weight_and_its_gradient(ours, theirs):
-    weights = [0.0, -0.5, 0.3, 1.0, 2.0, 1e-3, -30.0]
-    logprobs, ref_logprobs, old = at_the_limits(torch.float64, weights)
-    inputs = logprobs, ref_logprobs, logprobs - old
-    results, truths = (with_a_weight_of_its_own(f, *inputs) for f in (ours, theirs))
-    for result, truth in zip(results, truths, strict=True):
-        torch.testing.assert_close(result, truth, rtol=1e-13, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", ["nemo-rl-value-limited", "slime-low_var_kl"])
-def test_no_gradient_is_nan_where_exp_overflows_under_a_limit(name):
-    ours, theirs = OF_ANY_WEIGHT[name]
-    inputs = torch.tensor([-100.0, -1.0]), torch.zeros(2), torch.tensor([1.0, 1.0])
-    truth = with_a_weight_of_its_own(theirs, *inputs)
-    results = with_a_weight_of_its_own(ours, *inputs)
-    torch.testing.assert_close(results[0], truth[0])
-    for result, exact in zip(results[1:], truth[1:], strict=True):
-        assert result[0] == 0
-        torch.testing.assert_close(result[1], exact[1])
-    assert truth[1][0].isnan()
-    if name.startswith("nemo"):
-        exactly = with_a_weight_of_its_own(partial(ours, exact=True), *inputs)
-        assert exactly[1][0].isnan()
-
-
-TAKE_A_WEIGHT = {
-    "nemo-rl": (
-        "importance_sampling_weights",
-        lambda x, w: nemo_rl.calculate_kl(x, x, importance_sampling_weights=w),
-    ),
-    "slime": ("importance_ratio", lambda x, w: slime.compute_approx_kl(x, x, "k1", w)),
-    "open-instruct": (
-        "ratio",
-        lambda x, w: open_instruct.per_token_kl(x, x, kl_estimator=3, ratio=w),
-    ),
-    "open-instruct-four": ("ratio", open_instruct.estimate_kl),
-}
-every_weighted = pytest.mark.parametrize(
-    ("argument", "function"), TAKE_A_WEIGHT.values(), ids=TAKE_A_WEIGHT
-)
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 1), (), (1, 2, 3)], ids=str)
-@every_weighted
-def test_a_weight_of_another_shape_is_named(argument, function, shape):
-    message = rf"^{argument} must have a number for every token, of shape \[2, 3\], got \["
-    with pytest.raises(ValueError, match=message):
-        function(torch.zeros(2, 3), torch.ones(shape))
-
-
-@every_weighted
-def test_a_weight_that_is_no_tensor_is_named(argument, function):
-    message = f"^{argument} {A_TENSOR}, got float"
-    with pytest.raises(TypeError, match=message):
-        function(torch.zeros(2, 3), 2.0)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("mode", presets.SLIME)
-def test_slimes_function_takes_one_number(mode, weighted):
-    one = [torch.tensor([t], dtype=torch.float64) for t in (-3.0, -0.5, 1.5)]
-    inputs = one if weighted else one[:2]
-    results, truths = (
-        with_a_weight_of_its_own(
-            lambda a, b, *w, f=f: f(a, b, mode, *w), *inputs if shape else [t[0] for t in inputs]
-        )
-        for f, shape in ((slime.compute_approx_kl, ()), (frameworks.slime, (1,)))
-    )
-    for result, truth in zip(results, truths, strict=True):
-        assert result.shape == ()
-        torch.testing.assert_close(result, truth[0], rtol=1e-13, atol=1e-14)
-
-
-@every_weight
-def test_weights_that_are_no_numbers(ours, theirs):
-    logprobs, ref_logprobs = torch.tensor([-1.0, -1.0]), torch.zeros(2)
-    weight = torch.tensor([math.inf, math.nan])
-    assert torch.equal(
-        ours(logprobs, ref_logprobs, weight).nan_to_num(-7),
-        theirs(logprobs, ref_logprobs, weight).nan_to_num(-7),
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_exact_gives_the_dtype_that_inputs_and_weights_promote_to(dtype, weight_dtype):
-    logprobs, ref_logprobs, _ = (t.to(dtype) for t in at_the_limits(torch.float32))
-    for weight in (torch.full_like(logprobs, 1.5, dtype=weight_dtype), None):
-        usual = nemo_rl.calculate_kl(logprobs, ref_logprobs, importance_sampling_weights=weight)
-        exact = nemo_rl.calculate_kl(
-            logprobs, ref_logprobs, importance_sampling_weights=weight, exact=True
-        )
-        assert usual.dtype == torch.float32
-        assert exact.dtype == torch.promote_types(dtype, dtype if weight is None else weight.dtype)
-        torch.testing.assert_close(exact.float(), usual, rtol=2**-6, atol=1e-6)
+    areal = presets.AREAL["k3"]
+    assert klfast.kl_penalty(torch.tensor([-4.0]), torch.zeros(1), estimator=areal) == 10

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.compat import areal, ms_swift, open_instruct, openrlhf, roll, skyrl, trl, verl
+from klfast.compat import ms_swift, openrlhf, roll, skyrl, trl, verl
 
 NAN, INF = math.nan, math.inf
 V = 37
@@ -46,10 +46,6 @@ LOGPROBS = {
     "trl-five-words": Case(partial(trl.selective_log_softmax, temperature=1.3), 1.3, 5),
     "trl-joint": Case(lambda x, index: joint(x, index, temperature=0.7)[0], 0.7),
     "skyrl": Case(skyrl.logprobs_from_logits),
-    "areal": Case(areal.gather_logprobs),
-    "areal-tempered": Case(partial(areal.gather_logprobs, temperature=0.7), 0.7),
-    "areal-joint": Case(lambda x, index: areal.gather_logprobs_entropy(x, index, 0.7)[0], 0.7),
-    "open-instruct": Case(open_instruct.log_softmax_and_gather),
 }
 ENTROPIES = {
     "verl": Case(verl.entropy_from_logits),
@@ -61,10 +57,6 @@ ENTROPIES = {
         lambda x: joint(x, torch.zeros(x.shape[:-1]).long(), temperature=0.7)[1], 0.7
     ),
     "skyrl": Case(partial(skyrl.chunked_entropy_from_logits, requires_grad=True)),
-    "areal-joint": Case(
-        lambda x: areal.gather_logprobs_entropy(x, torch.zeros(x.shape[:-1]).long(), 0.7)[1], 0.7
-    ),
-    "open-instruct": Case(open_instruct.entropy_from_logits),
     "ms-swift": Case(ms_swift.entropy_from_logits),
 }
 
@@ -169,11 +161,7 @@ EXACT = {
     "openrlhf": openrlhf.log_probs_from_logits,
     "trl": trl.selective_log_softmax,
     "skyrl": skyrl.logprobs_from_logits,
-    "open-instruct": open_instruct.log_softmax_and_gather,
     "skyrl-entropy": lambda x, _, **options: skyrl.chunked_entropy_from_logits(x, **options),
-    "open-instruct-entropy": lambda x, _, **options: open_instruct.entropy_from_logits(
-        x, **options
-    ),
     "verl-entropy": lambda x, _, **options: verl.entropy_from_logits(x, **options),
     "openrlhf-entropy": lambda x, _, **options: openrlhf.compute_entropy(x, **options),
     "trl-entropy": lambda x, _, **options: trl.entropy_from_logits(x, **options),
@@ -273,18 +261,6 @@ def test_skyrls_entropy_has_a_gradient_if_asked_for_and_reads_no_masked_row():
     masked = skyrl.chunked_entropy_from_logits(dirty, requires_grad=True, attention_mask=mask)
     assert torch.equal(masked, torch.where(mask == 0, 0.0, whole))
     assert torch.equal(torch.autograd.grad(masked.sum(), dirty)[0], grad)
-
-
-def test_areals_logits_are_of_the_whole_vocabulary(monkeypatch):
-    logits, index = inputs()
-    group = object()
-    monkeypatch.setattr(torch.distributed, "get_world_size", {group: 2}.get)
-    for function in (areal.gather_logprobs, areal.gather_logprobs_entropy):
-        with pytest.raises(ValueError, match="tp_group must be None or of one rank, got 2 ranks"):
-            function(logits, index, tp_group=group)
-    monkeypatch.setattr(torch.distributed, "get_world_size", {group: 1}.get)
-    alone = areal.gather_logprobs(logits, index, tp_group=group)
-    assert torch.equal(alone, areal.gather_logprobs(logits, index))
 
 
 @every(ENTROPIES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import results_of_ranks
 
-from klfast.compat import ms_swift, nemo_rl, verl
+from klfast.compat import ms_swift, verl
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -33,7 +33,6 @@ def by_the_textbook(logits, teacher, ids):
         "entropy": entropy,
         "entropy in chunks": entropy,
         "kl": (ref_logprobs.exp() * (ref_logprobs - logprobs)).sum(-1),
-        "next tokens": logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0],
     }
 
 
@@ -79,14 +78,13 @@ def work(rank):
     own = slice(0, FIRST) if rank == 0 else slice(FIRST, WORDS)
     logits, teacher, ids = batch()
     logits, teacher = logits[..., own], teacher[..., own]
-    edges = own.start, own.stop
 
     def kl(x, y):
         return ms_swift.vocab_parallel_kl_div(
             Normalized.apply(x, group), Normalized.apply(y, group)
         )
 
-    found = {
+    return {
         "log-probs": differentiated(
             lambda x: verl.vocab_parallel_log_probs_from_logits(x, ids), logits
         ),
@@ -95,33 +93,7 @@ def work(rank):
             lambda x: verl.vocab_parallel_entropy_with_chunking(x, 2), logits
         ),
         "kl": differentiated(kl, logits, teacher),
-        "next tokens": differentiated(
-            lambda x: nemo_rl.from_parallel_logits_to_logprobs(x, ids, *edges, group), logits
-        ),
     }
-    padded = torch.cat([logits, logits[:, :2]], 1)
-    arguments = (padded, ids, *edges, group, True)
-    found["padded"] = nemo_rl.from_parallel_logits_to_logprobs(*arguments)
-    return found, refused(logits, ids, edges, group)
-
-
-def refused(logits, ids, edges, group):
-    """The messages of what NeMo-RL's function does not serve, by argument."""
-    first, end = edges
-    left_out = types.SimpleNamespace(top_k=5, top_p=1.0)
-    kept = types.SimpleNamespace(top_k=None, top_p=1.0)
-    nemo_rl.from_parallel_logits_to_logprobs(logits, ids, *edges, group, sampling_params=kept)
-    calls = {
-        "vocab_end_index": ((first, end + 1, group), {}),
-        "cp_group": ((*edges, group), {"cp_group": group}),
-        "sampling_params": ((*edges, group), {"sampling_params": left_out}),
-    }
-    found = {}
-    for name, (arguments, options) in calls.items():
-        with pytest.raises(ValueError, match=f"{name} must ") as error:
-            nemo_rl.from_parallel_logits_to_logprobs(logits, ids, *arguments, **options)
-        found[name] = str(error.value)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -129,26 +101,16 @@ def ranks(tmp_path_factory):
     return results_of_ranks(work, tmp_path_factory.mktemp("shards"))
 
 
-@pytest.mark.parametrize("name", ["log-probs", "entropy", "entropy in chunks", "kl", "next tokens"])
+@pytest.mark.parametrize("name", ["log-probs", "entropy", "entropy in chunks", "kl"])
 def test_numbers_and_gradients_are_those_of_whole_vocabularies(ranks, name):
     logits, teacher, ids = batch()
     models = (logits, teacher) if name == "kl" else (logits,)
     wanted = differentiated(
         lambda *x: by_the_textbook(x[0], x[1] if len(x) > 1 else teacher, ids)[name], *models
     )
-    of_ranks = [found[name] for found, _ in ranks]
+    of_ranks = [found[name] for found in ranks]
     for numbers, *_ in of_ranks:
         torch.testing.assert_close(numbers, wanted[0], rtol=1e-9, atol=1e-12)
     for place, exact in enumerate(wanted[1:], 1):
         together = torch.cat([of_rank[place] for of_rank in of_ranks], -1)
         torch.testing.assert_close(together, exact, rtol=1e-9, atol=1e-12)
-
-
-def test_rows_behind_the_tokens_are_left_out(ranks):
-    for found, _ in ranks:
-        torch.testing.assert_close(found["padded"], found["next tokens"][0], rtol=0, atol=0)
-
-
-def test_what_nemo_rl_has_and_klfast_has_not_is_refused(ranks):
-    for _, messages in ranks:
-        assert [*messages] == ["vocab_end_index", "cp_group", "sampling_params"]

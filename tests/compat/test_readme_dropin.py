@@ -7,16 +7,25 @@ from typing import NamedTuple
 
 import frameworks
 import pytest
+import torch
 from readme import DROP_IN, README
 
+import klfast
 from klfast import compat
 from klfast.compat import targets
 from klfast.compat.frameworks import FRAMEWORKS, PATCHED
 from klfast.compat.targets import targets_of
 
+CALLS = "| framework | its function | the klfast call |"
 HEADER = "| framework | their line | your line | what differs |"
 IMPORT = re.compile(r"`from (\S+) import ([^`]+)`")
 OF_KLFAST = re.compile(r"`klfast\.compat\.(\w+)\.(?:\{([^}]+)\}|(\w+))`")
+
+
+def table(header):
+    """The cells of a table's rows."""
+    lines = DROP_IN.read_text().partition(header)[2].splitlines()[2:]
+    return [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
 
 
 class Releases(NamedTuple):
@@ -47,9 +56,7 @@ def releases(text):
 
 
 def rows():
-    lines = DROP_IN.read_text().partition(HEADER)[2].splitlines()[2:]
-    table = [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
-    for name, theirs, mine, _ in table:
+    for name, theirs, mine, _ in table(HEADER):
         if name == "all":  # the controllers
             continue
         plain, _, notes = name.partition("(")
@@ -153,3 +160,40 @@ def test_the_framework_s_releases_are_those_of_its_sites(name):
         for code in site.known
     ]
     assert releases(", ".join(codes)) == releases(FRAMEWORKS[name].releases)
+
+
+@pytest.mark.parametrize(
+    "call", [cells[2] for cells in table(CALLS)], ids=[cells[1] for cells in table(CALLS)]
+)
+def test_the_calls_for_other_frameworks_run(call):
+    """In the shapes that the table's names stand for; every number is finite and reaches a leaf."""
+    logits = torch.randn(2, 5, 11, requires_grad=True)
+    logprobs = torch.randn(2, 5).sub(3).requires_grad_()
+    top = torch.randn(2, 5, 11).log_softmax(-1).topk(3)
+    given = {
+        "klfast": klfast,
+        "torch": torch,
+        "presets": compat.presets,
+        "logits": logits,
+        "token_ids": torch.randint(11, (2, 5)),
+        "topk_ids": top.indices,
+        "topk_logits": top.values,
+        "topk_logprobs": top.values.index_fill(-1, torch.tensor(2), -1000),
+        "logprobs": logprobs,
+        "ref_logprobs": logprobs.detach() + 0.1,
+        "old_logprobs": logprobs.detach() + 0.2,
+        "packed": logprobs.flatten(),
+        "ref_packed": logprobs.detach().flatten() + 0.1,
+        "cu_seqlens": torch.tensor([0, 4, 10]),
+        "scores": torch.randn(2),
+        "mask": torch.ones(2, 5),
+        "beta": 0.1,
+        "temperature": 0.7,
+        "group": None,
+    }
+    result = eval(re.match("`([^`]+)`", call)[1], given)
+    for found in result if isinstance(result, tuple) else (result,):
+        assert found.isfinite().all()
+        if "kl_rewards" not in call:
+            leaf = logits if "logits" in call else logprobs
+            assert torch.autograd.grad(found.sum(), leaf, retain_graph=True)[0].count_nonzero()

@@ -227,15 +227,6 @@ def nemo_rl_weight(logprobs, old_logprobs=None):
     return torch.where(ratio.isfinite(), ratio, 0.0)
 
 
-def nemo_rl_loss(values, token_mask, sample_mask, loss_type, count=None):
-    """Its mean over tokens, or over samples of theirs; a sample without a token counts."""
-    if loss_type == "token_level":
-        mask = token_mask * sample_mask[:, None]
-        return (values * mask).sum() / (mask.sum() if count is None else count)
-    of_samples = masked_mean(values, token_mask) * sample_mask
-    return of_samples.sum() / (sample_mask.sum() if count is None else count)
-
-
 # Liger
 
 
@@ -255,14 +246,6 @@ def liger_fused_linear_jsd(student, head, teacher, teacher_head, keep, beta, tem
         m = ((1 - beta) * p.exp() + beta * q.exp()).log()
         of_words = (1 - beta) * p.exp() * (p - m) + beta * q.exp() * (q - m)
     return (of_words.sum(-1) * keep).sum() / keep.sum().clamp(min=1)
-
-
-# Megatron-LM
-
-
-def megatron_lm(logprobs, ref_logprobs):
-    """``kl_term`` of its GRPO loss."""
-    return k3(logprobs - ref_logprobs)
 
 
 # slime
@@ -286,29 +269,14 @@ def areal(logprobs, ref_logprobs, mode="k1", clamped=True):
     return value.clamp(-10, 10) if clamped else value
 
 
-def areal_rewards(score, logprobs, ref_logprobs, loss_mask, attention_mask, kl_ctl, mode, drop):
-    """(rewards of the KL, total rewards) of its PPO actor, sequence by sequence."""
-    of_kl = -kl_ctl * areal(logprobs * loss_mask, ref_logprobs * loss_mask, mode)
-    total = of_kl.clone()
-    for row, length in enumerate(attention_mask.sum(-1).tolist()):
-        total[row, length - 1] = 0
-        if not (drop and length == attention_mask.shape[1]):
-            total[row, max(length - 2, 0)] += score[row]
-    return of_kl, total
-
-
 # open-instruct
 
 
 def open_instruct(logprobs, ref_logprobs, mode, old_logprobs=None):
     """``estimate_kl`` of the log-ratio limited to 40; the limit leaves the weight its gradient."""
     x = (logprobs - ref_logprobs).clamp(-40, 40)
-    return open_instruct_all(x, 1.0 if mode < 3 else (logprobs - old_logprobs).exp())[mode]
-
-
-def open_instruct_all(x, ratio):
-    """The four of them."""
-    return x, x.square() / 2, torch.expm1(-x) + x, ratio * x
+    ratio = 1.0 if mode < 3 else (logprobs - old_logprobs).exp()
+    return (x, x.square() / 2, torch.expm1(-x) + x, ratio * x)[mode]
 
 
 # ms-swift

@@ -101,7 +101,7 @@ def at_words(logits, ids):
 
 
 def truncated(log_x, log_y):
-    """Sum of x log(x / y) over K words: verl, and NeMo-RL's and Megatron's terms."""
+    """Sum of x log(x / y) over K words: verl."""
     return (log_x.exp() * (log_x - log_y)).sum(-1)
 
 
@@ -111,34 +111,3 @@ def verl_topk(logits, teacher_logprobs, ids, clamp=None):
     if clamp is not None:
         student, teacher_logprobs = student.clamp_min(clamp), teacher_logprobs.clamp_min(clamp)
     return truncated(teacher_logprobs, student)
-
-
-def nemo_rl_topk(logits, teacher_logits, ids, kl_type, weight=0.5, zero_outside=False):
-    """``DistillationLossFn``'s divergence of every token, of K logits of the teacher."""
-    student = logits.gather(-1, ids).log_softmax(-1)
-    teacher = teacher_logits.log_softmax(-1)
-    others = 0.0
-    if zero_outside:
-        student = at_words(logits, ids)
-        logprobs = logits.log_softmax(-1)
-        outside = (logprobs.exp() * logprobs).sum(-1) - (student.exp() * student).sum(-1)
-        others = outside + 100 * (1 - student.exp().sum(-1))
-    forward, reverse = truncated(teacher, student), truncated(student, teacher) + others
-    return {"forward": forward, "reverse": reverse}.get(
-        kl_type, weight * forward + (1 - weight) * reverse
-    )
-
-
-def megatron_lm_topk(logits, teacher_logprobs, ids, ghost=False):
-    """``topk_kl_div`` of [T, B, V], with a last category of all other words or without: [B, T]."""
-    exist = teacher_logprobs != -1e3
-    student = at_words(logits, ids.clamp(0, logits.shape[-1] - 1))
-    terms = teacher_logprobs.exp() * (teacher_logprobs - student)
-    value = torch.where(exist, terms, 0.0).sum(-1)
-    if ghost:
-        q, p = (
-            (1 - torch.where(exist, x.exp(), 0.0).sum(-1)).clamp(min=1e-8)
-            for x in (teacher_logprobs, student)
-        )
-        value = value + q * (q.log() - p.log())
-    return value.transpose(0, 1)
