@@ -11,13 +11,15 @@ COLUMNS = ("release", "theirs", "mine", "differs")
 HEADER = "| framework | their line | your line | what differs |"
 PAGE = """# From {title}
 
-<!-- example: {example} -->
+<!-- example: framework -->
 ```python
-{code}
+import klfast
+
+print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why
 ```
 
-{served}. [In place of a framework's KL](../drop_in.md) says what holds for all frameworks.
-The code of {title} {releases} was read.
+Or, without a patch, by the imports below. [In place of a framework's KL](../drop_in.md) says what
+holds for all frameworks. The code of {title} {releases} was read.
 
 {rows}
 
@@ -43,29 +45,12 @@ LATER = {
 CALLED = ("apply", "forward")
 """Methods that a class is called by: the reference has them too."""
 CONTROLLERS = ("AdaptiveKLController", "FixedKLController")
-PATCHED = {
-    "example": "framework",
-    "code": """import klfast
-
-print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why""",
-    "served": "Or, without a patch, by the imports below",
-}
-IMPORTED = {
-    "example": "imported-framework",
-    "code": "from klfast.compat import {name}  # its functions have the framework's names",
-    "served": "`patch` does not serve it: its functions are to be imported",
-}
 
 
 def page_of(name, rows=""):
     """The page of a framework of klfast's table."""
-    row = FRAMEWORKS[name]
-    kind = PATCHED if row.is_patched else IMPORTED
-    code = kind["code"].format(name=name)
     entries = "\n".join(entries_of(name, rows))
-    return PAGE.format(
-        **{**kind, "code": code}, **row._asdict(), name=name, rows=rows, entries=entries
-    )
+    return PAGE.format(**FRAMEWORKS[name]._asdict(), name=name, rows=rows, entries=entries)
 
 
 def entries_of(name, rows):

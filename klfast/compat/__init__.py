@@ -2,10 +2,9 @@
 
 ``klfast.compat.<framework>`` has functions and classes with the framework's own names, argument
 names and return shapes, to be imported; ``patch("<framework>")`` puts them into the installed
-framework, where klfast has met it as a real package (``Framework.is_patched``). Values
-are the framework's own, but for rounding, in which klfast keeps more digits; each docstring names
-what differs, which are faults for the most part (NaN let through masks, NaN gradients, a
-controller that can be poisoned), and what ``exact=True`` takes back of that.
+framework. Values are the framework's own, but for rounding, in which klfast keeps more digits; each
+docstring names what differs, which are faults for the most part (NaN let through masks, NaN
+gradients, a controller that can be poisoned), and what ``exact=True`` takes back of that.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from klfast.checks.arguments import check_choice
 from klfast.compat import patching
-from klfast.compat.frameworks import FRAMEWORKS, PATCHED, Framework
+from klfast.compat.frameworks import FRAMEWORKS, Framework
 from klfast.compat.patching import Modules, Patch
 from klfast.compat.patching.fingerprints import PatchError
 from klfast.compat.reports import Left, Replaced
@@ -23,7 +22,6 @@ from klfast.compat.targets import targets_of
 
 if TYPE_CHECKING:
     from klfast.compat import (
-        liger,
         ms_swift,
         openrlhf,
         presets,
@@ -41,7 +39,6 @@ __all__ = [
     "Patch",
     "PatchError",
     "Replaced",
-    "liger",
     "ms_swift",
     "openrlhf",
     "patch",
@@ -84,7 +81,7 @@ def patch(
     ``examples/verl_ray_hook.py`` is one for verl.
 
     Args:
-        framework: a name in ``klfast.compat.FRAMEWORKS`` whose row ``is_patched``.
+        framework: a name in ``klfast.compat.FRAMEWORKS``.
         exact: give it to the replacements that have one: the framework's dtypes and faults too.
             The KL in GRPO's loss and sums over a sequence have none.
         strict: all that klfast knows of the framework or nothing: code that is not known is an
@@ -98,10 +95,9 @@ def patch(
     Raises:
         PatchError: the framework is not installed or is already patched; or nothing of it is known,
             or, if ``strict``, not all. Nothing is changed.
-        ValueError, TypeError: an unknown framework, or one whose functions are to be imported;
-            ``modules`` is not a sequence of names.
+        ValueError, TypeError: an unknown framework; ``modules`` is not a sequence of names.
     """
-    _check_patched(framework)
+    check_choice("framework", framework, (*FRAMEWORKS,))
     targets = targets_of(framework)
     return patching.apply(framework, FRAMEWORKS[framework], targets, exact, strict, modules)
 
@@ -122,14 +118,5 @@ def unpatch(framework: str) -> tuple[Left, ...]:
             nothing is changed.
         ValueError, TypeError: as :func:`patch`.
     """
-    _check_patched(framework)
+    check_choice("framework", framework, (*FRAMEWORKS,))
     return patching.undo(framework)
-
-
-def _check_patched(framework: str) -> None:
-    if framework in [*FRAMEWORKS] and framework not in PATCHED:
-        raise ValueError(
-            f"framework must be one that patch serves, {', '.join(map(repr, PATCHED))}; got "
-            f"{framework!r}, whose functions are to be imported from klfast.compat.{framework}"
-        )
-    check_choice("framework", framework, PATCHED)

@@ -1,6 +1,5 @@
-"""TRL: ``GRPOTrainer``, ``RLOOTrainer``, what ``trl.trainer.utils`` makes of logits and
-``trl.kernels`` of hidden states, and the distillation losses of GKD, SDFT and SDPO, of 1.10 to
-1.16; ``PPOTrainer`` of 0.6 to 0.11.
+"""TRL: ``GRPOTrainer``, ``RLOOTrainer``, what ``trl.trainer.utils`` makes of logits, and the
+distillation losses of GKD, SDFT and SDPO, of 1.10 to 1.16; ``PPOTrainer`` of 0.6 to 0.11.
 
 TRL 1.x writes its KL inline. Either make a trainer whose KL is klfast's,
 ``class Trainer(klfast.compat.trl.GRPOMixin, trl.GRPOTrainer): pass``, or call
@@ -20,7 +19,6 @@ from klfast.compat.trl_distillation import (
     compute_full_logit_self_distillation_loss,
     generalized_jsd_loss,
 )
-from klfast.compat.trl_linear import ChunkedDivergenceFunction, ChunkedLogProbFunction
 from klfast.compat.trl_logits import (
     entropy_from_logits,
     selective_log_softmax,
@@ -52,8 +50,6 @@ __all__ = [
     "REDUCTIONS",
     "AdaptiveKLCallback",
     "AdaptiveKLController",
-    "ChunkedDivergenceFunction",
-    "ChunkedLogProbFunction",
     "FixedKLController",
     "GRPOMixin",
     "RLOOSamplingMixin",

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
-from klfast.compat.counts import positive_count
+from klfast.checks.arguments import check_number
+from klfast.checks.values import are_tracing, checks_requested, holds_values
 from klfast.compat.divergences import (
     check_per_token,
     check_same_shape,
@@ -91,7 +93,7 @@ def reduced(
     if number is not None:
         return {
             "reduction": "token-mean",
-            "normalizer": positive_count("num_items_in_batch", number),
+            "normalizer": _positive("num_items_in_batch", number),
         }
     if reduction == "batchmean":
         if mask is not None:
@@ -105,6 +107,26 @@ def reduced(
         "reduction must be 'batchmean', 'sum' or 'mean', as klfast makes no terms of every word "
         f"(klfast.kl_divergence gives divergences per token), got {reduction!r}"
     )
+
+
+def _positive(argument: str, count: float | Tensor) -> float | Tensor:
+    """The count, > 0.
+
+    Raises:
+        TypeError, ValueError: it is not. The value of a GPU's tensor is not read, because that
+            needs a sync, unless ``KLFAST_CHECK=1`` asks for it.
+    """
+    if not isinstance(count, Tensor):
+        is_symbolic = torch.compiler.is_compiling() and type(count) in (int, float)
+        return count if is_symbolic else check_number(argument, count, above=0)
+    if count.dim() != 0:
+        raise ValueError(
+            f"{argument} must be a number or a 0-dim tensor, got a tensor of shape "
+            f"{list(count.shape)}"
+        )
+    if holds_values(count) or (checks_requested() and not are_tracing()):
+        check_number(argument, count.item(), above=0)
+    return count
 
 
 def compute_divergence(

@@ -1,6 +1,5 @@
 """verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, from logits
-``verl.utils.torch_functional``, from hidden states ``FusedLinearForPPO`` and
-``linear_cross_entropy``, and the rollout correction (see ``verl_rollout``).
+``verl.utils.torch_functional``, and the rollout correction (see ``verl_rollout``).
 
 Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
 ``klfast.compat.patch("verl")``.
@@ -29,11 +28,6 @@ from klfast.compat.shards import (
     vocab_parallel_log_probs_from_logits,
 )
 from klfast.compat.verl_distillation import compute_forward_kl_topk
-from klfast.compat.verl_linear import (
-    FusedLinearForPPO,
-    FusedLinearForPPOFunction,
-    linear_cross_entropy,
-)
 from klfast.compat.verl_rollout import (
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
@@ -51,8 +45,6 @@ __all__ = [
     "ROLLOUT_RULES",
     "AdaptiveKLController",
     "FixedKLController",
-    "FusedLinearForPPO",
-    "FusedLinearForPPOFunction",
     "agg_loss",
     "apply_kl_penalty",
     "compute_forward_kl_topk",
@@ -67,7 +59,6 @@ __all__ = [
     "get_kl_controller",
     "kl_loss",
     "kl_penalty",
-    "linear_cross_entropy",
     "logprobs_from_logits",
     "vocab_parallel_entropy",
     "vocab_parallel_entropy_with_chunking",

@@ -13,7 +13,7 @@ from readme import DROP_IN, README
 import klfast
 from klfast import compat
 from klfast.compat import targets
-from klfast.compat.frameworks import FRAMEWORKS, PATCHED
+from klfast.compat.frameworks import FRAMEWORKS
 from klfast.compat.targets import targets_of
 
 CALLS = "| framework | its function | the klfast call |"
@@ -69,7 +69,6 @@ IDS = [f"{row.framework}: {row.theirs}" for row in ROWS]
 
 WITHOUT_SITES = {
     ("roll", "`full`, of log-probs [..., V]"),
-    ("verl", "`from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy`"),
     (
         "verl",
         "`from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_from_logits, "
@@ -111,10 +110,9 @@ def test_every_framework_has_its_files(name):
     assert name in compat.__all__
     assert any(each.startswith(name.upper()) for each in vars(compat.presets))
     assert any(each.startswith(name) for each in vars(frameworks))
-    assert (Path(targets.__file__).parent / f"{name}.py").exists() == (name in PATCHED)
+    assert (Path(targets.__file__).parent / f"{name}.py").exists()
     lines = re.findall(r"^\| the KL of ([^|]*) \|", README.read_text(), re.MULTILINE)
-    (place,) = [i for i, line in enumerate(lines) if FRAMEWORKS[name].title in line.split(", ")]
-    assert place == (0 if name in PATCHED else 1)
+    assert FRAMEWORKS[name].title in lines[0].split(", ")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
@@ -133,14 +131,11 @@ def test_what_your_line_names_there_is(row):
     for module, names in imported + named:
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name)
-    assert set(re.findall(r'patch\("(\w+)"\)', row.mine)) <= {row.framework} & {*PATCHED}
+    assert set(re.findall(r'patch\("(\w+)"\)', row.mine)) <= {row.framework}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_the_releases_are_those_whose_code_is_known(row):
-    if row.framework not in PATCHED:
-        assert row.releases == releases(FRAMEWORKS[row.framework].releases)
-        return
     known = sites(row)
     assert bool(known) == ((row.framework, row.theirs) not in WITHOUT_SITES)
     for first, last, main in known:
@@ -149,7 +144,7 @@ def test_the_releases_are_those_whose_code_is_known(row):
     assert not known or row.releases.first in [each.first for each in known]
 
 
-@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_framework_s_releases_are_those_of_its_sites(name):
     """Of the known codes together, but for the word in brackets."""
     codes = [
@@ -167,7 +162,9 @@ def test_the_framework_s_releases_are_those_of_its_sites(name):
 )
 def test_the_calls_for_other_frameworks_run(call):
     """In the shapes that the table's names stand for; every number is finite and reaches a leaf."""
-    logits = torch.randn(2, 5, 11, requires_grad=True)
+    logits, hidden, weight = (
+        torch.randn(shape).requires_grad_() for shape in ((2, 5, 11), (2, 5, 4), (11, 4))
+    )
     logprobs = torch.randn(2, 5).sub(3).requires_grad_()
     top = torch.randn(2, 5, 11).log_softmax(-1).topk(3)
     given = {
@@ -184,6 +181,11 @@ def test_the_calls_for_other_frameworks_run(call):
         "old_logprobs": logprobs.detach() + 0.2,
         "packed": logprobs.flatten(),
         "ref_packed": logprobs.detach().flatten() + 0.1,
+        "hidden": hidden,
+        "weight": weight,
+        "ref_hidden": hidden.detach() + 0.1,
+        "ref_weight": weight.detach(),
+        "labels": torch.tensor([[1, -100, 3, 4, 5]] * 2),
         "cu_seqlens": torch.tensor([0, 4, 10]),
         "scores": torch.randn(2),
         "mask": torch.ones(2, 5),
@@ -195,5 +197,5 @@ def test_the_calls_for_other_frameworks_run(call):
     for found in result if isinstance(result, tuple) else (result,):
         assert found.isfinite().all()
         if "kl_rewards" not in call:
-            leaf = logits if "logits" in call else logprobs
+            leaf = next((given[name] for name in ("hidden", "logits") if name in call), logprobs)
             assert torch.autograd.grad(found.sum(), leaf, retain_graph=True)[0].count_nonzero()

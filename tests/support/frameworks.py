@@ -227,27 +227,6 @@ def nemo_rl_weight(logprobs, old_logprobs=None):
     return torch.where(ratio.isfinite(), ratio, 0.0)
 
 
-# Liger
-
-
-def liger_fused_linear_jsd(student, head, teacher, teacher_head, keep, beta, temperature=1.0):
-    """The sum over the tokens that are kept, of hidden states and heads, divided by their number;
-    0 of none.
-    """
-    p, q = (
-        (hidden @ weight.T / temperature).log_softmax(-1)
-        for hidden, weight in ((student, head), (teacher, teacher_head))
-    )
-    if beta == 0:
-        of_words = q.exp() * (q - p)
-    elif beta == 1:
-        of_words = p.exp() * (p - q)
-    else:
-        m = ((1 - beta) * p.exp() + beta * q.exp()).log()
-        of_words = (1 - beta) * p.exp() * (p - m) + beta * q.exp() * (q - m)
-    return (of_words.sum(-1) * keep).sum() / keep.sum().clamp(min=1)
-
-
 # slime
 
 

@@ -34,4 +34,4 @@ def forget(packages):
 
 def apply(name, *targets, releases="1.0", **options):
     """``patch`` of a framework of these targets, whose package has its name."""
-    return patching.apply(name, Framework(name, name, releases, True), targets, **options)
+    return patching.apply(name, Framework(name, name, releases), targets, **options)

@@ -80,8 +80,8 @@ def blocks():
     found = []
     for page in PAGES:
         found += blocks_of_page(page.read_text(), page.relative_to(ROOT).as_posix())
-    for name in ("verl", "liger"):  # with a patch, and without
-        found += blocks_of_page(framework_page(name), FRAMEWORK_PAGES.relative_to(ROOT).as_posix())
+    place = FRAMEWORK_PAGES.relative_to(ROOT).as_posix()
+    found += blocks_of_page(framework_page("verl"), place)
     packages = ("klfast", "lab")
     for path in sorted(path for name in packages for path in ROOT.glob(f"{name}/**/*.py")):
         place = path.relative_to(ROOT)

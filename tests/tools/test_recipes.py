@@ -286,9 +286,10 @@ FRAMEWORK = Recipe(
         Edit(
             "klfast/compat/frameworks.py",
             r"\}\n\"\"\"By the name of its module",
-            '    "made_up": Framework("Made up", "made_up", "1.0, main", False),\n',
+            '    "made_up": Framework("Made up", "made_up", "1.0, main"),\n',
         ),
         Edit("klfast/compat/made_up.py", "", "from klfast.compat.presets import MADE_UP\n"),
+        Edit("klfast/compat/targets/made_up.py", "", "TARGETS = ()\n"),
         Edit("klfast/compat/presets.py", r"SKYRL = \{", 'MADE_UP = Estimator("k1")\n\n'),
         Edit("klfast/compat/__init__.py", r"        ms_swift,\n", "        made_up,\n"),
         Edit("klfast/compat/__init__.py", r"    \"ms_swift\",\n", '    "made_up",\n'),
@@ -297,8 +298,8 @@ FRAMEWORK = Recipe(
 assert klfast.compat.made_up.MADE_UP == klfast.Estimator("k1")
 try:
     klfast.compat.patch("made_up")
-except ValueError as error:
-    assert "klfast.compat.made_up" in str(error)
+except klfast.compat.PatchError as error:
+    assert str(error) == "made_up is not installed"
 """,
 )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
-
 from klfast.compat import trl, trl_sampling_trainers, trl_trainers
 from klfast.compat.patching.replacements import (
     Blocks,
@@ -132,62 +130,6 @@ _FEW_WORDS: tuple[Group, ...] = (
 )
 
 
-_LOGPROB, _DIVERGENCE = "trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"
-
-
-def _tiles(module: str, **codes: str) -> Group:
-    """What the functions over hidden states do on a CPU; those of 1.15 run on GPUs alone."""
-    return tuple(
-        Site(f"{module}:{name}", (KnownCode(code, "1.16"),), absent="as TRL until 1.15")
-        for name, code in codes.items()
-    )
-
-
-def _from_hidden(where: str, new: object, of_115: str, of_116: str) -> Site:
-    return Site(
-        where,
-        (KnownCode(of_115, "1.15"), KnownCode(of_116, "1.16", replacement(new), _tiles_triton)),
-        absent="as TRL until 1.14",
-    )
-
-
-def _tiles_triton(module: ModuleType) -> str | None:
-    return _TRITON if module._use_triton(torch.device("cuda")) else None
-
-
-_OF_TILES = _tiles(_LOGPROB, _torch_transform="8e9e15b58c098d1f", _addmm_fp32="e19c9c70544733e9")
-
-_FROM_HIDDEN: tuple[Group, ...] = (
-    (
-        _from_hidden(
-            f"{_LOGPROB}:ChunkedLogProbFunction",
-            trl.ChunkedLogProbFunction,
-            "0fe28513f2ced808",
-            "1f3581d27a8a294d",
-        ),
-        *_tiles(_LOGPROB, _forward_tile="9a9663c0e9cff26d", _backward_tile="a61843061173f2f4"),
-        *_OF_TILES,
-    ),
-    (
-        _from_hidden(
-            f"{_DIVERGENCE}:ChunkedDivergenceFunction",
-            trl.ChunkedDivergenceFunction,
-            "c04ec865c5f82a8b",
-            "1283ab7539209b16",
-        ),
-        *_tiles(
-            _DIVERGENCE,
-            _stats_tile="c78ba0ebdf52c124",
-            _jsd_tile="4337b00614a592d0",
-            _backward_tile="29d596355a47399a",
-            _project="34323215601cea43",
-            _compute_dtype="3232384b176bdee8",
-        ),
-        *_OF_TILES,
-    ),
-)
-
-
 _TRAINERS = (
     (
         Site(
@@ -256,7 +198,6 @@ _TRAINERS = (
     *_self_distillation("trl.experimental.sdft.loss_utils"),
     *_self_distillation("trl.experimental.sdpo.loss_utils"),
     *_FEW_WORDS,
-    *_FROM_HIDDEN,
 )
 """The releases 1.10 to 1.16."""
 

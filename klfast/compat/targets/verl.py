@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
-from typing import Any
 
 from klfast.compat import verl
 from klfast.compat.patching.replacements import replacement
 from klfast.compat.patching.sites import KnownCode, Site, flash_attn, known, left_on_gpu, stays
-from klfast.compat.verl_linear import ExactFusedLinearForPPOFunction
 
 _CORE = "verl.trainer.ppo.core_algos"
 _FROM_LOGITS = "verl.utils.torch_functional"
@@ -156,32 +154,6 @@ _ROLLOUT_GROUPS = (
     ),
 )
 
-_FROM_HIDDEN = "verl.utils.experimental.torch_functional"
-_flash_attn_of_hidden = flash_attn(lambda module: module._FLASH_ATTN_CROSS_ENTROPY_AVAILABLE)
-
-
-def _fused_linear(old: Any, exact: bool) -> Any:
-    new = ExactFusedLinearForPPOFunction if exact else verl.FusedLinearForPPOFunction
-    return replacement(new)(old, exact)
-
-
-# Not ``FusedLinearForPPO``, which may hand over to Liger. Up to 0.7 log-probs are not fp32.
-_HIDDEN_GROUP = (
-    Site(
-        f"{_FROM_HIDDEN}:FusedLinearForPPOFunction",
-        (
-            KnownCode("e5b1434d15d3c499", "0.6, 0.7"),
-            KnownCode("689bc02e6b63824d", "0.8", _fused_linear, _flash_attn_of_hidden),
-            KnownCode("aaeb299920ad63b3", "0.9", _fused_linear, _flash_attn_of_hidden),
-        ),
-    ),
-    Site(
-        f"{_FROM_HIDDEN}:_fused_linear_for_ppo_fwd",
-        (KnownCode("b2c5188f39a11617", "0.6, 0.7"), KnownCode("e838b2e0271eee4f", "0.8, 0.9")),
-    ),
-    stays(f"{_FROM_HIDDEN}:_fused_linear_for_ppo_bwd", "8292bd0d83a6b937", "0.6 to 0.9"),
-)
-
 _GROUPS = (
     (
         Site(
@@ -244,7 +216,6 @@ _GROUPS = (
             _ALL,
         ),
     ),
-    _HIDDEN_GROUP,
     *_ROLLOUT_GROUPS,
     (
         Site(

@@ -26,13 +26,13 @@ def test_the_release_is_the_one_asked_for(release):
 
 def test_all_that_there_is_is_known(release, whole_patch):
     left = [(each.where.rpartition(":")[2], each.reason) for each in whole_patch.left]
-    later = {"ChunkedLogProbFunction": "1.14", "ChunkedDivergenceFunction": "1.14"}
+    later = {}
     if release[2] == "1.12.0":
-        later = {"selective_log_softmax_and_entropy": "1.13", **later}
+        later = {"selective_log_softmax_and_entropy": "1.13"}
     assert left == [
         (name, f"the installed trl has none (as TRL until {last})") for name, last in later.items()
     ]
-    assert len(whole_patch.replaced) == 21 - len(left)
+    assert len(whole_patch.replaced) == 19 - len(left)
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
