@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 from klfast.checks.arguments import check_choice
 from klfast.compat import patching
 from klfast.compat.frameworks import FRAMEWORKS, Framework
-from klfast.compat.patching import Modules, Patch
+from klfast.compat.patching import Left, Modules, Patch, Replaced
 from klfast.compat.patching.fingerprints import PatchError
-from klfast.compat.reports import Left, Replaced
-from klfast.compat.targets import targets_of
 
 if TYPE_CHECKING:
     from klfast.compat import (
@@ -98,7 +96,7 @@ def patch(
         ValueError, TypeError: an unknown framework; ``modules`` is not a sequence of names.
     """
     check_choice("framework", framework, (*FRAMEWORKS,))
-    targets = targets_of(framework)
+    targets = importlib.import_module("klfast.compat.targets").TARGETS[framework]
     return patching.apply(framework, FRAMEWORKS[framework], targets, exact, strict, modules)
 
 

@@ -21,9 +21,9 @@ from fresh import run_fresh
 import klfast
 from klfast.compat import FRAMEWORKS, Left, PatchError, Replaced, patch, patching, trlx, unpatch
 from klfast.compat.patching.fingerprints import fingerprint, fingerprint_of_tree
-from klfast.compat.patching.replacements import replacement, replacement_of_compiled, rewriting
-from klfast.compat.patching.sites import KnownCode, Site, known, stays
-from klfast.compat.targets import targets_of
+from klfast.compat.patching.replacements import compiled, rewriting
+from klfast.compat.patching.sites import INSIDE, Site
+from klfast.compat.targets import TARGETS
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_patched")
 
@@ -90,10 +90,10 @@ def target(core, **changes):
     """What to replace in the made-up framework: ``penalty`` with its callee, and two more."""
     where = f"{core.__name__}:{{}}".format
     sites = {
-        "penalty": known(where("penalty"), fingerprint(core.penalty), doubled, "1.0"),
-        "helper": stays(where("helper"), fingerprint(core.helper), "1.0"),
-        "Controller": known(where("Controller"), fingerprint(core.Controller), Fixed, "1.0"),
-        "step": Site(where("KLTrainer.step"), (KnownCode(None, "1.0", TRIPLE),)),
+        "penalty": Site(where("penalty"), {fingerprint(core.penalty): "1.0"}, doubled),
+        "helper": Site(where("helper"), {fingerprint(core.helper): "1.0"}),
+        "Controller": Site(where("Controller"), {fingerprint(core.Controller): "1.0"}, Fixed),
+        "step": Site(where("KLTrainer.step"), {INSIDE: "1.0"}, TRIPLE),
         **changes,
     }
     penalty, helper, *others = sites.values()
@@ -258,9 +258,9 @@ def left_alone(core, where, reason, with_it=(), **changes):
 )
 def test_other_code_is_left_alone_with_what_was_proved_equal_with_it(framework, site, with_it):
     core = framework()
-    wrong = Site(f"made_up.core:{site}", (KnownCode("0" * 16, "0.9", replacement(Fixed)),))
+    wrong = Site(f"made_up.core:{site}", {"0" * 16: "0.9"}, Fixed)
     if site == "helper":
-        wrong = stays("made_up.core:helper", "0" * 16, "0.9")
+        wrong = Site("made_up.core:helper", {"0" * 16: "0.9"})
     reason = r"its code is none of those that klfast knows \(0.9\)"
     left_alone(core, f"made_up.core:{site}", reason, with_it, **{site: wrong})
 
@@ -269,7 +269,7 @@ def test_a_group_is_replaced_together_or_not_at_all(framework):
     core = framework()
     made_up = target(core)
     together = tuple(site for group in made_up for site in group)
-    gone = stays("made_up.core:gone", "0" * 16, "1.0")
+    gone = Site("made_up.core:gone", {"0" * 16: "1.0"})
     with packages.apply("made_up", (together,)) as made:
         assert len(made.replaced) == 3
     with pytest.raises(PatchError, match=r"nothing of made_up is known.*core:gone: .* has none"):
@@ -278,11 +278,9 @@ def test_a_group_is_replaced_together_or_not_at_all(framework):
 
 def test_a_site_may_have_one_of_several_codes(framework):
     core = framework()
-    codes = (
-        KnownCode("0" * 16, "0.9", replacement(Fixed)),
-        KnownCode(fingerprint(core.penalty), "1.0", replacement(doubled)),
-    )
-    with apply(core, penalty=Site("made_up.core:penalty", codes)) as made:
+    of_09 = Site("made_up.core:penalty", {"0" * 16: "0.9"}, Fixed)
+    of_10 = Site("made_up.core:penalty", {fingerprint(core.penalty): "1.0"}, doubled)
+    with packages.apply("made_up", ((of_09, of_10),)) as made:
         assert core.penalty(1, 2) == ("klfast", 1.0)
         assert made.replaced[0] == Replaced("made_up.core:penalty", "1.0", ("made_up.user",))
 
@@ -290,7 +288,7 @@ def test_a_site_may_have_one_of_several_codes(framework):
 @pytest.mark.parametrize(("value", "known_there"), [("10.0", True), ("20.0", False)])
 def test_a_constant_is_code(framework, value, known_there):
     core = framework(core=f"LIMIT = {value}\n" + CORE)
-    with apply(core, helper=stays("made_up.core:LIMIT", "10.0", "1.0")) as made:
+    with apply(core, helper=Site("made_up.core:LIMIT", {"10.0": "1.0"})) as made:
         replaced = {each.where for each in made.replaced}
         assert ("made_up.core:penalty" in replaced) == known_there
         assert (core.penalty(1, 2) == ("klfast", 1.0)) == known_there
@@ -376,7 +374,7 @@ def by_block():
 def test_an_if_statement_is_replaced_as_a_whole_wherever_it_stands(framework, by_block):
     core = branching(framework)
     assert core.Branching().step(4) == 6
-    step = by_block(core.Branching.step, False)
+    step = by_block.make(core.Branching.step, False)
     assert step(core.Branching(), 4) == ("new", 12)
     assert step(core.Branching(), 0) == "none"
 
@@ -387,7 +385,7 @@ def test_an_if_statement_is_replaced_as_a_whole_wherever_it_stands(framework, by
 def test_an_if_statement_of_other_code_or_twice_is_left_alone(framework, by_block, blocks, count):
     core = branching(framework, blocks)
     with pytest.raises(PatchError, match=f"'0000000000000000 or [0-9a-f]*' once, got {count}"):
-        by_block(core.Branching.step, False)
+        by_block.make(core.Branching.step, False)
 
 
 @pytest.mark.parametrize("times", [0, 2])
@@ -410,7 +408,7 @@ def test_a_closure_is_not_rewritten(framework):
 @pytest.mark.parametrize("where", ["core:gone", "core:Trainer.gone", "gone:step", "gone.core:step"])
 def test_what_is_not_there_is_named(framework, where):
     core = framework()
-    site = known(f"made_up.{where}", "0" * 16, doubled, "1.0")
+    site = Site(f"made_up.{where}", {"0" * 16: "1.0"}, doubled)
     left_alone(core, site.where, "^(not all.*)?the installed made_up has none$", Controller=site)
 
 
@@ -424,7 +422,7 @@ def test_what_is_not_there_is_named(framework, where):
 def test_an_import_that_fails_is_not_taken_for_an_absence(framework, tmp_path, text, match):
     core = framework()
     (tmp_path / "made_up" / "broken.py").write_text(text)
-    site = known("made_up.broken:step", "0" * 16, doubled, "1.0")
+    site = Site("made_up.broken:step", {"0" * 16: "1.0"}, doubled)
     reason = f"importing made_up.broken failed.*{match}"
     left_alone(core, site.where, reason, Controller=site)
 
@@ -508,7 +506,7 @@ def test_an_interrupt_leaves_no_half_of_a_patch(framework, monkeypatch, error):
     core = framework()
     known_there = target(core)
     before = dict(vars(core)), dict(vars(sys.modules["made_up.user"]))
-    calls, held = [], patching._held
+    calls, held = [], patching.bindings_of
 
     def interrupted(value):
         calls.append(value)
@@ -516,7 +514,7 @@ def test_an_interrupt_leaves_no_half_of_a_patch(framework, monkeypatch, error):
             raise error
         return held(value)
 
-    monkeypatch.setattr(patching, "_held", interrupted)
+    monkeypatch.setattr(patching, "bindings_of", interrupted)
     with pytest.raises(error):
         packages.apply("made_up", known_there)
     assert (dict(vars(core)), dict(vars(sys.modules["made_up.user"]))) == before
@@ -531,7 +529,7 @@ def test_an_interrupted_unpatch_can_be_repeated(framework, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(patching, "_held", interrupted)
+        patched.setattr(patching, "bindings_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             undo()
     undo()
@@ -556,8 +554,8 @@ COMPILED = CORE.replace("def penalty(", "import torch\n\n\n@torch.compile\ndef p
 
 def compiled_target(core):
     """A target of ``penalty``, recognised by its own code."""
-    make = replacement_of_compiled(doubled, fingerprint(core.penalty.__wrapped__))
-    site = Site("made_up.core:penalty", (KnownCode(None, "1.0", make),))
+    make = compiled(doubled, fingerprint(core.penalty.__wrapped__))
+    site = Site("made_up.core:penalty", {INSIDE: "1.0"}, make)
     return ((site,),)
 
 
@@ -620,9 +618,9 @@ def test_if_a_replacement_fails_half_way_the_first_half_is_undone(framework):
 
 def test_what_has_no_source_is_left_alone(framework):
     core = framework(core=CORE + "\n\nfrom math import sqrt as helper\n")
-    site = stays("made_up.core:helper", "0" * 16, "1.0")
+    site = Site("made_up.core:helper", {"0" * 16: "1.0"})
     known_there = target(framework("same"))
-    penalty = known("made_up.core:penalty", known_there[0][0].known[0].code, doubled, "1.0")
+    penalty = Site("made_up.core:penalty", known_there[0][0].codes, doubled)
     changes = {"penalty": penalty, "helper": site}
     with packages.apply("made_up", _with(core, **changes)) as made:
         assert "its source cannot be read" in made.left[0].reason
@@ -630,7 +628,7 @@ def test_what_has_no_source_is_left_alone(framework):
 
 
 def _with(core, *, penalty, helper):
-    other = known("made_up.core:Controller", fingerprint(core.Controller), Fixed, "1.0")
+    other = Site("made_up.core:Controller", {fingerprint(core.Controller): "1.0"}, Fixed)
     return ((penalty, helper), (other,))
 
 
@@ -640,7 +638,7 @@ def _with(core, *, penalty, helper):
 def test_it_prints_what_was_replaced_where_and_what_was_not_and_why(framework, monkeypatch):
     core = framework()
     monkeypatch.setattr(metadata, "version", lambda name: {"made_up": "1.0.3"}[name])
-    other = known("made_up.core:Controller", "0" * 16, Fixed, "1.0, 1.1")
+    other = Site("made_up.core:Controller", {"0" * 16: "1.0, 1.1"}, Fixed)
     with apply(core, Controller=other) as made:
         assert str(made).splitlines() == [
             "klfast in made_up 1.0.3",
@@ -656,7 +654,7 @@ def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(fram
     core = framework()
     monkeypatch.setattr(metadata, "version", lambda _: "2.0")
     sites = [
-        known(f"made_up.core:{name}", "0" * 16, Fixed, "1.0") for name in ("penalty", "helper")
+        Site(f"made_up.core:{name}", {"0" * 16: "1.0"}, Fixed) for name in ("penalty", "helper")
     ]
     targets = [((site,),) for site in sites]
     before = dict(vars(core))
@@ -672,7 +670,7 @@ def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(fram
 @pytest.mark.parametrize("strict", [False, True])
 def test_of_several_targets_the_first_of_which_something_is_known_decides(framework, strict):
     core = framework()
-    of_other_releases = ((stays("made_up.new:x", "0", "9"),),)
+    of_other_releases = ((Site("made_up.new:x", {"0": "9"}),),)
     with packages.apply("made_up", of_other_releases, target(core), strict=strict) as made:
         assert len(made.replaced) == 3
         assert made.left == ()
@@ -785,19 +783,22 @@ def test_code_that_calls_a_fused_kernel_is_left_alone_on_a_gpu(
     core = framework()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     asked = []
-    penalty = known(
+    penalty = Site(
         "made_up.core:penalty",
-        fingerprint(core.penalty),
+        {fingerprint(core.penalty): "1.0"},
         doubled,
-        "1.0",
-        fused=lambda module: asked.append(module) or kernel,
+        lambda module: asked.append(module) or kernel,
     )
     before = core.penalty
     with apply(core, penalty=penalty, strict=True) as made:
         left_so = there and kernel is not None
         assert (core.penalty is before) == left_so
         assert asked == ([core] if there else [])
-        assert made.left == ((Left(penalty.where, kernel),) if left_so else ())
+        assert made.left == ((Left(penalty.where, on_gpu(kernel)),) if left_so else ())
+
+
+def on_gpu(does):
+    return f"on a GPU it {does}; no measurement shows klfast to be faster"
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -806,15 +807,15 @@ def test_where_all_that_is_known_is_left_alone_so_nothing_is_replaced(
 ):
     core = framework()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    code, why = fingerprint(core.penalty), "on a GPU it is fused"
-    site = known("made_up.core:penalty", code, doubled, "1.0", fused=lambda _: why)
+    code, does = fingerprint(core.penalty), "is fused"
+    site = Site("made_up.core:penalty", {code: "1.0"}, doubled, lambda _: does)
     before = dict(vars(core))
     fused = ((site,),)
-    of_other_releases = ((stays("made_up.new:x", "0", "9"),),)
+    of_other_releases = ((Site("made_up.new:x", {"0": "9"}),),)
     with packages.apply("made_up", of_other_releases, fused, strict=strict) as made:
-        assert (made.replaced, made.left) == ((), (Left(site.where, why),))
+        assert (made.replaced, made.left) == ((), (Left(site.where, on_gpu(does)),))
         assert vars(core) == before
-    other = known("made_up.core:Controller", "0" * 16, Fixed, "1.0")
+    other = Site("made_up.core:Controller", {"0" * 16: "1.0"}, Fixed)
     beside_other_code = ((site,), (other,))
     if strict:
         with pytest.raises(PatchError, match=r"not all of made_up is known.*core:Controller"):
@@ -827,16 +828,13 @@ def test_where_all_that_is_known_is_left_alone_so_nothing_is_replaced(
 def test_a_flash_attn_without_a_spec_is_there(monkeypatch):
     """As others' tests put one into ``sys.modules``; None there blocks an import."""
     fused = next(
-        code.fused
-        for group in targets_of("openrlhf")[0]
+        site.fused
+        for group in TARGETS["openrlhf"][0]
         for site in group
-        for code in site.known
         if site.where.endswith(":log_probs_from_logits")
     )
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    assert fused(sys) == (
-        "on a GPU it calls flash-attn's cross entropy; no measurement shows klfast to be faster"
-    )
+    assert fused(sys) == "calls flash-attn's cross entropy"
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert fused(sys) is None
 
@@ -847,7 +845,7 @@ def test_a_flash_attn_without_a_spec_is_there(monkeypatch):
 @pytest.mark.parametrize("where", ["core:gone", "core:Trainer.gone", "gone:step"])
 def test_strict_takes_what_a_known_release_lacks(framework, where):
     core = framework()
-    site = known(f"made_up.{where}", "0" * 16, doubled, "1.0")._replace(absent="as until 0.9")
+    site = Site(f"made_up.{where}", {"0" * 16: "1.0"}, doubled)._replace(absent="as until 0.9")
     with apply(core, Controller=site, strict=True) as made:
         assert made.left == (Left(site.where, "the installed made_up has none (as until 0.9)"),)
         assert len(made.replaced) == 2
@@ -875,35 +873,36 @@ def test_an_unknown_framework_lists_the_known_ones(call, name, error):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_s_targets_have_sites(name):
-    targets = targets_of(name)
-    sites = [site for target in targets for group in target for site in group]
-    replaced = [site.where for site in sites if any(code.make for code in site.known)]
-    assert len(set(replaced)) == len(replaced)
-    for group in (group for target in targets for group in target):
-        assert any(code.make for site in group for code in site.known)
-    for site in sites:
-        codes = [code.code for code in site.known]
+    groups = [group for target in TARGETS[name] for group in target]
+    replaced = [{site.where for site in group if site.new is not None} for group in groups]
+    assert all(replaced)
+    assert len(set().union(*replaced)) == sum(map(len, replaced))
+    for group in groups:
+        codes = [(site.where, code) for site in group for code in site.codes]
         assert len(set(codes)) == len(codes)
-        assert codes == [None] or all(codes)
-        assert all(code.releases for code in site.known)
+    for site in (site for group in groups for site in group):
+        assert [*site.codes] == [INSIDE] or all(
+            re.fullmatch("[0-9a-f]{16}", code) for code in site.codes
+        )
+        assert all(site.codes.values())
         assert site.where.partition(".")[0] == FRAMEWORKS[name].package
 
 
 def test_the_picture_of_what_patch_knows_is_of_what_it_knows():
     codes = {
-        code.code: site.where.partition(":")[2]
-        for group in targets_of("verl")[0]
+        code: site.where.partition(":")[2]
+        for group in TARGETS["verl"][0]
         for site in group
-        for code in site.known
+        for code in site.codes
     }
     shown = re.findall(r" ([0-9a-f]{16}), in", patching.__doc__)
-    assert [codes[code] for code in shown] == ["kl_penalty"] * 3 + ["kl_penalty_forward"]
+    assert [codes[code] for code in shown] == ["kl_penalty"] * 2 + ["kl_penalty_forward"]
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_other_code_than_theirs_is_left_alone(package, name):
     """Functions of the same names, whose fingerprints are not the frameworks'."""
-    sites = {site.where for target in targets_of(name) for group in target for site in group}
+    sites = {site.where for target in TARGETS[name] for group in target for site in group}
     modules = {}
     for where in sorted(sites):
         module, _, path = where.partition(":")
@@ -952,9 +951,9 @@ def test_trlx_s_inline_formula_is_replaced(package):
     models, trainer = package(
         {"trlx.models.modeling_ppo": TRLX, "trlx.trainer.accelerate_ppo_trainer": TRLX_TRAINER}
     )
-    ((_, make_experience),) = targets_of("trlx")
+    ((_, make_experience),) = TARGETS["trlx"]
     controllers = tuple(
-        known(f"trlx.models.modeling_ppo:{name}", fingerprint(getattr(models, name)), new, "0.7")
+        Site(f"trlx.models.modeling_ppo:{name}", {fingerprint(getattr(models, name)): "0.7"}, new)
         for name, new in (("AdaptiveKLController", trlx.AdaptiveKLController),)
     )
     trainer = trainer.AcceleratePPOTrainer()

@@ -14,9 +14,8 @@ import torch
 
 from klfast.compat import PatchError, roll, trl
 from klfast.compat.patching.fingerprints import fingerprint
-from klfast.compat.patching.replacements import replacement
-from klfast.compat.patching.sites import KnownCode, Site
-from klfast.compat.targets import targets_of
+from klfast.compat.patching.sites import Site
+from klfast.compat.targets import TARGETS
 
 GKD_TRAINER = """
 class GKDTrainer:
@@ -120,7 +119,7 @@ def made_up(package):
         modules = dict(zip(MODULES[framework], package(MODULES[framework]), strict=True))
         groups = [
             tuple(_recognising(site, modules) for site in group)
-            for group in targets_of(framework)[0]
+            for group in TARGETS[framework][0]
             if group[0].where.partition(":")[0] in modules
         ]
         return modules, groups
@@ -134,8 +133,8 @@ def _recognising(site, modules):
     found = modules[module]
     for name in path.split("."):
         found = inspect.getattr_static(found, name)
-    (code,) = site.known
-    return site._replace(known=(code._replace(code=fingerprint(found)),))
+    (releases,) = site.codes.values()
+    return site._replace(codes={fingerprint(found): releases})
 
 
 def test_gkd_trainers_take_klfast_s_loss(made_up):
@@ -255,8 +254,7 @@ def test_a_static_method_hears_of_exact(package):
     text = "class Owner:\n    @staticmethod\n    def loss(x):\n        return x\n"
     (module,) = package({"made_up_static": text})
     code = fingerprint(vars(module.Owner)["loss"])
-    make = replacement(lambda x, *, exact=False: (x, exact))
-    site = Site("made_up_static:Owner.loss", (KnownCode(code, "1.0", make),))
+    site = Site("made_up_static:Owner.loss", {code: "1.0"}, lambda x, *, exact=False: (x, exact))
     with packages.apply("made_up_static", ((site,),), exact=True):
         assert module.Owner.loss(3) == module.Owner().loss(3) == (3, True)
     assert module.Owner().loss(3) == 3

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import frameworks
@@ -12,9 +11,8 @@ from readme import DROP_IN, README
 
 import klfast
 from klfast import compat
-from klfast.compat import targets
 from klfast.compat.frameworks import FRAMEWORKS
-from klfast.compat.targets import targets_of
+from klfast.compat.targets import TARGETS
 
 CALLS = "| framework | its function | the klfast call |"
 HEADER = "| framework | their line | your line | what differs |"
@@ -86,17 +84,19 @@ WITHOUT_SITES = {
 """Rows of functions that ``patch`` does not replace under that name."""
 
 
+def sites_of(framework):
+    return [site for target in TARGETS[framework] for group in target for site in group]
+
+
 def sites(row):
     """The releases of every site that the row names by a function or its class."""
     named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", row.theirs))))
     public = {name.lstrip("_") for name in named}
-    return [
-        releases(", ".join(code.releases for code in site.known))
-        for target in targets_of(row.framework)
-        for group in target
-        for site in group
-        if public & {part.lstrip("_") for part in site.where.partition(":")[2].split(".")}
-    ]
+    places = {}
+    for site in sites_of(row.framework):
+        if public & {part.lstrip("_") for part in site.where.partition(":")[2].split(".")}:
+            places.setdefault(site.where, []).extend(site.codes.values())
+    return [releases(", ".join(codes)) for codes in places.values()]
 
 
 def test_every_framework_has_a_row():
@@ -110,7 +110,7 @@ def test_every_framework_has_its_files(name):
     assert name in compat.__all__
     assert any(each.startswith(name.upper()) for each in vars(compat.presets))
     assert any(each.startswith(name) for each in vars(frameworks))
-    assert (Path(targets.__file__).parent / f"{name}.py").exists()
+    assert name in TARGETS
     lines = re.findall(r"^\| the KL of ([^|]*) \|", README.read_text(), re.MULTILINE)
     assert FRAMEWORKS[name].title in lines[0].split(", ")
 
@@ -147,13 +147,7 @@ def test_the_releases_are_those_whose_code_is_known(row):
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_framework_s_releases_are_those_of_its_sites(name):
     """Of the known codes together, but for the word in brackets."""
-    codes = [
-        code.releases
-        for target in targets_of(name)
-        for group in target
-        for site in group
-        for code in site.known
-    ]
+    codes = [each for site in sites_of(name) for each in site.codes.values()]
     assert releases(", ".join(codes)) == releases(FRAMEWORKS[name].releases)
 
 

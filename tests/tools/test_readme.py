@@ -20,7 +20,8 @@ from fresh import run_fresh
 import klfast
 from klfast.compat import FRAMEWORKS, PatchError, presets
 from klfast.compat.patching.fingerprints import fingerprint
-from klfast.compat.patching.sites import known
+from klfast.compat.patching.sites import Site
+from klfast.compat.targets import TARGETS
 from klfast.estimator import as_estimator
 from lab.study.plant import Plant, Policy
 
@@ -222,8 +223,8 @@ def test_the_page_of_a_framework_patches_it(framework, package, monkeypatch, cap
     """A stand-in of one function has the framework's name; tests/peers has the frameworks."""
     name = FRAMEWORKS[framework].package
     (core,) = package({f"{name}.core": "def penalty(x):\n    return x\n"})
-    site = known(f"{name}.core:penalty", fingerprint(core.penalty), torch.neg, "0")
-    monkeypatch.setattr(f"klfast.compat.targets.{framework}.TARGETS", (((site,),),))
+    site = Site(f"{name}.core:penalty", {fingerprint(core.penalty): "0"}, torch.neg)
+    monkeypatch.setitem(TARGETS, framework, (((site,),),))
     (block,) = readme.blocks_of_page(readme.framework_page(framework), framework)
     readme.run("framework", source=block.code)
     assert f"{name}.core:penalty" in capsys.readouterr().out

@@ -289,7 +289,7 @@ FRAMEWORK = Recipe(
             '    "made_up": Framework("Made up", "made_up", "1.0, main"),\n',
         ),
         Edit("klfast/compat/made_up.py", "", "from klfast.compat.presets import MADE_UP\n"),
-        Edit("klfast/compat/targets/made_up.py", "", "TARGETS = ()\n"),
+        Edit("klfast/compat/targets.py", r'    "trlx": \(_TRLX', '    "made_up": ((),),\n'),
         Edit("klfast/compat/presets.py", r"SKYRL = \{", 'MADE_UP = Estimator("k1")\n\n'),
         Edit("klfast/compat/__init__.py", r"        ms_swift,\n", "        made_up,\n"),
         Edit("klfast/compat/__init__.py", r"    \"ms_swift\",\n", '    "made_up",\n'),

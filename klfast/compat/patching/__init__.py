@@ -2,16 +2,16 @@
 
 A site is recognised by its code, not by a version: comments, docstrings and annotations left out,
 it must be one that klfast was proved equal to. What is not is left alone, with its whole group.
-What ``patch`` knows of verl, of which ``klfast/compat/targets/verl.py`` is the whole:
+What ``patch`` knows of verl, of which ``klfast/compat/targets.py`` has the whole:
 
     Target                  verl; a framework has one target, or one for each era
       Group                 sites that are replaced together or not at all
         Site                "verl.trainer.ppo.core_algos:kl_penalty"
-          KnownCode         54a41f26e292a888, in 0.6 and 0.7.0: klfast.compat.verl.kl_penalty
-          KnownCode         26e3aa9865ad925b, in 0.7.1: the same
-          KnownCode         3194e8e3a0b07d41, in 0.8 and 0.9: the same
+          its codes         54a41f26e292a888, in 0.6 and 0.7.0; 26e3aa9865ad925b, in 0.7.1; ...
+          new               klfast.compat.verl.kl_penalty
         Site                "verl.trainer.ppo.core_algos:kl_penalty_forward", which it calls
-          KnownCode         21b857ef8d407206, in every release: stays as it is
+          its codes         21b857ef8d407206, in every release
+          new               None: it stays as it is
       Group
         Site                "verl.trainer.ppo.core_algos:agg_loss"
         ...
@@ -19,11 +19,11 @@ What ``patch`` knows of verl, of which ``klfast/compat/targets/verl.py`` is the 
 Had verl changed ``kl_penalty_forward``, ``kl_penalty`` would be left alone, and ``agg_loss``
 replaced.
 
-``patch`` goes through the target first and changes nothing: each site becomes a ``_Holder`` (who
-holds the code under which name, the old and the new), or a reason why its group is left. Then all
-holders are put in place, in every module of the framework that has the name. Both steps, and
-``unpatch``, run under one lock; an error or an interrupt halfway puts everything back. A patch is
-in place as a whole or not at all.
+``patch`` goes through the target first and changes nothing: each site becomes a ``Replacement``
+(who has the code under which name, the old and the new), or a reason why its group is left. Then
+all are put in place, in every ``Binding``: a name by which a module of the framework has the old.
+Both steps, and ``unpatch``, run under one lock; an error or an interrupt halfway puts everything
+back. A patch is in place as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -40,30 +40,93 @@ import torch
 
 from klfast.compat.frameworks import Framework
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
-from klfast.compat.patching.sites import Group, KnownCode, Site, Target, is_there, versioned
-from klfast.compat.reports import Left, Replaced, report
+from klfast.compat.patching.replacements import replace
+from klfast.compat.patching.sites import INSIDE, Group, Site, Target, is_there, versioned
 
 Modules = tuple[str, ...] | str
 """Further modules whose names are replaced too, or ``"all"``."""
 
 
-class _Holder(NamedTuple):
-    """A replacement and its place."""
+class Replaced(NamedTuple):
+    """One function, class or method that is klfast's now.
 
-    site: Site
-    code: KnownCode
+    Attributes:
+        where: ``"package.module:Class.method"``.
+        releases: which releases have the code that was found there.
+        modules: the other modules that had imported it by name and got the replacement too.
+    """
+
+    where: str
+    releases: str
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        also = f" (also in {', '.join(self.modules)})" if self.modules else ""
+        return f"{self.where}{also}"
+
+
+class Left(NamedTuple):
+    """One that is not, and why.
+
+    Attributes:
+        where: ``"package.module:name"``.
+        reason: a sentence without its full stop.
+    """
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+class Replacement(NamedTuple):
+    """The old and the new at a place: ``name`` of ``owner``, a module or a class."""
+
+    where: str
+    releases: str
     owner: Any
     name: str
     old: Any
     new: Any
 
+    def check_unchanged(self, found: Any, where: str) -> None:
+        """Raise if somebody has put something else in klfast's place.
 
-class _Name(NamedTuple):
-    """A name by which a module holds something."""
+        A reload of the module, which puts the old code there, is nobody.
+        """
+        if found is self.new or found is self.old:
+            return
+        try:
+            if fingerprint(found) == fingerprint(self.old):
+                return
+        except PatchError:
+            pass
+        raise PatchError(
+            f"{where} has been wrapped or replaced since it was patched, by "
+            f"{getattr(found, '__module__', found)!r}; that must be taken back first"
+        )
+
+
+class Binding(NamedTuple):
+    """A name by which a module has something."""
 
     module: str
     names: dict[str, Any]
     name: str
+
+
+def bindings_of(value: Any) -> Iterator[Binding]:
+    """Every name by which a module has a value."""
+    seen: set[int] = set()
+    for module_name, module in list(sys.modules.items()):
+        # Their dicts, not their attributes: a lazy module must not be made to load what it holds.
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict) or id(names) in seen:
+            continue
+        seen.add(id(names))
+        for name in [name for name, held in list(names.items()) if held is value]:
+            yield Binding(module_name, names, name)
 
 
 class _ExpectedError(PatchError):
@@ -72,14 +135,6 @@ class _ExpectedError(PatchError):
 
 class _FusedError(_ExpectedError):
     """Known code that runs as a fused kernel on a GPU."""
-
-
-class _AbsentError(PatchError):
-    """A site that the installed framework does not have, or cannot import."""
-
-
-class _ExpectedAbsentError(_AbsentError, _ExpectedError):
-    """A site that some releases or installations are known to lack."""
 
 
 class Patch:
@@ -97,7 +152,7 @@ class Patch:
         self,
         framework: str,
         installed: str,
-        holders: Sequence[_Holder],
+        replacements: Sequence[Replacement],
         left: Sequence[Left],
         reaches: Callable[[str], bool],
     ) -> None:
@@ -105,9 +160,9 @@ class Patch:
         self.installed = installed
         self.replaced: tuple[Replaced, ...] = ()
         self.left = tuple(left)
-        self._holders = holders
+        self._replacements = replacements
         self._reaches = reaches
-        self._reached: list[tuple[_Holder, _Name]] = []
+        self._reached: list[tuple[Replacement, Binding]] = []
 
     def __enter__(self) -> Patch:
         return self
@@ -121,21 +176,20 @@ class Patch:
         self.undo()
 
     def _apply(self) -> None:
-        for holder in self._holders:
-            setattr(holder.owner, holder.name, holder.new)
-            held = list(_held(holder.old)) if isinstance(holder.owner, ModuleType) else []
-            reached = [each for each in held if self._reaches(each.module)]
-            for each in reached:
-                each.names[each.name] = holder.new
-                self._reached.append((holder, each))
-            modules = dict.fromkeys(each.module for each in reached)
-            modules.pop(holder.site.where.partition(":")[0], None)
-            self.replaced += (Replaced(holder.site.where, holder.code.releases, tuple(modules)),)
-            self.left += tuple(
-                Left(f"{module}:{name}", _outside(module))
-                for module, _, name in held
-                if not self._reaches(module)
-            )
+        for each in self._replacements:
+            setattr(each.owner, each.name, each.new)
+            bindings = list(bindings_of(each.old)) if isinstance(each.owner, ModuleType) else []
+            modules: dict[str, None] = {}
+            for binding in bindings:
+                if self._reaches(binding.module):
+                    binding.names[binding.name] = each.new
+                    self._reached.append((each, binding))
+                    modules[binding.module] = None
+                else:
+                    where = f"{binding.module}:{binding.name}"
+                    self.left += (Left(where, _outside(binding.module)),)
+            modules.pop(each.where.partition(":")[0], None)
+            self.replaced += (Replaced(each.where, each.releases, tuple(modules)),)
 
     def undo(self) -> tuple[Left, ...]:
         """Put everything back, also where the framework imported it by name since; once is enough.
@@ -151,31 +205,33 @@ class Patch:
         with _LOCK:
             if _ACTIVE.get(self.framework) is not self:
                 return ()
-            for holder in self._holders:
-                found = vars(holder.owner).get(holder.name)
-                _check_unchanged(holder, found, holder.site.where)
-            for holder, (module, names, name) in self._reached:
+            for each in self._replacements:
+                each.check_unchanged(vars(each.owner).get(each.name), each.where)
+            for each, (module, names, name) in self._reached:
                 # A name that the module has deleted since holds no wrapper that could be lost.
-                _check_unchanged(holder, names.get(name, holder.new), f"{module}:{name}")
+                each.check_unchanged(names.get(name, each.new), f"{module}:{name}")
             return self._put_back()
 
     def _put_back(self) -> tuple[Left, ...]:
         kept: list[Left] = []
-        for holder in self._holders:
-            if vars(holder.owner).get(holder.name) is holder.new:
-                setattr(holder.owner, holder.name, holder.old)
-            if not isinstance(holder.owner, ModuleType):
+        for each in self._replacements:
+            if vars(each.owner).get(each.name) is each.new:
+                setattr(each.owner, each.name, each.old)
+            if not isinstance(each.owner, ModuleType):
                 continue
-            for module, names, name in list(_held(holder.new)):
+            for module, names, name in list(bindings_of(each.new)):
                 if self._reaches(module):
-                    names[name] = holder.old
+                    names[name] = each.old
                 else:
                     kept.append(Left(f"{module}:{name}", "imported from the patched framework"))
         del _ACTIVE[self.framework]  # last, so that an interrupted undo can be repeated
         return tuple(kept)
 
     def __str__(self) -> str:
-        return report(self.installed, self.replaced, self.left)
+        lines = [f"klfast in {self.installed}"]
+        lines += [f"  replaced  {each}" for each in self.replaced]
+        lines += [f"  left      {each}" for each in self.left]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -200,10 +256,11 @@ def apply(
     with _LOCK:
         if name in _ACTIVE:
             raise PatchError(f"{name} is already patched; unpatch({name!r}) comes first")
-        holders, failures = _choose(name, framework, targets, exact, strict)
+        replacements, failures = _choose(name, framework, targets, exact, strict)
         left = [Left(where, str(failure)) for where, failure in failures.items()]
         left += _absent(modules)
-        patch = Patch(name, versioned(name), holders, left, _reach(framework.package, modules))
+        reaches = _reach(framework.package, modules)
+        patch = Patch(name, versioned(name), replacements, left, reaches)
         _ACTIVE[name] = patch
         try:
             patch._apply()
@@ -229,18 +286,24 @@ Failures = dict[str, PatchError]
 
 def _choose(
     name: str, framework: Framework, targets: Sequence[Target], exact: bool, strict: bool
-) -> tuple[list[_Holder], Failures]:
+) -> tuple[list[Replacement], Failures]:
     """The replacements and what is left, by the first target whose code is known here."""
     if not is_there(framework.package):
         raise PatchError(f"{name} is not installed")
     found = []
     for target in targets:
-        holders, failures = _prepare(name, target, exact)
-        found.append((holders, failures))
-        known = bool(holders) or any(isinstance(each, _FusedError) for each in failures.values())
+        replacements: list[Replacement] = []
+        failures: Failures = {}
+        for group in target:
+            of_group, why_not = _prepare_group(name, group, exact)
+            replacements += of_group
+            failures.update(why_not)
+        found.append((replacements, failures))
+        is_fused = any(isinstance(each, _FusedError) for each in failures.values())
+        known = bool(replacements) or is_fused
         if known:
             break
-    holders, failures = found[-1] if known else found[0]
+    replacements, failures = found[-1] if known else found[0]
     for where, failure in failures.items():
         if not known or (strict and not isinstance(failure, _ExpectedError)):
             what = "not all" if known else "nothing"
@@ -248,94 +311,90 @@ def _choose(
                 f"{what} of {versioned(name)} is known to klfast, which knows {name} "
                 f"{framework.releases}; {where}: {failure}"
             )
-    return holders, failures
+    return replacements, failures
 
 
-def _prepare(framework: str, target: Target, exact: bool) -> tuple[list[_Holder], Failures]:
-    """The replacements, and the reasons of the groups whose code is not known."""
-    holders: list[_Holder] = []
-    failures: Failures = {}
-    for group in target:
-        of_group, why_not = _prepare_group(framework, group, exact)
-        holders += of_group
-        failures.update(why_not)
-    return holders, failures
-
-
-def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[_Holder], Failures]:
-    holders: list[_Holder] = []
-    failures: Failures = {}
+def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[Replacement], Failures]:
+    """The replacements, or the reasons why the group is left."""
+    places: dict[str, list[Site]] = {}
     for site in group:
+        places.setdefault(site.where, []).append(site)
+    replacements: list[Replacement] = []
+    failures: Failures = {}
+    for where, sites in places.items():
         try:
-            holder = _recognise(framework, site, exact)
+            replacement = _recognise(framework, sites, exact)
         except PatchError as failure:
-            failures[site.where] = failure
+            failures[where] = failure
         else:
-            holders += [] if holder is None else [holder]
+            replacements += [] if replacement is None else [replacement]
     if not failures:
-        return holders, {}
+        return replacements, {}
     # What stays is named only where nothing else says why.
-    of_replaced = {site.where for site in group if any(code.make for code in site.known)}
+    of_replaced = {site.where for site in group if site.new is not None}
     failures = {where: why for where, why in failures.items() if where in of_replaced} or failures
     first = next(iter(failures))
-    for holder in holders:
+    for replacement in replacements:
         together = f"it is replaced together with {first} or not at all"
-        failures[holder.site.where] = type(failures[first])(together)
+        failures[replacement.where] = type(failures[first])(together)
     return [], failures
 
 
-def _recognise(framework: str, site: Site, exact: bool) -> _Holder | None:
-    """The replacement at a site; None where it stays; an error where its code is not known."""
-    try:
-        owner, name, old = _find(framework, site.where)
-    except _AbsentError as error:
-        if site.absent is None:
-            raise
-        raise _ExpectedAbsentError(f"{error} ({site.absent})") from error
-    code = _known_code(site, old)
-    if code.make is None:
+def _recognise(framework: str, sites: Sequence[Site], exact: bool) -> Replacement | None:
+    """The replacement at a place; None where it stays; an error where its code is not known."""
+    where = sites[0].where
+    owner, name, old = _find(framework, where, sites[0].absent)
+    site, code = _known(sites, old)
+    if site.new is None:
         return None
-    new = code.make(old, exact)
-    if code.fused is not None and torch.cuda.is_available():
-        reason = code.fused(sys.modules[site.where.partition(":")[0]])
-        if reason is not None:
+    new = replace(old, site.new, exact)
+    if site.fused is not None and torch.cuda.is_available():
+        does = site.fused(sys.modules[where.partition(":")[0]])
+        if does is not None:
+            reason = f"on a GPU it {does}; no measurement shows klfast to be faster"
             raise _FusedError(reason)
-    return _Holder(site, code, owner, name, old, new)
+    return Replacement(where, site.codes[code], owner, name, old, new)
 
 
-def _find(framework: str, where: str) -> tuple[Any, str, Any]:
-    """Who holds it, under which name, and what it is."""
+def _find(framework: str, where: str, absent: str | None) -> tuple[Any, str, Any]:
+    """Who has it, under which name, and what it is."""
     module_name, _, path = where.partition(":")
-    owner = _import(framework, module_name)
+    owner = _import(framework, module_name, absent)
     *classes, name = path.split(".")
     try:
         for part in classes:
             owner = getattr(owner, part)
         return owner, name, vars(owner)[name]
     except (AttributeError, KeyError):
-        raise _AbsentError(f"the installed {framework} has none") from None
+        raise _missing(f"the installed {framework} has none", absent) from None
 
 
-def _known_code(site: Site, old: Any) -> KnownCode:
-    """The one of the known codes that it has."""
-    codes = [known.code for known in site.known]
-    if codes == [None]:
-        return site.known[0]
+def _missing(text: str, absent: str | None) -> PatchError:
+    """The error of a place that is not there, which ``absent`` expects if it is a text."""
+    return PatchError(text) if absent is None else _ExpectedError(f"{text} ({absent})")
+
+
+def _known(sites: Sequence[Site], old: Any) -> tuple[Site, str]:
+    """The site of a place whose code it has, and that code."""
+    if INSIDE in sites[0].codes:
+        return sites[0], INSIDE
     is_code = inspect.isroutine(old) or inspect.isclass(old) or hasattr(old, "__wrapped__")
     found = fingerprint(old) if is_code else repr(old)
-    if found not in codes:
-        releases = ", ".join(known.releases for known in site.known)
-        raise PatchError(f"its code is none of those that klfast knows ({releases})")
-    return site.known[codes.index(found)]
+    for site in sites:
+        if found in site.codes:
+            return site, found
+    releases = ", ".join(each for site in sites for each in site.codes.values())
+    raise PatchError(f"its code is none of those that klfast knows ({releases})")
 
 
-def _import(framework: str, module: str) -> Any:
+def _import(framework: str, module: str, absent: str | None) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise _AbsentError(f"the installed {framework} has none") from None
-        raise _AbsentError(f"importing {module} failed, for want of {error.name}") from error
+            raise _missing(f"the installed {framework} has none", absent) from None
+        text = f"importing {module} failed, for want of {error.name}"
+        raise _missing(text, absent) from error
     except Exception as error:  # whatever a framework's import may raise
         raise PatchError(f"importing {module} failed: {error!r}") from error
 
@@ -370,31 +429,3 @@ def _absent(modules: Modules) -> list[Left]:
 
 def _outside(module: str) -> str:
     return f'it was imported by name into another module; modules=("{module}",) reaches it'
-
-
-def _held(value: Any) -> Iterator[_Name]:
-    """Every name by which a module holds a value."""
-    seen: set[int] = set()
-    for module_name, module in list(sys.modules.items()):
-        # Their dicts, not their attributes: a lazy module must not be made to load what it holds.
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or id(names) in seen:
-            continue
-        seen.add(id(names))
-        for name in [name for name, held in list(names.items()) if held is value]:
-            yield _Name(module_name, names, name)
-
-
-def _check_unchanged(holder: _Holder, found: Any, where: str) -> None:
-    """Nobody has put something of their own where klfast's is; a reload of the module may have."""
-    if found is holder.new or found is holder.old:
-        return
-    try:
-        if fingerprint(found) == fingerprint(holder.old):
-            return
-    except PatchError:
-        pass
-    raise PatchError(
-        f"{where} has been wrapped or replaced since it was patched, by "
-        f"{getattr(found, '__module__', found)!r}; that must be taken back first"
-    )

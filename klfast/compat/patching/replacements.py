@@ -9,44 +9,41 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from klfast.compat.patching.fingerprints import (
-    PatchError,
-    fingerprint,
-    fingerprint_of_tree,
-    parse,
-)
-
-Make = Callable[[Any, bool], Any]
-"""(what the framework has, exact) -> what takes its place."""
+from klfast.compat.patching.fingerprints import PatchError, fingerprint, fingerprint_of_tree, parse
 
 
-def replacement(new: Any) -> Make:
-    """A function or class of klfast in the framework's place, under the framework's name."""
+class Make(NamedTuple):
+    """How klfast's is made of what the framework has."""
 
-    def make(old: Any, exact: bool) -> Any:
-        if inspect.isclass(new):
-            # A class of its own, so that ``unpatch`` knows who holds it. Its objects are pickled as
-            # klfast's, which any process can read, patched or not.
-            names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
-            methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
-            return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
-        if isinstance(old, staticmethod):
-            return staticmethod(make(old.__func__, exact))
-        function = _exact(new) if exact else new
-
-        @functools.wraps(old)
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-        return stand_in
-
-    return make
+    make: Callable[[Any, bool], Any]
+    """(what the framework has, exact) -> what takes its place."""
 
 
-def replacement_of_compiled(new: Any, code: str) -> Make:
-    """``replacement`` of a function that ``torch.compile`` decorates; ``code`` is its own."""
+def replace(old: Any, new: Any, exact: bool) -> Any:
+    """What takes the place of ``old``: ``new``, under the framework's name, or what it makes."""
+    if isinstance(new, Make):
+        return new.make(old, exact)
+    if inspect.isclass(new):
+        # A class of its own, so that ``unpatch`` knows who holds it. Its objects are pickled as
+        # klfast's, which any process can read, patched or not.
+        names = {name: getattr(old, name) for name in ("__module__", "__qualname__")}
+        methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
+        return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
+    if isinstance(old, staticmethod):
+        return staticmethod(replace(old.__func__, new, exact))
+    function = _exact(new) if exact else new
+
+    @functools.wraps(old)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
+def compiled(new: Any, code: str) -> Make:
+    """For a function that ``torch.compile`` decorates; ``code`` is its own."""
 
     def make(old: Any, exact: bool) -> Any:
         function = getattr(old, "_torchdynamo_orig_callable", old)
@@ -54,9 +51,9 @@ def replacement_of_compiled(new: Any, code: str) -> Make:
             function = old  # which somebody has wrapped once more, its attributes with it
         if fingerprint(function) != code:
             raise PatchError("its code is none of those that klfast replaces")
-        return replacement(new)(function, exact)
+        return replace(function, new, exact)
 
-    return make
+    return Make(make)
 
 
 def _exact(function: Any) -> Any:
@@ -97,24 +94,30 @@ def rewriting(
         for statement, count in rewrite.found.items():
             if count != 1:
                 raise PatchError(f"it must have the statement {statement!r} once, got {count}")
-        # ``super()`` looks for __class__ around its function, where a class body would put it.
-        around = ast.parse("def around(__class__, klfast):\n    return None").body[0]
-        assert isinstance(around, ast.FunctionDef)
-        around.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
-        module = ast.fix_missing_locations(ast.Module([around], []))
-        ast.increment_lineno(module, old.__code__.co_firstlineno - 1)
-        scope: dict[str, Any] = {}
-        code = old.__code__
-        flags = code.co_flags & __future__.annotations.compiler_flag
-        exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
         functions = dict(inspect.getmembers(namespace, inspect.isfunction))
         if exact:
             functions = {name: _exact(function) for name, function in functions.items()}
-        rewritten = scope["around"](_class_of(old), SimpleNamespace(**functions))
-        rewritten.__qualname__ = old.__qualname__
-        return rewritten
+        return _executed(function, old, SimpleNamespace(**functions))
 
-    return make
+    return Make(make)
+
+
+def _executed(function: ast.FunctionDef, old: Any, klfast: SimpleNamespace) -> Any:
+    """The function of a syntax tree, in the file, the globals and the class of the old one."""
+    # ``super()`` looks for __class__ around its function, where a class body would put it. So the
+    # function is defined inside of another, which has both names as arguments and returns it.
+    around = ast.parse("def around(__class__, klfast):\n    return None").body[0]
+    assert isinstance(around, ast.FunctionDef)
+    around.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
+    module = ast.fix_missing_locations(ast.Module([around], []))
+    code = old.__code__
+    ast.increment_lineno(module, code.co_firstlineno - 1)
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    scope: dict[str, Any] = {}
+    exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
+    rewritten = scope["around"](_class_of(old), klfast)
+    rewritten.__qualname__ = old.__qualname__
+    return rewritten
 
 
 def _class_of(function: Any) -> type | None:

@@ -9,7 +9,7 @@ from trl import RLOOTrainer
 
 import klfast
 from klfast.compat import PatchError
-from klfast.compat.targets import targets_of
+from klfast.compat.targets import TARGETS
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_nan_in_the_padding_stays_there(tmp_path):
 
 def test_a_trainer_without_the_statements_is_refused():
     before = vars(RLOOTrainer)["_generate_and_score_completions"]
-    (rloo,) = (site for (site, *_) in targets_of("trl")[0] if "rloo" in site.where)
+    (rloo,) = (site for (site, *_) in TARGETS["trl"][0] if "rloo" in site.where)
     elsewhere = rloo._replace(where="trl.trainer.rloo_trainer:RLOOTrainer._compute_loss")
     with pytest.raises(PatchError, match=r"per_token_kl = .* once, got 0"):
         packages.apply("trl", ((elsewhere,),))
