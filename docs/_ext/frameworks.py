@@ -34,14 +34,6 @@ holds for all frameworks. The code of {title} {releases} was read.
 Its controllers are those of :mod:`klfast.compat.controllers`.
 ```
 """
-LATER = {
-    "trl": {
-        "GRPOMixin": "trl_trainers",
-        "RLOOSamplingMixin": "trl_sampling_trainers",
-        "AdaptiveKLCallback": "trl_callback",
-    }
-}
-"""Classes that a framework's module imports when they are first asked for -> where they are."""
 CALLED = ("apply", "forward")
 """Methods that a class is called by: the reference has them too."""
 CONTROLLERS = ("AdaptiveKLController", "FixedKLController")
@@ -56,7 +48,7 @@ def page_of(name, rows=""):
 def entries_of(name, rows):
     """The reference's entries of a module, in the order in which the page's rows name them."""
     module = importlib.import_module(f"klfast.compat.{name}")
-    later = LATER.get(name, {})
+    later = getattr(module, "LATER", {})  # what it imports when it is first asked for
     names = [each for each in module.__all__ if each not in CONTROLLERS]
     names = [*dict.fromkeys([*names, *later])]
 

@@ -1,6 +1,6 @@
 """The table of frameworks' words for estimators and reductions, made from klfast.compat."""
 
-from klfast.compat import presets, roll_distillation, trl_losses, verl
+from klfast.compat import presets, roll, trl, verl
 from klfast.estimator import Estimator
 
 ESTIMATORS = (
@@ -22,8 +22,8 @@ ESTIMATORS = (
 )
 REDUCTIONS = (
     ("verl, `loss_agg_mode`", verl.REDUCTIONS),
-    ("TRL, `loss_type`", trl_losses.REDUCTIONS),
-    ("ROLL's distillation, `reduction`", roll_distillation.REDUCTIONS),
+    ("TRL, `loss_type`", trl.REDUCTIONS),
+    ("ROLL's distillation, `reduction`", roll.REDUCTIONS),
 )
 _DEFAULTS = Estimator("k1")
 

@@ -1,9 +1,11 @@
-"""Shared by the frameworks' files: presets by name, and the shapes and dtypes they expect."""
+"""Shared by the frameworks' files: klfast's functions in the shapes and dtypes that they expect."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,8 +15,37 @@ from klfast import backends
 from klfast.api import kl_penalty
 from klfast.call import reduce_call
 from klfast.checks.arguments import check_choice
+from klfast.checks.values import IGNORED as IGNORED
 from klfast.estimator import Estimator
 from klfast.logits.api import kl_divergence
+from klfast.logits.api import token_logprobs as fused_token_logprobs
+from klfast.logits.inplace import why_not_inplace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def check_shapes(*rows: tuple[str, Tensor | None, str]) -> None:
+    """Each argument has the sizes that the rows before it gave the letters of its shape.
+
+    A row is (name, tensor or None, letters), as ``("mask", mask, "...")`` after ``("logits",
+    logits, "... V")``. The dots stand for all dimensions before those of the letters.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, tensor, letters in rows:
+        if tensor is None:
+            continue
+        last = letters.split()[1:]
+        cut = tensor.dim() - len(last)
+        found: dict[str, tuple[int, ...]] = {"...": tensor.shape[: max(cut, 0)]}
+        found |= {letter: (size,) for letter, size in zip(last, tensor.shape[cut:], strict=False)}
+        if cut < 0 or any(sizes.setdefault(each, size) != size for each, size in found.items()):
+            before = ["..."] if "..." not in sizes else map(str, sizes["..."])
+            wanted = [*before, *(str(sizes.get(each, (each,))[0]) for each in last)]
+            shape = f"[{', '.join(wanted)}]"
+            if name != rows[0][0]:
+                shape = f"[{', '.join(letters.split())}] of {rows[0][0]}, {shape}"
+            raise ValueError(f"{name} must have the shape {shape}, got {list(tensor.shape)}")
 
 
 def choose(argument: str, mode: object, presets: Mapping[str, Estimator]) -> Estimator:
@@ -34,15 +65,9 @@ def per_token(
 ) -> Tensor:
     """The estimator of every token, in nats, of the shape of ``logprobs``: [], [T], [..., T].
 
-    Args:
-        logprobs: of the taken tokens under the policy.
-        ref_logprobs: under the reference.
-        estimator: which one.
-        mask: 0 where the token does not exist: its value is 0 and its gradient too.
-        old_logprobs: of the policy that sampled, where there is a weight.
-        exact: the order of the frameworks: the value is limited after the exp, whose overflow makes
-            the gradient NaN; the mask is multiplied, which lets NaN through; the result has the
-            inputs' dtype, where otherwise it is fp32 for the lower ones.
+    ``exact=True`` is the order of the frameworks: the value is limited after the exp, whose
+    overflow makes the gradient NaN; the mask is multiplied, which lets NaN through; the result has
+    the inputs' dtype.
     """
     limit = estimator.kl_clip if exact and estimator.gradient == "value" else None
     value = kl_penalty(
@@ -73,9 +98,8 @@ def full_kl(
     """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, by one read.
 
     ``mask * sum over V of p * log(p / q)``, where p and q are the distributions that the log-probs
-    are of: ``klfast.kl_divergence``, to which log-probs are logits as good as any. A word that the
-    policy never says (-inf) adds 0, a masked token is 0, its gradient too, whatever it holds, and
-    lower dtypes give fp32.
+    are of: ``klfast.kl_divergence``, to which log-probs are logits as good as any. A token id that
+    the policy excludes (-inf) adds 0.
 
     The frameworks sum ``exp(logprobs) * (logprobs - ref_logprobs)``, which is the same as far as
     the log-probs sum to one. With a and b the log of what exp(logprobs) and exp(ref_logprobs) sum
@@ -84,15 +108,15 @@ def full_kl(
     vocabulary are not log-probs here: klfast makes distributions of them.
 
     The gradient is that of the distributions, ``p * (log(p / q) - KL)``, and ``q - p`` to the
-    reference; theirs, of numbers that need not sum to one, are ``p * (log(p / q) + 1)`` and ``-p``.
-    They differ by multiples of p and of q, which the backward of ``log_softmax``, or of whatever
-    else made the log-probs sum to one, takes out: at the logits both are the same.
+    reference. Theirs, of numbers that need not sum to one, is ``p * (log(p / q) + 1)`` and ``-p``.
+    They differ by multiples of p and of q, which the backward of ``log_softmax`` takes out: at the
+    logits both are the same.
 
     ``exact=True`` is the frameworks' own, eagerly: their sum and gradient, NaN and the inputs'
     dtype.
 
     Raises:
-        ValueError: there is no vocabulary dimension (log-probs of the taken tokens alone make no
+        ValueError: there is no vocabulary dimension (log-probs of the sampled tokens alone make no
             sense here), or ``ref_logprobs`` or ``mask`` has another shape.
     """
     if logprobs.dim() < 2 or logprobs.shape != ref_logprobs.shape:
@@ -100,11 +124,7 @@ def full_kl(
             "logprobs and ref_logprobs must be log-probs of the whole vocabulary, of one shape "
             f"[..., V], got {list(logprobs.shape)} and {list(ref_logprobs.shape)}"
         )
-    if mask is not None and mask.shape != logprobs.shape[:-1]:
-        raise ValueError(
-            "mask must have the shape of logprobs without the vocabulary, "
-            f"{list(logprobs.shape[:-1])}, got {list(mask.shape)}"
-        )
+    check_shapes(("logprobs", logprobs, "... V"), ("mask", mask, "..."))
     if exact:
         terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
         kl = terms.sum(-1)
@@ -138,6 +158,45 @@ def per_token_or_full(
     return per_token(logprobs, ref_logprobs, presets[kl_penalty], mask, exact=exact)
 
 
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    ignore_index: int | None = None,
+    temperature: float = 1.0,
+    inplace_backward: bool = False,
+    exact: bool = False,
+) -> Tensor:
+    """``klfast.token_logprobs`` of the labels [...], which names the arguments.
+
+    ``inplace_backward``: where that is forbidden, new memory takes the gradient. ``exact``: in the
+    dtype of the logits.
+    """
+    logprobs = fused_token_logprobs(
+        logits,
+        labels,
+        mask=mask,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        inplace_backward=inplace_backward and why_not_inplace(logits) is None,
+    )
+    return logprobs.to(logits.dtype) if exact else logprobs
+
+
+def entropy(
+    logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    exact: bool = False,
+) -> Tensor:
+    """Entropies of softmax(logits), [..., V] -> [...], in nats; arguments as above."""
+    any_id = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    _, entropies = fused_token_logprobs(logits, any_id, mask=mask, return_entropy=True, group=group)
+    return entropies.to(logits.dtype) if exact else entropies
+
+
 def rewards_of_kl(scores: Tensor, kl: Tensor, mask: Tensor | None, kl_coef: float) -> Tensor:
     """``klfast.kl_rewards`` of a KL per token [B, T] that is there already; ``scores`` [B]."""
     call = reduce_call(kl.detach(), mask, "none", None, None, kl_coef)
@@ -145,11 +204,12 @@ def rewards_of_kl(scores: Tensor, kl: Tensor, mask: Tensor | None, kl_coef: floa
     return backends.choose("auto", call).kl_penalty(call)[0]
 
 
-def zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros in the shape of a tensor that take no memory: a sampler whose log-ratio is there."""
-    return tensor.new_zeros(()).expand(tensor.shape)
+def tensor_parallel_group() -> ProcessGroup:
+    """The ranks among which Megatron cuts the vocabulary.
 
-
-def straight_through(value: Tensor, surrogate: Tensor) -> Tensor:
-    """The value of one tensor with the gradient of another."""
-    return value.detach() + (surrogate - surrogate.detach())
+    Raises:
+        ImportError: there is no ``megatron.core``.
+    """
+    state = importlib.import_module("megatron.core.parallel_state")
+    group: ProcessGroup = state.get_tensor_model_parallel_group()
+    return group

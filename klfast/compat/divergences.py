@@ -15,22 +15,21 @@ between  Jensen-Shannon: (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q
 The two ends are not the limits of what lies between, which goes to 0 at both. No framework
 multiplies by the square of the temperature.
 
-Logits are read once (twice between 0 and 1), and nothing of their size is made but gradients.
-
-Differs from TRL and ms-swift: lower dtypes give fp32, and near 0 every digit is right, where their
-sums are rounding (never negative, exactly 0 for equal logits); a logit of -inf in either model adds
-0, where theirs is NaN, and the divergence is infinite only where the other model says that word.
+Logits are read once (twice between 0 and 1), and nothing of their size is made but gradients. A
+logit of -inf in either model adds 0, where the frameworks' sum is NaN; the divergence is infinite
+only where the other model says that token.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from klfast.checks.arguments import check_number
-from klfast.compat.logits import IGNORED
+from klfast.checks.values import are_tracing, checks_requested, holds_values
+from klfast.compat.common import IGNORED, check_shapes
 from klfast.logits.api import kl_divergence
 from klfast.names import DirectionName, ReductionName
 
@@ -40,6 +39,14 @@ class Divergence(NamedTuple):
 
     direction: DirectionName
     jsd_beta: float = 0.5
+
+
+class Reduction(TypedDict, total=False):
+    """How a loss over tokens is reduced: options of ``klfast.kl_divergence``."""
+
+    reduction: ReductionName
+    normalizer: float | Tensor | None
+    coef: float
 
 
 FORWARD = Divergence("forward")
@@ -57,6 +64,14 @@ def interpolated(argument: str, number: float) -> Divergence:
     return Divergence("jsd", b)
 
 
+def check_models(student: Tensor, teacher: Tensor, **masks: Tensor | None) -> None:
+    """Logits of one shape [..., V], and what is given of each token [...], under their names."""
+    of_tokens = [(name, mask, "...") for name, mask in masks.items()]
+    check_shapes(
+        ("student_logits", student, "... V"), ("teacher_logits", teacher, "... V"), *of_tokens
+    )
+
+
 def distill(
     divergence: Divergence,
     student: Tensor,
@@ -70,22 +85,15 @@ def distill(
 ) -> Tensor:
     """``klfast.kl_divergence`` of a student and a teacher, logits or log-probs, [..., V].
 
-    Args:
-        divergence: which one.
-        student: the logits whose softmax is p; any number of dimensions before the last.
-        teacher: of the same shape, for q. Gradients reach it if it requires them.
-        mask: [...], see ``klfast.kl_divergence``, like the rest.
-        temperature: see there.
-        reduction: ``"none"``, [...], ``"token-sum"`` or ``"token-mean"``, 0-dim.
-        normalizer: see there; a tensor may be on another device.
-        coef: see there.
+    Gradients reach the teacher if it requires them. The result is [...] with ``"none"``, and 0-dim
+    with ``"token-sum"`` and ``"token-mean"``. A ``normalizer`` may be on another device.
     """
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.to(student.device)
     value = kl_divergence(
         batched(student),
         batched(teacher),
-        None if mask is None else batched(mask.unsqueeze(-1)).squeeze(-1),
+        batched_mask(mask),
         direction=divergence.direction,
         jsd_beta=divergence.jsd_beta,
         temperature=temperature,
@@ -103,48 +111,31 @@ def batched(logits: Tensor) -> Tensor:
     return logits.flatten(0, -3) if logits.dim() > 3 else logits
 
 
+def batched_mask(mask: Tensor | None) -> Tensor | None:
+    """The mask [...] of such logits."""
+    return None if mask is None else batched(mask.unsqueeze(-1)).squeeze(-1)
+
+
 def kept(labels: Tensor) -> Tensor:
     """Which tokens exist, [...]: those whose label is not -100."""
     return labels != IGNORED
 
 
-def check_same_shape(argument: str, teacher: Tensor, of: str, student: Tensor) -> None:
-    """Two models' numbers are of one vocabulary, [..., V]."""
-    if student.dim() < 1 or student.shape != teacher.shape:
-        raise ValueError(
-            f"{argument} must have the shape of {of}, [..., V], {list(student.shape)}, got "
-            f"{list(teacher.shape)}"
-        )
+def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
+    """The count by which a loss is divided, > 0.
 
-
-def check_per_token(argument: str, value: Tensor, of: str, logits: Tensor) -> None:
-    """A number for each token."""
-    if value.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{argument} must have the shape of {of} without the vocabulary, "
-            f"{list(logits.shape[:-1])}, got {list(value.shape)}"
-        )
-
-
-def check_k_words(of: str, logits: Tensor, **words: Tensor) -> None:
-    """What is known of K words of each token is [..., K], of as many words each."""
-    ends = {each.shape[-1:] for each in words.values()}
-    if len(ends) > 1 or any(each.shape[:-1] != logits.shape[:-1] for each in words.values()):
-        tokens = "".join(f"{size}, " for size in logits.shape[:-1])
-        raise ValueError(
-            f"{' and '.join(words)} must be [{tokens}K], K words of each token of {of}, got "
-            f"{' and '.join(str(list(each.shape)) for each in words.values())}"
-        )
-
-
-def with_one_vocabulary(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [..., V] and [..., W] with the words that either lacks taken from the other.
-
-    Where V and W differ that is a copy of the narrower, in its dtype.
+    Raises:
+        TypeError, ValueError: it is not. The value of a GPU's tensor is not read, because that
+            needs a sync, unless ``KLFAST_CHECK=1`` asks for it.
     """
-    words, others = student.shape[-1], teacher.shape[-1]
-    if words < others:
-        student = torch.cat([student, teacher[..., words:].to(student.dtype)], -1)
-    elif others < words:
-        teacher = torch.cat([teacher, student[..., others:].to(teacher.dtype)], -1)
-    return student, teacher
+    if not isinstance(count, Tensor):
+        is_symbolic = torch.compiler.is_compiling() and type(count) in (int, float)
+        return count if is_symbolic else check_number(argument, count, above=0)
+    if count.dim() != 0:
+        raise ValueError(
+            f"{argument} must be a number or a 0-dim tensor, got a tensor of shape "
+            f"{list(count.shape)}"
+        )
+    if holds_values(count) or (checks_requested() and not are_tracing()):
+        check_number(argument, count.item(), above=0)
+    return count

@@ -6,14 +6,18 @@ from TRL are ``klfast.compat.trl``'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.compat.common import per_token
-from klfast.compat.ms_swift_distillation import gkd_loss, jsd_loss
+from klfast.compat.common import check_shapes, per_token, tensor_parallel_group
+from klfast.compat.divergences import distill, interpolated, kept
 from klfast.compat.presets import MS_SWIFT
-from klfast.compat.shards import vocab_parallel_kl_div
-from klfast.compat.trl_logits import entropy_from_logits
+from klfast.compat.trl import entropy_from_logits
+from klfast.logits.api import kl_divergence
 
 __all__ = [
     "entropy_from_logits",
@@ -65,3 +69,181 @@ def sequence_kl(
         estimator=MS_SWIFT["k1"],
         reduction="seq-sum",
     )
+
+
+def vocab_parallel_kl_div(input_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
+    """KL(target || input) of log-probs [..., V / ranks], [...], in nats, on every rank.
+
+    The ranks are those of Megatron's tensor parallelism. Differs from ms-swift: never negative, and
+    0 for equal distributions; -inf under both adds 0, where theirs is NaN. Gradients are those at
+    the log-probs' own logits: behind a log-softmax both are the same.
+    """
+    rows = input_log_probs.shape[:-1]
+    one_sequence = [x.reshape(1, -1, x.shape[-1]) for x in (input_log_probs, target_log_probs)]
+    group = tensor_parallel_group()
+    return kl_divergence(*one_sequence, direction="forward", group=group).view(rows)
+
+
+# Distillation: ``swift.rlhf_trainers.gkd_loss``. p = softmax of the student, q of the teacher.
+
+
+def jsd_loss(
+    s_logits: Tensor,
+    t_logits: Tensor,
+    beta: float,
+    log_softmax_fn: Callable[..., Tensor] | None = None,
+    kl_div_fn: Callable[..., Tensor] | None = None,
+    chunk_size: int = 512,
+) -> Tensor:
+    """The sum over tokens of their divergences, 0-dim, in nats.
+
+    Args:
+        s_logits: [N, V], of the student, over the temperature.
+        t_logits: [N, V], of the teacher.
+        beta: 0 is the forward KL(q || p), 1 the reverse KL(p || q), between them the generalized
+            Jensen-Shannon divergence.
+        log_softmax_fn: None: klfast has its own, over a whole vocabulary.
+        kl_div_fn: None.
+        chunk_size: of no use: there is no temporary that it could make smaller.
+
+    Raises:
+        ValueError: shapes that differ, a ``beta`` that is not between 0 and 1, or functions for a
+            vocabulary in shards.
+    """
+    _check_own_functions(log_softmax_fn, kl_div_fn)
+    check_shapes(("s_logits", s_logits, "... V"), ("t_logits", t_logits, "... V"))
+    return distill(interpolated("beta", beta), s_logits, t_logits, reduction="token-sum")
+
+
+def gkd_loss(
+    student_logits: Tensor,
+    teacher_output: Any,
+    labels: Tensor,
+    beta: float,
+    temperature: float,
+    gather_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+    log_softmax_fn: Callable[..., Tensor] | None = None,
+    kl_div_fn: Callable[..., Tensor] | None = None,
+    chunk_size: int = 512,
+) -> tuple[Tensor, Tensor]:
+    """ms-swift's GKD loss: (sum over tokens of their divergences in nats, number of tokens).
+
+    The teacher has ``full_logits``, or, which comes first, ``topk_logprobs`` and ``topk_indices``
+    of K words. Then both models are made distributions over those K, as in ms-swift: of one word
+    that is 0 whatever the student says. ``klfast.topk_kl_divergence`` with the tail ``"bucket"``
+    compares all other words as one more.
+
+    A full vocabulary that is wider in one model than in the other (padding) is filled up in the
+    other with the first one's logits, as in ms-swift: that copies the narrower. Where the teacher's
+    labels stand at other positions than the student's (OPSD), the rows of both are copied side by
+    side. Finding that out costs a GPU one sync, unless both are one tensor; ms-swift's own has
+    several.
+
+    Args:
+        student_logits: [B, T, V].
+        teacher_output: ms-swift's ``TeacherOutput``, or an object with its attributes
+            ``full_logits`` [B, T, W], ``topk_logprobs`` and ``topk_indices`` [B, T, K], and
+            ``labels`` [B, T] (None: the student's); the others None. Where all K log-probs of a
+            token are infinite, it has none: the token does not count.
+        labels: [B, T], -100 where the token does not exist: its row is not read.
+        beta: see :func:`jsd_loss`.
+        temperature: of both, the teacher's log-probs of K words too.
+        gather_fn: (logits [N, V], indices [N, K]) -> [N, K], of the K words alone, such as from
+            shards of the vocabulary; the rows are copied for it. None: from a whole vocabulary.
+        log_softmax_fn: None with ``full_logits``, like the next: klfast has its own, over a whole
+            vocabulary. As in ms-swift K words need none.
+        kl_div_fn: see there.
+        chunk_size: see :func:`jsd_loss`.
+
+    Returns:
+        Two 0-dim tensors; the number is int64.
+
+    Raises:
+        ValueError: a wrong shape or number; labels of which the teacher has more or fewer than the
+            student; a teacher without anything; or functions for a vocabulary in shards.
+    """
+    divergence = interpolated("beta", beta)
+    check_shapes(("student_logits", student_logits, "... V"), ("labels", labels, "..."))
+    few = teacher_output.topk_logprobs is not None and teacher_output.topk_indices is not None
+    parts: tuple[Tensor, ...]
+    if few:
+        parts = (teacher_output.topk_logprobs, teacher_output.topk_indices)
+    elif teacher_output.full_logits is not None:
+        _check_own_functions(log_softmax_fn, kl_div_fn)
+        parts = (teacher_output.full_logits,)
+    else:
+        raise ValueError(
+            "teacher_output must have full_logits, or topk_logprobs and topk_indices, got neither"
+        )
+    as_rows = few and gather_fn is not None
+    student, parts, mask = _aligned(student_logits, parts, labels, teacher_output.labels, as_rows)
+    if few:
+        student, teacher, mask = _of_few_ids(student, parts[0], parts[1], mask, gather_fn)
+    else:
+        student, teacher = _with_one_vocabulary(student, parts[0])
+    check_shapes(("student_logits", student, "... V"), ("teacher_output", teacher, "... V"))
+    total = distill(
+        divergence, student, teacher, mask, temperature=temperature, reduction="token-sum"
+    )
+    return total, mask.sum()
+
+
+def _check_own_functions(*functions: Callable[..., Tensor] | None) -> None:
+    if any(function is not None for function in functions):
+        raise ValueError(
+            "log_softmax_fn and kl_div_fn must be None: klfast has its own softmax and divergence, "
+            "of whole vocabularies, not of their shards"
+        )
+
+
+def _aligned(
+    student: Tensor,
+    parts: tuple[Tensor, ...],
+    labels: Tensor,
+    teacher_labels: Tensor | None,
+    as_rows: bool,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Student and teacher token by token, and which tokens exist.
+
+    As they are where the labels stand at the same positions; else, or ``as_rows``, [N, ...] of the
+    existing tokens alone.
+    """
+    mask = kept(labels)
+    others = mask if teacher_labels is None or teacher_labels is labels else kept(teacher_labels)
+    same = others is mask or (others.shape == mask.shape and torch.equal(others, mask))
+    if same and not as_rows:
+        return student, parts, mask
+    rows, other_rows = student[mask], tuple(part[others] for part in parts)
+    if len(rows) != len(other_rows[0]):
+        raise ValueError(
+            "teacher_output.labels must keep as many tokens as labels, "
+            f"{len(rows)}, got {len(other_rows[0])}"
+        )
+    return rows, other_rows, mask.new_ones(len(rows))
+
+
+def _of_few_ids(
+    student: Tensor,
+    logprobs: Tensor,
+    indices: Tensor,
+    mask: Tensor,
+    gather_fn: Callable[[Tensor, Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both models' K words, [..., K], and the tokens of which the teacher has any."""
+    mask = mask & ~logprobs.isinf().all(-1)
+    indices = torch.where(mask.unsqueeze(-1), indices, 0)
+    words = student.gather(-1, indices) if gather_fn is None else gather_fn(student, indices)
+    return words, logprobs, mask
+
+
+def _with_one_vocabulary(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [..., V] and [..., W] with the words that either lacks taken from the other.
+
+    Where V and W differ that is a copy of the narrower, in its dtype.
+    """
+    words, others = student.shape[-1], teacher.shape[-1]
+    if words < others:
+        student = torch.cat([student, teacher[..., words:].to(student.dtype)], -1)
+    elif others < words:
+        teacher = torch.cat([teacher, student[..., others:].to(teacher.dtype)], -1)
+    return student, teacher

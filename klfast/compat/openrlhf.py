@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from klfast.compat import logits as over_logits
-from klfast.compat.common import choose, per_token, rewards_of_kl, straight_through
+from klfast.compat import common
+from klfast.compat.common import choose, per_token, rewards_of_kl
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import OPENRLHF
 from klfast.estimator import Estimator
@@ -57,7 +57,7 @@ def compute_approx_kl(
         return per_token(log_probs, log_probs_base, replace(estimator, gradient="k2"))
     value = per_token(log_probs, log_probs_base, replace(estimator, gradient="none"))
     surrogate = per_token(log_probs, log_probs_base, UNBIASED, old_logprobs=log_probs_old)
-    return straight_through(value, surrogate)
+    return value.detach() + (surrogate - surrogate.detach())
 
 
 def compute_approx_kl_unweighted(
@@ -114,8 +114,8 @@ def log_probs_from_logits(
     """
     if exact and temperature != 1.0:
         logits, temperature = logits.div_(temperature), 1.0
-    return over_logits.token_logprobs(
-        logits, labels, ignore_index=over_logits.IGNORED, temperature=temperature, exact=exact
+    return common.token_logprobs(
+        logits, labels, ignore_index=common.IGNORED, temperature=temperature, exact=exact
     )
 
 
@@ -125,4 +125,4 @@ def compute_entropy(logits: Tensor, *, exact: bool = False) -> Tensor:
     Differs from OpenRLHF: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32
     (``exact=True``: their own). There is nothing to compile.
     """
-    return over_logits.entropy(logits, exact=exact)
+    return common.entropy(logits, exact=exact)

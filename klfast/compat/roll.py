@@ -8,14 +8,23 @@ ROLL is installed from source; its tags v0.1.0 to v0.3.0 and its main branch hav
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from klfast.compat import logits as over_logits
-from klfast.compat.common import per_token_or_full
+from klfast.checks.arguments import check_choice
+from klfast.checks.values import are_tracing
+from klfast.compat import common
+from klfast.compat.common import IGNORED, check_shapes, per_token_or_full
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
+from klfast.compat.divergences import FORWARD, REVERSE, Divergence, distill, kept
 from klfast.compat.presets import ROLL
-from klfast.compat.roll_distillation import VariousDivergence, op_compute_various_divergence
+from klfast.names import ReductionName
 
 __all__ = [
     "AdaptiveKLController",
@@ -61,7 +70,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
     By one read, where ROLL makes two copies of the logits. Differs from ROLL: fp64 stays fp64.
     """
-    return over_logits.token_logprobs(logits, labels)
+    return common.token_logprobs(logits, labels)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -69,7 +78,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
     Differs from ROLL: a logit of -inf adds 0, where theirs gives NaN; fp64 stays fp64.
     """
-    return over_logits.entropy(logits)
+    return common.entropy(logits)
 
 
 def get_kl_controller(
@@ -87,3 +96,236 @@ def get_kl_controller(
     return AdaptiveKLController(
         init_kl_coef, target_kl, 10_000 if kl_horizon is None else kl_horizon
     )
+
+
+# Distillation. p = softmax(logits / kd_temperature) of the student, q the teacher's probabilities,
+# which ROLL has divided by that temperature (and by the teacher's own) already: over a whole
+# vocabulary, or over the teacher's K likeliest tokens, of which both are made distributions.
+
+
+OBJECTIVES = {
+    "forward_kl": FORWARD,
+    "reverse_kl": REVERSE,
+    "js_divergence": Divergence("jsd", 0.5),
+}
+"""``kd_objective`` -> the divergence. Those that no read of klfast computes are ``adaptive_kl``,
+``skewed_forward_kl`` and ``skewed_reverse_kl``."""
+
+REDUCTIONS: dict[str, ReductionName] = {
+    "mean": "token-mean",
+    "sum": "token-sum",
+    "none": "none",
+}
+
+
+def _method(objective: str) -> Callable[..., Tensor]:
+    """ROLL's method of one objective, whatever the object's own is."""
+
+    def compute(
+        self: Any,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        return _divergence(
+            OBJECTIVES[objective], self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
+        )
+
+    compute.__doc__ = f"The divergence of every token by ``{objective}``."
+    return compute
+
+
+class VariousDivergence:
+    """Divergences of every token, [..., V] -> [...], fp32, in nats, called as ROLL's own.
+
+    ========================= ====================================================
+    ``kd_objective``          per token
+    ========================= ====================================================
+    ``forward_kl``            KL(q || p)
+    ``reverse_kl``            KL(p || q)
+    ``js_divergence``         (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2
+    ========================= ====================================================
+
+    Both are read once (twice for ``js_divergence``), and nothing of their size is made but the
+    student's gradient, and, for a ``kd_temperature`` that is not 1, the teacher's log-probs times
+    it. No gradient reaches the teacher, in ROLL either: its numbers come from another process.
+
+    Words that ``teacher_inf_mask`` excludes (log-probs of -inf, such as a padded vocabulary) are
+    left out of the sum, as in ROLL: p is that of all words, its terms those of the others, so that
+    ``reverse_kl`` is finite, and can be negative. A token without any other word is 0. Where there
+    are such words, which costs a GPU one sync to find out, the logits are copied, and all but
+    ``forward_kl`` take a second divergence.
+
+    Differs from ROLL: near 0 every digit is right (without excluded words never negative, exactly 0
+    for equal models), and ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities
+    in its logarithms. Where words are excluded the gradient is that of the value; ROLL's of
+    ``reverse_kl`` is NaN, and so is every objective's where all words are. The teacher is
+    ``teacher_log_probs`` alone, of which klfast makes a distribution. Without the mask, and for
+    words that the student alone excludes (a logit of -inf), klfast has the words' value where ROLL
+    leaves them out: 0 but for ``js_divergence``, the ``reverse_kl`` of what the teacher excludes
+    and the ``forward_kl`` of what the student does, both infinite. fp64 stays fp64.
+
+    Args:
+        pipeline_config: with ROLL's ``kd_objective`` and ``kd_temperature``.
+        padding_id: kept, as in ROLL.
+
+    Raises:
+        ValueError: a ``kd_objective`` that klfast does not compute; the message lists those it
+            does.
+    """
+
+    def __init__(self, pipeline_config: Any, padding_id: int = IGNORED) -> None:
+        self.kd_temperature = pipeline_config.kd_temperature
+        self.kd_objective = pipeline_config.kd_objective
+        self.padding_id = padding_id
+        self.args = pipeline_config
+        check_choice("kd_objective", self.kd_objective, tuple(OBJECTIVES))
+
+    def __call__(
+        self,
+        logits: Tensor,
+        teacher_probs: Tensor | None,
+        teacher_log_probs: Tensor,
+        teacher_inf_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The divergence of every token by ``kd_objective``."""
+        objective = OBJECTIVES[self.kd_objective]
+        return _divergence(
+            objective, self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
+        )
+
+    compute_forward_kl_divergence = _method("forward_kl")
+    compute_reverse_kl_divergence = _method("reverse_kl")
+    compute_js_divergence = _method("js_divergence")
+
+
+def op_compute_various_divergence(
+    loss_callable: VariousDivergence,
+    logits: Tensor,
+    teacher_topk_probs: Tensor | None,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_indices: Tensor | None,
+    teacher_topk_inf_mask: Tensor | None,
+    labels: Tensor | None,
+    attention_mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor]:
+    """The strategies' method of that name as a function: (loss in nats, number of tokens), fp32.
+
+    Divergence, mask and sum in one read, which makes the gradient too, unless the teacher excludes
+    words (see :class:`VariousDivergence`); rows of tokens that do not exist are not read. For
+    logits that are whole, not in shards of the vocabulary or the sequence.
+
+    Args:
+        loss_callable: klfast's :class:`VariousDivergence`.
+        logits: [B, T, V], of the student.
+        teacher_topk_probs: not read.
+        teacher_topk_log_probs: [B, T, V], or [B, T, K] of the teacher's likeliest words.
+        teacher_topk_indices: [B, T, K], which words those are; None for a whole vocabulary.
+        teacher_topk_inf_mask: of their shape, True at the words that the teacher excludes, or None.
+        labels: [B, T], -100 where the token does not exist.
+        attention_mask: [B, T], 0 where it does not exist, where ``labels`` is None.
+        reduction: ``"mean"`` over tokens (0 of none), their ``"sum"``, or ``"none"``: [B, T],
+            unmasked as in ROLL.
+
+    Raises:
+        TypeError, ValueError: another ``loss_callable`` or ``reduction``, a wrong shape, or neither
+            labels nor mask.
+    """
+    if not isinstance(loss_callable, VariousDivergence):
+        raise TypeError(
+            "loss_callable must be a klfast.compat.roll.VariousDivergence, got "
+            f"{type(loss_callable).__name__}"
+        )
+    check_choice("reduction", reduction, REDUCTIONS)
+    if labels is not None:
+        check_shapes(("logits", logits, "... V"), ("labels", labels, "..."))
+        mask = kept(labels)
+    elif attention_mask is not None:
+        check_shapes(("logits", logits, "... V"), ("attention_mask", attention_mask, "..."))
+        mask = attention_mask != 0
+    else:
+        raise ValueError("labels or attention_mask must be given, got neither")
+    if teacher_topk_indices is not None:
+        indices = teacher_topk_indices.long()
+        if reduction != "none":  # indices of padding need not be words
+            indices = torch.where(mask.unsqueeze(-1), indices, 0)
+        logits = logits.gather(-1, indices)
+    loss = _divergence(
+        OBJECTIVES[loss_callable.kd_objective],
+        loss_callable.kd_temperature,
+        logits,
+        teacher_topk_log_probs,
+        teacher_topk_inf_mask,
+        None if reduction == "none" else mask,
+        reduction=REDUCTIONS[reduction],
+    )
+    return loss, mask.sum().float()
+
+
+def _divergence(
+    divergence: Divergence,
+    temperature: float,
+    logits: Tensor,
+    teacher_log_probs: Tensor,
+    excluded: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    reduction: ReductionName = "none",
+) -> Tensor:
+    """``distill`` with log-probs of the teacher, which have been over the temperature already."""
+    check_shapes(
+        ("logits", logits, "... V"),
+        ("teacher_log_probs", teacher_log_probs, "... V"),
+        ("teacher_inf_mask", excluded, "... V"),
+    )
+    teacher = teacher_log_probs.detach()
+    if temperature != 1:
+        teacher = teacher.to(torch.promote_types(teacher.dtype, torch.float32)) * temperature
+    if excluded is not None and (are_tracing() or excluded.any()):
+        return _of_kept_ids(divergence, temperature, logits, teacher, excluded, mask, reduction)
+    return distill(divergence, logits, teacher, mask, temperature=temperature, reduction=reduction)
+
+
+def _of_kept_ids(
+    divergence: Divergence,
+    temperature: float,
+    logits: Tensor,
+    teacher: Tensor,
+    excluded: Tensor,
+    mask: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """The divergence's terms at the words that the teacher keeps, K, summed; q is 0 elsewhere.
+
+    With P what p has at K, and p_K = p / P there:
+
+    ======= ==================================================
+    reverse ``sum over K of p log(p / q) = P (KL(p_K || q) + log P)``
+    jsd     ``jsd(p, q) - (1 - P) log(2) / 2``
+    forward ``KL(q || p)``
+    ======= ==================================================
+
+    ``log P = -KL(p_K || p)``, which has its digits near P = 1 and near P = 0.
+    """
+    within = logits.masked_fill(excluded, -math.inf)
+    any_word = ~within.isneginf().all(-1)
+    each = partial(
+        distill, mask=any_word if mask is None else any_word & mask, temperature=temperature
+    )
+    if divergence == FORWARD:
+        terms = each(FORWARD, logits, teacher)
+    else:
+        log_mass = -each(REVERSE, within, logits)
+        if divergence == REVERSE:
+            terms = log_mass.exp() * (each(REVERSE, within, teacher) + log_mass)
+        else:
+            terms = each(divergence, logits, teacher) + log_mass.expm1() * (math.log(2) / 2)
+    if reduction == "none":
+        return terms
+    total = terms.sum()
+    if reduction == "token-sum":
+        return total
+    number = terms.numel() if mask is None else mask.sum()
+    return total / torch.as_tensor(number).clamp(min=1)

@@ -7,20 +7,25 @@ place of SkyRL's own. ``logprobs_from_logits``, which SkyRL has from verl, is ve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from klfast.api import kl_penalty as fused_kl_penalty
+from klfast.api import reduce
 from klfast.checks.arguments import check_choice
-from klfast.compat import logits as over_logits
+from klfast.compat import common
 from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
+from klfast.compat.divergences import FORWARD, check_models, distill
 from klfast.compat.presets import SKYRL
-from klfast.compat.skyrl_mtp import draft_soft_ce, draft_soft_ce_topk
 from klfast.compat.verl import logprobs_from_logits
+from klfast.dtypes import wide_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "AdaptiveKLController",
@@ -156,4 +161,85 @@ def chunked_entropy_from_logits(
     there.
     """
     logits = logits if requires_grad else logits.detach()
-    return over_logits.entropy(logits, mask=attention_mask, exact=exact)
+    return common.entropy(logits, mask=attention_mask, exact=exact)
+
+
+# The losses of a draft head, ``skyrl.backends.skyrl_train.mtp.soft_ce``: the soft cross-entropy
+# between the head (p, the student) and the policy (q, its teacher).
+
+
+def draft_soft_ce(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor,
+    global_normalization_factor: float | Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The masked mean of the soft cross-entropy, a 0-dim tensor, in nats.
+
+    Args:
+        student_logits: [B, T, V].
+        teacher_logits: [B, T, V], detached; cut both to the words that exist (a view will do).
+        mask: [B, T], which tokens exist, and their weights.
+        global_normalization_factor: divides the sum instead of that of the mask. Below 1 either
+            counts as 1. Under DDP and FSDP, which average gradients, the number of all ranks has
+            to be divided by the world size unless the loss is multiplied by it.
+        vocab_parallel_group: None, or a group of one: klfast does not add up shards here.
+        chunk_size: of no use: there is no temporary that it could make smaller.
+
+    Raises:
+        ValueError: a wrong shape, a teacher with a gradient, or a vocabulary in shards.
+    """
+    _check(student_logits, teacher_logits, mask, vocab_parallel_group)
+    normalizer = _normalizer(mask, global_normalization_factor)
+    divergence = distill(
+        FORWARD,
+        student_logits,
+        teacher_logits,
+        mask,
+        reduction="token-mean",
+        normalizer=normalizer,
+    )
+    entropies = common.entropy(teacher_logits, mask=mask)
+    return divergence + reduce(entropies, mask, reduction="token-mean", normalizer=normalizer)
+
+
+def draft_soft_ce_topk(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor,
+    k: int,
+    global_normalization_factor: float | Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    roll_shift: int = 0,
+) -> Tensor:
+    """The same in nats over the teacher's ``k`` likeliest words, renormalized in both models.
+
+    ``torch.topk`` finds them; ``roll_shift`` moves them, [B, T, k], as many tokens to the left. The
+    other arguments and errors are those of :func:`draft_soft_ce`.
+    """
+    _check(student_logits, teacher_logits, mask, vocab_parallel_group)
+    words, indices = teacher_logits.topk(min(k, teacher_logits.shape[-1]), dim=-1)
+    if roll_shift:
+        words, indices = (torch.roll(t, -roll_shift, dims=1) for t in (words, indices))
+    few = student_logits.gather(-1, indices)
+    return draft_soft_ce(few, words, mask, global_normalization_factor)
+
+
+def _check(student: Tensor, teacher: Tensor, mask: Tensor, group: ProcessGroup | None) -> None:
+    check_models(student, teacher, mask=mask)
+    if teacher.requires_grad:
+        raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        raise ValueError(
+            "vocab_parallel_group must be None or a group of one, as klfast does not add up shards "
+            f"of a vocabulary here, got one of {torch.distributed.get_world_size(group)}"
+        )
+
+
+def _normalizer(mask: Tensor, factor: float | Tensor | None) -> float | Tensor:
+    """At least 1."""
+    if factor is None:
+        return mask.sum(dtype=wide_dtype(mask.device)).clamp(min=1)
+    return factor.clamp(min=1) if isinstance(factor, Tensor) else max(1.0, factor)

@@ -18,7 +18,6 @@ from klfast.compat import (
     roll,
     skyrl,
     trl,
-    trl_sampling_trainers,
     trl_trainers,
     trlx,
     verl,
@@ -161,7 +160,7 @@ _TRL = (
         _GRPO.row(
             "_generate_and_score_completions",
             {INSIDE: trl_trainers.RELEASES},
-            rewriting({}, trl_sampling_trainers.GRPO, blocks=_SAMPLING),
+            rewriting({}, trl_trainers.GRPO, blocks=_SAMPLING),
         ),
     ),
     (

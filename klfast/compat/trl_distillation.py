@@ -1,28 +1,38 @@
-"""TRL's distillation losses over a whole vocabulary, of 1.16: ``trl.experimental.gkd``, and
-``loss_utils`` of ``trl.experimental.sdft`` and ``trl.experimental.sdpo``.
+"""TRL's distillation losses, of 1.16: ``trl.experimental.gkd``, ``loss_utils`` of
+``trl.experimental.sdft`` and ``sdpo``, and ``trl.experimental.iw_opd``.
 
 p = softmax of the student, q of the teacher. ``klfast.compat.divergences`` has what ``beta`` and
-``alpha`` mean, what is read and made, and what differs from TRL; gradients reach the student, and
-the teacher if it requires them.
+``alpha`` mean, and what is read and made; gradients reach both models.
+
+Of a few tokens of each position, with the bucket, K of them and what is left of each model, 1 -
+sum, are compared: ``klfast.topk_kl_divergence``. Without it both models are made distributions over
+the K, which takes no read of the vocabulary, and is 0 of one whatever the models say. Differs from
+TRL: a bucket is at least 2^-24, and theirs 1e-7. Where it would be less, TRL's has no gradient;
+klfast's has it down to 2^-24, and all of its digits.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_number
-from klfast.checks.values import are_tracing, checks_requested, holds_values
+from klfast.compat.common import check_shapes
 from klfast.compat.divergences import (
-    check_per_token,
-    check_same_shape,
+    FORWARD,
+    REVERSE,
+    Divergence,
+    Reduction,
+    batched,
+    batched_mask,
+    check_models,
     distill,
     interpolated,
     kept,
+    positive_count,
 )
-from klfast.names import ReductionName
+from klfast.dtypes import wide
+from klfast.logits.api import token_logprobs, topk_kl_divergence
+from klfast.logits.entries import log_tail
 
 
 def generalized_jsd_loss(
@@ -45,56 +55,88 @@ def generalized_jsd_loss(
         temperature: of both.
         reduction: of the per-token divergences, ``"batchmean"``: their mean over kept tokens, or
             without labels their sum / the first dimension; ``"sum"``; ``"mean"``: their mean over
-            tokens / V, as TRL's is over the terms of all words.
+            tokens / V, as TRL's is over the terms of all token ids. The mean of nothing is 0.
         num_items_in_batch: instead of all that, the sum / this number > 0. Under DDP and FSDP,
             which average gradients, the number of all ranks has to be divided by the world size
             unless the loss is multiplied by it.
 
-    Differs from TRL, besides the module's list: rows of ignored tokens are not copied; the mean of
-    nothing is 0, where ``"mean"`` is NaN there.
-
     Raises:
         ValueError: a wrong shape, ``beta`` or number, or ``reduction="none"``, which in TRL is the
-            terms of every word: ``klfast.kl_divergence`` gives them summed, per token.
+            terms of every token id: ``klfast.kl_divergence`` gives them summed, per token.
 
     Source: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024, arXiv:2306.13649).
     """
-    check_same_shape("teacher_logits", teacher_logits, "student_logits", student_logits)
-    mask = None
-    if labels is not None:
-        check_per_token("labels", labels, "student_logits", student_logits)
-        mask = kept(labels)
-    return distill(
-        interpolated("beta", beta),
+    return iw_opd_generalized_jsd_loss(
         student_logits,
         teacher_logits,
-        mask,
-        temperature=temperature,
-        **reduced(reduction, num_items_in_batch, student_logits, mask),
+        labels,
+        beta,
+        temperature,
+        reduction,
+        num_items_in_batch=num_items_in_batch,
     )
 
 
-class Reduction(TypedDict, total=False):
-    """Options of ``distill``."""
+def iw_opd_generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    top_k: int = 0,
+    add_tail: bool = True,
+    num_items_in_batch: float | Tensor | None = None,
+) -> Tensor:
+    """``IWOPDTrainer.generalized_jsd_loss``: a 0-dim tensor, in nats.
 
-    reduction: ReductionName
-    normalizer: float | Tensor
-    coef: float
+    The arguments are those of :func:`generalized_jsd_loss`, and two more.
+
+    Args:
+        student_logits: [B, T, V], or [N, V].
+        teacher_logits: see there, like the next four.
+        labels: see there.
+        beta: see there.
+        temperature: see there.
+        reduction: see there; ``"mean"`` divides by the number of categories, which of both models'
+            tokens is 2 ``top_k``, and one more with a bucket.
+        top_k: compare so many tokens alone, the teacher's likeliest for the forward KL, the
+            student's for the reverse, both models' between. 0, or V and more: all.
+        add_tail: compare a bucket of all other tokens too.
+        num_items_in_batch: see there.
+
+    Raises:
+        ValueError: as there.
+    """
+    check_models(student_logits, teacher_logits, labels=labels)
+    mask = None if labels is None else kept(labels)
+    divergence = interpolated("beta", beta)
+    models = student_logits, teacher_logits
+    if not 0 < top_k < student_logits.shape[-1]:
+        options = _reduced(reduction, num_items_in_batch, student_logits, mask)
+        return distill(divergence, *models, mask, temperature=temperature, **options)
+    ids, exist = _support(divergence, *models, top_k)
+    terms = ids.shape[-1] + bool(add_tail)
+    options = _reduced(reduction, num_items_in_batch, student_logits, mask, terms)
+    if add_tail:
+        return _with_tail(divergence, *models, ids, exist, mask, temperature, options)
+    student, teacher = (logits.gather(-1, ids) for logits in models)
+    if exist is not None:
+        student, teacher = (logits.masked_fill(~exist, -torch.inf) for logits in (student, teacher))
+    return distill(divergence, student, teacher, mask, temperature=temperature, **options)
 
 
-def reduced(
+def _reduced(
     reduction: str,
     number: float | Tensor | None,
     logits: Tensor,
     mask: Tensor | None,
     terms: int | None = None,
 ) -> Reduction:
-    """How a sum over tokens is divided. ``terms``: of a token, if not as many as words."""
+    """How a sum over tokens is divided. ``terms``: of a token, if not as many as token ids."""
     if number is not None:
-        return {
-            "reduction": "token-mean",
-            "normalizer": _positive("num_items_in_batch", number),
-        }
+        count = positive_count("num_items_in_batch", number)
+        return {"reduction": "token-mean", "normalizer": count}
     if reduction == "batchmean":
         if mask is not None:
             return {"reduction": "token-mean"}
@@ -109,34 +151,14 @@ def reduced(
     )
 
 
-def _positive(argument: str, count: float | Tensor) -> float | Tensor:
-    """The count, > 0.
-
-    Raises:
-        TypeError, ValueError: it is not. The value of a GPU's tensor is not read, because that
-            needs a sync, unless ``KLFAST_CHECK=1`` asks for it.
-    """
-    if not isinstance(count, Tensor):
-        is_symbolic = torch.compiler.is_compiling() and type(count) in (int, float)
-        return count if is_symbolic else check_number(argument, count, above=0)
-    if count.dim() != 0:
-        raise ValueError(
-            f"{argument} must be a number or a 0-dim tensor, got a tensor of shape "
-            f"{list(count.shape)}"
-        )
-    if holds_values(count) or (checks_requested() and not are_tracing()):
-        check_number(argument, count.item(), above=0)
-    return count
-
-
 def compute_divergence(
     student_log_probs: Tensor, teacher_log_probs: Tensor, alpha: float
 ) -> Tensor:
     """SDFT's and SDPO's divergence of every token, [..., V] -> [...], in nats.
 
     ``alpha``: 0 is the forward KL(q || p), 1 the reverse KL(p || q), between them the generalized
-    Jensen-Shannon divergence. V may be the vocabulary, or, as TRL uses it too, a few words whose
-    log-probs sum to one: the likeliest K renormalised, or with a bucket for all others.
+    Jensen-Shannon divergence. V may be the vocabulary, or, as TRL uses it too, a few categories
+    whose log-probs sum to one: the likeliest K renormalised, or with a bucket for all others.
 
     Log-probs are logits to klfast, which makes distributions of them: what they do not sum to one
     for rounding is not in the value, and the gradient to the log-probs differs from TRL's by
@@ -146,7 +168,10 @@ def compute_divergence(
     Raises:
         ValueError: shapes that differ, or an ``alpha`` that is not between 0 and 1.
     """
-    check_same_shape("teacher_log_probs", teacher_log_probs, "student_log_probs", student_log_probs)
+    check_shapes(
+        ("student_log_probs", student_log_probs, "... V"),
+        ("teacher_log_probs", teacher_log_probs, "... V"),
+    )
     return distill(interpolated("alpha", alpha), student_log_probs, teacher_log_probs)
 
 
@@ -171,9 +196,106 @@ def compute_full_logit_self_distillation_loss(
     Raises:
         ValueError: a wrong shape, or a ``distillation_alpha`` that is not between 0 and 1.
     """
-    check_same_shape("teacher_logits", teacher_logits, "student_logits", student_logits)
-    if mask is not None:
-        check_per_token("mask", mask, "student_logits", student_logits)
-    return distill(
-        interpolated("distillation_alpha", distillation_alpha), student_logits, teacher_logits, mask
+    check_models(student_logits, teacher_logits, mask=mask)
+    divergence = interpolated("distillation_alpha", distillation_alpha)
+    return distill(divergence, student_logits, teacher_logits, mask)
+
+
+def add_tail_bucket(log_probs: Tensor) -> Tensor:
+    """SDFT's and SDPO's: log-probs of K tokens, and of all others together, [..., K + 1], in nats.
+
+    The last is ``log(1 - sum(exp(log_probs)))`` over [..., K], by fp64 arithmetic, in the dtype of
+    the log-probs. A log-prob of -inf adds nothing. Gradients reach the log-probs; where all K are
+    -inf the gradient is 0, and NaN in TRL.
+    """
+    tail = log_tail(wide(log_probs), torch.ones_like(log_probs, dtype=torch.bool))
+    return torch.cat([log_probs, tail.to(log_probs.dtype)], -1)
+
+
+def add_tail_bucket_and_mask(log_probs: Tensor, valid_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``_add_tail_bucket`` of IW-OPD and of TRL's distillation from a server, in nats.
+
+    :func:`add_tail_bucket`, and ``valid_mask`` [..., K] with an entry for the bucket, which is
+    valid: [..., K + 1] both.
+    """
+    is_valid = torch.ones_like(valid_mask[..., :1], dtype=torch.bool)
+    return add_tail_bucket(log_probs), torch.cat([valid_mask, is_valid], -1)
+
+
+def compute_topk_self_distillation_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    distillation_topk: int,
+    distillation_alpha: float,
+    distillation_add_tail: bool,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """SDFT's and SDPO's loss per token over the student's likeliest tokens, in nats.
+
+    Args:
+        student_logits: [..., V].
+        teacher_logits: of the same shape.
+        distillation_topk: K, the number of tokens.
+        distillation_alpha: ``alpha`` of :func:`compute_divergence`.
+        distillation_add_tail: compare a bucket of all other tokens too.
+        mask: as in :func:`compute_full_logit_self_distillation_loss`.
+
+    Returns:
+        [...].
+
+    Raises:
+        ValueError: a wrong shape, or a ``distillation_alpha`` that is not between 0 and 1.
+
+    Sources: J. Hübotter et al., "Reinforcement Learning via Self-Distillation" (2026,
+    arXiv:2601.20802); I. Shenfeld et al., "Self-Distillation Enables Continual Learning" (2026,
+    arXiv:2601.19897).
+    """
+    check_models(student_logits, teacher_logits, mask=mask)
+    divergence = interpolated("distillation_alpha", distillation_alpha)
+    few, ids = student_logits.topk(distillation_topk)
+    if distillation_add_tail:
+        return _with_tail(divergence, student_logits, teacher_logits, ids, None, mask)
+    return distill(divergence, few, teacher_logits.gather(-1, ids), mask)
+
+
+def _with_tail(
+    divergence: Divergence,
+    student: Tensor,
+    teacher: Tensor,
+    ids: Tensor,
+    exist: Tensor | None,
+    mask: Tensor | None,
+    temperature: float = 1.0,
+    options: Reduction | None = None,
+) -> Tensor:
+    """The divergence of K tokens [..., K], of which some ``exist`` (None: all), and a bucket."""
+    logprobs = token_logprobs(teacher, ids, mask, temperature=temperature)
+    if exist is not None:
+        logprobs = logprobs.masked_fill(~exist, -torch.inf)
+    value = topk_kl_divergence(
+        batched(student),
+        batched(ids),
+        batched(logprobs),
+        batched_mask(mask),
+        direction=divergence.direction,
+        jsd_beta=divergence.jsd_beta,
+        temperature=temperature,
+        **options or {},
     )
+    return value if options else value.view(student.shape[:-1])
+
+
+@torch.no_grad()
+def _support(
+    divergence: Divergence, student: Tensor, teacher: Tensor, k: int
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens that IW-OPD compares, and which of them exist: one of both models does once."""
+    models = {FORWARD: (teacher,), REVERSE: (student,)}.get(divergence, (teacher, student))
+    ids = torch.cat([logits.topk(k).indices for logits in models], -1)
+    if len(models) == 1:
+        return ids, None
+    ordered, places = ids.sort(dim=-1, stable=True)
+    again = torch.zeros_like(ids, dtype=torch.bool)
+    again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    return ids, torch.empty_like(again).scatter_(-1, places, ~again)

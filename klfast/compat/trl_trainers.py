@@ -1,4 +1,4 @@
-"""klfast's KL inside TRL's own trainers: the mixin, and what ``patch("trl")`` puts in."""
+"""klfast inside TRL's own trainers: mixins, and what ``patch("trl")`` puts in."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.compat import trl_losses
+from klfast.checks.arguments import check_choice
+from klfast.compat import trl
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.patching.sites import versioned
 from klfast.compat.presets import TRL_RLOO
-from klfast.compat.trl_recording import recorded
 from klfast.stats import KLStats
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
@@ -30,7 +30,7 @@ ORIGINAL = "_klfast_original"
 class GRPOMixin:
     """``class Trainer(GRPOMixin, trl.GRPOTrainer): pass``: the KL of the loss is klfast's.
 
-    The value, gradient and metric ``kl`` are TRL's, by one fused read (``trl_losses.kl_loss``). One
+    The value, gradient and metric ``kl`` are TRL's, by one fused read (``trl.kl_loss``). One
     number differs: where the longest completion has one token, TRL's metric also counts the masked
     ones. NaN and inf in the reference's log-probs stay under the mask.
 
@@ -67,6 +67,28 @@ class GRPOMixin:
         return _loss(self, super()._compute_loss, model, inputs)  # type: ignore[misc]  # TRL's
 
 
+@contextmanager
+def recorded(owner: Any, name: str) -> Iterator[list[Any]]:
+    """Everything that ``owner.name`` returns until the end of the block goes into the list."""
+    method, own = getattr(owner, name), name in vars(owner)
+    seen: list[Any] = []
+
+    @functools.wraps(method)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        returned = method(*args, **kwargs)
+        seen.append(returned)
+        return returned
+
+    setattr(owner, name, recording)
+    try:
+        yield seen
+    finally:
+        if own:
+            setattr(owner, name, method)
+        else:  # the class's shows again
+            delattr(owner, name)
+
+
 def _loss(
     trainer: Any, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]
 ) -> Tensor:
@@ -81,7 +103,7 @@ def _loss(
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
-    term, stats = trl_losses.kl_loss(
+    term, stats = trl.kl_loss(
         forwards[0][0],
         inputs["ref_per_token_logps"],
         mask,
@@ -112,7 +134,7 @@ def _without_kl(trainer: Any) -> Iterator[list[Any]]:
 
 def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:
     """TRL's denominator for the loss types that have one."""
-    if trainer.loss_type not in trl_losses.NEED_NORMALIZER:
+    if trainer.loss_type not in trl.NEED_NORMALIZER:
         return None
     if trainer.loss_type == "dr_grpo":
         return mask.shape[0] * trainer.max_completion_length
@@ -125,7 +147,7 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
 
 def _accumulation(trainer: Any, mode: str) -> float:
     """The number TRL divides its loss by; a global token count holds it already."""
-    if mode == "eval" or trainer.loss_type in trl_losses.GLOBAL_COUNT:
+    if mode == "eval" or trainer.loss_type in trl.GLOBAL_COUNT:
         return 1.0
     return float(trainer.current_gradient_accumulation_steps)
 
@@ -164,7 +186,7 @@ def with_fused_kl(original: Any, exact: bool) -> Any:
 class RLOO:
     """The functions that the rewritten statements of ``RLOOTrainer`` call."""
 
-    sequence_kl = staticmethod(trl_losses.sequence_kl)
+    sequence_kl = staticmethod(trl.sequence_kl)
 
     @staticmethod
     def per_token_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -176,4 +198,104 @@ def kl_penalty_of_ppo(
     self: Any, logprob: Tensor, ref_logprob: Tensor, *, exact: bool = False
 ) -> Tensor:
     """``PPOTrainer._kl_penalty`` of TRL up to 0.11."""
-    return trl_losses.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)
+    return trl.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)
+
+
+# The correction for vLLM's log-probs: of GRPO, and one for RLOO
+
+
+def ratio_of(
+    trainer: Any,
+    old_per_token_logps: Tensor,
+    sampling_per_token_logps: Tensor,
+    completion_mask: Tensor,
+    tool_mask: Tensor | None = None,
+) -> tuple[Tensor, trl.Metrics]:
+    """``importance_sampling_ratio`` with the trainer's mode and bounds."""
+    return trl.importance_sampling_ratio(
+        old_per_token_logps,
+        sampling_per_token_logps,
+        completion_mask,
+        tool_mask,
+        mode=trainer.vllm_importance_sampling_mode,
+        clip_min=trainer.vllm_importance_sampling_clip_min,
+        clip_max=trainer.vllm_importance_sampling_clip_max,
+    )
+
+
+def log_metrics(trainer: Any, mode: str, metrics: trl.Metrics) -> None:
+    """Appends TRL's numbers, of all ranks, to those of ``mode``; one gather and one copy."""
+    own = torch.stack([metrics[name].float() for name in trl.METRICS])
+    of_ranks = trainer.accelerator.gather(own).view(-1, len(trl.METRICS)).unbind(1)
+    reductions = zip(of_ranks, trl.METRICS.values(), strict=True)
+    numbers = [getattr(column, reduce)() for column, reduce in reductions]
+    for name, number in zip(trl.METRICS, torch.stack(numbers).tolist(), strict=True):
+        trainer._metrics[mode][name].append(number)
+
+
+class GRPO:
+    """The functions that rewritten ``GRPOTrainer._generate_and_score_completions`` calls."""
+
+    ratio_of = staticmethod(ratio_of)
+    log_metrics = staticmethod(log_metrics)
+
+
+class RLOOSamplingMixin:
+    """``class Trainer(RLOOSamplingMixin, trl.RLOOTrainer): pass``: GRPO's correction for RLOO.
+
+    TRL's RLOO has none: it asks vLLM for no log-probs. Here it asks for those of the sampled
+    tokens, and each advantage is multiplied by its sequence's ratio, as GRPO multiplies its loss;
+    RLOO's loss is per sequence, so the ``token_*`` modes have no meaning in it. Options are class
+    attributes under the names of ``GRPOConfig``; the metrics are GRPO's ``sampling/...``. Without
+    ``use_vllm`` nothing changes. A vLLM server must run with ``--logprobs-mode
+    processed_logprobs``.
+
+    Raises:
+        ValueError: at construction, if the mode is not one of the two.
+    """
+
+    vllm_importance_sampling_mode = "sequence_mask"
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: float | None = 3.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        name = "vllm_importance_sampling_mode"
+        check_choice(name, self.vllm_importance_sampling_mode, trl.SEQUENCE_MODES)
+        super().__init__(*args, **kwargs)
+        if self.use_vllm:  # type: ignore[attr-defined]  # TRL's
+            self.vllm_generation.logprobs = 0  # type: ignore[attr-defined]  # the sampled token's
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        trainer: Any = self
+        score = super()._generate_and_score_completions  # type: ignore[misc]  # TRL's
+        if not trainer.use_vllm:
+            outputs: dict[str, Any] = score(inputs)
+            return outputs
+        mode = "train" if trainer.model.training else "eval"
+        with (
+            recorded(trainer.vllm_generation, "generate") as generated,
+            recorded(trainer, "_get_per_token_logps_and_entropies") as forwards,
+        ):
+            outputs = score(inputs)
+        if len(generated) != 1 or not forwards:
+            raise RuntimeError(
+                "_generate_and_score_completions must generate once and run the policy first, got "
+                f"{len(generated)} generations and {len(forwards)} forwards"
+            )
+        mask = outputs["completion_mask"]
+        sampled = _padded(generated[0][2], mask)
+        ratio, metrics = ratio_of(trainer, forwards[0][0], sampled, mask)
+        log_metrics(trainer, mode, metrics)
+        advantages = outputs["advantages"]
+        outputs["advantages"] = advantages * ratio[:, 0].to(advantages.dtype)
+        return outputs
+
+
+def _padded(logprobs: list[list[list[float | None]]], mask: Tensor) -> Tensor:
+    """The lists of vLLM, sampled tokens' numbers first, in the shape of the mask; None is NaN."""
+    table = torch.full(mask.shape, torch.nan)
+    for row, tokens in zip(table, logprobs, strict=True):
+        row[: len(tokens)] = torch.tensor(
+            [torch.nan if token[0] is None else token[0] for token in tokens]
+        )
+    return table.to(mask.device)

@@ -7,8 +7,9 @@ Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of ver
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,14 @@ from torch import Tensor
 from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.api import reduce
 from klfast.checks.arguments import check_choice, check_number
-from klfast.compat import logits as over_logits
-from klfast.compat.common import choose, per_token
+from klfast.compat import common
+from klfast.compat.common import check_shapes, choose, per_token
 from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
 from klfast.compat.presets import VERL
-from klfast.compat.shards import (
-    vocab_parallel_entropy,
-    vocab_parallel_entropy_with_chunking,
-    vocab_parallel_log_probs_from_logits,
-)
-from klfast.compat.verl_distillation import compute_forward_kl_topk
 from klfast.compat.verl_rollout import (
+    ROLLOUT_RULES,
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
     compute_rollout_correction_and_add_to_batch,
@@ -36,9 +32,11 @@ from klfast.compat.verl_rollout import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from klfast.compat.verl_rollout_options import RULES as ROLLOUT_RULES
 from klfast.controllers.base import CoefficientController
+from klfast.dtypes import wide
 from klfast.estimator import Estimator
+from klfast.logits.api import token_logprobs
+from klfast.logits.entries import divergence_of_entries
 from klfast.names import ReductionName
 
 __all__ = [
@@ -128,14 +126,8 @@ def agg_loss(
         ValueError: an unknown ``loss_agg_mode``; a count that is <= 0, or is missing where
             ``dp_size`` > 1.
     """
-    options = _aggregation(
-        loss_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
+    counts = dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    options = _aggregation(loss_mask, loss_agg_mode, *counts)
     return reduce(loss_mat, loss_mask, **options)
 
 
@@ -151,24 +143,12 @@ def kl_loss(
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """``agg_loss(kl_penalty(...), ...)``, 0-dim, in nats, by one read; arguments as there."""
-    options = _aggregation(
-        loss_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
+    counts = dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    options = _aggregation(loss_mask, loss_agg_mode, *counts)
     loss: Tensor = fused_kl_penalty(
         logprob, ref_logprob, loss_mask, estimator=_estimator(kl_penalty), **options
     )
     return loss
-
-
-class _Aggregation(TypedDict):
-    reduction: ReductionName
-    normalizer: float | Tensor | None
-    coef: float
 
 
 def _aggregation(
@@ -245,10 +225,10 @@ def logprobs_from_logits(
     Differs from verl: lower dtypes give fp32, as they do there with flash-attn alone
     (``exact=True``: their own, as without it).
     """
-    return over_logits.token_logprobs(
+    return common.token_logprobs(
         logits,
         labels,
-        ignore_index=over_logits.IGNORED,
+        ignore_index=common.IGNORED,
         inplace_backward=inplace_backward,
         exact=exact,
     )
@@ -260,12 +240,39 @@ def entropy_from_logits(logits: Tensor, *, exact: bool = False) -> Tensor:
     Differs from verl: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32
     (``exact=True``: their own).
     """
-    return over_logits.entropy(logits, exact=exact)
+    return common.entropy(logits, exact=exact)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """The same in fp32, in nats, [N, V] -> [N]: a read without temporaries needs no chunks."""
-    return over_logits.entropy(logits)
+    return common.entropy(logits)
+
+
+def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probs of the labels [...] of logits [..., V / ranks], in nats, on every rank.
+
+    The ranks are those of Megatron's tensor parallelism. Differs from verl: the logits are left as
+    they are, where Megatron's cross entropy overwrites fp32 ones; 1 - p keeps its digits; one
+    all-gather, where Megatron makes three all-reduces. A label that is no word is a ValueError on a
+    CPU and NaN on a GPU.
+    """
+    return token_logprobs(logits, labels, group=common.tensor_parallel_group())
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
+    """Entropies of softmax(logits), [..., V / ranks] -> [...], in nats, on every rank.
+
+    Differs from verl: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32, and
+    the backward writes into nothing but its gradient, where theirs changes the logits for a while.
+    """
+    return common.entropy(vocab_parallel_logits, group=common.tensor_parallel_group())
+
+
+def vocab_parallel_entropy_with_chunking(
+    vocab_parallel_logits: Tensor, chunk_size: int = 2048
+) -> Tensor:
+    """The same in nats, [N, V / ranks] -> [N], without temporaries that need chunks."""
+    return vocab_parallel_entropy(vocab_parallel_logits)
 
 
 def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
@@ -295,3 +302,95 @@ def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
         kl_ctrl.kl_coef, kl_ctrl.target_kl, **{"unit": "token", **options}
     )
     return controller
+
+
+def compute_forward_kl_topk(
+    student_logits: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: Any,
+    data_format: str,
+) -> dict[str, Tensor]:
+    """The truncated forward KL of every token, in nats, and what verl logs beside it, [1, N] each.
+
+    ``sum over the teacher's K words of q log(q / p)``, with p = softmax(student_logits) and q the
+    teacher's probabilities: ``klfast.topk_kl_divergence`` with the tail ``"drop"``. That is no
+    divergence: it may be negative, and where the models are equal its gradient is not 0, but takes
+    probability from all other words for the K. verl makes negative values 0 afterwards, in
+    ``verl.trainer.distillation.losses``, which ends the gradient of those tokens: this function
+    does not, and ``patch`` leaves that one as it is. The tail ``"bucket"`` needs no such limit.
+
+    The logits are read once for all, and once more for their likeliest words; nothing of their size
+    is made but the gradient, with ``use_chunked_topk`` and without.
+
+    Args:
+        student_logits: [1, N, V], divided by the temperature, as verl's engines do it.
+        teacher_topk_log_probs: nested, [B, length, K], N tokens together; or [1, N, K].
+        teacher_topk_ids: of the same shape; a word may be there twice, and is added twice. Under
+            Ulysses sequence parallelism this rank's part of both is taken, as in verl.
+        config: verl's ``DistillationConfig``, of which ``distillation_loss.log_prob_min_clamp`` is
+            read: the least log-prob of both models, below which the student has no gradient. None:
+            no limit.
+        data_format: of no use, as in verl.
+
+    Returns:
+        ``distillation_losses``; ``student_mass`` and ``teacher_mass``, the probabilities' sums over
+        the K words; ``overlap_count``, how many of them are among the student's K likeliest;
+        ``overlap_token_advantage``, the mean of ``-q log(q / p)`` over these.
+
+    Differs from verl: fp32 for lower dtypes, and fp64 stays fp64; only the first result has a
+    gradient, as with Megatron; a log-prob of -inf adds 0 without a clamp, where theirs is NaN. Of
+    words that are equally likely to the student ``overlap_count`` may count others.
+
+    Raises:
+        ValueError: log-probs and ids that have not the shape of the logits' tokens, [1, N, K].
+    """
+    logprobs, ids = (_of_this_rank(each) for each in (teacher_topk_log_probs, teacher_topk_ids))
+    check_shapes(
+        ("student_logits", student_logits, "... V"),
+        ("teacher_topk_log_probs", logprobs, "... K"),
+        ("teacher_topk_ids", ids, "... K"),
+    )
+    picked = token_logprobs(student_logits, ids)
+    student, teacher = wide(picked), wide(logprobs)
+    masses = {
+        f"{name}_mass": of.detach().exp().sum(-1).to(picked.dtype)
+        for name, of in (("student", student), ("teacher", teacher))
+    }
+    least = config.distillation_loss.log_prob_min_clamp
+    if least is not None:
+        student, teacher = student.clamp_min(least), teacher.clamp_min(least)
+    losses = _forward(teacher, student, torch.ones_like(ids, dtype=torch.bool))
+    return {
+        "distillation_losses": losses.to(picked.dtype),
+        **masses,
+        **_overlap(student_logits, ids, teacher, student, picked.dtype),
+    }
+
+
+def _of_this_rank(teacher: Tensor) -> Tensor:
+    """What verl has of its teacher as [1, N, K], of N tokens or of this rank's part of them."""
+    packed = teacher.values().unsqueeze(0) if teacher.is_nested else teacher
+    ulysses: Any = sys.modules.get("verl.utils.ulysses")
+    if ulysses is None or ulysses.get_ulysses_sequence_parallel_world_size() == 1:
+        return packed
+    part: Tensor = ulysses.slice_input_tensor(packed, dim=1)
+    return part
+
+
+def _forward(teacher: Tensor, student: Tensor, exist: Tensor) -> Tensor:
+    return divergence_of_entries(teacher, student, exist, "forward", "drop", 0.5)
+
+
+@torch.no_grad()
+def _overlap(
+    logits: Tensor, ids: Tensor, teacher: Tensor, student: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Of the words that are among the student's as many likeliest: their number, and their mean."""
+    likeliest = logits.topk(ids.shape[-1]).indices.sort(-1).values
+    ids = ids.to(likeliest.dtype).contiguous()
+    at = torch.searchsorted(likeliest, ids).clamp(max=ids.shape[-1] - 1)
+    shared = likeliest.gather(-1, at) == ids
+    count = shared.sum(-1)
+    mean = -_forward(teacher, student, shared) / count.clamp(min=1)
+    return {"overlap_count": count, "overlap_token_advantage": mean.to(dtype)}

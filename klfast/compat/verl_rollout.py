@@ -7,25 +7,19 @@ device for all metrics.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
-from klfast.checks.arguments import check_choice
-from klfast.compat.common import zeros_like
-from klfast.compat.verl_rollout_metrics import (
-    LEAST_MEAN,
-    check_keeps,
-    drift,
-    floats,
-    of_rejection,
-    of_weights,
-    on_host,
-)
-from klfast.compat.verl_rollout_options import LEVELS, Option, options_of, weight_bounds
+from klfast.checks.arguments import check_choice, check_number
+from klfast.dtypes import wide
 from klfast.rollout.api import rollout_correction
-from klfast.rollout.stats import RolloutStats
+from klfast.rollout.formulas import chi2, ratio
+from klfast.rollout.rejection import Rejection
+from klfast.rollout.stats import RolloutStats, RuleStats, divide, greatest, least
 
 _PREFIX = "rollout_corr/"
 
@@ -89,7 +83,7 @@ def compute_rollout_correction_weights(
     check_choice("rollout_is", rollout_is, LEVELS)
     bounds = weight_bounds(rollout_is_threshold)
     weights, _, stats = rollout_correction(
-        log_ratio, zeros_like(log_ratio), response_mask, weight=rollout_is, **bounds
+        log_ratio, _no_memory(log_ratio), response_mask, weight=rollout_is, **bounds
     )
     assert weights is not None
     factor = None
@@ -125,7 +119,7 @@ def compute_rollout_rejection_mask(
     options = options_of(rollout_rs, rollout_rs_threshold)
     _, mask, stats = rollout_correction(
         log_ratio,
-        zeros_like(log_ratio),
+        _no_memory(log_ratio),
         response_mask,
         weight=None,
         reject=[option.rule for option in options],
@@ -215,3 +209,286 @@ def _normalized(weights: Tensor, stats: RolloutStats, level: str) -> tuple[Tenso
     mean = stats.weight_mean(level, distributed.group.WORLD if initialized else None)
     factor = torch.where(mean > LEAST_MEAN, mean, 1.0)
     return weights / factor.to(weights.dtype), factor
+
+
+def _no_memory(tensor: Tensor) -> Tensor:
+    """Zeros in the shape of a tensor that take no memory: a sampler whose log-ratio is there."""
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+# ``rollout_is``, ``rollout_rs`` and their thresholds
+
+
+LEVELS = ("token", "sequence")
+"""``rollout_is``."""
+
+ROLLOUT_RULES = {
+    **{f"token_{name}": (name, "token") for name in ("k1", "k2", "k3")},
+    **{f"seq_sum_{name}": (name, "seq-sum") for name in ("k1", "k2", "k3")},
+    **{f"seq_mean_{name}": (name, "seq-mean") for name in ("k1", "k2", "k3")},
+    **{f"seq_max_{name}": (name, "seq-max") for name in ("k2", "k3")},
+}
+"""``rollout_rs`` -> (statistic, over)."""
+
+
+class Option(NamedTuple):
+    """One of ``rollout_rs`` with its threshold."""
+
+    name: str
+    rule: Rejection
+    sign: int
+    """-1 for k1: verl's is log(rollout / policy), klfast's x the opposite."""
+
+    def bounds(self) -> tuple[float, float]:
+        """(low, high) of verl's statistic, infinite where there is none."""
+        low, high = self.rule.bounds
+        return (low, high) if self.sign > 0 else (-high, -low)
+
+
+def weight_bounds(threshold: str | float) -> dict[str, Any]:
+    """``floor``, ``cap`` and ``outside`` of ``rollout_is_threshold``."""
+    low, high = _pair("rollout_is_threshold", threshold)
+    if low is None:
+        return {"cap": high}
+    return {"floor": low, "cap": high, "outside": "mask"}
+
+
+def _pair(argument: str, threshold: object) -> tuple[float | None, float]:
+    """(lower, upper) of ``"lower_upper"``; (None, upper) of a number or its text."""
+    if not isinstance(threshold, str):
+        return None, check_number(argument, threshold, above=0)
+    try:
+        numbers = [float(part) for part in threshold.strip().split("_", 1)]
+    except ValueError:
+        raise ValueError(
+            f"{argument} must be a number or 'lower_upper', got {threshold!r}"
+        ) from None
+    low, high = (None, numbers[0]) if len(numbers) == 1 else numbers
+    for number in numbers:
+        check_number(argument, number, above=0)
+    if low is not None and low > high:
+        raise ValueError(f"{argument} must have lower <= upper, got {threshold!r}")
+    return low, high
+
+
+def options_of(names: str, thresholds: str | float | None) -> tuple[Option, ...]:
+    """The options of ``rollout_rs``, each once, with the thresholds of ``rollout_rs_threshold``."""
+    if not isinstance(names, str) or not names.strip(", "):
+        raise ValueError(f"rollout_rs must name an option, got {names!r}")
+    if thresholds is None:
+        raise ValueError("rollout_rs_threshold must be given with rollout_rs, got None")
+    chosen = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    for name in chosen:
+        check_choice("rollout_rs", name, tuple(ROLLOUT_RULES))
+    if isinstance(thresholds, str):
+        each: Sequence[object] = [part.strip() for part in thresholds.split(",") if part.strip()]
+    else:
+        each = [thresholds]
+    if len(each) == 1:
+        each = [*each] * len(chosen)
+    if len(each) != len(chosen):
+        raise ValueError(
+            f"rollout_rs_threshold must be one threshold or {len(chosen)}, got {thresholds!r}"
+        )
+    return tuple(_option(name, threshold) for name, threshold in zip(chosen, each, strict=True))
+
+
+def _option(name: str, threshold: object) -> Option:
+    statistic, over = ROLLOUT_RULES[name]
+    low, high = _pair("rollout_rs_threshold", threshold)
+    if statistic == "k1":
+        low = 1 / high if low is None else low
+        if low > high:
+            raise ValueError(
+                f"rollout_rs_threshold must be >= 1 for {name!r}, whose lower bound is 1 / "
+                f"threshold, got {threshold!r}"
+            )
+        rule = Rejection("k1", over, low=-math.log(high), high=-math.log(low))
+        return Option(name, rule, -1)
+    if low is not None:
+        raise ValueError(f"rollout_rs_threshold must be one number for {name!r}, got {threshold!r}")
+    return Option(name, Rejection(statistic, over, high=high), 1)
+
+
+# The metrics
+
+
+Metrics = dict[str, Tensor]
+"""Computed on the host, in fp64, of one copy of ``RolloutStats``. verl's means over sequences have
+those without a token too, as 0; its metrics of a rule do not."""
+
+LEAST_MEAN = 1e-8
+"""The least divisor of verl's means of weights; and its addend in the sample size."""
+
+
+def drift(stats: RolloutStats) -> Metrics:
+    """``compute_offpolicy_metrics``."""
+    length = stats.length
+    mean_logprob = divide(stats.logprobs, length)
+    mean_x = divide(stats.k1, length)
+    rollout = mean_logprob - mean_x
+    total = length.sum()
+    return {
+        "training_ppl": torch.exp(-mean_logprob).mean(),
+        "training_log_ppl": -mean_logprob.mean(),
+        "kl": -divide(stats.k1.sum(), total),
+        "k3_kl": divide(stats.k3.sum(), total),
+        "rollout_ppl": torch.exp(-rollout).mean(),
+        "rollout_log_ppl": -rollout.mean(),
+        "log_ppl_diff": -mean_x.mean(),
+        "log_ppl_abs_diff": mean_x.abs().mean(),
+        "log_ppl_diff_max": -mean_x.min(),
+        "log_ppl_diff_min": -mean_x.max(),
+        "ppl_ratio": torch.exp(-mean_x).mean(),
+        "chi2_token": divide(stats.chi2.sum(), total),
+        "chi2_seq": chi2(stats.k1).mean(),
+    }
+
+
+def of_weights(stats: RolloutStats, level: str, bounds: Mapping[str, Any]) -> Metrics:
+    """``compute_is_metrics``."""
+    upper = bounds["cap"]
+    lower = bounds.get("floor", 1 / upper)
+    length, tokens = stats.length, stats.tokens.sum()
+    k1, counted = stats.k1, stats.tokens > stats.nonfinite
+    mean = divide(stats.weight.sum(), length.sum())
+    square = divide(stats.weight_squares.sum(), length.sum())
+    from_1 = divide(stats.weight_deviation.sum(), length.sum())
+    variance = torch.where(mean > 0.5, from_1 - (mean - 1).square(), square - mean.square())
+    if level == "sequence":
+        raw = torch.where(length > 0, ratio(k1), 0.0)
+        metrics = {
+            "rollout_is_max": ratio(k1.max()),
+            "rollout_is_min": torch.exp(k1.min()),
+            "rollout_is_ratio_fraction_high": _share(k1 > math.log(upper)),
+            "rollout_is_ratio_fraction_low": _share(k1 < math.log(lower)),
+        }
+    else:
+        raw = divide(stats.ratio, length)
+        metrics = {
+            "rollout_is_max": greatest(stats.max_weight, counted),
+            "rollout_is_min": least(stats.min_weight, counted),
+            "rollout_is_ratio_fraction_high": divide(stats.above.sum(), tokens),
+            "rollout_is_ratio_fraction_low": divide(stats.below.sum(), tokens),
+        }
+    of_sequence = divide(stats.weight, length)
+    metrics |= {
+        "rollout_is_mean": mean,
+        "rollout_is_std": _deviation(variance, tokens),
+        "rollout_is_eff_sample_size": divide((mean + LEAST_MEAN).square(), square),
+        "rollout_is_seq_mean": of_sequence.mean(),
+        "rollout_is_seq_std": _spread(of_sequence),
+        "rollout_is_seq_max": of_sequence.max(),
+        "rollout_is_seq_min": of_sequence.min(),
+        "rollout_is_seq_max_deviation": (of_sequence - 1).abs().max(),
+        "rollout_is_seq_fraction_high": _share(raw > upper),
+        "rollout_is_seq_fraction_low": _share(raw < lower),
+    }
+    if bounds.get("outside") == "mask":
+        metrics["rollout_is_oob_ratio"] = divide(stats.outside.sum(), tokens)
+    return metrics
+
+
+def of_rejection(stats: RolloutStats, options: Sequence[Option]) -> Metrics:
+    """``compute_rs_metrics`` of all options, and the fractions that they reject together."""
+    metrics: Metrics = {}
+    for option, seen in zip(options, stats.rules, strict=True):
+        metrics |= {
+            f"rollout_rs_{option.name}_{name}": value
+            for name, value in _of_rule(option, seen, stats).items()
+        }
+    length = stats.length.sum()
+    metrics["rollout_rs_masked_fraction"] = divide(length - stats.kept.sum(), length)
+    metrics["rollout_rs_seq_masked_fraction"] = _share(stats.rejected > 0)
+    return metrics
+
+
+def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
+    """``compute_rs_metrics`` of one option."""
+    length = stats.length
+    is_there = length > 0
+    sequences = wide(is_there.sum())
+    is_of_tokens = not option.rule.is_of_sequence
+    total, low, high, below, above, bounded, squares = (field for field in seen)
+    if option.sign < 0:
+        total, low, high, below, above = -total, -high, -low, above, below
+    numbers = divide(total, length) if is_of_tokens else total
+    weight = torch.ones_like(length) if is_of_tokens else length  # sums have it already
+    whole = stats.tokens.sum() if is_of_tokens else sequences
+    failed = below + above
+    lower, upper = option.bounds()
+    if not is_of_tokens:  # in fp64 from the one number
+        bounded = torch.where(is_there, numbers.clamp(lower, upper), 0.0)
+        squares = bounded.square()
+    mean, square = (divide((weight * t).sum(), length.sum()) for t in (bounded, squares))
+
+    def fraction(condition: Tensor) -> Tensor:
+        return divide(wide((condition & is_there).sum()), sequences)
+
+    own_mean = divide(torch.where(is_there, numbers, 0.0).sum(), sequences)
+    off = torch.where(is_there, (numbers - own_mean).square(), 0.0).sum()
+    metrics = {
+        "mean": divide((weight * total).sum(), length.sum()),
+        "max": greatest(high, is_there),
+        "min": least(low, is_there),
+        "fraction_high": divide(above.sum(), whole),
+        "fraction_low": divide(below.sum(), whole),
+        "std": _deviation(square - mean.square(), stats.tokens.sum()),
+        "seq_mean": own_mean,
+        "seq_std": divide(off, sequences - 1).sqrt(),
+        "seq_max": greatest(numbers, is_there),
+        "seq_min": least(numbers, is_there),
+        "seq_max_deviation": greatest(numbers.abs(), is_there),
+        "seq_fraction_high": fraction(numbers > upper),
+        "masked_fraction": divide((failed * (1 if is_of_tokens else length)).sum(), length.sum()),
+        "seq_masked_fraction": fraction(failed > 0),
+    }
+    if option.sign < 0:
+        metrics["seq_fraction_low"] = fraction(numbers < lower)
+    return metrics
+
+
+def _share(condition: Tensor) -> Tensor:
+    """The share of all sequences."""
+    return wide(condition).mean()
+
+
+def _deviation(variance: Tensor, tokens: Tensor) -> Tensor:
+    """The standard deviation of so many numbers of this variance; 0 of one."""
+    return torch.where(tokens > 1, variance.clamp(min=0).sqrt(), 0.0)
+
+
+def _spread(values: Tensor) -> Tensor:
+    """The sample's standard deviation; 0 of one."""
+    return values.std() if values.numel() > 1 else values.new_zeros(())
+
+
+def check_keeps(mask: Tensor, tokens: float = 1.0) -> None:
+    """Raise ValueError if nothing is kept: of a mask without elements, or by its count."""
+    if mask.numel() == 0 or tokens == 0:
+        raise ValueError("response_mask must keep a token, got none")
+
+
+def on_host(
+    stats: RolloutStats, mask: Tensor, factor: Tensor | None = None
+) -> tuple[RolloutStats, Metrics]:
+    """The statistics in fp64 by one copy from the device, and what the weights were divided by.
+
+    Raises:
+        ValueError: the mask keeps nothing.
+    """
+    table = wide(stats.table())
+    shape = table.shape
+    table = table.flatten()
+    if factor is not None:
+        table = torch.cat([table, wide(factor).reshape(1)])
+    table = table.cpu()
+    copied = RolloutStats.of_table(table[: shape.numel()].view(shape))
+    check_keeps(mask, float(copied.tokens.sum()))
+    return copied, {} if factor is None else {"rollout_is_batch_norm_factor": table[-1]}
+
+
+def floats(metrics: Metrics, prefix: str = "") -> dict[str, float]:
+    """Metrics as verl returns them."""
+    names = (prefix + name for name in metrics)
+    return dict(zip(names, torch.stack(list(metrics.values())).tolist(), strict=True))

@@ -16,8 +16,8 @@ import torch
 from agreement_logits import leaves, random_logits, uneven
 from refusals import NOT_NEGATIVE, POSITIVE
 
-from klfast.compat import divergences, roll, skyrl_mtp, trl
-from klfast.compat import ms_swift_distillation as swift
+from klfast.compat import divergences, roll, skyrl, trl
+from klfast.compat import ms_swift as swift
 
 pytestmark = pytest.mark.usefixtures("one_thread", "auto")
 
@@ -760,9 +760,7 @@ def test_skyrl_s_soft_cross_entropy(chunk_size, scale, factor):
 
 
 def _assert_draft(student, teacher, mask, factor=None, **options):
-    ours = partial(
-        skyrl_mtp.draft_soft_ce, mask=mask, global_normalization_factor=factor, **options
-    )
+    ours = partial(skyrl.draft_soft_ce, mask=mask, global_normalization_factor=factor, **options)
     weights = theirs.draft_weights(mask, factor)
     formula = theirs.soft_cross_entropy
     assert_loss(ours, student, teacher, 0, weights, formula=formula, to_teacher=False, entropy=True)
@@ -784,7 +782,7 @@ def test_skyrl_s_soft_cross_entropy_of_a_few_words(k, shift):
     student, teacher = random_logits(2, 4, 37)
     mask = torch.tensor([[1.0, 1, 0, 0], [0, 1, 1, 0]])
     ours = partial(
-        skyrl_mtp.draft_soft_ce_topk, teacher_logits=teacher, mask=mask, k=k, roll_shift=shift
+        skyrl.draft_soft_ce_topk, teacher_logits=teacher, mask=mask, k=k, roll_shift=shift
     )
 
     def truth(student):
@@ -801,14 +799,14 @@ def test_skyrl_s_soft_cross_entropy_of_a_few_words(k, shift):
 def test_skyrl_s_tokens_are_counted_exactly_in_bf16():
     student, teacher = random_logits(1, 1, 5)
     student, teacher = (x.expand(1, 999, 5) for x in (student, teacher))
-    ours = partial(skyrl_mtp.draft_soft_ce, student, teacher)
+    ours = partial(skyrl.draft_soft_ce, student, teacher)
     assert torch.equal(ours(torch.ones(1, 999).bfloat16()), ours(torch.ones(1, 999)))
     assert torch.ones(1, 999).bfloat16().sum().item() == 1000
 
 
 def test_skyrl_s_errors(monkeypatch):
     student, teacher, mask = torch.zeros(2, 3, 7), torch.zeros(2, 3, 7), torch.ones(2, 3)
-    for loss in (skyrl_mtp.draft_soft_ce, partial(skyrl_mtp.draft_soft_ce_topk, k=2)):
+    for loss in (skyrl.draft_soft_ce, partial(skyrl.draft_soft_ce_topk, k=2)):
         with pytest.raises(ValueError, match="teacher_logits must be detached"):
             loss(student, teacher.clone().requires_grad_(), mask)
         with pytest.raises(ValueError, match=r"teacher_logits must have .*7\], got \[2, 3, 8\]"):
@@ -847,7 +845,7 @@ LOSSES = {
     },
     **{f"swift-{beta}": partial(gkd, beta=beta) for beta in BETAS},
     **{f"roll-{objective}": _roll_loss(objective) for objective in OBJECTIVES},
-    "skyrl": lambda student, teacher, labels: skyrl_mtp.draft_soft_ce(
+    "skyrl": lambda student, teacher, labels: skyrl.draft_soft_ce(
         student, teacher.detach(), (labels > 0).float()
     ),
 }

@@ -375,9 +375,9 @@ def test_autograd_says_when_verl_s_logits_were_needed_again():
 def test_nothing_is_computed_twice(monkeypatch):
     """One call of klfast for both, which is one read of the logits."""
     calls = []
-    real = klfast.compat.trl_logits.token_logprobs
+    real = klfast.compat.trl.token_logprobs
     monkeypatch.setattr(
-        klfast.compat.trl_logits,
+        klfast.compat.trl,
         "token_logprobs",
         lambda *args, **options: calls.append(options) or real(*args, **options),
     )

@@ -5,7 +5,7 @@ import torch
 from refusals import POSITIVE
 
 from klfast.compat import verl
-from klfast.compat.trl_sampling import importance_sampling_ratio
+from klfast.compat.trl import importance_sampling_ratio
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer, tpo_trainer
 from trl.trainer import utils
 
 import klfast
-from klfast.compat import trl, trl_logits
+from klfast.compat import trl
 
 NAMES = ["selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy"]
 
@@ -212,8 +212,8 @@ def train(folder, trainer_class, configuration):
 def test_trainers_that_have_logits_train_the_same(tmp_path, kind, monkeypatch):
     theirs = train(tmp_path / "theirs", *TRAINERS[kind])
     calls = []
-    for module in (klfast.compat.logits, trl_logits):
-        name = "token_logprobs" if module is trl_logits else "fused_token_logprobs"
+    for module in (klfast.compat.common, trl):
+        name = "token_logprobs" if module is trl else "fused_token_logprobs"
         real = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, real=real, **options: calls.append(a) or real(*a, **options)
@@ -228,9 +228,9 @@ def test_trainers_that_have_logits_train_the_same(tmp_path, kind, monkeypatch):
 def test_grpo_has_no_logits(tmp_path, monkeypatch):
     """Its patch changes the KL alone: the functions over logits are not called."""
     calls = []
-    monkeypatch.setattr(trl_logits.over_logits, "token_logprobs", lambda *a, **_: calls.append(a))
-    monkeypatch.setattr(trl_logits, "token_logprobs", lambda *a, **_: calls.append(a))
-    monkeypatch.setattr(trl_logits.over_logits, "entropy", lambda *a, **_: calls.append(a))
+    monkeypatch.setattr(trl.common, "token_logprobs", lambda *a, **_: calls.append(a))
+    monkeypatch.setattr(trl, "token_logprobs", lambda *a, **_: calls.append(a))
+    monkeypatch.setattr(trl.common, "entropy", lambda *a, **_: calls.append(a))
     with klfast.compat.patch("trl"):
         tiny.train(GRPOTrainer, tmp_path, steps=1)
     assert calls == []

@@ -16,8 +16,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.trainer import rloo_trainer
 
 import klfast
-from klfast.compat import trl, trl_sampling_trainers
-from klfast.compat.trl_sampling import METRICS, MODES, SEQUENCE_MODES, importance_sampling_ratio
+from klfast.compat import trl, trl_trainers
+from klfast.compat.trl import METRICS, MODES, SEQUENCE_MODES, importance_sampling_ratio
 
 BOUNDS = {
     "default": {},
@@ -141,9 +141,9 @@ def test_training_of_grpo_is_the_same(tmp_path, mode, loss_type):
 
 def test_the_ratio_is_computed_by_klfast(tmp_path, monkeypatch):
     calls = []
-    ratio_of = trl_sampling_trainers.GRPO.ratio_of
+    ratio_of = trl_trainers.GRPO.ratio_of
     monkeypatch.setattr(
-        trl_sampling_trainers.GRPO,
+        trl_trainers.GRPO,
         "ratio_of",
         staticmethod(lambda *args: calls.append(args) or ratio_of(*args)),
     )
@@ -160,7 +160,7 @@ def test_metrics_of_several_ranks_are_gathered_as_trl_does(monkeypatch):
         _metrics={"train": {name: [] for name in METRICS}},
     )
     own = dict(zip(METRICS, torch.tensor([0.25, 0.75, 0.2, 1.0, 4.0]), strict=True))
-    trl_sampling_trainers.log_metrics(trainer, "train", own)
+    trl_trainers.log_metrics(trainer, "train", own)
     found = [trainer._metrics["train"][name][0] for name in METRICS]
     assert found == pytest.approx([0.375, 0.75, 0.2, 2.0, 4.0])
 

@@ -127,7 +127,7 @@ def test_patch_reaches_every_module_that_imported_by_name(monkeypatch):
         response = torch_functional.log_probs_from_logits_response(labels, logits, 4)
         assert torch.equal(response, verl.logprobs_from_logits(logits[:, :-1], labels[:, 1:]))
         calls = []
-        monkeypatch.setattr(klfast.compat.logits, "entropy", lambda x, **_: calls.append(x) or x)
+        monkeypatch.setattr(klfast.compat.common, "entropy", lambda x, **_: calls.append(x) or x)
         transformer_impl.verl_F.entropy_from_logits(logits)
         assert len(calls) == 1
     assert [getattr(module, name) for module, name in holders] == before
