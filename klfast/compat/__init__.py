@@ -2,9 +2,20 @@
 
 ``klfast.compat.<framework>`` has functions and classes with the framework's own names, argument
 names and return shapes, to be imported; ``patch("<framework>")`` puts them into the installed
-framework. Values are the framework's own, but for rounding, in which klfast keeps more digits; each
-docstring names what differs, which are faults for the most part (NaN let through masks, NaN
-gradients, a controller that can be poisoned), and what ``exact=True`` takes back of that.
+framework. Values and gradients are the framework's own, but for rounding and its faults. These
+differences hold for all of them; a docstring names only further ones:
+
+- Lower dtypes give fp32, and fp64 stays fp64.
+- k3, chi-square and divergences keep their digits near 0. A divergence is never negative.
+- NaN and inf under a mask have no effect. The frameworks multiply by the mask, which lets NaN
+  through, or gives it a NaN gradient.
+- No gradient is NaN where an exp overflows under a limit. It is 0 there, as where a limit acts.
+- A logit of -inf adds 0 to an entropy, where theirs is NaN.
+- A function over logits takes one read. It makes nothing of their size but the gradient, so an
+  argument such as ``chunk_size`` has no effect.
+- An unknown word is a ValueError that names the argument and lists the known words.
+
+``exact=True``, an option of functions per token, takes back the first, third and fourth.
 """
 
 from __future__ import annotations

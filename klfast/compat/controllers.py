@@ -50,16 +50,8 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
     and ``min_coef`` are. It is warned of once per controller. ``n_steps`` of ``update`` may be a
     whole float.
 
-    Args:
-        init_kl_coef: the first coefficient: 0, or within the bounds.
-        target: the KL to hold, > 0, in nats per ``unit``.
-        horizon: > 0, as of ``klfast.AdaptiveKLController``.
-        **options: the keywords of ``klfast.AdaptiveKLController``; without ``max_coef`` there is no
-            upper bound, as in the frameworks.
-
-    Raises:
-        TypeError: a setting is of the wrong type.
-        ValueError: a setting is NaN, infinite or out of its range.
+    The arguments are those of ``klfast.AdaptiveKLController``; ``init_kl_coef`` may be 0, and
+    without ``max_coef`` there is no upper bound, as in the frameworks.
     """
 
     _limit = staticmethod(rules.bounded_or_absorbed)

@@ -35,8 +35,7 @@ def per_token_kl(
 ) -> Tensor:
     """k3 of every token [B, T], in nats: the log-ratio limited to 20, the value to 10.
 
-    Differs from ms-swift: digits near 0; fp32 for lower dtypes unless ``exact=True``. Like
-    ms-swift's, the gradient is 0 once ``per_token_logps - ref_per_token_logps < -2.61``.
+    Like ms-swift's, the gradient is 0 once ``per_token_logps - ref_per_token_logps < -2.61``.
     """
     return per_token(per_token_logps, ref_per_token_logps, MS_SWIFT["k3"], exact=exact)
 
@@ -60,7 +59,7 @@ def sequence_kl(
     """The KL of each sequence [B], in nats: the sum of k1 over its kept tokens.
 
     With ``kl_in_reward`` ms-swift subtracts ``beta`` times this from the reward; it can be
-    negative. Differs from ms-swift: NaN under the mask has no effect; fp32 for lower dtypes.
+    negative.
     """
     return fused_kl_penalty(
         old_per_token_logps,
@@ -74,9 +73,8 @@ def sequence_kl(
 def vocab_parallel_kl_div(input_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
     """KL(target || input) of log-probs [..., V / ranks], [...], in nats, on every rank.
 
-    The ranks are those of Megatron's tensor parallelism. Differs from ms-swift: never negative, and
-    0 for equal distributions; -inf under both adds 0, where theirs is NaN. Gradients are those at
-    the log-probs' own logits: behind a log-softmax both are the same.
+    The ranks are those of Megatron's tensor parallelism. -inf under both adds 0, where theirs is
+    NaN. Gradients are those at the log-probs' own logits: behind a log-softmax both are the same.
     """
     rows = input_log_probs.shape[:-1]
     one_sequence = [x.reshape(1, -1, x.shape[-1]) for x in (input_log_probs, target_log_probs)]
@@ -104,7 +102,7 @@ def jsd_loss(
             Jensen-Shannon divergence.
         log_softmax_fn: None: klfast has its own, over a whole vocabulary.
         kl_div_fn: None.
-        chunk_size: of no use: there is no temporary that it could make smaller.
+        chunk_size: of no use.
 
     Raises:
         ValueError: shapes that differ, a ``beta`` that is not between 0 and 1, or functions for a

@@ -44,9 +44,8 @@ def compute_approx_kl(
     the same value with the gradient of ``w * x**2 / 2``, where x is the log-ratio and
     ``w = min(exp(log_probs - log_probs_old), 10)`` a constant, 1 without ``log_probs_old``.
 
-    Differs from OpenRLHF: k3 keeps its digits near 0; fp64 stays fp64. As there, the gradient is 0
-    where the limit acts (k3: once x < -2.61), unless it is the unbiased one. Before 0.11.2 the exp
-    of theirs has no limit, and their gradient of k3 is NaN where it overflows, once x < -88.
+    As there, the gradient is 0 where the limit acts (k3: once x < -2.61), unless it is the unbiased
+    one. Before 0.11.2 theirs of k3 is NaN once x < -88.
     """
     if log_probs_old is not None and not isinstance(log_probs_old, Tensor):
         raise TypeError(f"log_probs_old must be a torch.Tensor or None, got {log_probs_old!r}")
@@ -66,7 +65,7 @@ def compute_approx_kl_unweighted(
     """``compute_approx_kl`` as OpenRLHF has it up to 0.11.0 and on its main branch: in nats.
 
     Of the shape of ``log_probs``. Without ``log_probs_old``, whose weight came with 0.11.1:
-    the third argument is ``kl_estimator``. Differs from OpenRLHF as :func:`compute_approx_kl`.
+    the third argument is ``kl_estimator``.
     """
     return compute_approx_kl(log_probs, log_probs_base, kl_estimator=kl_estimator)
 
@@ -85,9 +84,9 @@ def compute_reward(
     ``r``: [B] or one number for all; ``kl`` in nats, ``action_mask``: [B, T]; a ``kl_coef`` <= 0
     counts as 0; ``r`` is first clipped to ``reward_clip_range``. No gradient.
 
-    Differs from OpenRLHF: the reward is 0 where masked (theirs is ``-kl_coef * kl``, NaN from
-    padding included) and low-precision ``kl`` gives fp32; ``exact=True`` takes both back. A
-    sequence without an action token has no reward (theirs gives ``r[b]`` to its last slot).
+    Differs from OpenRLHF: the reward is 0 where masked, and ``-kl_coef * kl`` there with
+    ``exact=True``. A sequence without an action token has no reward (theirs gives ``r[b]`` to its
+    last slot).
     """
     scores = torch.as_tensor(r, device=kl.device).expand(kl.shape[0])
     if reward_clip_range:
@@ -106,11 +105,9 @@ def log_probs_from_logits(
 ) -> Tensor:
     """Log-probs of the labels [...] under softmax(logits / temperature), [..., V], in nats.
 
-    By one read. A label of -100 gives 0 and no gradient, as in OpenRLHF with flash-attn; without it
-    OpenRLHF fails.
-
-    Differs from OpenRLHF: the logits stay as they are, where theirs are divided by the temperature
-    in place, and lower dtypes give fp32; ``exact=True`` takes both back.
+    A label of -100 gives 0 and no gradient, as in OpenRLHF with flash-attn; without it OpenRLHF
+    fails. The logits are divided by the temperature in place, as theirs are, only with
+    ``exact=True``.
     """
     if exact and temperature != 1.0:
         logits, temperature = logits.div_(temperature), 1.0
@@ -120,9 +117,5 @@ def log_probs_from_logits(
 
 
 def compute_entropy(logits: Tensor, *, exact: bool = False) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], in nats, by one read.
-
-    Differs from OpenRLHF: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32
-    (``exact=True``: their own). There is nothing to compile.
-    """
+    """Entropies of softmax(logits), [..., V] -> [...], in nats. There is nothing to compile."""
     return common.entropy(logits, exact=exact)

@@ -52,11 +52,9 @@ def compute_approx_kl(
     ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary, of
     shape [...], by one read (see ``common.full_kl``).
 
-    Differs from ROLL, unless ``exact=True``: the gradient of k3 is 0, not NaN, where exp overflows
-    (log-ratios below -88 in fp32); NaN under the mask has no effect; lower dtypes give fp32.
+    Like ROLL's, the gradient of k3 is 0 once x < -2.61, but below -88 too, where theirs is NaN.
     ``full`` is the KL of distributions, also where rounding lets log-probs miss a sum of one; its
-    gradient is the same at the logits. Besides, k3 keeps its digits near 0. Like ROLL's, its
-    gradient is 0 once x < -2.61.
+    gradient is the same at the logits.
 
     Raises:
         ValueError: an unknown ``kl_penalty``; ``full`` of tensors without a vocabulary dimension,
@@ -66,18 +64,12 @@ def compute_approx_kl(
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], fp32, in nats.
-
-    By one read, where ROLL makes two copies of the logits. Differs from ROLL: fp64 stays fp64.
-    """
+    """Log-probs of the labels [...] under softmax(logits), [..., V] -> [...], fp32, in nats."""
     return common.token_logprobs(logits, labels)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], fp32, in nats, by one read.
-
-    Differs from ROLL: a logit of -inf adds 0, where theirs gives NaN; fp64 stays fp64.
-    """
+    """Entropies of softmax(logits), [..., V] -> [...], fp32, in nats."""
     return common.entropy(logits)
 
 
@@ -147,24 +139,22 @@ class VariousDivergence:
     ``js_divergence``         (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2
     ========================= ====================================================
 
-    Both are read once (twice for ``js_divergence``), and nothing of their size is made but the
-    student's gradient, and, for a ``kd_temperature`` that is not 1, the teacher's log-probs times
-    it. No gradient reaches the teacher, in ROLL either: its numbers come from another process.
+    Both are read once (twice for ``js_divergence``). For a ``kd_temperature`` that is not 1, the
+    teacher's log-probs times it are made. No gradient reaches the teacher, in ROLL either.
 
-    Words that ``teacher_inf_mask`` excludes (log-probs of -inf, such as a padded vocabulary) are
-    left out of the sum, as in ROLL: p is that of all words, its terms those of the others, so that
-    ``reverse_kl`` is finite, and can be negative. A token without any other word is 0. Where there
-    are such words, which costs a GPU one sync to find out, the logits are copied, and all but
+    Ids that ``teacher_inf_mask`` excludes (log-probs of -inf, such as a padded vocabulary) are left
+    out of the sum, as in ROLL: p is that of all ids, its terms those of the others, so that
+    ``reverse_kl`` is finite, and can be negative. A token without any other id is 0. Where there
+    are such ids, which costs a GPU one sync to find out, the logits are copied, and all but
     ``forward_kl`` take a second divergence.
 
-    Differs from ROLL: near 0 every digit is right (without excluded words never negative, exactly 0
-    for equal models), and ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities
-    in its logarithms. Where words are excluded the gradient is that of the value; ROLL's of
-    ``reverse_kl`` is NaN, and so is every objective's where all words are. The teacher is
+    Differs from ROLL: ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities in
+    its logarithms. Where ids are excluded the gradient is that of the value; ROLL's of
+    ``reverse_kl`` is NaN, and so is every objective's where all ids are. The teacher is
     ``teacher_log_probs`` alone, of which klfast makes a distribution. Without the mask, and for
-    words that the student alone excludes (a logit of -inf), klfast has the words' value where ROLL
-    leaves them out: 0 but for ``js_divergence``, the ``reverse_kl`` of what the teacher excludes
-    and the ``forward_kl`` of what the student does, both infinite. fp64 stays fp64.
+    ids that the student alone excludes (a logit of -inf), klfast has their value where ROLL leaves
+    them out: 0 but for ``js_divergence``, the ``reverse_kl`` of what the teacher excludes and the
+    ``forward_kl`` of what the student does, both infinite.
 
     Args:
         pipeline_config: with ROLL's ``kd_objective`` and ``kd_temperature``.

@@ -54,10 +54,8 @@ def compute_approx_kl(
     ``kl_estimator_type``: ``k1``, ``abs``, ``k2`` or ``k3`` (log-ratio limited to 20, value to 10;
     see ``presets.SKYRL``).
 
-    Differs from SkyRL: low-precision inputs give fp32 (``exact=True``: what they and the mask
-    promote to), k3 keeps its digits near 0, and NaN under the mask gives no NaN gradient (theirs
-    selects the value alone). The mask has the shape of ``log_probs``. Like SkyRL's, the gradient
-    of k3 is 0 once ``log_probs - log_probs_base < -2.61``.
+    The mask has the shape of ``log_probs``. With ``exact=True`` the dtype is what they and the mask
+    promote to. Like SkyRL's, the gradient of k3 is 0 once ``log_probs - log_probs_base < -2.61``.
     """
     estimator = choose("kl_estimator_type", kl_estimator_type, SKYRL)
     kl = per_token(log_probs, log_probs_base, estimator, loss_mask)
@@ -100,8 +98,6 @@ def apply_reward_kl_penalty(self: Any, data: Any) -> Any:
     ``self.cfg.trainer.algorithm``. ``avg_kl``, ``avg_kl_max`` (the mean of the sequences' largest
     absolute KL; nats per token) and ``kl_loss_coef`` go to ``data.metadata["metrics"]`` and, under
     ``loss/``, to ``self.all_metrics``.
-
-    Differs from SkyRL: no NaN leaves the mask, and lower dtypes give fp32.
     """
     algorithm, controller = self.cfg.trainer.algorithm, self.reward_kl_controller
     kl, stats = fused_kl_penalty(
@@ -147,25 +143,16 @@ def chunked_entropy_from_logits(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """Entropies of softmax(logits), [B, T, V] -> [B, T], in nats, by one read.
+    """Entropies of softmax(logits), [B, T, V] -> [B, T], in nats.
 
-    Args:
-        logits: [B, T, V].
-        requires_grad: let a gradient through.
-        attention_mask: [B, T] of zeros and ones: where it is 0 the entropy is 0, its row is not
-            read.
-        chunk_size: ignored: there is no temporary that it could make smaller.
-        exact: in the dtype of the logits, where otherwise it is fp32 for the lower ones.
-
-    Differs from SkyRL: a logit of -inf adds 0, where theirs gives NaN; NaN in a masked row stays
-    there.
+    A gradient flows if ``requires_grad``. Where ``attention_mask`` [B, T], of zeros and ones, is 0,
+    the entropy is 0 and the row is not read.
     """
     logits = logits if requires_grad else logits.detach()
     return common.entropy(logits, mask=attention_mask, exact=exact)
 
 
-# The losses of a draft head, ``skyrl.backends.skyrl_train.mtp.soft_ce``: the soft cross-entropy
-# between the head (p, the student) and the policy (q, its teacher).
+# The losses of a draft head, ``skyrl.backends.skyrl_train.mtp.soft_ce``
 
 
 def draft_soft_ce(
@@ -178,6 +165,10 @@ def draft_soft_ce(
 ) -> Tensor:
     """The masked mean of the soft cross-entropy, a 0-dim tensor, in nats.
 
+    Between a draft head (p, the student) and the policy (q, its teacher), per token
+    ``-sum over V of q log p = H(q) + KL(q || p)`` at a temperature of 1. The teacher is read twice.
+    Tokens are counted exactly, where a mask in bf16, which SkyRL makes, is rounded past 256.
+
     Args:
         student_logits: [B, T, V].
         teacher_logits: [B, T, V], detached; cut both to the words that exist (a view will do).
@@ -186,7 +177,7 @@ def draft_soft_ce(
             counts as 1. Under DDP and FSDP, which average gradients, the number of all ranks has
             to be divided by the world size unless the loss is multiplied by it.
         vocab_parallel_group: None, or a group of one: klfast does not add up shards here.
-        chunk_size: of no use: there is no temporary that it could make smaller.
+        chunk_size: of no use.
 
     Raises:
         ValueError: a wrong shape, a teacher with a gradient, or a vocabulary in shards.
@@ -214,7 +205,7 @@ def draft_soft_ce_topk(
     vocab_parallel_group: ProcessGroup | None = None,
     roll_shift: int = 0,
 ) -> Tensor:
-    """The same in nats over the teacher's ``k`` likeliest words, renormalized in both models.
+    """The same in nats over the teacher's ``k`` likeliest ids, renormalized in both models.
 
     ``torch.topk`` finds them; ``roll_shift`` moves them, [B, T, k], as many tokens to the left. The
     other arguments and errors are those of :func:`draft_soft_ce`.
@@ -239,7 +230,6 @@ def _check(student: Tensor, teacher: Tensor, mask: Tensor, group: ProcessGroup |
 
 
 def _normalizer(mask: Tensor, factor: float | Tensor | None) -> float | Tensor:
-    """At least 1."""
     if factor is None:
         return mask.sum(dtype=wide_dtype(mask.device)).clamp(min=1)
     return factor.clamp(min=1) if isinstance(factor, Tensor) else max(1.0, factor)

@@ -23,7 +23,7 @@ from klfast.compat import (
     verl,
 )
 from klfast.compat.patching.replacements import Blocks, Make, compiled, rewriting
-from klfast.compat.patching.sites import INSIDE, Group, Site, Target, is_there
+from klfast.compat.patching.sites import INSIDE, Fused, Group, Site, Target, is_there
 
 
 class _Module(NamedTuple):
@@ -47,6 +47,16 @@ class _Module(NamedTuple):
     def all_same(self, releases: str, **codes: str) -> Group:
         """Several that have one code each, and klfast's in their place."""
         return tuple(self.same(name, {code: releases}) for name, code in codes.items())
+
+
+def _if(attribute: str, what: str) -> Fused:
+    """What a function does on a GPU where its module has the attribute, and not None or False."""
+    return lambda module: what if getattr(module, attribute) else None
+
+
+_ZIEGLER = {"AdaptiveKLController": "4599c61cfbfc12a6", "FixedKLController": "a71d6a7c80f4a142"}
+_CROSS_ENTROPY = "calls flash-attn's cross entropy"
+_TRITON = "calls TRL's Triton kernel"
 
 
 # trlx: git tags
@@ -103,19 +113,18 @@ _SAMPLING: Blocks = {  # the ratio and its metrics, of TRL 1.10, and of 1.11 to 
 }
 
 
-def _triton_of_114(module: ModuleType) -> str | None:
-    return _TRITON if module._fused_logprob_entropy is not None else None
-
-
-def _triton(module: ModuleType) -> str | None:
-    return _TRITON if module.is_triton_available() else None
-
-
 def _from_logits(name: str, of_114: str, of_116: str, **rest: Any) -> Group:
     """A function over logits: two ways to ask for its kernel."""
     return (
-        _TRL_UTILS.same(name, {of_114: "1.14, 1.15"}, _triton_of_114, **rest),
-        _TRL_UTILS.same(name, {of_116: "1.16"}, _triton, **rest),
+        _TRL_UTILS.same(
+            name, {of_114: "1.14, 1.15"}, _if("_fused_logprob_entropy", _TRITON), **rest
+        ),
+        _TRL_UTILS.same(
+            name,
+            {of_116: "1.16"},
+            lambda module: _TRITON if module.is_triton_available() else None,
+            **rest,
+        ),
     )
 
 
@@ -138,7 +147,6 @@ def _tail_bucket(module: str, releases: str, absent: str) -> Group:
     return (Site(f"{module}:_add_tail_bucket", {_BUCKET: releases}, new, absent=absent),)
 
 
-_TRITON = "calls TRL's Triton kernel"
 _TRL_UTILS = _Module("trl.trainer.utils", trl)
 _GRPO = _Module("trl.trainer.grpo_trainer:GRPOTrainer", None)
 _RLOO = _Module("trl.trainer.rloo_trainer:RLOOTrainer", None)
@@ -209,20 +217,11 @@ _TRL_PPO = (
             trl_trainers.kl_penalty_of_ppo,
         ),
     ),
-    _TRL_UTILS.all_same(
-        "0.6 to 0.11",
-        AdaptiveKLController="4599c61cfbfc12a6",
-        FixedKLController="a71d6a7c80f4a142",
-    ),
+    _TRL_UTILS.all_same("0.6 to 0.11", **_ZIEGLER),
 )
 
 
 # verl
-
-
-def _flash_attn(module: ModuleType) -> str | None:
-    available = module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE  # verl's spelling
-    return _CROSS_ENTROPY if available else None
 
 
 def _flash_attn_unless_disabled(module: ModuleType) -> str | None:
@@ -230,16 +229,15 @@ def _flash_attn_unless_disabled(module: ModuleType) -> str | None:
     return None if disabled else _flash_attn(module)
 
 
-def _compiled(module: ModuleType) -> str:
-    return "runs under torch.compile (verl's use_torch_compile)"
+_flash_attn = _if("FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", _CROSS_ENTROPY)  # verl's spelling
 
 
-_CROSS_ENTROPY = "calls flash-attn's cross entropy"
 _CORE = _Module("verl.trainer.ppo.core_algos", verl)
 _RAY_TRAINER = _Module("verl.trainer.ppo.ray_trainer", verl)
 _VERL_TORCH = _Module("verl.utils.torch_functional", verl)
 _ROLLOUT = _Module("verl.trainer.ppo.rollout_corr_helper", verl)
 _FSDP = _Module("verl.trainer.distillation.fsdp.losses", verl)
+_COMPILED = lambda module: "runs under torch.compile (verl's use_torch_compile)"  # noqa: E731
 _VERLS, _SINCE_08, _SINCE_061 = "0.6 to 0.9, main", "0.8, 0.9, main", "0.6.1 to 0.9, main"
 _KL_PENALTY = {  # up to 0.7 a name with a "+" is an error of kl_penalty_forward
     "54a41f26e292a888": "0.6, 0.7.0",
@@ -291,7 +289,7 @@ _VERL = (
         ),
         _VERL_TORCH.row("logprobs_from_logits_v2", {"eb68b39926973cb1": _VERLS}),
     ),
-    (_VERL_TORCH.same("entropy_from_logits", {"a81547a47a26577e": _VERLS}, _compiled),),
+    (_VERL_TORCH.same("entropy_from_logits", {"a81547a47a26577e": _VERLS}, _COMPILED),),
     _VERL_TORCH.all_same(_VERLS, entropy_from_logits_with_chunking="8238e2ad26ad701e"),
     (
         *_rollout("compute_offpolicy_metrics", {"ff8606b1800b94fe": _SINCE_061}),
@@ -343,10 +341,6 @@ _VERL = (
 # OpenRLHF
 
 
-def _flash_attn_is_there(module: ModuleType) -> str | None:
-    return _CROSS_ENTROPY if is_there("flash_attn") else None
-
-
 _UTILS = _Module("openrlhf.models.utils", openrlhf)
 _OPENRLHFS = "0.10 to 0.11.2, main"
 _OPENRLHF = (
@@ -363,7 +357,9 @@ _OPENRLHF = (
     _UTILS.all_same(_OPENRLHFS, compute_reward="ed3b03fa22353a97"),
     (
         _UTILS.same(
-            "log_probs_from_logits", {"66bc5702680a2331": _OPENRLHFS}, _flash_attn_is_there
+            "log_probs_from_logits",
+            {"66bc5702680a2331": _OPENRLHFS},
+            lambda module: _CROSS_ENTROPY if is_there("flash_attn") else None,
         ),
         _UTILS.row("_logsumexp_by_chunk", {"ae51220665162669": _OPENRLHFS}),
     ),
@@ -375,11 +371,7 @@ _OPENRLHF = (
             fused=lambda module: "runs under torch.compile",
         ),
     ),
-    _Module("openrlhf.trainer.ppo_utils.kl_controller", openrlhf).all_same(
-        _OPENRLHFS,
-        AdaptiveKLController="4599c61cfbfc12a6",
-        FixedKLController="a71d6a7c80f4a142",
-    ),
+    _Module("openrlhf.trainer.ppo_utils.kl_controller", openrlhf).all_same(_OPENRLHFS, **_ZIEGLER),
 )
 
 
@@ -396,10 +388,7 @@ _ROLL = (
     _FUNCTIONALS.all_same(_ROLLS, log_probs_from_logits="b35fbb39a2cd0c30"),
     _FUNCTIONALS.all_same(_ROLLS, entropy_from_logits="139adf4da48b76ee"),
     _Module("roll.utils.kl_controller", roll).all_same(
-        _ROLLS,
-        AdaptiveKLController="4599c61cfbfc12a6",
-        FixedKLController="a71d6a7c80f4a142",
-        get_kl_controller="d4f14e44554b1dcf",
+        _ROLLS, **_ZIEGLER, get_kl_controller="d4f14e44554b1dcf"
     ),
     # Each by itself, so that objectives that klfast does not compute stay as they are.
     _DIVERGENCES.all_same(_SINCE_013, compute_forward_kl_divergence="e666096a7693be98"),
@@ -411,10 +400,6 @@ _ROLL = (
 # SkyRL
 
 
-def _flash_attn_of_skyrl(module: ModuleType) -> str | None:
-    return _CROSS_ENTROPY if module.FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE else None
-
-
 _PPO_UTILS = _Module("skyrl.backends.skyrl_train.utils.ppo_utils", skyrl)
 _SKYRL_TORCH = _Module("skyrl.backends.skyrl_train.utils.torch_utils", skyrl)
 _SKYRLS = "0.1 to 0.3, main"
@@ -422,12 +407,7 @@ _SKYRLS = "0.1 to 0.3, main"
 _APPROX_KL = {"c3230d7b0456050e": "0.2", "1ad5bff2dde325ff": "0.3, main"}
 _SKYRL = (
     (_PPO_UTILS.same("compute_approx_kl", _APPROX_KL),),
-    _PPO_UTILS.all_same(
-        _SKYRLS,
-        AdaptiveKLController="4599c61cfbfc12a6",
-        FixedKLController="a71d6a7c80f4a142",
-        get_kl_controller="58fcc7e7adac9233",
-    ),
+    _PPO_UTILS.all_same(_SKYRLS, **_ZIEGLER, get_kl_controller="58fcc7e7adac9233"),
     (
         _Module("skyrl.train.trainer:RayPPOTrainer", skyrl).same(
             "apply_reward_kl_penalty",
@@ -438,7 +418,9 @@ _SKYRL = (
     ),
     (
         _SKYRL_TORCH.same(
-            "logprobs_from_logits", {"d2bd2e7d0b976a6a": _SKYRLS}, _flash_attn_of_skyrl
+            "logprobs_from_logits",
+            {"d2bd2e7d0b976a6a": _SKYRLS},
+            _if("FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", _CROSS_ENTROPY),
         ),
         *_SKYRL_TORCH.rows(
             _SKYRLS,

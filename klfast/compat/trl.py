@@ -175,30 +175,17 @@ def kl_loss(
     if reduction != "token-mean":
         normalizer = max(1, per_token_logps.shape[0])  # empty sequences count, as in TRL
     old = _old(per_token_logps, old_per_token_logps) if use_bias_correction_kl else None
+    given = per_token_logps, ref_per_token_logps, mask
+    options: Any = {"estimator": TRL_GRPO, "coef": beta, "return_stats": True}
     if old is None or importance_sampling_level == "token":
-        return fused_kl_penalty(
-            per_token_logps,
-            ref_per_token_logps,
-            mask,
-            estimator=TRL_GRPO,
-            reduction=reduction,
-            old_logprobs=old,
-            normalizer=normalizer,
-            coef=beta,
-            return_stats=True,
-        )
+        options |= {"old_logprobs": old, "normalizer": normalizer}
+        term, stats = fused_kl_penalty(*given, reduction=reduction, **options)
+        return term, stats
     log_weight = fused_kl_penalty(
         per_token_logps, old.detach(), mask, estimator="k1", reduction="seq-mean"
     )
-    kl, stats = fused_kl_penalty(
-        per_token_logps,
-        ref_per_token_logps,
-        mask,
-        estimator=TRL_GRPO,
-        reduction="seq-mean" if reduction == "seq-mean-token-mean" else "seq-sum",
-        coef=beta,
-        return_stats=True,
-    )
+    per_sequence: ReductionName = "seq-mean" if reduction == "seq-mean-token-mean" else "seq-sum"
+    kl, stats = fused_kl_penalty(*given, reduction=per_sequence, **options)
     weight = log_weight.exp()
     tokens = stats.length.sum().clamp(min=1) if normalizer is None else normalizer
     return (weight * kl).sum() / tokens, stats._replace(kl=weight.detach() * stats.kl)

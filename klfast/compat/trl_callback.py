@@ -70,8 +70,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if isinstance(controller, type):
             _check_rule(controller, target, options)
         else:
-            _check_alone(target, options)
-            _check_controller(controller)
+            _check_controller(controller, target, options)
             self.controller = controller
         self._recipe = (controller, target, options)
         if trainer is not None:
@@ -165,13 +164,17 @@ def _caller(state: Any) -> Any:
     )
 
 
+_REFUSED = {
+    "floor": "TRL measures no KL where beta is 0",
+    "device": "TRL's KL and beta are numbers",
+    "process_group": "TRL's KL is that of all ranks",
+}
+
+
 def _check_rule(rule: type, target: object, options: dict[str, Any]) -> None:
     """A class that can steer TRL's ``beta``, and options with which it can."""
     if not issubclass(rule, (TargetController, ScheduledKLController)):
-        raise TypeError(
-            "controller must be the class of a controller with a target, or an object with value "
-            f"and update, got {rule!r}"
-        )
+        raise TypeError(f"controller must be {_STEERS} value and update, got {rule!r}")
     if target is not None or not issubclass(rule, ScheduledKLController):
         check_number("target", target, above=0)
     for name, why in _REFUSED.items():
@@ -180,30 +183,19 @@ def _check_rule(rule: type, target: object, options: dict[str, Any]) -> None:
     _check_unit(options.get("unit", "token"))
 
 
-_REFUSED = {
-    "floor": "TRL measures no KL where beta is 0",
-    "device": "TRL's KL and beta are numbers",
-    "process_group": "TRL's KL is that of all ranks",
-}
-
-
 def _check_unit(unit: object) -> None:
     if unit != "token":
         raise ValueError(f"unit must be 'token', in which TRL measures its KL, got {unit!r}")
 
 
-def _check_alone(target: object, options: dict[str, Any]) -> None:
-    """An object has its settings already."""
+def _check_controller(controller: Any, target: object, options: dict[str, Any]) -> None:
+    """An object that can steer TRL's ``beta`` and has its settings already."""
     given = [*(["target"] if target is not None else []), *options]
     if given:
         raise TypeError(
             f"{given[0]} must not be given with an object for the controller, which has its own "
             "settings"
         )
-
-
-def _check_controller(controller: Any) -> None:
-    """An object that can steer TRL's ``beta``."""
     if isinstance(controller, CoefficientController):
         for name, why in _REFUSED.items():
             own = getattr(controller, name)
@@ -215,7 +207,10 @@ def _check_controller(controller: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and callable(getattr(controller, "update", None))):
         raise TypeError(
-            "controller must be the class of a controller with a target, or an object with a "
-            f"number value and update(kl, n_steps), got {type(controller).__name__}"
+            f"controller must be {_STEERS} a number value and update(kl, n_steps), got "
+            f"{type(controller).__name__}"
         )
     check_number("controller.value", value, above=0)
+
+
+_STEERS = "the class of a controller with a target, or an object with"

@@ -82,8 +82,7 @@ def mean_kl(logprobs: Tensor, ref_logprobs: Tensor, attention_mask: Tensor) -> M
 
     Two things are kept as trlx has them. The formula is k3 with the ratio the other way round
     (klfast's ``k3_ref``): on samples of the policy it estimates chi^2(policy || reference) - KL,
-    not the KL. And ``mean_kl_per_token`` counts masked slots. What differs: digits near 0, NaN
-    under the mask has no effect, fp32 for lower dtypes.
+    not the KL. And ``mean_kl_per_token`` counts masked slots.
     """
     _, stats = kl_penalty(
         logprobs,

@@ -1,5 +1,5 @@
 """verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, from logits
-``verl.utils.torch_functional``, and the rollout correction (see ``verl_rollout``).
+``verl.utils.torch_functional``, distillation, and the rollout correction (see ``verl_rollout``).
 
 Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
 ``klfast.compat.patch("verl")``.
@@ -82,9 +82,8 @@ def kl_penalty(
     ``presets.VERL``); with a ``+``, the gradient is k2's. ``full`` raises NotImplementedError, as
     in verl.
 
-    Differs from verl: low-precision inputs give fp32 (``exact=True``: their own dtype), k3 keeps
-    its digits near 0, and the value with a ``+`` at an infinite log-ratio is not NaN. Like verl's,
-    the gradient of k3 is 0 once ``logprob - ref_logprob < -2.61``. An unknown word is a ValueError.
+    The value with a ``+`` at an infinite log-ratio is not NaN, as it is in verl. Like verl's, the
+    gradient of k3 is 0 once ``logprob - ref_logprob < -2.61``.
     """
     return per_token(logprob, ref_logprob, _estimator(kl_penalty), exact=exact)
 
@@ -118,9 +117,8 @@ def agg_loss(
     up for DDP and FSDP averaging gradients. (``klfast.kl_penalty`` has no such factor: there the
     ``normalizer`` is divided.) ``token-sum`` has no denominator.
 
-    Differs from verl: NaN under the mask has no effect (verl's sequence modes multiply by the
-    mask), the mean over no local tokens is 0, not NaN, and a count that is given must be
-    > 0; lower dtypes give fp32.
+    Differs from verl: the mean over no local tokens is 0, not NaN, and a count that is given must
+    be > 0.
 
     Raises:
         ValueError: an unknown ``loss_agg_mode``; a count that is <= 0, or is missing where
@@ -188,8 +186,6 @@ def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[A
     Returns:
         ``(data, {"actor/reward_kl_penalty": ..., "actor/reward_kl_penalty_coeff": ...})``, nats per
         token and the coefficient used.
-
-    Differs from verl: NaN in a masked token's log-probs has no effect on its reward.
     """
     batch = data.batch
     beta = kl_ctrl.value
@@ -220,10 +216,7 @@ def logprobs_from_logits(
     the logits. Where the logits are a leaf or not contiguous, or under ``torch.compile``, it takes
     new memory instead, with the same gradient. Where another op has saved the logits for a backward
     that comes later, autograd raises (flash-attn's gradient is wrong there): pass False, as verl
-    does for its entropies.
-
-    Differs from verl: lower dtypes give fp32, as they do there with flash-attn alone
-    (``exact=True``: their own, as without it).
+    does for its entropies. ``exact=True`` gives verl's dtype without flash-attn.
     """
     return common.token_logprobs(
         logits,
@@ -235,16 +228,12 @@ def logprobs_from_logits(
 
 
 def entropy_from_logits(logits: Tensor, *, exact: bool = False) -> Tensor:
-    """Entropies of softmax(logits), [..., V] -> [...], in nats, by one read.
-
-    Differs from verl: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32
-    (``exact=True``: their own).
-    """
+    """Entropies of softmax(logits), [..., V] -> [...], in nats."""
     return common.entropy(logits, exact=exact)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """The same in fp32, in nats, [N, V] -> [N]: a read without temporaries needs no chunks."""
+    """The same in fp32, in nats, [N, V] -> [N]."""
     return common.entropy(logits)
 
 
@@ -252,9 +241,9 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
     """Log-probs of the labels [...] of logits [..., V / ranks], in nats, on every rank.
 
     The ranks are those of Megatron's tensor parallelism. Differs from verl: the logits are left as
-    they are, where Megatron's cross entropy overwrites fp32 ones; 1 - p keeps its digits; one
-    all-gather, where Megatron makes three all-reduces. A label that is no word is a ValueError on a
-    CPU and NaN on a GPU.
+    they are, where Megatron's cross entropy overwrites fp32 ones; one all-gather, where Megatron
+    makes three all-reduces. A label outside the vocabulary is a ValueError on a CPU and NaN on a
+    GPU.
     """
     return token_logprobs(logits, labels, group=common.tensor_parallel_group())
 
@@ -262,8 +251,7 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     """Entropies of softmax(logits), [..., V / ranks] -> [...], in nats, on every rank.
 
-    Differs from verl: a logit of -inf adds 0, where theirs gives NaN; lower dtypes give fp32, and
-    the backward writes into nothing but its gradient, where theirs changes the logits for a while.
+    The backward writes into nothing but its gradient, where verl's changes the logits for a while.
     """
     return common.entropy(vocab_parallel_logits, group=common.tensor_parallel_group())
 
@@ -271,7 +259,7 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
 def vocab_parallel_entropy_with_chunking(
     vocab_parallel_logits: Tensor, chunk_size: int = 2048
 ) -> Tensor:
-    """The same in nats, [N, V / ranks] -> [N], without temporaries that need chunks."""
+    """The same in nats, [N, V / ranks] -> [N]."""
     return vocab_parallel_entropy(vocab_parallel_logits)
 
 
@@ -338,9 +326,9 @@ def compute_forward_kl_topk(
         the K words; ``overlap_count``, how many of them are among the student's K likeliest;
         ``overlap_token_advantage``, the mean of ``-q log(q / p)`` over these.
 
-    Differs from verl: fp32 for lower dtypes, and fp64 stays fp64; only the first result has a
-    gradient, as with Megatron; a log-prob of -inf adds 0 without a clamp, where theirs is NaN. Of
-    words that are equally likely to the student ``overlap_count`` may count others.
+    Differs from verl: only the first result has a gradient, as with Megatron; a log-prob of -inf
+    adds 0 without a clamp. Of token ids that are equally likely to the student ``overlap_count``
+    may count others.
 
     Raises:
         ValueError: log-probs and ids that have not the shape of the logits' tokens, [1, N, K].
@@ -360,7 +348,8 @@ def compute_forward_kl_topk(
     least = config.distillation_loss.log_prob_min_clamp
     if least is not None:
         student, teacher = student.clamp_min(least), teacher.clamp_min(least)
-    losses = _forward(teacher, student, torch.ones_like(ids, dtype=torch.bool))
+    exist = torch.ones_like(ids, dtype=torch.bool)
+    losses = divergence_of_entries(teacher, student, exist, "forward", "drop", 0.5)
     return {
         "distillation_losses": losses.to(picked.dtype),
         **masses,
@@ -378,10 +367,6 @@ def _of_this_rank(teacher: Tensor) -> Tensor:
     return part
 
 
-def _forward(teacher: Tensor, student: Tensor, exist: Tensor) -> Tensor:
-    return divergence_of_entries(teacher, student, exist, "forward", "drop", 0.5)
-
-
 @torch.no_grad()
 def _overlap(
     logits: Tensor, ids: Tensor, teacher: Tensor, student: Tensor, dtype: torch.dtype
@@ -392,5 +377,6 @@ def _overlap(
     at = torch.searchsorted(likeliest, ids).clamp(max=ids.shape[-1] - 1)
     shared = likeliest.gather(-1, at) == ids
     count = shared.sum(-1)
-    mean = -_forward(teacher, student, shared) / count.clamp(min=1)
-    return {"overlap_count": count, "overlap_token_advantage": mean.to(dtype)}
+    total = -divergence_of_entries(teacher, student, shared, "forward", "drop", 0.5)
+    advantage = (total / count.clamp(min=1)).to(dtype)
+    return {"overlap_count": count, "overlap_token_advantage": advantage}

@@ -30,18 +30,14 @@ def compute_offpolicy_metrics(
     """How far the trained policy is from the rollout policy, under verl's names.
 
     All are [B, T], and KLs in nats per token. Without ``rollout_log_prob`` the policy's own
-    perplexity alone.
-
-    Differs from verl: near on-policy k3 and chi-square keep their digits; NaN under the mask has no
-    effect; k3 saturates at a log-ratio of 20.
+    perplexity alone. k3 saturates at a log-ratio of 20.
 
     Raises:
         ValueError: the mask keeps nothing.
     """
-    check_keeps(response_mask)
     rollout = old_log_prob if rollout_log_prob is None else rollout_log_prob
-    stats = rollout_correction(old_log_prob, rollout, response_mask, weight=None).stats
-    metrics = drift(on_host(stats, response_mask)[0])
+    _, _, stats, _ = _corrected(old_log_prob, rollout, response_mask)
+    metrics = drift(stats)
     if rollout_log_prob is None:
         metrics = {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
     return floats(metrics)
@@ -70,27 +66,18 @@ def compute_rollout_correction_weights(
     ``rollout_is``: ``token`` or ``sequence``. ``rollout_is_threshold``: a number or its text
     truncates at it; ``"lower_upper"`` makes weights outside 0 (IcePop). With
     ``rollout_is_batch_normalize`` the weights are divided by their mean, over all ranks where
-    torch.distributed is initialized.
-
-    Differs from verl: lower dtypes give fp32; where all weights are 0 the effective sample size is
-    0, and no ZeroDivisionError; NaN under the mask has no effect.
+    torch.distributed is initialized. Where all weights are 0 the effective sample size is 0, and no
+    ZeroDivisionError.
 
     Raises:
         ValueError: an unknown ``rollout_is``, a wrong threshold, or a mask that keeps nothing.
         TypeError: a threshold of the wrong type.
     """
-    check_keeps(response_mask)
-    check_choice("rollout_is", rollout_is, LEVELS)
     bounds = weight_bounds(rollout_is_threshold)
-    weights, _, stats = rollout_correction(
-        log_ratio, _no_memory(log_ratio), response_mask, weight=rollout_is, **bounds
-    )
+    given = log_ratio, _no_memory(log_ratio), response_mask, rollout_is, bounds
+    weights, _, _, metrics = _corrected(*given, normalize=rollout_is_batch_normalize)
     assert weights is not None
-    factor = None
-    if rollout_is_batch_normalize:
-        weights, factor = _normalized(weights, stats, rollout_is)
-    copied, of_factor = on_host(stats, response_mask, factor)
-    return weights, floats(of_weights(copied, rollout_is, bounds) | of_factor)
+    return weights, floats(metrics)
 
 
 def compute_rollout_rejection_mask(
@@ -99,7 +86,7 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask without what fails a rule, and what each rule saw, under verl's names.
+    """The mask without what fails a criterion, and what each criterion saw, under verl's names.
 
     ``rollout_rs``: options separated by commas, of ``klfast.compat.verl.ROLLOUT_RULES``; all must
     hold. ``rollout_rs_threshold``: one for all or one each. Of k1 it bounds a ratio, and a single
@@ -107,8 +94,8 @@ def compute_rollout_rejection_mask(
     policy, and so does this: ``"0.5_4"`` keeps x in [-log 4, log 2]. Of k2 and k3 it is the
     greatest number, in nats.
 
-    Differs from verl: a log-ratio beyond 20 is limited where an exp is taken of it alone. NaN under
-    the mask has no effect. Every option rejects a token with a log-ratio of -inf.
+    Differs from verl: a log-ratio beyond 20 is limited where an exp is taken of it alone. Every
+    option rejects a token with a log-ratio of -inf.
 
     Raises:
         ValueError: an unknown option, a wrong threshold, or a mask that keeps nothing.
@@ -117,14 +104,9 @@ def compute_rollout_rejection_mask(
     if log_ratio.shape[0] == 0:
         return response_mask, {}
     options = options_of(rollout_rs, rollout_rs_threshold)
-    _, mask, stats = rollout_correction(
-        log_ratio,
-        _no_memory(log_ratio),
-        response_mask,
-        weight=None,
-        reject=[option.rule for option in options],
-    )
-    return mask, floats(of_rejection(on_host(stats, response_mask)[0], options))
+    given = log_ratio, _no_memory(log_ratio), response_mask
+    _, mask, stats, _ = _corrected(*given, options=options)
+    return mask, floats(of_rejection(stats, options))
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -146,33 +128,15 @@ def compute_rollout_correction_and_rejection_mask(
     Raises:
         ValueError, TypeError: as those functions.
     """
-    check_keeps(response_mask)
-    level = rollout_is if rollout_is_threshold is not None else None
-    bounds: dict[str, Any] = {}
-    if level is not None:
-        check_choice("rollout_is", level, LEVELS)
-        assert rollout_is_threshold is not None
-        bounds = weight_bounds(rollout_is_threshold)
-    options: tuple[Option, ...] = ()
-    if rollout_rs is not None:
-        options = options_of(rollout_rs, rollout_rs_threshold)
-    weights, mask, stats = rollout_correction(
-        old_log_prob,
-        rollout_log_prob,
-        response_mask,
-        weight=level,
-        reject=[option.rule for option in options],
-        **bounds,
-    )
-    factor = None
-    if weights is not None and level is not None and rollout_is_batch_normalize:
-        weights, factor = _normalized(weights, stats, level)
-    copied, of_factor = on_host(stats, response_mask, factor)
-    metrics = drift(copied)
-    if level is not None:
-        metrics |= of_weights(copied, level, bounds) | of_factor
+    options = () if rollout_rs is None else options_of(rollout_rs, rollout_rs_threshold)
+    level, bounds = None, None
+    if rollout_is is not None and rollout_is_threshold is not None:
+        level, bounds = rollout_is, weight_bounds(rollout_is_threshold)
+    given = old_log_prob, rollout_log_prob, response_mask, level, bounds, options
+    weights, mask, stats, of_level = _corrected(*given, normalize=rollout_is_batch_normalize)
+    metrics = drift(stats) | of_level
     if options:
-        metrics |= of_rejection(copied, options)
+        metrics |= of_rejection(stats, options)
     numbers = floats(metrics, _PREFIX)
     if weights is None:
         return None, mask, numbers
@@ -203,12 +167,38 @@ def compute_rollout_correction_and_add_to_batch(
     return batch if weights is None else batch.union(weights), metrics
 
 
-def _normalized(weights: Tensor, stats: RolloutStats, level: str) -> tuple[Tensor, Tensor]:
-    """The weights divided by their mean, and the divisor."""
-    initialized = distributed.is_available() and distributed.is_initialized()
-    mean = stats.weight_mean(level, distributed.group.WORLD if initialized else None)
-    factor = torch.where(mean > LEAST_MEAN, mean, 1.0)
-    return weights / factor.to(weights.dtype), factor
+def _corrected(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    level: str | None = None,
+    bounds: dict[str, Any] | None = None,
+    options: Sequence[Option] = (),
+    *,
+    normalize: bool = False,
+) -> tuple[Tensor | None, Tensor, RolloutStats, Metrics]:
+    """The weights, the mask, the statistics on the host, and the weights' metrics."""
+    check_keeps(response_mask)
+    if level is not None:
+        check_choice("rollout_is", level, LEVELS)
+    weights, mask, stats = rollout_correction(
+        logprobs,
+        rollout_logprobs,
+        response_mask,
+        weight=level,
+        reject=[option.rule for option in options],
+        **bounds or {},
+    )
+    if weights is None or level is None or bounds is None:
+        return None, mask, on_host(stats, response_mask)[0], {}
+    factor = None
+    if normalize:
+        initialized = distributed.is_available() and distributed.is_initialized()
+        mean = stats.weight_mean(level, distributed.group.WORLD if initialized else None)
+        factor = torch.where(mean > LEAST_MEAN, mean, 1.0)
+        weights = weights / factor.to(weights.dtype)
+    copied, of_factor = on_host(stats, response_mask, factor)
+    return weights, mask, copied, of_weights(copied, level, bounds) | of_factor
 
 
 def _no_memory(tensor: Tensor) -> Tensor:
