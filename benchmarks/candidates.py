@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cases import Case, Forward, Inputs, Op
 from klfast.backends import BACKENDS
-from klfast.names import BackendName
+from klfast.types.names import BackendName
 
 Candidate = Callable[[Any], Any]
 """The function that a timing calls with inputs. Returns its forward's outputs, or (those, and each

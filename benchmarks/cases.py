@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from klfast.names import BackendName
+from klfast.types.names import BackendName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -32,7 +32,7 @@ from benchmarks.cases import (
     largest,
 )
 from benchmarks.logits import LOGIT_STD, eager_kl, eager_logprobs
-from klfast.linear.chunks import length_of
+from klfast.autograd.chunks import length_of
 
 HELD = "held logits"
 CHECKPOINT = "checkpoint"

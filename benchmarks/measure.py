@@ -47,7 +47,7 @@ from benchmarks.timing import (
     time_on,
 )
 from klfast import backends
-from klfast.names import BackendName
+from klfast.types.names import BackendName
 
 ROUNDS = 20
 

@@ -24,7 +24,7 @@ from benchmarks import rivals, tables
 from benchmarks.candidates import KLFAST
 from benchmarks.cases import DTYPES, EAGER, Shape
 from benchmarks.linear import HELD
-from klfast.linear.chunks import length_of
+from klfast.autograd.chunks import length_of
 
 # The digits
 

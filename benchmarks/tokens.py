@@ -27,8 +27,8 @@ from benchmarks.cases import (
     Op,
     Suite,
 )
-from klfast.estimator import Estimator
-from klfast.stats import KLStats
+from klfast.args.estimator import Estimator
+from klfast.stats.kl import KLStats
 
 PLAIN = "plain k3"
 """klfast without what a case adds to it, timed beside."""

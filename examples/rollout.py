@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from klfast import rollout_correction, token_logprobs
-from klfast.rollout.presets import PRESETS
+from klfast.args.rollout_presets import PRESETS
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 

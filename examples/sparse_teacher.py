@@ -19,7 +19,7 @@ from distillation import WORDS, write
 from torch import nn
 
 import klfast
-from klfast.names import TAILS
+from klfast.types.names import TAILS
 
 K = 4
 

@@ -15,7 +15,7 @@ the drift (k3, nats per token) and how far the expected policy gradient is off t
 import torch
 
 import klfast
-from klfast.rollout.presets import PRESETS
+from klfast.args.rollout_presets import PRESETS
 
 WORDS, LENGTH = 6, 5
 WAYS = {

@@ -3,8 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from klfast import names
-from klfast.api import kl_penalty, kl_rewards, reduce
+from klfast.args.estimator import Estimator
+from klfast.args.rejection import Rejection
 from klfast.backends.info import info
 from klfast.controllers.grouped import GroupedKLController, KLController
 from klfast.controllers.target import (
@@ -27,17 +27,23 @@ from klfast.controllers.watchers import (
     KLMonitor,
     ReferenceReset,
 )
-from klfast.data_parallel import data_parallel_normalizer
-from klfast.estimator import Estimator
-from klfast.linear.api import (
+from klfast.functional.data_parallel import data_parallel_normalizer
+from klfast.functional.hidden import (
     linear_kl_divergence,
     linear_token_logprobs,
     linear_topk_kl_divergence,
 )
-from klfast.log import KLLog
-from klfast.logits.api import kl_divergence, token_logprobs, topk_kl_divergence
-from klfast.logits.outputs import KLDivergence, TokenLogprobs
-from klfast.names import (
+from klfast.functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
+from klfast.functional.penalty import kl_penalty, kl_rewards, reduce
+from klfast.functional.profile import LogRatioProfile, log_ratio_profile
+from klfast.functional.rollout import rollout_correction
+from klfast.stats.kl import KLStats
+from klfast.stats.outputs import KLDivergence, TokenLogprobs
+from klfast.stats.rollout import RolloutCorrection, RolloutStats
+from klfast.training.log import KLLog
+from klfast.training.penalty import KLPenalty
+from klfast.types import names
+from klfast.types.names import (
     BackendName,
     DirectionName,
     EstimatorName,
@@ -45,12 +51,6 @@ from klfast.names import (
     ReductionName,
     TailName,
 )
-from klfast.penalty import KLPenalty
-from klfast.profile import LogRatioProfile, log_ratio_profile
-from klfast.rollout.api import rollout_correction
-from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutCorrection, RolloutStats
-from klfast.stats import KLStats
 from klfast.version import __version__
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from klfast.args.rollout_presets import PRESETS
 from klfast.controllers import CONTROLLERS
 from klfast.controllers.base import CoefficientController
 from klfast.controllers.target import FixedKLController
-from klfast.rollout.presets import PRESETS
 
 
 class CompareError(Exception):

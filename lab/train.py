@@ -28,9 +28,9 @@ from klfast import (
     rollout_correction,
     token_logprobs,
 )
+from klfast.args.rollout_presets import PRESETS
 from klfast.controllers.base import CoefficientController
-from klfast.names import ReductionName
-from klfast.rollout.presets import PRESETS
+from klfast.types.names import ReductionName
 from lab.model import GPT, Batch, continuation_logits, frozen_copy, perplexity, sample
 from lab.settings import ARMS, CompareError, Settings
 from lab.text import Corpus, even_windows, prompt_starts, random_prompts

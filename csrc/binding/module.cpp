@@ -1,4 +1,4 @@
-// klfast._C: what was built. Importing it implements the ops of klfast/ops/table.py.
+// klfast._C: what was built. Importing it implements the ops of klfast/ops/schemas.py.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

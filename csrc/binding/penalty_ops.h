@@ -176,7 +176,7 @@ inline EstimatorOptions options_of(const std::vector<int64_t>& choices,
   return options;
 }
 
-// klfast.call.Choices and Numbers, decoded.
+// klfast.args.penalty.Choices and Numbers, decoded.
 inline void decode(const std::vector<int64_t>& choices, const std::vector<double>& numbers,
                    KlPenaltyInputs& in) {
   using Choice = PenaltyChoice;
@@ -411,7 +411,7 @@ void add(Library& library, const char* name) {
   arities()[name] = arity(op);
 }
 
-// One set of ops for a dispatch key; their schemas stand in klfast/ops/table.py.
+// One set of ops for a dispatch key; their schemas stand in klfast/ops/schemas.py.
 template <typename On, typename Library>
 void implement(Library& library) {
   add<&kl_penalty_fwd<On>>(library, "kl_penalty_fwd");

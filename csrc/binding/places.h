@@ -7,7 +7,7 @@
 
 namespace klfast::binding {
 
-// The places of klfast.call.Choices and Numbers.
+// The places of klfast.args.penalty.Choices and Numbers.
 struct PenaltyChoice {
   enum : std::size_t {
     kEstimator,
@@ -33,7 +33,7 @@ struct PenaltyNumber {
   };
 };
 
-// The places of klfast.rollout.call.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds.
+// The places of klfast.args.rollout.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds.
 struct RolloutChoice {
   enum : std::size_t { kWeight, kOutside, kCount };
 };

@@ -8,7 +8,7 @@
 
 namespace klfast::binding {
 
-// klfast.rollout.call.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds, decoded.
+// klfast.args.rollout.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds, decoded.
 inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
                                            const std::vector<double>& numbers,
                                            const std::vector<int64_t>& rules,

@@ -12,7 +12,7 @@
 
 namespace klfast {
 
-// The model of two whose entropy is wanted. klfast.logits.call.ENTROPIES
+// The model of two whose entropy is wanted. klfast.args.rows.ENTROPIES
 enum class EntropyOf { kNone, kFirst, kSecond };
 
 inline constexpr int kEntropies = 3;

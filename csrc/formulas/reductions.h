@@ -9,12 +9,12 @@
 
 namespace klfast {
 
-// In the order of klfast.reduction.RESULTS and DENOMINATORS.
+// In the order of klfast.types.reduction.RESULTS and DENOMINATORS.
 enum class Result { kToken, kSequence, kScalar };
 enum class Denominator { kOne, kTokens, kSequences };
 inline constexpr int kResults = 3, kDenominators = 3;
 
-// klfast.reduction.Reduction as plain data.
+// klfast.types.reduction.Reduction as plain data.
 struct Reduction {
   Result result = Result::kToken;
   bool own_length = false;               // a sequence's sum is divided by the sum of its mask

@@ -1,5 +1,5 @@
 // Formulas of a token between sampler and trainer, in forms that cancel nothing near
-// x = logprobs - rollout_logprobs = 0. klfast/rollout/formulas.py has the textbook's.
+// x = logprobs - rollout_logprobs = 0. klfast/types/rollout_formulas.py has the textbook's.
 //
 // For float and double, no torch. To add a statistic of a rule, write its struct and add it to the
 // table at the end.
@@ -169,7 +169,7 @@ struct of_binary_tv {
 
 #undef KLFAST_STATISTIC
 
-// In the order of klfast.rollout.formulas.TOKEN_STATISTICS.
+// In the order of klfast.types.rollout_formulas.TOKEN_STATISTICS.
 using RuleTable =
     List<of_estimator<estimators::k1>, of_estimator<estimators::abs>, of_estimator<estimators::k2>,
          of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv>;

@@ -94,7 +94,7 @@ struct TokenLogprobsBackward {
   Output grad;                         // [A, T, V]; may be the logits' own memory
 };
 
-enum class Divergence { kKl, kJsd };  // klfast.logits.call.DIVERGENCES
+enum class Divergence { kKl, kJsd };  // klfast.args.rows.DIVERGENCES
 
 inline constexpr int kDivergences = 2;
 

@@ -10,7 +10,7 @@
 
 namespace klfast {
 
-// In the order of klfast.names.GRADIENTS and IMPORTANCE.
+// In the order of klfast.types.names.GRADIENTS and IMPORTANCE.
 enum class Gradient { kValue, kK2, kNone };
 enum class ImportanceGradient { kDifferentiable, kDetached };
 inline constexpr int kGradients = 3, kImportanceGradients = 2;

@@ -6,7 +6,7 @@
 
 namespace klfast::rollout {
 
-// In the order of klfast.rollout.call.WEIGHTS and OUTSIDE, klfast.rollout.rejection.OVER.
+// In the order of klfast.args.rollout.WEIGHTS and OUTSIDE, klfast.args.rejection.OVER.
 enum class Weight { kNone, kToken, kSequence, kGeometric };
 enum class Outside { kTruncate, kMask };
 enum class Over { kToken, kSum, kMean, kGreatest, kLeast };

@@ -31,7 +31,7 @@ enum Total {
   kTotals
 };
 
-// Rows of a rule, in the order of klfast.rollout.stats.RuleStats. A rule over sequences needs the
+// Rows of a rule, in the order of klfast.stats.rollout.RuleStats. A rule over sequences needs the
 // first three.
 enum RuleTotal {
   kRuleTotal,

@@ -1,7 +1,7 @@
 """The table of frameworks' words for estimators and reductions, made from klfast.compat."""
 
+from klfast.args.estimator import Estimator
 from klfast.compat import presets, roll, trl, verl
-from klfast.estimator import Estimator
 
 ESTIMATORS = (
     ("verl, `kl_penalty` and `kl_loss_type`", presets.VERL),

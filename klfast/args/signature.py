@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_cu_seqlens, check_device, check_tensor, shape_text
-from klfast.dtypes import FLOATS, MASKS
-from klfast.layout import number_of_sequences
+from klfast.args.checks import check_cu_seqlens, check_device, check_tensor, shape_text
+from klfast.types.dtypes import FLOATS, MASKS
+from klfast.types.layout import number_of_sequences
 
 
 class Argument(NamedTuple):

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 import torch
 
+from klfast.args.calls import Call
+from klfast.args.checks import check_choice
+from klfast.args.rows import RowsArgs
+from klfast.args.values import are_checked, can_be_read
 from klfast.backends.backend import Backend
 from klfast.backends.order import ORDER
-from klfast.callers import caller
-from klfast.calls import Call
-from klfast.checks.arguments import check_choice
-from klfast.checks.values import are_checked, can_be_read
-from klfast.logits.call import RowsArgs
-from klfast.logits.outputs import Outputs
+from klfast.stats.outputs import Outputs
+from klfast.types.callers import caller
 
 BACKENDS = {backend.name: backend for backend in ORDER}
 """In the order that ``auto`` tries them. The last serves every device."""

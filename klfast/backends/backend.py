@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from klfast.call import PenaltyCall
-from klfast.calls import Call
-from klfast.logits.call import RowsArgs
-from klfast.logits.outputs import Outputs
-from klfast.rollout.call import RolloutCall
-from klfast.rollout.stats import RolloutCorrection
-from klfast.stats import KLStats
+from klfast.args.calls import Call
+from klfast.args.penalty import PenaltyCall
+from klfast.args.rollout import RolloutCall
+from klfast.args.rows import RowsArgs
+from klfast.stats.kl import KLStats
+from klfast.stats.outputs import Outputs
+from klfast.stats.rollout import RolloutCorrection
 
 
 class FirstUse(Protocol):

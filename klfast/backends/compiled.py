@@ -7,16 +7,16 @@ from functools import partial
 
 import torch
 
+from klfast.args.rows import Hidden, RowsArgs
+from klfast.autograd import hidden as over_hidden
+from klfast.autograd import penalty as over_logprobs
+from klfast.autograd import rollout
+from klfast.autograd import rows as over_logits
+from klfast.autograd.lse import UnitsOf, in_nats
+from klfast.autograd.shards import over_shards
 from klfast.backends.backend import Backend, FirstUse
-from klfast.linear import autograd as over_hidden
-from klfast.logits import autograd as over_logits
-from klfast.logits.call import Hidden, RowsArgs
-from klfast.logits.lse import UnitsOf, in_nats
-from klfast.logits.outputs import Outputs, outputs_of
-from klfast.logits.shard_ops import over_shards
-from klfast.ops import autograd as over_logprobs
-from klfast.ops import rollout
-from klfast.ops.table import Ops
+from klfast.ops.schemas import Ops
+from klfast.stats.outputs import Outputs, outputs_of
 
 
 def compiled(
@@ -34,7 +34,7 @@ def compiled(
     Args:
         name: of the backend.
         why_not: says of a device why the backend cannot serve it; None if it can.
-        ops: which ``klfast.ops.table.define`` has defined.
+        ops: which ``klfast.ops.schemas.define`` has defined.
         rollout_devices: the types of devices on which there are kernels for
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.

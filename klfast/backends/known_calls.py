@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from klfast.args.calls import Call
+from klfast.args.estimator import Estimator
+from klfast.args.penalty import PenaltyCall, penalty_call, rewards_call
+from klfast.args.rollout import RolloutCall
+from klfast.args.rows import Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
+from klfast.autograd import penalty as over_logprobs
 from klfast.backends.compiled import rows
-from klfast.call import PenaltyCall, penalty_call, rewards_call
-from klfast.calls import Call
-from klfast.estimator import Estimator
-from klfast.logits.call import Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
-from klfast.ops import autograd as over_logprobs
-from klfast.ops.table import Ops
-from klfast.rollout.call import RolloutCall
+from klfast.ops.schemas import Ops
 
 Place: TypeAlias = Callable[[Tensor], Tensor]
 """Puts a tensor made on the CPU where the call is to run."""

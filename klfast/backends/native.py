@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klfast.autograd.lse import NATS, Units, of_cuda
 from klfast.backends.compiled import compiled
 from klfast.backends.self_test import FirstUse
-from klfast.logits.lse import NATS, Units, of_cuda
 from klfast.ops import load
-from klfast.ops.table import Ops
+from klfast.ops.schemas import Ops
 
 
 def _why_not(device: torch.device) -> str | None:

@@ -30,10 +30,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from klfast.args.calls import Call
+from klfast.autograd.penalty import may_need_gradient
 from klfast.backends import known_calls
-from klfast.calls import Call
-from klfast.ops.autograd import may_need_gradient
-from klfast.ops.table import Ops
+from klfast.ops.schemas import Ops
 
 RELATIVE = 1e-5
 """The error allowed to a checksum, relative to the sum of the absolute values that it

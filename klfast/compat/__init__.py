@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from klfast.checks.arguments import check_choice
+from klfast.args.checks import check_choice
 from klfast.compat import patching
 from klfast.compat.frameworks import FRAMEWORKS, Framework
 from klfast.compat.patching import Left, Modules, Patch, Replaced

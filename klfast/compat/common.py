@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from klfast import backends
-from klfast.api import kl_penalty
-from klfast.call import reduce_call
-from klfast.checks.arguments import check_choice
-from klfast.checks.values import IGNORED as IGNORED
-from klfast.estimator import Estimator
-from klfast.logits.api import kl_divergence
-from klfast.logits.api import token_logprobs as fused_token_logprobs
-from klfast.logits.inplace import why_not_inplace
+from klfast.args.checks import check_choice
+from klfast.args.estimator import Estimator
+from klfast.args.inplace import why_not_inplace
+from klfast.args.penalty import reduce_call
+from klfast.args.values import IGNORED as IGNORED
+from klfast.functional.logits import kl_divergence
+from klfast.functional.logits import token_logprobs as fused_token_logprobs
+from klfast.functional.penalty import kl_penalty
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

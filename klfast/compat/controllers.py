@@ -22,12 +22,12 @@ from typing import Any
 
 from torch import Tensor
 
-from klfast.checks.arguments import check_number
+from klfast.args.checks import check_number
 from klfast.controllers import CONTROLLERS, rules
 from klfast.controllers import target as own
 from klfast.controllers.base import CoefficientController, warn_caller
 from klfast.controllers.inputs import KLName, to_scalar
-from klfast.stats import KLStats
+from klfast.stats.kl import KLStats
 
 
 class _WholeSteps(CoefficientController):

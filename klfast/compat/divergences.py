@@ -27,11 +27,11 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_number
-from klfast.checks.values import are_tracing, checks_requested, holds_values
+from klfast.args.checks import check_number
+from klfast.args.values import are_tracing, checks_requested, holds_values
 from klfast.compat.common import IGNORED, check_shapes
-from klfast.logits.api import kl_divergence
-from klfast.names import DirectionName, ReductionName
+from klfast.functional.logits import kl_divergence
+from klfast.types.names import DirectionName, ReductionName
 
 
 class Divergence(NamedTuple):

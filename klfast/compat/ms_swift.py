@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty as fused_kl_penalty
 from klfast.compat.common import check_shapes, per_token, tensor_parallel_group
 from klfast.compat.divergences import distill, interpolated, kept
 from klfast.compat.presets import MS_SWIFT
 from klfast.compat.trl import entropy_from_logits
-from klfast.logits.api import kl_divergence
+from klfast.functional.logits import kl_divergence
+from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 
 __all__ = [
     "entropy_from_logits",

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from klfast.args.estimator import Estimator
 from klfast.compat import common
 from klfast.compat.common import choose, per_token, rewards_of_kl
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import OPENRLHF
-from klfast.estimator import Estimator
 
 __all__ = [
     "AdaptiveKLController",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from klfast.estimator import Estimator
+from klfast.args.estimator import Estimator
 
 K3_LIMITED = Estimator("k3", kl_clip=10)
 """The value limited to 10. Several frameworks limit it after an exp that may have overflowed."""

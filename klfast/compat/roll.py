@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_choice
-from klfast.checks.values import are_tracing
+from klfast.args.checks import check_choice
+from klfast.args.values import are_tracing
 from klfast.compat import common
 from klfast.compat.common import IGNORED, check_shapes, per_token_or_full
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.divergences import FORWARD, REVERSE, Divergence, distill, kept
 from klfast.compat.presets import ROLL
-from klfast.names import ReductionName
+from klfast.types.names import ReductionName
 
 __all__ = [
     "AdaptiveKLController",

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.api import reduce
-from klfast.checks.arguments import check_choice
+from klfast.args.checks import check_choice
 from klfast.compat import common
 from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import FixedKLController
@@ -22,7 +20,9 @@ from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLCon
 from klfast.compat.divergences import FORWARD, check_models, distill
 from klfast.compat.presets import SKYRL
 from klfast.compat.verl import logprobs_from_logits
-from klfast.dtypes import wide_dtype
+from klfast.functional.penalty import kl_penalty as fused_kl_penalty
+from klfast.functional.penalty import reduce
+from klfast.types.dtypes import wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

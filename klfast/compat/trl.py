@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.checks.arguments import check_choice, check_number
+from klfast.args.checks import check_choice, check_number
 from klfast.compat import common
 from klfast.compat.common import per_token, per_token_or_full
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
@@ -37,11 +36,12 @@ from klfast.compat.trl_distillation import (
     generalized_jsd_loss,
     iw_opd_generalized_jsd_loss,
 )
-from klfast.logits.api import token_logprobs
-from klfast.names import ReductionName
-from klfast.rollout.api import rollout_correction
-from klfast.rollout.stats import RolloutStats, divide, greatest, least
-from klfast.stats import KLStats
+from klfast.functional.logits import token_logprobs
+from klfast.functional.penalty import kl_penalty as fused_kl_penalty
+from klfast.functional.rollout import rollout_correction
+from klfast.stats.kl import KLStats
+from klfast.stats.rollout import RolloutStats, divide, greatest, least
+from klfast.types.names import ReductionName
 
 if TYPE_CHECKING:
     from klfast.compat.trl_callback import AdaptiveKLCallback

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from klfast.checks.arguments import check_number
+from klfast.args.checks import check_number
 from klfast.controllers.base import CoefficientController
 from klfast.controllers.target import AdaptiveKLController, ScheduledKLController, TargetController
 

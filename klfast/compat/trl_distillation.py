@@ -30,9 +30,9 @@ from klfast.compat.divergences import (
     kept,
     positive_count,
 )
-from klfast.dtypes import wide
-from klfast.logits.api import token_logprobs, topk_kl_divergence
-from klfast.logits.entries import log_tail
+from klfast.functional.logits import token_logprobs, topk_kl_divergence
+from klfast.types.dtypes import wide
+from klfast.types.topk import log_tail
 
 
 def generalized_jsd_loss(

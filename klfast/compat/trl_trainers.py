@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_choice
+from klfast.args.checks import check_choice
 from klfast.compat import trl
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.patching.sites import versioned
 from klfast.compat.presets import TRL_RLOO
-from klfast.stats import KLStats
+from klfast.stats.kl import KLStats
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 """Fingerprint of the one ``GRPOTrainer._compute_loss`` of these releases."""

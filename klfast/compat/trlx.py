@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty
-from klfast.api import kl_rewards as klfast_rewards
 from klfast.compat.common import per_token
 from klfast.compat.controllers import (
     AdaptiveKLController,
@@ -20,7 +18,9 @@ from klfast.compat.controllers import (
     get_kl_controller,
 )
 from klfast.compat.presets import TRLX
-from klfast.stats import KLStats
+from klfast.functional.penalty import kl_penalty
+from klfast.functional.penalty import kl_rewards as klfast_rewards
+from klfast.stats.kl import KLStats
 
 __all__ = [
     "AdaptiveKLController",

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.api import kl_penalty as fused_kl_penalty
-from klfast.api import reduce
-from klfast.checks.arguments import check_choice, check_number
+from klfast.args.checks import check_choice, check_number
+from klfast.args.estimator import Estimator
 from klfast.compat import common
 from klfast.compat.common import check_shapes, choose, per_token
 from klfast.compat.controllers import VERL_RULES
@@ -33,11 +32,12 @@ from klfast.compat.verl_rollout import (
     compute_rollout_rejection_mask,
 )
 from klfast.controllers.base import CoefficientController
-from klfast.dtypes import wide
-from klfast.estimator import Estimator
-from klfast.logits.api import token_logprobs
-from klfast.logits.entries import divergence_of_entries
-from klfast.names import ReductionName
+from klfast.functional.logits import token_logprobs
+from klfast.functional.penalty import kl_penalty as fused_kl_penalty
+from klfast.functional.penalty import reduce
+from klfast.types.dtypes import wide
+from klfast.types.names import ReductionName
+from klfast.types.topk import divergence_of_entries
 
 __all__ = [
     "ROLLOUT_RULES",

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from klfast.checks.arguments import check_choice, check_number
-from klfast.dtypes import wide
-from klfast.rollout.api import rollout_correction
-from klfast.rollout.formulas import chi2, ratio
-from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutStats, RuleStats, divide, greatest, least
+from klfast.args.checks import check_choice, check_number
+from klfast.args.rejection import Rejection
+from klfast.functional.rollout import rollout_correction
+from klfast.stats.rollout import RolloutStats, RuleStats, divide, greatest, least
+from klfast.types.dtypes import wide
+from klfast.types.rollout_formulas import chi2, ratio
 
 _PREFIX = "rollout_corr/"
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from klfast.callers import caller
-from klfast.checks.arguments import check_choice, check_number
+from klfast.args.checks import check_choice, check_number
 from klfast.controllers import diagnosis, inputs, rules
 from klfast.controllers.diagnosis import Means
 from klfast.controllers.inputs import KLName, Unit, check_count
-from klfast.dtypes import wide_dtype
-from klfast.ranks import Ranks, folded
-from klfast.stats import KLStats
+from klfast.distributed.ranks import Ranks, folded
+from klfast.stats.kl import KLStats
+from klfast.types.callers import caller
+from klfast.types.dtypes import wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

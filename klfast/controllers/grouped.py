@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_number
+from klfast.args.checks import check_number
 from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state_kind
 from klfast.controllers.inputs import GIVEN, KLName, chosen
 from klfast.controllers.target import FixedKLController
-from klfast.ranks import Ranks, check_same
-from klfast.stats import KLStats
+from klfast.distributed.ranks import Ranks, check_same
+from klfast.stats.kl import KLStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

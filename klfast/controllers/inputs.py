@@ -11,13 +11,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from klfast.checks.arguments import check_choice, shown
+from klfast.args.checks import check_choice, shown
 from klfast.controllers.diagnosis import OTHER_UNIT, Means, is_far
 from klfast.controllers.rules import where
-from klfast.dtensors import made_whole
-from klfast.dtypes import wide, wide_dtype
-from klfast.ranks import Ranks, check_same, folded
-from klfast.stats import KLStats, is_without_tokens
+from klfast.distributed.ranks import Ranks, check_same, folded
+from klfast.stats.kl import KLStats, gathered, is_without_tokens
+from klfast.types.dtypes import wide, wide_dtype
 
 Unit = Literal["sequence", "token"]
 KLName = Literal["kl", "k1", "k2", "k3"]
@@ -76,7 +75,7 @@ def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
         TypeError: ``kl`` is not a string.
         ValueError: ``current`` does not have it, or is of DTensors that the ranks would add up.
     """
-    whole = made_whole(current)
+    whole = gathered(current)
     if ranks is not None and whole is not current:
         raise ValueError(
             "process_group must be None for statistics of DTensors, which are of all sequences on "

@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
-from klfast.checks.arguments import check_choice, check_number
+from klfast.args.checks import check_choice, check_number
 from klfast.controllers import rules
 from klfast.controllers.base import CoefficientController
 from klfast.controllers.inputs import Unit, check_count

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from klfast.checks.arguments import check_number
+from klfast.args.checks import check_number
 from klfast.controllers.base import Field, KLReader, count_field
 from klfast.controllers.diagnosis import Means
 from klfast.controllers.inputs import NUMBER, KLName, Unit, check_count, number_of
-from klfast.stats import KLStats
-from klfast.transfer import json_of, numbers_of
+from klfast.stats.kl import KLStats
+from klfast.stats.transfer import json_of, numbers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

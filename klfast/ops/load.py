@@ -7,18 +7,18 @@ from types import ModuleType
 
 import torch
 
-from klfast.call import Choices, Numbers
-from klfast.names import ESTIMATORS
-from klfast.ops.table import arities, define
-from klfast.rollout.call import (
+from klfast.args.penalty import Choices, Numbers
+from klfast.args.rollout import (
     FORMULAS,
     RolloutChoices,
     RolloutNumbers,
     RuleBounds,
     RuleChoices,
 )
-from klfast.rollout.stats import rows_of_table
-from klfast.stats import KLStats
+from klfast.ops.schemas import arities, define
+from klfast.stats.kl import KLStats
+from klfast.stats.rollout import rows_of_table
+from klfast.types.names import ESTIMATORS
 
 TABLES = {
     "estimators": [*ESTIMATORS],

@@ -8,7 +8,7 @@ import torch
 from controls import DIRECTIONS, FLOATS, divergence, single, tokens
 
 import klfast
-from klfast.checks import hints
+from klfast.functional import hints
 
 CATEGORY = "sizes of the vocabulary"
 SMALL = [*range(1, 34), 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511, 512, 513]

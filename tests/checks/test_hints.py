@@ -14,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
-from klfast import Estimator, Rejection, callers
+from klfast import Estimator, Rejection
+from klfast.args import values
 from klfast.backends import BACKENDS
-from klfast.checks import hints, samples, values
 from klfast.compat import openrlhf, verl
-from klfast.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
+from klfast.functional import hints, samples
+from klfast.types import callers
+from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
 pytestmark = pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning")  # which others ignore
 

@@ -9,11 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import klfast
-from klfast import Estimator, Rejection, dtypes
+from klfast import Estimator, Rejection
 from klfast.controllers import CONTROLLERS
-from klfast.logits import rank_check
-from klfast.names import DIRECTIONS, ESTIMATORS, TAILS
-from klfast.reduction import REDUCTIONS
+from klfast.functional import rank_check
+from klfast.types import dtypes
+from klfast.types.names import DIRECTIONS, ESTIMATORS, TAILS
+from klfast.types.reduction import REDUCTIONS
 
 
 class NoFloat64(TorchDispatchMode):

@@ -19,7 +19,7 @@ from refusals import POSITIVE
 import klfast
 from klfast.compat import openrlhf, roll, skyrl, trl, trlx, verl
 from klfast.controllers import CONTROLLERS
-from klfast.stats import KLStats
+from klfast.stats.kl import KLStats
 
 
 class Names(NamedTuple):

@@ -30,7 +30,7 @@ from klfast.controllers.target import (
     get_kl_controller,
 )
 from klfast.controllers.watchers import KLMonitor
-from klfast.stats import KLStats
+from klfast.stats.kl import KLStats
 
 MAKERS = {
     "fixed": lambda **options: FixedKLController(0.1, **options),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from klfast.controllers.target import FixedKLController
 from klfast.controllers.watchers import KLMonitor
-from klfast.stats import KLStats
+from klfast.stats.kl import KLStats
 
 finite_floats = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import klfast
 from klfast import KLStats
-from klfast.ranks import Ranks
+from klfast.distributed.ranks import Ranks
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS
-from klfast.stats import KLStats
+from klfast.args.estimator import ESTIMATORS
+from klfast.stats.kl import KLStats
 
 DTYPES = {"float": torch.float32, "double": torch.float64}
 LOG_RATIOS = [0.0, 1e-20, 1e-7, 1e-4, 0.3, math.log(2) / 2, 0.999, 1.0, 1.001, 2.0, 7.5, 80.0]

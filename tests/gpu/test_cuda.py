@@ -12,7 +12,7 @@ from agreement import same_bits
 from gpu import assert_same_bits, capture, different_bits, overwrite
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 pytestmark = gpu.marks
 

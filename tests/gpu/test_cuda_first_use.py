@@ -12,7 +12,7 @@ import klfast
 from klfast import backends
 from klfast.backends import known_calls, self_test
 from klfast.backends.self_test import FirstUse
-from klfast.ops.table import Ops
+from klfast.ops.schemas import Ops
 
 pytestmark = gpu.marks
 

@@ -7,8 +7,8 @@ from agreement import SCALAR_REDUCTIONS
 from garbage import GARBAGE, N
 
 from klfast import Estimator
-from klfast.call import PenaltyCall, Spec
-from klfast.reduction import REDUCTIONS
+from klfast.args.penalty import PenaltyCall, Spec
+from klfast.types.reduction import REDUCTIONS
 
 
 def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None, grads=False):

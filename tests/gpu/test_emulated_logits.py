@@ -8,7 +8,7 @@ import torch
 from agreement import same_bits
 from agreement_logits import OF_ONE_WORD, random_ids, random_logits
 
-from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))

@@ -23,7 +23,7 @@ from klfast import backends
 from klfast.backends import known_calls, self_test
 from klfast.backends.compiled import compiled
 from klfast.backends.self_test import FirstUse
-from klfast.ops.table import Ops
+from klfast.ops.schemas import Ops
 
 CPU = torch.device("cpu")
 NATIVE = Ops.of("klfast")
@@ -313,7 +313,7 @@ def test_threads_wait_for_one_check(use):
 
 FORKED = """
 import os, threading, torch
-from klfast.ops.table import Ops
+from klfast.ops.schemas import Ops
 from klfast.backends import self_test
 import klfast
 first = self_test.FirstUse(Ops.of("klfast"), lambda device: True)

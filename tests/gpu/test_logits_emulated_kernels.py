@@ -17,7 +17,7 @@ from agreement_logits import (
 from targets import TARGETS, serving
 
 import klfast
-from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
 """With clusters, without, one whose clusters rows of a few thousand words fill, and one on which

@@ -18,11 +18,11 @@ from triton_variants import PLAIN, constants, token_kernel, unit_gradient_kernel
 
 from benchmarks import sass
 from klfast import Estimator
+from klfast.args.penalty import Spec
 from klfast.backends.triton import implementation
 from klfast.backends.triton import penalty_kernels as triton_kernels
 from klfast.backends.triton.math import ESTIMATORS
-from klfast.call import Spec
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 FLOATS = ("fp32", "bf16", "fp16", "fp64")
 ARCHITECTURES = (80, 90, 100)

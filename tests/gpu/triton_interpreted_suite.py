@@ -12,10 +12,10 @@ from garbage import BAD_EDGES
 
 import klfast
 from klfast import Estimator
+from klfast.args.penalty import Spec
 from klfast.backends.triton import implementation
 from klfast.backends.triton import penalty_launch as triton_launch
-from klfast.call import Spec
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 BACKEND = "triton"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -262,4 +262,4 @@ def test_rewards(shape, edges):
 def test_the_kernels_state_every_estimator():
     from klfast.backends.triton.math import ESTIMATORS
 
-    assert tuple(ESTIMATORS) == klfast.estimator.ESTIMATORS
+    assert tuple(ESTIMATORS) == klfast.args.estimator.ESTIMATORS

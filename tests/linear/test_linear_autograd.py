@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import klfast
-from klfast.linear import chunks, frozen_head
+from klfast.autograd import chunks, frozen_head
 
 WORDS = 40
 

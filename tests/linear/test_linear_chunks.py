@@ -9,8 +9,8 @@ from agreement import same_bits
 from fresh import run_fresh
 
 import klfast
-from klfast.linear import chunks as chunks_of_tokens
-from klfast.linear.chunks import LEAST, MOST, chunks_of, length_of
+from klfast.autograd import chunks as chunks_of_tokens
+from klfast.autograd.chunks import LEAST, MOST, chunks_of, length_of
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_captured_graph_computes_all_tokens(monkeypatch):
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     wanted = run()
-    monkeypatch.setattr("klfast.linear.chunks._is_unknown", lambda keep: True)
+    monkeypatch.setattr("klfast.autograd.chunks._is_unknown", lambda keep: True)
     for a, b in zip(run(), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

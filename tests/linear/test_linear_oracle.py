@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.names import DIRECTIONS
+from klfast.types.names import DIRECTIONS
 
 OF_TOKENS = draws_linear.rows(draws_linear.OPTIONS)
 OF_DIVERGENCES = draws_linear.rows(draws_linear.OF_DIVERGENCES)

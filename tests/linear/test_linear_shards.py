@@ -9,7 +9,7 @@ from shards import ThreadRanks, on_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
-from klfast.logits import rank_check
+from klfast.functional import rank_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

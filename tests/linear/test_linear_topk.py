@@ -9,7 +9,7 @@ from agreement_topk import TAILS
 from shards import ThreadRanks, on_threads
 
 import klfast
-from klfast.logits import rank_check
+from klfast.functional import rank_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ import readme
 import torch
 
 import klfast
-from klfast.names import TAILS
+from klfast.types.names import TAILS
 
 PAGE = (readme.ROOT / "docs" / "distillation.md").read_text()
 ROLLOUT = (readme.ROOT / "docs" / "rollout.md").read_text()

@@ -6,7 +6,7 @@ from agreement import SCALAR_REDUCTIONS, same_bits
 from agreement_logits import COMPILED, DIRECTIONS, leaves, random_ids, random_logits, tensors_of
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import klfast
 from klfast.backends import BACKENDS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 NAN, INF = math.nan, math.inf
 OF_A_SHARD = ": with tensor parallelism, pass group= for a shard of the vocabulary$"

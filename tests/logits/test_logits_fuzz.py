@@ -7,7 +7,7 @@ from draws import MASKS, edges
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 WORDS = (1, 2, 5, 16, 33, 70)
 

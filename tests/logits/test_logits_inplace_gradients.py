@@ -9,7 +9,7 @@ from targets import TARGETS
 from torch.library import opcheck
 
 import klfast
-from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 assert klfast.info()  # loads the extension
 KEEP = torch.tensor([True, False, True, True, False, True])

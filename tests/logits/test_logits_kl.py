@@ -21,7 +21,7 @@ from agreement_logits import (
 )
 
 import klfast
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)

@@ -21,7 +21,7 @@ from agreement_logits import (
 from extreme_logits import assert_close, heights, ordinary_rows, pairs, rows_at, tokens
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INF, NAN = math.inf, math.nan

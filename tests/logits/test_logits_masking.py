@@ -9,7 +9,7 @@ from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits, tens
 from masked import MASK_DTYPES, POISON
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ from agreement_logits import random_logits
 from torch.library import opcheck
 
 import klfast
-from klfast.logits.arguments import NO_ID
-from klfast.logits.call import DIVERGENCES, ENTROPIES
+from klfast.args.logits import NO_ID
+from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 assert klfast.info()  # loads the extension
 OPS = torch.ops.klfast

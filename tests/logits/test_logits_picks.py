@@ -16,7 +16,7 @@ from agreement_logits import (
 from torch.func import grad_and_value, vmap
 
 import klfast
-from klfast.logits.arguments import NO_ID
+from klfast.args.logits import NO_ID
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -11,7 +11,7 @@ from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits
 
 import klfast
 from klfast import AdaptiveKLController, ExponentialKLController, KLMonitor, KLStats
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,8 +24,8 @@ from oracle_divergences import PROMISE, Pair, kl
 from shards import OnDevicesAlone, over_shards, sharded, shards_of
 
 import klfast
-from klfast.logits.call import RowsArgs
-from klfast.reduction import REDUCTIONS
+from klfast.args.rows import RowsArgs
+from klfast.types.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf

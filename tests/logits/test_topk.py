@@ -10,7 +10,7 @@ from agreement_topk import TAILS, assert_topk_agrees, random_teacher
 from oracle_topk import LEAST_TAIL
 
 import klfast
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,8 +12,8 @@ from agreement_topk import random_teacher
 from refusals import A_TENSOR, FLOATS, GOOD_WEIGHTS, ONE_OF_THE_DTYPES, assert_refused, cases
 
 import klfast
-from klfast.checks import hints
-from klfast.names import DIRECTIONS, TAILS
+from klfast.functional import hints
+from klfast.types.names import DIRECTIONS, TAILS
 
 NAN, INF = math.nan, math.inf
 ENTRIES = r"must have the shape \[2, 3, K\], K >= 1 entries a token"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import klfast
-from klfast.estimator import ESTIMATORS
-from klfast.formulas import FORMULAS as REFERENCE_FORMULAS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.formulas import FORMULAS as REFERENCE_FORMULAS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)

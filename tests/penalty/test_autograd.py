@@ -7,8 +7,8 @@ from fresh import run_fresh
 
 import klfast
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.reduction import REDUCTIONS
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -10,7 +10,7 @@ import torch
 from agreement import assert_agrees
 
 from klfast import Estimator, kl_penalty
-from klfast.estimator import ESTIMATORS
+from klfast.args.estimator import ESTIMATORS
 
 NEMO_RL_K3 = Estimator("k3", log_ratio_clip=20, kl_clip=10, clip_weighted=True)
 SLIME_LOW_VAR_KL = Estimator("k3", kl_clip=10, clip_weighted=True)

@@ -8,10 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
 from klfast import Estimator
+from klfast.args.penalty import PenaltyCall, Spec
+from klfast.args.rows import Hidden, Logits, Reduced, RowsArgs
 from klfast.backends.native import NATIVE
-from klfast.call import PenaltyCall, Spec
-from klfast.logits.call import Hidden, Logits, Reduced, RowsArgs
-from klfast.reduction import REDUCTIONS, Reduction
+from klfast.types.reduction import REDUCTIONS, Reduction
 
 # Both are torch's own: dynamo makes a Function object to trace any autograd.Function whatever, and
 # inductor's imports use TorchScript.

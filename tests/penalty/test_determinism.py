@@ -10,9 +10,9 @@ from targets import TARGETS
 
 import klfast
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS
-from klfast.layout import Sequences
-from klfast.reduction import REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.layout import Sequences
+from klfast.types.reduction import REDUCTIONS
 
 FORMS = {name: Estimator(name) for name in ESTIMATORS} | {
     "rich": Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0),

@@ -12,7 +12,7 @@ from ranks import WORLD_SIZE, results_of_ranks
 from torch.utils._pytree import tree_leaves
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 B, T, V = 3, 6, 5  # three sequences on two ranks: uneven shards
 

@@ -12,8 +12,8 @@ from refusals import A_TENSOR, FLOATS, ONE_OF_THE_DTYPES, POSITIVE, assert_refus
 import klfast
 from klfast import Estimator
 from klfast.backends import BACKENDS
-from klfast.names import NAMES
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.names import NAMES
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 NAN, INF = math.nan, math.inf
 

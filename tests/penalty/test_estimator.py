@@ -13,7 +13,7 @@ from refusals import POSITIVE
 
 import klfast
 from klfast import Estimator
-from klfast.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES
+from klfast.types.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES
 
 FULL = {
     "name": "k2",

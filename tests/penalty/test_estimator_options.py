@@ -10,7 +10,7 @@ from agreement import assert_agrees
 
 import klfast
 from klfast import Estimator, kl_penalty
-from klfast.estimator import ESTIMATORS
+from klfast.args.estimator import ESTIMATORS
 
 LIMITS = {
     "unlimited": {},

@@ -9,8 +9,8 @@ import torch
 
 import klfast
 from klfast import Estimator
-from klfast.formulas import FORMULAS
-from klfast.names import ALIASES, NAMES, PLUS
+from klfast.types.formulas import FORMULAS
+from klfast.types.names import ALIASES, NAMES, PLUS
 
 TOKENS = 7
 

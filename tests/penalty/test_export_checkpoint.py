@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import klfast
 from klfast import Estimator
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 

@@ -6,8 +6,8 @@ from agreement import SCALAR_REDUCTIONS, random_inputs
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import klfast
-from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.reduction import REDUCTIONS
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from masked import FLOATS
 
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.args.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 
 def junk(values, size):

@@ -5,7 +5,7 @@ import torch
 from agreement import random_inputs, same_bits
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 FLOATS = [torch.float32, torch.bfloat16]

@@ -9,8 +9,8 @@ from masked import MASK_DTYPES, POISON
 
 import klfast
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.reduction import REDUCTIONS
 
 SHAPE = (4, 70)
 RICH = Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 import klfast
 from klfast import KLStats
-from klfast.stats import OF_TOKENS
+from klfast.stats.kl import OF_TOKENS
 
 COUNTS = ("clipped", "nonfinite")
 

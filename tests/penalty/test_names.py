@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import klfast
-from klfast import Estimator, names
+from klfast import Estimator
+from klfast.args.estimator import SHORTHAND
+from klfast.args.rows import DIRECTIONS
 from klfast.backends import BACKENDS
-from klfast.estimator import SHORTHAND
-from klfast.formulas import FORMULAS
-from klfast.logits.call import DIRECTIONS
-from klfast.reduction import REDUCTIONS, TORCHS_REDUCTIONS
+from klfast.types import names
+from klfast.types.formulas import FORMULAS
+from klfast.types.reduction import REDUCTIONS, TORCHS_REDUCTIONS
 
 
 def test_the_tables_have_the_names_of_the_types():
@@ -129,8 +130,8 @@ def test_the_answer_is_what_torch_computes(torchs, ours):
 
 def test_dir_lists_what_is_public_and_submodules_are_there():
     assert dir(klfast) == klfast.__all__
-    assert importlib.import_module("klfast.logits.api").kl_divergence is klfast.kl_divergence
-    assert importlib.import_module("klfast.rollout.presets").PRESETS
+    assert importlib.import_module("klfast.functional.logits").kl_divergence is klfast.kl_divergence
+    assert importlib.import_module("klfast.args.rollout_presets").PRESETS
 
 
 def test_a_mask_is_given_by_position():

@@ -8,9 +8,9 @@ from torch.library import opcheck
 
 import klfast
 from klfast import Estimator
-from klfast.call import Choices, Numbers, Spec
-from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.args.penalty import Choices, Numbers, Spec
+from klfast.types.reduction import REDUCTIONS
 
 assert klfast.kl_penalty(torch.zeros(1), torch.zeros(1), backend="native").item() == 0  # loads them
 FORWARD = torch.ops.klfast.kl_penalty_fwd.default

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 from klfast import KLPenalty
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 PIECES = {1: [10], 2: [4, 6], 5: [1, 3, 0, 2, 4]}
 

@@ -8,8 +8,8 @@ from refusals import A_TENSOR, ONE_OF_THE_DTYPES, POSITIVE
 
 import klfast
 from klfast import FixedKLController
-from klfast.dtypes import FLOATS, MASKS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.dtypes import FLOATS, MASKS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 LAYOUTS = ("dense", "transposed", "strided", "expanded")
@@ -249,7 +249,7 @@ def test_a_reduction_is_asked_for():
 
 
 def test_one_sequence_is_pointed_out_once(monkeypatch):
-    monkeypatch.setattr("klfast.checks.hints._given", set())
+    monkeypatch.setattr("klfast.functional.hints._given", set())
     with pytest.warns(
         UserWarning, match=r"klfast\.reduce: values of shape \[4\] without cu_seqlens"
     ):

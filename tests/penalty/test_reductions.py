@@ -8,7 +8,7 @@ from agreement import assert_agrees, random_inputs
 
 import klfast
 from klfast import Estimator
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 MASKS = {
     "no-mask": lambda shape: None,

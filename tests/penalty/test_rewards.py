@@ -9,7 +9,7 @@ from agreement import random_inputs, same_bits
 
 import klfast
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS
+from klfast.args.estimator import ESTIMATORS
 
 LAYOUTS = {
     "padded": ((3, 11), None),

@@ -17,8 +17,8 @@ from refusals import GOOD_WEIGHTS
 
 import klfast
 from klfast import Estimator
-from klfast.estimator import ESTIMATORS
-from klfast.reduction import REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.reduction import REDUCTIONS
 
 GROUP, TILE, SEGMENT = 64, 1024, 16_384
 LENGTH = SEGMENT + TILE + GROUP + 5

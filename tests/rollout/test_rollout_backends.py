@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Rejection, backends
-from klfast.rollout.call import rollout_call
+from klfast.args.rollout import rollout_call
 
 LACKS = "backend '{}' cannot run on cpu: it has no kernels for rollout_correction; 'auto' takes"
 RULES = (

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Rejection
-from klfast.rollout.call import RolloutCall, RolloutSpec
+from klfast.args.rollout import RolloutCall, RolloutSpec
 
 RULES = (
     Rejection("ratio", low=0.6, high=1.6),

@@ -10,8 +10,8 @@ from agreement_rollout import sampled
 
 import klfast
 from klfast import Rejection, RolloutStats
-from klfast.rollout.presets import PRESETS
-from klfast.rollout.stats import RuleStats
+from klfast.args.rollout_presets import PRESETS
+from klfast.stats.rollout import RuleStats
 
 PAGE = (readme.ROOT / "docs" / "rollout.md").read_text()
 
@@ -56,7 +56,7 @@ def test_the_table_of_presets_is_that_of_the_code():
     rows = re.findall(r"^\| `([\w-]+)` \|.*\| `(.*)` \|$", section("Presets"), re.MULTILINE)
     names = {"Rejection": Rejection}
     assert {name: eval(f"dict({options})", names) for name, options in rows} == {**PRESETS}
-    assert eval("klfast.rollout.presets.PRESETS", {"klfast": klfast}) is PRESETS
+    assert eval("klfast.args.rollout_presets.PRESETS", {"klfast": klfast}) is PRESETS
 
 
 def test_every_rule_of_the_table_is_one():

@@ -9,7 +9,7 @@ from refusals import A_TENSOR, FLOATS, ONE_OF_THE_DTYPES, POSITIVE, assert_refus
 
 import klfast
 from klfast import Rejection
-from klfast.rollout.rejection import OVER, STATISTICS
+from klfast.args.rejection import OVER, STATISTICS
 
 NAN, INF = math.nan, math.inf
 OUTWARD = Rejection("binary_tv", high=0.1, outward_only=True)

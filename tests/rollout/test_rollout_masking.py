@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Rejection
-from klfast.rollout.rejection import OVER, STATISTICS
+from klfast.args.rejection import OVER, STATISTICS
 
 SHAPE = (4, 30)
 RULES = tuple(Rejection(statistic, over, high=1.5) for statistic in STATISTICS for over in OVER)

@@ -9,7 +9,7 @@ from agreement_rollout import sampled
 
 import klfast
 from klfast import Rejection
-from klfast.rollout.formulas import SUMS
+from klfast.types.rollout_formulas import SUMS
 
 MODES = {
     "token_truncate": ("token", "truncate"),

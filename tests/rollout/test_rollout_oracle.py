@@ -7,7 +7,7 @@ from agreement_rollout import assert_agrees, sampled
 
 import klfast
 from klfast import Rejection
-from klfast.rollout.rejection import OVER, STATISTICS
+from klfast.args.rejection import OVER, STATISTICS
 
 BOUNDS = {  # of a token's number, between the 10 % and the 90 % of the inputs here
     "ratio": (0.8, 1.3),

@@ -5,7 +5,7 @@ import torch
 from agreement_rollout import sampled
 
 import klfast
-from klfast.rollout.presets import PRESETS
+from klfast.args.rollout_presets import PRESETS
 
 
 def inside(value, low, high):

@@ -4,7 +4,7 @@ import oracle
 import torch
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 SCALAR_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.is_scalar())
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

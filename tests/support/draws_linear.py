@@ -4,8 +4,8 @@ import torch
 from oracle_linear import Call
 
 from klfast.cli.check.cases import covering
-from klfast.names import DIRECTIONS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.types.names import DIRECTIONS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 LEAVES = {
     "frozen": ("hidden",),

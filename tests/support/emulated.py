@@ -16,10 +16,10 @@ from pathlib import Path
 import ptx_build
 from torch.utils import cpp_extension
 
+from klfast.autograd.lse import of_cuda
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
-from klfast.logits.lse import of_cuda
-from klfast.ops.table import Ops, define
+from klfast.ops.schemas import Ops, define
 
 ROOT = Path(__file__).parents[2]
 EMULATOR = Path(__file__).with_name("emulator")

@@ -6,7 +6,7 @@ import emulated
 import torch
 
 from klfast import backends
-from klfast.dtypes import MASKS
+from klfast.types.dtypes import MASKS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKS_OR_NONE = (None, *MASKS)

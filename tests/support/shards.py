@@ -15,7 +15,7 @@ import torch
 from agreement import same_bits
 
 import klfast
-from klfast.logits import rank_check
+from klfast.functional import rank_check
 
 
 class _Meeting:
@@ -43,7 +43,7 @@ class _Meeting:
 
 
 class ThreadRanks:
-    """In place of ``klfast.ranks.Ranks``."""
+    """In place of ``klfast.distributed.ranks.Ranks``."""
 
     kinds = ("cpu",)
     device = torch.device("cpu")

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Estimator, Rejection
-from klfast.estimator import ESTIMATORS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast.args.estimator import ESTIMATORS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 RUNS = {
     "native-avx512": {"KLFAST_CPU": "avx512"},

@@ -11,12 +11,12 @@ from fresh import run_fresh
 
 from klfast import backends
 from klfast.__main__ import main
+from klfast.args.rejection import OVER, STATISTICS
 from klfast.cli.check import report as command
 from klfast.cli.check.cases import FAMILIES, Case, covering
-from klfast.formulas import FORMULAS
-from klfast.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
-from klfast.reduction import REDUCTIONS
-from klfast.rollout.rejection import OVER, STATISTICS
+from klfast.types.formulas import FORMULAS
+from klfast.types.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
+from klfast.types.reduction import REDUCTIONS
 
 SLIGHTLY = 1 + 2e-5
 

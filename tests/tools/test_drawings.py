@@ -7,7 +7,7 @@ import readme
 import torch
 
 import klfast
-from klfast.reduction import REDUCTIONS
+from klfast.types.reduction import REDUCTIONS
 
 DRAWING = (readme.ROOT / "docs" / "drawings" / "reductions.svg").read_text()
 VALUES = torch.tensor([[1.0, 2.0, 6.0, torch.nan], [4.0, 6.0, torch.nan, torch.nan]])

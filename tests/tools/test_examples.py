@@ -10,7 +10,7 @@ import pytest
 from fresh import run_fresh
 from programs import FOLDER, output_of, steps_of, table_of
 
-from klfast.names import TAILS
+from klfast.types.names import TAILS
 
 
 def assert_steers(rows):

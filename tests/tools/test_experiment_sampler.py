@@ -9,7 +9,7 @@ import torch
 from experiment import metrics, no_pictures, without_times
 
 import klfast
-from klfast.rollout.presets import PRESETS
+from klfast.args.rollout_presets import PRESETS
 from lab import run, train
 from lab.compare import Options, compare
 from lab.model import continuation_logits, frozen_copy, new_pretraining, pretrain_step

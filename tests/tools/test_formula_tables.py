@@ -7,7 +7,7 @@ import readme
 import torch
 
 import klfast
-from klfast.names import NAMES, PLUS
+from klfast.types.names import NAMES, PLUS
 
 PAGE = (readme.ROOT / "docs" / "penalty.md").read_text()
 X = torch.tensor([[-3.0, -0.5, 0.0, 0.25, 2.0]], dtype=torch.float64)

@@ -50,7 +50,7 @@ def test_importing_warns_of_nothing_and_loads_nothing_beside():
         "print(sorted(set(sys.modules) - before))"
     )
     added = set(eval(run_fresh(code, "-W", "error")))
-    assert "klfast.api" in added
+    assert "klfast.functional.penalty" in added
     assert not {name for name in added if name.split(".")[0] in ("lab", "benchmarks", *HEAVY)}
     assert not {name for name in added if name.startswith(("klfast.compat", "torch._dynamo"))}
 
@@ -102,6 +102,22 @@ def every_import(path):
             yield node.module
 
 
+LAYERS = (
+    *("types", "distributed", "args", "stats", "ops", "controllers"),
+    *("autograd", "backends", "functional", "training", "compat", "cli"),
+)
+"""The packages of klfast. Each imports only packages before it."""
+
+
+def test_no_package_imports_one_above_it():
+    assert {path.parent.name for path in (ROOT / "klfast").glob("*/__init__.py")} == {*LAYERS}
+    for name, path in modules():
+        packages = [other.split(".")[1] for other in every_import(path) if "klfast." in f"{other}"]
+        if name.startswith("klfast.") and (own := name.split(".")[1]) in LAYERS:
+            above = LAYERS[LAYERS.index(own) + 1 :]
+            assert not {*packages} & {*above}, name
+
+
 def test_no_module_imports_in_a_circle():
     """``if TYPE_CHECKING`` included. That a module's package is imported first is no import."""
     files = dict(modules())
@@ -109,5 +125,5 @@ def test_no_module_imports_in_a_circle():
         name: {other for other in imported(path) if other in files and not name.startswith(other)}
         for name, path in files.items()
     }
-    assert graph["klfast.ops.autograd"] >= {"klfast.call", "klfast.ops.table"}
+    assert graph["klfast.autograd.penalty"] >= {"klfast.args.penalty", "klfast.ops.schemas"}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

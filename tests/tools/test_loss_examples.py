@@ -5,8 +5,8 @@ import ast
 import pytest
 import readme
 
-from klfast.names import PLUS
-from klfast.reduction import REDUCTIONS
+from klfast.types.names import PLUS
+from klfast.types.reduction import REDUCTIONS
 
 IN_A_LOSS = {*PLUS, "k2", "mse"}
 """The estimators whose gradient is the reverse KL's, on tokens of the policy itself."""

@@ -110,7 +110,7 @@ def test_what_a_text_names_is_there(missing):
         ("see ``estimators.h``", missing_files, []),
         ("see `formulas/estimates.h`", missing_files, ["formulas/estimates.h"]),
         ("see :func:`klfast.kl_penalty`", missing_names, []),
-        ("see ``klfast.stats.KLStats.kl``", missing_names, []),
+        ("see ``klfast.stats.kl.KLStats.kl``", missing_names, []),
         ("see `klfast.kl_penality`", missing_names, ["klfast.kl_penality"]),
         ("``k3_ref`` in `estimators.h`", missing_names, []),
         ("``k7`` in `estimators.h`", missing_names, ["k7 in estimators.h"]),

@@ -18,11 +18,11 @@ import torch
 from fresh import run_fresh
 
 import klfast
+from klfast.args.estimator import as_estimator
 from klfast.compat import FRAMEWORKS, PatchError, presets
 from klfast.compat.patching.fingerprints import fingerprint
 from klfast.compat.patching.sites import Site
 from klfast.compat.targets import TARGETS
-from klfast.estimator import as_estimator
 from lab.study.plant import Plant, Policy
 
 PAGES = [
@@ -243,7 +243,7 @@ def test_the_options_of_an_estimator():
 def test_the_example_of_klpenalty():
     batch = torch.nn.Parameter(-torch.rand(4, 5))
     left = readme.run(
-        "klfast.penalty.KLPenalty",
+        "klfast.training.penalty.KLPenalty",
         klfast=klfast,
         batches=[batch] * 3,
         micro_batches=lambda batch: [

@@ -44,9 +44,9 @@ BACKENDS = ["reference", "triton"]
 
 ESTIMATOR = Recipe(
     (
-        Edit("klfast/names.py", r"\]\n\"\"\"Estimators that have a formula", ', "quarter"'),
+        Edit("klfast/types/names.py", r"\]\n\"\"\"Estimators that have a formula", ', "quarter"'),
         Edit(
-            "klfast/formulas.py",
+            "klfast/types/formulas.py",
             r"\}\n\"\"\"f\(x\) of every name",
             '    "quarter": lambda x: x.square() / 4,\n',
         ),
@@ -66,7 +66,7 @@ ESTIMATOR = Recipe(
         ),
         Edit(
             "klfast/backends/triton/math.py",
-            r"\}\n\"\"\"Names of ``klfast.names.ESTIMATORS``",
+            r"\}\n\"\"\"Names of ``klfast.types.names.ESTIMATORS``",
             '    "quarter": Formula(quarter_value, quarter_derivative, quarter_sum),\n',
         ),
     ),
@@ -101,9 +101,11 @@ int main() {
 
 REDUCTION = Recipe(
     (
-        Edit("klfast/names.py", r"\]\n\"\"\"``reduction=`` of", '    "seq-sum-token-mean",\n'),
         Edit(
-            "klfast/reduction.py",
+            "klfast/types/names.py", r"\]\n\"\"\"``reduction=`` of", '    "seq-sum-token-mean",\n'
+        ),
+        Edit(
+            "klfast/types/reduction.py",
             r"\}\n\"\"\"The reduction of every name",
             '    "seq-sum-token-mean": Reduction("scalar", True, "one"),\n',
         ),
@@ -130,9 +132,9 @@ for backend in BACKENDS:
 
 STATISTIC = Recipe(
     (
-        Edit("klfast/stats.py", r"\n    def token_mean", "    k1_squares: Tensor\n"),
+        Edit("klfast/stats/kl.py", r"\n    def token_mean", "    k1_squares: Tensor\n"),
         Edit(
-            "klfast/stats.py",
+            "klfast/stats/kl.py",
             r"\}\n\"\"\"The names of ``as_dict``",
             '    "k1_squares": ("k1_squares", "per token"),\n',
         ),
@@ -178,9 +180,9 @@ int main() { return klfast::kStatistics == 9 ? 0 : 1; }
 
 OF_A_RULE = Recipe(
     (
-        Edit("klfast/rollout/rejection.py", r"\)\n\"\"\"Names of the statistics", '    "gap",\n'),
+        Edit("klfast/args/rejection.py", r"\)\n\"\"\"Names of the statistics", '    "gap",\n'),
         Edit(
-            "klfast/rollout/formulas.py",
+            "klfast/types/rollout_formulas.py",
             r"\}\n\"\"\"f\(logprobs, rollout_logprobs\) by name",
             '    "gap": lambda a, b: (a - b).square(),\n',
         ),
@@ -205,12 +207,12 @@ int main() { return klfast::rollout::RuleTable::kSize == 8 ? 0 : 1; }
 OF_THE_SAMPLER = Recipe(
     (
         Edit(
-            "klfast/rollout/stats.py",
+            "klfast/stats/rollout.py",
             r"    rules: tuple\[RuleStats, \.\.\.\] = \(\)\n",
             "    cubes: Tensor\n",
         ),
         Edit(
-            "klfast/rollout/formulas.py",
+            "klfast/types/rollout_formulas.py",
             r"\}\n\"\"\"By the field's name",
             '    "cubes": Sum(lambda token: token.x**3, mean="cube"),\n',
         ),
@@ -305,7 +307,7 @@ except klfast.compat.PatchError as error:
 
 BACKEND = Recipe(
     (
-        Edit("klfast/names.py", r"\]\n\"\"\"``backend=`` of every function", ', "mirror"'),
+        Edit("klfast/types/names.py", r"\]\n\"\"\"``backend=`` of every function", ', "mirror"'),
         Edit(
             "klfast/backends/order.py",
             r"ORDER = ",

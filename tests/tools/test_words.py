@@ -4,8 +4,8 @@ import runpy
 
 import readme
 
+from klfast.args.estimator import Estimator
 from klfast.compat import presets
-from klfast.estimator import Estimator
 
 WORDS = runpy.run_path(str(readme.ROOT / "docs" / "_ext" / "words.py"))
 PAGE = (readme.ROOT / "docs" / "words.md").read_text()

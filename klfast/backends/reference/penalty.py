@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from klfast.call import PenaltyCall
-from klfast.checks.values import are_tracing
-from klfast.dtypes import arithmetic_dtype, wide
-from klfast.estimator import Estimator
-from klfast.formulas import FORMULAS
-from klfast.layout import Sequences, sum_of_sequences
-from klfast.stats import KLStats
+from klfast.args.estimator import Estimator
+from klfast.args.penalty import PenaltyCall
+from klfast.args.values import are_tracing
+from klfast.stats.kl import KLStats
+from klfast.types.dtypes import arithmetic_dtype, wide
+from klfast.types.formulas import FORMULAS
+from klfast.types.layout import Sequences, sum_of_sequences
 
 
 def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from klfast.dtypes import wide
-from klfast.layout import Sequences
-from klfast.rollout import formulas
-from klfast.rollout.call import RolloutCall
-from klfast.rollout.rejection import Rejection
-from klfast.rollout.stats import RolloutCorrection, RolloutStats, RuleStats
+from klfast.args.rejection import Rejection
+from klfast.args.rollout import RolloutCall
+from klfast.stats.rollout import RolloutCorrection, RolloutStats, RuleStats
+from klfast.types import rollout_formulas as formulas
+from klfast.types.dtypes import wide
+from klfast.types.layout import Sequences
 
 
 @torch.no_grad()

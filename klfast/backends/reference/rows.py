@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.args.inplace import SERVES_ONE_BACKWARD
+from klfast.args.logits import NO_ID
+from klfast.args.rows import Logits, Model, Rows, RowsArgs
+from klfast.autograd import penalty as autograd
+from klfast.autograd.chunks import chunks_of
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
-from klfast.dtypes import wide, wide_dtype
-from klfast.formulas import zero_at
-from klfast.linear.chunks import chunks_of
-from klfast.logits.arguments import NO_ID
-from klfast.logits.call import Logits, Model, Rows, RowsArgs
-from klfast.logits.entries import term
-from klfast.logits.inplace import SERVES_ONE_BACKWARD
-from klfast.logits.outputs import Outputs, outputs_of
-from klfast.ops import autograd
+from klfast.stats.outputs import Outputs, outputs_of
+from klfast.types.dtypes import wide, wide_dtype
+from klfast.types.formulas import zero_at
+from klfast.types.topk import term
 
 
 def rows(args: RowsArgs) -> Outputs:

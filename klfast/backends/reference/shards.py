@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.logits.shards import Shards
-from klfast.ops import autograd
+from klfast.args.shards import Shards
+from klfast.autograd import penalty as autograd
 
 
 def whole(logits: Tensor, shards: Shards | None) -> Tensor:

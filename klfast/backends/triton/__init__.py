@@ -2,7 +2,8 @@
 
 ``rollout_correction`` has none: a step calls it once, and the reference serves it in torch ops.
 
-Their ops stand in a namespace of their own (``klfast.ops.table``), as the extension may be absent.
+Their ops stand in a namespace of their own (``klfast.ops.schemas``), as the extension may be
+absent.
 Triton is imported when the first of them runs: it takes its time.
 """
 
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 
+from klfast.autograd import lse
 from klfast.backends.compiled import compiled
 from klfast.backends.triton.namespace import NAMESPACE
-from klfast.logits import lse
-from klfast.ops.table import SCHEMAS, Arguments, Ops, define
+from klfast.ops.schemas import SCHEMAS, Arguments, Ops, define
 
 _installed = importlib.util.find_spec("triton") is not None
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"

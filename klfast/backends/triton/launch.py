@@ -11,9 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from klfast.args.estimator import NO_LIMIT
 from klfast.backends.triton.segments import SEGMENT
-from klfast.estimator import NO_LIMIT
-from klfast.layout import number_of_sequences
+from klfast.types.layout import number_of_sequences
 
 _SEGMENT = SEGMENT.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}

@@ -58,7 +58,7 @@ from klfast.backends.triton.segments import kernel, number, place, store
 from klfast.backends.triton.statistics import tree_sum
 
 NO_ID = tl.constexpr(-(2**63))
-"""``klfast.logits.arguments.NO_ID``."""
+"""``klfast.args.logits.NO_ID``."""
 
 
 class Form(NamedTuple):

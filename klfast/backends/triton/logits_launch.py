@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from klfast.args.rows import DIVERGENCES, ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
-from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.ops.table import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs
+from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs
+from klfast.types.dtypes import arithmetic_dtype
 
 _TILE = 4096
 """Words of one fp32 model that a program holds at a time: what registers have room for."""
@@ -166,7 +166,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     call = _Call(a, a.logits)
     rows = call.rows
     logprobs, entropy = call.empty(a.token_ids.numel()), call.result(a.want_entropy)
@@ -181,14 +181,14 @@ def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_logprobs_bwd(a: Arguments) -> Tensor:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     grad = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
     _token_logprobs_backward(grad, a)
     return grad
 
 
 def token_logprobs_bwd_(a: Arguments) -> None:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     _token_logprobs_backward(a.logits, a)
 
 
@@ -220,27 +220,27 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def kl_divergence_fwd(
     a: Arguments,
 ) -> tuple[Tensor | None, ...]:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     grads: Gradients = empty_outputs("kl_divergence_bwd", a)
     rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, grads)
     return rows, logprobs, ref_logprobs, saved, *grads, entropy
 
 
 def kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     rows, _, _, saved, _ = _kl_divergence_forward(_of_rows_alone(a), _gradients_in_place(a))
     return rows, saved
 
 
 def kl_divergence_bwd(a: Arguments) -> Gradients:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     grads: Gradients = empty_outputs("kl_divergence_bwd", a)
     _kl_divergence_backward(a, grads)
     return grads
 
 
 def kl_divergence_bwd_(a: Arguments) -> None:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     _kl_divergence_backward(_of_rows_alone(a), _gradients_in_place(a))
 
 

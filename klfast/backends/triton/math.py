@@ -320,7 +320,7 @@ ESTIMATORS = {
     "k3_ref": Formula(k3_ref_value, k3_ref_derivative, k3_ref_sum),
     "r_log_r": Formula(r_log_r_value, r_log_r_derivative, r_log_r_sum),
 }
-"""Names of ``klfast.names.ESTIMATORS``, in its order."""
+"""Names of ``klfast.types.names.ESTIMATORS``, in its order."""
 
 LOG_LARGEST = {"fp32": 88.722831, "fp64": 709.782712893384}
 """By dtype: exp is finite up to here."""

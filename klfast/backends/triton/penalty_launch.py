@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from klfast.args.penalty import Choices, Numbers
 from klfast.backends.triton import penalty_kernels as kernels
 from klfast.backends.triton.launch import (
     ACC,
@@ -29,12 +30,11 @@ from klfast.backends.triton.math import LOG_LARGEST
 from klfast.backends.triton.segments import TILE
 from klfast.backends.triton.statistics import ALWAYS
 from klfast.backends.triton.tokens import Form
-from klfast.call import Choices, Numbers
-from klfast.dtypes import arithmetic_dtype
-from klfast.names import ESTIMATORS as NAMES
-from klfast.names import GRADIENTS, IMPORTANCE
-from klfast.ops.table import Arguments, PenaltyOutputs, empty_outputs
-from klfast.reduction import DENOMINATORS, RESULTS
+from klfast.ops.schemas import Arguments, PenaltyOutputs, empty_outputs
+from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.names import ESTIMATORS as NAMES
+from klfast.types.names import GRADIENTS, IMPORTANCE
+from klfast.types.reduction import DENOMINATORS, RESULTS
 
 _TILE = TILE.value
 _FEW_FIELDS = ALWAYS.value
@@ -226,7 +226,7 @@ class _Call:
 
 
 def kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     call, scores = _Call(a), a.scores
     logprobs, slots = a.logprobs, call.batch.slots
     outputs: PenaltyOutputs = empty_outputs("kl_penalty_fwd", a)
@@ -277,7 +277,7 @@ def _set_to_0(*tensors: Tensor | None) -> None:
 
 
 def kl_penalty_bwd(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     call = _Call(a)
     grads: tuple[Tensor | None, Tensor | None] = empty_outputs("kl_penalty_bwd", a)
     if call.batch.sequences == 0:
@@ -289,7 +289,7 @@ def kl_penalty_bwd(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
 
 
 def token_weights(a: Arguments) -> Tensor:
-    """The op of ``klfast.ops.table``: the gradient of values that are all 0."""
+    """The op of ``klfast.ops.schemas``: the gradient of values that are all 0."""
     dtype = torch.float64 if a.is_double else torch.float32
     zeros = torch.zeros((), dtype=dtype, device=a.like.device).expand(a.like.shape)
     others = (a.mask, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
@@ -300,7 +300,7 @@ def token_weights(a: Arguments) -> Tensor:
 
 
 def scale_(a: Arguments) -> None:
-    """The op of ``klfast.ops.table``."""
+    """The op of ``klfast.ops.schemas``."""
     tensor = a.tensor
     size = tensor.numel()
     if size == 0:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from klfast.backends.triton.math import bits_of, constant, k1_value, k2_value, k3_value
-from klfast.stats import KLStats
+from klfast.stats.kl import KLStats
 
 COMBINATIONS = {
     "kl": "sum",

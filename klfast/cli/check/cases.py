@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import klfast
+from klfast.args.rejection import OVER, STATISTICS, Rejection
+from klfast.args.rollout import NORMALIZE, OUTSIDE, WEIGHTS
 from klfast.cli.check.calls import MEMORIES, OF_POLICY, OF_REFERENCE, Call, Tensors, run
-from klfast.dtypes import FLOATS, INDICES, INTEGERS, MASKS
-from klfast.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS, TAILS
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
-from klfast.rollout.call import NORMALIZE, OUTSIDE, WEIGHTS
-from klfast.rollout.rejection import OVER, STATISTICS, Rejection
+from klfast.types.dtypes import FLOATS, INDICES, INTEGERS, MASKS
+from klfast.types.names import DIRECTIONS, GRADIENTS, IMPORTANCE, NAMES, PLUS, TAILS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 Row = dict[str, Any]
 Made = tuple[Tensors, Tensor, Row]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from klfast.cli.check.calls import CPU, OF_POLICY, OF_REFERENCE, Call, Tensors, run
-from klfast.stats import OF_TOKENS
+from klfast.stats.kl import OF_TOKENS
 
 PROMISE, OF_LOGITS = 4e-7, 2e-6
 """Relative errors in fp32: of a token's number for abs(x) <= 1, and of a sum over a vocabulary."""

@@ -19,7 +19,7 @@ import klfast
 from klfast.cli.check.calls import Call, Tensors, run
 from klfast.cli.check.cases import Draw
 from klfast.cli.check.compare import Wrong
-from klfast.names import DIRECTIONS, NAMES
+from klfast.types.names import DIRECTIONS, NAMES
 
 LENGTHS, ROWS = (1, 63, 65, 16_500, 1025), (3, 1, 6)
 """Tokens of sequences, one longer than a kernel's segments, and of those with logits."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from klfast import backends
+from klfast.args.checks import check_choice
 from klfast.backends.info import info
-from klfast.checks.arguments import check_choice
 from klfast.cli.check.calls import Call
 from klfast.cli.check.cases import FAMILIES
 from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of

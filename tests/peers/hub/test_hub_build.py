@@ -186,18 +186,18 @@ def test_public_names_are_those_of_klfast():
 
 
 MADE_UP = {
-    "from klfast.ops.table import Ops": "from .table import Ops",
+    "from klfast.ops.schemas import Ops": "from .table import Ops",
     "from klfast.ops import table": "from . import table",
-    "from klfast.stats import (\n    KLStats,\n)": "from ..stats import (\n    KLStats,\n)",
+    "from klfast.stats.kl import (\n    KLStats,\n)": "from ..stats import (\n    KLStats,\n)",
     "from klfast import stats as s": "from .. import stats as s",
-    "from klfast.rollout.api import f": "from ..rollout.api import f",
-    "if x: from klfast.stats import y": "if x: from ..stats import y",
-    "'ü'; from klfast.stats import y": "'ü'; from ..stats import y",
+    "from klfast.functional.rollout import f": "from ..rollout.api import f",
+    "if x: from klfast.stats.kl import y": "if x: from ..stats import y",
+    "'ü'; from klfast.stats.kl import y": "'ü'; from ..stats import y",
     "def f():\n    from klfast.ops.load import x": "def f():\n    from .load import x",
     "from ..stats import y": "from ..stats import y",
     "from klfaster import x": "from klfaster import x",
-    '"""from klfast.stats import x"""': '"""from klfast.stats import x"""',
-    "# from klfast.stats import x": "# from klfast.stats import x",
+    '"""from klfast.stats.kl import x"""': '"""from klfast.stats.kl import x"""',
+    "# from klfast.stats.kl import x": "# from klfast.stats.kl import x",
     "import torch, os.path": "import torch, os.path",
 }
 
@@ -230,9 +230,12 @@ def test_relative_names(package, target, text):
     ("source", "error"),
     [
         ("import klfast", "write `from klfast import ...`"),
-        ("import torch, klfast.stats as s", "write `from klfast import ...`"),
-        ("from klfast.stats \\\n  import x", "write `from klfast.stats import ...` in one line"),
-        ("import_module('klfast.stats')", "name no module in a string, as in 'klfast.stats'"),
+        ("import torch, klfast.stats.kl as s", "write `from klfast import ...`"),
+        (
+            "from klfast.stats.kl \\\n  import x",
+            "write `from klfast.stats.kl import ...` in one line",
+        ),
+        ("import_module('klfast.stats.kl')", "name no module in a string, as in 'klfast.stats.kl'"),
     ],
 )
 def test_what_cannot_be_rewritten_is_an_error(tmp_path, source, error):

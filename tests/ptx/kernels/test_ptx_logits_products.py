@@ -11,10 +11,10 @@ import torch
 from ptx_against import FLOATS, check, compare, flat, gradients, laid_out, named
 
 import klfast
-from klfast import names
-from klfast.dtypes import arithmetic_dtype
-from klfast.logits.call import DIVERGENCES, ENTROPIES
-from klfast.ops import autograd
+from klfast.args.rows import DIVERGENCES, ENTROPIES
+from klfast.autograd import penalty as autograd
+from klfast.types import names
+from klfast.types.dtypes import arithmetic_dtype
 
 # The dtypes of the models: one kernel each, and one for those that differ, in fp32 and in fp64.
 DTYPES = (

@@ -24,12 +24,13 @@ from ptx_against import (
 )
 
 import klfast
-from klfast import backends, names
-from klfast.call import Spec
-from klfast.dtypes import INTEGERS, MASKS
-from klfast.estimator import as_estimator
-from klfast.ops import autograd
-from klfast.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
+from klfast import backends
+from klfast.args.estimator import as_estimator
+from klfast.args.penalty import Spec
+from klfast.autograd import penalty as autograd
+from klfast.types import names
+from klfast.types.dtypes import INTEGERS, MASKS
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 # The dtypes of the log-probs: one kernel each, and one for those that differ, in fp32 and in fp64.
 DTYPES = (
@@ -228,7 +229,7 @@ def test_many_sequences(dtypes, variant, reduction, monkeypatch):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Lets tokens follow the last sequence, as on a device, where nobody reads cu_seqlens."""
-    monkeypatch.setattr("klfast.call.check_cu_seqlens_values", lambda *_: None)
+    monkeypatch.setattr("klfast.args.penalty.check_cu_seqlens_values", lambda *_: None)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)

@@ -14,7 +14,7 @@ import torch
 from ptx_against import FLOATS, MASKS_OR_NONE, check, flat, gradients
 
 import klfast
-from klfast import names
+from klfast.types import names
 
 # With clusters, and with none of some kind: then rows are read twice.
 CHIPS = ("h200", "h200", "mig", "a100", "rtx5090")

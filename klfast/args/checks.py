@@ -1,0 +1,222 @@
+"""Checks that need no data: numbers, choices, and a tensor's type, shape, dtype, device, layout.
+
+What tensors hold is checked in ``values``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from klfast.types.dtypes import FLOATS, INDICES, INTEGERS, wide_dtype
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TORCHS_REDUCTIONS
+
+
+def check_choice(
+    argument: str,
+    value: object,
+    choices: Collection[str],
+    *,
+    torchs: Mapping[str, str] | None = None,
+    others: Mapping[str, str] | None = None,
+) -> None:
+    """Raise unless ``value`` is one of ``choices``; the error lists them and names the likely one.
+
+    Args:
+        argument: its name.
+        value: what was given.
+        choices: what may be given.
+        torchs: torch's name of a choice -> the choice.
+        others: frameworks' name of a choice -> the choice.
+    """
+    if isinstance(value, str) and value in choices:
+        return
+    expected = ", ".join(repr(choice) for choice in choices)
+    text = f"unknown {argument} {value!r}; expected one of {expected}"
+    if not isinstance(value, str):
+        raise TypeError(text)
+    if torchs is not None and value in torchs:
+        text = f"torch's {value!r} is {torchs[value]!r}: {text}"
+    elif likely := (others or {}).get(value) or _nearest(value, choices):
+        text += f"; did you mean {likely!r}?"
+    raise ValueError(text)
+
+
+def _nearest(value: str, choices: Collection[str]) -> str | None:
+    """The choice that a name is but for case, hyphens and a slip; None if there is none."""
+    plain = {choice.lower().replace("_", "-"): choice for choice in choices}
+    given = value.strip().lower().replace("_", "-").replace(" ", "-")
+    found = difflib.get_close_matches(given, plain, n=1, cutoff=0.75)
+    return plain[found[0]] if found else None
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for an error; Python refuses to print integers of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a number of type {type(value).__name__} with too many digits to print"
+
+
+def check_number(
+    argument: str, value: object, *, above: float | None = None, least: float | None = None
+) -> float:
+    """Return ``value`` as a float, or raise unless it is finite, > ``above`` and >= ``least``."""
+    if type(value) is float and above is None and least is None and math.isfinite(value):
+        return value
+    wanted = "a finite number"
+    if above is not None:
+        wanted += f" > {above}"
+    if least is not None:
+        wanted += f" >= {least}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{argument} must be {wanted}, got {shown(value)} of type {type(value).__name__}"
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    too_low = (above is not None and number <= above) or (least is not None and number < least)
+    if not math.isfinite(number) or too_low:
+        raise ValueError(f"{argument} must be {wanted}, got {shown(value)}")
+    return number
+
+
+def check_integer(argument: str, value: object, wanted: str, *, least: int | None = None) -> int:
+    """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within int64.
+    NumPy's integers are integers.
+    """
+    text = f"{argument} must be {wanted}, got {shown(value)}"
+    if isinstance(value, bool | Tensor):
+        raise TypeError(text)
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(text) from None
+    if least is not None and number < least:
+        raise ValueError(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{argument} must be within int64, got {shown(value)}")
+    return number
+
+
+def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
+    """The reduction is a known one, and has a denominator if there is a normalizer."""
+    check_choice("reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS)
+    if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
+        means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
+        raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:
+    """Its type, shape and device; ``values`` checks what it holds."""
+    check_tensor("cu_seqlens", cu_seqlens, INDICES)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [S+1], got {shape_text(cu_seqlens)}")
+    check_device("cu_seqlens", cu_seqlens, like, of)
+
+
+def check_normalizer(
+    normalizer: float | Tensor | None, like: Tensor, *, of: str = "logprobs"
+) -> float | Tensor | None:
+    """A checked normalizer, None if there is none."""
+    if normalizer is None:
+        return None
+    return scalar_argument("normalizer", normalizer, like, of=of, above=0)
+
+
+_CONSTANTS = {
+    "mask": "give kl_penalty an importance weight by old_logprobs=, multiply other weights into "
+    "the values of reduce, or use mask.detach()",
+    "normalizer": "use normalizer.detach()",
+}
+"""The arguments that raise if they require a gradient, and the remedies."""
+
+
+def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """Return a dense tensor of one of the dtypes, or raise.
+
+    An argument in ``_CONSTANTS`` that requires a gradient raises too.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(
+            f"{argument} must have one of the dtypes {dtypes_text(dtypes)}, got {value.dtype}"
+        )
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise ValueError(f"{argument} must have the layout torch.strided, got {kind}")
+    if value.requires_grad and argument in _CONSTANTS:
+        raise ValueError(
+            f"{argument} must be a constant, got a tensor that requires a gradient: "
+            f"{_CONSTANTS[argument]}"
+        )
+    return value
+
+
+def dtypes_text(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Dtypes as error texts list them."""
+    return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def check_device(argument: str, value: Tensor, like: Tensor, of: str = "logprobs") -> None:
+    """It is where ``like`` is, the argument called ``of``."""
+    if value.device != like.device:
+        raise ValueError(
+            f"{argument} must be on the device of {of}, {like.device}, got {value.device}"
+        )
+
+
+def without_graph(value: Tensor | None) -> Tensor | None:
+    """The tensor without a graph."""
+    return value.detach() if value is not None and value.requires_grad else value
+
+
+def scalar_argument(
+    argument: str,
+    value: object,
+    like: Tensor,
+    *,
+    of: str = "logprobs",
+    above: float | None = None,
+) -> float | Tensor:
+    """A checked number, or a 0-dim tensor where ``like`` is, without a graph."""
+    if torch.compiler.is_compiling() and type(value) in (int, float):
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        return cast(float, value) * torch.ones(
+            (), dtype=wide_dtype(like.device), device=like.device
+        )
+    if not isinstance(value, Tensor):
+        return check_number(argument, value, above=above)
+    check_tensor(argument, value, (*FLOATS, *INTEGERS))
+    if value.dim() != 0:
+        raise ValueError(f"{argument} must be a number or a 0-dim tensor, got {shape_text(value)}")
+    if value.device != like.device and value.device.type == "cpu":
+        return check_number(argument, value.item(), above=above)
+    check_device(argument, value, like, of)
+    return value.detach() if value.requires_grad else value
+
+
+GATHERED = (
+    "DeepSpeed ZeRO-3 empties parameters outside of deepspeed.zero.GatheredParameters, which must "
+    "stay open around the forward and the backward"
+)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether FSDP or a user has freed a tensor's storage."""
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+
+
+def shape_text(tensor: Tensor) -> str:
+    """A tensor's shape as error texts write it."""
+    return str(list(tensor.shape))

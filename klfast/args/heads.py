@@ -1,0 +1,229 @@
+"""What the arguments from hidden states become: checks that need no data, heads and models.
+
+Shapes: hidden states [..., D], weight [V, D], bias [V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import (
+    GATHERED,
+    check_device,
+    check_integer,
+    check_number,
+    check_tensor,
+    dtypes_text,
+    is_freed,
+    shape_text,
+    shown,
+)
+from klfast.args.logits import MOST_WORDS_ON_GPU
+from klfast.args.rows import Head, Model
+from klfast.args.values import are_tracing
+from klfast.distributed.dtensor import is_dtensor
+from klfast.types.dtypes import FLOATS
+
+Softcap = float | tuple[float | None, float | None] | None
+"""A number for all models, or (the policy's, the reference's)."""
+
+
+def check_hidden(argument: str, hidden: Tensor) -> None:
+    check_tensor(argument, hidden, FLOATS)
+    if hidden.dim() < 1 or hidden.shape[-1] < 1:
+        raise ValueError(
+            f"{argument} must have shape [..., D] with D >= 1, got {shape_text(hidden)}"
+        )
+
+
+def check_head(
+    names: tuple[str, str],
+    weight: Any,
+    bias: Tensor | None,
+    hidden: Tensor,
+    of: str,
+    least_words: int = 1,
+) -> None:
+    """Raise unless these are a head of the hidden states. ``names``: of weight and bias."""
+    of_weight, of_bias = names
+    if isinstance(weight, torch.nn.Module):
+        raise TypeError(
+            f"{of_weight} must be a torch.Tensor, got the module {type(weight).__name__}: pass "
+            "head.weight, and head.bias as the bias"
+        )
+    if isinstance(weight, Tensor) and weight.dtype not in FLOATS and weight.itemsize == 1:
+        raise TypeError(
+            f"{of_weight} must have one of the dtypes {dtypes_text(FLOATS)}, got {weight.dtype}: "
+            "dequantize a quantized head first (bitsandbytes.functional.dequantize_4bit)"
+        )
+    check_tensor(of_weight, weight, FLOATS)
+    width = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < least_words:
+        remedy = ""
+        if weight.numel() == 0 and weight.shape != (0, width):
+            remedy = f": {GATHERED}"
+        elif weight.dim() == 2 and weight.shape[0] == width:
+            remedy = f": pass {of_weight}.T"
+        raise ValueError(
+            f"{of_weight} must have shape [V, {width}], V >= {least_words}, as the width of {of} "
+            f"is {width}, got {shape_text(weight)}{remedy}"
+        )
+    check_device(of_weight, weight, hidden, of)
+    words = weight.shape[0]
+    if weight.is_cuda and words > MOST_WORDS_ON_GPU:
+        raise ValueError(
+            f"{of_weight} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got {words}"
+        )
+    if bias is not None:
+        check_tensor(of_bias, bias, FLOATS)
+        if tuple(bias.shape) != (words,):
+            remedy = f": {GATHERED}" if bias.numel() == 0 else ""
+            raise ValueError(
+                f"{of_bias} must have shape [{words}], a number a word, got "
+                f"{shape_text(bias)}{remedy}"
+            )
+        check_device(of_bias, bias, hidden, of)
+    if not are_tracing():
+        for name, tensor in ((of_weight, weight), (of_bias, bias)):
+            if tensor is not None and is_freed(tensor):
+                raise ValueError(
+                    f"{name} must have memory, got a storage that was freed: FSDP frees parameters "
+                    "outside of the forward of their module, so call klfast in that forward"
+                )
+
+
+def softcaps_of(softcap: Softcap, models: int) -> Sequence[float | None]:
+    """The checked softcap of each model."""
+    if not isinstance(softcap, tuple):
+        return (_softcap_of(softcap),) * models
+    if models == 1:
+        raise TypeError(f"softcap must be a number > 0 or None, got {softcap!r}")
+    if len(softcap) != models:
+        raise ValueError(
+            "softcap must be a number > 0, None, or (the policy's, the reference's), got "
+            f"{softcap!r}"
+        )
+    return tuple(map(_softcap_of, softcap))
+
+
+def _softcap_of(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    number = check_number("softcap", softcap, above=0)
+    within = torch.finfo(torch.float32)
+    if not within.tiny <= number <= within.max:
+        raise ValueError(f"softcap must be a number > 0 within fp32, got {shown(softcap)}")
+    return number
+
+
+def chunk_argument(chunk: Any) -> int | None:
+    """The checked number of tokens per chunk; None for "auto"."""
+    if chunk == "auto" and isinstance(chunk, str):
+        return None
+    return check_integer("chunk", chunk, '"auto" or an integer >= 1', least=1)
+
+
+def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
+    """The model of checked arguments, in the dtypes that autocast asks for."""
+    rows, own, added = _as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    assert rows is not None
+    assert own is not None
+    return Model(rows, Head(own, added, softcap))
+
+
+def _as_autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """What ``torch.nn.functional.linear`` makes of these: under autocast copies in its dtype."""
+    first = next(t for t in tensors if t is not None)
+    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as plain tensors; DTensors, such as those of FSDP2, are gathered once."""
+    return _made_whole(weight), None if bias is None else _made_whole(bias)
+
+
+def refuse_sharded_heads(**tensors: Tensor | None) -> None:
+    """Raise TypeError for a head in a DTensor, which does not say how the vocabulary is cut."""
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name} must be a plain tensor with group, this rank's words of the head, got "
+                "DTensor"
+            )
+
+
+def _made_whole(tensor: Tensor) -> Tensor:
+    """The plain tensor of a DTensor. The gradient is averaged over the ranks, as DDP and FSDP do:
+    each has that of its own tokens.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    summed = tensor.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    averaged: Tensor = _Scaled.apply(summed, 1 / mesh.size())
+    return averaged
+
+
+class _Scaled(torch.autograd.Function):
+    """Its input, with a gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def check_same_tokens(ref_hidden: Tensor, hidden: Tensor) -> None:
+    """Raise unless these are hidden states of the same tokens."""
+    if ref_hidden.shape[:-1] != hidden.shape[:-1]:
+        tokens = ", ".join(map(str, hidden.shape[:-1]))
+        raise ValueError(
+            f"ref_hidden must have shape [{tokens}, D_ref], the tokens of hidden, got "
+            f"{shape_text(ref_hidden)}"
+        )
+    check_device("ref_hidden", ref_hidden, hidden, "hidden")
+
+
+def reference_head(
+    weight: Tensor,
+    bias: Tensor | None,
+    ref_hidden: Tensor,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+    least_words: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """The reference's weight and bias: its own, or the policy's without their graph."""
+    if ref_weight is None:
+        if ref_hidden.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"ref_weight must be given where ref_hidden has another width than hidden, "
+                f"{weight.shape[1]}, got ref_hidden {shape_text(ref_hidden)}"
+            )
+        ref_weight = weight.detach()
+        if ref_bias is None:
+            ref_bias = None if bias is None else bias.detach()
+    ref_weight, ref_bias = whole_head(ref_weight, ref_bias)
+    names = "ref_weight", "ref_bias"
+    check_head(names, ref_weight, ref_bias, ref_hidden, "ref_hidden", least_words)
+    if ref_weight.shape[0] != weight.shape[0]:
+        least = min(weight.shape[0], ref_weight.shape[0])
+        remedy = f": slice both to the common vocabulary, weight[:{least}]" if least_words else ""
+        raise ValueError(
+            f"ref_weight must have the vocabulary size of weight, {weight.shape[0]}, got "
+            f"{shape_text(ref_weight)}{remedy}"
+        )
+    return ref_weight, ref_bias

@@ -1,0 +1,205 @@
+"""What the arguments over logits become: checks that need no data, and rows.
+
+Shapes: rows are [A, T, V], any strides; R = A * T.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import (
+    check_cu_seqlens,
+    check_device,
+    check_number,
+    check_tensor,
+    shape_text,
+)
+from klfast.types.dtypes import FLOATS, INTEGERS, MASKS, wide, wide_dtype
+from klfast.types.names import ReturnEntropy
+
+MOST_WORDS_ON_GPU = 2**30
+"""The CUDA kernels' places in a row are 32-bit numbers."""
+_TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without its width"}
+"""The tokens' shape in words, by the argument that says it."""
+NO_ID = -(2**63)
+"""In place of a token id: there is none. ``kNoId`` in ``csrc/logits/call.h``."""
+
+Temperature = float | Tensor
+"""A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
+
+
+def check_logits(argument: str, logits: Tensor, least_words: int = 1) -> None:
+    check_tensor(argument, logits, FLOATS)
+    if logits.dim() < 1 or logits.shape[-1] < least_words:
+        at_least = " with at least one word" if least_words else ""
+        raise ValueError(f"{argument} must have shape [..., V]{at_least}, got {shape_text(logits)}")
+    if logits.is_cuda and logits.shape[-1] > MOST_WORDS_ON_GPU:
+        raise ValueError(
+            f"{argument} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
+            f"{logits.shape[-1]}"
+        )
+
+
+def check_sequences(rows: Tensor, cu_seqlens: Tensor | None, of: str = "logits") -> None:
+    """Raise unless these are the rows of sequences, padded or packed."""
+    last = "V" if of == "logits" else "D"
+    if rows.dim() not in (2, 3):
+        raise ValueError(
+            f"{of} must have shape [B, T, {last}] or [N, {last}], got {shape_text(rows)}"
+        )
+    if cu_seqlens is not None:
+        if rows.dim() != 2:
+            raise ValueError(
+                f"{of} must be packed, of shape [N, {last}], with cu_seqlens, got "
+                f"{shape_text(rows)}"
+            )
+        check_cu_seqlens(cu_seqlens, rows, of=of)
+
+
+def check_mask(mask: Tensor | None, rows: Tensor, of: str = "logits") -> None:
+    if mask is not None:
+        check_per_token("mask", mask, rows, MASKS, of)
+
+
+def check_per_token(
+    argument: str,
+    value: Tensor,
+    rows: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    of: str = "logits",
+    *,
+    k: Literal["no", "may", "must"] = "no",
+) -> None:
+    """Raise unless there is a number a token. ``k``: whether there are K of these."""
+    check_tensor(argument, value, dtypes)
+    tokens, dim = list(rows.shape[:-1]), value.dim()
+    dims = {"no": (len(tokens),), "may": (len(tokens), rows.dim()), "must": (rows.dim(),)}[k]
+    is_empty = k == "must" and value.shape[-1:] == (0,)
+    if dim not in dims or list(value.shape[: len(tokens)]) != tokens or is_empty:
+        of_k = f"[{', '.join(map(str, [*tokens, 'K']))}]"
+        wanted = {
+            "no": f"the shape of {_TOKENS_OF[of]}, {tokens}",
+            "may": f"the shape of {_TOKENS_OF[of]}, {tokens}, or K ids a token, {of_k}",
+            "must": f"the shape {of_k}, K >= 1 entries a token",
+        }
+        raise ValueError(f"{argument} must have {wanted[k]}, got {shape_text(value)}")
+    check_device(argument, value, rows, of)
+
+
+def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
+    if isinstance(return_entropy, str) and return_entropy != "detached":
+        raise ValueError(
+            f"return_entropy must be True, False or 'detached', got {return_entropy!r}"
+        )
+    return "detached" if isinstance(return_entropy, str) else bool(return_entropy)
+
+
+def jsd_beta_of(jsd_beta: float) -> float:
+    if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
+        return jsd_beta  # may be symbolic
+    number = check_number("jsd_beta", jsd_beta)
+    if not 0 < number < 1:
+        raise ValueError(
+            f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}: 0 is "
+            "direction='forward', and 1 is direction='reverse'"
+        )
+    return number
+
+
+def temperature_of(
+    temperature: Temperature, rows: Tensor, keep: Tensor | None, of: str = "logits"
+) -> tuple[float, Tensor | None]:
+    """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
+    symbol as (1, inverse), where a row that is not in ``keep`` has 1.
+    """
+    if isinstance(temperature, Tensor):
+        inverse = _inverse_of(temperature, rows, of)
+        if keep is not None and inverse.dim() > 0:
+            inverse = torch.where(keep, inverse, 1.0)
+        return 1.0, inverse
+    if torch.compiler.is_compiling() and type(temperature) in (int, float):
+        # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
+        one = torch.ones((), dtype=wide_dtype(rows.device), device=rows.device)
+        return 1.0, one / temperature
+    number = check_number("temperature", temperature, above=0)
+    if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
+        raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
+    return number, None
+
+
+def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
+    """1 / temperature, in ``wide_dtype``: 0-dim, or one a row, [R]."""
+    check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
+    check_device("temperature", temperature, rows, of)
+    tokens = rows.shape[:-1]
+    fits = [own in (1, of) for own, of in zip(temperature.shape, tokens, strict=False)]
+    if temperature.dim() > len(tokens) or not all(fits):
+        raise ValueError(
+            "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
+            f"{_TOKENS_OF[of]}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
+        )
+    inverse = wide(temperature.detach()).reciprocal()
+    if inverse.dim() == 0:
+        return inverse
+    missing = (1,) * (len(tokens) - inverse.dim())
+    return inverse.reshape(*inverse.shape, *missing).expand(tokens).reshape(-1).contiguous()
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    """[..., V] as [A, T, V]: a view wherever strides allow one."""
+    if logits.dim() > 3:
+        return logits.flatten(0, -3)
+    return logits.reshape((1,) * (3 - logits.dim()) + tuple(logits.shape))
+
+
+def of_k(values: Tensor) -> Tensor:
+    """[R] or [R, K] as [R, K]."""
+    return values if values.dim() == 2 else values[:, None]
+
+
+def picked(
+    token_ids: Tensor, logits: Tensor, ignore_index: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """The ids, [R] or [R, K], and which rows have one, [R]; None for all."""
+    token_ids = token_ids.detach().to(torch.int64)  # -100 is another number in eight bits
+    exist = None if ignore_index is None else token_ids != ignore_index
+    if token_ids.dim() < logits.dim():
+        return flat_ids(token_ids), None if exist is None else exist.reshape(-1)
+    ids = ids_of_k(token_ids, exist)
+    return ids, None if exist is None else exist.reshape(ids.shape).any(-1)
+
+
+def flat_ids(token_ids: Tensor) -> Tensor:
+    return token_ids.detach().to(torch.int64).reshape(-1).contiguous()
+
+
+def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
+    """Ids [..., K] as [R, K], int64; ``NO_ID`` where none exists, and a wrong id as low as that
+    another wrong one.
+    """
+    ids = token_ids.detach().to(torch.int64).clamp(min=NO_ID + 1)
+    if exist is not None:
+        ids = torch.where(exist, ids, NO_ID)
+    # Not reshape: the number of rows is an int to torch.Size, and a constant to torch.export.
+    return (ids if ids.dim() > 1 else ids[None]).flatten(0, -2).contiguous()
+
+
+def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
+    """Which rows are read, [R] bool; None for all."""
+    keep = None if mask is None else _as_bool(mask).reshape(-1).contiguous()
+    if keep is None or exist is None:
+        return exist if keep is None else keep
+    return keep & exist
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """Where a mask is not 0: itself if it is boolean. Autograd saves no inference tensor, which is
+    copied, and torch.compile knows none.
+    """
+    is_saved = mask.dtype == torch.bool and (
+        torch.compiler.is_compiling() or not mask.is_inference()
+    )
+    return mask if is_saved else mask != 0

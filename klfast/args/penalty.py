@@ -1,0 +1,248 @@
+"""The call object: the arguments of one call after every check, on their way to a backend.
+
+Named tuples here have methods and no properties, and are made without ``_make``: dynamo of torch
+2.10 follows neither.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import (
+    check_normalizer,
+    check_number,
+    check_reduction,
+    without_graph,
+)
+from klfast.args.coefficient import Coefficient, coef_argument
+from klfast.args.estimator import Estimator, as_estimator
+from klfast.args.signature import check
+from klfast.args.values import (
+    are_tracing,
+    check_coef,
+    check_cu_seqlens_values,
+    check_mask_values,
+)
+from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.names import EstimatorName, ReductionName
+from klfast.types.reduction import REDUCTIONS, Reduction
+
+AS_IT_IS = Estimator("k1")
+"""The estimator of values that are reduced as they are."""
+
+
+class Layout(NamedTuple):
+    """Which tokens exist, with what weights, and which sequences they make."""
+
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class Choices(NamedTuple):
+    """The choices of a spec as the ops take them: positions in lists, and 0 or 1."""
+
+    estimator: int
+    gradient: int
+    importance: int
+    clip_weighted: int
+    result: int
+    own_length: int
+    over: int
+
+
+class Numbers(NamedTuple):
+    """The numbers of a spec as the ops take them, ``NO_LIMIT`` for an absent limit."""
+
+    importance_cap: float
+    log_ratio_low: float
+    log_ratio_high: float
+    linear_tail: float
+    kl_clip: float
+    coef: float
+    """1 where it is a tensor."""
+    normalizer: float
+    """0 where there is none, or a tensor."""
+
+
+class Spec(NamedTuple):
+    """The estimator, reduction and factors, which are numbers or 0-dim tensors."""
+
+    estimator: Estimator
+    reduction: Reduction
+    coef: float | Tensor = 1.0
+    normalizer: float | Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """``coef`` and ``normalizer``, where they are tensors."""
+        _, _, coef, normalizer = self
+        return (
+            coef if isinstance(coef, Tensor) else None,
+            normalizer if isinstance(normalizer, Tensor) else None,
+        )
+
+    def encoded(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The spec as the ops take it, behind the tensors: ``Choices`` and ``Numbers``, in tuples,
+        which torch's dispatcher reads faster.
+        """
+        choices, limits = self.estimator.encoded()
+        coef = 1.0 if isinstance(self.coef, Tensor) else self.coef
+        normalizer = self.normalizer
+        if normalizer is None or isinstance(normalizer, Tensor):
+            normalizer = 0.0
+        return (
+            (*choices, *self.reduction.encoded()),
+            (*limits, coef, normalizer),
+        )
+
+
+class PenaltyCall(NamedTuple):
+    """Arguments of ``kl_penalty``, ``kl_rewards`` (with ``scores``) or ``reduce``.
+
+    Only ``logprobs`` and ``ref_logprobs`` may carry a graph. The checks have detached the rest.
+    """
+
+    logprobs: Tensor
+    """The log-probs. Without ``ref_logprobs``, the values that are reduced."""
+    ref_logprobs: Tensor | None
+    old_logprobs: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    spec: Spec
+    return_stats: bool = False
+    scores: Tensor | None = None
+    is_of_rows: bool = False
+    """Whether there is one value per row of logits: so few that a second read costs less than a
+    gradient that is scaled."""
+
+    def first(self) -> Tensor:
+        """The tensor that has the shape and the device of the call."""
+        return self.logprobs
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order of the ops: the five of the call, ``coef``, ``normalizer``."""
+        return *self[:5], *self.spec.tensors()
+
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of arithmetic and results."""
+        return arithmetic_dtype(*self[:3])
+
+    def check_values(self) -> None:
+        """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
+        if self.mask is not None:
+            check_mask_values(self.mask, self.arithmetic())
+        if self.cu_seqlens is not None:
+            check_cu_seqlens_values(self.cu_seqlens, self.first().shape[0])
+        self._check_coef()
+        if isinstance(self.spec.normalizer, Tensor):
+            check_number("normalizer", self.spec.normalizer.item(), above=0)
+
+    def explain(self) -> None:
+        """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
+        if not are_tracing() and self.first().device.type == "cpu":
+            self.check_values()
+        elif not isinstance(self.spec.coef, Tensor):
+            self._check_coef()
+
+    def _check_coef(self) -> None:
+        name = "coef" if self.scores is None else "kl_coef"
+        check_coef(name, self.spec.coef, self.arithmetic())
+
+
+def penalty_call(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    estimator: EstimatorName | Estimator,
+    reduction: ReductionName,
+    cu_seqlens: Tensor | None,
+    old_logprobs: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: Coefficient,
+    return_stats: bool,
+) -> PenaltyCall:
+    """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
+    check_reduction(reduction, normalizer)
+    check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask)
+    spec = Spec(
+        as_estimator(estimator),
+        REDUCTIONS[reduction],
+        coef_argument("coef", coef, logprobs),
+        check_normalizer(normalizer, logprobs),
+    )
+    if spec.estimator.gradient == "none":
+        logprobs, ref_logprobs = logprobs.detach(), ref_logprobs.detach()
+    return PenaltyCall(
+        logprobs,
+        ref_logprobs,
+        without_graph(old_logprobs),
+        mask,
+        contiguous(cu_seqlens),
+        spec,
+        return_stats,
+    )
+
+
+def rewards_call(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    kl_coef: Coefficient,
+    estimator: EstimatorName | Estimator,
+    cu_seqlens: Tensor | None,
+    return_stats: bool,
+) -> PenaltyCall:
+    """The arguments of ``kl_rewards`` after every check that needs no data, all but ``backend``."""
+    check("kl_rewards", cu_seqlens, logprobs, ref_logprobs, mask, scores)
+    spec = Spec(
+        as_estimator(estimator),
+        REDUCTIONS["none"],
+        coef_argument("kl_coef", kl_coef, logprobs),
+    )
+    return PenaltyCall(
+        logprobs.detach(),
+        ref_logprobs.detach(),
+        None,
+        mask,
+        contiguous(cu_seqlens),
+        spec,
+        return_stats,
+        scores.detach(),
+    )
+
+
+def reduce_call(
+    values: Tensor,
+    mask: Tensor | None,
+    reduction: ReductionName,
+    cu_seqlens: Tensor | None,
+    normalizer: float | Tensor | None,
+    coef: Coefficient,
+) -> PenaltyCall:
+    """The arguments of ``reduce`` after every check that needs no data."""
+    check_reduction(reduction, normalizer)
+    check("reduce", cu_seqlens, values, mask)
+    spec = Spec(
+        AS_IT_IS,
+        REDUCTIONS[reduction],
+        coef_argument("coef", coef, values, of="values"),
+        check_normalizer(normalizer, values, of="values"),
+    )
+    return PenaltyCall(values, None, None, mask, contiguous(cu_seqlens), spec)
+
+
+def of_rows(rows: Tensor, layout: Layout, spec: Spec, return_stats: bool) -> PenaltyCall:
+    """The call that reduces one number a row of logits, in the shape of the tokens."""
+    return PenaltyCall(rows, None, None, *layout, spec, return_stats, is_of_rows=True)
+
+
+def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
+    """The layout that checked arguments say."""
+    return Layout(mask, contiguous(cu_seqlens))
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

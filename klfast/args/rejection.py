@@ -1,0 +1,147 @@
+"""A rule that rejects tokens or sequences, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from klfast.args.checks import check_choice, check_number
+
+STATISTICS = (
+    "ratio",
+    "k1",
+    "abs",
+    "k2",
+    "k3",
+    "binary_kl",
+    "binary_kl_reverse",
+    "binary_tv",
+)
+"""Names of the statistics of a token. The ops get ``ratio`` as ``k1``, with log bounds."""
+
+OVER = ("token", "seq-sum", "seq-mean", "seq-max", "seq-min")
+"""The number that a rule compares: each token's own, or one of the sequence."""
+
+_SIGNED = ("k1",)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A bound on how far the policy may have left the rollout policy, as plain data.
+
+    With ``x = logprobs - rollout_logprobs`` in nats, p = exp(logprobs), q = exp(rollout_logprobs),
+    the statistic of a token is
+
+    ===================== ==================================================== ====================
+    statistic             of a token                                           unit
+    ===================== ==================================================== ====================
+    ratio                 exp(x); its product and geometric mean over tokens   none
+    k1                    x                                                    nats
+    abs                   abs(x)                                               nats
+    k2                    x**2 / 2                                             nats squared
+    k3                    expm1(x) - x, >= 0, of tokens that q has sampled     nats
+    binary_kl             q log(q/p) + (1 - q) log((1-q)/(1-p))                nats
+    binary_kl_reverse     p log(p/q) + (1 - p) log((1-p)/(1-q))                nats
+    binary_tv             abs(p - q)                                           probability
+    ===================== ==================================================== ====================
+
+    and ``over`` says of what the bounds are: ``"token"``: of each token's own number; what fails is
+    rejected by itself. ``"seq-sum"``, ``"seq-mean"``, ``"seq-max"``, ``"seq-min"``: of the sum,
+    mean, greatest or least over the kept tokens of a sequence, which is rejected as a whole. Sums
+    and means are weighted by the mask; of the ratio, ``"seq-sum"`` is the product and
+    ``"seq-mean"`` the geometric mean. Bounds are inclusive: ``low <= number <= high`` is kept.
+    A token's number and its bounds are rounded to fp32 (fp64 where a log-prob is fp64) before they
+    are compared; a sequence's are compared in fp64.
+
+    Numbers saturate instead of overflowing: exp(x) of k3 at x = 20. 1 - p and 1 - q are at least
+    1e-8, and p and q at most 1. A criterion over sequences sees a token with x = -inf, whose policy
+    log-prob is -inf: its ratio is 0, k1 is -inf, and abs, k2, k3 and binary_kl are inf. It leaves
+    out a token with x = inf or NaN. Every token that is not finite is rejected by itself.
+
+    Args:
+        statistic: one of the names above.
+        over: ``"token"``, ``"seq-sum"``, ``"seq-mean"``, ``"seq-max"`` or ``"seq-min"``.
+        low: the least number that is kept, in the statistic's unit; None: no lower bound. A veto is
+            ``Rejection("ratio", "seq-min", low=1e-4)``.
+        high: the greatest number that is kept; None: no upper bound.
+        outward_only: with ``over="token"`` and ``rollout_correction(..., advantages=...)``: a token
+            fails only where its advantage pushes it further out, x > 0 with an advantage > 0, or
+            x < 0 with one <= 0 (DPPO, arXiv:2602.04879).
+
+    Raises:
+        ValueError: an unknown choice, no bound at all, ``low > high``, or a bound that is not > 0,
+            but for k1, whose bounds may have any sign; ``outward_only`` over sequences.
+        TypeError: an argument of the wrong type.
+
+    Sources: Y. Liu et al., "When Speed Kills Stability" (2025, richardli.xyz/rl-collapse), for
+    ratios and geometric means; arXiv:2602.04879 for binary divergences; J. Guo et al., "KPop"
+    (2026, ringtech.notion.site/kpop), for both directions of the binary KL.
+    """
+
+    statistic: str
+    over: str = "token"
+    low: float | None = field(default=None, kw_only=True)
+    high: float | None = field(default=None, kw_only=True)
+    outward_only: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choice("statistic", self.statistic, STATISTICS)
+        check_choice("over", self.over, OVER)
+        for name in ("low", "high"):
+            if (bound := getattr(self, name)) is not None:
+                above = None if self.statistic in _SIGNED else 0
+                object.__setattr__(self, name, check_number(name, bound, above=above))
+        if self.low is None and self.high is None:
+            raise ValueError(f"low or high must be given, got neither for {self.statistic!r}")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low must be at most high, got {self.low!r} > {self.high!r}")
+        if not isinstance(self.outward_only, bool):
+            raise TypeError(f"outward_only must be True or False, got {self.outward_only!r}")
+        if self.outward_only and self.over != "token":
+            raise ValueError(f"outward_only must go with over='token', got over={self.over!r}")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(low, high), infinite where there is none; of a ratio their logarithms, bounds on x."""
+        scale = math.log if self.statistic == "ratio" else float
+        low = -math.inf if self.low is None else scale(self.low)
+        return low, math.inf if self.high is None else scale(self.high)
+
+    @property
+    def formula(self) -> str:
+        """The name in ``klfast.types.rollout_formulas`` of what ``bounds`` are on."""
+        return "k1" if self.statistic == "ratio" else self.statistic
+
+    @property
+    def is_of_sequence(self) -> bool:
+        """Whether the rule rejects whole sequences."""
+        return self.over != "token"
+
+
+torch.serialization.add_safe_globals([Rejection])
+
+
+def as_rules(reject: object) -> tuple[Rejection, ...]:
+    """The rules that a user's argument stands for, each (statistic, over) once."""
+    if isinstance(reject, Rejection):
+        return (reject,)
+    if not isinstance(reject, Sequence) or isinstance(reject, str):
+        raise TypeError(
+            f"reject must be a Rejection or a sequence of them, got {type(reject).__name__}"
+        )
+    seen = set()
+    for rule in reject:
+        if not isinstance(rule, Rejection):
+            raise TypeError(
+                f"reject must be a Rejection or a sequence of them, got {type(rule).__name__}"
+            )
+        key = (rule.statistic, rule.over)
+        if key in seen:
+            raise ValueError(
+                f"reject must name a rule once, got {rule.statistic!r} over {rule.over!r} twice"
+            )
+        seen.add(key)
+    return tuple(reject)

@@ -1,0 +1,203 @@
+"""The call object of ``rollout_correction``: its arguments after every check.
+
+It is plain data: tensors, positions in lists, and numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import check_choice, check_number
+from klfast.args.estimator import NO_LIMIT
+from klfast.args.penalty import Layout, layout_of
+from klfast.args.rejection import OVER, Rejection, as_rules
+from klfast.args.signature import check
+from klfast.args.values import are_tracing, check_cu_seqlens_values, check_mask_values
+from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.rollout_formulas import TOKEN_STATISTICS
+
+WEIGHTS = ("none", "token", "sequence", "geometric")
+"""The log of a weight: none, a token's x, the sum of x over the sequence, its mean."""
+
+OUTSIDE = ("truncate", "mask")
+NORMALIZE = ("token", "sequence")
+FORMULAS = tuple(TOKEN_STATISTICS)
+"""Names of the formulas of rules, in the order of the ops."""
+
+
+class RolloutChoices(NamedTuple):
+    """The choices of a spec as the ops take them: positions in ``WEIGHTS`` and ``OUTSIDE``."""
+
+    weight: int
+    outside: int
+
+
+class RolloutNumbers(NamedTuple):
+    """The numbers of a spec as the ops take them: bounds on the log of a weight, of which an absent
+    one is -``NO_LIMIT`` or ``NO_LIMIT``, and the weights that they stand for, 0 or ``NO_LIMIT``.
+    """
+
+    log_floor: float
+    log_cap: float
+    log_least: float
+    """Below it a weight is counted as ``below``: ``log_floor``, or -``log_cap`` without a floor."""
+    floor: float
+    cap: float
+
+
+class RuleChoices(NamedTuple):
+    """The choices of a rule as the ops take them: positions in ``FORMULAS``, ``OVER``; 0 or 1."""
+
+    formula: int
+    over: int
+    outward_only: int
+
+
+class RuleBounds(NamedTuple):
+    """The bounds of a rule as the ops take them: an absent one is -``NO_LIMIT`` or ``NO_LIMIT``."""
+
+    low: float
+    high: float
+
+
+class RolloutSpec(NamedTuple):
+    """The options: all that is not a tensor of the batch."""
+
+    weight: str
+    """One of ``WEIGHTS``."""
+    floor: float | None
+    cap: float | None
+    outside: str
+    """One of ``OUTSIDE``."""
+    rules: tuple[Rejection, ...]
+
+    def log_bounds(self) -> tuple[float, float]:
+        """Bounds on the log of a weight, infinite where there is none."""
+        return (
+            -math.inf if self.floor is None else math.log(self.floor),
+            math.inf if self.cap is None else math.log(self.cap),
+        )
+
+    def log_least(self) -> float:
+        """The log of the weight below which ``RolloutStats.below`` counts."""
+        low, high = self.log_bounds()
+        return -high if self.floor is None else low
+
+    def by_sequence(self) -> str | None:
+        """An option that asks which sequence a token belongs to, as a hint names it; None if there
+        is none.
+        """
+        if self.weight in ("sequence", "geometric"):
+            return f"weight {self.weight!r}"
+        over = next((rule.over for rule in self.rules if rule.is_of_sequence), None)
+        return None if over is None else f"a rule over {over!r}"
+
+    def encoded(self) -> tuple[RolloutChoices, RolloutNumbers]:
+        """Weights and bounds as the ops take them."""
+        low, high = (limited(bound) for bound in self.log_bounds())
+        floor = 0.0 if self.floor is None else self.floor
+        cap = NO_LIMIT if self.cap is None else self.cap
+        choices = RolloutChoices(WEIGHTS.index(self.weight), OUTSIDE.index(self.outside))
+        return choices, RolloutNumbers(low, high, limited(self.log_least()), floor, cap)
+
+    def encoded_rules(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Rules as the ops take them: the ``RuleChoices`` and the ``RuleBounds`` of all."""
+        choices: tuple[int, ...] = ()
+        bounds: tuple[float, ...] = ()
+        for rule in self.rules:
+            choices += RuleChoices(
+                FORMULAS.index(rule.formula), OVER.index(rule.over), int(rule.outward_only)
+            )
+            bounds += RuleBounds(*map(limited, rule.bounds))
+        return choices, bounds
+
+
+def limited(bound: float) -> float:
+    """A bound as the ops take it: ``NO_LIMIT`` or its negative in place of infinity."""
+    return max(-NO_LIMIT, min(bound, NO_LIMIT))
+
+
+class RolloutCall(NamedTuple):
+    """Arguments of ``rollout_correction`` after every check; no tensor carries a graph."""
+
+    logprobs: Tensor
+    rollout_logprobs: Tensor
+    layout: Layout
+    spec: RolloutSpec
+    advantages: Tensor | None = None
+    """In the shape of ``logprobs``, or one per sequence."""
+
+    def first(self) -> Tensor:
+        """The tensor that has the shape and the device of the call."""
+        return self.logprobs
+
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of arithmetic and results."""
+        return arithmetic_dtype(self.logprobs, self.rollout_logprobs)
+
+    def explain(self) -> None:
+        """Raise ValueError for a value that kernels refuse, in tensors on a CPU."""
+        if not are_tracing() and self.first().device.type == "cpu":
+            self.check_values()
+
+    def check_values(self) -> None:
+        """Raise ValueError if a mask or cu_seqlens holds what it must not."""
+        if self.layout.mask is not None:
+            check_mask_values(self.layout.mask, self.arithmetic())
+        if self.layout.cu_seqlens is not None:
+            check_cu_seqlens_values(self.layout.cu_seqlens, self.logprobs.shape[0])
+
+
+def rollout_call(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor | None,
+    weight: str | None,
+    floor: float | None,
+    cap: float | None,
+    outside: str,
+    reject: object,
+    normalize: str | None,
+    cu_seqlens: Tensor | None,
+    advantages: Tensor | None,
+) -> RolloutCall:
+    """The arguments after every check that needs no data, all but ``backend`` and the group."""
+    spec = _spec(weight, floor, cap, outside, reject)
+    if normalize is not None:
+        check_choice("normalize", normalize, NORMALIZE)
+        if weight is None:
+            raise ValueError(f"normalize must be None without weights, got {normalize!r}")
+    wanted = any(rule.outward_only for rule in spec.rules)
+    if wanted and advantages is None:
+        raise ValueError("advantages must be given for a rule that is outward_only, got None")
+    if advantages is not None and not wanted:
+        raise ValueError("advantages must go with a rule that is outward_only, got none")
+    check("rollout_correction", cu_seqlens, logprobs, rollout_logprobs, mask, advantages)
+    return RolloutCall(
+        logprobs.detach(),
+        rollout_logprobs.detach(),
+        layout_of(mask, cu_seqlens),
+        spec,
+        None if advantages is None else advantages.detach(),
+    )
+
+
+def _spec(
+    weight: str | None, floor: float | None, cap: float | None, outside: str, reject: object
+) -> RolloutSpec:
+    if weight is not None:
+        check_choice("weight", weight, WEIGHTS[1:])
+    elif floor is not None:
+        raise ValueError(f"floor must be None without weights, got {floor!r}")
+    check_choice("outside", outside, OUTSIDE)
+    floor = None if floor is None else check_number("floor", floor, above=0)
+    cap = None if cap is None else check_number("cap", cap, above=0)
+    if floor is not None and cap is not None and floor > cap:
+        raise ValueError(f"cap must be at least floor, {floor!r}, got {cap!r}")
+    if weight is None:
+        cap = None
+    return RolloutSpec(weight or "none", floor, cap, outside, as_rules(reject))

@@ -1,0 +1,567 @@
+"""The arguments of the functions over rows of a vocabulary, after every check, as one object.
+
+A call has a source, logits or hidden states with heads, of one model or two. It asks for log-probs
+of ids, for entropies, for divergences of two models, or of one from a teacher's entries. Like
+``klfast.args.penalty`` the tuples have methods and no properties. Shapes: R tokens, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import (
+    check_choice,
+    check_device,
+    check_integer,
+    check_normalizer,
+    check_reduction,
+    shape_text,
+)
+from klfast.args.coefficient import Coefficient, coef_argument
+from klfast.args.inplace import check_inplace
+from klfast.args.logits import (
+    NO_ID,
+    Temperature,
+    check_logits,
+    check_mask,
+    check_per_token,
+    check_sequences,
+    flat_ids,
+    ids_of_k,
+    jsd_beta_of,
+    kept,
+    picked,
+    rows_of,
+    temperature_of,
+    wants_entropy,
+)
+from klfast.args.penalty import AS_IT_IS, PenaltyCall, Spec, contiguous
+from klfast.args.values import (
+    are_tracing,
+    check_distinct,
+    check_keeping_mask,
+    check_temperatures,
+    check_token_ids,
+)
+from klfast.types.dtypes import FLOATS, INTEGERS, arithmetic_dtype, wide
+from klfast.types.names import (
+    DIRECTIONS,
+    TAILS,
+    DirectionName,
+    ReductionName,
+    ReturnEntropy,
+    TailName,
+)
+from klfast.types.reduction import REDUCTIONS
+from klfast.types.topk import divergence_of_entries, without_missing
+
+if TYPE_CHECKING:
+    from klfast.args.shards import Shards
+
+DIVERGENCES = ("kl", "jsd")
+"""The divergences of the ops, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
+ENTROPIES = ("none", "first", "second")
+"""The model whose entropies these ops return, in the order of ``EntropyOf`` in
+``csrc/formulas/entropy.h``."""
+
+
+class Logits(NamedTuple):
+    """A source of rows: logits, [A, T, V] each with any strides, R = A * T."""
+
+    models: tuple[Tensor, ...]
+    """In the order of the ops, which have KL(first || second)."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that may carry a graph."""
+        return self.models
+
+    def words(self) -> int:
+        """The number of words, of this rank alone."""
+        return self.models[0].shape[-1]
+
+    def must_match(self) -> dict[str, object]:
+        """What must be the same on every rank of a vocabulary in shards."""
+        names = ("the dtype of logits", "the dtype of ref_logits")
+        return {n: t.dtype for n, t in zip(names, self.models, strict=False)}
+
+
+class Head(NamedTuple):
+    """The output layer of a model: logits = softcap(hidden @ weight.T + bias)."""
+
+    weight: Tensor
+    """[V, D]; like the bias it may carry a graph."""
+    bias: Tensor | None
+    """[V]."""
+    softcap: float | None
+    """c of c * tanh(logits / c)."""
+
+
+class Model(NamedTuple):
+    """Hidden states, and the head that they meet."""
+
+    hidden: Tensor
+    """[R, D]; may carry a graph."""
+    head: Head
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those that may carry a graph."""
+        return self.hidden, self.head.weight, self.head.bias
+
+    def of(self, hidden: Any, weight: Any, bias: Tensor | None) -> Model:
+        """The same of other tensors."""
+        return Model(hidden, Head(weight, bias, self.head.softcap))
+
+
+class Hidden(NamedTuple):
+    """A source of rows: hidden states and heads."""
+
+    models: tuple[Model, ...]
+    """As of ``Logits``."""
+    chunk: int | None
+    """Tokens per chunk; None for "auto"."""
+    on_chunk: Callable[[Tensor, Any], None] | None = None
+    """Called where numbers per token are computed, without a graph, with the policy's logits
+    [n, V] of each ``Chunk`` in turn, behind the softcap: for more numbers of these, at no further
+    product. It may not change the logits."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of all models that may carry a graph."""
+        return tuple([tensor for model in self.models for tensor in model.tensors()])
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Hidden:
+        """The source with others in the place of ``tensors()``."""
+        places = range(0, 3 * len(self.models), 3)
+        models = zip(self.models, places, strict=True)
+        return self._replace(models=tuple([m.of(*tensors[at : at + 3]) for m, at in models]))
+
+    def words(self) -> int:
+        """As of ``Logits``."""
+        return self.models[0].head.weight.shape[0]
+
+    def must_match(self) -> dict[str, object]:
+        """As of ``Logits``."""
+        tensors = [t for t in self.tensors() if t is not None]
+        return {
+            "the widths of hidden states": [model.hidden.shape[1] for model in self.models],
+            "the dtypes": [t.dtype for t in tensors],
+            "requires_grad": [t.requires_grad for t in tensors],
+            "softcap": [model.head.softcap for model in self.models],
+            "chunk": self.chunk,
+        }
+
+
+class Entries(NamedTuple):
+    """A teacher that is known at K words a token."""
+
+    ref_logprobs: Tensor
+    """[R, K], in ``wide_dtype``, with its graph."""
+    direction: DirectionName
+    tail: TailName
+
+
+class Reducing(NamedTuple):
+    """The arguments of a reduction as public functions take them."""
+
+    reduction: ReductionName = "none"
+    cu_seqlens: Tensor | None = None
+    normalizer: float | Tensor | None = None
+    coef: Coefficient = 1.0
+    return_stats: bool = False
+
+
+class Reduced(NamedTuple):
+    """How the rows' divergences are reduced."""
+
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    spec: Spec
+    return_stats: bool
+
+
+class Rows(NamedTuple):
+    """What a call asks of each token, [R] or [R, K]; None for what it does not."""
+
+    kl: Tensor | None = None
+    logprobs: Tensor | None = None
+    """Log-probs of the ids under the first model, and under the second."""
+    second_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    """Entropies of the policy."""
+
+
+class RowsArgs(NamedTuple):
+    """The arguments of a function over rows after every check that needs no data."""
+
+    function: str
+    """The name of the public function."""
+    source: Logits | Hidden
+    shape: torch.Size
+    """The shape of results per token."""
+    token_ids: Tensor | None
+    """[R] or [R, K], int64, contiguous; in [R, K] ``NO_ID`` for an entry that does not exist."""
+    keep: Tensor | None
+    """[R], bool, contiguous: which rows are read."""
+    temperature: float
+    inverse_temperature: Tensor | None
+    """[R] or 0-dim, in ``wide_dtype``, in place of the temperature where that is a tensor or a
+    symbol of torch.compile; 1 in rows that are not read."""
+    return_entropy: ReturnEntropy = False
+    """Whether the policy's entropies are returned; "detached": without a gradient."""
+    divergence: str | None = None
+    """Of two models, one of ``DIVERGENCES``."""
+    jsd_beta: float = 0.5
+    policy: int = 0
+    """The place of the policy among the models. KL(ref || policy) is KL(policy || ref) with the
+    roles exchanged: under direction="forward" the reference is the first."""
+    entries: Entries | None = None
+    reduced: Reduced | None = None
+    """None where no divergence is asked for."""
+    inplace_backward: bool = False
+    shards: Shards | None = None
+    """The vocabulary's, where the source has one of them. Ids are those of all words."""
+
+    def first(self) -> Tensor:
+        """The tensor that has the device of the call."""
+        tensor = self.source.tensors()[0]
+        assert tensor is not None
+        return tensor
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of the source that may carry a graph."""
+        return self.source.tensors()
+
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of arithmetic and results."""
+        return arithmetic_dtype(*self.source.tensors())
+
+    def showing(self, on_chunk: Callable[[Tensor, Any], None] | None) -> RowsArgs:
+        """The same over hidden states, of which ``on_chunk`` sees the logits."""
+        assert isinstance(self.source, Hidden)
+        return self._replace(source=self.source._replace(on_chunk=on_chunk))
+
+    def families(self) -> tuple[str, ...]:
+        """The public functions whose kernels the call takes."""
+        if isinstance(self.source, Hidden) and self.divergence is not None:
+            return "token_logprobs", "kl_divergence"
+        own = "token_logprobs" if self.divergence is None else "kl_divergence"
+        return (own,) if self.entries is None else (own, "kl_penalty")
+
+    def options(self) -> tuple[int, float, float]:
+        """A divergence of two models as the ops take it."""
+        return DIVERGENCES.index(self.divergence or "kl"), self.jsd_beta, self.temperature
+
+    def entropy_of(self) -> int:
+        """The model whose entropies are wanted, as the ops take it."""
+        return ENTROPIES.index(ENTROPIES[1 + self.policy] if self.return_entropy else "none")
+
+    def words(self) -> int:
+        """The number of words, of all shards where these are known."""
+        if self.shards is None:
+            return self.source.words()
+        assert self.shards.words is not None  # values are checked where it is known
+        return self.shards.words
+
+    def own_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids as words of this rank; ``NO_ID`` where it has no such word."""
+        return token_ids if self.shards is None else self.shards.own_ids(token_ids, NO_ID)
+
+    def add_up(self, grad: Tensor) -> None:
+        """Add up the ranks' gradients of hidden states, in place: each is of its own words."""
+        if self.shards is not None:
+            self.shards.ranks.add_up(grad)
+
+    def ids_argument(self) -> str:
+        """The name of the ids in the public function."""
+        return "token_ids" if self.entries is None else "ref_token_ids"
+
+    def are_checked_first(self) -> bool:
+        """Whether values are checked before a backend is asked: it would make products of them, or
+        does not look at all of them.
+        """
+        return self.entries is not None or isinstance(self.source, Hidden)
+
+    def check_values(self) -> None:
+        """Raise ValueError for a value of the reduction that is refused, for a temperature that is
+        not > 0, for ids that are no words, and for an entry that a token has twice.
+        """
+        if self.reduced is not None:
+            self.reduce(self.zeros()).check_values()
+        check_temperatures(self.inverse_temperature)
+        if self.token_ids is None:
+            return
+        ids, name = self.token_ids, self.ids_argument()
+        check_token_ids(
+            ids,
+            self.keep,
+            self.words(),
+            none=NO_ID if ids.dim() == 2 else None,
+            argument=name,
+            may_be_shard=self.shards is None,
+        )
+        if self.entries is not None:
+            check_distinct(name, ids, self.keep, none=NO_ID)
+
+    def explain(self) -> None:
+        """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
+        if not are_tracing() and self.first().device.type == "cpu":
+            self.check_values()
+        if self.reduced is not None:
+            self.reduce(self.zeros()).explain()
+
+    def must_match(self) -> dict[str, object]:
+        """What must be the same on all ranks of shards (``klfast.functional.rank_check``)."""
+        ids, mask, of, entries = self.token_ids, "mask", self.reduced, self.entries
+        if self.function == "token_logprobs":
+            mask = "mask, with ignore_index,"
+        inverse = self.inverse_temperature
+        fields = {
+            "the function": self.function,
+            "the number of tokens": self.shape.numel(),
+            "the shape of the tokens": tuple(self.shape),
+            "the kind of device": self.first().device.type,
+            **self.source.must_match(),
+            f"the number of {self.ids_argument()}": 0 if ids is None else ids.numel(),
+            self.ids_argument(): ids,
+            mask: self.keep,
+            "temperature": self.temperature if inverse is None else inverse,
+            "return_entropy": self.return_entropy,
+        }
+        if of is not None:
+            reduction, coef, normalizer = of.spec[1:]
+            fields |= {
+                "direction": DIRECTIONS[self.policy] if entries is None else entries.direction,
+                "the weights of mask": of.mask,
+                "cu_seqlens": of.cu_seqlens,
+                "reduction": reduction,
+                "coef": coef,
+                "normalizer": normalizer,
+            }
+        if entries is not None:
+            fields |= {
+                "tail": entries.tail,
+                "jsd_beta": self.jsd_beta,
+                "ref_logprobs": entries.ref_logprobs,
+            }
+        return fields
+
+    def zeros(self) -> Tensor:
+        """[R] zeros without memory, as divergences of rows."""
+        zero = torch.zeros((), dtype=self.arithmetic(), device=self.first().device)
+        return zero.expand(self.shape.numel())
+
+    def reduce(self, kl: Tensor) -> PenaltyCall:
+        """The call that reduces [R] divergences, one a row of logits."""
+        assert self.reduced is not None
+        return PenaltyCall(kl.view(self.shape), None, None, *self.reduced, is_of_rows=True)
+
+    def compare_tokens(self, rows: Rows) -> PenaltyCall | None:
+        """The call over log-probs of the sampled tokens, for its statistics alone; None where there
+        are none, or several ids a token.
+        """
+        first, second = rows.logprobs, rows.second_logprobs
+        if self.reduced is None or first is None or second is None or first.dim() > 1:
+            return None
+        first, second = (x.detach().view(self.shape) for x in (first, second))
+        policy, reference = (second, first) if self.policy else (first, second)
+        return PenaltyCall(policy, reference, None, *self.reduced)
+
+    def divergence_of_entries(self, logprobs: Tensor) -> Tensor:
+        """[R] divergences from the teacher, of the student's log-probs [R, K]."""
+        assert self.entries is not None
+        assert self.token_ids is not None
+        teacher, direction, tail = self.entries
+        exist = self.token_ids != NO_ID
+        if self.keep is not None:
+            exist = exist & self.keep[:, None]
+        if tail == "renormalize":  # a server's tail has a temperature that is not known
+            inverse = self.inverse_temperature
+            if inverse is None:
+                teacher = teacher / self.temperature
+            else:
+                teacher = teacher * (inverse if inverse.dim() == 0 else inverse[:, None])
+        student = wide(logprobs.view(exist.shape))
+        kl = divergence_of_entries(teacher, student, exist, direction, tail, self.jsd_beta)
+        return kl.to(self.arithmetic())
+
+
+def token_logprobs_args(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    ignore_index: int | None,
+    temperature: Temperature,
+    return_entropy: ReturnEntropy,
+    inplace_backward: bool,
+    of_shard: bool = False,
+) -> RowsArgs:
+    """Those of ``token_logprobs``. ``of_shard``: whether the logits are those of a shard of the
+    vocabulary, which may have no word.
+    """
+    check_logits("logits", logits, least_words=0 if of_shard else 1)
+    check_per_token("token_ids", token_ids, logits, INTEGERS, k="may")
+    if mask is not None:
+        check_mask(mask, logits)
+        check_keeping_mask(mask, arithmetic_dtype(logits))
+    if ignore_index is not None:
+        ignore_index = check_integer("ignore_index", ignore_index, "an integer or None")
+    ids, exist = picked(token_ids, logits, ignore_index)
+    keep = kept(mask, exist)
+    temperatures = temperature_of(temperature, logits, keep)
+    if inplace_backward:
+        check_inplace(logits)
+    return RowsArgs(
+        "token_logprobs",
+        Logits((rows_of(logits),)),
+        logits.shape[:-1],
+        ids,
+        keep,
+        *temperatures,
+        wants_entropy(return_entropy),
+        inplace_backward=inplace_backward,
+    )
+
+
+def kl_divergence_args(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    direction: DirectionName,
+    jsd_beta: float,
+    temperature: Temperature,
+    token_ids: Tensor | None,
+    return_entropy: ReturnEntropy,
+    reducing: Reducing,
+    of_shard: bool = False,
+) -> RowsArgs:
+    """Those of ``kl_divergence``. ``of_shard``: as of ``token_logprobs_args``."""
+    check_divergence(direction, reducing, of_shard)
+    check_logits("logits", logits, least_words=0 if of_shard else 1)
+    check_sequences(logits, reducing.cu_seqlens)
+    check_logits("ref_logits", ref_logits, least_words=0 if of_shard else 1)
+    if ref_logits.shape != logits.shape:
+        least, remedy = min(logits.shape[-1], ref_logits.shape[-1]), ""
+        if ref_logits.shape[:-1] == logits.shape[:-1] and not of_shard:
+            remedy = f": slice both to the common vocabulary, logits[..., :{least}]"
+        raise ValueError(
+            f"ref_logits must have the shape of logits, {shape_text(logits)}, got "
+            f"{shape_text(ref_logits)}{remedy}"
+        )
+    check_device("ref_logits", ref_logits, logits, "logits")
+    check_mask(mask, logits)
+    if token_ids is not None:
+        check_per_token("token_ids", token_ids, logits, INTEGERS)
+    reduced = reduced_of(logits, "logits", mask, reducing)
+    keep, both = kept(mask), (rows_of(logits), rows_of(ref_logits))
+    return RowsArgs(
+        "kl_divergence",
+        Logits(both[::-1] if direction == "forward" else both),
+        logits.shape[:-1],
+        None if token_ids is None else flat_ids(token_ids),
+        keep,
+        *temperature_of(temperature, logits, keep),
+        wants_entropy(return_entropy),
+        "jsd" if direction == "jsd" else "kl",
+        jsd_beta_of(jsd_beta),
+        policy=int(direction == "forward"),
+        reduced=reduced,
+    )
+
+
+def topk_args(
+    logits: Tensor,
+    ref_token_ids: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    direction: DirectionName,
+    tail: TailName,
+    jsd_beta: float,
+    temperature: Temperature,
+    reducing: Reducing,
+    of_shard: bool = False,
+) -> RowsArgs:
+    """Those of ``topk_kl_divergence``. ``of_shard``: as of ``token_logprobs_args``."""
+    check_topk(direction, tail, reducing)
+    check_logits("logits", logits, least_words=0 if of_shard else 1)
+    source, entries = Logits((rows_of(logits),)), Entries(ref_logprobs, direction, tail)
+    of = ("topk_kl_divergence", source, logits, "logits")
+    return entries_args(*of, ref_token_ids, entries, mask, jsd_beta, temperature, reducing)
+
+
+def entries_args(
+    function: str,
+    source: Logits | Hidden,
+    rows: Tensor,
+    of: str,
+    ref_token_ids: Tensor,
+    entries: Entries,
+    mask: Tensor | None,
+    jsd_beta: float,
+    temperature: Temperature,
+    reducing: Reducing,
+) -> RowsArgs:
+    """Those of a function over a teacher's entries, of a checked source. ``rows`` is the argument
+    ``of``, which has the tokens; ``entries`` and all that follows are as given.
+    """
+    ref_logprobs = entries.ref_logprobs
+    check_sequences(rows, reducing.cu_seqlens, of)
+    check_per_token("ref_token_ids", ref_token_ids, rows, INTEGERS, of, k="must")
+    check_per_token("ref_logprobs", ref_logprobs, rows, FLOATS, of, k="must")
+    if ref_logprobs.shape != ref_token_ids.shape:
+        raise ValueError(
+            f"ref_logprobs must have the shape of ref_token_ids, {shape_text(ref_token_ids)}, got "
+            f"{shape_text(ref_logprobs)}"
+        )
+    if entries.tail == "renormalize" and ref_token_ids.shape[-1] == 1:
+        raise ValueError(
+            "tail must not be 'renormalize' where a token has one entry: each model's only "
+            f"probability is then 1, and the divergence 0, got {shape_text(ref_token_ids)}"
+        )
+    check_mask(mask, rows, of)
+    exist = ref_logprobs.detach() != -torch.inf
+    ids = ids_of_k(ref_token_ids, exist)
+    keep = kept(mask, exist.reshape(ids.shape).any(-1))
+    return RowsArgs(
+        function,
+        source,
+        rows.shape[:-1],
+        ids,
+        keep,
+        *temperature_of(temperature, rows, keep, of),
+        jsd_beta=jsd_beta_of(jsd_beta),
+        entries=entries._replace(ref_logprobs=wide(ref_logprobs).reshape(ids.shape)),
+        reduced=reduced_of(rows, of, without_missing(mask, exist), reducing),
+    )
+
+
+def check_divergence(direction: str, reducing: Reducing, of_shard: bool) -> None:
+    """Raise for a choice that a divergence of two models refuses."""
+    check_choice("direction", direction, DIRECTIONS)
+    if of_shard and direction == "jsd":
+        raise ValueError(
+            "direction must be 'reverse' or 'forward' with group, got 'jsd': the mixture has "
+            "another weight in every shard, so that its divergence is no sum over shards"
+        )
+    check_reduction(reducing.reduction, reducing.normalizer)
+
+
+def check_topk(direction: str, tail: str, reducing: Reducing) -> None:
+    """Raise for a choice that a divergence from a teacher's entries refuses."""
+    check_choice("direction", direction, DIRECTIONS)
+    check_choice("tail", tail, TAILS)
+    check_reduction(reducing.reduction, reducing.normalizer)
+
+
+def reduced_of(rows: Tensor, of: str, mask: Tensor | None, reducing: Reducing) -> Reduced:
+    """The checked reduction of divergences of the tokens of ``rows``, the argument ``of``."""
+    reduction, cu_seqlens, normalizer, coef, return_stats = reducing
+    spec = Spec(
+        AS_IT_IS,
+        REDUCTIONS[reduction],
+        coef_argument("coef", coef, rows, of=of),
+        check_normalizer(normalizer, rows, of=of),
+    )
+    return Reduced(mask, contiguous(cu_seqlens), spec, return_stats)

@@ -1,0 +1,64 @@
+"""Which rank has which words of a vocabulary.
+
+Shapes: R rows, S shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.logits import NO_ID
+from klfast.distributed.ranks import Ranks
+from klfast.types.dtypes import wide
+
+
+class Shards(NamedTuple):
+    """The shards of a vocabulary, one a rank, in the order of ranks."""
+
+    ranks: Ranks
+    edges: Tensor
+    """[S + 1], int64: the first word of each shard, and the number of all words."""
+    words: int | None
+    """The number of all words; None where it is on a GPU alone."""
+    are_apart: Tensor | None = None
+    """Whether the ranks do not agree about the call, 0-dim; None where that has been looked at."""
+    widest: int = 0
+    """The most words of a shard; 0 where that is on a GPU alone."""
+
+    def to(self, device: torch.device) -> Shards:
+        """The same on a device."""
+        apart = None if self.are_apart is None else self.are_apart.to(device)
+        edges, words = self.edges.to(device), self.words
+        if words is None and device.type == "cpu":
+            words = int(edges[-1])
+        return self._replace(edges=edges, words=words, are_apart=apart)
+
+    def has(self, token_ids: Tensor) -> Tensor:
+        """Whether ids are words of this rank's shard."""
+        first, end = self.edges[self.ranks.rank], self.edges[self.ranks.rank + 1]
+        return (token_ids >= first) & (token_ids < end)
+
+    def own_ids(self, token_ids: Tensor, elsewhere: int) -> Tensor:
+        """Ids as those of this rank's words; ``elsewhere`` where it has no such word."""
+        own = token_ids - self.edges[self.ranks.rank]
+        return torch.where(self.has(token_ids), own, elsewhere)
+
+    def owners(self, token_ids: Tensor) -> Tensor:
+        """The shards of ids; ``NO_ID`` where that is the id, S of an id that is no word."""
+        size = self.ranks.size
+        owners = torch.searchsorted(self.edges[1:], token_ids, right=True)
+        owners = torch.where(token_ids < 0, size, owners)
+        return torch.where(token_ids == NO_ID, NO_ID, owners)
+
+    def gather(self, columns: Sequence[Tensor]) -> Tensor:
+        """All ranks' columns of R numbers, [columns, R, S], in ``wide_dtype``: the one collective
+        of a call.
+        """
+        table = torch.stack([wide(column) for column in columns])
+        if self.are_apart is not None:
+            table = torch.where(self.are_apart, torch.nan, table)
+        return self.ranks.all_gather(table).permute(1, 2, 0)

@@ -1,0 +1,185 @@
+"""Checks of what tensors hold: the weights of a mask, the contents of cu_seqlens, 0-dim scalars.
+
+``are_checked`` is the rule. The native kernels refuse bad values on a CPU in their own read, and
+these functions say afterwards which value was bad.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import check_number
+
+IGNORED = -100
+"""The id of a token that is left out, to torch's cross-entropy and flash-attn's."""
+
+
+def are_tracing() -> bool:
+    """Whether tensors may be without data: under torch.compile or a torch.func transform."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def checks_requested() -> bool:
+    """Whether ``KLFAST_CHECK=1`` asks for the checks that need a device sync."""
+    return os.environ.get("KLFAST_CHECK") == "1"
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Whether a CPU's tensor can be read here: a plain one, where nothing is traced."""
+    return not are_tracing() and tensor.device.type == "cpu" and _is_plain(tensor)
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a tensor's values are checked (``are_checked``), and can be read here."""
+    return are_checked(tensor, in_kernel=False) and _is_plain(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and torch._C._get_tracing_state() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._is_functional_tensor(tensor)
+    )
+
+
+def are_checked(like: Tensor, *, in_kernel: bool) -> bool:
+    """The rule of value checks, for a call on the device of ``like``.
+
+    On a CPU values are checked, elsewhere under ``KLFAST_CHECK=1``; nowhere twice, where a kernel
+    does it in its own read (``in_kernel``), and nowhere while tracing, or of meta tensors, which
+    hold none, or while a CUDA graph is captured, which allows no sync.
+    """
+    if in_kernel or like.is_meta or are_tracing():
+        return False
+    return like.device.type == "cpu" or (checks_requested() and not _is_capturing())
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:
+    """Raise ValueError if a mask, of which only the zeros will be looked at, holds what a mask must
+    not; where values can be read, and are checked.
+    """
+    if not can_be_read(mask):
+        return
+    if mask.dtype in (torch.bool, torch.uint8) or not mask.numel():
+        return
+    least, most = (bound.item() for bound in mask.aminmax())
+    if not (least >= 0 and most <= torch.finfo(arithmetic).max):  # NaN is neither
+        check_mask_values(mask, arithmetic)
+
+
+def check_coef(argument: str, coef: float | Tensor, arithmetic: torch.dtype) -> None:
+    """Raise ValueError unless a coefficient is finite in the arithmetic's dtype."""
+    number = coef.item() if isinstance(coef, Tensor) else coef
+    if abs(check_number(argument, number)) > torch.finfo(arithmetic).max:
+        raise ValueError(
+            f"{argument} must be finite in the arithmetic's dtype, {arithmetic}, got {number!r}"
+        )
+
+
+def check_token_ids(
+    token_ids: Tensor,
+    keep: Tensor | None,
+    vocabulary: int,
+    *,
+    none: int | None = None,
+    argument: str = "token_ids",
+    may_be_shard: bool = False,
+) -> None:
+    """Raise ValueError unless the ids of kept tokens are words of the vocabulary, or ``none``.
+
+    Ids are [R] or [R, K], ``keep`` [R]. ``argument`` is the name of the ids. ``may_be_shard``:
+    whether ``group=`` may have been forgotten.
+    """
+    bad = (token_ids < 0) | (token_ids >= vocabulary)
+    if none is not None:
+        bad = bad & (token_ids != none)
+    if keep is not None:
+        bad = bad & (keep if token_ids.dim() == 1 else keep[:, None])
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        got = token_ids[where].item()
+        remedy = ": it marks a token that is left out, so mask it" if got == IGNORED else ""
+        if may_be_shard and got >= vocabulary:
+            remedy = ": with tensor parallelism, pass group= for a shard of the vocabulary"
+        raise ValueError(
+            f"{argument} must be in [0, {vocabulary}) where tokens are kept, got {got} at "
+            f"{place_text(where)}{remedy}"
+        )
+
+
+def check_distinct(argument: str, ids: Tensor, keep: Tensor | None, *, none: int) -> None:
+    """Raise ValueError for an id that a kept token has twice; ``none`` is no id.
+
+    Ids are [R, K], ``keep`` is [R]. ``argument`` is the name of the ids.
+    """
+    ordered, places = ids.sort(dim=-1, stable=True)
+    bad = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != none)
+    if keep is not None:
+        bad = bad & keep[:, None]
+    if bad.any():
+        token, second = bad.nonzero()[0].tolist()
+        entries = places[token, second : second + 2].tolist()
+        raise ValueError(
+            f"{argument} must be distinct within a token, got {ordered[token, second].item()} in "
+            f"entries {entries[0]} and {entries[1]} of token {token}"
+        )
+
+
+def place_text(where: tuple[int, ...]) -> str:
+    """A place among tokens, or among K entries a token."""
+    return f"token {where[0]}" + "".join(f", entry {entry}" for entry in where[1:])
+
+
+def check_temperatures(inverse: Tensor | None) -> None:
+    """Raise ValueError unless temperatures are > 0, and finite in fp32 like their reciprocals.
+
+    ``inverse`` is 1 / temperature, [R] or 0-dim, or None.
+    """
+    if inverse is None:
+        return
+    finite = torch.finfo(torch.float32)
+    bad = ~((inverse > finite.tiny) & (inverse < finite.max))
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        got = 1 / inverse[where].item() if inverse[where] != 0 else float("inf")
+        place = f" at {place_text(where)}" if where else ""
+        raise ValueError(
+            f"temperature must be > 0 with a reciprocal within fp32, got {got:.6g}{place}"
+        )
+
+
+def check_mask_values(mask: Tensor, arithmetic: torch.dtype) -> None:
+    """Raise ValueError unless weights are finite in the arithmetic's dtype, and not negative."""
+    if mask.dtype == torch.bool:
+        return
+    mask = mask.to(arithmetic)
+    bad = ~((mask >= 0) & (mask < torch.inf))
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"mask must hold finite weights >= 0, got {mask[where].item()} at {list(where)}"
+        )
+
+
+def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raise ValueError unless cu_seqlens rises from 0 to the number of tokens."""
+    first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
+    if first != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {first}")
+    decreasing = cu_seqlens.diff() < 0
+    if decreasing.any():
+        at = int(decreasing.nonzero()[0].item()) + 1
+        pair = cu_seqlens[at - 1 : at + 1].tolist()
+        raise ValueError(f"cu_seqlens must not decrease, got {pair[1]} after {pair[0]} at [{at}]")
+    if last != tokens:
+        raise ValueError(
+            f"cu_seqlens must end at the number of tokens in logprobs, {tokens}, got {last}"
+        )

@@ -1,0 +1,1 @@
+"""Autograd functions over the ops, for every compiled backend."""

@@ -1,0 +1,186 @@
+"""Under a frozen head, the gradients of a token's numbers to its hidden states, as vectors.
+
+Shapes: R tokens of width D, of which a chunk has n, with K ids a token or one; V words.
+
+A log-prob's gradient is the sum over words of (own - p_v) W_v. The forward leaves the sum of
+-p_v W_v over the words that are no ids of the token. The backward adds those that are, with the
+factor g - G p, which keeps its digits where p is nearly 1: g is what flows to a log-prob, G the sum
+of these over a token's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.logits import NO_ID, of_k
+from klfast.args.rows import RowsArgs
+from klfast.autograd.chunks import ChunkOfModel, softcap_derivative, to_hidden
+from klfast.autograd.hidden_rows import Found, RowOps, Tokens, length_of_chunks, source_of
+
+
+class HiddenGradients(NamedTuple):
+    """The gradients of one model's numbers to its hidden states, [R, D] each; None if not asked
+    for.
+    """
+
+    of_kl: Tensor | None
+    of_entropy: Tensor | None
+    of_other_tokens: Tensor | None
+    """Of log-probs, without the words that are ids of the token."""
+    derivatives: Tensor | None
+    """[R] or [R, K]: d logit / d z at the ids, of the scaled logits and those z before the
+    softcap."""
+
+    @classmethod
+    def zeros(cls, args: RowsArgs, model: int, found: Found) -> HiddenGradients:
+        """Those of all tokens of a model, by its place among the models of a call."""
+        tokens, hidden = found.tokens[model], source_of(args).models[model].hidden
+
+        def vectors(wanted: bool) -> Tensor | None:
+            return hidden.new_zeros(hidden.shape, dtype=args.arithmetic()) if wanted else None
+
+        has_entropy = tokens is not None and tokens.entropy.numel() > 0
+        picks = None
+        if tokens is not None and args.token_ids is not None and tokens.logprobs.numel() > 0:
+            picks = tokens.logprobs
+        return cls(
+            vectors(found.kl is not None),
+            vectors(has_entropy and args.return_entropy != "detached"),
+            vectors(picks is not None),
+            None if picks is None else torch.zeros_like(picks),
+        )
+
+    def add_divergences(self, model: ChunkOfModel, grad: Tensor) -> None:
+        """Store those of a chunk's divergences, of their gradients to the logits, [1, n, V]."""
+        if self.of_kl is not None:
+            _store(self.of_kl, model, grad)
+
+    def add_tokens(self, kernels: RowOps, model: ChunkOfModel, tokens: Tokens) -> None:
+        """Store those of a chunk's log-probs and entropies."""
+        chunk = model.chunk
+        if self.of_entropy is not None:
+            ones = tokens.entropy.new_ones(chunk.tokens)
+            grad = kernels.token_gradient(model, tokens, None, ones, in_place=False)
+            _store(self.of_entropy, model, grad)
+        if self.of_other_tokens is None or self.derivatives is None:
+            return
+        ids = kernels.ids(chunk)
+        exist = ids != NO_ID
+        shares = exist.to(tokens.logprobs.dtype)
+        if ids.dim() == 2:
+            shares /= exist.sum(-1, keepdim=True).clamp_(min=1)
+        grad = kernels.token_gradient(model, tokens, shares, None, in_place=False)
+        own_ids = kernels.args.own_ids(ids)
+        words = _columns(own_ids, model.logits().shape[-1])
+        if words.numel() > 0:
+            has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
+            grad[0].scatter_(-1, words, torch.where(has_word, 0, grad[0].gather(-1, words)))
+        _store(self.of_other_tokens, model, grad)
+        derivatives = torch.ones_like(shares).mul_(kernels.scale(chunk))
+        if words.numel() > 0 and (cap := model.head.softcap) is not None:
+            of_ids = softcap_derivative(model.logits()[0].gather(-1, words), cap)
+            derivatives *= of_ids.view(ids.shape)
+        chunk.put_rows(self.derivatives, derivatives)
+
+    def gradient(
+        self,
+        args: RowsArgs,
+        model: int,
+        logprobs: Tensor | None,
+        grad_kl: Tensor | None,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        """[R, D]: of the hidden states, of the gradients of the numbers, [R] or [R, K].
+
+        Args:
+            args: what was asked.
+            model: its place among the call's models.
+            logprobs: of the model's tokens, [R] or [R, K].
+            grad_kl: what flows to the divergences; None for nothing, like the next two.
+            grad_logprobs: what flows to the log-probs.
+            grad_entropy: what flows to the entropies.
+        """
+        hidden, (weight, *_) = source_of(args).models[model]
+        total = hidden.new_zeros(hidden.shape, dtype=args.arithmetic())
+        for own, grad in ((self.of_kl, grad_kl), (self.of_entropy, grad_entropy)):
+            if own is not None and grad is not None:
+                total.addcmul_(_kept(grad, args)[:, None], own)
+        if self.of_other_tokens is None or grad_logprobs is None or logprobs is None:
+            return total
+        assert args.token_ids is not None
+        assert self.derivatives is not None
+        grads = of_k(_kept(grad_logprobs, args)).double()
+        grads = torch.where(of_k(args.token_ids) == NO_ID, 0.0, grads)
+        of_all = grads.sum(-1, keepdim=True)
+        total.addcmul_(of_all.to(total.dtype), self.of_other_tokens)
+        if weight.shape[0] == 0:
+            return total
+        ids = of_k(args.own_ids(args.token_ids))
+        derivatives, logprobs = of_k(self.derivatives), of_k(logprobs)
+        for at, places in _pieces(args, ids.shape, weight):
+            once = logprobs[at].double().exp() * _are_first(ids[at])
+            factors = (derivatives[at] * (grads[at] - of_all[at] * once)).to(total.dtype)
+            factors = torch.where(ids[at] == NO_ID, 0.0, factors)
+            if args.keep is not None:
+                factors = torch.where(args.keep[at, None], factors, 0.0)
+            columns = _columns(ids[at], weight.shape[0])
+            for some in places:
+                # Without a name, so that two pieces are never there at once.
+                total[at] += (factors[:, None, some] @ weight[columns[:, some]].to(total.dtype))[
+                    :, 0
+                ]
+        return total
+
+
+def _kept(grads: Tensor, args: RowsArgs) -> Tensor:
+    """Gradients [R, ...] of the tokens that exist; 0 of the others."""
+    if args.keep is None:
+        return grads
+    keep = args.keep.view(-1, *(1,) * (grads.dim() - 1))
+    return torch.where(keep, grads, 0.0)
+
+
+PICKED = 128
+"""The most tokens whose words' weights, [n, K, D], the backward holds at a time."""
+
+
+def _pieces(
+    args: RowsArgs, shape: torch.Size, weight: Tensor
+) -> Iterator[tuple[slice, list[slice]]]:
+    """Some of the tokens of ids [R, K] at a time, and some of their ids at a time. The weights of
+    these are no more numbers than the logits of a chunk.
+    """
+    rows, picks = shape
+    most = max(length_of_chunks(args) * weight.shape[0] // weight.shape[1], 1)
+    together = min(picks, most)
+    tokens = min(max(most // together, 1), PICKED)
+    for first in range(0, rows, tokens):
+        yield slice(first, first + tokens), [slice(k, k + most) for k in range(0, picks, most)]
+
+
+def _store(vectors: Tensor, model: ChunkOfModel, grad: Tensor) -> None:
+    """Store the vectors of a chunk, of a gradient of its logits, whose memory is changed."""
+    grad = model.before_softcap(grad)[0]
+    model.chunk.put_rows(vectors, to_hidden(grad, model.head.weight, model.rows))
+
+
+def _columns(ids: Tensor, words: int) -> Tensor:
+    """Ids as words [n, K], within the vocabulary; the greatest in place of one that is none."""
+    ids = of_k(ids)
+    if words == 0:
+        return ids[:0]
+    greatest = ids.amax(-1, keepdim=True)
+    return torch.where(ids == NO_ID, greatest, ids).clamp(0, words - 1)
+
+
+def _are_first(ids: Tensor) -> Tensor:
+    """[n, K]: whether no earlier id of the token is the same."""
+    ordered, places = ids.sort(dim=-1, stable=True)
+    are_first = torch.ones_like(ids, dtype=torch.bool)
+    are_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(are_first).scatter_(-1, places, are_first)

@@ -1,0 +1,328 @@
+"""The Functions over hidden states, for every compiled backend alike.
+
+=============================== ============== =====================================================
+what is differentiated          matmuls        how
+=============================== ============== =====================================================
+a scalar of divergences alone   2 + 2 a model  the forward makes the gradient of a scalar that is
+                                               not scaled yet
+numbers per token, all heads    2 + 1 for each the forward leaves the gradient of each number, a
+frozen                          kind           vector [D] a token, which the backward scales
+numbers per token               2 + 2 + 2 a    the backward makes each chunk's logits again
+                                model
+=============================== ============== =====================================================
+
+Matmuls of a model that has no gradient, and those of a weight that is frozen, are not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.args.rows import Rows, RowsArgs
+from klfast.autograd import penalty as autograd
+from klfast.autograd.chunks import ChunkOfModel, Gradients
+from klfast.autograd.frozen_head import HiddenGradients
+from klfast.autograd.hidden_rows import Found, Grads, RowOps, chunks, source_of
+from klfast.ops.schemas import Ops
+from klfast.stats.kl import KLStats
+from klfast.stats.outputs import Outputs, outputs_of_scalar
+
+_NAMES = ("hidden", "weight", "bias"), ("ref_hidden", "ref_weight", "ref_bias")
+"""The tensors of the policy and of the reference, by their names in the public functions."""
+TENSORS = 3
+"""Of a model that may carry a graph: hidden states, weight, bias."""
+
+
+def is_one_read(args: RowsArgs) -> bool:
+    """Whether the forward makes the gradient: nothing flows back but one number's."""
+    return (
+        args.divergence is not None
+        and args.reduced is not None
+        and args.reduced.spec.reduction.is_scalar()
+        and args.token_ids is None
+        and args.return_entropy in (False, "detached")
+        and autograd.may_need_gradient(*args.tensors())
+    )
+
+
+def one_read(args: RowsArgs, ops: Ops) -> Outputs:
+    """A scalar of the divergences, whose gradient the forward makes."""
+    _refuse_transforms(args)
+    result, entropy, *stats = _Scalar.apply(*args.tensors(), _without_tensors(args), ops)
+    return outputs_of_scalar(args, result, KLStats(*stats) if stats else None, entropy)
+
+
+def rows_of(args: RowsArgs, ops: Ops) -> Rows:
+    """What is asked of each token, differentiable once."""
+    _refuse_transforms(args)
+    tensors = args.tensors()
+    if not autograd.may_need_gradient(*tensors):
+        return _computed(args, ops).rows(args)
+    heads = [t for model in source_of(args).models for t in model.tensors()[1:]]
+    is_frozen = not any(t is not None and t.requires_grad for t in heads)
+    function = _FrozenHead if is_frozen else _Recomputed
+    return Rows(*function.apply(*tensors, _without_tensors(args), ops))
+
+
+def _refuse_transforms(args: RowsArgs) -> None:
+    if torch._C._are_functorch_transforms_active() or autograd.is_forward_mode():
+        raise RuntimeError(
+            f"klfast.{args.function} runs under torch.func transforms and in forward mode by "
+            "backend='reference' alone"
+        )
+
+
+def _without_tensors(args: RowsArgs) -> RowsArgs:
+    """The call with tensors of no memory, which keeps nothing alive."""
+    return _with_tensors(args, [None if t is None else t.new_empty(0) for t in args.tensors()])
+
+
+def _with_tensors(args: RowsArgs, tensors: Sequence[Tensor | None]) -> RowsArgs:
+    return args._replace(source=source_of(args).with_tensors(tensors))
+
+
+def _names(args: RowsArgs) -> tuple[str, ...]:
+    """The names of ``args.tensors()``."""
+    if len(source_of(args).models) == 1:
+        return _NAMES[0]
+    first, second = _NAMES[::-1] if args.policy else _NAMES
+    return (*first, *second)
+
+
+def _in_its_dtypes(args: RowsArgs) -> torch.autocast:
+    """Matmuls of what they are given: the call has made what autocast asks for of its tensors."""
+    return torch.autocast(args.first().device.type, enabled=False)
+
+
+def _computed(args: RowsArgs, ops: Ops) -> Found:
+    """The numbers of all tokens, without a graph."""
+    kernels = RowOps(args, ops)
+    found = kernels.empty()
+    with _in_its_dtypes(args):
+        for own in chunks(args):
+            kernels.compute_tokens(own, found)
+            if found.kl is not None:
+                kernels.divergences(own, found.kl, found.kl_saved)
+    return found
+
+
+def _needs(ctx: Any, args: RowsArgs) -> list[Sequence[bool]]:
+    """Which tensors of each model need a gradient."""
+    places = range(0, TENSORS * len(source_of(args).models), TENSORS)
+    return [ctx.needs_input_grad[at : at + TENSORS] for at in places]
+
+
+def _sent_to(model: int, args: RowsArgs, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
+    """The log-probs of a model among all numbers, and its entropies."""
+    logprobs = rows.second_logprobs if model == 1 else rows.logprobs
+    return logprobs, rows.entropy if model == args.policy else None
+
+
+def _mark_constant(ctx: Any, args: RowsArgs, rows: Rows, wants: Sequence[bool]) -> None:
+    """Mark the outputs of models whose logits need no gradient."""
+    constant = [t for m, want in enumerate(wants) if not want for t in _sent_to(m, args, rows)]
+    ctx.mark_non_differentiable(*(t for t in constant if t is not None))
+    ctx.set_materialize_grads(False)
+
+
+class _Sums:
+    """The gradients of all models."""
+
+    def __init__(self, args: RowsArgs, needs: Sequence[Sequence[bool]]) -> None:
+        both = zip(source_of(args).models, needs, strict=True)
+        self._args = args
+        self._of = [Gradients(model, own, args.arithmetic()) for model, own in both]
+        self.wants = [any(own) for own in needs]
+        """Of which models' logits the gradient is needed."""
+
+    def add(self, own: Sequence[ChunkOfModel], grads: Grads) -> None:
+        """Add what the gradients of a chunk's logits bring; None of those that are not wanted."""
+        for of, model, grad in zip(self._of, own, grads, strict=True):
+            if grad is not None:
+                of.add(model, grad)
+
+    def tensors(self) -> list[Tensor | None]:
+        """Of all models, after the last chunk."""
+        for of in self._of:
+            if of.hidden is not None:
+                self._args.add_up(of.hidden)
+        return [tensor for of in self._of for tensor in of.tensors()]
+
+
+class _Scalar(torch.autograd.Function):
+    """A scalar of the divergences; the forward makes its gradient, the backward scales that."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        *tensors, args, ops = inputs
+        args = _with_tensors(args, tensors)
+        shaped = args.reduce(args.zeros())  # numbers of no interest
+        weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
+        sums = _Sums(args, _needs(ctx, args))
+        kernels, kl = RowOps(args, ops), args.zeros().contiguous()
+        policy = kernels.empty_tokens(bool(args.return_entropy))
+        with _in_its_dtypes(args):
+            for own in chunks(args):
+                if policy is not None:
+                    kernels.compute_model(own[args.policy], policy, want_entropy=True)
+                of_chunk = own[0].chunk.of(weights)
+                sums.add(own, kernels.divergences(own, kl, [], of_chunk, sums.wants))
+        result, stats = autograd.kl_penalty(args.reduce(kl), ops)
+        ctx.ops, ctx.is_fresh = ops, True
+        # A second derivative says that it depends on the tensors.
+        autograd.save(ctx, (*tensors, *sums.tensors()), _names(args))
+        entropy, others = None if policy is None else policy.entropy, stats or ()
+        ctx.mark_non_differentiable(*others, *(() if entropy is None else (entropy,)))
+        ctx.set_materialize_grads(False)
+        return (result, entropy, *others)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        tensors = len(ctx.needs_input_grad) - 2
+        if grad_out is None:
+            return (None,) * (tensors + 2)
+        saved = autograd.saved(ctx, are_read=False)
+        inputs, grads = saved[:tensors], _scaled(ctx, saved[tensors:], grad_out)
+        return (*autograd.guarded(_rounded(grads, inputs), *inputs, grad_out), None, None)
+
+
+def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Sequence[Tensor | None]:
+    """The unit gradients times ``grad_out``: in place in the last backward of a graph, else as
+    copies.
+    """
+    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    if is_kept or autograd.is_batched(grad_out):
+        return [None if grad is None else grad * grad_out for grad in grads]
+    if autograd.take(ctx, "is_fresh") is None:  # another thread scales them
+        raise RuntimeError("the gradient of klfast.linear_kl_divergence serves one backward")
+    with torch.no_grad():
+        for grad in grads:
+            if grad is not None:
+                ctx.ops.scale_(grad, grad_out)
+    return grads
+
+
+def _rounded(
+    grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients in the dtypes of their tensors."""
+    both = zip(grads, tensors, strict=True)
+    return [None if g is None or t is None else g.to(t.dtype) for g, t in both]
+
+
+class _Recomputed(torch.autograd.Function):
+    """Numbers per token; the backward makes each chunk's logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Rows:
+        *tensors, args, ops = inputs
+        args = _with_tensors(args, tensors)
+        found = _computed(args, ops)
+        autograd.save_all(ctx, (tensors, found, inputs[-2:]), _names(args))
+        rows = found.rows(args)
+        _mark_constant(ctx, args, rows, [any(own) for own in _needs(ctx, args)])
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        incoming = Rows(*grads)
+        tensors, found, (args, ops) = autograd.saved_all(ctx)
+        args = _with_tensors(args, tensors)
+        with torch.no_grad(), _in_its_dtypes(args):
+            sums = _Sums(args, _needs(ctx, args))
+            kernels = RowOps(args, ops)
+            if any(grad is not None for grad in incoming):
+                for own in chunks(args):
+                    sums.add(own, _chunk_gradients(kernels, own, found, incoming, sums.wants))
+            sent = _rounded(sums.tensors(), tensors)
+        return (*autograd.guarded(sent, *tensors, *incoming), None, None)
+
+
+def _chunk_gradients(
+    kernels: RowOps,
+    own: Sequence[ChunkOfModel],
+    found: Found,
+    incoming: Rows,
+    wants: Sequence[bool],
+) -> Grads:
+    """The gradients of a chunk's logits; may take the logits' memory."""
+    chunk = own[0].chunk
+    grads: list[Tensor | None] = [None] * len(own)
+    for m, (model, tokens) in enumerate(zip(own, found.tokens, strict=True)):
+        sent = [None if g is None else g[chunk.at] for g in _sent_to(m, kernels.args, incoming)]
+        if wants[m] and tokens is not None and any(g is not None for g in sent):
+            in_place = incoming.kl is None and model.head.softcap is None
+            grads[m] = kernels.token_gradient(model, tokens, *sent, in_place=in_place)
+    if incoming.kl is None:
+        return grads
+    of_kl = kernels.divergence_gradients(own, found, incoming.kl, wants)
+    pairs = zip(grads, of_kl, strict=True)
+    return [g if k is None else k if g is None else k.add_(g) for g, k in pairs]
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Numbers per token under frozen heads; the forward leaves the gradient of each number to the
+    hidden states, a vector a token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Rows:
+        *tensors, args, ops = inputs
+        args = _with_tensors(args, tensors)
+        kernels = RowOps(args, ops)
+        found, wants = kernels.empty(), [own[0] for own in _needs(ctx, args)]
+        vectors = [
+            HiddenGradients.zeros(args, m, found) if want else None for m, want in enumerate(wants)
+        ]
+        with _in_its_dtypes(args):
+            for own in chunks(args):
+                kernels.compute_tokens(own, found)
+                _store_vectors(kernels, own, found, vectors)
+        # The backward reads the weights' rows of the tokens' words.
+        logprobs = [None if own is None else own.logprobs for own in found.tokens]
+        autograd.save_all(ctx, (tensors, logprobs, vectors, inputs[-2]), _names(args))
+        rows = found.rows(args)
+        _mark_constant(ctx, args, rows, wants)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        incoming = Rows(*grads)
+        picks = incoming.logprobs is not None or incoming.second_logprobs is not None
+        tensors, logprobs, vectors, args = autograd.saved_all(ctx, are_read=picks)
+        args = _with_tensors(args, tensors)
+        found: list[Tensor | None] = []
+        with torch.no_grad(), _in_its_dtypes(args):
+            for m, (of_model, own) in enumerate(zip(vectors, logprobs, strict=True)):
+                grad = None
+                if of_model is not None:
+                    sent = incoming.kl, *_sent_to(m, args, incoming)
+                    grad = of_model.gradient(args, m, own, *sent)
+                    args.add_up(grad)
+                found += [grad, None, None]
+            found = _rounded(found, tensors)
+        return (*autograd.guarded(found, *tensors, *incoming), None, None)
+
+
+def _store_vectors(
+    kernels: RowOps,
+    own: Sequence[ChunkOfModel],
+    found: Found,
+    vectors: Sequence[HiddenGradients | None],
+) -> None:
+    """Store a chunk's divergences, and the gradients of all its numbers to the hidden states."""
+    for model, of_model, tokens in zip(own, vectors, found.tokens, strict=True):
+        if of_model is not None and tokens is not None:
+            of_model.add_tokens(kernels, model, tokens)
+    if found.kl is None:
+        return
+    ones = found.kl.new_ones(own[0].chunk.tokens)
+    wants = [of_model is not None for of_model in vectors]
+    grads = kernels.divergences(own, found.kl, found.kl_saved, ones, wants)
+    for model, of_model, grad in zip(own, vectors, grads, strict=True):
+        if of_model is not None and grad is not None:
+            of_model.add_divergences(model, grad)

@@ -1,0 +1,221 @@
+"""The ops over logits on a chunk's logits, and what they make of all tokens.
+
+Shapes: R tokens, of which a chunk has n, with K ids a token or one; V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.rows import ENTROPIES, Hidden, Rows, RowsArgs
+from klfast.autograd.chunks import MOST, Chunk, ChunkOfModel, chunks_of, length_of
+from klfast.ops.schemas import Ops
+
+Grads = Sequence[Tensor | None]
+"""Gradients of the logits of each model."""
+_NO_ENTROPY = ENTROPIES.index("none")
+
+
+class Tokens(NamedTuple):
+    """The numbers of one model's tokens, for all R."""
+
+    logprobs: Tensor
+    """[R] or [R, K]."""
+    entropy: Tensor
+    """[R]; [0] if not wanted."""
+    saved: list[Tensor]
+    """[numbers, n] of each chunk in turn, for the backward."""
+
+
+class Found(NamedTuple):
+    """What a call asks of each token; None for what it does not."""
+
+    kl: Tensor | None
+    """[R]."""
+    kl_saved: list[Tensor]
+    """[numbers, n] of each chunk in turn, for the backward."""
+    tokens: tuple[Tokens | None, ...]
+    """One a model."""
+
+    def rows(self, args: RowsArgs) -> Rows:
+        """The outputs among them."""
+        logprobs = [
+            t.logprobs if t is not None and args.token_ids is not None else None
+            for t in self.tokens
+        ]
+        policy = self.tokens[args.policy]
+        entropy = policy.entropy if policy is not None and args.return_entropy else None
+        return Rows(self.kl, logprobs[0], logprobs[1] if len(logprobs) > 1 else None, entropy)
+
+
+def source_of(args: RowsArgs) -> Hidden:
+    assert isinstance(args.source, Hidden)
+    return args.source
+
+
+def length_of_chunks(args: RowsArgs) -> int:
+    """The tokens of a chunk."""
+    words = args.source.words() if args.shards is None else args.shards.widest
+    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device)
+
+
+def chunks(args: RowsArgs) -> Iterator[list[ChunkOfModel]]:
+    """The models' logits, chunk after chunk, in memory that all chunks share."""
+    source, words, dtype = source_of(args), args.source.words(), args.arithmetic()
+    rows, length = args.shape.numel(), length_of_chunks(args)
+    memory: list[Tensor] = []
+    # More rows than MOST are never filled up: they would take memory that no token needs.
+    padded = source.chunk is not None and length <= MOST
+    for chunk in chunks_of(rows, args.keep, length, padded=padded):
+        if not memory:  # the first chunk is the largest
+            memory = [args.first().new_empty(chunk.size, words, dtype=dtype) for _ in source.models]
+        both = zip(source.models, memory, strict=True)
+        yield [ChunkOfModel(model, chunk, own) for model, own in both]
+
+
+class RowOps:
+    """The ops, with a call's options."""
+
+    def __init__(self, args: RowsArgs, ops: Ops) -> None:
+        self.args, self._ops = args, ops
+
+    def empty(self) -> Found:
+        """Zeros for all tokens."""
+        args = self.args
+        kl = None if args.divergence is None else args.zeros().contiguous()
+        tokens = [
+            self.empty_tokens(m == args.policy and bool(args.return_entropy))
+            for m in range(len(source_of(args).models))
+        ]
+        return Found(kl, [], tuple(tokens))
+
+    def empty_tokens(self, want_entropy: bool) -> Tokens | None:
+        """Zeros for one model's tokens; None if nothing is asked of them."""
+        ids, entropy = self.args.token_ids, self.args.zeros().contiguous()
+        if ids is None and not want_entropy:
+            return None
+        logprobs = entropy.new_zeros(entropy.shape if ids is None else ids.shape)
+        return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
+
+    def compute_tokens(self, own: Sequence[ChunkOfModel], found: Found) -> None:
+        """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
+        if (on_chunk := source_of(self.args).on_chunk) is not None:
+            on_chunk(own[self.args.policy].logits()[0], own[0].chunk)
+        for model, tokens in zip(own, found.tokens, strict=True):
+            if tokens is not None:
+                self.compute_model(model, tokens, bool(tokens.entropy.numel()))
+
+    def compute_model(self, model: ChunkOfModel, tokens: Tokens, want_entropy: bool) -> None:
+        """Store those of one model."""
+        chunk = model.chunk
+        ids, options = self.ids(chunk), (self.args.temperature, want_entropy, self.inverse(chunk))
+        logprobs, entropy, saved = self._ops.token_logprobs_fwd(
+            model.logits(), ids, chunk.keep, *options
+        )
+        chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
+        tokens.saved.append(saved)
+        if want_entropy:
+            chunk.put(tokens.entropy, entropy)
+
+    def divergences(
+        self,
+        own: Sequence[ChunkOfModel],
+        out: Tensor,
+        out_saved: list[Tensor],
+        weights: Tensor | None = None,
+        wants: Sequence[bool] = (False, False),
+    ) -> Grads:
+        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [numbers, n];
+        return the gradients of sum(weights * divergences) that are wanted, in the logits' memory
+        where no softcap wants these. ``weights``: [n].
+        """
+        chunk, models = own[0].chunk, [model.logits() for model in own]
+        options, last = self.args.options(), (weights, *wants, self.inverse(chunk))
+        grads: Grads = models
+        if any(wants) and not _have_softcap(own):
+            kl, saved = self._ops.kl_divergence_fwd_(*models, chunk.keep, *options, *last)
+        else:
+            kl, _, _, saved, *grads, _ = self._ops.kl_divergence_fwd(
+                *models, None, chunk.keep, *options, _NO_ENTROPY, *last
+            )
+        chunk.put(out, kl)
+        out_saved.append(saved)
+        return _wanted(grads, wants)
+
+    def divergence_gradients(
+        self, own: Sequence[ChunkOfModel], found: Found, incoming: Tensor, wants: Sequence[bool]
+    ) -> Grads:
+        """The gradients of the logits that come from those of the divergences, [R]; in the logits'
+        memory where no softcap wants these.
+        """
+        assert found.kl is not None
+        chunk, models = own[0].chunk, [model.logits() for model in own]
+        known, of_rows = (chunk.of(found.kl), found.kl_saved[chunk.number]), chunk.of(incoming)
+        options, last = self.args.options(), (*wants, self.inverse(chunk))
+        if _have_softcap(own):
+            of = (*options, _NO_ENTROPY, *known, None, of_rows, None, None, None)
+            return self._ops.kl_divergence_bwd(*models, None, chunk.keep, *of, *last)
+        self._ops.kl_divergence_bwd_(*models, chunk.keep, *options, *known, of_rows, *last)
+        return _wanted(models, wants)
+
+    def token_gradient(
+        self,
+        model: ChunkOfModel,
+        tokens: Tokens,
+        of_logprobs: Tensor | None,
+        of_entropy: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> Tensor:
+        """The gradient of a model's logits that comes from those of its tokens' numbers, of the
+        chunk alone: [n] or [n, K], and [n]. In place it is left in the logits' memory.
+        """
+        chunk, logits = model.chunk, model.logits()
+        arguments = (
+            logits,
+            self.ids(chunk),
+            chunk.keep,
+            tokens.saved[chunk.number],
+            tokens.logprobs[chunk.at].reshape(-1),
+            chunk.of(tokens.entropy) if tokens.entropy.numel() else tokens.entropy,
+            self.args.temperature,
+            None if of_logprobs is None else of_logprobs.reshape(-1).contiguous(),
+            None if of_entropy is None else of_entropy.contiguous(),
+            self.inverse(chunk),
+        )
+        if not in_place:
+            return self._ops.token_logprobs_bwd(*arguments)
+        self._ops.token_logprobs_bwd_(*arguments)
+        return logits
+
+    def ids(self, chunk: Chunk) -> Tensor:
+        """[n] or [n, K]; the first word where the call has none."""
+        ids = self.args.token_ids
+        if ids is None:
+            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.args.first().device)
+        return ids[chunk.at].contiguous()
+
+    def inverse(self, chunk: Chunk) -> Tensor | None:
+        """1 / temperature: of the chunk's tokens, [n], 0-dim for all; None where it is a number."""
+        inverse = self.args.inverse_temperature
+        return inverse if inverse is None or inverse.dim() == 0 else chunk.of(inverse)
+
+    def scale(self, chunk: Chunk) -> float | Tensor:
+        """1 / temperature: a number, 0-dim, or of the chunk's ids, [n] or [n, 1]."""
+        inverse = self.inverse(chunk)
+        if inverse is None:
+            return 1 / self.args.temperature
+        return inverse if inverse.dim() == 0 or self.ids(chunk).dim() == 1 else inverse[:, None]
+
+
+def _have_softcap(own: Sequence[ChunkOfModel]) -> bool:
+    return any(model.head.softcap is not None for model in own)
+
+
+def _wanted(grads: Grads, wants: Sequence[Any]) -> Grads:
+    """Those that are wanted, of logits that hold their gradients."""
+    return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

@@ -1,0 +1,417 @@
+"""The ops over log-probs, differentiable, for every compiled backend alike.
+
+All that a Function keeps is a saved tensor, so that the graph frees it and hooks can offload it.
+The one exception is the unit gradient of a scalar, which the first backward hands out; under hooks
+there is none. ``saved`` refuses what changed without autograd's knowledge.
+
+A backend brings ``Ops``, the Function decides what to compute when. For a scalar reduction the
+forward writes the unit gradient in the same read; the first backward scales that in place and hands
+it out, every later one computes the gradient anew, since what was handed out belongs to autograd
+and may have been changed since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from klfast.args.checks import GATHERED, is_freed, shape_text
+from klfast.args.inplace import SERVES_ONE_BACKWARD
+from klfast.args.penalty import PenaltyCall
+from klfast.args.values import are_tracing
+from klfast.ops.schemas import Ops
+from klfast.stats.kl import KLStats
+
+Grads = tuple[Tensor | None, Tensor | None]
+"""Gradients to logprobs and ref_logprobs; None where not needed."""
+
+
+def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
+    """The penalty by ``ops``, differentiable once, and its statistics if asked for."""
+    try:
+        result, statistics = _run(call, ops)
+    except RuntimeError:
+        call.explain()
+        raise
+    return result, None if statistics is None else KLStats(*statistics.unbind(0))
+
+
+def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
+    tensors, encoded, return_stats = call.tensors(), call.spec.encoded(), call.return_stats
+    first, second = tensors[:2]
+    if call.scores is not None or not may_need_gradient(first, second):
+        result, _, statistics, _, _ = ops.kl_penalty_fwd(
+            *tensors, *encoded, call.scores, False, False, False, return_stats
+        )
+        return result, statistics
+    is_one_read = call.spec.reduction.is_scalar() and not call.is_of_rows
+    plan = _Plan(ops, encoded, is_one_read, return_stats)
+    if are_tracing():
+        result, _, statistics = _TransformableKLPenalty.apply(*tensors, plan)
+        return result, statistics
+    # Few arguments: torch looks at each of them in Python.
+    outputs: tuple[Tensor, Tensor | None] = _apply(first, second, (tensors[2:], plan))
+    return outputs
+
+
+def token_weights(call: PenaltyCall, is_double: bool, ops: Ops) -> Tensor:
+    """[N]: by how much a scalar grows with each of its values, whatever these are; 0 where masked.
+    fp64, or fp32.
+    """
+    like, _, _, *others = call.tensors()
+    return ops.token_weights(like, *others, *call.spec.encoded(), is_double)
+
+
+class _Plan(NamedTuple):
+    """The ops, options and outputs of a Function of a penalty: all but its tensors."""
+
+    ops: Ops
+    encoded: tuple[Sequence[int], Sequence[float]]
+    """The choices and numbers of a spec."""
+    is_one_read: bool
+    """Whether the forward writes the gradient, of a scalar."""
+    return_stats: bool
+
+
+def may_need_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a Function must record a call.
+
+    A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
+    the Functions refuse, do not show in requires_grad either.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return torch._C._are_functorch_transforms_active() or is_forward_mode()
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode derivatives may be taken."""
+    return forward_ad._current_level >= 0
+
+
+def are_packed() -> bool:
+    """Whether saved-tensor hooks act, as offloading and checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) -> None:
+    """Save for backward. Inference tensors, whose changes autograd does not see, are copied.
+
+    Args:
+        ctx: of the Function.
+        tensors: to be saved.
+        names: of the first of them, which a caller holds and may change. ``saved`` compares their
+            shapes and storages.
+    """
+    ctx.known = ()
+    if not torch.compiler.is_compiling():  # which knows no inference tensors
+        for tensor in tensors:
+            if tensor is not None and tensor.is_inference():
+                tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
+                break
+        if names and not torch._C._are_functorch_transforms_active():
+            ctx.names, ctx.known = names, _known(tensors[: len(names)])
+    ctx.save_for_backward(*tensors)
+
+
+def _known(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, Any] | None]:
+    """The shapes and storages of tensors. Hooks give back other storages, which are not known.
+
+    Weak references keep no memory, and no other storage has their address.
+    """
+    if are_packed():
+        return [None if t is None else (t.shape, None) for t in tensors]
+    return [None if t is None else (t.shape, weakref.ref(t.untyped_storage())) for t in tensors]
+
+
+class _Saved(NamedTuple):
+    """The place of a saved tensor."""
+
+    at: int
+
+
+def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
+    """``save`` all tensors in nested tuples and lists, so that the graph frees them; ``names`` as
+    there.
+    """
+    tensors: list[Tensor | None] = []
+
+    def place_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor | None):
+            return leaf
+        tensors.append(leaf)
+        return _Saved(len(tensors) - 1)
+
+    ctx.values = _mapped(place_of, values)
+    save(ctx, tensors, names)
+
+
+def saved_all(ctx: Any, *, are_read: bool = True) -> Any:
+    """The values of ``save_all``; ``are_read`` as of ``saved``."""
+    tensors = saved(ctx, are_read=are_read)
+    return _mapped(lambda leaf: tensors[leaf.at] if type(leaf) is _Saved else leaf, ctx.values)
+
+
+def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """The same tuples and lists of what a function makes of their leaves."""
+    if not isinstance(values, tuple | list) or isinstance(values, _Saved | torch.Size):
+        return function(values)
+    parts = [_mapped(function, value) for value in values]
+    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+
+
+def take_gradients_as_sent(ctx: Any) -> None:
+    """Let the backward get None for an output that sent no gradient, in place of new zeros.
+
+    Not while tracing: the rules that torch.func makes of a Function are for tensors alone in some
+    versions of torch, and a compiler removes the zeros.
+    """
+    if not are_tracing():
+        ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
+    """The saved tensors; read once in a backward, as checkpointing allows no more.
+
+    Args:
+        ctx: of the Function.
+        are_read: whether the backward reads a caller's tensors again. Else they may be gone, but
+            a tensor that gets a gradient keeps its shape.
+
+    Raises:
+        RuntimeError: a caller's tensor has another shape or storage than in the forward, or its
+            storage was freed. A storage that was freed and filled again passes (FSDP).
+    """
+    tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
+    for at, known in enumerate(ctx.known):
+        tensor = tensors[at]
+        if known is None or tensor is None:
+            continue
+        shape, storage = known
+        now = None
+        if tensor.shape != shape:
+            if are_read or tensor.requires_grad:
+                now = f"shape {shape_text(tensor)} in place of {list(shape)}"
+        elif are_read and storage is not None and storage() is not tensor.untyped_storage():
+            now = "another storage"
+        elif are_read and is_freed(tensor):
+            now = "a storage that was freed"
+        if now is not None:
+            raise RuntimeError(
+                f"{ctx.names[at]} must keep its shape and storage from the forward to the "
+                f"backward, got {now}: {GATHERED}"
+            )
+    return tensors
+
+
+def take(ctx: Any, name: str) -> Any:
+    """An attribute of a Function's context, which is gone then; None if it is.
+
+    One of several threads that run the backward at once gets it.
+    """
+    return vars(ctx).pop(name, None)
+
+
+def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Grads | None:
+    """The unit gradients of a one-read Function times ``grad_out``, for its first backward; with
+    ``keep`` for every backward of a graph that is retained, by copies.
+    """
+    if keep and torch._C._autograd._get_current_graph_task_keep_graph():
+        first, second = (None if grad is None else grad.clone() for grad in ctx.unit_grads)
+        return scaled((first, second), grad_out, ctx.ops)
+    grads: Grads | None = take(ctx, "unit_grads")
+    if grads is None:
+        return None
+    product = scaled(grads, grad_out, ctx.ops)
+    if product is not grads:  # but in memory of its own, for many scalars
+        ctx.unit_grads = grads
+    return product
+
+
+def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> Grads:
+    """The gradients by a second read of the inputs; the weights too, where they were not saved."""
+    *tensors, weights = inputs
+    needs = ctx.needs_input_grad[:2]
+    with torch.no_grad():
+        if weights is None:
+            wants = (True, False, False, False)
+            weights = ctx.ops.kl_penalty_fwd(*tensors, *ctx.encoded, None, *wants)[1]
+        grads = ctx.ops.kl_penalty_bwd(*tensors, *ctx.encoded, grad_out, weights, *needs)
+    return wanted(grads, needs)
+
+
+class _NotTwice(torch.autograd.Function):
+    """A gradient that says so when it is differentiated again. Without this the second derivative
+    would be silently zero, as torch's once_differentiable looks at grad_output alone.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, *depends_on: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "klfast's compiled backends are differentiable once; for second derivatives pass "
+            "backend='reference', without group="
+        )
+
+
+def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Sequence[Tensor | None]:
+    """The gradients, guarded where a graph of them is being made (create_graph)."""
+    if not torch.is_grad_enabled():
+        return grads
+    tensors = [t for t in depends_on if t is not None]
+    return [None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads]
+
+
+def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
+    """``guarded`` of two gradients."""
+    first, second = guarded(grads, *depends_on)
+    return first, second
+
+
+def wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
+    """Those of the two gradients that are needed."""
+    return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
+
+
+def holds_unit_gradient(tensor: Tensor | None) -> bool:
+    """Whether a dtype can hold a gradient that has not met grad_output yet.
+
+    In fp16 the share of one token in a mean underflows, where the gradient of a loss that was
+    scaled for fp16 does not.
+    """
+    return tensor is None or tensor.dtype != torch.float16
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a backward is for many grad_outputs at once (``is_grads_batched``)."""
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def check_one_backward(ctx: Any, sent: Sequence[Tensor]) -> None:
+    """Raise RuntimeError where a backward may not leave its gradient in the memory of logits.
+
+    Args:
+        ctx: of a forward that has set ``is_fresh``, which is taken.
+        sent: the gradients that come in.
+    """
+    if any(map(is_batched, sent)):
+        raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
+    if torch.is_grad_enabled() or take(ctx, "is_fresh") is None:
+        raise RuntimeError(SERVES_ONE_BACKWARD)
+
+
+def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
+    """Gradients times a scalar: in place, as autograd owns them from here on, but for many scalars
+    at once.
+    """
+    if is_batched(grad_out):
+        first, second = (None if grad is None else grad * grad_out for grad in grads)
+        return first, second
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return scaled(grads, grad_out, ops)
+    for grad in grads:
+        if grad is not None:
+            ops.scale_(grad, grad_out)
+    return grads
+
+
+_LOGPROBS = ("logprobs", "ref_logprobs", "old_logprobs", "mask", "cu_seqlens", "coef", "normalizer")
+_VALUES = ("values", *_LOGPROBS[1:])
+"""The names of a call's tensors in the public functions."""
+
+
+class _KLPenalty(torch.autograd.Function):
+    """Outside torch.func, in ctx style: ``setup_context`` takes some 10 us a call (torch 2.13)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor | None, others: tuple[Any, _Plan]
+    ) -> tuple[Tensor, Tensor | None]:
+        constants, (ops, ctx.encoded, is_one_read, return_stats) = others
+        ctx.ops = ops
+        needs, needs_second, _ = ctx.needs_input_grad
+        unit = (
+            is_one_read
+            and holds_unit_gradient(first)
+            and holds_unit_gradient(second)
+            and not are_packed()  # hooks see saved tensors alone
+        )
+        wants = (not unit, unit and needs, unit and needs_second, return_stats)
+        result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(
+            first, second, *constants, *ctx.encoded, None, *wants
+        )
+        tensors = (first, second, *constants, weights)
+        save(ctx, tensors, _VALUES if second is None else _LOGPROBS)
+        if unit:
+            ctx.unit_grads = grad, grad_second
+        if return_stats:
+            ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        return result, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            take(ctx, "unit_grads")
+            return None, None, None
+        grads = take_unit_gradients(ctx, grad_out)
+        if grads is not None and not torch.is_grad_enabled():
+            return (*grads, None)  # whatever became of the inputs
+        inputs = saved(ctx)
+        if grads is None:
+            grads = _recompute(ctx, inputs, grad_out)
+        return (*once(grads, *inputs[:2], grad_out), None)
+
+
+# The C++ apply, without what Function.apply does for setup_context and functorch, neither of which
+# is here.
+_apply = super(torch.autograd.Function, _KLPenalty).apply
+
+
+class _TransformableKLPenalty(torch.autograd.Function):
+    """Under torch.func transforms and torch.compile: no state that a backward changes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        *tensors, (ops, encoded, _, return_stats) = args
+        result, weights, statistics, _, _ = ops.kl_penalty_fwd(
+            *tensors, *encoded, None, True, False, False, return_stats
+        )
+        return result, weights, statistics
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, (ctx.ops, ctx.encoded, _, return_stats) = inputs
+        _, weights, statistics = output
+        save(ctx, (*tensors, weights))
+        ctx.mark_non_differentiable(*((weights, statistics) if return_stats else (weights,)))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        inputs = saved(ctx)
+        grads = _recompute(ctx, inputs, grad_out)
+        nothing = (None,) * (len(ctx.needs_input_grad) - 2)
+        return (*once(grads, *inputs[:2], grad_out), *nothing)

@@ -1,0 +1,245 @@
+"""Makes the ops over logits differentiable, for every compiled backend alike.
+
+An op works on rows: from logits [A, T, V] to numbers [R], R = A * T. Reductions are those of
+``klfast.autograd.penalty``, over one number a row. The gradient of a scalar reduction comes out of
+the forward's read, in three steps:
+
+1. ``token_weights`` gives each row's weight in the result, which depends on the mask alone;
+2. the forward writes weight times gradient;
+3. the backward scales that by ``grad_out``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.args.rows import Rows, RowsArgs
+from klfast.args.values import are_tracing
+from klfast.autograd import penalty as autograd
+from klfast.ops.schemas import Ops
+from klfast.stats.kl import KLStats
+from klfast.stats.outputs import Outputs, outputs_of_scalar
+
+OF_ONE_MODEL = ("logits", "token_ids", "mask")
+OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1:])
+"""The names of a call's tensors in the public functions. The direction orders two models."""
+
+
+def is_one_read(args: RowsArgs) -> bool:
+    """Whether the forward can write the gradient: nothing else flows back, and it is known."""
+    models = args.tensors()
+    return (
+        args.divergence is not None
+        and args.reduced is not None
+        and args.reduced.spec.reduction.is_scalar()
+        and args.token_ids is None
+        and not args.return_entropy
+        and args.shards is None  # whose gradient takes a read of its own
+        and autograd.may_need_gradient(*models)
+        and not are_tracing()
+        and not autograd.are_packed()  # hooks see saved tensors alone
+        and all(
+            autograd.holds_unit_gradient(m) or not m.requires_grad for m in models if m is not None
+        )
+    )
+
+
+def one_read(args: RowsArgs, ops: Ops) -> Outputs:
+    """A scalar of the divergences, whose gradient the forward writes."""
+    result, *statistics = _OneReadKL.apply(*args.tensors(), args, ops)
+    return outputs_of_scalar(args, result, KLStats(*statistics) if statistics else None)
+
+
+def rows_of(args: RowsArgs, ops: Ops) -> Rows:
+    """What is asked of each token, differentiable once."""
+    models, ids, inverse = args.tensors(), args.token_ids, args.inverse_temperature
+    needs_gradient = autograd.may_need_gradient(*models)
+    if args.divergence is None:
+        arguments = (*models, ids, args.keep, args.temperature, bool(args.return_entropy), inverse)
+        if needs_gradient:
+            logprobs, entropy, _ = _TokenLogprobs.apply(*arguments, args.inplace_backward, ops)
+        else:
+            logprobs, entropy, _ = ops.token_logprobs_fwd(*arguments)
+        return Rows(logprobs=logprobs, entropy=entropy if args.return_entropy else None)
+    inputs, options = (*models, ids, args.keep), (*args.options(), args.entropy_of())
+    if needs_gradient:
+        kl, logprobs, ref_logprobs, entropy, _ = _KLRows.apply(*inputs, inverse, *options, ops)
+    else:
+        kl, logprobs, ref_logprobs, *_, entropy = ops.kl_divergence_fwd(
+            *inputs, *options, None, False, False, inverse
+        )
+    if ids is None:
+        logprobs = ref_logprobs = None
+    return Rows(kl, logprobs, ref_logprobs, entropy if args.return_entropy else None)
+
+
+def _contiguous(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.contiguous()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *arguments, _, ops = args
+        outputs: tuple[Tensor, Tensor, Tensor] = ops.token_logprobs_fwd(*arguments)
+        return outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, token_ids, keep, ctx.temperature, ctx.want_entropy, inverse, *rest = inputs
+        ctx.in_place, ctx.ops = rest
+        ctx.is_fresh = True
+        logprobs, entropy, saved = output
+        tensors = (logits, token_ids, keep, saved, logprobs, entropy, inverse)
+        autograd.save(ctx, tensors, OF_ONE_MODEL)
+        ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
+        autograd.take_gradients_as_sent(ctx)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
+        if not sent:
+            return (None,) * 8
+        if ctx.in_place:
+            autograd.check_one_backward(ctx, sent)
+        logits, *others, inverse = autograd.saved(ctx)
+        assert logits is not None
+        of_entropy = _contiguous(grad_entropy) if ctx.want_entropy else None
+        arguments = (*others, ctx.temperature, _contiguous(grad_logprobs), of_entropy, inverse)
+        if ctx.in_place:
+            ctx.ops.token_logprobs_bwd_(logits, *arguments)
+            # As torch's own ops do, for whoever has saved the logits too.
+            torch.autograd.graph.increment_version(logits)
+            return logits.detach(), *(None,) * 7
+        with torch.no_grad():
+            grad = ctx.ops.token_logprobs_bwd(logits, *arguments)
+        return *autograd.guarded([grad], logits, *sent), *(None,) * 7
+
+
+class _KLRows(torch.autograd.Function):
+    """Divergences of rows, read again by the backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        *tensors, inverse, divergence, beta, temperature, entropy_of, ops = args
+        options = (divergence, beta, temperature, entropy_of)
+        rows, logprobs, ref_logprobs, saved, _, _, entropies = ops.kl_divergence_fwd(
+            *tensors, *options, None, False, False, inverse
+        )
+        return rows, logprobs, ref_logprobs, entropies, saved
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, divergence, beta, temperature, entropy_of, ctx.ops = inputs
+        ctx.options = (divergence, beta, temperature, entropy_of)
+        rows, logprobs, ref_logprobs, entropies, saved = output
+        ctx.has_tokens = tensors[2] is not None
+        ctx.has_entropies = entropies.numel() > 0
+        # The inverse temperature is the last of the tensors.
+        own = (rows, saved, entropies if ctx.has_entropies else None)
+        autograd.save(ctx, (*tensors, *own), OF_TWO_MODELS)
+        no_gradient = [saved]
+        if not ctx.has_tokens:
+            no_gradient += [logprobs, ref_logprobs]
+        if not ctx.has_entropies:
+            no_gradient += [entropies]
+        ctx.mark_non_differentiable(*no_gradient)
+        autograd.take_gradients_as_sent(ctx)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_rows: Tensor | None,
+        grad_logprobs: Tensor | None,
+        grad_ref_logprobs: Tensor | None,
+        grad_entropies: Tensor | None,
+        _: Any,
+    ) -> tuple[Tensor | None, ...]:
+        of_tokens = (grad_logprobs, grad_ref_logprobs) if ctx.has_tokens else (None, None)
+        incoming = (grad_rows, *of_tokens, grad_entropies if ctx.has_entropies else None)
+        if all(grad is None for grad in incoming):
+            return (None,) * 10
+        *saved, entropies = autograd.saved(ctx)
+        grads = _recompute(ctx, saved, entropies, *incoming)
+        grads = autograd.once(grads, *saved[:2], *incoming)
+        return (*grads, *(None,) * 8)
+
+
+def _recompute(
+    ctx: Any, saved: Sequence[Tensor | None], entropies: Tensor | None, *incoming: Tensor | None
+) -> autograd.Grads:
+    """The gradients by a second read of the logits, for those that come in: of divergences, of the
+    tokens' log-probs under either model, of entropies.
+    """
+    *tensors, inverse, rows, state = saved
+    needs = ctx.needs_input_grad[:2]
+    with torch.no_grad():
+        grads: autograd.Grads = ctx.ops.kl_divergence_bwd(
+            *tensors,
+            *ctx.options,
+            rows,
+            state,
+            entropies,
+            *map(_contiguous, incoming),
+            *needs,
+            inverse,
+        )
+    return grads
+
+
+class _OneReadKL(torch.autograd.Function):
+    """A scalar of the divergences, with the gradient from the same read.
+
+    A later backward reads the logits again. Inference tensors are never read again: as long as
+    the graph is retained, the unit gradients are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, args: RowsArgs, ops: Ops
+    ) -> tuple[Tensor, ...]:
+        shaped = args.reduce(args.zeros())  # numbers of no interest
+        weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
+        ctx.options, ctx.ops = (*args.options(), args.entropy_of()), ops
+        needs = ctx.needs_input_grad[:2]
+        kl, _, _, saved, *grads, _ = ops.kl_divergence_fwd(
+            *(first, second, None, args.keep),
+            *ctx.options,
+            weights,
+            *needs,
+            args.inverse_temperature,
+        )
+        result, stats = autograd.kl_penalty(args.reduce(kl), ops)
+        # Autograd sees no change of an inference tensor; a copy would be of the logits' size.
+        models = [None if logits.is_inference() else logits for logits in (first, second)]
+        ctx.is_read_once = any(logits is None for logits in models)
+        own = (None, args.keep, args.inverse_temperature, kl, saved, weights)
+        autograd.save(ctx, (*models, *own), OF_TWO_MODELS)
+        ctx.unit_grads = tuple(grads)
+        ctx.mark_non_differentiable(*(stats or ()))
+        ctx.set_materialize_grads(False)
+        return result, *(stats or ())
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            autograd.take(ctx, "unit_grads")
+            return (None,) * 4
+        grads = autograd.take_unit_gradients(ctx, grad_out, keep=ctx.is_read_once)
+        saved = autograd.saved(ctx) if grads is None or torch.is_grad_enabled() else []
+        if grads is None:
+            *inputs, weights = saved
+            assert weights is not None
+            none = (None, None, None)
+            grads = _recompute(ctx, inputs, None, weights * grad_out, *none)
+        return (*autograd.once(grads, *saved[:2], grad_out), None, None)

@@ -1,1 +1,0 @@
-"""Checks: of ``arguments`` (types, shapes, choices) and of ``values`` (what tensors hold)."""

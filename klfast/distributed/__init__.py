@@ -1,0 +1,1 @@
+"""Collectives that give every rank the same bits."""

@@ -1,0 +1,1 @@
+"""The public functions: make the arguments, choose a backend, compute."""

@@ -1,0 +1,118 @@
+"""The denominator of a scalar mean where gradients are averaged over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import check_choice
+from klfast.args.signature import check
+from klfast.args.values import are_checked, check_cu_seqlens_values, check_mask_values
+from klfast.distributed.ranks import folded, ranks_of
+from klfast.functional.dtensor import refuse_dtensors
+from klfast.types.dtypes import wide, wide_dtype
+from klfast.types.layout import Sequences, sum_of_sequences
+from klfast.types.names import ReductionName
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, Reduction
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def data_parallel_normalizer(
+    mask: Tensor | Sequence[Tensor],
+    reduction: ReductionName,
+    group: ProcessGroup | None = None,
+    *,
+    cu_seqlens: Tensor | Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The denominator of all ranks over their number: the ``normalizer`` under DDP and FSDP.
+
+    Both *average* gradients over the ranks: with D the denominator of the mean over the sequences
+    of all W ranks, each rank's gradient must be that of its sum over D / W for the average to be
+    that of the whole batch's mean. With D itself it comes out W times too small; with each rank's
+    own denominator, a rank with few tokens has as much weight as one with many.
+
+    D counts what ``reduction`` divides by: for ``"token-mean"`` the sum of the mask, for
+    ``"seq-mean-token-sum"`` and ``"seq-mean-token-mean"`` the sequences that keep a token.
+
+    Args:
+        mask: of this rank's sequences, [B, T], or packed [N] with ``cu_seqlens``; [N] without it is
+            one sequence. Boolean, integer or floating weights. With gradient accumulation, the
+            masks of all micro-batches of the optimizer's step, in a list: every micro-batch takes
+            the same normalizer. A rank without data gives an empty list.
+        reduction: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``, as of
+            :func:`klfast.kl_penalty`.
+        group: the ranks over which gradients are averaged. All must call. None means all ranks if
+            torch.distributed is initialised, else this process alone. The ranks must have
+            different sequences. With context parallelism, where a rank has a part of every
+            sequence, pass DTensors with ``Shard(1)`` to :func:`klfast.kl_penalty` instead, and no
+            normalizer.
+        cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1]; a
+            list of them where ``mask`` is a list.
+
+    Returns:
+        A number > 0 of tokens or of sequences, with the same bits on every rank. It is 0-dim, fp64
+        (fp32 on a device without it), and on the mask's device. Without any token it is 1 / W, so
+        that the mean is 0. It takes one all-reduce, and waits for no device.
+
+    Raises:
+        ValueError: a reduction without a denominator, a wrong shape, device or layout, or a value
+            that a mask must not hold (checked on a CPU, elsewhere under ``KLFAST_CHECK=1``).
+        TypeError: an argument of the wrong type or dtype.
+        RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+    """
+    check_choice("reduction", reduction, NORMALIZED_REDUCTIONS)
+    ranks = ranks_of(group)
+    counts = [
+        _denominator(of_batch, offsets, REDUCTIONS[reduction])
+        for of_batch, offsets in _batches(mask, cu_seqlens)
+    ]
+    where = counts[0].device if counts else None if ranks is None else ranks.device
+    nothing = torch.zeros((), device=where)
+    total = torch.stack([wide(nothing), *counts]).sum()
+    if ranks is None:
+        return torch.where(total > 0, total, 1.0)
+    total = folded(ranks.gather(total))
+    return torch.where(total > 0, total, 1.0) / ranks.size
+
+
+def _batches(
+    mask: Tensor | Sequence[Tensor], cu_seqlens: Tensor | Sequence[Tensor] | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Checked pairs of a mask and its ``cu_seqlens``, one for each micro-batch."""
+    masks, offsets = _listed(mask), _listed(cu_seqlens)
+    if cu_seqlens is None:
+        offsets = [None] * len(masks)
+    elif len(offsets) != len(masks) or isinstance(cu_seqlens, Tensor) != isinstance(mask, Tensor):
+        raise ValueError(
+            "cu_seqlens must be one for each mask, a list where mask is one, got "
+            f"{len(offsets)} for {len(masks)}"
+        )
+    pairs = [*zip(masks, offsets, strict=True)]
+    for of_batch, of_sequences in pairs:
+        _check_batch(of_batch, of_sequences)
+    return pairs
+
+
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    refuse_dtensors(mask=mask)
+    check("data_parallel_normalizer", cu_seqlens, mask)
+    if are_checked(mask, in_kernel=False):
+        check_mask_values(mask, wide_dtype(mask.device))
+        if cu_seqlens is not None:
+            check_cu_seqlens_values(cu_seqlens, mask.shape[0])
+
+
+def _denominator(mask: Tensor, cu_seqlens: Tensor | None, reduction: Reduction) -> Tensor:
+    """The denominator of one micro-batch, 0-dim."""
+    length = Sequences(mask, cu_seqlens).sum(wide(mask).flatten())
+    return sum_of_sequences(wide(reduction.denominator_terms(length)))

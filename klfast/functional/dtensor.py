@@ -1,0 +1,275 @@
+"""DTensors: every rank computes its own shard.
+
+A public function that is given DTensors calls itself with their local tensors and makes DTensors of
+what comes back. A per-token or per-sequence result is sharded as its tokens are; a scalar is a sum
+over the ranks (``Partial``), for which a mean divides by the count of all of them; statistics are
+of all sequences, on every rank.
+
+=============================================== ====================================================
+placement of logprobs, values or logits         what happens
+=============================================== ====================================================
+``Replicate``                                   every rank computes the same
+``Shard`` over sequences (dimension 0 of        nothing is moved but the count that a mean divides
+[B, T], of [B, T, V])                           by
+``Shard`` over the tokens of sequences          the same, where a token's sequence does not matter:
+                                                ``token_logprobs``, and the reductions ``none``,
+                                                ``token-sum`` and ``token-mean`` without
+                                                ``cu_seqlens``, statistics and scores
+``Shard`` over the vocabulary, along one        a few numbers a token are gathered, logits never:
+dimension of the mesh, but for the ``jsd`` of   ``group=`` of these functions; results are
+``kl_divergence``                               ``Replicate`` there
+everything else, ``Partial`` among it           gathered first (``Replicate``)
+=============================================== ====================================================
+
+The other tensors are moved to where these are; they must be DTensors on the same mesh too, but for
+0-dim ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from klfast.distributed.dtensor import is_dtensor
+from klfast.stats.kl import KLStats
+from klfast.types.dtypes import wide_dtype
+from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
+from klfast.types.topk import without_missing
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PER_TOKEN = (
+    *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
+    *("values", "mask", "token_ids", "ref_token_ids", "temperature"),
+)
+_OVER_WORDS = ("logits", "ref_logits")
+_PER_SEQUENCE = ("scores",)
+
+
+def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
+    """The public function, over DTensors as well."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def served(*args: P.args, **kwargs: P.kwargs) -> R:
+        for value in (*args, *kwargs.values()):
+            if type(value) not in _PLAIN and is_dtensor(value):
+                break
+        else:
+            return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return cast(R, _over_shards(function, bound.arguments))
+
+    return served
+
+
+def refuse_dtensors(**tensors: object) -> None:
+    """Raise TypeError for a DTensor, of a function that has no rule for shards."""
+    for name, value in tensors.items():
+        if type(value) not in _PLAIN and is_dtensor(value):
+            raise TypeError(
+                f"{name} must be a plain tensor, got DTensor; give each rank its own sequences, "
+                f"{name}.to_local()"
+            )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
+"""Types that say at once what a value is not."""
+
+
+class _Shards(NamedTuple):
+    """The placement of a call's tokens."""
+
+    name: str
+    """The name of the argument that has it."""
+    of: DTensor
+    rank: int
+    """The tokens' dimensions: those of ``of``, but for a vocabulary."""
+    placements: tuple[Placement, ...]
+    """``Shard`` and ``Replicate`` alone."""
+    words_over: int | None
+    """The dimension of the mesh over which the vocabulary is sharded; None where it is whole."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.of.device_mesh
+
+    @property
+    def dimensions(self) -> set[int]:
+        """The dimensions that are sharded."""
+        from torch.distributed.tensor import Shard
+
+        return {p.dim for p in self.placements if isinstance(p, Shard)}
+
+    def local(self, name: str, value: object) -> object:
+        """This rank's part of an argument."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not isinstance(value, Tensor):
+            return value
+        if not isinstance(value, DTensor):
+            if value.dim() == 0:
+                return value
+            raise TypeError(
+                f"{name} must be a DTensor as {self.name} is, got {type(value).__name__}"
+            )
+        if value.device_mesh != self.mesh:
+            raise ValueError(
+                f"{name} must be on the mesh of {self.name}, {self.mesh}, got {value.device_mesh}"
+            )
+        placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
+        if (name in _PER_TOKEN or name in _PER_SEQUENCE) and value.dim() > 0:
+            self._check_shape(name, value)
+            placements = self._of_words() if name in _OVER_WORDS else self.placements
+        moved = value.redistribute(placements=placements)
+        return moved.to_local(grad_placements=placements)
+
+    def _of_words(self) -> tuple[Placement, ...]:
+        """The placements of logits."""
+        from torch.distributed.tensor import Shard
+
+        words = Shard(self.rank)
+        return tuple(words if d == self.words_over else p for d, p in enumerate(self.placements))
+
+    def group(self) -> ProcessGroup | None:
+        """The ranks of the vocabulary's shards."""
+        return None if self.words_over is None else self.mesh.get_group(self.words_over)
+
+    def _check_shape(self, name: str, value: Tensor) -> None:
+        """Raise on all ranks, or on none: shards of equal shape are so on all of them."""
+        cut = self.dimensions
+        if name in _OVER_WORDS and self.words_over is not None:
+            cut = cut | {self.rank}
+        if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in cut):
+            raise ValueError(
+                f"{name} must have the shape of {self.name}, {list(self.of.shape)}, where that is "
+                f"sharded, got {list(value.shape)}"
+            )
+
+    def whole(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
+        """The DTensor of every rank's part."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size(
+            self.of.shape[d] if d in self.dimensions else n for d, n in enumerate(local.shape)
+        )
+        strides = torch.empty(shape, device="meta").stride() if shape else ()
+        return DTensor.from_local(
+            local.contiguous(), self.mesh, placements, shape=shape, stride=strides
+        )
+
+    def total(self, local: Tensor) -> DTensor:
+        """The sum of what the ranks have."""
+        from torch.distributed.tensor import Partial
+
+        return self.whole(local, tuple(Partial() if p.is_shard() else p for p in self.placements))
+
+
+def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The function's result for DTensors. ``arguments`` are in the order of its signature."""
+    shards = _shards_of(arguments)
+    if arguments.get("inplace_backward"):
+        raise ValueError("inplace_backward must be False for DTensors, got True")
+    if arguments.get("group") is not None:
+        raise ValueError(
+            "group must be None for DTensors, whose placements say which shards there are, got "
+            f"{type(arguments['group']).__name__}"
+        )
+    local = {name: shards.local(name, value) for name, value in arguments.items()}
+    reduction = arguments.get("reduction", "none")
+    if reduction in NORMALIZED_REDUCTIONS and arguments["normalizer"] is None and shards.dimensions:
+        local["normalizer"] = _denominator(shards, local, reduction)
+    if shards.words_over is not None:
+        local["group"] = shards.group()
+    result = function(**local)
+    if isinstance(result, tuple):
+        first, *others = result
+        parts = (_whole_result(shards, first), *(_whole(shards, o) for o in others))
+        return type(result)(*parts) if hasattr(result, "_fields") else parts
+    return _whole_result(shards, result)
+
+
+def _shards_of(arguments: dict[str, Any]) -> _Shards:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    name = next(name for name in ("logits", "logprobs", "values") if name in arguments)
+    of = arguments[name]
+    if not isinstance(of, DTensor):
+        other = next(n for n, value in arguments.items() if isinstance(value, DTensor))
+        raise TypeError(f"{name} must be a DTensor as {other} is, got {type(of).__name__}")
+    rank = of.dim() - (name == "logits")
+    sequences, tokens = _may_shard(arguments)
+
+    def serves(placement: Placement) -> bool:
+        if type(placement) is not Shard or placement.dim >= rank:
+            return False
+        return sequences if placement.dim == 0 and rank == 2 else tokens
+
+    placements = tuple(p if serves(p) else Replicate() for p in of.placements)
+    return _Shards(name, of, rank, placements, _words_over(arguments, of))
+
+
+def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
+    """The first dimension of the mesh that cuts the vocabulary of a function that has shards."""
+    from torch.distributed.tensor import Shard
+
+    if "group" not in arguments or ("ref_logits" in arguments and arguments["direction"] == "jsd"):
+        return None
+    cut = (d for d, p in enumerate(of.placements) if type(p) is Shard and p.dim == of.dim() - 1)
+    return next(cut, None)
+
+
+def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether (sequences, the tokens of a sequence) may be on several ranks."""
+    if "token_ids" in arguments and "ref_logits" not in arguments:
+        return True, True  # token_logprobs knows no sequences
+    if arguments["cu_seqlens"] is not None:
+        return False, False
+    by_token = arguments.get("reduction", "none") in TOKENWISE_REDUCTIONS
+    return True, by_token and not arguments.get("return_stats") and "scores" not in arguments
+
+
+def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
+    """The denominator of a mean over all ranks; 1 for nothing, whose mean is 0."""
+    like, mask = local[shards.name], local["mask"]
+    if mask is None:
+        mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
+    if "ref_token_ids" in local:
+        mask = without_missing(mask, local["ref_logprobs"] != -torch.inf)
+    with torch.no_grad():
+        dtype = wide_dtype(mask.device)
+        terms = REDUCTIONS[reduction].denominator_terms(mask.sum(-1, dtype=dtype))
+        count = shards.total(terms.sum(dtype=dtype)).full_tensor()
+        return torch.where(count == 0, 1.0, count)
+
+
+def _whole_result(shards: _Shards, local: Tensor) -> DTensor:
+    return shards.total(local) if local.dim() == 0 else shards.whole(local, shards.placements)
+
+
+def _whole(shards: _Shards, local: Tensor | KLStats | None) -> Any:
+    """A result beside the first: per token, or statistics per sequence.
+
+    Those of all sequences, on every rank: ``if`` and ``item()`` look at a DTensor's own part alone.
+    """
+    from torch.distributed.tensor import Replicate
+
+    if local is None:
+        return None
+    if not isinstance(local, KLStats):
+        return shards.whole(local, shards.placements)
+    together = shards.whole(torch.stack(local, -1), shards.placements)
+    everywhere = together.redistribute(placements=(Replicate(),) * shards.mesh.ndim)
+    return KLStats(*everywhere.unbind(-1))

@@ -1,0 +1,306 @@
+"""The public functions over log-probs and other numbers per token: validate, choose a backend,
+compute.
+
+Shapes: B sequences of T tokens, or N packed tokens; S sequences (B, or ``len(cu_seqlens) - 1``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+from torch import Tensor
+
+from klfast import backends
+from klfast.args.coefficient import Coefficient
+from klfast.args.estimator import Estimator
+from klfast.args.penalty import penalty_call, reduce_call, rewards_call
+from klfast.functional import hints
+from klfast.functional.dtensor import serves_dtensors
+from klfast.stats.kl import KLStats
+from klfast.types.names import BackendName, EstimatorName, ReductionName
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+
+class _PenaltyOptions(TypedDict, total=False):
+    """The options of ``kl_penalty`` that change no type."""
+
+    estimator: EstimatorName | Estimator
+    reduction: ReductionName
+    cu_seqlens: Tensor | None
+    old_logprobs: Tensor | None
+    normalizer: float | Tensor | None
+    coef: Coefficient
+    backend: BackendName
+
+
+@overload
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[_PenaltyOptions],
+) -> Tensor: ...
+
+
+@overload
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[_PenaltyOptions],
+) -> tuple[Tensor, KLStats]: ...
+
+
+@overload
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: bool,
+    **options: Unpack[_PenaltyOptions],
+) -> Tensor | tuple[Tensor, KLStats]: ...
+
+
+@serves_dtensors
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: EstimatorName | Estimator = "k3",
+    reduction: ReductionName = "none",
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+    return_stats: bool = False,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, KLStats]:
+    """``coef`` times the reduced KL penalty of a policy against a reference, in nats.
+
+    Per kept token ``mask * w * f(x)``, where ``x = logprobs - ref_logprobs``, f is the estimator's
+    formula and ``w = exp(logprobs - old_logprobs)`` (1 without ``old_logprobs``): see
+    :class:`klfast.Estimator`. x is positive where the policy is more likely than the reference to
+    say the token. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if any is
+    fp64).
+
+    Args:
+        logprobs: log-probs of the taken tokens under the policy: [B, T], or packed [N] with
+            ``cu_seqlens``; [N] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
+        ref_logprobs: the same under the reference; may differ in dtype. Gradients reach
+            ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
+        mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
+            ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
+            nor gradient, which is exactly 0. None keeps all. A constant: one that requires a
+            gradient raises, and importance weights go by ``old_logprobs``.
+        estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, an alias
+            ``mse``, ``low_var_kl``, or, for the gradient of k2, ``k1+``, ``k2+``, ``k3+``) or an
+            :class:`klfast.Estimator`. In a loss ``k3+`` has the gradient of the reverse KL in
+            expectation, with ``old_logprobs`` off-policy too; without them ``k3`` has that of the
+            forward KL, and ``k1`` none.
+        reduction: ``"none"``: per token, in the shape of ``logprobs``, 0 where masked.
+            ``"seq-sum"``, ``"seq-mean"``: [S]; the mean of an empty sequence is 0.
+            ``"token-sum"``, ``"token-mean"``: over all tokens, 0-dim.
+            ``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``: mean over the sequences that keep a
+            token of their sum or mean, 0-dim. Means divide by the mask's sum; of nothing they are
+            0.
+        cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
+        old_logprobs: log-probs under the policy that sampled the tokens; a constant. They weigh
+            each token by ``exp(logprobs - old_logprobs)``.
+        normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
+            (of ``token-mean`` the token count, of the others the sequence count). Under DDP and
+            FSDP, which average gradients: the count of all ranks divided by the world size,
+            :func:`klfast.data_parallel_normalizer`. With the undivided count the gradient comes out
+            too small by the world size.
+        coef: a number or 0-dim tensor; a constant. Of a controller, its ``value``.
+        return_stats: also return :class:`klfast.KLStats` from the same read.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
+            works or raises.
+
+    Returns:
+        The penalty, or (penalty, stats).
+
+    Raises:
+        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
+            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+        TypeError: an argument of the wrong type or dtype.
+        RuntimeError: the backend asked for cannot run here, and why.
+
+    Warns, once a process each: of ``k1`` without ``old_logprobs`` where ``logprobs`` is
+    differentiable; of log-probs above 0.001, which may be logits; of [N] tokens without
+    ``cu_seqlens`` under a reduction by sequences. ``klfast.functional.hints`` says when values are
+    looked at.
+
+    Differentiable once: a second derivative raises in every backend but ``reference``.
+
+    Source: that of the estimator, see :class:`klfast.Estimator`; of the names of the scalar means,
+    verl's ``loss_agg_mode``.
+    """
+    call = penalty_call(
+        logprobs,
+        ref_logprobs,
+        mask,
+        estimator,
+        reduction,
+        cu_seqlens,
+        old_logprobs,
+        normalizer,
+        coef,
+        return_stats,
+    )
+    penalty, stats = backends.choose(backend, call).kl_penalty(call)
+    chosen = call.spec.estimator
+    hints.of_penalty(
+        logprobs, ref_logprobs, mask, chosen, reduction, cu_seqlens, old_logprobs, coef
+    )
+    return penalty if stats is None else (penalty, stats)
+
+
+class _RewardsOptions(TypedDict, total=False):
+    """The options of ``kl_rewards`` that change no type."""
+
+    kl_coef: Required[Coefficient]
+    estimator: EstimatorName | Estimator
+    cu_seqlens: Tensor | None
+    backend: BackendName
+
+
+@overload
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[_RewardsOptions],
+) -> Tensor: ...
+
+
+@overload
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[_RewardsOptions],
+) -> tuple[Tensor, KLStats]: ...
+
+
+@overload
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    return_stats: bool,
+    **options: Unpack[_RewardsOptions],
+) -> Tensor | tuple[Tensor, KLStats]: ...
+
+
+@serves_dtensors
+def kl_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kl_coef: Coefficient,
+    estimator: EstimatorName | Estimator = "k1",
+    cu_seqlens: Tensor | None = None,
+    return_stats: bool = False,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, KLStats]:
+    """Per-token rewards of KL-shaped RL: ``-kl_coef * kl`` at every kept token, plus the score.
+
+    ``kl`` is ``mask * f(x)`` in nats, with ``x = logprobs - ref_logprobs``, as in
+    :func:`kl_penalty`; ``scores[s]`` is added at the last kept token of sequence s. 0 where masked:
+    the score of a sequence without a kept token has no token to go to. The result carries no
+    gradient.
+
+    Args:
+        scores: [S], one per sequence, any real dtype; finite or not, they are passed on.
+        logprobs: as in :func:`kl_penalty`, like all that follow: [B, T], or packed [N] with
+            ``cu_seqlens``; fp64, fp32, bf16 or fp16.
+        ref_logprobs: see there.
+        mask: see there.
+        kl_coef: a number, a 0-dim tensor or a controller, in reward units per nat.
+        estimator: see there.
+        cu_seqlens: see there.
+        return_stats: see there.
+        backend: see there.
+
+    Returns:
+        Rewards in the shape of ``logprobs``, fp32 (fp64 for fp64 input); or (rewards, stats).
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
+
+    Warns once a process of log-probs above 0.001, which may be logits.
+
+    Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
+    arXiv:1909.08593), section 2.
+    """
+    call = rewards_call(
+        scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
+    )
+    rewards, stats = backends.choose(backend, call).kl_penalty(call)
+    hints.of_rewards(logprobs, ref_logprobs, mask)
+    return rewards if stats is None else (rewards, stats)
+
+
+@serves_dtensors
+def reduce(
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    reduction: ReductionName,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    coef: Coefficient = 1.0,
+) -> Tensor:
+    """``coef`` times the reduction of any number per token, such as a loss, in its unit (nats of
+    a KL).
+
+    Masks, packed sequences, denominators and their edge cases are those of :func:`kl_penalty`, so
+    that a policy loss and a KL are averaged alike. Per kept token ``mask * values``.
+
+    Args:
+        values: [B, T], or packed [N] with ``cu_seqlens``; [N] without it is one sequence. fp64,
+            fp32, bf16 or fp16, any strides. Gradients reach them in their own dtype.
+        mask: as in :func:`kl_penalty`, like all that follow: which tokens exist, and their
+            weights. At a zero a value is selected away: NaN there reaches neither result nor
+            gradient. Multiply weights that require a gradient into ``values``.
+        reduction: see there.
+        cu_seqlens: see there.
+        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
+        coef: see there.
+
+    Returns:
+        The reduced values, fp32 (fp64 for fp64 values).
+
+    Raises:
+        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
+            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+        TypeError: an argument of the wrong type or dtype.
+
+    Warns once a process of [N] values without ``cu_seqlens`` under a reduction by sequences.
+
+    Differentiable once, but on the ``reference``.
+
+    Source: klfast's own; the names of the scalar means are those of verl's ``loss_agg_mode``.
+    """
+    call = reduce_call(values, mask, reduction, cu_seqlens, normalizer, coef)
+    result, _ = backends.choose("auto", call).kl_penalty(call)
+    hints.of_reduce(values, reduction, cu_seqlens)
+    return result

@@ -1,0 +1,184 @@
+"""Whether the ranks of a vocabulary's shards make one call, before they wait for each other in it.
+
+One all-gather of a few integers. Where the group's collectives serve the CPU, or under
+``KLFAST_CHECK=1``, they are looked at: all ranks raise the same error, or none, and a rank whose
+own arguments are refused tells the others. Elsewhere that would take a sync: the ranks of a group
+of NCCL alone get NaN where they do not agree, and must have as many rows each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from klfast import backends
+from klfast.args.rows import RowsArgs
+from klfast.args.shards import Shards
+from klfast.args.values import are_checked, checks_requested
+from klfast.distributed.ranks import Ranks
+from klfast.types.dtypes import wide
+from klfast.types.names import DIRECTIONS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from klfast.types.names import BackendName
+
+    Group = ProcessGroup | DeviceMesh
+
+Fields = dict[str, object]
+"""What must be the same on every rank, by its name in a message; numbers are shown there."""
+
+_FIELDS = 30
+"""Of a call at most."""
+
+
+def ranks_of_shards(group: Group) -> Ranks:
+    """The ranks of a process group, or of a mesh of one dimension.
+
+    Raises:
+        TypeError, ValueError: it is neither, or one that this process is not in.
+    """
+    if distributed.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    "group must be a ProcessGroup or a DeviceMesh of one dimension, got one of "
+                    f"{group.ndim}: {group}"
+                )
+            group = group.get_group()
+    return Ranks(group, "group")
+
+
+def args_of(
+    make: Callable[..., RowsArgs],
+    arguments: tuple[Any, ...],
+    group: Group | None,
+    backend: BackendName,
+    *,
+    may_wait: bool = False,
+) -> RowsArgs:
+    """The checked arguments of a public function; with a group after all ranks have said that they
+    make the same call.
+
+    Args:
+        make: makes them; ``of_shard`` says that they are of one.
+        arguments: of the public function.
+        group: the ranks of the shards; None, or of one rank, for a vocabulary that is whole.
+        backend: which must serve the call, before the other ranks wait for it.
+        may_wait: whether the host may wait for a device, to look at what ranks say.
+
+    Raises:
+        RuntimeError: the ranks do not agree, or one of them has refused its arguments or is gone.
+        ValueError, TypeError: as ``make``, and of values that all ranks have.
+    """
+    if group is None:
+        return make(*arguments)
+    ranks = ranks_of_shards(group)
+    if ranks.size == 1:
+        args = make(*arguments, of_shard=True)
+        _check_words(args.words())
+        return args
+    looks = may_wait or "cpu" in ranks.kinds or checks_requested()
+    try:
+        args = make(*arguments, of_shard=True)
+        serving = backends.resolve(backend, args.first().device, args)
+        fields = {**args.must_match(), "backend": serving.name}
+    except Exception:
+        if looks:
+            with contextlib.suppress(RuntimeError):  # of a rank that is gone: this error is first
+                ranks.all_gather(torch.zeros(2 + _FIELDS, dtype=torch.int64, device=ranks.device))
+        raise
+    encoded = [_encoded(value) for value in fields.values()]
+    compared = _compared if looks else _trusted
+    shards = compared(ranks, args.words(), encoded, fields).to(args.first().device)
+    args = args._replace(shards=shards)
+    if are_checked(args.first(), in_kernel=False):
+        args.check_values()
+    return args
+
+
+def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> Shards:
+    """The shards, after a look at what every rank has said."""
+    own = [1, words, *encoded, *(0,) * (_FIELDS - len(encoded))]
+    table = ranks.all_gather(torch.tensor(own, device=ranks.device)).tolist()
+    for rank, (is_there, *_) in enumerate(table):
+        if not is_there:
+            raise RuntimeError(
+                f"group: rank {rank} of {ranks.size} has refused its arguments; its own error says "
+                "which"
+            )
+    for place, (name, value) in enumerate(fields.items(), 2):
+        apart = [rank for rank, row in enumerate(table) if row[place] != table[0][place]]
+        if apart:
+            values = [row[place] for row in (table[0], table[apart[0]])]
+            raise RuntimeError(_difference(name, value, apart, values))
+    words_of_ranks = [of_rank for _, of_rank, *_ in table]
+    edges = [0, *itertools.accumulate(words_of_ranks)]
+    _check_words(edges[-1])
+    return Shards(ranks, torch.tensor(edges), edges[-1], widest=max(words_of_ranks))
+
+
+def _check_words(words: int) -> None:
+    if words == 0:
+        raise ValueError("group must have a rank with at least one word, got none")
+
+
+def _difference(name: str, value: object, apart: list[int], values: list[int]) -> str:
+    text = f"{name} must be the same on every rank of group, "
+    shown = {_encoded(choice): repr(choice) for choice in (*backends.BACKENDS, *DIRECTIONS)}
+    if type(value) is int or all(number in shown for number in values):
+        first, other = (shown.get(number, number) for number in values)
+        return text + f"got {first} on rank 0 and {other} on rank {apart[0]}"
+    return text + f"got another on rank {apart[0]} than on rank 0"
+
+
+def _trusted(ranks: Ranks, words: int, encoded: list[int], _: Fields) -> Shards:
+    """The shards, which only the device knows."""
+    # Filled by kernels: a copy from the host would wait for the device.
+    own = [
+        torch.full((), number, dtype=torch.int64, device=ranks.device)
+        for number in (words, _mixed(encoded))
+    ]
+    table = ranks.all_gather(torch.stack(own))
+    edges = torch.nn.functional.pad(table[:, 0].cumsum(0), (1, 0))
+    return Shards(ranks, edges, None, (table[:, 1] != table[0, 1]).any())
+
+
+def _encoded(value: object) -> int:
+    """An int64 that another value hardly has."""
+    if isinstance(value, Tensor):
+        return _digest(value) if are_checked(value, in_kernel=False) else 0
+    if type(value) is int:
+        return value
+    if isinstance(value, float):
+        return int(struct.unpack("<q", struct.pack("<d", value))[0])
+    return zlib.crc32(repr(value).encode())
+
+
+def _digest(tensor: Tensor) -> int:
+    """The same of what a tensor holds."""
+    numbers: Any = tensor.detach().reshape(-1)
+    if tensor.is_floating_point():
+        numbers = wide(numbers)
+        numbers = numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
+    numbers = numbers.to(torch.int64)
+    places = torch.arange(numbers.numel(), device=tensor.device)
+    # Sums of products wrap around.
+    mixed = (numbers ^ (numbers >> 29)) * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 32)) * (2 * places + 1)
+    return int((mixed.sum() ^ tensor.numel()).item())
+
+
+def _mixed(numbers: list[int]) -> int:
+    return zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers))

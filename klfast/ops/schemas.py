@@ -1,0 +1,306 @@
+"""The ops: schemas, shapes for tracing, and a rule for vmap. Backends implement them, each in a
+namespace of its own.
+
+Choices are positions in lists: torch's conversion of a string argument to std::string leaks it
+(torch 2.10 to 2.15), some 50 bytes a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.penalty import Choices
+from klfast.args.rollout import WEIGHTS, RolloutChoices, RuleBounds
+from klfast.args.rows import ENTROPIES
+from klfast.stats.kl import KLStats
+from klfast.stats.rollout import rows_of_table
+from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.layout import number_of_sequences
+from klfast.types.reduction import RESULTS
+
+SAVED_OF_TOKENS, SAVED_OF_PAIRS = 2, 5
+"""Numbers of a row that the forwards over logits leave to a backward: ``WordSaved`` and ``Saved``
+in ``csrc/logits/call.h``."""
+
+_CALL = (
+    "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
+    "Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, "
+)
+_INVERSE = "Tensor? inverse_temperature=None"
+_GRAD_LSES = ", Tensor? grad_lse=None, Tensor? grad_ref_lse=None"
+_TOKENS = "Tensor logits, Tensor token_ids, Tensor? keep, "
+_TOKENS_BACKWARD = (
+    "Tensor saved, Tensor logprobs, Tensor entropy, float temperature, Tensor? grad_logprobs, "
+    f"Tensor? grad_entropy, {_INVERSE}, Tensor? grad_lse=None"
+)
+_DIVERGENCE = (
+    "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
+    "int divergence, float jsd_beta, float temperature, int entropy_of, "
+)
+_INPLACE_DIVERGENCE = (
+    "Tensor(a!) logits, Tensor(b!) ref_logits, Tensor? keep, "
+    "int divergence, float jsd_beta, float temperature, "
+)
+SCHEMAS = {
+    "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
+    "-> (Tensor, Tensor, Tensor)",
+    "token_logprobs_bwd": f"({_TOKENS}{_TOKENS_BACKWARD}) -> Tensor",
+    "token_logprobs_bwd_": f"({_TOKENS.replace('Tensor', 'Tensor(a!)', 1)}{_TOKENS_BACKWARD}) "
+    "-> ()",
+    "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
+    f"{_INVERSE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kl_divergence_fwd_": f"({_INPLACE_DIVERGENCE}Tensor row_weights, bool want_grad, "
+    f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
+    "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
+    "Tensor? grad_rows, Tensor? grad_logprobs, Tensor? grad_ref_logprobs, Tensor? grad_entropy, "
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor, Tensor)",
+    "kl_divergence_bwd_": f"({_INPLACE_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> ()",
+    "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
+    "bool want_grad_ref_logprobs, bool want_statistics) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
+    "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
+    "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
+    "Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
+    "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
+    "rollout_correction": "(Tensor logprobs, Tensor rollout_logprobs, Tensor? mask, "
+    "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
+    "float[] bounds) -> (Tensor, Tensor, Tensor)",
+}
+"""Name -> signature. Statistics, weights and gradients that are not wanted are None; a number per
+row that is not wanted has the shape [0].
+
+``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
+the backward needs), statistics ([8, S], in the order of
+``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
+log-ratio. ``token_weights`` returns by how much a scalar reduction of values, in the shape of
+``like``, grows with each of them ([N], fp32 or fp64). ``token_logprobs_fwd`` returns logprobs,
+entropy, saved ([SAVED_OF_TOKENS, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved
+([SAVED_OF_PAIRS, R]), the gradients of sum(row_weights * rows), and the entropies of the model that
+``entropy_of`` says, a position in ``klfast.args.rows.ENTROPIES``: never the second of a JSD, nor
+beside gradients.
+``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
+the memory of the logits, which are contiguous and not each other. A gradient that comes in as None
+stands for zeros. ``grad_lse`` and ``grad_ref_lse`` are those of the rows' log-sum-exps under either
+model, which differ from 0 where a row is a shard of a vocabulary: ``saved`` says them
+(``klfast.autograd.lse``). ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too;
+logprobs and their gradient are as many numbers, and an id of ``NO_ID`` is none.
+``inverse_temperature``, float64, takes the place of the temperature: one a row, [R], or a 0-dim
+tensor.
+``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``; ``rules`` and
+``bounds`` hold three integers and two numbers a rule (``klfast.args.rollout``).
+"""
+
+
+PenaltyOutputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Result, weights, statistics, and the unit gradients of two inputs."""
+
+
+class Ops(NamedTuple):
+    """The ops of a namespace that every backend of ops implements."""
+
+    kl_penalty_fwd: Callable[..., PenaltyOutputs]
+    kl_penalty_bwd: Callable[..., tuple[Tensor | None, Tensor | None]]
+    token_logprobs_fwd: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    token_logprobs_bwd: Callable[..., Tensor]
+    token_logprobs_bwd_: Callable[..., None]
+    kl_divergence_fwd: Callable[..., tuple[Any, ...]]
+    kl_divergence_fwd_: Callable[..., tuple[Tensor, Tensor]]
+    kl_divergence_bwd: Callable[..., tuple[Tensor | None, ...]]
+    kl_divergence_bwd_: Callable[..., None]
+    token_weights: Callable[..., Tensor]
+    scale_: Callable[[Tensor, Tensor], None]
+
+    @classmethod
+    def of(cls, namespace: str) -> Ops:
+        """Those of ``torch.ops.<namespace>``."""
+        ops = getattr(torch.ops, namespace)
+        return cls(*(getattr(ops, name).default for name in cls._fields))
+
+
+class Arguments(SimpleNamespace):
+    """The arguments of a call of an op, by the names of its schema; None for those left out."""
+
+    @classmethod
+    def of(cls, op: str, values: Iterable[Any]) -> Arguments:
+        return cls(**dict(itertools.zip_longest(_NAMES[op], values)))
+
+
+_NAMES = {
+    op: re.findall(r"(\w+)(?:=None)?[,)]", schema.partition(" -> ")[0])
+    for op, schema in SCHEMAS.items()
+}
+
+
+def arities() -> dict[str, int]:
+    """How many arguments each op takes."""
+    return {op: len(names) for op, names in _NAMES.items()}
+
+
+def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
+    return tensor.new_empty(tensor.shape) if wanted else None
+
+
+def _gradients_of_penalty(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        _empty_gradient(a.logprobs, a.want_grad_logprobs),
+        _empty_gradient(a.ref_logprobs, a.want_grad_ref_logprobs),
+    )
+
+
+def _kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
+    dtype = arithmetic_dtype(a.logprobs, a.ref_logprobs, a.old_logprobs)
+    sequences = number_of_sequences(a.logprobs, a.cu_seqlens)
+    shapes = {"token": a.logprobs.shape, "sequence": (sequences,), "scalar": ()}
+    result = a.logprobs.new_empty(shapes[RESULTS[Choices(*a.choices).result]], dtype=dtype)
+    return (
+        result,
+        result.new_empty((sequences,)) if a.want_weights else None,
+        result.new_empty((len(KLStats._fields), sequences)) if a.want_statistics else None,
+        *_gradients_of_penalty(a),
+    )
+
+
+def _token_weights(a: Arguments) -> Tensor:
+    dtype = torch.float64 if a.is_double else torch.float32
+    weights: Tensor = a.like.new_empty((a.like.numel(),), dtype=dtype)
+    return weights
+
+
+def _nothing(_: Arguments) -> None:
+    pass
+
+
+def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    rows = a.logits.shape[0] * a.logits.shape[1]
+    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits))
+    entropy = results.new_empty((rows if a.want_entropy else 0,))
+    logprobs = results.new_empty((a.token_ids.numel(),))
+    return logprobs, entropy, results.new_empty((SAVED_OF_TOKENS, rows), dtype=torch.float64)
+
+
+def _token_logprobs_bwd(a: Arguments) -> Tensor | None:
+    return _empty_gradient(a.logits, True)
+
+
+def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
+    return _empty_gradient(a.logits, a.want_grad), _empty_gradient(a.ref_logits, a.want_grad_ref)
+
+
+def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor | None, ...]:
+    rows = a.logits.shape[0] * a.logits.shape[1]
+    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
+    taken = (0 if a.token_ids is None else rows,)
+    return (
+        results,
+        results.new_empty(taken),
+        results.new_empty(taken),
+        results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64),
+        *_gradients_of_divergence(a),
+        results.new_empty((0 if ENTROPIES[a.entropy_of] == "none" else rows,)),
+    )
+
+
+def _kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
+    rows = a.logits.shape[0] * a.logits.shape[1]
+    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
+    return results, results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64)
+
+
+def _rollout_correction(a: Arguments) -> tuple[Tensor | None, Tensor, Tensor]:
+    like, dtype = a.logprobs, arithmetic_dtype(a.logprobs, a.rollout_logprobs)
+    weighs = WEIGHTS[RolloutChoices(*a.choices).weight] != "none"
+    rows = rows_of_table(len(a.bounds) // len(RuleBounds._fields))
+    return (
+        like.new_empty(like.shape, dtype=dtype) if weighs else None,
+        like.new_empty(like.shape, dtype=torch.bool if a.mask is None else a.mask.dtype),
+        like.new_empty((rows, number_of_sequences(like, a.cu_seqlens)), dtype=dtype),
+    )
+
+
+_FAKES: dict[str, Callable[[Arguments], Any]] = {
+    "kl_penalty_fwd": _kl_penalty_fwd,
+    "kl_penalty_bwd": _gradients_of_penalty,
+    "token_logprobs_fwd": _token_logprobs_fwd,
+    "token_logprobs_bwd": _token_logprobs_bwd,
+    "token_logprobs_bwd_": _nothing,
+    "kl_divergence_fwd": _kl_divergence_fwd,
+    "kl_divergence_fwd_": _kl_divergence_fwd_,
+    "kl_divergence_bwd": _gradients_of_divergence,
+    "kl_divergence_bwd_": _nothing,
+    "token_weights": _token_weights,
+    "scale_": _nothing,
+    "rollout_correction": _rollout_correction,
+}
+
+
+def empty_outputs(op: str, a: Arguments) -> Any:
+    """The outputs of an op, before anything is written into them."""
+    return _FAKES[op](a)
+
+
+def _fake(op: str) -> Callable[..., Any]:
+    return lambda *values: empty_outputs(op, Arguments.of(op, values))
+
+
+def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """The outputs of vmap over no element, whose shapes come from an element of zeros."""
+    element = [
+        arg.new_zeros(arg.movedim(dim, 0).shape[1:]) if isinstance(dim, int) else arg
+        for arg, dim in zip(args, in_dims, strict=True)
+    ]
+    return _stacked([op(*element)], lambda outputs: outputs[0].new_empty((0, *outputs[0].shape)))
+
+
+def _stacked(
+    of_elements: list[Any], stack: Callable[[tuple[Tensor, ...]], Tensor] = torch.stack
+) -> Any:
+    """The outputs of a call per element, and where their new dimension is, as vmap rules return."""
+    if isinstance(of_elements[0], Tensor):
+        return stack(tuple(of_elements)), 0
+    outputs = tuple(
+        None if output[0] is None else stack(output) for output in zip(*of_elements, strict=True)
+    )
+    return outputs, tuple(None if output is None else 0 for output in outputs)
+
+
+def _vmap_by_element(op: Any) -> Any:
+    """Vmap by one call per element: right for every option, and fast where elements are large."""
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def element(i: int) -> list[Any]:
+            return [
+                arg.select(dim, i) if isinstance(dim, int) else arg
+                for arg, dim in zip(args, in_dims, strict=True)
+            ]
+
+        if info.batch_size == 0:
+            return _empty_batch(op, in_dims, args)
+        return _stacked([op(*element(i)) for i in range(info.batch_size)])
+
+    return vmap
+
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def define(namespace: str, names: Iterable[str] = SCHEMAS) -> torch.library.Library:
+    """Define the ops in a namespace, for the life of the process: all, or those that are named."""
+    library = torch.library.Library(namespace, "DEF")
+    for name in names:
+        library.define(name + SCHEMAS[name])
+        torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=library)
+        if not name.endswith("_"):  # which changes a tensor that no transform sees
+            op = getattr(getattr(torch.ops, namespace), name).default
+            torch.library.register_vmap(op, _vmap_by_element(op), lib=library)
+    _LIBRARIES.append(library)
+    return library

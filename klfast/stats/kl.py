@@ -1,0 +1,261 @@
+"""Per-sequence statistics that come out of the same read as the penalty."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from klfast.args.values import holds_values
+from klfast.distributed.dtensor import full_tensor, is_dtensor
+from klfast.distributed.ranks import Ranks, check_same, folded
+from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of
+from klfast.types.dtypes import wide
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Divide: TypeAlias = "Callable[[Any, Any], Any]"
+
+OF_TOKENS = ("k1", "k2", "k3", "max_abs_log_ratio")
+"""The statistics of the log-ratio, which of distributions only the tokens in ``token_ids`` have."""
+
+
+class KLStats(NamedTuple):
+    """Statistics of the policy from one read of the log-probs, one entry per sequence.
+
+    Every field is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for fp64 input),
+    on the inputs' device, without gradient. ``x`` is the unclipped log-ratio in nats; sums are over
+    kept tokens, weighted by the mask; counts and maxima are over kept tokens, unweighted.
+
+    Attributes:
+        kl: sum of the chosen estimator with its weight and limits, before ``coef``; nats per
+            sequence.
+        length: sum of the mask (the number of kept tokens for a boolean mask).
+        k1: sum of x.
+        k2: sum of x**2 / 2.
+        k3: sum of expm1(-x) + x.
+        max_abs_log_ratio: max of abs(x); 0 for an empty sequence, NaN if a kept x is NaN.
+        clipped: number of tokens where ``log_ratio_clip``, ``kl_clip`` or ``importance_cap`` acted.
+        nonfinite: number of tokens whose x, or whose term of ``kl``, is NaN or infinite. The term
+            of k3 is infinite in fp32 from x = -89 on; ``linear_tail`` and ``log_ratio_clip`` of
+            :class:`klfast.Estimator` keep it finite.
+
+    Of :func:`klfast.kl_divergence`, ``kl`` sums the exact divergences and ``nonfinite`` counts the
+    tokens whose divergence is NaN or infinite; ``k1``, ``k2``, ``k3`` and ``max_abs_log_ratio`` are
+    of the tokens in ``token_ids``, and NaN without them; ``clipped`` is 0.
+
+    ``torch.load(weights_only=True)`` loads statistics that ``torch.save`` wrote, once klfast is
+    imported.
+    """
+
+    kl: Tensor
+    length: Tensor
+    k1: Tensor
+    k2: Tensor
+    k3: Tensor
+    max_abs_log_ratio: Tensor
+    clipped: Tensor
+    nonfinite: Tensor
+
+    def token_mean(self) -> Tensor:
+        """Sum of ``kl`` over sum of ``length``: nats per token, 0-dim; 0 when nothing is kept."""
+        return _ratio(self.kl.sum(), self.length.sum())
+
+    def sequence_mean(self) -> Tensor:
+        """Mean of ``kl`` over the sequences that keep a token: nats per sequence, 0-dim."""
+        return _ratio(self.kl.sum(), (self.length > 0).sum())
+
+    @staticmethod
+    def cat(stats: Sequence[KLStats]) -> KLStats:
+        """The statistics of the sequences of all, one after the other; ``a + b`` is that of two.
+
+        Of micro-batches, these are bit for bit the statistics of the whole batch. They must be on
+        one device.
+
+        Raises:
+            ValueError: ``stats`` is empty.
+            TypeError: it holds something else.
+        """
+        parts = [*stats]
+        if not parts:
+            raise ValueError("stats must hold at least one KLStats, got none")
+        for part in parts:
+            if not isinstance(part, KLStats):
+                raise TypeError(f"stats must hold KLStats alone, got {type(part).__name__}")
+        return _of_table(torch.cat([torch.stack(part) for part in parts], 1))
+
+    def __add__(self, other: object) -> KLStats:
+        return KLStats.cat([self, other]) if isinstance(other, KLStats) else NotImplemented
+
+    def all_reduce(self, group: ProcessGroup, *, sharded: bool = False) -> KLStats:
+        """The statistics of all ranks of ``group``; every rank gets the same bits.
+
+        By default every rank has sequences of its own, any number of them (data parallelism). They
+        follow each other in the order of ranks, as :meth:`cat` has them, bit for bit the statistics
+        of one process with all of them.
+
+        ``sharded=True``: every rank has the same S sequences, and of each its own tokens, or none
+        (sequence and context parallelism). Of each sequence, sums and counts are added in fp64 in
+        the order of ranks' halves, and the greatest maximum is taken: [S].
+
+        For both, reduce over the shards first, and then over the ranks with different sequences.
+        Which of the two a group is cannot be seen in the numbers: the wrong one counts a sequence
+        several times, or makes one of several.
+
+        The result is fp64 if a rank's statistics are. It takes two all-reduces, of shapes and of
+        statistics; the first is waited for.
+
+        Args:
+            group: the ranks, all of which must call.
+            sharded: whether ranks have the same sequences, the same on every rank.
+
+        Raises:
+            TypeError: ``group`` is not a process group that this process is in.
+            RuntimeError: on every rank, ``sharded`` differs between ranks, or with it S; of
+                torch.distributed, where a rank has died or does not answer in time.
+        """
+        ranks, table = Ranks(group), torch.stack(self)
+        told = ranks.tell(table, sharded)
+        check_same("sharded", told.sharded)
+        check_same("the number of statistics of a sequence", told.rows)
+        if not sharded:
+            return _of_table(ranks.side_by_side(table, told))
+        check_same("with sharded=True, the number of sequences", told.columns)
+        tables = ranks.gather(wide(table))
+        whole = folded(tables)
+        whole[_MAXIMA] = tables[:, _MAXIMA].amax(0)
+        return _of_table(whole.to(torch.float64 if any(told.is_double) else table.dtype))
+
+    def as_dict(self, prefix: str = "kl/") -> dict[str, Tensor]:
+        """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
+
+        Names begin with ``prefix``. ``k1``, ``k2`` and ``k3`` are means per token, ``length`` the
+        mean over sequences, ``max_abs_log_ratio`` the maximum, ``clipped`` and ``nonfinite`` the
+        totals.
+        """
+        sums = torch.stack((*self, self.length.sign())).sum(1)
+        sequences = self.kl.numel()
+        maxima = [self[row].max() for row in _MAXIMA if sequences]
+        if sums.dtype in _CODES and holds_values(self.kl):  # a quarter of the time of torch's
+            floats = [largest.item() for largest in maxima]
+            numbers = _scalars(sums.tolist(), floats, sequences, _quotient)
+            memory = array(_CODES[sums.dtype], numbers)
+            scalars = [*torch.frombuffer(memory, dtype=sums.dtype).unbind()]
+        else:
+            number = sums.new_full((), sequences)
+            scalars = _scalars([*sums.unbind()], maxima, number, _ratio)
+        return {prefix + name: value for name, value in zip(LOGGED, scalars, strict=True)}
+
+    def to_floats(self, prefix: str = "kl/") -> dict[str, float]:
+        """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
+
+        Names begin with ``prefix``. What is not known is left out: ``k1``, ``k2``, ``k3`` and
+        ``max_abs_log_ratio`` of exact divergences without ``token_ids``, and what is NaN or
+        infinite, which ``nonfinite`` counts.
+        """
+        return finite_floats(self.as_dict(prefix))
+
+    def __repr__(self) -> str:
+        if not are_readable(self):
+            return fields_of(self)
+        logged, unknown = self.as_dict(""), OF_TOKENS if is_without_tokens(self) else ()
+        shown = {label: logged[name] for name, label in _LABELS.items() if name not in unknown}
+        return line_of("KLStats", {"sequences": self.kl.numel(), **shown})
+
+
+torch.serialization.add_safe_globals([KLStats])
+
+
+def gathered(value: Any) -> Any:
+    """Plain tensors in place of a DTensor, or of ``KLStats`` that hold some; all else as it is.
+
+    Nothing is moved where every rank has the whole already, as of statistics.
+    """
+    if isinstance(value, KLStats):
+        return KLStats(*map(full_tensor, value)) if is_dtensor(value.kl) else value
+    return full_tensor(value)
+
+
+def without_tokens(stats: KLStats) -> KLStats:
+    """Statistics of exact divergences where no token was taken: NaN for what is said of tokens."""
+    return stats._replace(**dict.fromkeys(OF_TOKENS, torch.full_like(stats.kl, torch.nan)))
+
+
+def is_without_tokens(stats: KLStats) -> Tensor:
+    """Whether statistics are those that :func:`without_tokens` returns, 0-dim."""
+    return stats.k1.isnan().all() & ~stats.nonfinite.any() & (stats.k1.numel() > 0)
+
+
+def with_tokens_of(stats: KLStats, taken: KLStats) -> KLStats:
+    """Statistics of exact divergences, with what ``taken`` says of the tokens that were taken."""
+    return stats._replace(**{name: getattr(taken, name) for name in OF_TOKENS})
+
+
+def _of_table(table: Tensor) -> KLStats:
+    return KLStats(*table.unbind(0))
+
+
+LOGGED = {
+    "token_mean": ("kl", "per token"),
+    "sequence_mean": ("kl", "per kept sequence"),
+    "k1": ("k1", "per token"),
+    "k2": ("k2", "per token"),
+    "k3": ("k3", "per token"),
+    "length": ("length", "per sequence"),
+    "max_abs_log_ratio": ("max_abs_log_ratio", "maximum"),
+    "clipped": ("clipped", "total"),
+    "nonfinite": ("nonfinite", "total"),
+}
+"""The names of ``as_dict`` -> a field of ``KLStats``, and what becomes of the sequences' numbers. A
+field that is logged as a maximum is one over ranks too; the others are sums."""
+
+_FIELDS = KLStats._fields
+_DIVISORS = {
+    "per token": _FIELDS.index("length"),
+    "per kept sequence": len(_FIELDS),
+    "per sequence": len(_FIELDS) + 1,
+}
+_QUOTIENTS = tuple((_FIELDS.index(field), _DIVISORS.get(how)) for field, how in LOGGED.values())
+"""By name of ``LOGGED``: the places of numerator and denominator among the totals."""
+_MAXIMA = [_FIELDS.index(field) for field, how in LOGGED.values() if how == "maximum"]
+
+_METHODS = ("token_mean", "sequence_mean")
+_BY = {"per token": "{}/length", "per sequence": "{}/sequences"}
+_LABELS = {
+    name: f"{name}()" if name in _METHODS else _BY.get(how, "{}").format(field)
+    for name, (field, how) in LOGGED.items()
+}
+"""The expressions of fields and methods that ``repr`` shows, by name of ``as_dict``."""
+
+_CODES = {torch.float32: "f", torch.float64: "d"}
+"""The dtypes of arithmetic, as Python's arrays have them."""
+
+
+def _scalars(sums: list[Any], maxima: list[Any], sequences: Any, divide: Divide) -> list[Any]:
+    """The numbers of ``as_dict``, as floats or as tensors.
+
+    Args:
+        sums: over the sequences, of each field and, last, of 1 for each that keeps a token.
+            Quotients of fp32 numbers have the same bits rounded from fp64.
+        maxima: of the fields that have one; empty without sequences.
+        sequences: how many.
+        divide: the quotient, 0 where the denominator is 0.
+    """
+    totals = [*sums, sequences]
+    for row, largest in zip(_MAXIMA, maxima, strict=False):
+        totals[row] = largest
+    return [
+        totals[row] if by is None else divide(totals[row], totals[by]) for row, by in _QUOTIENTS
+    ]
+
+
+def _quotient(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))

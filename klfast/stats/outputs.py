@@ -1,0 +1,119 @@
+"""The results of the functions over rows of a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.args.penalty import PenaltyCall
+from klfast.args.rows import Rows, RowsArgs
+from klfast.stats.kl import KLStats, with_tokens_of, without_tokens
+
+
+class TokenLogprobs(NamedTuple):
+    """The result of :func:`klfast.token_logprobs` with ``return_entropy``.
+
+    Attributes:
+        logprobs: of the tokens, in nats, [...].
+        entropy: of the distributions, ``-sum p log p``, in nats, [...].
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class KLDivergence(NamedTuple):
+    """The result of :func:`klfast.kl_divergence` where more than the divergence is asked for.
+
+    A function that torch.func transforms must return tensors: those of its fields that are not
+    None.
+
+    Attributes:
+        kl: ``coef`` times the reduced divergence, in nats: what the function returns alone.
+        logprobs: of the tokens in ``token_ids`` under the policy, in nats, [B, T] or [N]; None
+            without ``token_ids``.
+        ref_logprobs: the same under the reference.
+        entropy: of the policy, in nats, [B, T] or [N]; None without ``return_entropy``.
+        stats: :class:`klfast.KLStats`; None without ``return_stats``.
+    """
+
+    kl: Tensor
+    logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    stats: KLStats | None = None
+
+
+torch.serialization.add_safe_globals([TokenLogprobs, KLDivergence])
+
+
+class Outputs(NamedTuple):
+    """What a backend returns for a call: the fields of ``KLDivergence``, each of which may be None
+    where it was not asked for.
+    """
+
+    kl: Tensor | None
+    logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    entropy: Tensor | None
+    stats: KLStats | None = None
+
+    def of_tokens(self) -> Tensor | TokenLogprobs:
+        """The result of a function over tokens."""
+        assert self.logprobs is not None
+        if self.entropy is None:
+            return self.logprobs
+        return TokenLogprobs(self.logprobs, self.entropy)
+
+    def of_divergence(self, asks_for_more: bool) -> Tensor | KLDivergence:
+        """The result of a divergence: alone, or with what else was asked for."""
+        assert self.kl is not None
+        return KLDivergence(self.kl, *self[1:]) if asks_for_more else self.kl
+
+
+def outputs_of(
+    args: RowsArgs, rows: Rows, kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
+) -> Outputs:
+    """The outputs in the call's shapes, of what was computed of each token.
+
+    Divergences are reduced in a first step. Statistics of the sampled tokens come in a second one,
+    and are NaN where the tokens are not known.
+    """
+    if args.entries is not None:
+        assert rows.logprobs is not None
+        rows = Rows(args.divergence_of_entries(rows.logprobs))
+    if rows.kl is None:
+        return _shaped(args, rows, None, None)
+    result, stats = kl_penalty(args.reduce(rows.kl))
+    if stats is not None:
+        call = args.compare_tokens(rows)
+        taken = None if call is None else kl_penalty(call)[1]
+        stats = without_tokens(stats) if taken is None else with_tokens_of(stats, taken)
+    return _shaped(args, rows, result, stats)
+
+
+def outputs_of_scalar(
+    args: RowsArgs, result: Tensor, stats: KLStats | None, entropy: Tensor | None = None
+) -> Outputs:
+    """The outputs of a divergence that is reduced already, without log-probs of tokens."""
+    stats = None if stats is None else without_tokens(stats)
+    return _shaped(args, Rows(entropy=entropy), result, stats)
+
+
+def _shaped(args: RowsArgs, rows: Rows, result: Tensor | None, stats: KLStats | None) -> Outputs:
+    _, first, second, entropy = rows
+    policy, reference = (second, first) if args.policy else (first, second)
+    if entropy is not None:
+        entropy = entropy.view(args.shape)
+        entropy = entropy.detach() if args.return_entropy == "detached" else entropy
+    shape = args.shape if args.token_ids is None else args.shape + args.token_ids.shape[1:]
+    return Outputs(
+        result,
+        None if policy is None else policy.view(shape),
+        None if reference is None else reference.view(shape),
+        entropy,
+        stats,
+    )

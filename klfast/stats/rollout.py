@@ -1,0 +1,294 @@
+"""The result of ``rollout_correction``, and its per-sequence statistics, from one read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.distributed.ranks import Ranks, check_same, folded
+from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of
+from klfast.types.dtypes import wide
+from klfast.types.rollout_formulas import SUMS, chi2
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class RuleStats(NamedTuple):
+    """The numbers that one rule compared, one entry per sequence: tensors of shape [S].
+
+    The numbers of a rule over tokens are those of the kept tokens; a rule over sequences has one
+    number, that of the sequence, and all fields but the counts are of that (0 where a sequence has
+    no number).
+
+    Attributes:
+        total: sum of the statistic, weighted by the mask; of a sequence its number.
+        least: the least number.
+        greatest: the greatest number.
+        below: how many numbers are below ``low``.
+        above: how many are above ``high``.
+        bounded: sum of the statistic moved into [low, high], weighted by the mask.
+        bounded_squares: sum of the square of that, weighted by the mask.
+    """
+
+    total: Tensor
+    least: Tensor
+    greatest: Tensor
+    below: Tensor
+    above: Tensor
+    bounded: Tensor
+    bounded_squares: Tensor
+
+
+class RolloutStats(NamedTuple):
+    """Statistics of policy and sampler from one read, one entry per sequence.
+
+    Every field but ``rules`` is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for
+    fp64 input), on the inputs' device, without gradient. ``x = logprobs - rollout_logprobs`` in
+    nats. Kept are the tokens whose mask is not 0, before any rejection. Sums are weighted by the
+    mask, counts and extremes are not. A kept token whose x is NaN or infinite is in ``length``,
+    ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field. Only weights
+    and rules of sequences see an x of -inf. Exponentials saturate at 20 nats (see
+    ``klfast.types.rollout_formulas``). Weights are those before ``normalize``, 1 where none are
+    asked for.
+
+    Attributes:
+        length: sum of the mask before rejection.
+        tokens: number of kept tokens.
+        nonfinite: number of kept tokens whose x is NaN or infinite.
+        kept: sum of the mask after rejection.
+        rejected: number of kept tokens that were rejected.
+        logprobs: sum of the policy's log-probs.
+        k1: sum of x.
+        abs: sum of abs(x).
+        k2: sum of x**2 / 2.
+        k3: sum of expm1(x) - x, of KL(rollout || policy).
+        ratio: sum of exp(x).
+        chi2: sum of exp(2x) - 1.
+        error: sum of exp(abs(x)) - 1.
+        min_log_ratio: least x; 0 for a sequence without a finite kept token.
+        max_log_ratio: greatest x; 0 for such a sequence.
+        weight: sum of the weights.
+        weight_squares: sum of their squares.
+        weight_deviation: sum of (weight - 1)**2, of a token without a weight 1. Near on-policy it
+            holds the variance, whose digits the sum of squares loses.
+        min_weight: least weight; 0 for such a sequence.
+        max_weight: greatest weight; 0 for such a sequence.
+        below: number of tokens whose weight was below ``floor``; without a floor, below 1 /
+            ``cap``, where nothing acts.
+        above: number of tokens whose weight was above ``cap``.
+        outside: number of tokens whose weight was truncated or masked.
+        rules: :class:`~klfast.stats.rollout.RuleStats` of each rule in ``reject``, in its order.
+    """
+
+    length: Tensor
+    tokens: Tensor
+    nonfinite: Tensor
+    kept: Tensor
+    rejected: Tensor
+    logprobs: Tensor
+    k1: Tensor
+    abs: Tensor
+    k2: Tensor
+    k3: Tensor
+    ratio: Tensor
+    chi2: Tensor
+    error: Tensor
+    min_log_ratio: Tensor
+    max_log_ratio: Tensor
+    weight: Tensor
+    weight_squares: Tensor
+    weight_deviation: Tensor
+    min_weight: Tensor
+    max_weight: Tensor
+    below: Tensor
+    above: Tensor
+    outside: Tensor
+    rules: tuple[RuleStats, ...] = ()
+
+    def table(self) -> Tensor:
+        """All fields as rows, [fields, S], in their order, the rules' behind the others."""
+        *fields, rules = self
+        return torch.stack([*fields, *(field for rule in rules for field in rule)])
+
+    @classmethod
+    def of_table(cls, table: Tensor) -> RolloutStats:
+        """The statistics whose ``table`` this is."""
+        rows = table.unbind(0)
+        names, each = cls._fields[:-1], len(RuleStats._fields)
+        starts = range(len(names), len(rows), each)
+        rules = tuple(RuleStats(*rows[start : start + each]) for start in starts)
+        return cls(**dict(zip(names, rows, strict=False)), rules=rules)
+
+    def all_reduce(self, group: ProcessGroup) -> RolloutStats:
+        """The statistics of the sequences of all ranks, in the order of ranks.
+
+        For data parallelism: each rank has its own sequences, any number of them. Every rank gets
+        the same bits, from two all-reduces, of shapes and of statistics; it waits for the first.
+        (``KLStats.all_reduce`` also takes sequences whose tokens are on several ranks; here a total
+        of a sequence decides before statistics are made, so a sequence must be whole.)
+
+        Args:
+            group: the ranks, all of which must call, with statistics of the same rules in the same
+                order; their number is checked.
+
+        Raises:
+            TypeError: ``group`` is not a process group that this process is in.
+            RuntimeError: on every rank, ``reject`` had more rules on one than on another; of
+                torch.distributed, where a rank has died or does not answer in time.
+        """
+        ranks, table = Ranks(group), self.table()
+        told = ranks.tell(table)
+        rules = [(rows - rows_of_table(0)) // len(RuleStats._fields) for rows in told.rows]
+        check_same("the number of rules in reject", rules)
+        return RolloutStats.of_table(ranks.side_by_side(table, told))
+
+    def weight_mean(self, over: str, group: ProcessGroup | None = None) -> Tensor:
+        """The mean of the weights, 0-dim, in ``wide_dtype``: per token, or per sequence with a kept
+        token.
+
+        Args:
+            over: ``"token"``: sum of the weights over the sum of the mask. ``"sequence"``: mean of
+                the sequences' own means.
+            group: the ranks over whose sequences it is taken; None: this process's.
+        """
+        weight, length = wide(self.weight), wide(self.length)
+        if over == "sequence":
+            weight, length = divide(weight, length), wide(length > 0)
+        sums = torch.stack([weight.sum(), length.sum()])
+        if group is not None:
+            sums = folded(Ranks(group).gather(sums))
+        return divide(sums[0], sums[1])
+
+    def as_dict(self, prefix: str = "rollout/") -> dict[str, Tensor]:
+        """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
+
+        Names begin with ``prefix``. Means are per token (over the sum of the mask) unless the name
+        says otherwise; means over sequences leave out those without a kept token; of nothing they
+        are 0.
+
+        =========================== ===============================================================
+        name                        value
+        =========================== ===============================================================
+        kl, k2, k3                  means of -x, x**2 / 2, expm1(x) - x: KL(rollout || policy), nats
+        abs_log_ratio               mean of abs(x)
+        min_log_ratio               least x
+        max_log_ratio               greatest x
+        error                       mean of exp(abs(x)) - 1
+        policy_ppl, rollout_ppl     means over sequences of exp(-mean log-prob)
+        log_ppl_diff                mean over sequences of -mean x, log(policy_ppl / rollout_ppl)
+        chi2_token, chi2_sequence   means of exp(2x) - 1, and of exp(2 sum x) - 1
+        ess                         effective sample size of the weights over tokens, in [0, 1]
+        weight_mean, _min, _max     of the weights before ``normalize``
+        outside                     fraction of tokens whose weight was truncated or masked
+        above, below                fractions beyond ``cap``, and below ``floor`` (or 1 / cap)
+        rejected_tokens             fraction of tokens that were rejected
+        rejected_sequences          fraction of sequences that kept no token
+        touched_sequences           fraction of sequences that lost a token
+        tokens, kept_tokens         the sum of the mask before and after rejection
+        nonfinite                   number of tokens whose x was NaN or infinite
+        =========================== ===============================================================
+        """
+        is_there, length = self.length > 0, self.length.sum()
+        counted = self.tokens > self.nonfinite
+        tokens = self.tokens.sum()
+
+        def mean(sums: Tensor) -> Tensor:
+            return divide(sums.sum(), length)
+
+        def fraction(counts: Tensor) -> Tensor:
+            return divide(counts.sum(), tokens)
+
+        def of_sequences(values: Tensor) -> Tensor:
+            number = is_there.sum().to(self.length.dtype)
+            return divide(torch.where(is_there, values.to(self.length.dtype), 0).sum(), number)
+
+        mean_x = divide(self.k1, self.length)
+        mean_logprob = divide(self.logprobs, self.length)
+        scalars = {
+            "kl": mean(-self.k1),
+            **{row.mean: mean(getattr(self, name)) for name, row in SUMS.items() if row.mean},
+            "min_log_ratio": least(self.min_log_ratio, counted),
+            "max_log_ratio": greatest(self.max_log_ratio, counted),
+            "policy_ppl": of_sequences(torch.exp(-mean_logprob)),
+            "rollout_ppl": of_sequences(torch.exp(mean_x - mean_logprob)),
+            "log_ppl_diff": of_sequences(-mean_x),
+            "chi2_sequence": of_sequences(chi2(self.k1)),
+            "ess": divide(self.weight.sum().square(), length * self.weight_squares.sum()),
+            "weight_min": least(self.min_weight, counted),
+            "weight_max": greatest(self.max_weight, counted),
+            "outside": fraction(self.outside),
+            "above": fraction(self.above),
+            "below": fraction(self.below),
+            "rejected_tokens": divide(length - self.kept.sum(), length),
+            "rejected_sequences": of_sequences(self.rejected == self.tokens),
+            "touched_sequences": of_sequences(self.rejected > 0),
+            "tokens": length,
+            "kept_tokens": self.kept.sum(),
+            "nonfinite": self.nonfinite.sum(),
+        }
+        return {prefix + name: value for name, value in scalars.items()}
+
+    def to_floats(self, prefix: str = "rollout/") -> dict[str, float]:
+        """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
+
+        Names begin with ``prefix``. What is NaN or infinite is left out.
+        """
+        return finite_floats(self.as_dict(prefix))
+
+    def __repr__(self) -> str:
+        if not are_readable(self[:-1]):
+            return fields_of(self)
+        logged = self.as_dict("")
+        main = {name: logged[name] for name in _MAIN_NUMBERS}
+        return line_of("RolloutStats", {"sequences": self.length.numel(), **main})
+
+
+class RolloutCorrection(NamedTuple):
+    """Weights, mask and statistics: ``weights, mask, stats = rollout_correction(...)``.
+
+    Attributes:
+        weights: per token in the shape of the log-probs, in the arithmetic's dtype, 0 where masked
+            or where x is not finite, without gradient; None with ``weight=None``. A rejected token
+            keeps its weight: the mask is what leaves it out.
+        mask: the mask that was given, in its own dtype, 0 where a token is rejected; without one,
+            a boolean mask.
+        stats: :class:`RolloutStats`.
+    """
+
+    weights: Tensor | None
+    mask: Tensor
+    stats: RolloutStats
+
+
+_MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")
+"""Those of ``as_dict`` that ``repr`` shows."""
+
+
+torch.serialization.add_safe_globals([RolloutCorrection, RolloutStats, RuleStats])
+
+
+def rows_of_table(rules: int) -> int:
+    """How many rows the table of ``RolloutStats`` has with so many rules."""
+    return len(RolloutStats._fields) - 1 + rules * len(RuleStats._fields)
+
+
+def least(values: Tensor, counted: Tensor) -> Tensor:
+    """The least of the values of counted sequences, 0 of none."""
+    return 0.0 - greatest(-values, counted)  # not -0
+
+
+def greatest(values: Tensor, counted: Tensor) -> Tensor:
+    """The greatest of the values of counted sequences, 0 of none."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    top = torch.where(counted, values, -torch.inf).amax()
+    return torch.where(counted.any(), top, 0.0)
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient, 0 where the denominator is 0."""
+    present = denominator > 0
+    return torch.where(present, numerator / torch.where(present, denominator, 1), 0)

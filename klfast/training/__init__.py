@@ -1,0 +1,1 @@
+"""Objects for a training loop."""

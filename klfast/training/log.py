@@ -1,0 +1,281 @@
+"""One call that writes the KL's numbers to TensorBoard, Weights & Biases or JSON lines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from klfast.args.checks import check_choice
+from klfast.controllers.grouped import GroupedKLController
+from klfast.controllers.inputs import NUMBER, check_count, number_of
+from klfast.functional.profile import LogRatioProfile
+from klfast.stats.kl import OF_TOKENS, KLStats, gathered
+from klfast.stats.rollout import RolloutStats
+from klfast.stats.transfer import floats
+
+__all__ = ["KLLog"]
+
+Names = Literal["klfast", "nemo_rl", "openrlhf", "roll", "skyrl", "slime", "trl", "trlx", "verl"]
+
+# Framework -> the names that it has for what klfast measures. From their trainers: NeMo-RL's
+# loss_functions.py, OpenRLHF's ppo_actor.py, ROLL's apply_kl_penalty, SkyRL's trainer.py, slime's
+# loss.py, TRL's grpo_trainer.py (kl_coef is that of klfast's callback), trlx's
+# accelerate_ppo_trainer.py, verl's apply_kl_penalty and dp_actor.py.
+_FRAMEWORKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "klfast": {},
+    "nemo_rl": {"token_mean": ("kl_penalty",)},
+    "openrlhf": {"token_mean": ("kl",)},
+    "roll": {"token_mean": ("critic/kl",), "coef": ("critic/kl_coef",)},
+    "skyrl": {"token_mean": ("loss/avg_kl",), "coef": ("loss/kl_loss_coef",)},
+    "slime": {"token_mean": ("train/kl_loss",)},
+    "trl": {"token_mean": ("kl",), "coef": ("kl_coef",)},
+    "trlx": {
+        "sqrt_sequence_mean": ("policy/sqrt_kl",),
+        "sqrt_token_mean": ("policy/kl_per_token",),
+        "coef": ("kl_ctl_value",),
+    },
+    "verl": {
+        "token_mean": ("actor/kl_loss", "actor/reward_kl_penalty"),
+        "coef": ("actor/kl_coef", "actor/reward_kl_penalty_coeff"),
+    },
+}
+
+Writer = Callable[[dict[str, float], int], None]
+
+
+class KLLog:
+    """Writes the KL's numbers of a step, with one transfer from the device.
+
+    ``log = klfast.KLLog("runs/kl.jsonl")``, then in every step
+    ``log(step, stats, controller=controller, rollout=corrected.stats)``. Beside klfast's own names,
+    ``kl/token_mean`` and so on, in nats, a framework's dashboards find theirs.
+
+    Args:
+        to: where to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, ``"wandb"`` or
+            ``"wandb:PROJECT"`` (the run that is there, or a new one), another string or a path for
+            a file of JSON lines, which is added to; or an object with ``add_scalar(name, value,
+            step)`` or ``log(values, step=step)``. TensorBoard and Weights & Biases are imported
+            only when they are asked for.
+        names: ``"klfast"``, or a framework, whose names for the mean KL and the coefficient are
+            written too: ``"nemo_rl"``, ``"openrlhf"``, ``"roll"``, ``"skyrl"``, ``"slime"``,
+            ``"trl"``, ``"trlx"`` (which logs square roots), ``"verl"``.
+        prefix: of klfast's own names.
+
+    A log to a file can be pickled, and goes on with the file; any other raises TypeError, as its
+    writer is this process's. Copies write where the original does.
+
+    Raises:
+        TypeError: ``to`` is none of these.
+        ValueError: ``names`` is unknown.
+        ImportError: what ``to`` names is not installed.
+    """
+
+    def __init__(self, to: Any, *, names: Names = "klfast", prefix: str = "kl/") -> None:
+        check_choice("names", names, get_args(Names))
+        self.names, self.prefix = names, prefix
+        self._write = _writer(to)
+
+    def __call__(
+        self,
+        step: int,
+        stats: KLStats | RolloutStats | None = None,
+        *,
+        rollout: RolloutStats | None = None,
+        controller: Any = None,
+        monitor: Any = None,
+        profile: LogRatioProfile | None = None,
+        extra: Mapping[str, float | Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Write one step, and return what was written.
+
+        Args:
+            step: >= 0.
+            stats: of the step's batch, written under ``prefix``; what exact divergences do not know
+                without ``token_ids`` is left out. A ``RolloutStats`` is taken as ``rollout``.
+            rollout: of :func:`klfast.rollout_correction`, written under ``rollout/`` as by its
+                ``as_dict``.
+            controller: klfast's, or any :class:`klfast.KLController`; writes ``coef`` and, if it
+                has it, ``skipped``; a ``GroupedKLController``'s of each group.
+            monitor: a ``KLMonitor`` or ``KLDriftAlarm``; writes ``alarm``: 1 while its status is
+                not ``"ok"``.
+            profile: see :func:`klfast.log_ratio_profile`.
+            extra: further numbers by their whole names.
+
+        Raises:
+            ValueError: ``step`` is negative, or an extra has a name that is taken.
+            TypeError: ``step`` is not an integer, an extra is not one number, or ``stats``,
+                ``rollout``, ``controller`` or ``monitor`` is not one.
+        """
+        step = check_count("step", step, least=0)
+        if isinstance(stats, RolloutStats) and rollout is None:
+            stats, rollout = None, stats
+        _check_is("stats", stats, KLStats)
+        _check_is("rollout", rollout, RolloutStats)
+        own: dict[str, Any] = {}
+        if stats is not None:
+            own |= KLStats(*map(gathered, stats)).as_dict("")
+        if controller is not None:
+            own |= _of_controller(controller)
+        if monitor is not None:
+            _check_has("monitor", monitor, "a KLMonitor or a KLDriftAlarm", "status")
+            own["alarm"] = float(monitor.status != "ok")
+        if profile is not None:
+            own |= profile.as_dict("")
+        beside = {} if rollout is None else rollout.as_dict()
+        extras = {name: gathered(value) for name, value in (extra or {}).items()}
+        given = {f"={name}": value for name, value in {**beside, **extras}.items()}
+        numbers = _floats({**own, **given})
+        own = {name: value for name, value in own.items() if name not in _unknown(numbers)}
+        written = {self.prefix + name: numbers[name] for name in own}
+        written |= self._of_framework({name: numbers[name] for name in own})
+        written |= {name: numbers[f"={name}"] for name in beside}
+        for name in extras:
+            if name == "step" or name in written:
+                raise ValueError(f"extra must have names that are not taken, got {name!r}")
+        written |= {name: numbers[f"={name}"] for name in extras}
+        self._write(written, step)
+        return written
+
+    def _of_framework(self, own: dict[str, float]) -> dict[str, float]:
+        roots = {
+            f"sqrt_{name}": math.sqrt(max(own[name], 0.0))  # max keeps a NaN that comes first
+            for name in ("token_mean", "sequence_mean")
+            if name in own
+        }
+        known = own | roots
+        return {
+            theirs: known[name]
+            for name, all_theirs in _FRAMEWORKS[self.names].items()
+            if name in known
+            for theirs in all_theirs
+        }
+
+
+def _unknown(numbers: dict[str, float]) -> tuple[str, ...]:
+    """The names of what exact divergences do not say of tokens that nobody named."""
+    unknown = all(math.isnan(numbers.get(name, 0.0)) for name in OF_TOKENS)
+    return OF_TOKENS if unknown and numbers.get("nonfinite") == 0 else ()
+
+
+def _of_controller(controller: Any) -> dict[str, Any]:
+    """The coefficient and, where it is counted, how many KLs were skipped; those of each group."""
+    _check_has("controller", controller, "a controller, klfast's or a KLController", "value")
+    if isinstance(controller, GroupedKLController):
+        groups = controller.groups.items()
+        return {
+            f"{name}/{key}": v for name, part in groups for key, v in _of_controller(part).items()
+        }
+    counted = {"skipped": controller.skipped} if hasattr(controller, "skipped") else {}
+    return {"coef": controller.value, **counted}
+
+
+def _check_is(argument: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(f"{argument} must be a {kind.__name__} or None, got {type(given).__name__}")
+
+
+def _check_has(argument: str, given: object, wanted: str, *names: str) -> None:
+    if not all(hasattr(given, name) for name in names):
+        raise TypeError(f"{argument} must be {wanted}, got {type(given).__name__}")
+
+
+def _floats(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers and 0-dim tensors as floats; those of a device in one transfer."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 0 or tensor.is_complex():
+            raise TypeError(
+                f"extra must be numbers and 0-dim tensors, got {[*tensor.shape]} for "
+                f"{name.removeprefix('=')!r}"
+            )
+    read = floats(tensors)
+    return {
+        name: read[name] if name in read else number_of(value, f"extra[{name[1:]!r}]", NUMBER)
+        for name, value in values.items()
+    }
+
+
+def _writer(to: Any) -> Writer:
+    if isinstance(to, str):
+        kind, _, rest = to.partition(":")
+        if kind == "tensorboard":
+            return _tensorboard(rest)
+        if kind == "wandb":
+            return _wandb(rest)
+    if isinstance(to, (str, os.PathLike)):
+        return _JsonLines(Path(to))
+    if callable(getattr(to, "add_scalar", None)):
+        return _Scalars(to)
+    if callable(getattr(to, "log", None)):
+        return _Values(to)
+    raise TypeError(
+        "to must be 'tensorboard', 'wandb', a path, or an object with add_scalar or log, got "
+        f"{type(to).__name__}"
+    )
+
+
+def _tensorboard(folder: str) -> Writer:
+    try:
+        module = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise ImportError("to='tensorboard' needs tensorboard: pip install tensorboard") from error
+    return _Scalars(module.SummaryWriter(folder or None))
+
+
+def _wandb(project: str) -> Writer:
+    try:
+        wandb: Any = importlib.import_module("wandb")
+    except ImportError as error:
+        raise ImportError("to='wandb' needs wandb: pip install wandb") from error
+    run = wandb.run if wandb.run is not None else wandb.init(project=project or None)
+    return _Values(run)
+
+
+class _OfProcess:
+    """A writer that lives in this process: copies share it, and it goes into no file."""
+
+    def __init__(self, to: Any) -> None:
+        self._to = to
+
+    def __deepcopy__(self, memo: Any) -> _OfProcess:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "to must be a path for a KLLog to be pickled, got a writer of this process, "
+            f"{type(self._to).__name__}; make a KLLog in the other process"
+        )
+
+
+class _Scalars(_OfProcess):
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._to.add_scalar(name, value, step)
+
+
+class _Values(_OfProcess):
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        self._to.log(values, step=step)
+
+
+class _JsonLines:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        # JSON has no NaN and no infinity
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def __reduce__(self) -> Any:
+        return _JsonLines, (self._path,)

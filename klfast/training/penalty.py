@@ -1,0 +1,378 @@
+"""One object for a run: a call for each micro-batch, a step for each batch."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import check_choice, check_number, shown
+from klfast.args.estimator import Estimator, as_estimator
+from klfast.backends import BACKENDS
+from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
+from klfast.controllers.grouped import GroupedKLController, KLController
+from klfast.controllers.inputs import Unit
+from klfast.controllers.target import FixedKLController
+from klfast.distributed.ranks import Ranks, ranks_of
+from klfast.functional.penalty import kl_penalty
+from klfast.stats.kl import KLStats, gathered
+from klfast.stats.transfer import floats, json_of, numbers_of
+from klfast.types.names import BackendName, EstimatorName, ReductionName
+from klfast.types.reduction import REDUCTIONS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["KLPenalty"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class KLPenalty:
+    """The KL penalty of a training run: its loss, its statistics and its coefficient.
+
+    ::
+
+        penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.1, target=6.0))
+        for batch in batches:
+            for logprobs, ref_logprobs, mask in micro_batches(batch):
+                loss = policy_loss(logprobs, mask) + penalty(logprobs, ref_logprobs, mask)
+                loss.backward()
+            optimizer.step()
+            numbers = penalty.step()  # "kl/token_mean", "kl/coef", ...
+
+    A call is :func:`klfast.kl_penalty` with the controller's coefficient, and keeps the statistics
+    of its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and
+    works with or without gradients, under autocast and inside of ``torch.compile``. It returns the
+    reduced penalty, ``coef * KL`` in nats times the coefficient's unit. What runs twice is counted
+    twice: call it outside of activation checkpointing. Threads may call at once, unless
+    ``torch.compile`` has compiled a call; a call during a ``step`` belongs to this or to the next.
+
+    Args:
+        estimator: a name or an :class:`klfast.Estimator`. The default ``"k3+"`` has the value of k3
+            and the gradient of k2, in expectation the reverse KL's: on-policy, and off-policy with
+            ``old_logprobs``.
+        reduction: as of :func:`klfast.kl_penalty`.
+        controller: a controller with one coefficient, klfast's or your own
+            (:class:`klfast.KLController`), or a number >= 0 for a coefficient that stays; None for
+            1, where the coefficient is applied elsewhere.
+        unit: ``"sequence"`` or ``"token"``, the unit in which the controller's target is meant. It
+            is an error if the controller reads another one; None asks for nothing.
+        cu_seqlens: of every call that gives none itself.
+        backend: as of :func:`klfast.kl_penalty`.
+
+    Attributes:
+        controller: the controller, a ``FixedKLController`` for a number or None.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: a choice is unknown, a number negative or not finite, or ``unit`` is not that of
+            the controller.
+    """
+
+    _normalizer: float | Tensor | None = None
+    _warned_of_normalizer = False
+
+    def __init__(
+        self,
+        estimator: EstimatorName | Estimator = "k3+",
+        reduction: ReductionName = "token-mean",
+        *,
+        controller: KLController | float | None = None,
+        unit: Unit | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: BackendName = "auto",
+    ) -> None:
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_choice("backend", backend, ("auto", *BACKENDS))
+        self.estimator = as_estimator(estimator)
+        self.reduction = reduction
+        self.controller = _controller(controller)
+        if unit is not None:
+            _check_unit(unit, self.controller)
+        self.cu_seqlens = cu_seqlens
+        self.backend = backend
+        self._pending = _PendingStats([])
+
+    @property
+    def coef(self) -> Any:
+        """The coefficient of the next call, the controller's ``value``."""
+        return self.controller.value
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        mask: Tensor | None = None,
+        *,
+        old_logprobs: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """``coef`` times the reduced penalty of a micro-batch, as of :func:`klfast.kl_penalty`.
+
+        With gradient accumulation or several ranks, ``normalizer`` makes the sum of the
+        micro-batches' losses the mean of the whole batch: :func:`klfast.data_parallel_normalizer`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is kept.
+            RuntimeError: inside of torch.func transforms, which statistics cannot leave.
+        """
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if not is_traced and torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
+                "klfast.kl_penalty there"
+            )
+        self._normalizer = normalizer
+        loss, stats = kl_penalty(
+            logprobs,
+            ref_logprobs,
+            mask,
+            estimator=self.estimator,
+            reduction=self.reduction,
+            cu_seqlens=self.cu_seqlens if cu_seqlens is None else cu_seqlens,
+            old_logprobs=old_logprobs,
+            normalizer=normalizer,
+            coef=self._coef_of_call(),
+            return_stats=True,
+            backend=self.backend,
+        )
+        if is_traced:
+            self._pending = _PendingStats([stats], self._pending)
+        else:
+            self._pending.newest.append(stats)
+        return loss
+
+    def _coef_of_call(self) -> Any:
+        """The coefficient as it is now: ``step`` may move a device's before the backward."""
+        value = self.controller.value
+        return value.clone() if isinstance(value, Tensor) else value
+
+    @torch.no_grad()
+    def step(self, group: ProcessGroup | None = None) -> dict[str, float]:
+        """Update the controller once, by all sequences since the last step, and forget them.
+
+        However they were cut into micro-batches and dealt out to ranks, the update is that of one
+        batch of them, in the order of ranks and calls. Where the controller has a ``process_group``
+        the update is that of its own all-reduce, in fp64.
+
+        Args:
+            group: the ranks with different sequences, all of which must call, also those without
+                any; None: the controller's ``process_group``, or all ranks, if torch.distributed is
+                initialised, or this process alone.
+
+        Returns:
+            The numbers of ``KLStats.as_dict()`` over these sequences as floats, with ``"kl/coef"``,
+            the coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left
+            out, if it counts them. The keys are the same in every step. A number may be NaN or inf;
+            ``"kl/nonfinite"`` counts the tokens whose log-ratio or penalty is. In one process, the
+            numbers need one transfer from the device.
+
+        Raises:
+            RuntimeError: nothing was called since the last step, in a run of one process; of
+                torch.distributed, where a rank has died or does not answer in time.
+            ValueError: ``group`` is not the controller's, or is given for DTensors, whose
+                statistics every rank has whole.
+            TypeError: ``group`` is not a process group that this process is in.
+        """
+        parts = self._pending.parts()
+        own, ranks = self._own_group(), self._ranks(group, parts)
+        if ranks is None and not parts:
+            raise RuntimeError("step() must come after a call; none was made since the last")
+        device = getattr(self.controller, "device", None)
+        stats = _merged(parts, device or torch.device("cpu"))
+        whole = stats if ranks is None else stats.all_reduce(ranks.group)
+        self.controller.update(whole if own is None else stats)
+        self._pending = self._pending.without(len(parts))
+        logged = {**whole.as_dict(), "kl/coef": self.controller.value}
+        if hasattr(self.controller, "skipped"):
+            logged["kl/skipped"] = self.controller.skipped
+        if isinstance(self._normalizer, Tensor):
+            logged |= {"tokens": whole.length.sum(), "normalizer": self._normalizer}
+        numbers = floats(logged)
+        self._check_normalizer(numbers.pop("tokens", None), numbers.pop("normalizer", None))
+        return numbers
+
+    def _check_normalizer(self, tokens: float | None, normalizer: float | None) -> None:
+        """Warn, once, of a denominator that no reduction of the step's batch has.
+
+        A number is a constant, such as Dr. GRPO's, and may be any; what a batch counts is a tensor.
+        """
+        self._normalizer = None
+        if tokens is None or normalizer is None or self._warned_of_normalizer:
+            return
+        if normalizer <= tokens * (1 + torch.finfo(torch.float32).eps):
+            return
+        self._warned_of_normalizer = True
+        warn_caller(
+            "normalizer must be the number of tokens or sequences of the whole batch, over all "
+            f"ranks divided by their number, got {normalizer:.6g} in a step of {tokens:.6g} "
+            "tokens: the penalty is smaller than its coefficient says"
+        )
+
+    def _own_group(self) -> ProcessGroup | None:
+        """The group over which the controller adds up itself."""
+        return getattr(self.controller, "process_group", None)
+
+    def _ranks(self, group: ProcessGroup | None, parts: list[KLStats]) -> Ranks | None:
+        """The ranks of a step by these statistics, None for this process alone."""
+        own = self._own_group()
+        if group is not None and own is not None and group != own:
+            raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
+        group = own if group is None else group
+        if not _are_whole(parts):
+            return ranks_of(group)
+        if group is not None:
+            raise ValueError(
+                "group and the controller's process_group must be None for statistics of "
+                "DTensors, which are of all sequences on every rank, got a group"
+            )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the controller's state, and the statistics since the last step.
+
+        Plain JSON, without settings. The statistics are this rank's own; after ``step`` there is
+        none, and the states of all ranks are the same. ``torch.distributed.checkpoint`` keeps one
+        rank's state of all that have one name: between steps, every rank needs a name of its own.
+        This waits for the device.
+        """
+        frame = {"kind": "penalty", "version": STATE_VERSION}
+        controller, pending = self.controller.state_dict(), _state_of(self._pending.parts())
+        return {**frame, "controller": controller, "pending": pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+
+        Raises:
+            TypeError: ``state`` is not a dict, or an entry has the wrong type.
+            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
+                or an entry is out of its range. The object is then unchanged.
+        """
+        check_state_kind(state, "penalty")
+        keys = {"kind", "version", "controller", "pending"}
+        if state.keys() != keys:
+            raise ValueError(f"state must have keys {sorted(keys)}, got {[*state]}")
+        restored = _parts_of("state['pending']", state["pending"])
+        self.controller.load_state_dict(state["controller"])
+        self._pending = _PendingStats(restored)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pending": self._pending.parts()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _pending=_PendingStats(state["_pending"]))
+
+    def __repr__(self) -> str:
+        settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"
+        return f"KLPenalty({settings}, calls={len(self._pending.parts())})"
+
+
+def _check_unit(unit: str, controller: KLController) -> None:
+    check_choice("unit", unit, get_args(Unit))
+    own = getattr(controller, "unit", unit)
+    if unit != own and not isinstance(controller, FixedKLController):
+        raise ValueError(f"unit must be that of the controller, {own!r}, got {unit!r}")
+
+
+def _controller(given: object) -> KLController:
+    if isinstance(given, KLController) and not isinstance(given, (type, GroupedKLController)):
+        controller: KLController = given
+        return controller
+    if given is None:
+        return FixedKLController(1.0)
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(
+            "controller must be a controller with one coefficient (value, update, state_dict, "
+            f"load_state_dict), a number or None, got {shown(given)}"
+        )
+    return FixedKLController(check_number("controller", given, least=0))
+
+
+class _PendingStats:
+    """Statistics of calls: a list that any thread may append to, and what came before it.
+
+    torch.compile guards the lengths of lists and looks into tuples, so that every micro-batch would
+    compile a call anew. Of an object it looks at the class alone: a compiled call makes one.
+
+    Attributes:
+        newest: the list; appending to it and taking from it is atomic.
+    """
+
+    def __init__(self, newest: list[KLStats], before: _PendingStats | None = None) -> None:
+        self.newest, self._before = newest, before
+
+    def parts(self) -> list[KLStats]:
+        """All statistics, in their order."""
+        lists: list[list[KLStats]] = []
+        node: _PendingStats | None = self
+        while node is not None:
+            lists.append(node.newest[:])
+            node = node._before
+        return [part for newest in reversed(lists) for part in newest]
+
+    def without(self, count: int) -> _PendingStats:
+        """This without its first parts."""
+        if self._before is not None:
+            return _PendingStats(self.parts()[count:])
+        del self.newest[:count]
+        return self
+
+
+def _are_whole(parts: list[KLStats]) -> bool:
+    """Whether there are statistics of DTensors, which every rank has whole."""
+    return any(gathered(part) is not part for part in parts)
+
+
+def _merged(parts: list[KLStats], where: torch.device) -> KLStats:
+    """The statistics of all sequences on a device, in one transfer from another one."""
+    parts = [gathered(part) for part in parts]
+    if not parts:
+        return KLStats(*torch.zeros(len(KLStats._fields), 0, device=where))
+    if len({part.kl.device for part in parts}) > 1:
+        parts = [_moved(part, where) for part in parts]
+    return _moved(KLStats.cat(parts), where)
+
+
+def _state_of(parts: list[KLStats]) -> list[Any]:
+    """Statistics as plain JSON; waits for the device.
+
+    A list without a dict or a tensor, as ``torch.distributed.checkpoint`` stores one under one key,
+    whatever it holds: the dtype, then the numbers of each field; empty for nothing.
+    """
+    if not parts:
+        return []
+    stats = _merged(parts, torch.device("cpu"))
+    dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
+    return [dtype, *([*map(json_of, field.tolist())] for field in stats)]
+
+
+def _parts_of(argument: str, state: object) -> list[KLStats]:
+    """The statistics that ``_state_of`` was given, _merged; errors name ``argument``.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if not isinstance(state, list):
+        raise TypeError(f"{argument} must be a list, got {type(state).__name__}")
+    if not state:
+        return []
+    dtype, *fields = state
+    check_choice(f"{argument}[0]", dtype, _DTYPES)
+    rows = [numbers_of(f"{argument}[{at}]", field) for at, field in enumerate(fields, 1)]
+    lengths = [len(row) for row in rows]
+    if len(rows) != len(KLStats._fields) or len({*lengths}) > 1:
+        raise ValueError(
+            f"{argument} must hold a dtype and {len(KLStats._fields)} lists of one length, got "
+            f"lists of {lengths}"
+        )
+    return [KLStats(*torch.tensor(rows, dtype=_DTYPES[dtype]).unbind(0))]
+
+
+def _moved(stats: KLStats, device: torch.device) -> KLStats:
+    if stats.kl.device == device:
+        return stats
+    return KLStats(*torch.stack(stats).to(device).unbind(0))

@@ -1,0 +1,42 @@
+"""The textbook formulas of the estimators, of which autograd makes the derivatives.
+
+The stable forms and the analytic derivatives stand in ``csrc/formulas/estimators.h`` and in
+``klfast/backends/triton/math.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def zero_at(places: Tensor, value: Tensor) -> Tensor:
+    """The value, exactly 0 at ``places``. No derivative changes."""
+    return torch.where(places, value - value.detach(), value)
+
+
+def exp_minus_1_minus(y: Tensor) -> Tensor:
+    """e^y - 1 - y; 0 where an inexact expm1 leaves less. In float32 a series for abs(y) <= 1."""
+    if y.dtype != torch.float64:
+        is_near = y.abs() <= 1
+        near = torch.where(is_near, y, 0.0)
+        series = torch.ones_like(near)
+        for n in range(12, 2, -1):
+            series = 1 + near / n * series
+        y = torch.where(is_near, 0.0, y)
+        return torch.where(is_near, near.square() / 2 * series, torch.expm1(y) - y)
+    value = torch.expm1(y) - y
+    return zero_at(value < 0, value)
+
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: x,
+    "abs": lambda x: x.abs(),
+    "k2": lambda x: x.square() / 2,
+    "k3": lambda x: exp_minus_1_minus(-x),
+    "k3_ref": exp_minus_1_minus,
+    "r_log_r": lambda x: torch.exp(x) * x.clamp(min=-1000),  # e^x x is 0 at -infinity
+}
+"""f(x) of every name in ``klfast.types.names.ESTIMATORS``, x = logprobs - ref_logprobs."""

@@ -1,0 +1,75 @@
+"""Reductions: what becomes of the numbers of tokens. The table that everything else reads."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klfast.types.names import ReductionName
+
+RESULTS = ("token", "sequence", "scalar")
+DENOMINATORS = ("one", "tokens", "sequences")
+
+EncodedReduction = tuple[int, int, int]
+"""(result, own_length, over): a reduction to the ops."""
+
+
+class Reduction(NamedTuple):
+    """The result of a reduction, and what it divides by.
+
+    With ``sum_s`` the sum of the weighted values of sequence s and ``length_s`` the sum of its
+    mask, a sequence counts ``sum_s`` or, with ``own_length``, ``sum_s / length_s``. A scalar is the
+    sum of these over the sequences, divided by 1, by the sum of all masks (``tokens``) or by the
+    number of sequences that keep a token (``sequences``). ``normalizer`` takes the place of the
+    latter two.
+    """
+
+    result: Literal["token", "sequence", "scalar"]
+    own_length: bool
+    over: Literal["one", "tokens", "sequences"]
+
+    def is_scalar(self) -> bool:
+        """Whether the result is 0-dimensional."""
+        return self.result == "scalar"
+
+    def encoded(self) -> EncodedReduction:
+        """The reduction as the ops take it: positions in ``RESULTS`` and ``DENOMINATORS``."""
+        if torch.compiler.is_compiling():
+            return self._encode()
+        return _ENCODED[self]
+
+    def _encode(self) -> EncodedReduction:
+        return RESULTS.index(self.result), int(self.own_length), DENOMINATORS.index(self.over)
+
+    def denominator_terms(self, length: Tensor) -> Tensor:
+        """Terms of sequences with these lengths, which sum to the denominator of their mean."""
+        return {"tokens": length, "sequences": length > 0}[self.over]
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "none": Reduction("token", False, "one"),
+    "seq-sum": Reduction("sequence", False, "one"),
+    "seq-mean": Reduction("sequence", True, "one"),
+    "token-sum": Reduction("scalar", False, "one"),
+    "token-mean": Reduction("scalar", False, "tokens"),
+    "seq-mean-token-sum": Reduction("scalar", False, "sequences"),
+    "seq-mean-token-mean": Reduction("scalar", True, "sequences"),
+}
+"""The reduction of every name in ``klfast.types.names.ReductionName``."""
+_ENCODED = {reduction: reduction._encode() for reduction in REDUCTIONS.values()}
+NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
+"""Scalar means, whose outer denominator ``normalizer`` replaces."""
+TOKENWISE_REDUCTIONS = tuple(
+    name
+    for name, r in REDUCTIONS.items()
+    if r.result != "sequence" and not r.own_length and r.over in ("one", "tokens")
+)
+"""Reductions that do not ask which sequence a token belongs to."""
+TORCHS_REDUCTIONS: dict[str, ReductionName] = {
+    "mean": "token-mean",
+    "sum": "token-sum",
+    "batchmean": "seq-mean-token-sum",
+}
+"""The names that torch's losses have for reductions."""

@@ -1,0 +1,100 @@
+"""Divergences from a teacher that is known at K words of a token.
+
+Shapes: R tokens, K entries a token. p is the teacher, q the student, P and Q the sums of p and q
+over a token's entries. All is in nats, and in float64 where the device has it: a tail 1 - Q has few
+digits left in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from klfast.types.formulas import exp_minus_1_minus, zero_at
+
+LEAST_TAIL = 2.0**-24
+"""The least tail: half of the rounding of a probability of 1 in fp32."""
+
+
+def without_missing(mask: Tensor | None, exist: Tensor) -> Tensor:
+    """A mask in which a token without entries does not exist. ``exist``: [..., K]."""
+    has_entries = exist.any(-1)
+    if mask is None:
+        return has_entries
+    return torch.where(has_entries, mask, torch.zeros((), dtype=mask.dtype, device=mask.device))
+
+
+def divergence_of_entries(
+    teacher: Tensor, student: Tensor, exist: Tensor, direction: str, tail: str, beta: float
+) -> Tensor:
+    """[R] divergences of log-probs [R, K], where entries ``exist``.
+
+    =============== ================================================================================
+    ``tail``        what is compared
+    =============== ================================================================================
+    ``bucket``      K + 1 categories, of which the last holds 1 - P and 1 - Q
+    ``renormalize`` p / P and q / Q
+    ``generalized`` p and q, with the terms x log(x / y) - x + y
+    ``drop``        p and q, with the terms x log(x / y)
+    =============== ================================================================================
+
+    ``forward``: x = p, y = q. ``reverse``: x = q, y = p. ``jsd``, with m = (1 - b) q + b p:
+    (1 - b) times the terms of (q, m) plus b times those of (p, m).
+    """
+    p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
+    are_equal = (p == q).all(-1)
+    if tail == "bucket":
+        p, q = (torch.cat([x, log_tail(x, exist)], -1) for x in (p, q))
+        exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
+    elif tail == "renormalize":
+        p, q = (x - _log_sum(x, exist) for x in (p, q))
+    of = _dropped_term if tail == "drop" else term
+    if direction == "forward":
+        terms = of(p, q)
+    elif direction == "reverse":
+        terms = of(q, p)
+    else:
+        m = torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
+        terms = (1 - beta) * of(q, m) + beta * of(p, m)
+    rows = torch.where(exist, terms, 0.0).sum(-1)
+    # Rounding may leave a number below 0, or equal entries apart. A dropped tail may be below 0.
+    return zero_at(are_equal if tail == "drop" else are_equal | (rows < 0), rows)
+
+
+def term(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """X log(x / y) - x + y, which is x (e^d - 1 - d) with d = log(y / x): >= 0, and 0 at x = y.
+
+    ``log_ratio``: d, where it has more digits than the difference.
+    """
+    x = log_x.exp()
+    ratio = log_y - log_x if log_ratio is None else log_ratio
+    is_near = ratio.abs() <= 1
+    near = torch.where(is_near, ratio, 0.0)
+    return torch.where(
+        is_near, x * exp_minus_1_minus(near), log_y.exp() - x + _dropped_term(log_x, log_y)
+    )
+
+
+def _dropped_term(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """X log(x / y); 0 where x is."""
+    x = log_x.exp()
+    return x * torch.where(x == 0, 0.0, log_x - log_y)
+
+
+def _log_sum(logprobs: Tensor, exist: Tensor) -> Tensor:
+    """[R, 1] log of the sum of the probabilities of entries; of a token without any 0."""
+    some = exist.any(-1, keepdim=True)
+    return torch.where(exist | ~some, logprobs, -torch.inf).logsumexp(-1, keepdim=True)
+
+
+def log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
+    """[R, 1] log(1 - sum), with the digits of a sum that is nearly 1; at least log(2^-24), and 0
+    without a slope where no entry has a probability.
+    """
+    greatest = math.log1p(-LEAST_TAIL)
+    possible = exist & (logprobs != -torch.inf)
+    log_sum = _log_sum(torch.where(possible, logprobs, 0.0), possible).clamp(max=greatest)
+    log_sum = torch.where(possible.any(-1, keepdim=True), log_sum, -torch.inf)
+    return (-log_sum.expm1()).log()
