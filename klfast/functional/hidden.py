@@ -488,8 +488,8 @@ def linear_topk_kl_divergence(
     Autocast, torch.compile, CUDA graphs and second derivatives: as in
     :func:`linear_token_logprobs`.
 
-    Sources: TRL's and verl's distillation for ``bucket`` and ``drop``; MOPD (2026, arXiv:2606.30406)
-    for ``generalized``.
+    Sources: TRL's and verl's distillation for ``bucket`` and ``drop``; MOPD (2026,
+    arXiv:2606.30406) for ``generalized``.
     """
     refuse_dtensors(
         hidden=hidden, ref_token_ids=ref_token_ids, ref_logprobs=ref_logprobs, mask=mask
